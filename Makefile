@@ -1,0 +1,61 @@
+# Everything a developer or a curious user does; `make demo` and `make test` set up what they need.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+LAB := .lab
+SETUP := $(VENV)/.set-up
+SERVER := $(LAB)/llama-server/llama-server
+MODELS := $(LAB)/models/.made
+
+.PHONY: all setup llama-server models demo test live lint format type bench clean
+
+all: lint type test
+
+setup: $(SETUP)
+$(SETUP): pyproject.toml
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing: apt-get install python3.11"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || apt-get install -y python3.11-venv || \
+	  { echo "Python's venv is missing: apt-get install python3.11-venv"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+# A llama-server in LLAMA_SERVER_BIN or on PATH wins; otherwise Debian's own is unpacked into .lab.
+llama-server:
+	@if [ -n "$$LLAMA_SERVER_BIN" ] || command -v llama-server >/dev/null; then :; \
+	 else $(MAKE) --no-print-directory $(SERVER); fi
+$(SERVER):
+	tests/lab/fetch_llama_server.sh $(abspath $(LAB)/llama-server)
+
+models: $(MODELS)
+$(MODELS): $(SETUP) $(wildcard tests/lab/*.py tests/lab/templates/*)
+	rm -rf $(LAB)/models
+	$(BIN)/python -m tests.lab.models $(LAB)/models --size tiny
+	$(BIN)/python -m tests.lab.models $(LAB)/models --kind hybrid --size small
+	@touch $@
+
+demo: $(SETUP) llama-server models
+	@$(BIN)/python -m tests.bench.demo
+
+test: $(SETUP) llama-server models
+	$(BIN)/python -m pytest
+
+live: $(SETUP) llama-server models
+	$(BIN)/python -m pytest tests/live
+
+lint: $(SETUP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(SETUP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+type: $(SETUP)
+	$(BIN)/mypy proxy tests
+
+bench: $(SETUP) llama-server models
+	$(BIN)/python -m tests.bench.main_job
+
+clean:
+	rm -rf $(VENV) $(LAB) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,118 @@
+"""The values that the pure core decides about.
+
+Owns: the nouns (rule, checkpoint, prompt, cut). Everything here is frozen; nothing here awaits,
+opens, logs or reads a clock.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+from proxy.core.prefix import Namespace, TokenIds
+
+CheckpointId = NewType("CheckpointId", int)
+SlotId = NewType("SlotId", int)
+
+
+class RuleKind(StrEnum):
+    """What a restored state is good for on this server, as its self-test measured it."""
+
+    ANY_PREFIX = "any prefix"
+    RESTORE_POINTS = "restore points"
+    END_ONLY = "end only"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A learned rule; `end_holds_from` is the shortest state that can be continued at its very end.
+
+    A sliding-window state shorter than its window can only be continued at a context checkpoint.
+    """
+
+    kind: RuleKind
+    end_holds_from: int = 0
+
+    @property
+    def can_restore(self) -> bool:
+        return self.kind is not RuleKind.NOTHING
+
+
+NO_RULE = Rule(RuleKind.NOTHING)
+
+
+class CheckpointKind(StrEnum):
+    """Why a checkpoint is kept; decides what may supersede it."""
+
+    HEADER = "header"
+    TURN_START = "turn start"
+    CONVERSATION = "conversation"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One saved state and what it can be restored for.
+
+    `restore_points` are token counts, ascending, read from the context checkpoints in the file; the
+    end of the state, `n_tokens`, is not among them. `has_every_position` is true if the file holds
+    attention state for all n_tokens positions and nothing recurrent, so that it can be cut anywhere.
+    `file_stamp` is (inode, mtime_ns) of the file as it was when its content was verified.
+    """
+
+    id: CheckpointId
+    namespace: Namespace
+    kind: CheckpointKind
+    n_tokens: int
+    restore_points: tuple[int, ...]
+    has_every_position: bool
+    file_name: str
+    size_bytes: int
+    file_stamp: tuple[int, int]
+    checksum: str
+    created_at: float
+    last_used_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A stored checkpoint and how many leading tokens it shares with a request, compared."""
+
+    checkpoint: Checkpoint
+    n_common: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """Stable cuts of one prompt, in tokens; 0 where there is none."""
+
+    header: int = 0
+    turn_start: int = 0
+    message_end: int = 0
+
+    @property
+    def begins_turn(self) -> bool:
+        """Whether the newest message of the prompt is the user's."""
+        return self.turn_start > 0 and self.turn_start == self.message_end
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request's prompt as llama-server will see it; `shape` is the kind of request it came from."""
+
+    tokens: TokenIds
+    namespace: Namespace
+    cuts: Cuts = field(default_factory=Cuts)
+    shape: str = ""
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Measured speeds of this server; the defaults only rank options until it has been measured."""
+
+    evaluate_tokens_per_second: float = 500.0
+    restore_bytes_per_second: float = 1e9
+    save_bytes_per_second: float = 1e9

@@ -1,0 +1,79 @@
+"""What one request really reused and evaluated, held against what was expected."""
+
+from dataclasses import dataclass
+
+from proxy.core.plan import Plan, Restore
+from proxy.upstream.replies import Timings
+
+
+@dataclass
+class Account:
+    """Adds up the replies of one request: those at its stops, then its own.
+
+    Only the first of them tells what was there before; what later ones reuse, this request evaluated.
+    """
+
+    plan: Plan
+    n_prompt: int
+    n_reused: int | None = None
+    n_evaluated: int = 0
+    is_degraded: bool = False
+    queued_seconds: float = 0.0
+    prepared_seconds: float = 0.0
+
+    def add(self, timings: Timings) -> None:
+        if self.n_reused is None:
+            self.n_reused = timings.cache_n
+        self.n_evaluated += timings.prompt_n
+
+    @property
+    def is_ineffective_restore(self) -> bool:
+        """Whether a restore that answered 200 was not reused as planned."""
+        start = self.plan.start
+        return (
+            isinstance(start, Restore)
+            and not self.is_degraded
+            and self.n_reused is not None
+            and self.n_reused < start.n_reused
+        )
+
+    @property
+    def is_drift(self) -> bool:
+        """Whether more was reused than the slot was believed to hold."""
+        start = self.plan.start
+        at_most = start.n_common if isinstance(start, Restore) else start.reuse.at_most
+        return self.n_reused is not None and not self.is_degraded and self.n_reused > at_most
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a live slot gave less than it was believed to hold."""
+        start = self.plan.start
+        return (
+            not isinstance(start, Restore)
+            and self.n_reused is not None
+            and self.n_reused < start.reuse.at_least
+        )
+
+    @property
+    def outcome(self) -> str:
+        if self.is_degraded:
+            return "degraded"
+        if not self.n_reused:
+            return "miss"
+        return "partial" if self.n_reused < self.plan.start.n_reused else "hit"
+
+    def describe(self) -> dict[str, object]:
+        """Return the account for the request's log line."""
+        start = self.plan.start
+        return {
+            "outcome": self.outcome,
+            "slot": self.plan.slot_id,
+            "chosen": "restore" if isinstance(start, Restore) else "live",
+            "n_prompt": self.n_prompt,
+            "expected": start.n_reused,
+            "reused": self.n_reused,
+            "evaluated": self.n_evaluated,
+            "stops": [stop.n_tokens for stop in self.plan.stops],
+            "queued_seconds": round(self.queued_seconds, 4),
+            "prepared_seconds": round(self.prepared_seconds, 4),
+        }

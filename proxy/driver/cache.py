@@ -1,0 +1,123 @@
+"""The driver: every generation request takes a lease, and the cache where that helps.
+
+tokenize -> hash the prefix -> look up checkpoints -> plan -> lease a slot -> restore the checkpoint ->
+send only what is left to be evaluated -> relay the stream -> confirm the hit -> release; save it when
+it is worth saving.
+"""
+
+import asyncio
+from dataclasses import replace
+
+from proxy.core.model import Prompt
+from proxy.driver.cached import CachedRequest
+from proxy.driver.leases import DeskClosed
+from proxy.driver.lifecycle import Lifecycle
+from proxy.driver.memory import remember_tenant
+from proxy.driver.requests import GenerationRequest, Send
+from proxy.driver.services import Services
+from proxy.driver.session import Session
+from proxy.driver.uncached import serve_pinned
+from proxy.driver.unpinned import UnpinnedRequest
+from proxy.errors import UpstreamGone, UpstreamRefused
+from proxy.log import get_logger
+from proxy.upstream.bodies import GenerationBody, bypass_reason, n_completions, parse_body
+from proxy.upstream.routes import Route
+
+
+class _KeyRefused(Exception):
+    """llama-server does not take the client's key: it will refuse the request before any slot."""
+
+
+class Cache:
+    """Serves generation requests, from the cache where that helps."""
+
+    def __init__(self, services: Services, lifecycle: Lifecycle) -> None:
+        self._services = services
+        self._lifecycle = lifecycle
+        self._log = get_logger("cache")
+
+    async def serve(self, request: GenerationRequest, send: Send) -> None:
+        """Serve one request; what *send* raises passes through, cache faults do not."""
+        while True:
+            session = await self._lifecycle.session()
+            try:
+                if session is None:
+                    return await self._serve_unplaced(request, send)
+                return await self._serve_in(session, request, send)
+            except _KeyRefused:
+                self._services.metrics.requests.labels("bypass").inc()
+                await send(request.raw, lambda: None)
+                return
+            except DeskClosed:
+                self._lifecycle.poke()
+            except UpstreamGone:
+                self._lifecycle.poke()
+                raise
+
+    async def server_state_changed(self) -> None:
+        """A client changed slots or adapters: nothing that was known holds any more."""
+        await self._lifecycle.attach_again()
+
+    async def _serve_unplaced(self, request: GenerationRequest, send: Send) -> None:
+        """Forward without a slot of our choice: llama-server is not attached."""
+        try:
+            await send(request.raw, lambda: None)
+        finally:
+            self._services.metrics.requests.labels("degraded").inc()
+            if self._lifecycle.current:
+                self._lifecycle.current.attachment.desk.table.forget_free()
+
+    async def _serve_in(self, session: Session, request: GenerationRequest, send: Send) -> None:
+        body = parse_body(request.raw)
+        reason = bypass_reason(request.route, body)
+        prompt = None
+        if reason is None and body is not None:
+            (prompt, reason), is_current = await asyncio.gather(
+                self._read_prompt(session, request, body), self._lifecycle.is_still(session)
+            )
+            if not is_current:
+                raise DeskClosed
+        if prompt is not None and body is not None:
+            cached = CachedRequest(
+                self._services,
+                session,
+                request,
+                body,
+                prompt,
+                lambda: self._lifecycle.is_still(session),
+            )
+            return await cached.serve(send)
+        if body is None or request.route is Route.UNPINNED or n_completions(body) > 1:
+            unpinned = UnpinnedRequest(self._services, session, request, body)
+            answer = await unpinned.serve(send)
+        else:
+            answer = await serve_pinned(self._services, session, request, body, send)
+        metrics = self._services.metrics
+        metrics.requests.labels("bypass").inc()
+        metrics.first_byte_seconds.labels("bypass").observe(answer.first_byte_seconds)
+        self._log.info("request", id=request.id, path=request.path, outcome="bypass", why=reason)
+
+    async def _read_prompt(
+        self, session: Session, request: GenerationRequest, body: GenerationBody
+    ) -> tuple[Prompt | None, str | None]:
+        attachment = session.attachment
+        try:
+            shape = body.shape(request.path)
+            if shape in attachment.disabled_shapes:
+                return None, "requests of this shape are tokenized differently"
+            namespace = attachment.tenant_namespace(request.tenant)
+            prompt = await session.reader.read(
+                request.route, body, request.headers, namespace, attachment.rule
+            )
+            if attachment.can_cache and request.tenant not in attachment.tenants:
+                # Its key was good enough for llama-server to tokenize.
+                await remember_tenant(self._services.store, attachment, request.tenant)
+        except Exception as fault:
+            if isinstance(fault, UpstreamRefused) and fault.status in (401, 403):
+                raise _KeyRefused from fault
+            # The request itself may be what is wrong: llama-server's own answer says so best.
+            self._services.faults.record("tokenize", fault)
+            return None, "the prompt could not be tokenized"
+        if not prompt.n_tokens:
+            return None, "empty prompt"
+        return replace(prompt, shape=shape), None

@@ -1,0 +1,253 @@
+"""One request whose prompt is known, on its way through a slot.
+
+lease -> restore the checkpoint -> stop at cuts -> send -> confirm the hit -> release, or save first.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from proxy.core.model import Candidate, CheckpointKind, Prompt, RuleKind
+from proxy.core.plan import Plan, Restore, Situation, plan_request, promising
+from proxy.core.slots import TAINTED, Content, Known, Unknown, after_evaluation
+from proxy.core.write_back import is_write_back_due
+from proxy.driver.abandoned import wind_up
+from proxy.driver.account import Account
+from proxy.driver.leases import Choice, DeskClosed, Lease
+from proxy.driver.requests import Answer, GenerationRequest, Send
+from proxy.driver.services import Services
+from proxy.driver.session import Session
+from proxy.errors import UpstreamFault
+from proxy.log import get_logger
+from proxy.upstream.bodies import GenerationBody, pin
+from proxy.upstream.replies import Timings
+
+_LONG_WAIT_SECONDS = 0.05
+"""After waiting this long for a slot, llama-server may be another process."""
+_MIN_MEASURED_TOKENS = 64
+"""A shorter evaluation says more of the round trip than of the rate."""
+
+
+class CachedRequest:
+    """Serves one request from the cache, as far as that helps."""
+
+    def __init__(
+        self,
+        services: Services,
+        session: Session,
+        request: GenerationRequest,
+        body: GenerationBody,
+        prompt: Prompt,
+        is_current: Callable[[], Awaitable[bool]],
+    ) -> None:
+        self._services = services
+        self._session = session
+        self._attachment = session.attachment
+        self._request = request
+        self._body = body
+        self._prompt = prompt
+        self._is_current = is_current
+        self._arrived = time.monotonic()
+
+    async def serve(self, send: Send) -> None:
+        """Serve the request; raises what *send* raises, and DeskClosed before anything was sent."""
+        with (
+            await self._attachment.desk.lease(self._choose, may_be_passed=True) as lease,
+            self._keeping(lease.reason),
+        ):
+            account = Account(lease.reason, self._prompt.n_tokens)
+            account.queued_seconds = time.monotonic() - self._arrived
+            if account.queued_seconds > _LONG_WAIT_SECONDS:
+                await self._require_current()
+            try:
+                can_reuse = await self._prepare(lease, account)
+                account.prepared_seconds = time.monotonic() - self._arrived
+                slot_id = lease.reason.slot_id
+                answer = await send(
+                    pin(self._body, slot_id, reuses=can_reuse),
+                    lambda: self._attachment.desk.note_running(slot_id),
+                )
+            except BaseException:
+                self._abandon(lease)
+                raise
+            try:
+                self._settle(lease.reason, answer, account)
+                self._keep_turn_start(lease)
+                self._report(answer, account)
+            except Exception as error:
+                # The client has its answer; what the slot holds is not worth failing for.
+                self._services.faults.record("settle", error)
+                self._attachment.desk.table.set_content(slot_id, TAINTED)
+
+    async def _require_current(self) -> None:
+        """Raise DeskClosed if llama-server was replaced while the request waited."""
+        if not await self._is_current():
+            raise DeskClosed
+
+    def _keeping(self, plan: Plan) -> AbstractContextManager[object]:
+        if isinstance(plan.start, Restore):
+            return self._services.store.keep(plan.start.checkpoint)
+        return nullcontext()
+
+    def _choose(self) -> Choice[Plan] | None:
+        """Plan the request over the slots and checkpoints as they are now."""
+        began = time.perf_counter()
+        attachment = self._attachment
+        now = Situation(
+            attachment.rule,
+            tuple(attachment.desk.table),
+            self._candidates(),
+            attachment.rates,
+            attachment.n_ctx,
+        )
+        plan = plan_request(self._prompt, now)
+        self._services.metrics.lookup_seconds.observe(time.perf_counter() - began)
+        return Choice((plan.slot_id,), plan) if plan else None
+
+    def _candidates(self) -> tuple[Candidate, ...]:
+        rule, prompt = self._attachment.rule, self._prompt
+        if not rule.can_restore:
+            return ()
+        try:
+            stored = self._services.store.find(prompt.namespace, prompt.tokens)
+            return promising(rule, stored, prompt.n_tokens)
+        except Exception as fault:
+            self._services.faults.record("lookup", fault)
+            return ()
+
+    async def _prepare(self, lease: Lease[Plan], account: Account) -> bool:
+        """Bring the slot to where the plan wants it; return False if it may not be reused at all."""
+        plan, work = lease.reason, self._session.work
+        if plan.saves_displaced:
+            await self._services.finish(
+                lease, work.write_back(plan.slot_id, CheckpointKind.CONVERSATION)
+            )
+        if plan.erases and not await self._erase(lease, account):
+            return False
+        try:
+            if isinstance(plan.start, Restore):
+                restore = work.restore(plan.slot_id, self._prompt.namespace, plan.start)
+                await self._services.finish(lease, restore)
+            await self._make_stops(lease, account)
+        except Exception as fault:
+            self._services.faults.record("prepare", fault)
+            account.is_degraded = True
+        return True
+
+    async def _erase(self, lease: Lease[Plan], account: Account) -> bool:
+        try:
+            await self._services.finish(lease, self._session.work.erase(lease.reason.slot_id))
+            return True
+        except UpstreamFault as fault:
+            self._services.faults.record("erase", fault)
+            account.is_degraded = True
+            return False
+
+    async def _make_stops(self, lease: Lease[Plan], account: Account) -> None:
+        plan, work, headers = lease.reason, self._session.work, self._request.headers
+        for stop in plan.stops:
+            account.add(await work.stop(plan.slot_id, self._prompt, stop, headers))
+            if stop.save_as and not account.is_ineffective_restore:
+                save = work.write_back(plan.slot_id, stop.save_as, is_just_predicted=True)
+                await self._services.finish(lease, save)
+
+    def _abandon(self, lease: Lease[Plan]) -> None:
+        """Leave the slot to what may still run in it; a save will tell how far that came."""
+        for slot_id in lease.held:
+            content = Unknown(self._prompt.namespace, likely=self._prompt.tokens)
+            self._attachment.desk.table.set_content(slot_id, content)
+            winding_up = wind_up(self._session, slot_id, self._prompt.n_tokens)
+            lease.hand_over(self._services.tasks.start(winding_up))
+
+    def _settle(self, plan: Plan, answer: Answer, account: Account) -> None:
+        """Hold the reply against the plan, and record what the slot holds now."""
+        table = self._attachment.desk.table
+        before = table[plan.slot_id].content
+        held: Content = Unknown(self._prompt.namespace)
+        if answer.timings is None and 400 <= answer.status < 500:
+            return  # refused before the slot was touched (server-context.cpp, send_error at launch)
+        if answer.timings is not None:
+            account.add(answer.timings)
+            held = self._held(before, answer.timings, account)
+        table.set_content(plan.slot_id, held)
+
+    def _held(self, before: Content, timings: Timings, account: Account) -> Content:
+        prompt, namespace = self._prompt, self._prompt.namespace
+        if timings.cache_n + timings.prompt_n != prompt.n_tokens:
+            self._disagree(timings)
+            return Unknown(namespace)
+        self._confirm(account)
+        if account.is_drift:
+            return TAINTED
+        if prompt.n_tokens + timings.predicted_n >= self._attachment.n_ctx:
+            # At the end of the context it may have been shifted: such states are not exact.
+            return TAINTED
+        if timings.prompt_n >= _MIN_MEASURED_TOKENS and timings.prompt_ms > 0:
+            self._attachment.learn(
+                evaluate_tokens_per_second=1000 * timings.prompt_n / timings.prompt_ms
+            )
+        return after_evaluation(
+            before,
+            prompt.tokens,
+            namespace,
+            turn_start=prompt.cuts.turn_start,
+            n_generated=timings.predicted_n,
+            shape=prompt.shape,
+        )
+
+    def _disagree(self, timings: Timings) -> None:
+        self._services.metrics.tokenization_disagreements.inc()
+        self._attachment.disabled_shapes.add(self._prompt.shape)
+        get_logger("cache").warning(
+            "tokenization disagreement: requests of this shape are served uncached",
+            id=self._request.id,
+            shape=self._prompt.shape,
+            n_predicted=self._prompt.n_tokens,
+            n_really=timings.cache_n + timings.prompt_n,
+        )
+
+    def _confirm(self, account: Account) -> None:
+        metrics, start = self._services.metrics, account.plan.start
+        if account.is_ineffective_restore and isinstance(start, Restore):
+            metrics.restore_ineffective.inc()
+            if not self._attachment.desk.is_closed:
+                self._services.store.quarantine(start.checkpoint)
+            get_logger("cache").warning(
+                "a restore was not reused: the checkpoint is quarantined",
+                id=self._request.id,
+                expected=start.n_reused,
+                confirmed=account.n_reused,
+                file=start.checkpoint.file_name,
+            )
+        if account.is_drift:
+            metrics.drift.inc()
+        if account.is_short:
+            metrics.live_reuse_short.inc()
+
+    def _keep_turn_start(self, lease: Lease[Plan]) -> None:
+        """Save the first state of a user turn at once: llama-server drops that point in a tool loop."""
+        (slot_id,) = lease.slot_ids
+        rule, content = self._attachment.rule, self._attachment.desk.table[slot_id].content
+        if rule.kind is not RuleKind.RESTORE_POINTS or not self._prompt.cuts.begins_turn:
+            return
+        if isinstance(content, Known) and is_write_back_due(rule, content):
+            work = self._session.work.write_back(
+                slot_id, CheckpointKind.TURN_START, is_just_predicted=True
+            )
+            lease.hand_over(self._services.tasks.start(work))
+
+    def _report(self, answer: Answer, account: Account) -> None:
+        metrics = self._services.metrics
+        metrics.requests.labels(account.outcome).inc()
+        metrics.first_byte_seconds.labels(account.outcome).observe(answer.first_byte_seconds)
+        metrics.prompt_tokens.labels("reused").inc(account.n_reused or 0)
+        metrics.prompt_tokens.labels("evaluated").inc(account.n_evaluated)
+        get_logger("cache").info(
+            "request",
+            id=self._request.id,
+            path=self._request.path,
+            status=answer.status,
+            cuts=[self._prompt.cuts.header, self._prompt.cuts.turn_start],
+            first_byte_seconds=round(answer.first_byte_seconds, 4),
+            **account.describe(),
+        )

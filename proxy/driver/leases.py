@@ -1,0 +1,196 @@
+"""Leases: who may use which slot, in arrival order.
+
+`SlotTable` says what is reserved; the desk lets requests wait for it. Whoever asks brings a function
+that chooses among the slots as they are *then*; choice and reservation happen in one step.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, TypeVar
+
+from proxy.core.model import SlotId
+from proxy.core.slots import SlotTable
+from proxy.errors import TooManyRequests
+
+C = TypeVar("C")
+
+
+class DeskClosed(Exception):
+    """llama-server was replaced while a request waited for a slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[C]):
+    """The slots a request takes, and why (its plan)."""
+
+    slot_ids: tuple[SlotId, ...]
+    reason: C
+
+
+MAX_OVERTAKES = 8
+"""A request that declines the free slots there are, because a better one soon will be, lets so many
+later ones pass; then everybody waits for it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    choose: Callable[[], Choice[Any] | None]
+    granted: "asyncio.Future[Lease[Any]]"
+    n_passes: int
+
+
+class Lease(Generic[C]):
+    """The exclusive right to some slots; leaving the `with` block gives them back."""
+
+    def __init__(self, desk: "LeaseDesk", choice: Choice[C]) -> None:
+        self._desk = desk
+        self._held = set(choice.slot_ids)
+        self.slot_ids = choice.slot_ids
+        self.reason = choice.reason
+
+    @property
+    def held(self) -> tuple[SlotId, ...]:
+        """The slots not given back yet."""
+        return tuple(self._held)
+
+    def __enter__(self) -> "Lease[C]":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def release(self, *slot_ids: SlotId) -> None:
+        """Give back the named slots, or all; again is harmless."""
+        given_back = self._held & set(slot_ids or self.slot_ids)
+        self._held -= given_back
+        self._desk.give_back(given_back)
+
+    def hand_over(self, task: "asyncio.Task[Any]") -> None:
+        """Leave the slots to *task*: they are given back when it ends, whatever becomes of us."""
+        for slot_id in self._held:
+            self._desk.table.close_lease(slot_id)
+        successor = Lease(self._desk, Choice(tuple(self._held), self.reason))
+        self._held = set()
+        task.add_done_callback(lambda _: successor.release())
+
+
+class LeaseDesk:
+    """Hands out leases on the slots of one llama-server process."""
+
+    def __init__(self, table: SlotTable, max_waiting: int) -> None:
+        self.table = table
+        self._max_waiting = max_waiting
+        self._waiting: deque[_Waiting] = deque()
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether llama-server has been replaced since: nothing may be saved or restored any more."""
+        return self._is_closed
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def lease(
+        self, choose: Callable[[], Choice[C] | None], *, may_be_passed: bool = False
+    ) -> Lease[C]:
+        """Wait for the turn and for slots to choose from.
+
+        With *may_be_passed*, declining free slots does not hold up those who came later, within bounds.
+        Raises TooManyRequests if the queue is full, DeskClosed if llama-server is replaced meanwhile.
+        """
+        if self._is_closed:
+            raise DeskClosed
+        if not self._waiting and (choice := choose()):
+            return self._reserve(choice)
+        if len(self._waiting) >= self._max_waiting:
+            raise TooManyRequests(f"{self._max_waiting} requests are waiting for a slot already")
+        granted: asyncio.Future[Lease[C]] = asyncio.get_running_loop().create_future()
+        waiting = _Waiting(choose, granted, MAX_OVERTAKES if may_be_passed else 0)
+        self._waiting.append(waiting)
+        self._grant()
+        try:
+            return await granted
+        except asyncio.CancelledError:
+            self._abandon(waiting)
+            raise
+
+    def try_lease(self, slot_id: SlotId) -> Lease[None] | None:
+        """Lease one slot if it is free and nobody waits."""
+        if self._is_closed or self._waiting or self.table[slot_id].is_leased:
+            return None
+        return self._reserve(Choice((slot_id,), None))
+
+    def take_over(self, slot_id: SlotId) -> Lease[None]:
+        """Return the lease of a slot that was found in somebody else's use."""
+        return Lease(self, Choice((slot_id,), None))
+
+    def note_running(self, slot_id: SlotId) -> None:
+        """Note that llama-server runs the request that a slot was leased for."""
+        self.table.note_running(slot_id)
+        self._grant()
+
+    def give_back(self, slot_ids: set[SlotId]) -> None:
+        for slot_id in slot_ids:
+            self.table.release(slot_id, time.monotonic())
+        self._grant()
+
+    def close(self) -> None:
+        """Send everybody who waits away; leases that are out stay harmless."""
+        self._is_closed = True
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.granted.done():
+                waiting.granted.set_exception(DeskClosed())
+
+    def _reserve(self, choice: Choice[C]) -> Lease[C]:
+        for slot_id in choice.slot_ids:
+            if self.table[slot_id].is_leased:
+                raise ValueError(f"slot {slot_id} is leased already")
+        for slot_id in choice.slot_ids:
+            self.table.lease(slot_id, time.monotonic())
+        return Lease(self, choice)
+
+    def _grant(self) -> None:
+        """Give free slots to those who wait, in arrival order but for a bounded number of overtakes."""
+        declined: list[_Waiting] = []
+        for waiting in tuple(self._waiting):
+            if not waiting.granted.done() and not self._try_to_grant(waiting):
+                if waiting.n_passes == 0 or not self.table.free():
+                    return
+                declined.append(waiting)
+                continue
+            self._waiting.remove(waiting)
+            for overtaken in declined:
+                overtaken.n_passes -= 1
+            if any(overtaken.n_passes == 0 for overtaken in declined):
+                return
+
+    def _try_to_grant(self, waiting: _Waiting) -> bool:
+        try:
+            choice = waiting.choose()
+            if choice is None:
+                return False
+            waiting.granted.set_result(self._reserve(choice))
+        except Exception as error:
+            waiting.granted.set_exception(error)
+        return True
+
+    def _abandon(self, waiting: _Waiting) -> None:
+        # Cancelled between the grant and our waking up: the lease is ours to give back.
+        if waiting.granted.done() and not waiting.granted.cancelled():
+            if waiting.granted.exception() is None:
+                waiting.granted.result().release()
+        elif waiting in self._waiting:
+            self._waiting.remove(waiting)
+            self._grant()

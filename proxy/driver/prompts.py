@@ -1,0 +1,182 @@
+"""From a request to its tokens and stable cuts, by asking llama-server to render and tokenize.
+
+Owns: how a cut is found. The renderings are llama-server's own, so that every template is covered;
+what does not change between the requests of a conversation is remembered, and checked against the
+tokens at hand before it is used.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import xxhash
+from cachetools import LRUCache
+
+from proxy.core.model import Cuts, Prompt, Rule, RuleKind
+from proxy.core.prefix import Namespace, TokenIds, common_prefix_length
+from proxy.errors import UpstreamRefused
+from proxy.upstream.bodies import (
+    GenerationBody,
+    last_user_index,
+    leading_system,
+    rendering_key,
+    with_messages,
+)
+from proxy.upstream.llama_server import LlamaServer
+from proxy.upstream.routes import Route
+
+_N_REMEMBERED = 256
+_SEARCHED_TOKENS = 24
+"""How far back from the end of a shared header its last special token is looked for."""
+
+Headers = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendered:
+    """A prompt as text and as tokens."""
+
+    text: str
+    tokens: TokenIds
+
+
+class PromptReader:
+    """Reads the prompts of one llama-server's requests."""
+
+    def __init__(self, upstream: LlamaServer) -> None:
+        self._upstream = upstream
+        self._cuts: LRUCache[bytes, TokenIds] = LRUCache(_N_REMEMBERED)
+        self._tails: LRUCache[str, TokenIds] = LRUCache(_N_REMEMBERED)
+
+    async def read(
+        self,
+        route: Route,
+        body: GenerationBody,
+        headers: Headers,
+        namespace: Namespace,
+        rule: Rule,
+    ) -> Prompt:
+        """Return the prompt of a chat or completion request; raises UpstreamFault."""
+        if route is Route.COMPLETION:
+            tokens = await self._completion_tokens(body, headers)
+            # A bare prompt has no messages; all but its last token is its stable part.
+            cuts = Cuts(message_end=len(tokens) - 1) if rule.kind is RuleKind.END_ONLY else Cuts()
+            return Prompt(tokens, namespace, cuts)
+        text = await self._upstream.apply_template(body.raw, headers)
+        tokens = await self._upstream.tokenize(text, headers, add_special=True)
+        if rule.kind in (RuleKind.ANY_PREFIX, RuleKind.NOTHING):
+            return Prompt(tokens, namespace)
+        rendered = _Rendered(text, tokens)
+        return Prompt(tokens, namespace, await self._find_cuts(rendered, body, headers, rule))
+
+    async def _completion_tokens(self, body: GenerationBody, headers: Headers) -> TokenIds:
+        prompt = body.fields["prompt"]
+        if isinstance(prompt, list) and all(type(part) is int for part in prompt):
+            return TokenIds("i", prompt)
+        return await self._upstream.tokenize(prompt, headers, add_special=True)
+
+    async def _find_cuts(
+        self, rendered: _Rendered, body: GenerationBody, headers: Headers, rule: Rule
+    ) -> Cuts:
+        last_user = last_user_index(body)
+        begins_turn = last_user == len(body.messages) - 1
+        wants_message_end = begins_turn or rule.kind is RuleKind.END_ONLY
+        header, message_end = await asyncio.gather(
+            self._header(rendered, body, headers),
+            self._message_end(rendered, body, headers) if wants_message_end else _nowhere(),
+        )
+        if last_user is None:
+            return Cuts(header, 0, message_end)
+        messages = body.messages[: last_user + 1]
+        key = _digest(b"turn start", rendering_key(body, messages))
+        if begins_turn:
+            self._cuts[key] = rendered.tokens[:message_end]
+            return Cuts(header, message_end, message_end)
+        if key not in self._cuts and rule.kind is RuleKind.END_ONLY:
+            head = with_messages(body, messages, generation_prompt=False)
+            self._cuts[key] = rendered.tokens[: await self._cut_before(rendered, head, headers)]
+        return Cuts(header, self._remembered(key, rendered.tokens), message_end)
+
+    def _remembered(self, key: bytes, tokens: TokenIds) -> int:
+        known = self._cuts.get(key)
+        return len(known) if known is not None and tokens[: len(known)] == known else 0
+
+    async def _message_end(
+        self, rendered: _Rendered, body: GenerationBody, headers: Headers
+    ) -> int:
+        """Return the end of the last complete message: where the generation prompt begins."""
+        plain = with_messages(body, body.messages, generation_prompt=False)
+        n_cut = await self._cut_before(rendered, plain, headers)
+        return min(n_cut, len(rendered.tokens) - 1)
+
+    async def _cut_before(self, rendered: _Rendered, other: bytes, headers: Headers) -> int:
+        """Return how many tokens the prompt shares with the rendering of the body *other*."""
+        try:
+            other_text = await self._upstream.apply_template(other, headers)
+        except UpstreamRefused:
+            return 0
+        end = common_prefix_length(rendered.text, other_text)
+        tail = rendered.text[end:]
+        if tail not in self._tails:
+            self._tails[tail] = await self._upstream.tokenize(tail, headers, add_special=False)
+        n_cut = len(rendered.tokens) - len(self._tails[tail])
+        if rendered.tokens[n_cut:] == self._tails[tail]:
+            return n_cut
+        # A token straddles the cut: go by what the two renderings' tokens share.
+        other_tokens = await self._upstream.tokenize(other_text, headers, add_special=True)
+        return common_prefix_length(rendered.tokens, other_tokens)
+
+    async def _header(self, rendered: _Rendered, body: GenerationBody, headers: Headers) -> int:
+        """Return the end of tools and system prompt.
+
+        A header alone cannot be rendered by every template (Qwen3.5's refuses), so it is what two
+        renderings with different user texts share, back to the last special token: text behind that
+        may merge with whatever follows.
+        """
+        system = leading_system(body)
+        key = _digest(b"header", rendering_key(body, system))
+        if key not in self._cuts:
+            try:
+                self._cuts[key] = await self._shared_header(body, system, headers)
+            except UpstreamRefused:
+                self._cuts[key] = TokenIds("i")
+        return self._remembered(key, rendered.tokens)
+
+    async def _shared_header(
+        self, body: GenerationBody, system: list[dict[str, object]], headers: Headers
+    ) -> TokenIds:
+        texts = await asyncio.gather(
+            *(
+                self._upstream.apply_template(
+                    with_messages(
+                        body, [*system, {"role": "user", "content": user}], generation_prompt=False
+                    ),
+                    headers,
+                )
+                for user in ("1 header", "Zheader")
+            )
+        )
+        shared = texts[0][: common_prefix_length(*texts)]
+        tokens = await self._upstream.tokenize(shared, headers, add_special=True)
+        return tokens[: await self._last_special_token(shared, tokens, headers)]
+
+    async def _last_special_token(self, text: str, tokens: TokenIds, headers: Headers) -> int:
+        """Return how many of *tokens* end with the last special one.
+
+        Special is what becomes something else when special tokens are read as ordinary text.
+        """
+        pieces = (await self._upstream.pieces(text, headers)).tokens
+        for index in range(len(tokens) - 1, max(-1, len(tokens) - 1 - _SEARCHED_TOKENS), -1):
+            piece = pieces[index]
+            if isinstance(piece.piece, str) and len(piece.piece) > 2:
+                if await self._upstream.tokenize_plain(piece.piece, headers) != [piece.id]:
+                    return index + 1
+        return 0
+
+
+async def _nowhere() -> int:
+    return 0
+
+
+def _digest(kind: bytes, data: bytes) -> bytes:
+    return xxhash.xxh3_128(kind + b"\0" + data).digest()

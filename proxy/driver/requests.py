@@ -1,0 +1,35 @@
+"""What the fronts hand to the driver, and what they report back."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from proxy.upstream.replies import Timings
+from proxy.upstream.routes import Route
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A client's request on a generation route; `tenant` is empty where keys make no difference."""
+
+    id: str
+    route: Route
+    path: str
+    raw: bytes
+    headers: Mapping[str, str]
+    tenant: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What was seen of llama-server's answer while it was relayed; no timings if it has none."""
+
+    status: int
+    timings: Timings | None
+    first_byte_seconds: float = 0.0
+
+
+Send = Callable[[bytes, Callable[[], None]], Awaitable[Answer]]
+"""Sends a body upstream and relays the answer to the client, whole.
+
+Calls back once llama-server is known to run it: it sends a stream's headers when the slot starts.
+"""

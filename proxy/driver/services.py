@@ -1,0 +1,49 @@
+"""What every part of the driver shares, for as long as the proxy runs."""
+
+import asyncio
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from proxy.driver.faults import Faults
+from proxy.driver.leases import Lease
+from proxy.driver.tasks import Tasks
+from proxy.errors import StoreFault
+from proxy.metrics import Metrics
+from proxy.store.store import CheckpointStore
+from proxy.upstream.llama_server import LlamaServer
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """llama-server, the store (None if it could not be opened), and where things are counted."""
+
+    upstream: LlamaServer
+    opened_store: CheckpointStore | None
+    metrics: Metrics
+    faults: Faults
+    tasks: Tasks
+
+    async def finish(self, lease: Lease[Any], action: Coroutine[Any, Any, T]) -> T:
+        """Await a slot action that must not be cut short: cancelled, it takes the lease along."""
+        task = self.tasks.start(action)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._note_failure)
+            if not task.done():
+                lease.hand_over(task)
+            raise
+
+    def _note_failure(self, task: "asyncio.Task[Any]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.faults.record("unattended action", error)
+
+    @property
+    def store(self) -> CheckpointStore:
+        """The store; raises StoreFault if there is none."""
+        if self.opened_store is None:
+            raise StoreFault("the store is not open")
+        return self.opened_store

@@ -1,0 +1,273 @@
+"""The verbs on a leased slot: restore, stop at a cut, save, erase.
+
+Owns: the calls, the checks of their results, and what the slot table says afterwards. Must only be
+used by whoever holds the slot's lease. Every method leaves the table true, whatever fails.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from proxy.core.cuts import Stop
+from proxy.core.eviction import superseded
+from proxy.core.model import Checkpoint, CheckpointKind, Prompt, SlotId
+from proxy.core.plan import Restore
+from proxy.core.prefix import BLOCK_TOKENS, Namespace, TokenIds
+from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, after_evaluation
+from proxy.core.write_back import at_savable_point, is_write_back_due
+from proxy.driver.attachment import Attachment
+from proxy.driver.services import Services
+from proxy.errors import CacheFault, SaveRejected, StoreFault, UpstreamFault, UpstreamRefused
+from proxy.store.store import NewState
+from proxy.upstream.llama_server import Headers
+from proxy.upstream.replies import Saved, SlotStatus, Timings
+from proxy.upstream.state_file import StateFile, read_state_file
+
+RewriteStateFile = Callable[[Path], None]
+"""Applied to each file that llama-server saved, before it is read: how tests play older builds."""
+
+
+def keep_as_saved(path: Path) -> None:
+    """Leave a saved file as llama-server wrote it."""
+
+
+def new_state(
+    temporary_name: str, namespace: Namespace, kind: CheckpointKind, state: StateFile
+) -> NewState:
+    """Return what the store is to commit of a saved and checked file."""
+    return NewState(
+        temporary_name,
+        namespace,
+        kind,
+        state.tokens,
+        state.restore_points,
+        state.has_every_position,
+    )
+
+
+class SlotWork:
+    """Does to slots what plans say."""
+
+    def __init__(
+        self, services: Services, attachment: Attachment, rewrite: RewriteStateFile = keep_as_saved
+    ) -> None:
+        self._services = services
+        self._upstream = services.upstream
+        self._attachment = attachment
+        self._table = attachment.desk.table
+        self._metrics = services.metrics
+        self._rewrite = rewrite
+
+    async def slot_states(self) -> list[SlotStatus]:
+        """Return llama-server's own view of its slots; raises UpstreamFault."""
+        return await self._upstream.slots()
+
+    async def erase(self, slot_id: SlotId) -> None:
+        """Empty a slot; raises UpstreamFault."""
+        self._table.set_content(slot_id, Unknown(can_be_adopted=False))
+        await self._upstream.erase(slot_id)
+        self._table.set_content(slot_id, Empty())
+
+    async def restore(self, slot_id: SlotId, namespace: Namespace, start: Restore) -> None:
+        """Load a checkpoint into a slot; raises CacheFault, and the slot is then empty or unknown."""
+        self._require_same_process()
+        checkpoint = start.checkpoint
+        tokens = self._services.store.index.tokens(checkpoint.id)
+        try:
+            if tokens is None:
+                raise StoreFault(f"tokens of {checkpoint.file_name} are gone")
+            with self._services.store.using(checkpoint):
+                await self._load(slot_id, checkpoint)
+        except StoreFault:
+            self._metrics.restores.labels("missing").inc()
+            await self._services.store.remove(checkpoint)
+            raise
+        except UpstreamFault as fault:
+            self._metrics.restores.labels("refused").inc()
+            if isinstance(fault, UpstreamRefused) and fault.status in (200, 400):
+                self._services.store.quarantine(checkpoint)
+            raise
+        self._metrics.restores.labels("done").inc()
+        restored = Known(
+            tokens, namespace, 0, checkpoint.restore_points, n_saved=checkpoint.n_tokens
+        )
+        self._table.set_content(slot_id, restored)
+
+    def _require_same_process(self) -> None:
+        if self._attachment.desk.is_closed:
+            raise StoreFault("llama-server was replaced meanwhile")
+
+    async def _load(self, slot_id: SlotId, checkpoint: Checkpoint) -> None:
+        self._table.set_content(slot_id, Unknown(can_be_adopted=False))
+        began = time.monotonic()
+        try:
+            reply = await self._upstream.restore(slot_id, checkpoint.file_name)
+        except UpstreamRefused:
+            # Every failed restore clears the slot (server-context.cpp, SLOT_RESTORE).
+            self._table.set_content(slot_id, Empty())
+            raise
+        seconds = time.monotonic() - began
+        self._metrics.restore_seconds.observe(seconds)
+        self._attachment.learn(restore_bytes_per_second=checkpoint.size_bytes / seconds)
+        if reply.n_restored != checkpoint.n_tokens:
+            raise UpstreamRefused(200, f"restored {reply.n_restored} of {checkpoint.n_tokens}")
+
+    async def stop(self, slot_id: SlotId, prompt: Prompt, stop: Stop, headers: Headers) -> Timings:
+        """Evaluate a prompt up to a cut; raises UpstreamFault."""
+        before = self._table[slot_id].content
+        self._table.set_content(slot_id, Unknown(prompt.namespace))
+        tokens = prompt.tokens[: stop.n_tokens]
+        timings = await self._upstream.evaluate(slot_id, tokens, headers)
+        turn_start = prompt.cuts.turn_start if prompt.cuts.turn_start <= stop.n_tokens else 0
+        content = after_evaluation(
+            before, tokens, prompt.namespace, turn_start=turn_start, shape=prompt.shape
+        )
+        self._table.set_content(slot_id, replace(content, last_cut=stop.n_tokens))
+        return timings
+
+    async def write_back(
+        self, slot_id: SlotId, kind: CheckpointKind, *, is_just_predicted: bool = False
+    ) -> Checkpoint | None:
+        """Save what a slot holds, cut back to where that helps; None if it is not saved.
+
+        Never raises a CacheFault: a save that fails costs nobody else anything. *is_just_predicted* says
+        that the request which put the tokens there still has the slot, so that other tokens in the file
+        mean that its prompt was tokenized differently.
+        """
+        if not is_write_back_due(self._attachment.rule, self._table[slot_id].content):
+            return None
+        try:
+            await self._cut_back(slot_id)
+            return await self._save(slot_id, kind, is_just_predicted)
+        except CacheFault as fault:
+            self._metrics.saves.labels("failed").inc()
+            self._services.faults.record("save", fault)
+            self._give_up(slot_id)
+            return None
+
+    def _give_up(self, slot_id: SlotId) -> None:
+        """Do not try to save the same content again; the slot's next request makes it worth a try."""
+        match self._table[slot_id].content:
+            case Known() as content:
+                self._table.set_content(slot_id, replace(content, n_saved=content.n_tokens))
+            case Unknown() as content:
+                self._table.set_content(slot_id, replace(content, can_be_adopted=False))
+
+    async def _cut_back(self, slot_id: SlotId) -> None:
+        content = self._table[slot_id].content
+        if not isinstance(content, Known):
+            return
+        target = at_savable_point(self._attachment.rule, content)
+        if target is None or target.n_tokens == content.n_tokens:
+            return
+        self._table.set_content(slot_id, Unknown(content.namespace))
+        timings = await self._upstream.evaluate(slot_id, target.tokens)
+        self._metrics.prompt_tokens.labels("evaluated").inc(timings.prompt_n)
+        self._table.set_content(slot_id, target)
+
+    async def _save(
+        self, slot_id: SlotId, kind: CheckpointKind, is_just_predicted: bool
+    ) -> Checkpoint | None:
+        """Save a slot as it stands, check the file and commit it; raises CacheFault."""
+        content = self._table[slot_id].content
+        name = self._services.store.files.new_temporary_name()
+        try:
+            began = time.monotonic()
+            saved = await self._upstream.save(slot_id, name)
+            seconds = time.monotonic() - began
+            state = await asyncio.to_thread(self._read_saved, name, saved)
+            self._require_expected(slot_id, content, state, is_just_predicted)
+            self._require_same_process()
+            self._metrics.save_seconds.observe(seconds)
+            self._attachment.learn(save_bytes_per_second=saved.n_written / seconds)
+            return await self._commit(slot_id, content, kind, name, state)
+        finally:
+            await self._services.store.discard(name)
+
+    def _read_saved(self, name: str, saved: Saved) -> StateFile:
+        path = self._services.store.files.path(name)
+        try:
+            if path.stat().st_size != saved.n_written:
+                raise SaveRejected(f"wrote {saved.n_written} bytes, the file has another size")
+            self._rewrite(path)
+            state = read_state_file(path)
+        except OSError as error:
+            raise SaveRejected(f"saved file cannot be read: {error}") from error
+        if len(state.tokens) != saved.n_saved:
+            raise SaveRejected(f"saved {saved.n_saved} tokens, the file has {len(state.tokens)}")
+        return state
+
+    def _require_expected(
+        self, slot_id: SlotId, content: Content, state: StateFile, is_just_predicted: bool
+    ) -> None:
+        """Hold a saved file against what the slot was believed to hold; the file is the truth."""
+        if state.size_bytes > self._services.store.max_bytes:
+            raise SaveRejected(f"{state.size_bytes} bytes are more than the whole budget")
+        if state.n_media or -1 in state.tokens:
+            self._table.set_content(slot_id, TAINTED)
+            raise SaveRejected("the slot holds media")
+        if not isinstance(content, Known):
+            return
+        if not state.tokens:
+            self._table.set_content(slot_id, Empty())
+            self._metrics.drift.inc()
+            raise SaveRejected("the slot was empty: something has cleared it since")
+        if state.tokens[: len(content.tokens)] == content.tokens:
+            return
+        self._table.set_content(slot_id, TAINTED)
+        if is_just_predicted:
+            self._metrics.tokenization_disagreements.inc()
+            self._attachment.disabled_shapes.add(content.shape)
+            raise SaveRejected("the file's tokens are not those that were predicted")
+        self._metrics.drift.inc()
+        raise SaveRejected("the slot was used by somebody else: all traffic must go through here")
+
+    async def _commit(
+        self, slot_id: SlotId, content: Content, kind: CheckpointKind, name: str, state: StateFile
+    ) -> Checkpoint | None:
+        namespace = self._namespace_of(content)
+        if namespace is None or not state.tokens:
+            self._table.set_content(slot_id, Empty() if not state.tokens else content)
+            return None
+        store = self._services.store
+        if len(state.tokens) < BLOCK_TOKENS or store.holds(namespace, state.tokens):
+            self._note_saved(slot_id, content, namespace, state)
+            return None
+        checkpoint = await store.commit(new_state(name, namespace, kind, state))
+        self._note_saved(slot_id, content, namespace, state)
+        self._metrics.saves.labels("done").inc()
+        await self._tidy(checkpoint, state.tokens)
+        return checkpoint
+
+    def _note_saved(
+        self, slot_id: SlotId, content: Content, namespace: Namespace, state: StateFile
+    ) -> None:
+        old = content if isinstance(content, Known) else Known(state.tokens, namespace)
+        now_held = replace(
+            old,
+            tokens=state.tokens,
+            n_tail=0,
+            restore_points=state.restore_points or old.restore_points,
+            n_saved=len(state.tokens),
+        )
+        self._table.set_content(slot_id, now_held)
+
+    def _namespace_of(self, content: Content) -> Namespace | None:
+        if not self._attachment.can_cache:
+            return None
+        if isinstance(content, Known):
+            return content.namespace
+        if isinstance(content, Unknown) and content.can_be_adopted:
+            return content.tenant
+        return None
+
+    async def _tidy(self, newer: Checkpoint, tokens: TokenIds) -> None:
+        store = self._services.store
+        older = await asyncio.to_thread(lambda: list(store.find(newer.namespace, tokens)))
+        for checkpoint in superseded(self._attachment.rule, newer, older):
+            await store.remove(checkpoint)
+            self._metrics.evictions.labels("superseded").inc()
+        for _ in await store.evict():
+            self._metrics.evictions.labels("budget").inc()

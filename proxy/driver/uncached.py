@@ -1,0 +1,91 @@
+"""Requests whose prompt is not looked up: they still take leases, so that the slot table stays true."""
+
+from collections.abc import Iterable
+
+from proxy.core.model import CheckpointKind, SlotId
+from proxy.core.plan import MIN_WRITE_BACK_TOKENS, choose_slot_for_bypass, holds_foreign_tokens
+from proxy.core.prefix import Namespace
+from proxy.core.slots import TAINTED, Known, Unknown
+from proxy.driver.abandoned import outlast
+from proxy.driver.leases import Choice, Lease
+from proxy.driver.requests import Answer, GenerationRequest, Send
+from proxy.driver.services import Services
+from proxy.driver.session import Session
+from proxy.errors import UpstreamFault
+from proxy.upstream.bodies import GenerationBody, pin, taints_slot
+
+
+async def clear_way(
+    services: Services, session: Session, lease: Lease[None], namespace: Namespace
+) -> bool:
+    """Save what would be lost, and erase what is not this tenant's; return False if that failed."""
+    table, work = session.attachment.desk.table, session.work
+    is_clear = True
+    for slot_id in lease.slot_ids:
+        content = table[slot_id].content
+        if isinstance(content, Known) and content.n_unsaved >= MIN_WRITE_BACK_TOKENS:
+            kind = CheckpointKind.CONVERSATION
+            await services.finish(lease, work.write_back(slot_id, kind))
+        if holds_foreign_tokens(table[slot_id].content, namespace):
+            try:
+                await services.finish(lease, work.erase(slot_id))
+            except UpstreamFault as fault:
+                services.faults.record("erase", fault)
+                is_clear = False
+    return is_clear
+
+
+def mark_unknown(
+    session: Session,
+    slot_ids: Iterable[SlotId],
+    namespace: Namespace,
+    body: GenerationBody | None = None,
+) -> None:
+    """Note that only llama-server knows what these slots hold; no lookup could find it in a file."""
+    is_tainted = body is not None and taints_slot(body)
+    content = TAINTED if is_tainted else Unknown(namespace, can_be_adopted=False)
+    for slot_id in slot_ids:
+        session.attachment.desk.table.set_content(slot_id, content)
+
+
+def abandon(
+    services: Services,
+    session: Session,
+    lease: Lease[None],
+    namespace: Namespace,
+    body: GenerationBody | None = None,
+) -> None:
+    """Hold the slots until nothing of the request can run in them any more."""
+    if not lease.held:
+        return  # a slot action took the lease along before anything was sent
+    mark_unknown(session, lease.held, namespace, body)
+    lease.hand_over(services.tasks.start(outlast(session, lease.held)))
+
+
+async def serve_pinned(
+    services: Services,
+    session: Session,
+    request: GenerationRequest,
+    body: GenerationBody,
+    send: Send,
+) -> Answer:
+    """Serve a request on one slot of our choice, whatever that holds."""
+    desk = session.attachment.desk
+    namespace = session.attachment.tenant_namespace(request.tenant)
+
+    def choose() -> Choice[None] | None:
+        slot = choose_slot_for_bypass(desk.table, namespace)
+        return Choice((slot.id,), None) if slot else None
+
+    with await desk.lease(choose) as lease:
+        (slot_id,) = lease.slot_ids
+        try:
+            can_reuse = await clear_way(services, session, lease, namespace)
+            answer = await send(
+                pin(body, slot_id, reuses=can_reuse), lambda: desk.note_running(slot_id)
+            )
+        except BaseException:
+            abandon(services, session, lease, namespace, body)
+            raise
+        mark_unknown(session, lease.slot_ids, namespace, body)
+        return answer

@@ -1,0 +1,92 @@
+"""What can go wrong, and whose fault it is.
+
+Two trees that never meet: a `CacheFault` costs a request its speed and is never seen by a client; a
+`ProxyError` is an answer to the client and carries the HTTP status of that answer.
+"""
+
+
+class SettingsError(Exception):
+    """A setting is unknown, of the wrong type or impossible; the message says where and what is allowed."""
+
+
+class CacheFault(Exception):
+    """Something in the cache did not work; the request is served without it."""
+
+
+class StateFileMalformed(CacheFault):
+    """A state file is not what llama-server writes."""
+
+
+class StoreFault(CacheFault):
+    """The store could not read or write."""
+
+
+class StoreLocked(StoreFault):
+    """Another proxy has the directory."""
+
+
+class UpstreamFault(CacheFault):
+    """A call that the proxy made on its own behalf failed."""
+
+
+class UpstreamUnreachable(UpstreamFault):
+    """llama-server did not answer at all."""
+
+
+class UpstreamSlow(UpstreamUnreachable):
+    """llama-server is there but did not answer in time."""
+
+
+class UpstreamRefused(UpstreamFault):
+    """llama-server answered with an error; `status` and `message` are its own."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"llama-server answered {status}: {message}")
+        self.status = status
+        self.message = message
+
+
+class SaveRejected(CacheFault):
+    """A save answered 200 but its file is not what the reply or the plan says."""
+
+
+class ProxyError(Exception):
+    """The request cannot be served; `status` and `type` go into the client's error body."""
+
+    status = 500
+    type = "server_error"
+
+
+class RefusedByProxy(ProxyError):
+    """The request would change llama-server's state behind the proxy's back."""
+
+    status = 403
+    type = "permission_error"
+
+
+class BadTarget(ProxyError):
+    """The request line names a whole URL, as for a forward proxy."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class UpstreamGone(ProxyError):
+    """llama-server is not there, or went away before it answered."""
+
+    status = 502
+    type = "unavailable_error"
+
+
+class TooManyRequests(ProxyError):
+    """The queue for a slot is full."""
+
+    status = 503
+    type = "unavailable_error"
+
+
+class BodyTooLarge(ProxyError):
+    """The request body is over the limit."""
+
+    status = 413
+    type = "invalid_request_error"

@@ -1,0 +1,121 @@
+"""The listener that clients talk to: generation routes go through the cache, all else straight through."""
+
+import secrets
+from collections.abc import Callable
+
+import xxhash
+from aiohttp import web
+
+from proxy.driver.cache import Cache
+from proxy.driver.requests import Answer, GenerationRequest
+from proxy.errors import (
+    BadTarget,
+    BodyTooLarge,
+    CacheFault,
+    ProxyError,
+    RefusedByProxy,
+    TooManyRequests,
+)
+from proxy.front.error_bodies import error_response
+from proxy.front.relay import Exchange, end_to_end
+from proxy.log import get_logger
+from proxy.upstream.llama_server import LlamaServer
+from proxy.upstream.routes import Route, changes_server_state, generation_route
+
+_REBUILT = frozenset(("content-length", "accept-encoding"))
+_KEY_HEADERS = ("Authorization", "X-Api-Key")
+
+
+class Front:
+    """Answers clients."""
+
+    def __init__(
+        self,
+        upstream: LlamaServer,
+        cache: Cache,
+        *,
+        max_requests: int,
+        allows_state_changes: bool,
+        shares_between_api_keys: bool,
+    ) -> None:
+        self._upstream = upstream
+        self._cache = cache
+        self._max_requests = max_requests
+        self._n_requests = 0
+        self._allows_state_changes = allows_state_changes
+        self._shares_between_api_keys = shares_between_api_keys
+        self._log = get_logger("front")
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Answer any request; the proxy's own errors come in the shape of the client's API."""
+        exchange = Exchange(self._upstream, request)
+        try:
+            return await self._handle(request, exchange)
+        except CacheFault as fault:
+            # Such faults end where they arise; one that did not must still not become the client's.
+            return error_response(request.path, ProxyError(str(fault)))
+        except ProxyError as error:
+            self._log.warning("request failed", path=request.path, reason=str(error))
+            return error_response(request.path, error)
+        except ConnectionResetError:
+            # The client went away while its answer was written: there is nobody to answer.
+            return exchange.response or web.Response(status=499)
+
+    async def _handle(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
+        route = generation_route(request.method, request.path)
+        if not request.raw_path.startswith("/"):
+            raise BadTarget("the request target must be a path")
+        changes_state = changes_server_state(request.method, request.path)
+        if changes_state and not self._allows_state_changes:
+            raise RefusedByProxy(
+                f"POST {request.path} would change llama-server's state behind the cache's back "
+                "(allow_state_changes permits it)"
+            )
+        if route is None:
+            body = request.content if request.body_exists else None
+            try:
+                await exchange.send(body, end_to_end(request.headers))
+            finally:
+                if changes_state:
+                    await self._cache.server_state_changed()
+        else:
+            await self._generate(route, request, exchange)
+        if exchange.response is None:
+            raise ProxyError("no answer was relayed")
+        return exchange.response
+
+    async def _generate(self, route: Route, request: web.Request, exchange: Exchange) -> None:
+        if self._n_requests >= self._max_requests:
+            raise TooManyRequests(f"{self._n_requests} requests are being served already")
+        self._n_requests += 1
+        try:
+            generation = await self._read(route, request)
+
+            async def send(body: bytes, on_start: Callable[[], None]) -> Answer:
+                headers = end_to_end(request.headers, without=_REBUILT)
+                return await exchange.send(body, headers, on_start)
+
+            await self._cache.serve(generation, send)
+        finally:
+            self._n_requests -= 1
+
+    async def _read(self, route: Route, request: web.Request) -> GenerationRequest:
+        try:
+            raw = await request.read()
+        except web.HTTPRequestEntityTooLarge as error:
+            raise BodyTooLarge("the request body is over max_body_bytes") from error
+        keys = {name: request.headers[name] for name in _KEY_HEADERS if name in request.headers}
+        return GenerationRequest(
+            id=secrets.token_hex(4),
+            route=route,
+            path=request.path,
+            raw=raw,
+            headers=keys,
+            tenant=b"" if self._shares_between_api_keys else _tenant(keys),
+        )
+
+
+def _tenant(keys: dict[str, str]) -> bytes:
+    """Return a digest of the API key that llama-server would check, empty if there is none."""
+    key = keys.get("Authorization") or keys.get("X-Api-Key", "")
+    return xxhash.xxh3_128_digest(key.removeprefix("Bearer ").encode()) if key else b""

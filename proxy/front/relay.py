@@ -1,0 +1,133 @@
+"""Relays one exchange with llama-server: headers, then the body chunk by chunk as it comes."""
+
+import asyncio
+import io
+import time
+from collections.abc import AsyncIterable, Callable, Mapping
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+
+from proxy.driver.requests import Answer
+from proxy.errors import UpstreamGone
+from proxy.front.error_bodies import error_event
+from proxy.upstream.answers import AnswerReader
+from proxy.upstream.llama_server import LlamaServer, reason_of
+
+Body = bytes | AsyncIterable[bytes] | None
+
+_HOP_BY_HOP = frozenset(
+    (
+        "connection",
+        "expect",
+        "host",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        # llama-server would go on generating after the client is gone, in a slot that we give back.
+        "x-conversation-id",
+    )
+)
+
+
+def end_to_end(
+    headers: Mapping[str, str], *, without: frozenset[str] = frozenset()
+) -> CIMultiDict[str]:
+    """Return the headers that a proxy passes on."""
+    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    dropped = _HOP_BY_HOP | without | named
+    return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in dropped)
+
+
+class Exchange:
+    """One request to llama-server whose answer goes to one client."""
+
+    def __init__(self, upstream: LlamaServer, client: web.Request) -> None:
+        self._upstream = upstream
+        self._client = client
+        self.response: web.StreamResponse | None = None
+
+    async def send(
+        self,
+        body: Body,
+        headers: CIMultiDict[str],
+        on_start: Callable[[], None] = lambda: None,
+    ) -> Answer:
+        """Send the client's request with *body*, relay the answer, return what was seen of it.
+
+        *on_start* is called when a stream begins: then llama-server has begun to work on it.
+        Raises UpstreamGone if there is no answer; one that breaks off ends in an error event.
+        """
+        began = time.monotonic()
+        try:
+            async with self._upstream.session.request(
+                self._client.method,
+                self._upstream.url(self._client.raw_path),
+                # aiohttp writes a large body from a file in pieces, and warns of one in bytes.
+                data=io.BytesIO(body) if isinstance(body, bytes) else body,
+                headers=headers,
+                allow_redirects=False,
+            ) as answer:
+                if _is_stream(answer):
+                    on_start()
+                return await self._relay(answer, began)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            if self.response is not None and self.response.prepared:
+                raise  # the client is gone, or _relay has told it
+            raise UpstreamGone(
+                f"llama-server at {self._upstream.base_url}: {reason_of(error)}"
+            ) from error
+
+    async def _relay(self, answer: aiohttp.ClientResponse, began: float) -> Answer:
+        reader = AnswerReader(answer.headers.get("Content-Type", ""))
+        self.response = await self._begin(answer)
+        first_byte_seconds = 0.0
+        try:
+            async for chunk in answer.content.iter_any():
+                first_byte_seconds = first_byte_seconds or time.monotonic() - began
+                reader.feed(chunk)
+                await self.response.write(chunk)
+            await self.response.write_eof()
+        except (asyncio.CancelledError, ConnectionResetError):
+            if not reader.is_complete:
+                raise
+            # Many clients hang up at [DONE], before the stream's last bytes: the request is served.
+            if task := asyncio.current_task():
+                task.uncancel()
+        except aiohttp.ClientError as error:
+            await self._break_off(answer, error)
+            return Answer(answer.status, None, first_byte_seconds)
+        return Answer(answer.status, reader.timings(), first_byte_seconds)
+
+    async def _begin(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+        response = web.StreamResponse(
+            status=answer.status, reason=answer.reason, headers=end_to_end(answer.headers)
+        )
+        if "Content-Length" not in answer.headers and answer.status not in (204, 304):
+            if self._client.version >= aiohttp.HttpVersion11 and self._client.method != "HEAD":
+                response.enable_chunked_encoding()
+        await response.prepare(self._client)
+        return response
+
+    async def _break_off(self, answer: aiohttp.ClientResponse, error: Exception) -> None:
+        """Tell the client that llama-server went away in the middle of its answer.
+
+        An event is what llama-server itself sends when a generation fails midway; clients report it,
+        where a cut connection makes some of them continue from half an answer.
+        """
+        assert self.response is not None
+        if _is_stream(answer):
+            gone = UpstreamGone(f"llama-server went away in mid-answer: {error}")
+            await self.response.write(error_event(self._client.path, gone))
+            await self.response.write_eof()
+        elif self._client.transport is not None:
+            self._client.transport.close()
+
+
+def _is_stream(answer: aiohttp.ClientResponse) -> bool:
+    return answer.headers.get("Content-Type", "").startswith("text/event-stream")

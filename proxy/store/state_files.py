@@ -1,0 +1,103 @@
+"""The state files under --slot-save-path: names, checks, sizes, and the order of their life.
+
+A file is written by llama-server under a temporary name, checked, synced and renamed by the proxy.
+Only names that this module makes are ever touched: whatever else lies in the directory is not ours.
+"""
+
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from proxy.errors import StoreFault
+
+_OURS = re.compile(r"lpc-[0-9a-f]{16}\.(saving|state)")
+_READ_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What identifies a file's content without reading it again, and its checksum."""
+
+    size_bytes: int
+    stamp: tuple[int, int]
+    checksum: str
+
+
+class StateFiles:
+    """The state files of one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def new_temporary_name(self) -> str:
+        return f"lpc-{secrets.token_hex(8)}.saving"
+
+    def new_final_name(self) -> str:
+        return f"lpc-{secrets.token_hex(8)}.state"
+
+    def path(self, name: str) -> Path:
+        """Return where *name* lies; raises StoreFault for any name that is not ours."""
+        if not _OURS.fullmatch(name):
+            raise StoreFault(f"{name!r} is not the name of a state file of this store")
+        return self.directory / name
+
+    def names(self) -> Iterator[str]:
+        """Yield every name of ours in the directory, temporary ones included."""
+        for entry in self.directory.iterdir():
+            if _OURS.fullmatch(entry.name):
+                yield entry.name
+
+    def seal(self, temporary: str, final: str) -> FileFacts:
+        """Make a checked temporary file durable under its final name."""
+        source, target = self.path(temporary), self.path(final)
+        self._protect(source)
+        with source.open("rb") as file:
+            checksum = _checksum(file.fileno())
+            os.fsync(file.fileno())
+        source.rename(target)
+        try:
+            self._sync_directory()
+            return FileFacts(target.stat().st_size, self.stamp(final), checksum)
+        except OSError:
+            target.unlink(missing_ok=True)
+            raise
+
+    def stamp(self, name: str) -> tuple[int, int]:
+        """Return (inode, mtime_ns); OSError if the file is gone."""
+        status = self.path(name).stat()
+        return status.st_ino, status.st_mtime_ns
+
+    def checksum(self, name: str) -> str:
+        with self.path(name).open("rb") as file:
+            return _checksum(file.fileno())
+
+    def remove(self, name: str) -> None:
+        self.path(name).unlink(missing_ok=True)
+
+    def _protect(self, path: Path) -> None:
+        # A state is as good as the transcript. With llama-server under another uid the directory is
+        # shared by a group (setgid), and only the file's owner could change its mode.
+        if path.stat().st_uid != os.geteuid():
+            return
+        is_group_shared = self.directory.stat().st_mode & stat.S_ISGID
+        path.chmod(0o660 if is_group_shared else 0o600)
+
+    def _sync_directory(self) -> None:
+        descriptor = os.open(self.directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _checksum(descriptor: int) -> str:
+    digest = xxhash.xxh3_128()
+    while chunk := os.read(descriptor, _READ_BYTES):
+        digest.update(chunk)
+    return digest.hexdigest()

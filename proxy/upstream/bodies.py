@@ -1,0 +1,163 @@
+"""Bodies of clients' generation requests: what they ask for, and how they are pinned to a slot.
+
+A body is forwarded byte for byte but for the fields the proxy owns; where those must be added they
+are spliced in, so that key order and number formats stay the client's (llama-server renders tool
+schemas in the order received). llama-server parses with nlohmann::json: of a repeated key the last
+one wins, as it does here.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from proxy.core.model import SlotId
+from proxy.upstream.routes import Route
+
+SYSTEM_ROLES = ("system", "developer")
+
+# What /apply-template reads besides the messages (oaicompat_chat_params_parse in server-common.cpp).
+RENDERING_FIELDS = (
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "reasoning_format",
+    "response_format",
+    "json_schema",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationBody:
+    """A client's body as sent and as read."""
+
+    raw: bytes
+    fields: dict[str, Any]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return self.fields["messages"]  # type: ignore[no-any-return]
+
+    def shape(self, path: str) -> str:
+        """Return what requests that are rendered alike have in common, for counting and disabling."""
+        last_role = self.messages[-1].get("role", "") if self.fields.get("messages") else ""
+        return f"{path} {last_role} {','.join(sorted(self.fields))}"
+
+
+def parse_body(raw: bytes) -> GenerationBody | None:
+    """Return the parsed body, or None if it is not a JSON object."""
+    try:
+        return GenerationBody(raw, msgspec.json.decode(raw, type=dict[str, Any]))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def n_completions(body: GenerationBody) -> int:
+    """Return how many slots the request spreads over."""
+    n = body.fields.get("n_cmpl")
+    if n is None:  # llama-server treats null as absent
+        n = body.fields.get("n")
+    return int(n) if isinstance(n, int | float) and n > 1 else 1
+
+
+def bypass_reason(route: Route, body: GenerationBody | None) -> str | None:
+    """Return why a request's prompt is not to be looked up, or None if it is."""
+    if route in (Route.PINNED, Route.UNPINNED):
+        return f"{route} route"
+    if body is None:
+        return "body is not a JSON object"
+    if n_completions(body) > 1:
+        return "several completions"
+    if body.fields.get("lora"):
+        return "lora in the request"
+    if body.fields.get("n_cache_reuse"):
+        return "n_cache_reuse in the request"
+    if body.fields.get("cache_prompt") is False:
+        return "cache_prompt is false"
+    return _chat_reason(body) if route is Route.CHAT else _prompt_reason(body)
+
+
+def _chat_reason(body: GenerationBody) -> str | None:
+    messages = body.fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return "no messages"
+    if not all(isinstance(message, dict) for message in messages):
+        return "malformed messages"
+    if any(_has_media(message.get("content")) for message in messages):
+        return "media in the request"
+    return None
+
+
+def _has_media(content: Any) -> bool:
+    if not isinstance(content, list):
+        return False
+    return any(not isinstance(part, dict) or part.get("type") != "text" for part in content)
+
+
+def _prompt_reason(body: GenerationBody) -> str | None:
+    prompt = body.fields.get("prompt")
+    if isinstance(prompt, str) and prompt:
+        return None
+    if not isinstance(prompt, list) or not prompt:
+        return "no single prompt"
+    # A list with a number in it is one prompt; a list of strings only is several.
+    kinds = {type(part) for part in prompt}
+    return None if kinds <= {int, str} and int in kinds else "several prompts"
+
+
+def taints_slot(body: GenerationBody) -> bool:
+    """Return whether what the slot holds afterwards depends on more than its tokens."""
+    return any(body.fields.get(key) for key in ("lora", "n_cache_reuse"))
+
+
+def pin(body: GenerationBody, slot_id: SlotId, *, reuses: bool = True) -> bytes:
+    """Return the body with `id_slot` set, and with `cache_prompt`, which a client can only turn off.
+
+    `n_cache_reuse` 0 keeps a server's --cache-reuse from shifting states, which are then only roughly
+    right.
+    """
+    wants_reuse = body.fields.get("cache_prompt") is not False
+    owned: dict[str, Any] = {"id_slot": slot_id, "cache_prompt": reuses and wants_reuse}
+    if not body.fields.get("n_cache_reuse"):
+        owned["n_cache_reuse"] = 0
+    if owned.keys() & body.fields.keys():
+        return msgspec.json.encode({**body.fields, **owned})
+    start = body.raw.index(b"{") + 1
+    spliced = msgspec.json.encode(owned)[1:-1] + (b"," if body.fields else b"")
+    return body.raw[:start] + spliced + body.raw[start:]
+
+
+def without_reuse(body: GenerationBody) -> bytes:
+    """Return the body with `cache_prompt` off."""
+    return msgspec.json.encode({**body.fields, "cache_prompt": False})
+
+
+def with_messages(
+    body: GenerationBody, messages: list[dict[str, Any]], *, generation_prompt: bool
+) -> bytes:
+    """Return a body that renders *messages* as the request would."""
+    changed = {"messages": messages, "add_generation_prompt": generation_prompt}
+    return msgspec.json.encode({**body.fields, **changed})
+
+
+def leading_system(body: GenerationBody) -> list[dict[str, Any]]:
+    """Return the system messages that the conversation begins with."""
+    messages = body.messages
+    n = next(
+        (i for i, m in enumerate(messages) if m.get("role") not in SYSTEM_ROLES), len(messages)
+    )
+    return messages[:n]
+
+
+def last_user_index(body: GenerationBody) -> int | None:
+    """Return the index of the newest user message, or None."""
+    indices = (i for i, m in enumerate(body.messages) if m.get("role") == "user")
+    return max(indices, default=None)
+
+
+def rendering_key(body: GenerationBody, messages: list[dict[str, Any]]) -> bytes:
+    """Return bytes that are equal for two bodies if *messages* are rendered alike in both."""
+    fields = {k: body.fields[k] for k in RENDERING_FIELDS if k in body.fields}
+    return msgspec.json.encode([fields, messages])

@@ -1,0 +1,228 @@
+"""The calls that the proxy itself makes to llama-server, and the quirks of their replies.
+
+The only file that knows llama-server's URLs and request fields (the bodies of clients' own requests
+are `upstream.bodies`'s). Every method raises UpstreamUnreachable if there was no answer and
+UpstreamRefused if it was an error.
+"""
+
+import io
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from proxy.core.model import SlotId
+from proxy.core.prefix import TokenIds, token_ids
+from proxy.errors import UpstreamRefused, UpstreamSlow, UpstreamUnreachable
+from proxy.upstream.replies import (
+    AppliedTemplate,
+    Canary,
+    ErrorReply,
+    Evaluated,
+    LoraAdapter,
+    ModelMeta,
+    Models,
+    Props,
+    Restored,
+    Saved,
+    SlotStatus,
+    Timings,
+    Tokenized,
+    TokenizedPieces,
+)
+
+T = TypeVar("T")
+Headers = Mapping[str, str]
+
+QUICK_SECONDS = 10.0
+"""For calls that llama-server answers beside decoding; more means that it is not well."""
+_RANDOM_MARKER = re.compile(r"<__media_\w{32}__>")
+SLOT_ACTION_SECONDS = 300.0
+"""Saves and restores wait for the running batch and then for the disk, many GiB at worst."""
+
+
+def new_session() -> aiohttp.ClientSession:
+    """Return the client session for all traffic to llama-server.
+
+    Connections are not kept alive: llama-server closes idle ones when it likes, and a POST that meets
+    a closed one cannot be repeated safely. On loopback a new one costs a tenth of a millisecond.
+    """
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, force_close=True),
+        timeout=aiohttp.ClientTimeout(total=None, sock_connect=5.0),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
+        max_line_size=65536,
+        max_field_size=65536,
+    )
+
+
+class LlamaServer:
+    """One llama-server, by its base URL."""
+
+    def __init__(self, session: aiohttp.ClientSession, base_url: str, api_key: str | None) -> None:
+        self.session = session
+        self.base_url = base_url.rstrip("/")
+        self._own_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    def url(self, raw_path: str) -> URL:
+        """Return the URL of a path with its query, left exactly as the client encoded it."""
+        return URL(self.base_url + raw_path, encoded=True)
+
+    async def props(self) -> Props:
+        return await self._call("GET", "/props", Props, seconds=QUICK_SECONDS)
+
+    async def process_id(self, props: Props) -> str:
+        """Return a mark of the process that answered with *props*.
+
+        The media marker is random in every process, unless LLAMA_MEDIA_MARKER fixes it; then the start
+        time is asked for, which resets the two "since last scrape" gauges of /metrics. Empty if there is
+        neither: then a restart cannot be told.
+        """
+        if _RANDOM_MARKER.fullmatch(props.media_marker):
+            return props.media_marker
+        try:
+            async with self.session.get(
+                self.url("/metrics"),
+                headers=self._own_headers,
+                timeout=aiohttp.ClientTimeout(total=QUICK_SECONDS),
+            ) as reply:
+                return reply.headers.get("Process-Start-Time-Unix", "")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise UpstreamUnreachable(f"GET /metrics: {reason_of(error)}") from error
+
+    async def slots(self) -> list[SlotStatus]:
+        """Return the slots' states; 501 (UpstreamRefused) under --no-slots."""
+        return await self._call("GET", "/slots", list[SlotStatus], seconds=SLOT_ACTION_SECONDS)
+
+    async def model_meta(self) -> ModelMeta:
+        models = await self._call("GET", "/v1/models", Models, seconds=QUICK_SECONDS)
+        return next((m.meta for m in models.data if m.meta), ModelMeta())
+
+    async def lora_adapters(self) -> list[LoraAdapter]:
+        return await self._call("GET", "/lora-adapters", list[LoraAdapter], seconds=QUICK_SECONDS)
+
+    async def apply_template(self, body: bytes, headers: Headers) -> str:
+        """Render a chat body; the same parser as /v1/chat/completions reads it."""
+        reply = await self._call("POST", "/apply-template", AppliedTemplate, body, headers)
+        return reply.prompt
+
+    async def tokenize(self, content: Any, headers: Headers, *, add_special: bool) -> TokenIds:
+        """Tokenize a string or a mixed list as llama-server does for a prompt.
+
+        A prompt is tokenized with add_special and parse_special; /tokenize leaves out BOS by default
+        (server-context.cpp, handle_completions_impl against post_tokenize).
+        """
+        body = {"content": content, "add_special": add_special, "parse_special": True}
+        reply = await self._call("POST", "/tokenize", Tokenized, body, headers)
+        return token_ids(reply.tokens)
+
+    async def tokenize_plain(self, text: str, headers: Headers) -> list[int]:
+        """Tokenize *text* with special tokens read as ordinary text."""
+        body = {"content": text, "add_special": False, "parse_special": False}
+        return (await self._call("POST", "/tokenize", Tokenized, body, headers)).tokens
+
+    async def pieces(self, text: str, headers: Headers) -> TokenizedPieces:
+        body = {"content": text, "add_special": True, "parse_special": True, "with_pieces": True}
+        return await self._call("POST", "/tokenize", TokenizedPieces, body, headers)
+
+    async def evaluate(
+        self, slot_id: SlotId, tokens: TokenIds, headers: Headers | None = None
+    ) -> Timings:
+        """Evaluate *tokens* in a slot, so that it holds exactly them.
+
+        n_predict 0 still samples one token, but that one is never decoded
+        (server-context.cpp, process_token).
+        """
+        body = {
+            "prompt": tokens.tolist(),
+            "n_predict": 0,
+            "id_slot": slot_id,
+            "cache_prompt": True,
+            "n_cache_reuse": 0,
+        }
+        reply = await self._call("POST", "/completion", Evaluated, body, headers, seconds=None)
+        return reply.timings
+
+    async def canary(self, slot_id: SlotId, tokens: TokenIds) -> list[tuple[int, float]]:
+        """Evaluate *tokens* from nothing; return the ten likeliest next tokens with log-probabilities."""
+        body = {
+            "prompt": tokens.tolist(),
+            "n_predict": 1,
+            "n_probs": 10,
+            "temperature": 0.0,
+            "id_slot": slot_id,
+            "cache_prompt": False,
+        }
+        reply = await self._call("POST", "/completion", Canary, body, seconds=None)
+        if not reply.completion_probabilities:
+            raise UpstreamRefused(200, "no probabilities in the reply to n_probs")
+        return [(p.id, p.logprob) for p in reply.completion_probabilities[0].top_logprobs]
+
+    async def save(self, slot_id: SlotId, file_name: str) -> Saved:
+        return await self._slot_action(slot_id, "save", Saved, {"filename": file_name})
+
+    async def restore(self, slot_id: SlotId, file_name: str) -> Restored:
+        """Load a state; any failure leaves the slot empty (server-context.cpp, SLOT_RESTORE)."""
+        return await self._slot_action(slot_id, "restore", Restored, {"filename": file_name})
+
+    async def erase(self, slot_id: SlotId) -> None:
+        await self._slot_action(slot_id, "erase", dict[str, Any], {})
+
+    async def _slot_action(
+        self, slot_id: SlotId, action: str, reply_type: type[T], body: dict[str, str]
+    ) -> T:
+        path = f"/slots/{slot_id}?action={action}"
+        return await self._call("POST", path, reply_type, body, seconds=SLOT_ACTION_SECONDS)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        reply_type: type[T],
+        body: Any = None,
+        headers: Headers | None = None,
+        *,
+        seconds: float | None = 60.0,
+    ) -> T:
+        data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
+        sent = {"Content-Type": "application/json", **(headers or self._own_headers)}
+        try:
+            async with self.session.request(
+                method,
+                self.url(path),
+                data=None if data is None else io.BytesIO(data),
+                headers=sent,
+                timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=5.0),
+            ) as response:
+                status, content = response.status, await response.read()
+        except aiohttp.ServerConnectionError as error:
+            raise UpstreamUnreachable(f"{method} {path}: {reason_of(error)}") from error
+        except TimeoutError as error:
+            raise UpstreamSlow(f"{method} {path}: no answer within {seconds} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise UpstreamUnreachable(f"{method} {path}: {reason_of(error)}") from error
+        if status != 200:
+            raise UpstreamRefused(status, _error_message(content))
+        try:
+            return msgspec.json.decode(content, type=reply_type)
+        except msgspec.DecodeError as error:
+            raise UpstreamRefused(status, f"{path}: reply not understood: {error}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a connection failed, in words for a person."""
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return f"cannot connect to {error.host}:{error.port}"
+    return str(error) or type(error).__name__
+
+
+def _error_message(content: bytes) -> str:
+    try:
+        return msgspec.json.decode(content, type=ErrorReply).error.message
+    except msgspec.DecodeError:
+        return content[:200].decode(errors="replace")

@@ -1,0 +1,58 @@
+"""llama-server's routes, by what they do to its slots.
+
+Read from tools/server/server.cpp. A route that is not listed here never touches a slot.
+"""
+
+from enum import StrEnum
+
+
+class Route(StrEnum):
+    """How a generation route names its prompt and whether it lets the proxy choose the slot."""
+
+    CHAT = "chat"
+    COMPLETION = "completion"
+    PINNED = "pinned"
+    """Honours id_slot; its prompt is not read (yet)."""
+    UNPINNED = "unpinned"
+    """llama-server chooses the slot itself: /v1/messages drops id_slot, the others never read it."""
+
+
+class ErrorShape(StrEnum):
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"
+
+
+_ROUTES = {
+    Route.CHAT: ("/v1/chat/completions", "/chat/completions"),
+    Route.COMPLETION: ("/v1/completions", "/completion", "/completions"),
+    Route.PINNED: ("/infill", "/v1/responses", "/responses"),
+    Route.UNPINNED: (
+        "/v1/messages",
+        "/embedding",
+        "/embeddings",
+        "/v1/embeddings",
+        "/rerank",
+        "/v1/rerank",
+        "/reranking",
+        "/v1/reranking",
+        "/audio/transcriptions",
+        "/v1/audio/transcriptions",
+        "/v1/systemone",
+    ),
+}
+_BY_PATH = {path: route for route, paths in _ROUTES.items() for path in paths}
+
+
+def generation_route(method: str, path: str) -> Route | None:
+    """Return what kind of generation a request is, or None if it touches no slot."""
+    return _BY_PATH.get(path) if method == "POST" else None
+
+
+def changes_server_state(method: str, path: str) -> bool:
+    """Return whether a request changes slots or adapters behind the proxy's back."""
+    return method == "POST" and (path.startswith("/slots/") or path == "/lora-adapters")
+
+
+def error_shape(path: str) -> ErrorShape:
+    """Return the shape in which clients of *path* expect errors."""
+    return ErrorShape.ANTHROPIC if path.startswith("/v1/messages") else ErrorShape.OPENAI

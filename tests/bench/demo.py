@@ -1,0 +1,86 @@
+"""Shows what the proxy is for, on a real llama-server: `make demo`.
+
+The same session, with the same restart of everything in the middle, through the proxy and on
+llama-server alone. Evaluated tokens are llama-server's own count, so the proxy's calls are included.
+Fails if what it shows is not what the proxy promises.
+"""
+
+import sys
+from contextlib import ExitStack
+
+from rich.console import Console
+
+from tests.bench.demo_report import failures, results_table, summary
+from tests.bench.interrupts import run_to_the_end
+from tests.bench.play import Measured, Player, RequestFailed
+from tests.bench.processes import ProxyError, Stack
+from tests.bench.workload import session
+from tests.lab.server import LlamaServerError
+
+NARROWEST = 100
+EXPECTED_FAILURES = (LlamaServerError, ProxyError, RequestFailed, OSError, RuntimeError)
+
+
+class Demo:
+    """One run of the demo on one terminal."""
+
+    def __init__(self, console: Console, leftovers: ExitStack) -> None:
+        self._console = console
+        self._leftovers = leftovers
+        self._stack: Stack | None = None
+
+    async def run(self) -> int:
+        """Play both sessions and print the results; return the exit status."""
+        try:
+            through_proxy = await self._play("through the proxy", has_proxy=True)
+            alone = await self._play("llama-server alone", has_proxy=False)
+        except EXPECTED_FAILURES as error:
+            return self._fail((str(error) or type(error).__name__).splitlines()[0])
+        self._console.print(results_table(through_proxy, alone))
+        broken = failures(through_proxy, alone)
+        for failure in broken:
+            self._console.print(f"[bold red]not as promised:[/] {failure}")
+        if not broken:
+            self._console.print(summary(through_proxy, alone), highlight=False)
+        return 1 if broken else 0
+
+    async def _play(self, title: str, *, has_proxy: bool) -> list[Measured]:
+        self._console.print(f"[bold]{title}[/]")
+        with self._console.status("starting") as status:
+            stack = self._stack = Stack("hybrid", "small", self._leftovers, has_proxy=has_proxy)
+            await stack.start()
+            player, results = Player(stack), []
+            for request in session():
+                if request.restarts:
+                    self._console.print("  [dim]stop everything, start everything[/]")
+                status.update(f"{title}: {request.label}")
+                results.append(await player.play(request))
+                self._console.print("  " + _progress(results[-1]), highlight=False)
+            status.update("stopping")
+            await stack.stop()
+        return results
+
+    def _fail(self, reason: str) -> int:
+        self._console.print("the demo failed: " + reason, style="bold red", markup=False)
+        if self._stack is not None:
+            self._console.print(self._stack.log_tail(), style="dim", markup=False, highlight=False)
+        return 1
+
+
+def _progress(measured: Measured) -> str:
+    return (
+        f"{measured.request.label:<22}{measured.n_evaluated:>7,} of {measured.n_prompt:,} tokens "
+        f"evaluated, first token after {measured.first_token_seconds:.2f} s"
+    )
+
+
+async def show(leftovers: ExitStack) -> int:
+    """Run the demo on the standard output."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=NARROWEST)
+    return await Demo(console, leftovers).run()
+
+
+if __name__ == "__main__":
+    sys.exit(run_to_the_end(show))

@@ -1,0 +1,176 @@
+"""llama-server and, if wanted, the proxy before it, each as a process of its own.
+
+Owns: their start, stop and restart in the right order, their directory and logs. Knows no requests.
+"""
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from tests.lab.models import model_path
+from tests.lab.server import (
+    DEFAULT_MODEL_FOLDER,
+    REPOSITORY,
+    LlamaServer,
+    find_free_port,
+)
+
+READY_SECONDS = 90.0
+STOP_SECONDS = 60.0
+POLL_SECONDS = 0.1
+SETTLED_SECONDS = 0.3
+TAIL_LINES = 20
+
+Health = dict[str, Any]
+
+
+class ProxyError(Exception):
+    """The proxy died, did not become ready, or did not end."""
+
+
+def proxy_environment() -> dict[str, str]:
+    """Return the environment without settings of the user's own proxy."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("LLAMA_PREFIX_CACHE_")}
+
+
+class ProxyProcess:
+    """One proxy with default settings; the same object can be started again, on the same ports."""
+
+    def __init__(self, upstream: str, directory: Path, log_path: Path) -> None:
+        self.log_path = log_path
+        listen, admin = (f"127.0.0.1:{find_free_port()}" for _ in range(2))
+        self.base_url, self._admin_url = f"http://{listen}", f"http://{admin}"
+        self._command = [sys.executable, "-m", "proxy", "serve", "--upstream", upstream]
+        self._command += ["--slot-save-path", str(directory), "--listen", listen]
+        self._command += ["--admin", admin]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process, away from the terminal's Ctrl-C."""
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=REPOSITORY,
+                env=proxy_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def stop(self) -> None:
+        """End the process with SIGTERM, so that it saves first."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise ProxyError("the proxy does not end") from None
+        self._process = None
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    async def ready(self) -> None:
+        """Wait until the proxy caches."""
+        await self._wait_until("caching", lambda health: health["state"] == "caching")
+
+    async def settled(self) -> None:
+        """Wait until no slot is leased, not even for a save."""
+        for _ in range(2):
+            await self._wait_until("idle", _is_idle)
+            await asyncio.sleep(SETTLED_SECONDS)
+
+    async def _wait_until(self, state: str, holds: Callable[[Health], bool]) -> None:
+        health = None
+        try:
+            async with asyncio.timeout(READY_SECONDS):
+                while (health := await self._health()) is None or not holds(health):  # noqa: ASYNC110
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError:
+            raise ProxyError(f"the proxy is not {state}: {health}") from None
+
+    async def _health(self) -> Health | None:
+        if self._process is None or self._process.poll() is not None:
+            raise ProxyError("the proxy died")
+        try:
+            async with aiohttp.ClientSession() as client:
+                async with client.get(self._admin_url + "/health") as reply:
+                    return dict(await reply.json())
+        except aiohttp.ClientError:
+            return None
+
+
+def _is_idle(health: Health) -> bool:
+    return "leased" not in health.get("slots", {}) and not health.get("waiting")
+
+
+class Stack:
+    """One llama-server in a temporary directory of its own, with the proxy before it or without."""
+
+    def __init__(self, kind: str, size: str, leftovers: ExitStack, *, has_proxy: bool) -> None:
+        folder = Path(leftovers.enter_context(tempfile.TemporaryDirectory(prefix="prefix-cache-")))
+        slots = folder / "slots"
+        slots.mkdir()
+        model = model_path(kind, size, DEFAULT_MODEL_FOLDER)
+        self.server = LlamaServer(model, slots, log_path=folder / "llama-server.log")
+        leftovers.callback(self.server.kill)
+        self.proxy: ProxyProcess | None = None
+        if has_proxy:
+            self.proxy = ProxyProcess(self.server.base_url, slots, folder / "proxy.log")
+            leftovers.callback(self.proxy.kill)
+
+    @property
+    def base_url(self) -> str:
+        """Return where clients send their requests."""
+        return self.proxy.base_url if self.proxy else self.server.base_url
+
+    async def start(self) -> None:
+        """Start llama-server, then the proxy, and wait until both are ready."""
+        await asyncio.to_thread(self.server.start)
+        if self.proxy:
+            self.proxy.start()
+            await self.proxy.ready()
+            await self.proxy.settled()
+
+    async def stop(self) -> None:
+        """Stop the proxy, then llama-server."""
+        if self.proxy:
+            await asyncio.to_thread(self.proxy.stop)
+        await asyncio.to_thread(self.server.stop)
+
+    async def restart(self) -> None:
+        await self.stop()
+        await self.start()
+
+    async def evaluated_tokens(self) -> int:
+        """Return llama-server's count of evaluated tokens once the proxy is idle."""
+        if self.proxy:
+            await self.proxy.settled()
+        return await asyncio.to_thread(self.server.evaluated_tokens)
+
+    def log_tail(self) -> str:
+        """Return the end of the log that tells most about a failure."""
+        is_proxy_relevant = self.proxy and self.proxy.log_path.exists() and self._server_answers()
+        path = self.proxy.log_path if self.proxy and is_proxy_relevant else self.server.log_path
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        return "\n".join([f"{path.name} ends:", *lines[-TAIL_LINES:]])
+
+    def _server_answers(self) -> bool:
+        try:
+            return self.server.request("GET", "/health", timeout_seconds=2.0)[0] == 200
+        except OSError:
+            return False

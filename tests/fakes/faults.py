@@ -1,0 +1,65 @@
+"""What the scripted llama-server can be made to do wrong, and places where it can be held.
+
+A *place* is one kind of call: save, restore, erase, generate, evaluate (a generation of n_predict 0), or
+the last part of a path: props, slots, models, lora-adapters, apply-template, tokenize, metrics.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+Retokenize = Callable[[dict[str, Any], list[int]], list[int]]
+
+
+@dataclass
+class Faults:
+    """What goes wrong; all of it can be changed while the server runs."""
+
+    refuse: dict[str, int] = field(default_factory=dict)
+    """Answer calls at a place with this status. A refused save leaves half a file behind."""
+    drop: set[str] = field(default_factory=set)
+    """Cut the connection instead of answering at a place."""
+    slow_seconds: dict[str, float] = field(default_factory=dict)
+    is_loading: bool = False
+    props: dict[str, Any] = field(default_factory=dict)
+    """What /props says otherwise."""
+    n_bytes_lost: int = 0
+    """How much shorter a saved file is than n_written says."""
+    saves_other_tokens: bool = False
+    clears_idle_slots: bool = False
+    """Empty every other idle slot when one starts to run, as -np unset with a RAM cache does."""
+    restores_are_inert: bool = False
+    """A restore answers 200, and the next prompt starts from nothing."""
+    retokenize: Retokenize | None = None
+    """Turns the tokens that /tokenize reports into those that a chat really has."""
+    forgets_dropped_actions: bool = False
+    """A slot action whose client is gone when it is let on is not done."""
+    dies_after_chunks: int | None = None
+    """Close the connection of a stream after so many chunks, of another answer half-way."""
+    chunk_seconds: float = 0.0
+
+
+class Gate:
+    """A place where calls stop until they are let on."""
+
+    def __init__(self, n_calls: int | None = None) -> None:
+        """Stop the next *n_calls* calls, or all."""
+        self.n_reached = 0
+        self._n_calls = n_calls
+        self._reached = asyncio.Event()
+        self._opened = asyncio.Event()
+
+    async def arrive(self) -> None:
+        self.n_reached += 1
+        self._reached.set()
+        if self._n_calls is None or self.n_reached <= self._n_calls:
+            await self._opened.wait()
+
+    async def reached(self) -> None:
+        """Wait until a call has come to the gate."""
+        async with asyncio.timeout(5):
+            await self._reached.wait()
+
+    def open(self) -> None:
+        self._opened.set()

@@ -1,0 +1,68 @@
+"""Slot state files as the scripted llama-server writes and reads them.
+
+Real files in the layout of docs/llama-server.md, section 7: the header, the tokens, one attention
+section, and context checkpoints where the build writes them.
+"""
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.unit.state_files import MAGIC, attention, context_checkpoints, state_file, words
+
+
+class StateFileRefused(Exception):
+    """The file is not one that this build loads."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """What a file brings back into a slot."""
+
+    tokens: list[int]
+    points: list[int]
+
+
+def write_slot_file(path: Path, state: SlotState, version: int) -> int:
+    """Write a state file; return its size."""
+    sections = [attention(len(state.tokens), version=min(version, 4))]
+    if state.points and version >= 4:
+        # Of recurrent kind: one position, so llama-server continues exactly there.
+        sections.append(context_checkpoints(*((p, p - 1, p - 1) for p in state.points)))
+    content = state_file(words(state.tokens), *sections, version=version)
+    path.write_bytes(content)
+    return len(content)
+
+
+def read_slot_file(path: Path, version: int) -> SlotState:
+    """Return what the file holds; raises StateFileRefused as llama-server answers 400."""
+    try:
+        content = path.read_bytes()
+        return _parse(content, version)
+    except (OSError, struct.error) as error:
+        raise StateFileRefused(str(error)) from error
+
+
+def _parse(content: bytes, version: int) -> SlotState:
+    magic, found_version, n_words = struct.unpack_from("<III", content)
+    if (magic, found_version) != (MAGIC, version):
+        raise StateFileRefused("magic or version")
+    (n_tokens,) = struct.unpack_from("<I", content, 20)
+    tokens = list(struct.unpack_from(f"<{n_tokens}i", content, 24))
+    end = 12 + 4 * n_words + len(attention(n_tokens, version=min(version, 4)))
+    if len(content) < end:
+        raise StateFileRefused("the file ends too early")
+    return SlotState(tokens, _points(content[end:]))
+
+
+def _points(appendix: bytes) -> list[int]:
+    if not appendix.startswith(b"SCKP"):
+        return []
+    _, count = struct.unpack_from("<II", appendix, 4)
+    position, points = 12, []
+    for _ in range(count):
+        points.append(struct.unpack_from("<q", appendix, position)[0])
+        position += 16
+        for _ in range(3):
+            position += 8 + struct.unpack_from("<Q", appendix, position)[0]
+    return points

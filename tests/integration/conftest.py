@@ -1,0 +1,56 @@
+"""Fixtures around a scripted llama-server: here faults come when they are called."""
+
+import gc
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.driver import abandoned, lifecycle
+from tests.fakes.llama_server import FakeLlamaServer
+from tests.integration.rig import Rig
+
+StartRig = Callable[..., AbstractAsyncContextManager[Rig]]
+
+SETTINGS = (
+    "idle_save_seconds",
+    "drain_seconds",
+    "max_requests",
+    "max_store_bytes",
+    "max_body_bytes",
+    "upstream_api_key",
+    "share_between_api_keys",
+    "allow_state_changes",
+)
+
+
+@pytest.fixture(autouse=True)
+def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten what the proxy waits for by the clock."""
+    monkeypatch.setattr(lifecycle, "WATCH_SECONDS", 0.03)
+    monkeypatch.setattr(abandoned, "DISCONNECT_SECONDS", 0.1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_escapes(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Fail a test after which asyncio or aiohttp had to report an exception that nobody caught."""
+    yield
+    gc.collect()
+    assert [r.getMessage() for r in caplog.get_records("call") if r.levelname == "ERROR"] == []
+
+
+@pytest.fixture
+def start_rig(tmp_path: Path) -> StartRig:
+    """Return a function that starts a scripted llama-server, and the proxy before it."""
+    directory = tmp_path / "slots"
+    directory.mkdir()
+
+    @asynccontextmanager
+    async def start(**options: Any) -> AsyncIterator[Rig]:
+        settings = {name: options.pop(name) for name in SETTINGS if name in options}
+        async with Rig(FakeLlamaServer(directory, **options), **settings) as rig:
+            yield rig
+
+    return start

@@ -1,0 +1,228 @@
+"""The proxy in this process before a scripted llama-server, for what the real one cannot be made to do."""
+
+import asyncio
+import io
+import json
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+from yarl import URL
+
+from proxy.app import Running, run_proxy
+from proxy.config import Settings
+from proxy.core.write_back import is_write_back_due
+from proxy.driver.attachment import Attachment
+from tests.fakes.llama_server import FakeLlamaServer, Seen
+
+SETTLE_SECONDS = 4.0
+CHAT = "/v1/chat/completions"
+COMPLETION = "/completion"
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    """Wait until something is so; the test fails if it never is."""
+    async with asyncio.timeout(SETTLE_SECONDS):
+        while not is_so():  # noqa: ASYNC110 - there is no event for all of it
+            await asyncio.sleep(0.005)
+
+
+def text(name: str, n_words: int = 300) -> str:
+    """Return words, each of which is one token and belongs to *name* alone."""
+    return "".join(f" {name}{i}" for i in range(n_words))
+
+
+def question(name: str, n_words: int = 300) -> list[dict[str, Any]]:
+    """Return the messages of a conversation's first request."""
+    return [{"role": "user", "content": text(name, n_words)}]
+
+
+def next_question(messages: list[dict[str, Any]], reply: "Reply") -> list[dict[str, Any]]:
+    """Return the messages of the request after *reply*."""
+    said = {"role": "assistant", "content": reply.content["choices"][0]["message"]["content"]}
+    return [*messages, said, {"role": "user", "content": " go on"}]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A client's answer."""
+
+    status: int
+    body: bytes
+    headers: dict[str, str]
+
+    @property
+    def content(self) -> dict[str, Any]:
+        return dict(json.loads(self.body))
+
+    @property
+    def n_reused(self) -> int:
+        return int(self.content["timings"]["cache_n"])
+
+    @property
+    def n_prompt(self) -> int:
+        timings = self.content["timings"]
+        return int(timings["cache_n"] + timings["prompt_n"])
+
+
+class Rig:
+    """One scripted llama-server and one proxy; the proxy can be stopped and started again.
+
+    Leaving it proves that nothing was leaked: no lease, no place in the queue, no temporary file.
+    """
+
+    def __init__(self, server: FakeLlamaServer, **settings: Any) -> None:
+        self.server = server
+        self.options = settings
+        self.running: Running
+        self._stack = AsyncExitStack()
+        self._proxy = AsyncExitStack()
+
+    async def __aenter__(self) -> "Rig":
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self.server)
+            connector = aiohttp.TCPConnector(force_close=True, limit=0)
+            timeout = aiohttp.ClientTimeout(total=5)
+            self.client = await stack.enter_async_context(
+                aiohttp.ClientSession(timeout=timeout, connector=connector)
+            )
+            stack.push_async_callback(self.stop_proxy)
+            await self.start_proxy()
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if error is None:
+                await until(lambda: self.n_occupied() == 0)
+        finally:
+            if error is not None:
+                self.server.process.gone.set()  # nothing that is held may hold up the failure
+            await self._stack.aclose()
+        if error is None:
+            assert self.temporary_files() == []
+
+    async def start_proxy(self, *, waits: bool = True) -> None:
+        settings = Settings(
+            upstream=self.server.base_url,
+            slot_save_path=str(self.server.directory),
+            listen="127.0.0.1:0",
+            admin="127.0.0.1:0",
+            **{"idle_save_seconds": 0.04, "drain_seconds": 2.0, **self.options},
+        )
+        self.running = await self._proxy.enter_async_context(run_proxy(settings))
+        if waits:
+            await self.looked()
+
+    async def stop_proxy(self) -> None:
+        await self._proxy.aclose()
+
+    async def looked(self) -> None:
+        """Wait until the proxy has made up its mind about llama-server, self-test included."""
+        await until(lambda: self.running.lifecycle.condition != "starting")
+        await until(lambda: self.n_occupied() == 0)
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """The attachment to the process that serves now, None if there is none yet."""
+        session = self.running.lifecycle.current
+        if session is None or session.attachment.process_id != self.server.process_id:
+            return None
+        return session.attachment
+
+    async def attached(self) -> Attachment:
+        """Wait until the proxy is attached to the process that serves now, self-test included."""
+        await until(lambda: self.attachment is not None and self.n_occupied() == 0)
+        assert self.attachment is not None
+        return self.attachment
+
+    async def settled(self) -> Attachment:
+        """Wait until the proxy is attached, no slot is leased and nothing waits to be saved."""
+        await until(self._is_settled)
+        assert self.attachment is not None
+        return self.attachment
+
+    def _is_settled(self) -> bool:
+        if (attachment := self.attachment) is None:
+            return False
+        table, rule = attachment.desk.table, attachment.rule
+        return not any(s.is_leased or is_write_back_due(rule, s.content) for s in table)
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.running.port}"
+
+    async def post(self, path: str, body: Any, *, key: str | None = None, **kwargs: Any) -> Reply:
+        """Post to the proxy, as it is if it is bytes, and return whatever comes."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        headers |= {"Content-Type": "application/json", **kwargs.pop("headers", {})}
+        url = URL(self.base_url + path, encoded=True)
+        async with self.client.post(url, data=io.BytesIO(data), headers=headers, **kwargs) as reply:
+            return Reply(reply.status, await reply.read(), dict(reply.headers))
+
+    async def chat(self, messages: Any, *, key: str | None = None, **fields: Any) -> Reply:
+        """Send a chat; it must be answered."""
+        if isinstance(messages, str):
+            messages = question(messages)
+        reply = await self.post(CHAT, {"messages": messages, **fields}, key=key)
+        assert reply.status == 200, reply.body
+        return reply
+
+    def begin_chat(self, name: str, **fields: Any) -> "asyncio.Task[Reply]":
+        """Send a chat without waiting for its answer; cancel it to hang up."""
+        return asyncio.ensure_future(self.chat(name, **fields))
+
+    async def health(self) -> dict[str, Any]:
+        url = f"http://127.0.0.1:{self.running.admin_port}/health"
+        async with self.client.get(url) as reply:
+            return dict(await reply.json())
+
+    def n_occupied(self) -> int:
+        """Return how many slots are leased and requests waiting."""
+        session = self.running.lifecycle.current
+        if session is None:
+            return 0
+        desk = session.attachment.desk
+        return desk.n_waiting + sum(slot.is_leased for slot in desk.table)
+
+    async def waiting(self, n_requests: int) -> None:
+        """Wait until so many requests are in the queue."""
+        await until(lambda: self.attachment and self.attachment.desk.n_waiting == n_requests)
+
+    def sample(self, name: str, **labels: str) -> float:
+        value = self.running.metrics.registry.get_sample_value
+        return value(f"llama_prefix_cache_{name}", labels) or 0.0
+
+    def requests_seen(self) -> list[Seen]:
+        """Return the clients' own generations, as llama-server saw them."""
+        return [r for r in self.server.seen_at("generate") if not _is_ours(r)]
+
+    @property
+    def checkpoints(self) -> list[tuple[str, int]]:
+        """The store's content: why each checkpoint is kept and how many tokens it holds."""
+        assert self.running.store is not None
+        return sorted((c.kind.value, c.n_tokens) for c in self.running.store)
+
+    def temporary_files(self) -> list[str]:
+        return sorted(path.name for path in Path(self.server.directory).glob("*.saving"))
+
+
+def _is_ours(request: Seen) -> bool:
+    """Return whether the proxy asked on its own behalf, for a canary."""
+    return b'"n_probs"' in request.body
+
+
+async def hang_up(task: "asyncio.Task[Any]") -> None:
+    """Close a client's connection in the middle of its request."""
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

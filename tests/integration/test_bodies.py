@@ -1,0 +1,140 @@
+"""What clients send reaches llama-server byte for byte, but for the fields that the proxy owns."""
+
+import gzip
+import json
+
+import pytest
+
+from tests.integration.conftest import StartRig
+from tests.integration.rig import CHAT, COMPLETION
+
+ODD = (
+    b' \n{ "tools" : [{"z":1,"a":{"y":2.50,"b":1e2}}],\t"messages":[ {"content":"h\\u00e9\\/llo",'
+    b'"role":"user"} ],"temperature":0.10, "seed":12345678901234567890,"logit_bias":{"9":-0.0} } \n'
+)
+PINNED = b'"id_slot":0,"cache_prompt":true,"n_cache_reuse":0'
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "sent"),
+    [
+        (CHAT, ODD, ODD.replace(b"{", b"{" + PINNED + b",", 1)),
+        ("/chat/completions", ODD, ODD.replace(b"{", b"{" + PINNED + b",", 1)),
+        (COMPLETION, b'{"prompt":"x y"}', b"{" + PINNED + b',"prompt":"x y"}'),
+        ("/completions", b"{}", b"{" + PINNED + b"}"),
+        ("/v1/messages", ODD, ODD),
+        (CHAT, b"{not json", b"{not json"),
+        (CHAT, b"[1,2]", b"[1,2]"),
+        (CHAT, b"", b""),
+    ],
+)
+async def test_body_is_forwarded_as_sent_with_its_pin_spliced_in(
+    start_rig: StartRig, path: str, body: bytes, sent: bytes
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await rig.post(path, body)
+        assert [seen.body for seen in rig.requests_seen()] == [sent]
+
+
+async def test_fields_of_the_proxy_replace_the_clients(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        body = b'{"z":1,"id_slot":7,"prompt":"x y","a":0.5,"cache_prompt":true}'
+        await rig.post(COMPLETION, body)
+        (seen,) = rig.requests_seen()
+        assert list(seen.fields.items()) == [
+            ("z", 1),
+            ("id_slot", 0),
+            ("prompt", "x y"),
+            ("a", 0.5),
+            ("cache_prompt", True),
+            ("n_cache_reuse", 0),
+        ]
+
+
+async def test_client_may_turn_reuse_off(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await rig.chat("a")
+        assert (await rig.chat("a", cache_prompt=False)).n_reused == 0
+        assert rig.requests_seen()[-1].fields["cache_prompt"] is False
+
+
+async def test_request_of_several_completions_is_not_pinned(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=2) as rig:
+        body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "n": 2}).encode()
+        await rig.post(CHAT, body)
+        assert rig.requests_seen()[-1].body == body
+
+
+async def test_headers_reach_the_server_but_for_those_of_the_hop(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        headers = {
+            "Authorization": "Bearer s3cret token",
+            "X-Api-Key": "other",
+            "X-Conversation-Id": "abc",
+            "X-Custom": "kept",
+            "User-Agent": "client/1",
+            "Accept": "text/event-stream",
+            "Connection": "keep-alive",
+        }
+        body = b'{"prompt":"x y"}'
+        await rig.post(COMPLETION, body, headers=headers)
+        seen = rig.requests_seen()[-1]
+        kept = ("Authorization", "X-Api-Key", "X-Custom", "User-Agent", "Accept")
+        assert {name: seen.headers.get(name) for name in kept} == {n: headers[n] for n in kept}
+        assert "X-Conversation-Id" not in seen.headers
+        assert seen.headers["Content-Type"] == "application/json"
+        assert seen.headers["Content-Length"] == str(len(seen.body))
+        assert seen.headers["Host"] == rig.server.base_url.removeprefix("http://")
+
+
+async def test_own_calls_for_a_client_carry_its_key(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        await rig.chat("a", key="alice")
+        for place in ("apply-template", "tokenize"):
+            assert rig.server.seen_at(place)[-1].headers["Authorization"] == "Bearer alice"
+
+
+async def test_query_is_forwarded_as_encoded(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        path = "/v1/chat/completions?a=%2Fb&c=d%20e"
+        await rig.post(path, {"messages": [{"role": "user", "content": "hi"}]})
+        assert rig.requests_seen()[-1].path == path
+
+
+async def test_compressed_body_of_another_route_is_passed_on_compressed(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig() as rig:
+        body = gzip.compress(b"words " * 1000)
+        reply = await rig.post("/echo", body, headers={"Content-Encoding": "gzip"})
+        assert reply.status == 200
+        seen = rig.server.seen_at("echo")[-1]
+        assert (seen.body, seen.headers["Content-Encoding"]) == (body, "gzip")
+
+
+async def test_compressed_generation_is_understood(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        body = gzip.compress(b'{"prompt":"x y"}')
+        await rig.post(COMPLETION, body, headers={"Content-Encoding": "gzip"})
+        seen = rig.requests_seen()[-1]
+        if "Content-Encoding" in seen.headers:
+            assert seen.body == body
+        else:
+            assert seen.fields["prompt"] == "x y"
+
+
+async def test_large_body_of_another_route_is_streamed_through(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        body = bytes(range(256)) * 8192
+        reply = await rig.post("/echo", body)
+        assert reply.body == body
+
+
+async def test_body_over_the_limit_is_refused_by_name(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        rig.options["max_body_bytes"] = 2048
+        await rig.stop_proxy()
+        await rig.start_proxy()
+        reply = await rig.post(CHAT, {"messages": [{"role": "user", "content": "x" * 3000}]})
+        assert reply.status == 413
+        assert "max_body_bytes" in reply.content["error"]["message"]

@@ -1,0 +1,146 @@
+"""Clients that leave: what was begun in a slot is finished, and only then is the slot given on."""
+
+import asyncio
+
+import pytest
+
+from tests.fakes.faults import Gate
+from tests.integration.conftest import StartRig
+from tests.integration.rig import COMPLETION, Rig, hang_up, until
+
+
+async def leave_during(rig: Rig, place: str, name: str) -> Gate:
+    """Send a request, and hang up once llama-server is at *place* for it."""
+    gate = rig.server.hold(place, n_calls=1)
+    asked = rig.begin_chat(name)
+    await gate.reached()
+    await hang_up(asked)
+    return gate
+
+
+async def stays_leased(rig: Rig, seconds: float = 0.25) -> bool:
+    """Return whether the slot is held on to for longer than an abandoned request is."""
+    for _ in range(10):
+        if rig.n_occupied() == 0:
+            return False
+        await asyncio.sleep(seconds / 10)
+    return True
+
+
+async def test_leaving_during_a_restore_does_not_cut_it_short(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await rig.chat("a")
+        await rig.settled()
+        await rig.chat("b")
+        await rig.settled()
+        gate = await leave_during(rig, "restore", "a")
+        assert await stays_leased(rig)
+        gate.open()
+        await rig.settled()
+        assert rig.sample("restores_total", result="done") == 1
+        assert (await rig.chat("a")).n_reused == 308
+        assert rig.sample("restores_total", result="done") == 1  # it was there already
+
+
+async def test_leaving_during_the_save_of_displaced_work_does_not_cut_it_short(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        gate = await leave_during(rig, "save", "b")
+        assert await stays_leased(rig)
+        assert len(rig.checkpoints) == 0
+        gate.open()
+        await until(lambda: rig.n_occupied() == 0)
+        assert rig.checkpoints == [("conversation", 312)]
+        assert (await rig.chat("a")).n_reused == 308
+
+
+async def test_leaving_during_the_save_before_an_uncached_request_does_not_cut_it_short(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        gate = rig.server.hold("save", n_calls=1)
+        body = {"prompt": " other words", "cache_prompt": False}
+        asked = asyncio.ensure_future(rig.post(COMPLETION, body))
+        await gate.reached()
+        await hang_up(asked)
+        assert await stays_leased(rig)
+        gate.open()
+        await until(lambda: rig.n_occupied() == 0)
+        assert rig.checkpoints == [("conversation", 312)]
+
+
+async def test_leaving_during_the_save_before_a_messages_request_does_not_cut_it_short(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        gate = rig.server.hold("save", n_calls=1)
+        body = {"messages": [{"role": "user", "content": " hello"}]}
+        asked = asyncio.ensure_future(rig.post("/v1/messages", body))
+        await gate.reached()
+        await hang_up(asked)
+        assert await stays_leased(rig)
+        gate.open()
+        await until(lambda: rig.n_occupied() == 0)
+        assert rig.checkpoints == [("conversation", 312)]
+
+
+async def test_leaving_during_generation_holds_the_slot_until_it_has_ended(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await leave_during(rig, "generate", "a")
+        assert rig.n_occupied() == 1
+        await until(lambda: rig.n_occupied() == 0)
+        assert not rig.server.slots[0].is_processing
+
+
+async def test_leaving_a_stream_ends_it_in_the_server(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.chunk_seconds = 0.01
+        body = {"messages": [{"role": "user", "content": " hi"}], "stream": True}
+        url = rig.base_url + "/v1/chat/completions"
+        async with rig.client.post(url, json={**body, "max_tokens": 10_000}) as reply:
+            await reply.content.readany()
+        await until(lambda: not rig.server.slots[0].is_processing)
+        rig.server.faults.chunk_seconds = 0.0
+        assert (await rig.chat("a")).status == 200
+
+
+async def test_leaving_while_the_prompt_is_read_takes_no_slot(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        gate = await leave_during(rig, "apply-template", "a")
+        assert rig.n_occupied() == 0
+        gate.open()
+        assert rig.requests_seen() == []
+
+
+async def test_abandoned_prompt_is_found_again_in_its_slot(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.chunk_seconds = 0.01
+        messages = [{"role": "user", "content": "".join(f" a{i}" for i in range(300))}]
+        body = {"messages": messages, "stream": True, "max_tokens": 10_000}
+        async with rig.client.post(rig.base_url + "/v1/chat/completions", json=body) as reply:
+            await reply.content.readany()
+        rig.server.faults.chunk_seconds = 0.0
+        assert (await rig.chat("a")).n_reused == 308
+
+
+@pytest.mark.parametrize("with_slots", [True, False])
+async def test_many_clients_that_leave_leak_nothing(start_rig: StartRig, with_slots: bool) -> None:
+    async with start_rig(n_slots=2) as rig:
+        if not with_slots:
+            rig.server.faults.refuse["slots"] = 501
+        rig.server.faults.slow_seconds.update(generate=0.01, save=0.005, restore=0.005)
+        asked = []
+        for i in range(40):
+            asked.append(rig.begin_chat("abcdef"[i % 6]))
+            if i % 3:
+                await asyncio.sleep(0.004)
+                await hang_up(asked.pop(i % len(asked)))
+        await asyncio.gather(*asked)
+        await rig.settled()
+        assert (await rig.health())["waiting"] == 0

@@ -1,0 +1,280 @@
+"""llama-server starts, dies, is replaced or wants a key: requests go on, and the reason is told."""
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from proxy.driver import lifecycle
+from tests.fakes.faults import Faults
+from tests.integration.conftest import StartRig
+from tests.integration.rig import CHAT, COMPLETION, Rig, question, until
+
+
+async def occupy(rig: Rig, name: str = "first") -> Any:
+    """Have a slot used by a request that llama-server will not finish."""
+    gate = rig.server.hold("generate", n_calls=1)
+    asked = asyncio.ensure_future(rig.post(CHAT, {"messages": question(name)}))
+    await gate.reached()
+    return asked
+
+
+async def test_loading_server_is_named_and_answers_for_itself(start_rig: StartRig) -> None:
+    async with start_rig(faults=Faults(is_loading=True)) as rig:
+        reply = await rig.post(CHAT, {"messages": question("a")})
+        assert (reply.status, reply.content["error"]["message"]) == (503, "Loading model")
+        health = await rig.health()
+        assert (health["state"], "loading" in health["llama_server"]) == ("forwarding", True)
+        rig.server.faults.is_loading = False
+        await rig.attached()
+        assert (await rig.health())["state"] == "caching"
+        assert (await rig.chat("a")).status == 200
+
+
+async def test_replaced_process_is_noticed_by_the_next_request(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig() as rig:
+        await rig.chat("a")
+        await rig.settled()
+        monkeypatch.setattr(lifecycle, "WATCH_SECONDS", 60.0)
+        await asyncio.sleep(0.1)
+        rig.server.replace_process()
+        assert (await rig.chat("a")).n_reused == 308
+        assert rig.sample("restores_total", result="done") == 1
+        assert rig.sample("live_reuse_short_total") == 0
+
+
+async def test_requests_in_the_queue_are_served_by_the_new_process(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        first = await occupy(rig)
+        waiting = [rig.begin_chat(name) for name in "bcd"]
+        await rig.waiting(3)
+        rig.server.replace_process()
+        assert (await first).status == 502
+        assert [(await reply).status for reply in waiting] == [200] * 3
+        assert [seen.n_process for seen in rig.requests_seen()] == [1, 2, 2, 2]
+
+
+async def test_dead_server_is_named_and_its_successor_used(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        await rig.chat("a")
+        await rig.settled()
+        await rig.server.crash()
+        reply = await rig.post(CHAT, {"messages": question("a")})
+        assert (reply.status, reply.headers["Retry-After"]) == (502, "2")
+        assert reply.content["error"]["src"] == "llama-prefix-cache"
+        health = await rig.health()
+        assert health["state"] == "forwarding"
+        assert health["llama_server"].startswith("no answer")
+        await rig.server.restart()
+        assert (await rig.chat("a")).status == 200
+        await rig.attached()
+        assert (await rig.chat("a")).n_reused == 308
+
+
+async def test_requests_in_the_queue_of_a_dead_server_are_told_so(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        first = await occupy(rig)
+        waiting = asyncio.ensure_future(rig.post(CHAT, {"messages": question("b")}))
+        await rig.waiting(1)
+        await rig.server.crash()
+        assert [(await first).status, (await waiting).status] == [502, 502]
+
+
+async def test_process_dying_while_it_is_attached_is_left_for_the_next(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig() as rig:
+        gate = rig.server.hold("lora-adapters")
+        rig.server.replace_process()
+        await gate.reached()
+        await rig.server.crash()
+        rig.server.release("lora-adapters")
+        await rig.server.restart()
+        await until(lambda: rig.attachment is not None and rig.attachment.can_cache)
+        await rig.attached()
+        assert (await rig.chat("a")).status == 200
+        assert (await rig.health())["state"] == "caching"
+
+
+async def test_process_dying_in_the_self_test_is_tested_by_the_next(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        await rig.stop_proxy()
+        shutil.rmtree(rig.server.directory / "index")  # and with it the rule of this build
+        gate = rig.server.hold("evaluate")
+        starting = asyncio.ensure_future(rig.start_proxy())
+        await gate.reached()
+        rig.server.replace_process()
+        rig.server.release("evaluate")
+        await starting
+        assert (await rig.attached()).rule.can_restore
+        assert (await rig.health())["reasons"] == []
+
+
+async def test_requests_wait_for_an_attachment_but_not_forever(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "ATTACH_WAIT_SECONDS", 0.1)
+    async with start_rig() as rig:
+        gate = rig.server.hold("lora-adapters")
+        rig.server.replace_process()
+        await gate.reached()
+        reply = await rig.chat("a")
+        assert "id_slot" not in rig.requests_seen()[-1].fields
+        assert rig.sample("requests_total", outcome="degraded") == 1
+        rig.server.release("lora-adapters")
+        await rig.attached()
+        assert (await rig.chat("a")).n_prompt == reply.n_prompt
+
+
+@pytest.mark.parametrize("fault", ["refuse", "drop"])
+async def test_process_whose_start_time_cannot_be_asked_is_followed_on(
+    start_rig: StartRig, fault: str
+) -> None:
+    """With LLAMA_MEDIA_MARKER fixed, only /metrics tells one process from another."""
+    async with start_rig(media_marker="<media>") as rig:
+        if fault == "refuse":
+            rig.server.faults.refuse["metrics"] = 500
+        else:
+            rig.server.faults.drop.add("metrics")
+        assert (await rig.chat("a")).status == 200
+        await asyncio.sleep(0.1)
+        assert (await rig.chat("a")).status == 200
+        rig.server.faults = Faults()
+        await until(lambda: rig.running.lifecycle.condition == "attached")
+        rig.server.replace_process()
+        await rig.settled()
+        assert (await rig.chat("a")).n_reused == 308
+
+
+async def test_server_with_a_fixed_marker_is_told_from_its_successor(start_rig: StartRig) -> None:
+    async with start_rig(media_marker="<media>") as rig:
+        await rig.chat("a")
+        first = await rig.settled()
+        rig.server.replace_process()
+        assert (await rig.chat("a")).n_reused == 308
+        assert await rig.attached() is not first
+
+
+async def test_missing_api_key_is_named_and_clients_use_their_own(start_rig: StartRig) -> None:
+    async with start_rig(api_keys=("secret",)) as rig:
+        assert (await rig.chat("a", key="secret")).status == 200
+        assert (await rig.post(CHAT, {"messages": question("a")})).status == 401
+        health = await rig.health()
+        assert health["state"] == "forwarding"
+        assert "set upstream_api_key" in health["llama_server"]
+
+
+async def test_wrong_client_key_is_refused_by_the_server_and_costs_nobody_anything(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, api_keys=("own", "alice"), upstream_api_key="own") as rig:
+        assert (await rig.health())["state"] == "caching"
+        await rig.chat("a", key="alice")
+        await rig.settled()
+        n_erased = len(rig.server.seen_at("erase"))
+        refused = await rig.post(CHAT, {"messages": question("a")}, key="mallory")
+        assert (refused.status, refused.content["error"]["type"]) == (401, "authentication_error")
+        assert len(rig.server.seen_at("erase")) == n_erased
+        assert (await rig.chat("a", key="alice")).n_reused == 308
+        assert rig.sample("restores_total", result="done") == 0
+
+
+async def test_server_without_slots_endpoint_is_cached_all_the_same(start_rig: StartRig) -> None:
+    async with start_rig(faults=Faults(refuse={"slots": 501})) as rig:
+        assert (await rig.health())["state"] == "caching"
+        await rig.chat("a")
+        body = {"messages": question("claude"), "max_tokens": 3}
+        assert (await rig.post("/v1/messages", body)).status == 200
+        await rig.settled()
+        rig.server.replace_process()
+        assert (await rig.chat("a")).n_reused == 308
+
+
+REFUSED_ATTACHMENTS: dict[str, tuple[Callable[[Faults], Any], str]] = {
+    "no slot actions": (
+        lambda faults: faults.refuse.update(save=501, restore=501, erase=501),
+        "no --slot-save-path",
+    ),
+    "disk full": (lambda faults: faults.refuse.update(save=500), "scripted fault at save"),
+    "no models": (lambda faults: faults.refuse.update(models=404), "scripted fault at models"),
+    "no restores": (lambda faults: faults.refuse.update(restore=400), "self-test failed"),
+    "wrong file": (lambda faults: setattr(faults, "saves_other_tokens", True), "slots"),
+    "idle slots cleared": (
+        lambda faults: setattr(faults, "clears_idle_slots", True),
+        "clears idle slots",
+    ),
+    "no slots": (lambda faults: faults.props.update(total_slots=0), "slot"),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED_ATTACHMENTS)
+async def test_server_that_cannot_be_cached_is_forwarded_to_and_says_why(
+    start_rig: StartRig, fault: str
+) -> None:
+    spoil, reason = REFUSED_ATTACHMENTS[fault]
+    faults = Faults()
+    spoil(faults)
+    async with start_rig(faults=faults) as rig:
+        assert (await rig.chat("a")).status == 200
+        assert (await rig.chat("a")).status == 200
+        health = await rig.health()
+        assert (health["state"], rig.checkpoints) == ("forwarding", [])
+        told = {health["llama_server"], *health["reasons"]} - {"attached"}
+        assert any(reason in said for said in told)
+
+
+async def test_attachment_that_failed_is_tried_again(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.06)
+    async with start_rig(faults=Faults(refuse={"save": 500})) as rig:
+        assert (await rig.health())["state"] == "forwarding"
+        rig.server.faults.refuse.clear()
+        await until(lambda: rig.attachment and rig.attachment.rule.can_restore)
+        assert (await rig.health())["state"] == "caching"
+
+
+async def test_slots_found_full_are_adopted(start_rig: StartRig) -> None:
+    async with start_rig(idle_save_seconds=60.0) as rig:
+        await rig.stop_proxy()
+        for slot_id, seed in enumerate((5, 6)):
+            prompt = [seed * 1000 + i for i in range(400)]
+            body = {"prompt": prompt, "id_slot": slot_id, "n_predict": 0}
+            async with rig.client.post(rig.server.base_url + COMPLETION, json=body) as reply:
+                assert reply.status == 200
+        await rig.start_proxy()
+        assert rig.checkpoints == [("conversation", 400)] * 2
+        for seed in (5, 6):
+            prompt = [seed * 1000 + i for i in range(410)]
+            assert (await rig.post(COMPLETION, {"prompt": prompt})).n_reused == 400
+
+
+async def test_busy_slot_is_left_alone_at_first_contact(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
+        await rig.stop_proxy()
+        gate = rig.server.hold("generate", n_calls=1)
+        url = rig.server.base_url + COMPLETION
+        body = {"prompt": [5] * 300, "id_slot": 0}
+        stranger = asyncio.ensure_future(rig.client.post(url, json=body))
+        await gate.reached()
+        await rig.start_proxy(waits=False)
+        await until(lambda: rig.attachment and rig.attachment.rule.can_restore)
+        assert (await rig.chat("a")).status == 200
+        gate.open()
+        async with await stranger as reply:
+            assert reply.status == 200
+
+
+async def test_state_changed_by_an_allowed_client_is_learned_anew(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, allow_state_changes=True) as rig:
+        await rig.chat("a")
+        await rig.settled()
+        assert (await rig.post("/slots/0?action=erase", {})).status == 200
+        await rig.attached()
+        assert (await rig.chat("a")).n_reused == 308
+        assert rig.sample("live_reuse_short_total") == 0
+        assert rig.sample("restores_total", result="done") == 1

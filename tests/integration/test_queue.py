@@ -1,0 +1,137 @@
+"""The queue for slots: served in arrival order, left without a trace."""
+
+import asyncio
+from typing import Any
+
+from tests.fakes.llama_server import Seen
+from tests.integration.conftest import StartRig
+from tests.integration.rig import CHAT, Rig, hang_up, question, until
+
+
+def who(request: Seen) -> str:
+    """Return the name of the conversation that a request belongs to."""
+    content: str = request.fields["messages"][0]["content"]
+    return content.split()[0].rstrip("0123456789")
+
+
+def served(rig: Rig) -> list[str]:
+    return [who(request) for request in rig.requests_seen()]
+
+
+async def occupy(rig: Rig) -> tuple[Any, Any]:
+    """Have the only slot used by a request that goes on until its gate is opened."""
+    gate = rig.server.hold("generate", n_calls=1)
+    first = rig.begin_chat("first")
+    await gate.reached()
+    return gate, first
+
+
+async def test_requests_are_served_in_arrival_order(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        gate, first = await occupy(rig)
+        names = ["b", "c", "first", "d"]
+        asked = [first]
+        for n_waiting, name in enumerate(names, 1):
+            asked.append(rig.begin_chat(name))
+            await rig.waiting(n_waiting)
+        assert (await rig.health())["waiting"] == 4
+        gate.open()
+        await asyncio.gather(*asked)
+        assert served(rig) == ["first", *names]
+
+
+async def test_client_that_leaves_the_queue_frees_its_place(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        gate, first = await occupy(rig)
+        leaving, staying = rig.begin_chat("leaving"), None
+        await rig.waiting(1)
+        staying = rig.begin_chat("staying")
+        await rig.waiting(2)
+        await hang_up(leaving)
+        await rig.waiting(1)
+        gate.open()
+        await asyncio.gather(first, staying)
+        assert served(rig) == ["first", "staying"]
+
+
+async def test_request_that_is_granted_a_slot_as_it_leaves_gives_it_back(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        gate, first = await occupy(rig)
+        leaving = [rig.begin_chat(f"leaving{'x' * i}") for i in range(5)]
+        await rig.waiting(5)
+        gate.open()
+        await asyncio.gather(*map(hang_up, leaving))
+        await first
+        assert (await rig.chat("next")).status == 200
+
+
+async def test_full_house_is_answered_with_retry_after(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, max_requests=2) as rig:
+        gate, first = await occupy(rig)
+        second = rig.begin_chat("second")
+        await rig.waiting(1)
+        third = await rig.post(CHAT, {"messages": question("third")})
+        assert (third.status, third.headers["Retry-After"]) == (503, "2")
+        await hang_up(second)
+        await rig.waiting(0)
+        fourth = rig.begin_chat("fourth")
+        await rig.waiting(1)
+        gate.open()
+        await asyncio.gather(first, fourth)
+
+
+async def test_long_queue_runs_dry(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=2) as rig:
+        rig.server.faults.slow_seconds["generate"] = 0.002
+        asked = [rig.begin_chat(f"c{'abc'[i % 3]}") for i in range(30)]
+        replies = await asyncio.gather(*asked)
+        assert [reply.status for reply in replies] == [200] * 30
+        assert len(rig.requests_seen()) == 30
+
+
+async def test_request_waiting_for_its_own_slot_reuses_it(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        gate, first = await occupy(rig)
+        second = rig.begin_chat("first")
+        await rig.waiting(1)
+        gate.open()
+        assert (await first).n_reused == 0
+        assert (await second).n_reused == 308
+
+
+async def test_unpinned_request_waits_its_turn_too(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        gate, first = await occupy(rig)
+        body = {"messages": question("claude"), "max_tokens": 3}
+        messages = asyncio.ensure_future(rig.post("/v1/messages", body))
+        await rig.waiting(1)
+        last = rig.begin_chat("last")
+        await rig.waiting(2)
+        gate.open()
+        await asyncio.gather(first, messages, last)
+        assert served(rig) == ["first", "claude", "last"]
+
+
+async def test_messages_request_gives_back_the_slots_it_did_not_get(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=2) as rig:
+        gate = rig.server.hold("generate", n_calls=1)
+        body = {"messages": question("claude"), "max_tokens": 3}
+        messages = asyncio.ensure_future(rig.post("/v1/messages", body))
+        await gate.reached()
+        await until(lambda: rig.n_occupied() == 1)
+        assert (await rig.chat("other")).status == 200
+        gate.open()
+        assert (await messages).content["type"] == "message"
+
+
+async def test_several_completions_wait_for_as_many_slots(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=2) as rig:
+        gate, first = await occupy(rig)
+        both = rig.begin_chat("both", n=2)
+        await rig.waiting(1)
+        gate.open()
+        await asyncio.gather(first, both)
+        (sent,) = [request for request in rig.requests_seen() if who(request) == "both"]
+        assert "id_slot" not in sent.fields

@@ -1,0 +1,157 @@
+"""Restores that go wrong: the request is evaluated from what is left, the checkpoint is judged fairly."""
+
+import pytest
+
+from proxy.upstream import llama_server
+from tests.fakes.faults import Faults
+from tests.fakes.slots import Memory
+from tests.integration.conftest import StartRig
+from tests.integration.rig import Rig, hang_up, until
+
+FULL_PROMPT = 309
+N_SELF_TEST_RESTORES = 2
+
+
+async def displace(rig: Rig, name: str = "b") -> None:
+    """Have the only slot used by another conversation, with everything saved."""
+    await rig.settled()
+    await rig.chat(name)
+    await rig.settled()
+
+
+async def save_a(rig: Rig) -> None:
+    await rig.chat("a")
+    await displace(rig)
+
+
+async def test_displaced_conversation_is_restored(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        reply = await rig.chat("a")
+        assert reply.n_reused == FULL_PROMPT - 1
+        assert rig.sample("restores_total", result="done") == 1
+        assert rig.sample("requests_total", outcome="hit") >= 1
+
+
+async def test_refused_restore_degrades_and_is_not_tried_again(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        rig.server.faults.refuse["restore"] = 400
+        reply = await rig.chat("a")
+        assert reply.n_reused == 0
+        assert rig.sample("restores_total", result="refused") == 1
+        assert rig.sample("requests_total", outcome="degraded") == 1
+        assert rig.sample("cache_faults_total", stage="prepare") == 1
+        n_restores = len(rig.server.seen_at("restore"))
+        await hang_up(rig.begin_chat("c"))
+        assert len(rig.server.seen_at("restore")) == n_restores
+
+
+async def test_refused_checkpoint_is_quarantined(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=0.05) as rig:
+        await save_a(rig)
+        rig.server.faults.refuse.update(restore=400, save=500)
+        await rig.chat("a")
+        await rig.settled()
+        await rig.chat("b")  # a's own slot is displaced, and its second save failed
+        rig.server.faults = Faults()
+        n_restores = len(rig.server.seen_at("restore"))
+        assert (await rig.chat("a")).n_reused <= 4
+        assert len(rig.server.seen_at("restore")) == n_restores
+
+
+async def test_ineffective_restore_quarantines_the_checkpoint(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        rig.server.faults.restores_are_inert = True
+        rig.server.faults.refuse["save"] = 500
+        reply = await rig.chat("a")
+        assert (reply.status, reply.n_reused) == (200, 0)
+        assert rig.sample("restore_ineffective_total") == 1
+        assert rig.sample("requests_total", outcome="degraded") == 0
+        await displace(rig, "c")
+        n_restores = len(rig.server.seen_at("restore"))
+        assert (await rig.chat("a")).n_reused <= 4
+        assert len(rig.server.seen_at("restore")) == n_restores
+        assert rig.sample("restore_ineffective_total") == 1
+
+
+async def test_ineffective_restore_before_a_stop_is_noticed(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, memory=Memory.RESTORE_POINTS) as rig:
+        first = await rig.chat("a")
+        await displace(rig)
+        rig.server.faults.restores_are_inert = True
+        said = first.content["choices"][0]["message"]
+        question = [{"role": "user", "content": "".join(f" a{i}" for i in range(300))}]
+        more = {"role": "user", "content": "".join(f" more{i}" for i in range(200))}
+        reply = await rig.chat([*question, said, more])
+        assert reply.status == 200
+        assert rig.sample("restore_ineffective_total") == 1
+
+
+async def test_restore_that_never_answers_degrades(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        monkeypatch.setattr(llama_server, "SLOT_ACTION_SECONDS", 0.1)
+        gate = rig.server.hold("restore")
+        asked = rig.begin_chat("a")
+        await gate.reached()
+        await until(lambda: rig.sample("restores_total", result="refused"))
+        rig.server.release("restore")
+        assert (await asked).status == 200
+        assert rig.sample("requests_total", outcome="degraded") == 1
+
+
+async def test_slow_restore_is_waited_for(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        rig.server.faults.slow_seconds["restore"] = 0.1
+        assert (await rig.chat("a")).n_reused == FULL_PROMPT - 1
+
+
+@pytest.mark.parametrize("trouble", ["restart", "loading"])
+async def test_restore_cut_by_a_restart_does_not_condemn_the_checkpoint(
+    start_rig: StartRig, trouble: str
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        gate = rig.server.hold("restore")
+        asked = rig.begin_chat("a")
+        await gate.reached()
+        await hang_up(asked)  # so that the only state of it is the one in the store
+        if trouble == "restart":
+            rig.server.replace_process()
+        else:
+            rig.server.faults.refuse["restore"] = 503
+        rig.server.release("restore")
+        await until(lambda: rig.sample("restores_total", result="refused"))
+        rig.server.faults.refuse.clear()
+        await rig.attached()
+        assert (await rig.chat("a")).n_reused == FULL_PROMPT - 1
+
+
+async def test_checkpoint_replaced_by_another_file_is_not_restored(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        for path in rig.server.directory.glob("lpc-*.state"):
+            path.write_bytes(path.read_bytes())
+        reply = await rig.chat("a")
+        assert (reply.status, reply.n_reused <= 4) == (200, True)
+        assert rig.sample("restores_total", result="missing") == 1
+        assert rig.server.seen_at("restore")[-1].path.startswith("/slots/0")
+        assert len(rig.server.seen_at("restore")) == N_SELF_TEST_RESTORES
+
+
+async def test_two_requests_for_one_checkpoint_are_both_served(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=2) as rig:
+        await rig.chat("a")
+        await rig.settled()
+        rig.server.replace_process()
+        await rig.attached()
+        gate = rig.server.hold("restore")
+        asked = [rig.begin_chat("a"), rig.begin_chat("a")]
+        await until(lambda: gate.n_reached == 2)
+        rig.server.release("restore")
+        assert [(await reply).n_reused for reply in asked] == [FULL_PROMPT - 1] * 2

@@ -1,0 +1,195 @@
+"""Builds and models of other kinds: the rule is learned, and what is saved and cut follows from it."""
+
+from typing import Any
+
+import pytest
+
+from tests.fakes.llama_server import FakeLlamaServer
+from tests.fakes.slot_files import read_slot_file
+from tests.fakes.slots import Memory
+from tests.fakes.tokenizer import render, tokenize
+from tests.integration.conftest import StartRig
+from tests.integration.rig import COMPLETION, Rig, hang_up, next_question, question, text
+
+HEADER = [{"role": "system", "content": text("rules", 400)}]
+
+
+def conversation(name: str) -> list[dict[str, Any]]:
+    return [*HEADER, *question(name)]
+
+
+def message_end(messages: list[dict[str, Any]]) -> int:
+    """Return how many tokens a prompt has before the generation prompt."""
+    return len(tokenize(render({"messages": messages}, has_generation_prompt=False)))
+
+
+def stops(rig: Rig) -> list[int]:
+    """Return how many tokens each evaluation of a prefix had, those of the self-test left out."""
+    return [
+        len(seen.fields["prompt"])
+        for seen in rig.server.seen_at("evaluate")
+        if len(seen.fields["prompt"]) not in (64, 72)
+    ]
+
+
+def saved_tokens(server: FakeLlamaServer) -> list[list[int]]:
+    """Return the tokens of each state file in the store, shortest first."""
+    files = server.directory.glob("lpc-*.state")
+    states = [read_slot_file(path, server.file_version) for path in files]
+    return sorted((state.tokens for state in states), key=len)
+
+
+@pytest.mark.parametrize(
+    ("memory", "file_version", "rule"),
+    [
+        (Memory.ANY_PREFIX, 3, "any prefix"),
+        (Memory.ANY_PREFIX, 4, "any prefix"),
+        (Memory.ANY_PREFIX, 5, "end only"),  # what is not understood can be restored at its end
+        (Memory.RESTORE_POINTS, 4, "restore points"),
+        (Memory.END_ONLY, 3, "end only"),
+        (Memory.END_ONLY, 4, "end only"),
+        (Memory.NOTHING, 3, "nothing"),
+    ],
+)
+async def test_rule_is_learned_and_the_conversation_restored_as_far_as_it_goes(
+    start_rig: StartRig, memory: Memory, file_version: int, rule: str
+) -> None:
+    async with start_rig(n_slots=1, memory=memory, file_version=file_version) as rig:
+        health = await rig.health()
+        assert health["rule"] == rule
+        assert health["state"] == ("forwarding" if rule == "nothing" else "caching")
+        messages = question("a")
+        reply = await rig.chat(messages)
+        await rig.settled()
+        rig.server.replace_process()
+        await rig.attached()
+        after = await rig.chat(next_question(messages, reply))
+        assert after.n_reused >= (0 if rule == "nothing" else message_end(messages))
+        assert rig.sample("restore_ineffective_total") == 0
+
+
+async def test_server_that_restores_nothing_is_asked_for_nothing(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, memory=Memory.NOTHING) as rig:
+        n_actions = len(rig.server.seen_at("save") + rig.server.seen_at("restore"))
+        messages = question("a")
+        reply = await rig.chat(messages)
+        assert (await rig.chat(next_question(messages, reply))).n_reused == 312
+        await rig.settled()
+        assert len(rig.server.seen_at("save") + rig.server.seen_at("restore")) == n_actions
+        assert rig.checkpoints == []
+
+
+async def test_end_only_server_is_stopped_and_saved_at_each_cut(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, memory=Memory.END_ONLY) as rig:
+        messages = conversation("a")
+        reply = await rig.chat(messages)
+        header, turn_start = stops(rig)
+        assert turn_start == message_end(messages)
+        assert message_end(HEADER) <= header <= message_end(HEADER) + 2
+        assert rig.checkpoints == [("header", header), ("turn start", turn_start)]
+        prompt = tokenize(render({"messages": messages}))
+        assert saved_tokens(rig.server) == [prompt[:header], prompt[:turn_start]]
+        assert reply.n_prompt == len(prompt)
+
+
+async def test_end_only_server_restores_the_header_for_another_conversation(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, memory=Memory.END_ONLY) as rig:
+        await rig.chat(conversation("a"))
+        await rig.settled()
+        before = rig.server.n_evaluated
+        await rig.chat(conversation("b"))
+        await rig.settled()
+        assert rig.server.n_evaluated - before <= 300 + 16
+        assert rig.sample("restores_total", result="done") == 1
+
+
+async def test_end_only_server_without_a_generation_prompt_is_cut_before_the_last_token(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, memory=Memory.END_ONLY, has_generation_prompt=False) as rig:
+        messages = question("a")
+        reply = await rig.chat(messages)
+        assert stops(rig) == [reply.n_prompt - 1]
+        await rig.settled()
+        rig.server.replace_process()
+        await rig.attached()
+        assert (await rig.chat(messages)).n_reused == reply.n_prompt - 1
+
+
+async def test_end_only_bare_prompt_is_cut_before_its_last_token(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, memory=Memory.END_ONLY) as rig:
+        prompt = [500 + i for i in range(400)]
+        await rig.post(COMPLETION, {"prompt": prompt})
+        await rig.settled()
+        assert saved_tokens(rig.server) == [prompt[:-1]]
+        rig.server.replace_process()
+        await rig.attached()
+        assert (await rig.post(COMPLETION, {"prompt": [*prompt, 7, 8]})).n_reused == 399
+
+
+async def test_end_only_tool_loop_keeps_its_turn_start(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, memory=Memory.END_ONLY) as rig:
+        messages = conversation("a")
+        for i in range(3):
+            reply = await rig.chat(messages)
+            said = reply.content["choices"][0]["message"]
+            messages = [*messages, said, {"role": "tool", "content": text(f"result{i}x", 150)}]
+        await rig.settled()
+        kinds = [kind for kind, _ in rig.checkpoints]
+        assert kinds == ["conversation", "header", "turn start"]
+        rig.server.replace_process()
+        await rig.attached()
+        other_turn = [*conversation("a"), {"role": "assistant", "content": " x"}, *question("z")]
+        assert (await rig.chat(other_turn)).status == 200
+        assert rig.sample("restores_total", result="done") == 1
+
+
+async def test_restore_points_plant_the_header_for_another_conversation(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, memory=Memory.RESTORE_POINTS) as rig:
+        await rig.chat(conversation("a"))
+        await rig.settled()
+        rig.server.replace_process()
+        await rig.attached()
+        before = rig.server.n_evaluated
+        await rig.chat(conversation("b"))
+        assert rig.server.n_evaluated - before <= 300 + 20
+
+
+async def test_stop_that_fails_costs_only_speed(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, memory=Memory.END_ONLY) as rig:
+        rig.server.faults.drop.add("evaluate")
+        assert (await rig.chat(conversation("a"))).status == 200
+        assert rig.sample("cache_faults_total", stage="prepare") == 1
+        assert rig.sample("requests_total", outcome="degraded") == 1
+        rig.server.faults.drop.clear()
+        await rig.settled()
+        assert (await rig.chat(conversation("b"))).status == 200
+        assert rig.sample("requests_total", outcome="degraded") == 1
+
+
+async def test_leaving_during_a_stop_holds_the_slot_until_it_has_ended(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, memory=Memory.END_ONLY) as rig:
+        gate = rig.server.hold("evaluate", n_calls=1)
+        asked = rig.begin_chat("a")
+        await gate.reached()
+        await hang_up(asked)
+        assert rig.n_occupied() == 1
+        await rig.settled()
+        assert not rig.server.slots[0].is_processing
+        assert (await rig.chat("a")).status == 200
+
+
+async def test_known_rule_is_not_tested_again(start_rig: StartRig) -> None:
+    async with start_rig(memory=Memory.RESTORE_POINTS) as rig:
+        n_restores = len(rig.server.seen_at("restore"))
+        assert n_restores > 0
+        rig.server.replace_process()
+        await rig.attached()
+        assert (await rig.health())["rule"] == "restore points"
+        assert len(rig.server.seen_at("restore")) == n_restores

@@ -1,0 +1,177 @@
+"""Saves that go wrong: the client has its answer, the store stays clean, nothing is tried in a loop."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from proxy.upstream import llama_server
+from tests.fakes.faults import Faults
+from tests.fakes.slots import Memory
+from tests.integration.conftest import StartRig
+from tests.integration.rig import Rig, until
+
+FAULTY_SAVES: dict[str, Callable[[Faults], Any]] = {
+    "disk full": lambda faults: faults.refuse.update(save=500),
+    "fewer bytes": lambda faults: setattr(faults, "n_bytes_lost", 100),
+    "other tokens": lambda faults: setattr(faults, "saves_other_tokens", True),
+    "connection cut": lambda faults: faults.drop.add("save"),
+    "no save path any more": lambda faults: faults.refuse.update(save=501),
+}
+
+
+async def saves_failed(rig: Rig) -> None:
+    await until(lambda: rig.sample("saves_total", result="failed"))
+
+
+async def test_save_of_an_idle_slot_is_committed(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        reply = await rig.chat("a")
+        await rig.settled()
+        assert rig.checkpoints == [("conversation", reply.n_prompt + 3)]
+        assert rig.sample("saves_total", result="done") == 1
+        assert rig.sample("checkpoints") == 1
+
+
+@pytest.mark.parametrize("fault", FAULTY_SAVES)
+async def test_failed_save_commits_nothing_and_is_not_repeated(
+    start_rig: StartRig, fault: str
+) -> None:
+    async with start_rig() as rig:
+        FAULTY_SAVES[fault](rig.server.faults)
+        await rig.chat("a")
+        await saves_failed(rig)
+        n_saves = len(rig.server.seen_at("save"))
+        await asyncio.sleep(0.3)
+        assert len(rig.server.seen_at("save")) == n_saves
+        assert rig.sample("saves_total", result="failed") == 1
+        assert rig.sample("cache_faults_total", stage="save") == 1
+        assert (rig.checkpoints, rig.temporary_files()) == ([], [])
+
+
+@pytest.mark.parametrize("fault", ["disk full", "fewer bytes", "connection cut"])
+async def test_failed_save_is_tried_again_after_the_next_request(
+    start_rig: StartRig, fault: str
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        FAULTY_SAVES[fault](rig.server.faults)
+        await rig.chat("a")
+        await saves_failed(rig)
+        rig.server.faults = Faults()
+        reply = await rig.chat("a", max_tokens=40)
+        assert reply.n_reused > 300
+        await rig.settled()
+        assert rig.checkpoints == [("conversation", reply.n_prompt + 39)]
+
+
+@pytest.mark.parametrize("fault", FAULTY_SAVES)
+async def test_failed_save_of_displaced_work_costs_the_next_request_nothing(
+    start_rig: StartRig, fault: str
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        FAULTY_SAVES[fault](rig.server.faults)
+        await rig.chat("a")
+        reply = await rig.chat("b")
+        assert reply.n_reused <= 4
+        assert rig.sample("saves_total", result="failed") == 1
+        assert rig.sample("requests_total", outcome="degraded") == 0
+        assert rig.temporary_files() == []
+
+
+async def test_file_with_other_tokens_is_counted_as_drift(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        rig.server.faults.saves_other_tokens = True
+        await rig.chat("a")
+        await saves_failed(rig)
+        assert rig.sample("drift_total") == 1
+        assert rig.sample("tokenization_disagreements_total") == 0
+
+
+async def test_cleared_idle_slot_is_noticed_and_named(start_rig: StartRig) -> None:
+    async with start_rig(idle_save_seconds=0.3) as rig:
+        rig.server.faults.clears_idle_slots = True
+        with capture_logs() as logs:
+            await rig.chat("a")
+            await rig.chat("b")
+            await saves_failed(rig)
+            await rig.settled()
+        reasons = [line["reason"] for line in logs if line["event"] == "cache fault"]
+        assert len(reasons) == 1
+        assert "slot was empty" in reasons[0]
+        assert rig.sample("drift_total") == 1
+        assert len(rig.checkpoints) == 1  # b, which ran last
+        assert (await rig.chat("a")).n_reused <= 4
+
+
+async def test_hanging_save_holds_only_its_own_slot(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=2) as rig:
+        gate = rig.server.hold("save", n_calls=1)
+        await rig.chat("a")
+        await gate.reached()
+        assert (await rig.health())["slots"]["leased"] == 1
+        for name in ("b", "c"):
+            await rig.chat(name)
+        gate.open()
+        await rig.settled()
+        assert len(rig.checkpoints) >= 2
+
+
+async def test_request_that_waits_for_a_hanging_save_keeps_nobody_else_waiting(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2) as rig:
+        gate = rig.server.hold("save", n_calls=1)
+        await rig.chat("a")
+        await gate.reached()
+        again = rig.begin_chat("a", max_tokens=2)
+        await asyncio.sleep(0.05)
+        assert (await rig.chat("b")).n_reused <= 4
+        gate.open()
+        assert (await again).n_reused > 300
+
+
+async def test_save_that_never_answers_is_given_up_and_its_file_swept(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        monkeypatch.setattr(llama_server, "SLOT_ACTION_SECONDS", 0.1)
+        rig.server.hold("save")
+        await rig.chat("a")
+        await saves_failed(rig)
+        rig.server.release("save")
+        assert (await rig.chat("a")).n_reused > 300
+        assert rig.checkpoints == []
+        await rig.stop_proxy()
+        await rig.start_proxy()
+        assert rig.temporary_files() == []
+
+
+async def test_budget_smaller_than_a_state_keeps_the_store_empty(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, n_ctx=32_000, max_store_bytes=1 << 20) as rig:
+        await rig.post("/completion", {"prompt": [7] * 25_000, "n_predict": 0})
+        await saves_failed(rig)
+        assert rig.checkpoints == []
+
+
+async def test_store_over_its_budget_evicts_the_oldest(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, n_ctx=32_000, max_store_bytes=1 << 20) as rig:
+        for first in range(5):
+            tokens = [100 * first + i % 97 for i in range(6000)]
+            await rig.post("/completion", {"prompt": tokens, "n_predict": 0})
+            await rig.settled()
+        assert rig.sample("evictions_total", reason="budget") > 0
+        assert rig.sample("checkpoint_bytes") <= 1 << 20
+        reply = await rig.post("/completion", {"prompt": [*tokens, 5], "n_predict": 0})
+        assert reply.n_reused == 6000
+
+
+@pytest.mark.parametrize("memory", Memory)
+async def test_nothing_new_is_not_saved_again(start_rig: StartRig, memory: Memory) -> None:
+    async with start_rig(memory=memory) as rig:
+        await rig.chat("a")
+        await rig.settled()
+        n_saves = len(rig.server.seen_at("save"))
+        await asyncio.sleep(0.2)
+        assert len(rig.server.seen_at("save")) == n_saves

@@ -1,0 +1,109 @@
+"""Leaving: what runs is finished, what is dirty is saved, and nothing waits forever."""
+
+import asyncio
+import time
+
+import aiohttp
+import pytest
+
+from tests.integration.conftest import StartRig
+from tests.integration.rig import CHAT, Rig, question, until
+
+
+async def begin_stream(rig: Rig, n_tokens: int) -> "asyncio.Task[bytes]":
+    """Begin a stream of *n_tokens* and return a task that reads it to its end."""
+    body = {"messages": question("a"), "stream": True, "max_tokens": n_tokens}
+
+    async def read() -> bytes:
+        async with rig.client.post(rig.base_url + CHAT, json=body) as reply:
+            return await reply.read()
+
+    task = asyncio.ensure_future(read())
+    await until(lambda: rig.server.slots[0].is_processing)
+    return task
+
+
+async def test_running_stream_finishes_at_shutdown(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        rig.server.faults.chunk_seconds = 0.01
+        stream = await begin_stream(rig, 20)
+        await rig.stop_proxy()
+        assert (await stream).endswith(b"data: [DONE]\n\n")
+        await rig.start_proxy()
+        assert rig.checkpoints == [("conversation", 328)]
+
+
+async def test_endless_stream_is_cut_when_the_time_is_up(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, drain_seconds=0.2) as rig:
+        rig.server.faults.chunk_seconds = 0.01
+        stream = await begin_stream(rig, 10_000)
+        began = time.monotonic()
+        await rig.stop_proxy()
+        assert 0.2 <= time.monotonic() - began < 2.0
+        with pytest.raises(aiohttp.ClientError):
+            await stream
+        await rig.start_proxy()
+
+
+async def test_dirty_slots_are_saved_at_shutdown(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
+        for name in "ab":
+            await rig.chat(name)
+        assert rig.checkpoints == []
+        await rig.stop_proxy()
+        await rig.start_proxy()
+        assert rig.checkpoints == [("conversation", 312)] * 2
+
+
+async def test_save_under_way_is_finished_at_shutdown(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        gate = rig.server.hold("save", n_calls=1)
+        await rig.chat("a")
+        await gate.reached()
+        stopping = asyncio.ensure_future(rig.stop_proxy())
+        await asyncio.sleep(0.05)
+        gate.open()
+        await stopping
+        await rig.start_proxy()
+        assert rig.checkpoints == [("conversation", 312)]
+
+
+@pytest.mark.parametrize("idle_save_seconds", [0.04, 60.0])
+async def test_hanging_save_does_not_hold_up_shutdown(
+    start_rig: StartRig, idle_save_seconds: float
+) -> None:
+    async with start_rig(n_slots=1, drain_seconds=0.2, idle_save_seconds=idle_save_seconds) as rig:
+        rig.server.hold("save")
+        await rig.chat("a")
+        async with asyncio.timeout(3):
+            await rig.stop_proxy()
+        rig.server.release("save")
+        await until(lambda: not rig.server.slots[0].lock.locked())
+        await rig.start_proxy()
+
+
+async def test_request_in_the_queue_is_served_at_shutdown(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        gate = rig.server.hold("generate", n_calls=1)
+        asked = [rig.begin_chat("a")]
+        await gate.reached()
+        asked.append(rig.begin_chat("b"))
+        await rig.waiting(1)
+        stopping = asyncio.ensure_future(rig.stop_proxy())
+        await asyncio.sleep(0.05)
+        gate.open()
+        assert [(await reply).status for reply in asked] == [200, 200]
+        await stopping
+        await rig.start_proxy()
+        assert rig.checkpoints == [("conversation", 312)] * 2
+
+
+async def test_shutdown_after_the_server_is_gone_is_quick(start_rig: StartRig) -> None:
+    async with start_rig(idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        await rig.server.crash()
+        async with asyncio.timeout(2):
+            await rig.stop_proxy()
+        await rig.server.restart()
+        await rig.start_proxy()
+        assert (await rig.chat("a")).status == 200

@@ -1,0 +1,98 @@
+"""Answers that break off, come slowly or not at all: the client is told, the slot is not lost."""
+
+import json
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.integration.conftest import StartRig
+from tests.integration.rig import CHAT, COMPLETION, Rig, question
+
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": question("a"), "max_tokens": 10},
+    COMPLETION: {"prompt": " word" * 300, "n_predict": 10},
+    "/v1/messages": {"messages": question("a"), "max_tokens": 10},
+}
+
+
+async def events(rig: Rig, path: str) -> list[dict[str, Any]]:
+    """Return the events of a stream, its end mark left out."""
+    reply = await rig.post(path, {**BODIES[path], "stream": True})
+    assert (reply.status, reply.headers["Content-Type"]) == (200, "text/event-stream")
+    data = [line[5:] for line in reply.body.splitlines() if line.startswith(b"data:")]
+    return [json.loads(event) for event in data if event != b" [DONE]"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_connection_closed_before_headers_is_a_bad_gateway(
+    start_rig: StartRig, path: str
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.drop.add("generate")
+        reply = await rig.post(path, BODIES[path])
+        assert (reply.status, reply.headers["Retry-After"]) == (502, "2")
+        assert (reply.content.get("type") == "error") == (path == "/v1/messages")
+        assert "llama-server at" in reply.content["error"]["message"]
+        rig.server.faults.drop.clear()
+        assert (await rig.post(path, BODIES[path])).status == 200
+
+
+@pytest.mark.parametrize("n_chunks", [0, 1, 5])
+@pytest.mark.parametrize("path", BODIES)
+async def test_broken_stream_ends_in_an_error_event(
+    start_rig: StartRig, path: str, n_chunks: int
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.dies_after_chunks = n_chunks
+        *whole, last = await events(rig, path)
+        assert len(whole) == n_chunks
+        assert "went away in mid-answer" in last["error"]["message"]
+        rig.server.faults.dies_after_chunks = None
+        assert len(await events(rig, path)) > 10
+        assert rig.sample("drift_total") == 0
+
+
+async def test_broken_answer_is_not_taken_for_a_whole_one(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.dies_after_chunks = 1
+        with pytest.raises(aiohttp.ClientError):
+            await rig.chat("a")
+        rig.server.faults.dies_after_chunks = None
+        assert (await rig.chat("a")).status == 200
+
+
+async def test_broken_stream_leaves_the_slot_to_be_learned_from_a_save(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.dies_after_chunks = 3
+        await events(rig, CHAT)
+        rig.server.faults.dies_after_chunks = None
+        await rig.settled()
+        assert rig.checkpoints == [("conversation", 311)]
+        assert (await rig.chat("a")).n_reused == 308
+
+
+async def test_slow_chunks_are_relayed_as_they_come(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.chunk_seconds = 0.01
+        body = {**BODIES[CHAT], "stream": True}
+        was_processing = []
+        async with rig.client.post(rig.base_url + CHAT, json=body) as reply:
+            async for _ in reply.content.iter_any():
+                was_processing.append(rig.server.slots[0].is_processing)
+        assert was_processing.count(True) >= 8
+
+
+@pytest.mark.parametrize("status", [400, 401, 429, 500, 503])
+async def test_error_of_the_server_reaches_the_client_as_it_is(
+    start_rig: StartRig, status: int
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.refuse["generate"] = status
+        async with rig.client.post(rig.server.base_url + CHAT, json=BODIES[CHAT]) as direct:
+            expected = direct.status, await direct.read()
+        reply = await rig.post(CHAT, BODIES[CHAT])
+        assert (reply.status, reply.body) == expected
+        assert reply.status == status

@@ -1,0 +1,125 @@
+"""Two API keys share nothing: no slot, no checkpoint, not even how long an answer takes."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.fakes.faults import Faults
+from tests.integration.conftest import StartRig
+from tests.integration.rig import CHAT, Rig, hang_up, question
+
+
+def last_sent(rig: Rig) -> dict[str, Any]:
+    return rig.requests_seen()[-1].fields
+
+
+async def test_slot_of_another_tenant_is_erased_first(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await rig.chat("a", key="alice")
+        await rig.settled()
+        n_erased = len(rig.server.seen_at("erase"))
+        assert (await rig.chat("a", key="bob")).n_reused == 0
+        assert len(rig.server.seen_at("erase")) == n_erased + 1
+        assert last_sent(rig)["cache_prompt"] is True
+
+
+async def test_slot_of_the_same_tenant_is_not_erased(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await rig.chat("a", key="alice")
+        n_erased = len(rig.server.seen_at("erase"))
+        assert (await rig.chat("a", key="alice")).n_reused == 308
+        as_header = await rig.post(
+            CHAT, {"messages": question("a")}, headers={"X-Api-Key": "alice"}
+        )
+        assert as_header.n_reused == 308
+        assert len(rig.server.seen_at("erase")) == n_erased
+
+
+async def test_displaced_work_of_another_tenant_is_saved_for_him(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a", key="alice")
+        assert (await rig.chat("a", key="bob")).n_reused == 0
+        assert rig.checkpoints == [("conversation", 312)]
+        assert (await rig.chat("a", key="alice")).n_reused == 308
+
+
+async def test_checkpoint_of_another_tenant_is_not_restored(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await rig.chat("a", key="alice")
+        await rig.settled()
+        rig.server.replace_process()
+        await rig.attached()
+        assert (await rig.chat("a", key="bob")).n_reused == 0
+        assert (await rig.chat("a")).n_reused == 0
+        assert rig.sample("restores_total", result="done") == 0
+
+
+async def test_shared_keys_share_everything(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, share_between_api_keys=True) as rig:
+        await rig.chat("a", key="alice")
+        assert (await rig.chat("a", key="bob")).n_reused == 308
+
+
+@pytest.mark.parametrize("status", [500, 501])
+async def test_slot_that_cannot_be_erased_is_not_reused(start_rig: StartRig, status: int) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await rig.chat("a", key="alice")
+        await rig.settled()
+        rig.server.faults.refuse["erase"] = status
+        assert (await rig.chat("a", key="bob")).n_reused == 0
+        assert last_sent(rig)["cache_prompt"] is False
+        assert rig.sample("cache_faults_total", stage="erase") == 1
+        assert rig.sample("requests_total", outcome="degraded") == 1
+        # What the slot holds now is Bob's, and his alone.
+        assert (await rig.chat("a", key="bob")).n_reused == 308
+        assert (await rig.chat("a", key="alice")).n_reused == 0
+
+
+@pytest.mark.parametrize("fields", [{"cache_prompt": True, "n_cache_reuse": 8}, {"n": 2}])
+async def test_slot_that_cannot_be_erased_is_not_reused_by_an_uncached_request(
+    start_rig: StartRig, fields: dict[str, Any]
+) -> None:
+    async with start_rig(n_slots=2) as rig:
+        for name in "ab":
+            await rig.chat(name, key="alice")
+        await rig.settled()
+        rig.server.faults.refuse["erase"] = 501
+        reply = await rig.chat("a", key="bob", **fields)
+        assert (reply.status, reply.n_reused) == (200, 0)
+
+
+async def test_messages_request_finds_nothing_of_another_tenant(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=2) as rig:
+        for name in "ab":
+            await rig.chat(name, key="alice")
+        await rig.settled()
+        reply = await rig.post("/v1/messages", {"messages": question("a")}, key="bob")
+        assert reply.content["usage"]["cache_read_input_tokens"] == 0
+
+
+async def test_server_without_slot_actions_keeps_tenants_apart(start_rig: StartRig) -> None:
+    faults = Faults(refuse={"save": 501, "restore": 501, "erase": 501})
+    async with start_rig(n_slots=1, faults=faults) as rig:
+        await rig.chat("a", key="alice")
+        assert (await rig.chat("a", key="alice")).n_reused == 308
+        assert (await rig.chat("a", key="bob")).n_reused == 0
+
+
+@pytest.mark.parametrize("fields", [{}, {"cache_prompt": False}])
+async def test_leaving_before_the_slot_is_erased_does_not_make_its_tokens_ones_own(
+    start_rig: StartRig, fields: dict[str, Any]
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await rig.chat("a", key="alice")
+        await rig.settled()
+        rig.server.faults.forgets_dropped_actions = True
+        gate = rig.server.hold("erase", n_calls=1)
+        leaving = asyncio.ensure_future(rig.chat("b", key="bob", **fields))
+        await gate.reached()
+        await hang_up(leaving)
+        await asyncio.sleep(0.03)  # llama-server sees that it is gone
+        gate.open()
+        await rig.settled()
+        assert len(rig.checkpoints) == 1
+        assert (await rig.chat("a", key="bob")).n_reused == 0

@@ -1,0 +1,154 @@
+"""Prompts that llama-server reads otherwise than it told, or would not tell: served, counted, named."""
+
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.fakes.slots import Memory
+from tests.integration.conftest import StartRig
+from tests.integration.rig import COMPLETION, until
+
+QUESTION = [{"role": "user", "content": "".join(f" q{i}" for i in range(300))}]
+TOOL_LOOP: list[dict[str, Any]] = [
+    *QUESTION,
+    {"role": "assistant", "content": " a call"},
+    {"role": "tool", "content": " a result"},
+]
+
+
+def one_more(body: dict[str, Any], tokens: list[int]) -> list[int]:
+    """A token that /tokenize does not report, in requests that end with the user's message."""
+    ends_with_user = body["messages"][-1]["role"] == "user"
+    return [*tokens, 17] if ends_with_user else tokens
+
+
+def others(body: dict[str, Any], tokens: list[int]) -> list[int]:
+    """As many tokens as /tokenize reports, but not the same."""
+    return [token + 1 for token in tokens]
+
+
+async def test_other_number_of_tokens_disables_that_shape_only(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        rig.server.faults.retokenize = one_more
+        with capture_logs() as logs:
+            assert (await rig.chat(QUESTION)).status == 200
+        (line,) = [x for x in logs if x["event"].startswith("tokenization disagreement")]
+        assert (line["n_predicted"], line["n_really"]) == (309, 310)
+        assert rig.sample("tokenization_disagreements_total") == 1
+        await rig.chat(QUESTION)
+        assert rig.sample("requests_total", outcome="bypass") == 1
+        await rig.chat(TOOL_LOOP)
+        await rig.post(COMPLETION, {"prompt": " some words"})
+        assert rig.sample("requests_total", outcome="bypass") == 1
+        assert rig.sample("tokenization_disagreements_total") == 1
+
+
+async def test_disagreeing_prompt_is_never_committed_as_predicted(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.retokenize = one_more
+        first = await rig.chat(QUESTION)
+        await rig.settled()
+        # What the slot's file says is true, whatever was predicted: that may be kept.
+        assert rig.checkpoints == [("conversation", first.n_prompt + 3)]
+
+
+async def test_same_number_of_other_tokens_is_found_in_the_file_saved_for_the_request(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(memory=Memory.RESTORE_POINTS) as rig:
+        rig.server.faults.retokenize = others
+        await rig.chat(QUESTION)
+        await until(lambda: rig.sample("saves_total", result="failed"))
+        assert rig.sample("tokenization_disagreements_total") == 1
+        await rig.chat(QUESTION)
+        assert rig.sample("requests_total", outcome="bypass") == 1
+        assert rig.temporary_files() == []
+
+
+@pytest.mark.parametrize("place", ["apply-template", "tokenize"])
+@pytest.mark.parametrize("fault", ["refuse", "drop"])
+async def test_prompt_that_cannot_be_read_is_served_uncached(
+    start_rig: StartRig, place: str, fault: str
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        if fault == "refuse":
+            rig.server.faults.refuse[place] = 500
+        else:
+            rig.server.faults.drop.add(place)
+        for _ in range(2):
+            assert (await rig.chat(QUESTION)).status == 200
+        assert rig.sample("cache_faults_total", stage="tokenize") == 2
+        assert rig.sample("requests_total", outcome="bypass") == 2
+        rig.server.faults.refuse.clear()
+        rig.server.faults.drop.clear()
+        assert (await rig.chat(QUESTION)).n_reused > 300
+        assert rig.sample("requests_total", outcome="bypass") == 2
+
+
+async def test_slow_template_is_waited_for(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        rig.server.faults.slow_seconds["apply-template"] = 0.1
+        assert (await rig.chat(QUESTION)).status == 200
+        assert rig.sample("requests_total", outcome="miss") == 1
+
+
+async def test_slow_template_of_one_client_holds_up_no_other(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        gate = rig.server.hold("apply-template", n_calls=1)
+        slow = rig.begin_chat("slow")
+        await gate.reached()
+        assert (await rig.chat("quick")).status == 200
+        gate.open()
+        assert (await slow).status == 200
+
+
+async def test_drift_is_counted_and_the_slot_becomes_unknown(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        prompt = [200 + i for i in range(600)]
+        await rig.post(COMPLETION, {"prompt": prompt[:300]})
+        # Somebody goes round the proxy, and leaves more in the slot than it knows of.
+        async with rig.client.post(
+            rig.server.base_url + COMPLETION, json={"prompt": prompt[:500], "id_slot": 0}
+        ) as reply:
+            assert reply.status == 200
+        through = await rig.post(COMPLETION, {"prompt": prompt})
+        assert (through.status, through.n_reused) == (200, 500)
+        assert rig.sample("drift_total") == 1
+        assert (await rig.health())["slots"] == {"unknown": 1}
+
+
+async def test_slot_that_holds_less_than_believed_is_counted(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        async with rig.client.post(rig.server.base_url + "/slots/0?action=erase") as reply:
+            assert reply.status == 200
+        reply_after = await rig.chat("a")
+        assert (reply_after.status, reply_after.n_reused) == (200, 0)
+        assert rig.sample("live_reuse_short_total") == 1
+
+
+@pytest.mark.parametrize(("status", "slots"), [(400, {"known": 1}), (500, {"unknown": 1})])
+async def test_request_that_was_refused_leaves_the_table_true(
+    start_rig: StartRig, status: int, slots: dict[str, int]
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        rig.server.faults.refuse["generate"] = status
+        assert (await rig.post(COMPLETION, {"prompt": " word" * 300})).status == status
+        assert (await rig.health())["slots"] == slots
+        rig.server.faults.refuse.clear()
+        assert (await rig.chat("a")).n_reused == 308
+        assert rig.sample("drift_total") == 0
+
+
+@pytest.mark.parametrize("fields", [{"lora": [{"id": 0, "scale": 1.0}]}, {"n_cache_reuse": 256}])
+async def test_state_that_is_more_than_its_tokens_is_never_continued(
+    start_rig: StartRig, fields: dict[str, Any]
+) -> None:
+    """llama-server itself goes on from the tokens, whichever adapter or shift they were made with."""
+    async with start_rig(n_slots=1) as rig:
+        await rig.chat("a", **fields)
+        await rig.settled()
+        assert rig.checkpoints == []
+        assert (await rig.chat("a")).n_reused == 0

@@ -1,0 +1,150 @@
+"""The five kinds of model, one per way in which llama-server remembers a prompt.
+
+Each function writes the hyperparameters and the layers of one architecture.  Knows nothing about
+the vocabulary, the chat template or the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import gguf
+
+from tests.lab.layers import (
+    CONVOLUTION_WIDTH,
+    Shape,
+    add_attention,
+    add_delta_net,
+    add_feed_forward,
+    add_mamba2,
+)
+from tests.lab.weights import TensorWriter
+
+N_CONTEXT = 131072
+SLIDING_WINDOW = 512
+# Every fourth layer of a hybrid model is attention, the others are recurrent.
+ATTENTION_INTERVAL = 4
+NORM_EPSILON = 1e-6
+# This norm also lifts the rounding errors of attention; at full size, near ties would be decided by
+# them in every tenth answer.
+POST_ATTENTION_SCALE = 0.3
+
+WriteArchitecture = Callable[[gguf.GGUFWriter, TensorWriter, Shape], None]
+
+
+def write_full(writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape) -> None:
+    """Write `llama`: full attention in every layer."""
+    _write_common(writer, shape)
+    _write_attention(writer, shape)
+    for layer in range(shape.n_layers):
+        block = f"blk.{layer}"
+        tensors.constant(f"{block}.attn_norm.weight", shape.n_embd)
+        add_attention(tensors, block, shape, has_head_norms=False)
+        tensors.constant(f"{block}.ffn_norm.weight", shape.n_embd)
+        add_feed_forward(tensors, block, shape)
+
+
+def write_swa(writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape) -> None:
+    """Write `gemma3`: sliding-window attention, with a full attention layer now and then."""
+    _write_common(writer, shape)
+    _write_attention(writer, shape)
+    writer.add_sliding_window(SLIDING_WINDOW)
+    writer.add_sliding_window_pattern(2)
+    for layer in range(shape.n_layers):
+        block = f"blk.{layer}"
+        tensors.constant(f"{block}.attn_norm.weight", shape.n_embd)
+        add_attention(tensors, block, shape, has_head_norms=True)
+        tensors.constant(f"{block}.post_attention_norm.weight", shape.n_embd, POST_ATTENTION_SCALE)
+        tensors.constant(f"{block}.ffn_norm.weight", shape.n_embd)
+        add_feed_forward(tensors, block, shape)
+        tensors.constant(f"{block}.post_ffw_norm.weight", shape.n_embd)
+
+
+def write_recurrent(writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape) -> None:
+    """Write `mamba2`: a fixed-size state and no attention."""
+    _write_common(writer, shape)
+    _write_mamba2(writer, shape)
+    for layer in range(shape.n_layers):
+        block = f"blk.{layer}"
+        tensors.constant(f"{block}.attn_norm.weight", shape.n_embd)
+        add_mamba2(tensors, block, shape)
+
+
+def write_hybrid(writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape) -> None:
+    """Write `qwen35`: gated delta nets and gated attention with M-RoPE positions."""
+    _write_common(writer, shape)
+    _write_attention(writer, shape)
+    writer.add_rope_dimension_sections(_split_rope_pairs(shape.head_size // 2))
+    writer.add_full_attention_interval(ATTENTION_INTERVAL)
+    writer.add_ssm_conv_kernel(CONVOLUTION_WIDTH)
+    writer.add_ssm_inner_size(shape.n_heads * shape.state_size)
+    writer.add_ssm_state_size(shape.state_size)
+    writer.add_ssm_time_step_rank(shape.n_heads)
+    writer.add_ssm_group_count(shape.n_heads)
+    for layer in range(shape.n_layers):
+        block = f"blk.{layer}"
+        tensors.constant(f"{block}.attn_norm.weight", shape.n_embd)
+        if _is_attention(layer):
+            add_attention(tensors, block, shape, has_head_norms=True, has_gate=True)
+        else:
+            add_delta_net(tensors, block, shape)
+        tensors.constant(f"{block}.post_attention_norm.weight", shape.n_embd)
+        add_feed_forward(tensors, block, shape)
+
+
+def write_hybrid_no_mrope(writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape) -> None:
+    """Write `granitehybrid`: Mamba-2 and attention, with one position per token."""
+    _write_common(writer, shape)
+    _write_attention_heads(writer, shape)
+    _write_mamba2(writer, shape)
+    # A layer without key/value heads is a recurrent one.
+    layers = range(shape.n_layers)
+    writer.add_head_count_kv([shape.n_kv_heads if _is_attention(i) else 0 for i in layers])
+    for layer in layers:
+        block = f"blk.{layer}"
+        tensors.constant(f"{block}.attn_norm.weight", shape.n_embd)
+        if _is_attention(layer):
+            add_attention(tensors, block, shape, has_head_norms=False)
+        else:
+            add_mamba2(tensors, block, shape)
+        tensors.constant(f"{block}.ffn_norm.weight", shape.n_embd)
+        add_feed_forward(tensors, block, shape)
+
+
+def _split_rope_pairs(n_pairs: int) -> list[int]:
+    # M-RoPE divides the rotated pairs between three coordinates; the fourth is unused.
+    third = n_pairs // 3
+    return [n_pairs - 2 * third, third, third, 0]
+
+
+def _is_attention(layer: int) -> bool:
+    return layer % ATTENTION_INTERVAL == ATTENTION_INTERVAL - 1
+
+
+def _write_common(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    writer.add_context_length(N_CONTEXT)
+    writer.add_block_count(shape.n_layers)
+    writer.add_embedding_length(shape.n_embd)
+    writer.add_feed_forward_length(shape.n_ff)
+    writer.add_layer_norm_rms_eps(NORM_EPSILON)
+
+
+def _write_attention(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    _write_attention_heads(writer, shape)
+    writer.add_head_count_kv(shape.n_kv_heads)
+
+
+def _write_attention_heads(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    writer.add_head_count(shape.n_heads)
+    writer.add_key_length(shape.head_size)
+    writer.add_value_length(shape.head_size)
+    writer.add_rope_dimension_count(shape.head_size)
+    writer.add_rope_freq_base(1_000_000.0)
+
+
+def _write_mamba2(writer: gguf.GGUFWriter, shape: Shape) -> None:
+    writer.add_ssm_conv_kernel(CONVOLUTION_WIDTH)
+    writer.add_ssm_inner_size(2 * shape.n_embd)
+    writer.add_ssm_state_size(shape.state_size)
+    writer.add_ssm_time_step_rank(2 * shape.n_heads)
+    writer.add_ssm_group_count(1)

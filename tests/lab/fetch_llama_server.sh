@@ -1,0 +1,113 @@
+#!/bin/bash
+# Usage: fetch_llama_server.sh DEST
+#
+# Unpacks Debian's llama-server and the libraries it needs into DEST, and writes the wrapper
+# DEST/llama-server.  Nothing is installed: apt works in a private state folder, so the suite is
+# never added to this machine's sources.  The wrapper is written last; if it is there, DEST is whole.
+set -euo pipefail
+
+readonly PACKAGES="llama.cpp-tools libllama0 libggml0 libc6 libstdc++6 libgcc-s1 libgomp1
+    libssl3t64 zlib1g libzstd1"
+readonly SUITES="forky sid"
+readonly KEYRING=/usr/share/keyrings/debian-archive-keyring.gpg
+
+die() {
+    echo "fetch_llama_server: $1; set LLAMA_SERVER_BIN or put a llama-server on PATH instead" >&2
+    exit 1
+}
+
+# The archive this machine already uses: the only one known to be reachable from here.
+find_archive() {
+    local codename uris
+    codename=$(. /etc/os-release && echo "${VERSION_CODENAME:-}")
+    uris=$(apt-get --print-uris update 2>/dev/null)
+    [ -n "$codename" ] && [[ $uris =~ \'([^\']*)/dists/$codename/ ]] && echo "${BASH_REMATCH[1]}"
+}
+
+private_apt() {
+    apt-get -q \
+        -o Dir::State="$staging/state" -o Dir::Cache="$staging/cache" \
+        -o Dir::State::status=/dev/null \
+        -o Dir::Etc::sourcelist="$staging/sources.list" -o Dir::Etc::sourceparts=/dev/null \
+        -o Acquire::Languages=none -o Acquire::Retries=3 -o APT::Sandbox::User=root "$@"
+}
+
+download_from() {
+    local suite=$1 archive=$2 signed_by=""
+    [ ! -e "$KEYRING" ] || signed_by="[signed-by=$KEYRING] "
+    rm -rf "$staging"/{state,cache,packages}
+    mkdir -p "$staging/state/lists/partial" "$staging/cache/archives/partial" "$staging/packages"
+    echo "deb $signed_by$archive $suite main" >"$staging/sources.list"
+    private_apt update && (cd "$staging/packages" && private_apt download $PACKAGES)
+}
+
+download() {
+    local archive=$1 suite
+    for suite in $SUITES; do
+        if download_from "$suite" "$archive" >>"$staging/log" 2>&1; then
+            echo "fetch_llama_server: packages from suite $suite"
+            return
+        fi
+    done
+    die "cannot download llama.cpp-tools: $(grep -m 1 -E '^[EW]:' "$staging/log" || echo "see apt")"
+}
+
+unpack() {
+    local package
+    for package in "$staging"/packages/*.deb; do
+        dpkg -x "$package" "$staging/root" || die "cannot unpack $(basename "$package")"
+    done
+}
+
+# Prints the path, relative to the root folder, of the one thing that find's expression selects.
+locate() {
+    local what=$1 found
+    shift
+    found=$(cd "$staging/root" && find . "$@" | sort | head -n 1)
+    [ -n "$found" ] || die "the Debian packages hold no $what"
+    echo "${found#./}"
+}
+
+# Backends are looked for in the working directory, because the loader (not llama-server) is the
+# running executable; relative path arguments therefore do not mean what the caller meant.
+write_wrapper() {
+    local loader server libc backends implementation
+    loader=$(locate "dynamic loader" -name 'ld-linux*.so.*' -type f)
+    server=$(locate "llama-server" -path '*/bin/llama-server' -type f)
+    libc=$(locate "libc" -name 'libc.so.6')
+    implementation=$(locate "server library" -name 'libllama-server-impl.so*')
+    backends=$(locate "CPU backend folder" -name 'backends*' -type d)
+    cat >"$staging/llama-server" <<WRAPPER
+#!/bin/sh
+# Runs the unpacked llama-server with its own C library.  Path arguments must be absolute.
+root=\$(dirname "\$(readlink -f "\$0")")/root
+cd "\$root/$backends" || exit 1
+exec "\$root/$loader" --library-path "\$root/$(dirname "$libc"):\$root/$(dirname "$implementation")" \\
+    "\$root/$server" "\$@"
+WRAPPER
+    chmod +x "$staging/llama-server"
+}
+
+[ $# -eq 1 ] || { echo "usage: $0 DEST" >&2; exit 2; }
+dest=$1
+[ ! -x "$dest/llama-server" ] || exit 0
+
+for tool in apt-get dpkg; do
+    command -v "$tool" >/dev/null || die "$tool is missing (this script needs a Debian machine)"
+done
+mkdir -p "$dest"
+dest=$(cd "$dest" && pwd)
+staging=$(mktemp -d "$dest/.staging.XXXXXX")
+trap 'rm -rf "$staging"' EXIT
+
+archive=$(find_archive) || die "no Debian archive in this machine's apt configuration"
+download "$archive"
+unpack
+write_wrapper
+"$staging/llama-server" --version >"$staging/log" 2>&1 ||
+    die "the unpacked llama-server does not run: $(tail -n 1 "$staging/log")"
+
+rm -rf "$dest/root"
+mv "$staging/root" "$dest/root"
+mv "$staging/llama-server" "$dest/llama-server"
+echo "fetch_llama_server: $dest/llama-server"

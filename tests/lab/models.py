@@ -1,0 +1,118 @@
+"""Builds the lab models: GGUF files with random weights that a real llama-server can serve.
+
+python -m tests.lab.models DEST [--kind KIND ...] [--size SIZE ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+
+from tests.lab import architectures
+from tests.lab.layers import Shape
+from tests.lab.vocabulary import END_OF_TEXT, END_OF_TURN, PRE_TOKENIZER_NAME, train_vocabulary
+from tests.lab.weights import TensorWriter
+
+TEMPLATE_FOLDER = Path(__file__).with_name("templates")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One architecture and the chat template that its files carry."""
+
+    architecture: gguf.MODEL_ARCH
+    write: architectures.WriteArchitecture
+    template: str = "plain"
+    # Gemma multiplies its embeddings by the square root of their length.
+    scales_embedding: bool = False
+
+
+KINDS = {
+    "full": Kind(gguf.MODEL_ARCH.LLAMA, architectures.write_full),
+    "swa": Kind(gguf.MODEL_ARCH.GEMMA3, architectures.write_swa, scales_embedding=True),
+    "recurrent": Kind(gguf.MODEL_ARCH.MAMBA2, architectures.write_recurrent),
+    "hybrid": Kind(gguf.MODEL_ARCH.QWEN35, architectures.write_hybrid, template="thinking"),
+    "hybrid_no_mrope": Kind(gguf.MODEL_ARCH.GRANITE_HYBRID, architectures.write_hybrid_no_mrope),
+}
+
+SIZES = {
+    "tiny": Shape(
+        n_layers=4, n_embd=64, n_ff=128, n_heads=2, n_kv_heads=1, head_size=32, state_size=32
+    ),
+    "small": Shape(
+        n_layers=8, n_embd=512, n_ff=1024, n_heads=8, n_kv_heads=2, head_size=64, state_size=64
+    ),
+}
+
+
+def model_path(kind: str, size: str, folder: Path) -> Path:
+    """Return where `build_model` puts a model."""
+    return folder / f"{kind}-{size}.gguf"
+
+
+def build_model(kind: str, size: str, dest: Path) -> Path:
+    """Write one model into the folder `dest`, unless it is there already, and return its path."""
+    path = model_path(kind, size, dest)
+    if not path.exists():
+        dest.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}.tmp")
+        _write_model(unfinished, kind, size)
+        unfinished.replace(path)
+    return path
+
+
+def _write_model(path: Path, kind_name: str, size: str) -> None:
+    kind, shape = KINDS[kind_name], SIZES[size]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[kind.architecture])
+    writer.add_name(f"lab-{kind_name}-{size}")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    writer.add_chat_template((TEMPLATE_FOLDER / f"{kind.template}.jinja").read_text())
+    _write_vocabulary(writer)
+    tensors = TensorWriter(writer)
+    _write_token_matrices(tensors, kind, shape)
+    kind.write(writer, tensors, shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_vocabulary(writer: gguf.GGUFWriter) -> None:
+    vocabulary = train_vocabulary()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(PRE_TOKENIZER_NAME)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.token_types())
+    writer.add_token_merges(vocabulary.merges)
+    writer.add_bos_token_id(vocabulary.tokens.index(END_OF_TEXT))
+    writer.add_eos_token_id(vocabulary.tokens.index(END_OF_TURN))
+    writer.add_pad_token_id(vocabulary.tokens.index(END_OF_TEXT))
+    writer.add_add_bos_token(False)
+
+
+def _write_token_matrices(tensors: TensorWriter, kind: Kind, shape: Shape) -> None:
+    vocabulary = train_vocabulary()
+    factor = shape.n_embd**-0.5 if kind.scales_embedding else 1.0
+    tensors.embedding("token_embd.weight", vocabulary, shape.n_embd, factor)
+    tensors.constant("output_norm.weight", shape.n_embd)
+    tensors.output("output.weight", vocabulary, shape.n_embd)
+
+
+def main() -> None:
+    """Build the models that the command line names; all kinds in size tiny by default."""
+    parser = argparse.ArgumentParser(description="Build random GGUF models for the tests.")
+    parser.add_argument("dest", type=Path, metavar="DEST")
+    parser.add_argument("--kind", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--size", nargs="+", choices=SIZES, default=["tiny"])
+    arguments = parser.parse_args()
+    for size in arguments.size:
+        for kind in arguments.kind:
+            print(build_model(kind, size, arguments.dest))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""A real llama-server with the proxy in front of it, in this process, for tests that matter."""
+
+import asyncio
+import os
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from proxy.app import Running, run_proxy
+from proxy.config import Settings
+from proxy.core.write_back import is_write_back_due
+from proxy.driver.slot_work import RewriteStateFile, keep_as_saved
+from proxy.upstream.state_file import read_state_file
+from tests.lab.server import LlamaServer
+
+SETTLE_SECONDS = 60.0
+
+
+def strip_context_checkpoints(path: Path) -> None:
+    """Cut a state file off behind its state, as builds before 0.7.0 write it."""
+    os.truncate(path, read_state_file(path).state_end)
+
+
+class Rig:
+    """One llama-server and one proxy; either can be restarted."""
+
+    def __init__(
+        self,
+        server: LlamaServer,
+        directory: Path,
+        *,
+        rewrite: RewriteStateFile = keep_as_saved,
+        **settings: Any,
+    ) -> None:
+        self.server = server
+        self.rewrite = rewrite
+        self.settings = Settings(
+            upstream=server.base_url,
+            slot_save_path=str(directory),
+            listen="127.0.0.1:0",
+            admin="127.0.0.1:0",
+            **{"idle_save_seconds": 0.2, "drain_seconds": 5.0, **settings},
+        )
+        self.running: Running
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> "Rig":
+        await asyncio.to_thread(self.server.start)
+        await self.start_proxy()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.stop_proxy()
+        await asyncio.to_thread(self.server.stop)
+
+    async def start_proxy(self) -> None:
+        self._stack = AsyncExitStack()
+        self.running = await self._stack.enter_async_context(
+            run_proxy(self.settings, rewrite=self.rewrite)
+        )
+        self.client = await self._stack.enter_async_context(
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
+        )
+        await self.settled()
+
+    async def stop_proxy(self) -> None:
+        await self._stack.aclose()
+
+    async def restart(self, *, server: bool = True) -> None:
+        """Stop the proxy, then llama-server; start both again."""
+        await self.stop_proxy()
+        if server:
+            await asyncio.to_thread(self.server.stop)
+            await asyncio.to_thread(self.server.start)
+        await self.start_proxy()
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.running.port}"
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://127.0.0.1:{self.running.admin_port}"
+
+    async def settled(self) -> None:
+        """Wait until llama-server is attached, no slot is leased and nothing waits to be saved."""
+        async with asyncio.timeout(SETTLE_SECONDS):
+            while not self._is_settled():  # noqa: ASYNC110 - there is no event for all of it
+                await asyncio.sleep(0.02)
+
+    def _is_settled(self) -> bool:
+        session = self.running.lifecycle.current
+        if session is None:
+            return False
+        attachment = session.attachment
+        return not any(
+            slot.is_leased or is_write_back_due(attachment.rule, slot.content)
+            for slot in attachment.desk.table
+        )
+
+    async def evaluated(self) -> int:
+        """Return llama-server's count of evaluated tokens once write-backs have drained."""
+        await self.settled()
+        return await asyncio.to_thread(self.server.evaluated_tokens)
+
+    async def post(self, path: str, body: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Post to the proxy; the reply must be 200 and JSON."""
+        async with self.client.post(self.base_url + path, json=body, **kwargs) as reply:
+            content: dict[str, Any] = await reply.json()
+            assert reply.status == 200, content
+            return content
+
+    async def chat(self, messages: list[Any], **fields: Any) -> dict[str, Any]:
+        body = {"messages": messages, "max_tokens": 8, "temperature": 0, **fields}
+        return await self.post("/v1/chat/completions", body)
+
+    async def health(self) -> dict[str, Any]:
+        async with self.client.get(self.admin_url + "/health") as reply:
+            content: dict[str, Any] = await reply.json()
+            return content

@@ -1,0 +1,214 @@
+"""Starts and stops one real llama-server, and asks it simple questions.
+
+Owns the process, its port and its log file.  Knows nothing about models, slots or caching: tests
+talk to the server's own HTTP interface through `request`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEFAULT_SERVER_FOLDER = REPOSITORY / ".lab" / "llama-server"
+DEFAULT_MODEL_FOLDER = REPOSITORY / ".lab" / "models"
+
+START_TIMEOUT_SECONDS = 60.0
+STOP_TIMEOUT_SECONDS = 10.0
+POLL_INTERVAL_SECONDS = 0.05
+LOG_TAIL_LINES = 20
+
+# A fixed context and no RAM cache: every reuse a test sees comes from a slot.
+BASE_ARGUMENTS = ("--cache-ram", "0", "--metrics", "--fit", "off", "-fa", "on", "-t", "2")
+
+
+class LlamaServerError(Exception):
+    """llama-server is missing, died, or did not become ready."""
+
+
+def find_llama_server() -> Path:
+    """Return the llama-server to test with: LLAMA_SERVER_BIN, PATH, or the fetched one."""
+    chosen = os.environ.get("LLAMA_SERVER_BIN") or shutil.which("llama-server")
+    binary = Path(chosen) if chosen else DEFAULT_SERVER_FOLDER / "llama-server"
+    if not os.access(binary, os.X_OK):
+        raise LlamaServerError(
+            f"no llama-server at {binary}: run tests/lab/fetch_llama_server.sh "
+            f"{DEFAULT_SERVER_FOLDER}, or set LLAMA_SERVER_BIN"
+        )
+    return binary.resolve()
+
+
+def find_free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def new_log_path() -> Path:
+    """Return a new empty file for one server's log."""
+    descriptor, name = tempfile.mkstemp(prefix="llama-server-", suffix=".log")
+    os.close(descriptor)
+    return Path(name)
+
+
+class LlamaServer:
+    """One llama-server process; the same object can be started again, on the same port."""
+
+    def __init__(
+        self,
+        model: Path,
+        slot_save_path: Path | None = None,
+        n_slots: int = 2,
+        n_ctx: int = 65536,
+        extra_args: Sequence[str] = (),
+        port: int | None = None,
+        binary: Path | None = None,
+        log_path: Path | None = None,
+    ) -> None:
+        """Describe the process; `n_ctx` is shared out evenly between the slots."""
+        self.model = model
+        self.slot_save_path = slot_save_path
+        self.n_slots = n_slots
+        self.n_ctx = n_ctx
+        self.extra_args = tuple(extra_args)
+        self.port = port or find_free_port()
+        self.binary = binary or find_llama_server()
+        self.log_path = log_path or new_log_path()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def base_url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise LlamaServerError("llama-server is not started")
+        return self._process.pid
+
+    def command(self) -> list[str]:
+        """Return the command line; paths are absolute because the binary may change its folder."""
+        command = [str(self.binary), "--model", str(self.model.resolve())]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["-np", str(self.n_slots), "-c", str(self.n_ctx), *BASE_ARGUMENTS]
+        if self.slot_save_path is not None:
+            command += ["--slot-save-path", str(self.slot_save_path.resolve())]
+        return [*command, *self.extra_args]
+
+    def start(self) -> None:
+        """Start the process and wait until GET /health answers 200."""
+        if self._process is not None:
+            raise LlamaServerError("llama-server is already started")
+        with self.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+        try:
+            self._wait_until_ready()
+        except BaseException:
+            self.kill()
+            raise
+
+    def stop(self) -> None:
+        """End the process with SIGTERM, or with SIGKILL if it does not follow."""
+        if self._process is None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def kill(self) -> None:
+        """End the process with SIGKILL, as a crash would."""
+        if self._process is None:
+            return
+        self._process.kill()
+        self._process.wait()
+        self._process = None
+
+    def log_text(self) -> str:
+        """Return all that the process has printed so far, over all its starts."""
+        return self.log_path.read_text(errors="replace")
+
+    def evaluated_tokens(self) -> int:
+        """Return how many prompt tokens were evaluated (not reused) since the start."""
+        _, metrics = self.request("GET", "/metrics")
+        for line in metrics.splitlines():
+            if line.startswith("llamacpp:prompt_tokens_total "):
+                return int(float(line.split()[1]))
+        raise LlamaServerError("/metrics has no llamacpp:prompt_tokens_total")
+
+    def request(
+        self, method: str, path: str, body: object = None, timeout_seconds: float = 300.0
+    ) -> tuple[int, Any]:
+        """Send one request; return its status and parsed JSON (text, if it is not JSON)."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.base_url + path, data=data, method=method)
+        request.add_header("Content-Type", "application/json")
+        try:
+            with _open_directly(request, timeout_seconds) as reply:
+                return reply.status, _parse(reply.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, _parse(error.read())
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        while not self._is_ready():
+            if self._process is None or self._process.poll() is not None:
+                raise LlamaServerError(f"llama-server died at start:\n{self._log_tail()}")
+            if time.monotonic() > deadline:
+                raise LlamaServerError(f"llama-server is not ready:\n{self._log_tail()}")
+            time.sleep(POLL_INTERVAL_SECONDS)
+
+    def _is_ready(self) -> bool:
+        try:
+            return self.request("GET", "/health", timeout_seconds=2.0)[0] == 200
+        except OSError:
+            return False
+
+    def _log_tail(self) -> str:
+        return "\n".join(self.log_text().splitlines()[-LOG_TAIL_LINES:])
+
+    def __enter__(self) -> LlamaServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+# Proxy settings of the environment must never reach loopback.
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def _open_directly(request: urllib.request.Request, timeout_seconds: float) -> Any:
+    return _OPENER.open(request, timeout=timeout_seconds)
+
+
+def _parse(body: bytes) -> Any:
+    text = body.decode(errors="replace")
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

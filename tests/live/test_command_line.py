@@ -1,0 +1,155 @@
+"""The command as users run it, in a process of its own, before a real llama-server."""
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import openai
+import pytest
+import yaml
+
+from proxy.config import NAMES, load_settings
+from proxy.errors import SettingsError
+from tests.lab.conversation import agent_requests, system, tools
+from tests.lab.models import model_path
+from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer, find_free_port
+
+EXAMPLE = REPOSITORY / "deploy" / "config.example.yaml"
+README = (REPOSITORY / "README.md").read_text()
+
+
+@contextmanager
+def serving(
+    server: LlamaServer, directory: Path, log: Path, *more: str
+) -> Iterator[dict[str, str]]:
+    """Run `python -m proxy serve` until the block is left; yield the URLs of its two listeners."""
+    urls = {name: f"127.0.0.1:{find_free_port()}" for name in ("listen", "admin")}
+    command = [sys.executable, "-m", "proxy", "serve", "--upstream", server.base_url]
+    command += ["--slot-save-path", str(directory)]
+    command += [part for name, address in urls.items() for part in (f"--{name}", address)]
+    with log.open("ab") as output:
+        process = subprocess.Popen([*command, *more], stderr=output, cwd=REPOSITORY)
+    try:
+        wait_for(lambda: get(f"http://{urls['admin']}/health").get("rule") == "restore points")
+        yield {name: f"http://{address}" for name, address in urls.items()}
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0, log.read_text()
+
+
+def get(url: str) -> dict[str, Any]:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            content: dict[str, Any] = msgspec.json.decode(reply.read())
+            return content
+    except urllib.error.URLError:
+        return {}
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[LlamaServer]:
+    (tmp_path / "slots").mkdir()
+    model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
+    with LlamaServer(model, tmp_path / "slots", log_path=tmp_path / "server.log") as server:
+        yield server
+
+
+def test_served_conversation_survives_a_restart_of_both(
+    server: LlamaServer, tmp_path: Path
+) -> None:
+    requests = agent_requests(2, 1, header=[system(300)])
+
+    def ask(urls: dict[str, str], messages: list[Any]) -> Any:
+        with openai.OpenAI(base_url=urls["listen"] + "/v1", api_key="none") as client:
+            return client.chat.completions.create(
+                model="any",
+                messages=messages,
+                tools=cast(Any, tools(2)),
+                max_tokens=8,
+                temperature=0,
+            )
+
+    with serving(server, tmp_path / "slots", tmp_path / "proxy.log") as urls:
+        ask(urls, requests[0])
+        assert get(urls["listen"] + "/health") == {"status": "ok"}
+    server.stop()
+    server.start()
+    with serving(
+        server, tmp_path / "slots", tmp_path / "proxy.log", "--log-format", "json"
+    ) as urls:
+        usage = ask(urls, requests[1]).usage
+        assert usage.prompt_tokens_details.cached_tokens > usage.prompt_tokens / 2
+        metrics = urllib.request.urlopen(urls["admin"] + "/metrics").read().decode()
+        assert 'llama_prefix_cache_requests_total{outcome="hit"} 1.0' in metrics
+    line = next(line for line in reversed(proxy_lines(tmp_path)) if b'"outcome": "hit"' in line)
+    assert msgspec.json.decode(line)["chosen"] == "restore"
+    assert "Task 0" not in (tmp_path / "proxy.log").read_text()  # no prompt text in the log
+
+
+def proxy_lines(tmp_path: Path) -> list[bytes]:
+    return (tmp_path / "proxy.log").read_bytes().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--slot-save-path", "/no/such/directory"], "is not a directory"),
+        (["--slot-save-path", ".", "--max-store-bytes", "12"], "at `max_store_bytes`"),
+        (["--slot-save-path", ".", "--listen", "nowhere"], "HOST:PORT"),
+        ([], "slot_save_path is missing"),
+    ],
+)
+def test_wrong_setting_is_refused_at_start(arguments: list[str], complaint: str) -> None:
+    command = [sys.executable, "-m", "proxy", "serve", *arguments]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("LLAMA_PREFIX_CACHE_")}
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=30
+    )
+    assert result.returncode == 2
+    assert complaint in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_example_configuration_is_complete_and_shows_the_defaults(tmp_path: Path) -> None:
+    example = yaml.safe_load(EXAMPLE.read_text())
+    assert set(example) == set(NAMES)
+    path = {"slot_save_path": str(tmp_path)}
+    assert load_settings(path, {}, EXAMPLE) == load_settings(path, {}, None)
+    with pytest.raises(SettingsError, match="not a directory"):
+        load_settings({}, {}, EXAMPLE)
+
+
+def test_readme_names_only_options_and_targets_that_exist() -> None:
+    commands = [
+        shlex.split(line.split("#")[0])
+        for block in re.findall(r"```(?:sh|console)?\n(.*?)```", README, re.S)
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.startswith(("llama-prefix-cache", "make", ".venv/bin/llama-prefix-cache"))
+    ]
+    targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.M)
+    options = {"--" + name.replace("_", "-") for name in NAMES} | {"--config"}
+    assert ["make", "demo"] in commands and ["make", "test"] in commands
+    for command in commands:
+        if command[0] == "make":
+            assert command[1] in targets
+        else:
+            assert command[1] == "serve"
+            assert {part for part in command if part.startswith("--")} <= options

@@ -1,0 +1,70 @@
+"""500 requests whose clients leave at any moment: none fails, hangs or keeps a slot."""
+
+import asyncio
+import random
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.lab.conversation import agent_requests, system, tools
+from tests.lab.rig import Rig
+from tests.live.conftest import StartRig
+
+N_REQUESTS = 500
+N_AT_ONCE = 6
+TOOLS = tools(2)
+CONVERSATIONS = [agent_requests(3, 1, header=[system(120)], seed=100 * i) for i in range(4)]
+
+
+def next_body(chance: random.Random) -> tuple[str, dict[str, Any]]:
+    messages = chance.choice(chance.choice(CONVERSATIONS))
+    stream = chance.random() < 0.7
+    n_tokens = chance.choice([1, 8, 60])
+    if chance.random() < 0.1:
+        body = {"messages": [messages[1]], "max_tokens": n_tokens, "stream": stream}
+        return "/v1/messages", body
+    body = {"messages": messages, "tools": TOOLS, "max_tokens": n_tokens, "stream": stream}
+    return "/v1/chat/completions", {**body, "temperature": 0}
+
+
+async def visit(rig: Rig, client: aiohttp.ClientSession, chance: random.Random) -> str:
+    """Send one request and leave it at a random moment, or see it through."""
+    path, body = next_body(chance)
+    patience_seconds = chance.choice([0.001, 0.005, 0.02, 0.05, 0.2, 60, 60])
+    try:
+        async with asyncio.timeout(patience_seconds):
+            async with client.post(rig.base_url + path, json=body) as reply:
+                content = await reply.read()
+                assert reply.status == 200, content
+                assert b'"error"' not in content, content
+                return "served"
+    except TimeoutError:
+        assert patience_seconds < 60, "a request hung"
+        return "left"
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "full"])
+async def test_clients_that_leave_at_random_moments_leak_nothing(
+    start_rig: StartRig, kind: str
+) -> None:
+    chance = random.Random(2026)
+    places = asyncio.Semaphore(N_AT_ONCE)
+    async with start_rig(kind, idle_save_seconds=0.3) as rig:
+
+        async def one(client: aiohttp.ClientSession) -> str:
+            async with places:
+                return await visit(rig, client, chance)
+
+        async with aiohttp.ClientSession() as client:
+            outcomes = await asyncio.gather(*(one(client) for _ in range(N_REQUESTS)))
+        assert 100 < outcomes.count("left") < N_REQUESTS - 100
+        await rig.settled()
+        health = await rig.health()
+        assert (health["slots"].get("leased", 0), health["waiting"]) == (0, 0)
+        reply = await rig.chat(CONVERSATIONS[0][0], tools=TOOLS)
+        assert reply["choices"]
+        value = rig.running.metrics.registry.get_sample_value
+        assert value("llama_prefix_cache_restore_ineffective_total") == 0
+        assert value("llama_prefix_cache_tokenization_disagreements_total") == 0
+        assert value("llama_prefix_cache_drift_total") == 0

@@ -1,0 +1,235 @@
+"""Whatever is wrong with the cache, requests are answered, and the reason is told."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from proxy.app import run_proxy
+from proxy.errors import StoreLocked
+from tests.lab.conversation import agent_requests, system, tools
+from tests.lab.rig import Rig
+from tests.live.conftest import StartRig
+
+MESSAGES = agent_requests(2, 1, header=[system(150)])
+TOOLS = tools(2)
+
+
+async def ask(rig: Rig, index: int = 0) -> int:
+    """Send a request of the conversation; return how many tokens were reused."""
+    reply = await rig.chat(MESSAGES[index], tools=TOOLS)
+    return int(reply["timings"]["cache_n"])
+
+
+async def test_server_without_slot_save_path_is_still_served(start_rig: StartRig) -> None:
+    async with start_rig("hybrid", has_slot_save_path=False) as rig:
+        assert await ask(rig) == 0
+        assert await ask(rig, 1) > 0  # the live slot is still used
+        health = await rig.health()
+        assert health["state"] == "forwarding"
+        assert "no --slot-save-path" in health["reasons"][0]
+
+
+async def test_another_directory_is_noticed(start_rig: StartRig, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    args = ("--slot-save-path", str(tmp_path / "elsewhere"))
+    async with start_rig("hybrid", has_slot_save_path=False, extra_args=args) as rig:
+        await ask(rig)
+        health = await rig.health()
+        assert health["state"] == "forwarding"
+        assert "must be this directory" in health["reasons"][0]
+
+
+async def test_unreadable_index_is_named_and_requests_are_served(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    index = tmp_path / "slots" / "index"
+    index.mkdir(parents=True)
+    (index / "data.mdb").write_bytes(b"garbage" * 5000)
+    async with start_rig("hybrid") as rig:
+        await ask(rig)
+        health = await rig.health()
+        assert health["state"] == "forwarding"
+        assert "cannot be opened" in health["reasons"][0]
+
+
+async def test_second_proxy_on_the_directory_is_refused(start_rig: StartRig) -> None:
+    async with start_rig("hybrid") as rig:
+        with pytest.raises(StoreLocked, match="another llama-prefix-cache"):
+            async with run_proxy(rig.settings):
+                pass
+        await ask(rig)
+
+
+async def test_damaged_file_is_refused_by_the_server_and_the_request_served(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    async with start_rig("hybrid") as rig:
+        await ask(rig)
+        await rig.stop_proxy()
+        for path in (tmp_path / "slots").glob("lpc-*.state"):
+            status = path.stat()
+            with path.open("r+b") as file:
+                file.truncate(status.st_size // 2)
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        await asyncio.to_thread(rig.server.stop)
+        await asyncio.to_thread(rig.server.start)
+        await rig.start_proxy()
+        await ask(rig, 1)
+        assert sample(rig, "restores_total", result="refused") == 1
+        assert sample(rig, "requests_total", outcome="degraded") == 1
+        await rig.settled()
+        assert await ask(rig, 2) > 0
+
+
+def sample(rig: Rig, name: str, **labels: str) -> float:
+    value = rig.running.metrics.registry.get_sample_value
+    return value(f"llama_prefix_cache_{name}", labels) or 0.0
+
+
+async def test_deleted_file_costs_only_speed(start_rig: StartRig, tmp_path: Path) -> None:
+    async with start_rig("hybrid") as rig:
+        await ask(rig)
+        await rig.settled()
+        for path in (tmp_path / "slots").glob("lpc-*.state"):
+            path.unlink()
+        rig.server.request("POST", "/slots/0?action=erase", {})
+        rig.server.request("POST", "/slots/1?action=erase", {})
+        assert await ask(rig, 1) == 0
+        assert await ask(rig, 1) > 0
+        await rig.settled()
+        assert sample(rig, "live_reuse_short_total") == 1
+
+
+async def test_restarted_server_is_noticed_and_the_conversation_restored(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig("hybrid") as rig:
+        await ask(rig)
+        await rig.settled()
+        first = rig.running.lifecycle.current
+        await asyncio.to_thread(rig.server.kill)
+        await asyncio.to_thread(rig.server.start)
+        assert await ask(rig, 1) > 0
+        for _ in range(100):
+            if rig.running.lifecycle.current not in (None, first):
+                break
+            await asyncio.sleep(0.05)
+        await rig.settled()
+        assert await ask(rig, 2) > 0
+        assert rig.running.lifecycle.current is not first
+
+
+@pytest.mark.parametrize(
+    ("path", "shape"),
+    [("/v1/chat/completions", "openai"), ("/v1/messages", "anthropic"), ("/health", "openai")],
+)
+async def test_gone_server_is_named_in_the_shape_of_the_api(
+    start_rig: StartRig, path: str, shape: str
+) -> None:
+    async with start_rig("hybrid") as rig:
+        await asyncio.to_thread(rig.server.kill)
+        method = "GET" if path == "/health" else "POST"
+        async with rig.client.request(
+            method, rig.base_url + path, json={"messages": MESSAGES[0]}
+        ) as reply:
+            error = await reply.json()
+        assert reply.status == 502
+        assert (error.get("type") == "error") == (shape == "anthropic")
+        assert "llama-server at" in error["error"]["message"]
+        await asyncio.to_thread(rig.server.start)
+
+
+async def test_server_killed_in_mid_stream_ends_in_an_error_event(start_rig: StartRig) -> None:
+    async with start_rig("hybrid") as rig:
+        body = {"messages": MESSAGES[0], "stream": True, "max_tokens": 20_000}
+        seen = b""
+        async with rig.client.post(rig.base_url + "/v1/chat/completions", json=body) as reply:
+            async for chunk in reply.content.iter_any():
+                if not seen:
+                    await asyncio.to_thread(rig.server.kill)
+                seen += chunk
+        assert b"llama-prefix-cache: llama-server went away" in seen.splitlines()[-2]
+        await asyncio.to_thread(rig.server.start)
+        await ask(rig)
+
+
+async def test_streamed_request_after_failed_ones_holds_no_lease(start_rig: StartRig) -> None:
+    async with start_rig("hybrid", n_slots=1) as rig:
+        bad: list[dict[str, Any]] = [
+            {"messages": [{"role": "user", "content": "x"}], "grammar": "root ::= ("},
+            {"messages": [{"role": "nobody"}], "tools": "none"},
+            {"messages": []},
+        ]
+        for body in bad:
+            url = rig.base_url + "/v1/chat/completions"
+            async with rig.client.post(url, json=body) as reply:
+                direct = rig.server.request("POST", "/v1/chat/completions", body)
+                assert (reply.status, await reply.json()) == direct
+        await ask(rig)
+
+
+async def test_requests_wait_their_turn_on_one_slot(start_rig: StartRig) -> None:
+    async with start_rig("hybrid", n_slots=1) as rig:
+        replies = await asyncio.gather(*(ask(rig, i % 3) for i in range(12)))
+        assert len(replies) == 12
+        await rig.settled()
+
+
+async def test_full_queue_is_answered_with_retry_after(start_rig: StartRig) -> None:
+    async with start_rig("hybrid", n_slots=1, max_requests=2) as rig:
+
+        async def status() -> tuple[int, str | None]:
+            body = {"messages": MESSAGES[0], "max_tokens": 200}
+            url = rig.base_url + "/v1/chat/completions"
+            async with rig.client.post(url, json=body) as reply:
+                await reply.read()
+                return reply.status, reply.headers.get("Retry-After")
+
+        statuses = await asyncio.gather(*(status() for _ in range(6)))
+        assert statuses.count((200, None)) == 2
+        assert statuses.count((503, "2")) == 4
+
+
+async def test_tenants_share_nothing(start_rig: StartRig) -> None:
+    def key(name: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {name}"}
+
+    async with start_rig("full", n_slots=1) as rig:
+        body = {"messages": MESSAGES[0], "tools": TOOLS, "max_tokens": 4}
+        first = await rig.post("/v1/chat/completions", body, headers=key("alice"))
+        other = await rig.post("/v1/chat/completions", body, headers=key("bob"))
+        assert other["timings"]["cache_n"] == 0
+        await rig.settled()
+        again = await rig.post("/v1/chat/completions", body, headers=key("alice"))
+        assert again["timings"]["cache_n"] > first["usage"]["prompt_tokens"] - 20
+
+
+async def test_client_that_hangs_up_is_no_error(start_rig: StartRig) -> None:
+    async with start_rig("hybrid", n_slots=1) as rig:
+        url = rig.base_url + "/v1/chat/completions"
+        body = {"messages": MESSAGES[0], "stream": True, "max_tokens": 20_000}
+        async with aiohttp.ClientSession() as client:
+            async with client.post(url, json=body) as reply:
+                await reply.content.readany()
+        assert await ask(rig) >= 0
+        await rig.settled()
+
+
+async def test_client_that_hangs_up_at_the_end_of_the_stream_was_served(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig("hybrid") as rig:
+        url = rig.base_url + "/v1/chat/completions"
+        for i in range(12):
+            body = {"messages": MESSAGES[i % 3], "stream": True, "max_tokens": 6}
+            async with aiohttp.ClientSession() as client, client.post(url, json=body) as reply:
+                async for line in reply.content:
+                    if line.startswith(b"data: [DONE]"):
+                        break
+        await rig.settled()
+        outcomes = ("hit", "partial", "miss")
+        assert sum(sample(rig, "requests_total", outcome=o) for o in outcomes) == 12

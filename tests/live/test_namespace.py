@@ -1,0 +1,150 @@
+"""A state is restored only into the model and cache it came from; another world shares nothing."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+
+from proxy.upstream.fingerprint import fingerprint_model
+from tests.lab.conversation import agent_requests, system, tools
+from tests.lab.models import model_path
+from tests.lab.rig import Rig
+from tests.lab.server import DEFAULT_MODEL_FOLDER
+from tests.live.conftest import StartRig
+
+MESSAGES = agent_requests(1, 1, header=[system(200)])
+TOOLS = tools(3)
+SLACK_TOKENS = 32
+
+FOREIGN: dict[str, dict[str, Any]] = {
+    "KV types": {"extra_args": ("-ctk", "q8_0", "-ctv", "q8_0")},
+    "slots": {"n_slots": 3, "n_ctx": 3 * 32768},
+    "unified cache": {"extra_args": ("-kvu",)},
+    "flash attention": {"extra_args": ("-fa", "off")},
+    "rope scale": {"extra_args": ("--rope-freq-scale", "0.5")},
+}
+
+
+async def reused(rig: Rig) -> tuple[int, int]:
+    """Return how many tokens of the conversation's next request were reused, and its length."""
+    reply = await rig.chat(MESSAGES[1], tools=TOOLS)
+    await rig.settled()
+    return reply["timings"]["cache_n"], reply["usage"]["prompt_tokens"]
+
+
+async def fill(rig: Rig) -> None:
+    await rig.chat(MESSAGES[0], tools=TOOLS)
+    await rig.settled()
+
+
+@pytest.mark.parametrize("change", FOREIGN)
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+async def test_state_of_another_cache_is_not_restored(
+    start_rig: StartRig, kind: str, change: str
+) -> None:
+    async with start_rig(kind) as rig:
+        await fill(rig)
+        _, n_prompt = await reused(rig)
+    async with start_rig(kind, **FOREIGN[change]) as rig:
+        assert await rig.evaluated() < 20_000
+        n_reused, _ = await reused(rig)
+        assert n_reused < SLACK_TOKENS or n_reused == n_stopped(rig)
+        assert restores(rig) == 0
+    async with start_rig(kind) as rig:
+        n_reused, _ = await reused(rig)
+        assert n_reused > n_prompt - SLACK_TOKENS
+
+
+def n_stopped(rig: Rig) -> int:
+    """Return where a stop on the request's way makes llama-server report its own tokens as reused."""
+    table = rig.running.lifecycle.current.attachment.desk.table  # type: ignore[union-attr]
+    return max(getattr(slot.content, "last_cut", 0) for slot in table)
+
+
+def restores(rig: Rig) -> float:
+    value = rig.running.metrics.registry.get_sample_value
+    return value("llama_prefix_cache_restores_total", {"result": "done"}) or 0.0
+
+
+async def test_changed_context_size_keeps_what_fits(start_rig: StartRig) -> None:
+    async with start_rig("hybrid", n_ctx=65536) as rig:
+        await fill(rig)
+    for n_ctx in (16384, 131072):
+        async with start_rig("hybrid", n_ctx=n_ctx) as rig:
+            n_reused, n_prompt = await reused(rig)
+            assert n_reused > n_prompt / 2
+            assert restores(rig) == 1
+
+
+async def test_state_larger_than_the_context_is_not_restored(start_rig: StartRig) -> None:
+    async with start_rig("full", n_ctx=65536) as rig:
+        await rig.post(
+            "/completion", {"prompt": [300 + i % 999 for i in range(5000)], "n_predict": 0}
+        )
+    async with start_rig("full", n_ctx=4096) as rig:
+        prompt = [300 + i % 999 for i in range(1500)]
+        reply = await rig.post("/completion", {"prompt": prompt, "n_predict": 2})
+        assert reply["timings"]["cache_n"] == 0
+        assert restores(rig) == 0
+
+
+def with_damaged_output(model: bytes) -> bytes:
+    """Return a model whose output matrix is zeroed from its middle on, beyond the sampled bytes."""
+    reader = gguf.GGUFReader(model_path("full", "tiny", DEFAULT_MODEL_FOLDER))
+    output = next(t for t in reader.tensors if t.name in ("output.weight", "token_embd.weight"))
+    middle = int(output.data_offset + output.n_bytes // 2)
+    return model[:middle] + bytes(output.n_bytes // 2) + model[middle + output.n_bytes // 2 :]
+
+
+async def test_other_weights_under_the_same_path_share_nothing(
+    start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "full-tiny.gguf"
+    original = model_path("full", "tiny", DEFAULT_MODEL_FOLDER).read_bytes()
+    model.write_bytes(original)
+    monkeypatch.setattr("tests.live.conftest.DEFAULT_MODEL_FOLDER", tmp_path)
+    async with start_rig("full") as rig:
+        await fill(rig)
+    fingerprint = fingerprint_model(model)
+    model.write_bytes(with_damaged_output(original))
+    assert fingerprint_model(model) == fingerprint  # only the canary sees it
+    async with start_rig("full") as rig:
+        n_reused, _ = await reused(rig)
+        assert n_reused < SLACK_TOKENS
+        assert restores(rig) == 0
+
+
+def write_adapter(path: Path) -> None:
+    """Write a LoRA adapter for the tiny full-attention model."""
+    reader = gguf.GGUFReader(model_path("full", "tiny", DEFAULT_MODEL_FOLDER))
+    query = next(t for t in reader.tensors if t.name == "blk.0.attn_q.weight")
+    n_in, n_out = (int(n) for n in query.shape)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 16.0)
+    noise = np.random.default_rng(5)
+    a = noise.normal(size=(4, n_in)).astype(np.float32)
+    b = noise.normal(size=(n_out, 4)).astype(np.float32)
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", a)
+    writer.add_tensor("blk.0.attn_q.weight.lora_b", b)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+async def test_lora_adapter_is_a_world_of_its_own(start_rig: StartRig, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter.gguf"
+    write_adapter(adapter)
+    async with start_rig("full") as rig:
+        await fill(rig)
+        _, n_prompt = await reused(rig)
+    async with start_rig("full", extra_args=("--lora", str(adapter))) as rig:
+        n_reused, _ = await reused(rig)
+        assert n_reused < SLACK_TOKENS
+    async with start_rig("full") as rig:
+        n_reused, _ = await reused(rig)
+        assert n_reused > n_prompt - SLACK_TOKENS

@@ -1,0 +1,156 @@
+"""Everything that is not a cached generation passes through as llama-server sent it."""
+
+import asyncio
+import io
+import json
+import re
+import time
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.lab.rig import Rig
+from tests.live.conftest import StartRig
+
+# A proxy may add Date; Keep-Alive and Connection belong to one hop.
+HOP_HEADERS = {"Date", "Keep-Alive", "Connection", "Transfer-Encoding"}
+
+REQUESTS: list[tuple[str, str, Any]] = [
+    ("GET", "/", None),
+    ("GET", "/health", None),
+    ("GET", "/props", None),
+    ("GET", "/v1/models", None),
+    ("GET", "/slots", None),
+    ("GET", "/no/such/path?with=query&and=%2Fslash", None),
+    ("DELETE", "/v1/models", None),
+    ("HEAD", "/", None),
+    ("HEAD", "/health", None),
+    ("OPTIONS", "/v1/chat/completions", None),
+    ("POST", "/tokenize", b'{"content": "hello world", "with_pieces": true}'),
+    ("POST", "/tokenize", b"{not json"),
+    ("POST", "/detokenize", b'{"tokens": [300, 301]}'),
+    ("POST", "/v1/chat/completions", b"{not json"),
+    ("POST", "/v1/chat/completions", b'{"messages": "wrong"}'),
+    ("POST", "/v1/chat/completions", b"{}"),
+    ("POST", "/completion", b'{"prompt": []}'),
+    ("POST", "/v1/embeddings", b'{"input": "text"}'),
+    ("POST", "/props", b"{}"),
+]
+
+
+async def fetch(
+    client: aiohttp.ClientSession, base_url: str, method: str, path: str, body: Any
+) -> tuple[int, dict[str, str], bytes]:
+    async with client.request(
+        method, base_url + path, data=body, headers={"Content-Type": "application/json"}
+    ) as reply:
+        headers = {k: v for k, v in reply.headers.items() if k not in HOP_HEADERS}
+        return reply.status, headers, await reply.read()
+
+
+@pytest.fixture
+async def rig(start_rig: StartRig) -> Any:
+    async with start_rig("hybrid") as rig:
+        yield rig
+
+
+@pytest.mark.parametrize(("method", "path", "body"), REQUESTS)
+async def test_request_through_proxy_equals_direct_one(
+    rig: Rig, method: str, path: str, body: Any
+) -> None:
+    direct = await fetch(rig.client, rig.server.base_url, method, path, body)
+    proxied = await fetch(rig.client, rig.base_url, method, path, body)
+    assert proxied == direct
+
+
+async def test_large_upload_reaches_llama_server_whole(rig: Rig) -> None:
+    text = "word " * 400_000
+    body = io.BytesIO(json.dumps({"content": text}).encode())
+    async with rig.client.post(rig.base_url + "/tokenize", data=body) as reply:
+        n_through = len((await reply.json())["tokens"])
+    _, direct = await asyncio.to_thread(rig.server.request, "POST", "/tokenize", {"content": text})
+    assert n_through == len(direct["tokens"]) > 300_000
+
+
+async def test_stream_is_relayed_chunk_by_chunk(rig: Rig) -> None:
+    body = {
+        "messages": [{"role": "user", "content": "go on"}],
+        "stream": True,
+        "max_tokens": 400,
+        "temperature": 0,
+    }
+    arrivals = []
+    async with rig.client.post(rig.base_url + "/v1/chat/completions", json=body) as reply:
+        assert reply.headers["Content-Type"].startswith("text/event-stream")
+        async for _ in reply.content.iter_any():
+            arrivals.append(time.monotonic())
+    assert len(arrivals) > 100
+    gaps = [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)]
+    assert max(gaps) < (arrivals[-1] - arrivals[0]) / 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/chat/completions", {"messages": [{"role": "user", "content": "hello"}]}),
+        ("/v1/completions", {"prompt": "def main():"}),
+        ("/completion", {"prompt": "def main():"}),
+        ("/completion", {"prompt": [300, 301, 302, 303]}),
+        ("/completion", {"prompt": [300, "and text", 301]}),
+        ("/infill", {"input_prefix": "def f(", "input_suffix": "return"}),
+        ("/v1/responses", {"input": "hello"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hello"}]}),
+    ],
+)
+async def test_generation_through_proxy_has_the_direct_answer(
+    rig: Rig, path: str, fields: dict[str, Any], stream: bool
+) -> None:
+    body = {**fields, "stream": stream, "max_tokens": 12, "n_predict": 12, "temperature": 0}
+    async with rig.client.post(rig.server.base_url + path, json=body) as reply:
+        direct = reply.status, reply.headers["Content-Type"], text_of(await reply.text())
+    async with rig.client.post(rig.base_url + path, json=body) as reply:
+        proxied = reply.status, reply.headers["Content-Type"], text_of(await reply.text())
+    assert proxied == direct
+    await rig.settled()
+
+
+def text_of(answer: str) -> list[str]:
+    """Return the parts of an answer that are not ids, times or counts of what was reused."""
+    words = ('"content":"', '"text":"', '"delta":"', '"reasoning_content":"', '"thinking":"')
+    pattern = "|".join(re.escape(word) + r'(?:[^"\\]|\\.)*"' for word in words)
+    return re.findall(pattern, answer)
+
+
+@pytest.mark.parametrize(
+    "path", ["/slots/0?action=erase", "/slots/0?action=save", "/lora-adapters"]
+)
+async def test_request_that_changes_server_state_is_refused(rig: Rig, path: str) -> None:
+    async with rig.client.post(rig.base_url + path, json={"filename": "x"}) as reply:
+        error = (await reply.json())["error"]
+        assert (reply.status, error["code"], error["src"]) == (403, 403, "llama-prefix-cache")
+        assert "allow_state_changes" in error["message"]
+
+
+async def test_n_completions_take_slots_and_leave_them_unknown(rig: Rig) -> None:
+    reply = await rig.chat([{"role": "user", "content": "hello"}], n=2)
+    assert len(reply["choices"]) == 2
+    await rig.settled()
+    assert "leased" not in (await rig.health())["slots"]
+
+
+async def test_messages_requests_at_once_leave_the_table_true(rig: Rig) -> None:
+    """llama-server chooses the slot of /v1/messages: the proxy must find out which."""
+
+    async def ask(i: int) -> None:
+        messages = [{"role": "user", "content": f"question {i} " * 60}]
+        await rig.post("/v1/messages", {"messages": messages, "max_tokens": 8})
+
+    chats = (rig.chat([{"role": "user", "content": f"{i} " * 400}]) for i in range(4))
+    await asyncio.gather(*(ask(i) for i in range(6)), *chats)
+    await rig.settled()
+    table = rig.running.lifecycle.current.attachment.desk.table  # type: ignore[union-attr]
+    assert not any(slot.is_leased for slot in table)
+    assert rig.running.metrics.registry.get_sample_value("llama_prefix_cache_drift_total") == 0

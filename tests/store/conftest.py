@@ -1,0 +1,68 @@
+"""A store on a real directory, and states as llama-server would have left them."""
+
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.core.model import Candidate, Checkpoint, CheckpointKind
+from proxy.core.prefix import Namespace, TokenIds, token_ids
+from proxy.store.store import CheckpointStore, NewState
+
+NAMESPACE = Namespace(b"n" * 16)
+OTHER_NAMESPACE = Namespace(b"o" * 16)
+BUDGET = 1 << 20
+
+Commit = Callable[..., Awaitable[Checkpoint]]
+
+
+def run_of(n_tokens: int, start: int = 0) -> TokenIds:
+    return token_ids(range(start, start + n_tokens))
+
+
+def branch(n_common: int, n_tokens: int, mark: int = 1_000_000) -> TokenIds:
+    """Return *n_tokens* tokens of which exactly the first *n_common* are those of `run_of`."""
+    return token_ids([*range(n_common), *range(mark, mark + n_tokens - n_common)])
+
+
+def new_state(
+    store: CheckpointStore, tokens: TokenIds, *, content: bytes = b"", **changes: Any
+) -> NewState:
+    """Write a temporary state file into the store's directory, as llama-server does."""
+    name = store.files.new_temporary_name()
+    (store.files.directory / name).write_bytes(content or b"state of " + tokens.tobytes())
+    fields: dict[str, Any] = {
+        "namespace": NAMESPACE,
+        "kind": CheckpointKind.CONVERSATION,
+        "restore_points": (),
+        "has_every_position": False,
+    }
+    return NewState(name, tokens=tokens, **(fields | changes))
+
+
+def found(
+    store: CheckpointStore, tokens: TokenIds, namespace: Namespace = NAMESPACE
+) -> list[Candidate]:
+    return list(store.find(namespace, tokens))
+
+
+def names_in(directory: Path) -> set[str]:
+    """Return the names of state files, finished or not."""
+    return {path.name for path in directory.iterdir() if path.name.startswith("lpc-")}
+
+
+@contextmanager
+def opened(directory: Path, max_bytes: int = BUDGET) -> Iterator[CheckpointStore]:
+    store = CheckpointStore(directory, max_bytes)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[CheckpointStore]:
+    with opened(tmp_path) as store:
+        yield store

@@ -1,0 +1,454 @@
+"""The checkpoint store: what goes in comes out, and only if it is the same."""
+
+import asyncio
+import os
+import shutil
+import stat
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from proxy.core.model import CheckpointId, CheckpointKind
+from proxy.core.prefix import Namespace, PrefixHash, TokenIds, hash_prefixes, token_ids
+from proxy.errors import StoreFault, StoreLocked
+from proxy.store.index import Index
+from proxy.store.store import CheckpointStore
+from tests.store.conftest import (
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    branch,
+    found,
+    names_in,
+    new_state,
+    opened,
+    run_of,
+)
+
+# Commit and find.
+
+
+async def test_find_after_commit_yields_the_checkpoint(store: CheckpointStore) -> None:
+    state = new_state(store, run_of(300), restore_points=(100, 296), kind=CheckpointKind.TURN_START)
+    checkpoint = await store.commit(state)
+    [candidate] = found(store, run_of(1000))
+    assert candidate.checkpoint == checkpoint
+    assert candidate.n_common == 300
+    assert (checkpoint.n_tokens, checkpoint.restore_points) == (300, (100, 296))
+    assert checkpoint.kind is CheckpointKind.TURN_START
+    assert names_in(store.files.directory) == {checkpoint.file_name}
+    assert store.size_bytes == store.files.path(checkpoint.file_name).stat().st_size
+
+
+async def test_find_of_a_diverging_prompt_counts_common_tokens_to_the_token(
+    store: CheckpointStore,
+) -> None:
+    await store.commit(new_state(store, run_of(300)))
+    assert [c.n_common for c in found(store, branch(201, 400))] == [201]
+    assert [c.n_common for c in found(store, run_of(250))] == [250]
+
+
+async def test_find_of_a_prompt_that_shares_less_than_a_block_yields_nothing(
+    store: CheckpointStore,
+) -> None:
+    await store.commit(new_state(store, run_of(300)))
+    assert found(store, branch(127, 400)) == []
+    assert found(store, run_of(100)) == []
+    assert found(store, token_ids([])) == []
+
+
+async def test_find_in_another_namespace_yields_nothing(store: CheckpointStore) -> None:
+    await store.commit(new_state(store, run_of(300)))
+    assert found(store, run_of(300), OTHER_NAMESPACE) == []
+
+
+async def test_find_yields_the_longest_common_prefix_first(store: CheckpointStore) -> None:
+    # Also within one block, where the prefix hashes are the same for all of them.
+    for n_common in (230, 140, 250, 135, 200, 1000, 129, 180, 220):
+        await store.commit(new_state(store, branch(n_common, n_common + 500, 10**6 + n_common)))
+    lengths = [c.n_common for c in found(store, run_of(2000))]
+    assert len(lengths) == 9
+    assert lengths == sorted(lengths, reverse=True)
+
+
+async def test_find_after_reopen_yields_the_same(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        checkpoint = await store.commit(new_state(store, run_of(300), restore_points=(296,)))
+    with opened(tmp_path) as store:
+        assert [c.checkpoint for c in found(store, run_of(400))] == [checkpoint]
+        assert (store.report.n_checkpoints, store.report.n_entries_without_file) == (1, 0)
+
+
+async def test_find_on_a_hash_collision_tells_how_little_is_common(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def collide(namespace: Namespace, tokens: TokenIds) -> list[PrefixHash]:
+        return [PrefixHash(b"%016d" % n) for n in range(len(tokens) // 128)]
+
+    monkeypatch.setattr("proxy.store.store.hash_prefixes", collide)
+    await store.commit(new_state(store, run_of(300)))
+    assert [c.n_common for c in found(store, branch(150, 300))] == [150]
+    assert [c.n_common for c in found(store, run_of(300, start=5000))] in ([], [0])
+    assert found(store, run_of(300), OTHER_NAMESPACE) == []
+
+
+async def test_remove_takes_entry_and_file(store: CheckpointStore) -> None:
+    kept = await store.commit(new_state(store, run_of(300)))
+    gone = await store.commit(new_state(store, run_of(600)))
+    await store.remove(gone)
+    await store.remove(gone)
+    assert [c.checkpoint for c in found(store, run_of(900))] == [kept]
+    assert names_in(store.files.directory) == {kept.file_name}
+    assert len(store) == 1 and [c.id for c in store.index.all()] == [kept.id]
+
+
+async def test_remove_leaves_no_prefix_hash_behind(store: CheckpointStore) -> None:
+    kept = await store.commit(new_state(store, run_of(300)))
+    await store.remove(await store.commit(new_state(store, run_of(600))))
+    assert store.index.reaching(hash_prefixes(NAMESPACE, run_of(900))) == [kept.id]
+
+
+async def test_discard_of_a_temporary_file_deletes_it(store: CheckpointStore) -> None:
+    state = new_state(store, run_of(300))
+    await store.discard(state.temporary_name)
+    await store.discard(state.temporary_name)
+    assert names_in(store.files.directory) == set()
+
+
+async def test_quarantine_hides_a_checkpoint_until_the_next_process(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        checkpoint = await store.commit(new_state(store, run_of(300)))
+        store.quarantine(checkpoint)
+        assert found(store, run_of(400)) == []
+    with opened(tmp_path) as store:
+        assert len(found(store, run_of(400))) == 1
+
+
+async def test_put_value_survives_reopen_and_is_none_as_another_type(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        await store.put_value("rule", ["any prefix", 3])
+    with opened(tmp_path) as store:
+        assert store.index.value("rule", list[object]) == ["any prefix", 3]
+        assert store.index.value("rule", dict[str, int]) is None
+        assert store.index.value("absent", int) is None
+
+
+# Using a checkpoint.
+
+
+async def test_using_a_replaced_file_is_refused(store: CheckpointStore) -> None:
+    checkpoint = await store.commit(new_state(store, run_of(300)))
+    path = store.files.path(checkpoint.file_name)
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    other.rename(path)
+    with pytest.raises(StoreFault, match="was replaced"), store.using(checkpoint):
+        raise AssertionError("served a replaced file")
+
+
+async def test_using_a_file_written_to_is_refused(store: CheckpointStore) -> None:
+    checkpoint = await store.commit(new_state(store, run_of(300)))
+    path = store.files.path(checkpoint.file_name)
+    path.write_bytes(b"x" * path.stat().st_size)
+    os.utime(path, ns=(0, checkpoint.file_stamp[1] + 1))
+    with pytest.raises(StoreFault, match="was replaced"), store.using(checkpoint):
+        raise AssertionError("served a changed file")
+
+
+async def test_using_a_missing_file_is_refused(store: CheckpointStore) -> None:
+    checkpoint = await store.commit(new_state(store, run_of(300)))
+    store.files.path(checkpoint.file_name).unlink()
+    with pytest.raises(StoreFault), store.using(checkpoint):
+        raise AssertionError("served a missing file")
+
+
+async def test_using_a_checkpoint_marks_it_used_for_good(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        checkpoint = await store.commit(new_state(store, run_of(300)))
+        with store.using(checkpoint):
+            pass
+        [used] = store
+    with opened(tmp_path) as store:
+        assert [c.last_used_at for c in store] == [used.last_used_at]
+        assert used.last_used_at > checkpoint.last_used_at
+
+
+async def test_using_a_checkpoint_keeps_it_from_removal_until_the_last_user_left(
+    store: CheckpointStore,
+) -> None:
+    checkpoint = await store.commit(new_state(store, run_of(300)))
+    with store.using(checkpoint):
+        with store.using(checkpoint):
+            pass
+        await store.remove(checkpoint)
+        assert len(store) == 1
+    await store.remove(checkpoint)
+    assert len(store) == 0
+
+
+# Eviction.
+
+
+async def test_evict_within_the_budget_does_nothing(store: CheckpointStore) -> None:
+    await store.commit(new_state(store, run_of(300)))
+    assert await store.evict() == []
+
+
+async def test_evict_over_the_budget_takes_the_least_recently_used(tmp_path: Path) -> None:
+    with opened(tmp_path, max_bytes=250) as store:
+        first, second, third = [
+            await store.commit(new_state(store, run_of(300, start=i * 1000), content=b"x" * 100))
+            for i in range(3)
+        ]
+        with store.using(first):
+            pass
+        assert [c.id for c in await store.evict()] == [second.id]
+        assert {c.id for c in store} == {first.id, third.id}
+        assert store.size_bytes == 200
+        assert names_in(tmp_path) == {first.file_name, third.file_name}
+
+
+async def test_evict_never_takes_one_in_use(tmp_path: Path) -> None:
+    with opened(tmp_path, max_bytes=1) as store:
+        used = await store.commit(new_state(store, run_of(300)))
+        idle = await store.commit(new_state(store, run_of(300, start=1000)))
+        with store.using(used):
+            assert [c.id for c in await store.evict()] == [idle.id]
+            assert store.files.path(used.file_name).exists()
+        assert [c.id for c in await store.evict()] == [used.id]
+
+
+# Opening.
+
+
+async def test_open_of_a_copied_directory_serves_it_by_checksum(tmp_path: Path) -> None:
+    original, copy = tmp_path / "original", tmp_path / "copy"
+    original.mkdir()
+    with opened(original) as store:
+        checkpoint = await store.commit(new_state(store, run_of(300)))
+    shutil.copytree(original, copy, copy_function=shutil.copyfile)
+    for _ in range(2):
+        with opened(copy) as store:
+            [candidate] = found(store, run_of(400))
+            assert candidate.checkpoint.id == checkpoint.id
+            assert candidate.checkpoint.file_stamp != checkpoint.file_stamp
+            with store.using(candidate.checkpoint):
+                pass
+
+
+async def test_open_with_a_file_of_other_content_drops_it(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        checkpoint = await store.commit(new_state(store, run_of(300)))
+        path = store.files.path(checkpoint.file_name)
+    path.write_bytes(b"something else")
+    with opened(tmp_path) as store:
+        assert found(store, run_of(400)) == []
+        assert store.report.n_entries_without_file == 1
+        assert store.index.all() == [] and store.index.tokens(checkpoint.id) is None
+        assert names_in(tmp_path) == set()
+
+
+async def test_open_removes_entries_without_file_and_files_without_entry(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        kept = await store.commit(new_state(store, run_of(300)))
+        lost = await store.commit(new_state(store, run_of(600)))
+        temporary = new_state(store, run_of(900)).temporary_name
+    (tmp_path / lost.file_name).unlink()
+    (tmp_path / "lpc-0123456789abcdef.state").write_bytes(b"orphan")
+    assert (tmp_path / temporary).exists()
+    with opened(tmp_path) as store:
+        report = store.report
+        assert names_in(tmp_path) == {kept.file_name}
+        assert (report.n_checkpoints, report.n_entries_without_file) == (1, 1)
+        assert report.n_files_without_entry == 2
+        assert len(found(store, run_of(900))) == 1
+
+
+def test_second_opener_is_locked_out_and_changes_nothing(store: CheckpointStore) -> None:
+    temporary = new_state(store, run_of(300)).temporary_name
+    with pytest.raises(StoreLocked, match="another llama-prefix-cache uses"):
+        CheckpointStore(store.files.directory, 1 << 20)
+    assert temporary in names_in(store.files.directory)
+
+
+def test_opener_after_close_is_let_in(tmp_path: Path) -> None:
+    for _ in range(3):
+        with opened(tmp_path):
+            pass
+
+
+async def test_foreign_files_in_the_directory_are_untouched(tmp_path: Path) -> None:
+    foreign = [
+        "slot0.bin",
+        "lpc-notours.state",
+        "lpc-0123456789abcdef.state.bak",
+        "lpc-0123456789ABCDEF.state",
+        "lpc-0123456789abcdef.saving2",
+    ]
+    for name in foreign:
+        (tmp_path / name).write_bytes(b"keep me")
+    (tmp_path / "folder").mkdir()
+    with opened(tmp_path, max_bytes=1) as store:
+        await store.commit(new_state(store, run_of(300)))
+        await store.evict()
+    with opened(tmp_path):
+        pass
+    assert all((tmp_path / name).read_bytes() == b"keep me" for name in foreign)
+    assert (tmp_path / "folder").is_dir()
+
+
+@pytest.mark.parametrize("content", [b"garbage" * 4000, b"short"])
+def test_open_with_an_unreadable_index_raises_store_fault_and_frees_the_lock(
+    tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index" / "data.mdb").write_bytes(content)
+    with pytest.raises(StoreFault):
+        CheckpointStore(tmp_path, 1 << 20)
+    shutil.rmtree(tmp_path / "index")
+    with opened(tmp_path) as store:
+        assert len(store) == 0
+
+
+def test_open_with_an_index_that_is_a_file_raises_store_fault(tmp_path: Path) -> None:
+    (tmp_path / "index").write_bytes(b"")
+    with pytest.raises(StoreFault):
+        CheckpointStore(tmp_path, 1 << 20)
+
+
+async def test_open_with_another_format_version_raises_store_fault(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        checkpoint = await store.commit(new_state(store, run_of(300)))
+        await store.put_value("format", 999)
+    with pytest.raises(StoreFault, match="format 999"):
+        CheckpointStore(tmp_path, 1 << 20)
+    assert names_in(tmp_path) == {checkpoint.file_name}
+
+
+async def test_open_with_an_unreadable_record_raises_store_fault_and_keeps_the_files(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path) as store:
+        checkpoint = await store.commit(new_state(store, run_of(300)))
+        with store.index._env.begin(write=True, db=store.index._checkpoints) as transaction:
+            transaction.put(b"\0" * 8, msgspec.msgpack.encode({"not": "a checkpoint"}))
+    for _ in range(2):
+        with pytest.raises(StoreFault):
+            CheckpointStore(tmp_path, 1 << 20)
+    assert names_in(tmp_path) == {checkpoint.file_name}
+
+
+def test_open_where_an_orphan_cannot_be_removed_still_opens_or_raises_store_fault(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "lpc-0123456789abcdef.state").mkdir()
+    try:
+        with opened(tmp_path):
+            pass
+    except StoreFault:
+        pass
+    (tmp_path / "lpc-0123456789abcdef.state").rmdir()
+    with opened(tmp_path):
+        pass
+
+
+def test_open_of_a_missing_directory_raises_store_fault(tmp_path: Path) -> None:
+    with pytest.raises(StoreFault):
+        CheckpointStore(tmp_path / "gone", 1 << 20)
+
+
+# Who may read it.
+
+
+async def test_files_are_readable_by_their_owner_only(store: CheckpointStore) -> None:
+    checkpoint = await store.commit(new_state(store, run_of(300)))
+    directory = store.files.directory
+    names = [checkpoint.file_name, "index/data.mdb", "index/lock.mdb", ".llama-prefix-cache.lock"]
+    assert [stat.S_IMODE((directory / name).stat().st_mode) for name in names] == [0o600] * 4
+    assert stat.S_IMODE((directory / "index").stat().st_mode) == 0o700
+
+
+def test_file_in_a_directory_shared_by_a_group_is_readable_by_the_group(
+    tmp_path: Path,
+) -> None:
+    tmp_path.chmod(0o2770)
+    with opened(tmp_path) as store:
+        checkpoint = asyncio.run(store.commit(new_state(store, run_of(300))))
+        mode = store.files.path(checkpoint.file_name).stat().st_mode
+    assert stat.S_IMODE(mode) == 0o660
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "/etc/passwd", "slot0.bin", "", "lpc-0123456789abcdef.state\n"]
+)
+def test_path_of_a_name_that_is_not_ours_raises_store_fault(
+    store: CheckpointStore, name: str
+) -> None:
+    with pytest.raises(StoreFault):
+        store.files.path(name)
+
+
+# Callers that go away.
+
+
+def hold_writer(store: CheckpointStore) -> threading.Event:
+    """Keep the store's writer thread busy until the returned event is set."""
+    event = threading.Event()
+    store._writer.submit(event.wait)
+    return event
+
+
+async def settled(store: CheckpointStore) -> tuple[set[CheckpointId], set[CheckpointId], set[str]]:
+    """Return the ids in memory and in the index, and the files, once nothing is pending."""
+    await store.put_value("settled", True)
+    await asyncio.sleep(0)
+    in_index = {checkpoint.id for checkpoint in store.index.all()}
+    return {checkpoint.id for checkpoint in store}, in_index, names_in(store.files.directory)
+
+
+async def test_commit_whose_caller_is_cancelled_is_whole_or_not_at_all(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, go_on = threading.Event(), threading.Event()
+    seal = store.files.seal
+
+    def slow_seal(temporary: str, final: str) -> object:
+        began.set()
+        go_on.wait()
+        return seal(temporary, final)
+
+    monkeypatch.setattr(store.files, "seal", slow_seal)
+    task = asyncio.get_running_loop().create_task(store.commit(new_state(store, run_of(300))))
+    await asyncio.to_thread(began.wait)
+    task.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.wait([task])
+    in_memory, in_index, names = await settled(store)
+    assert in_memory == in_index
+    assert len(names) == len(in_index)
+
+
+async def test_remove_whose_caller_is_cancelled_is_whole_or_not_at_all(
+    store: CheckpointStore,
+) -> None:
+    checkpoint = await store.commit(new_state(store, run_of(300)))
+    go_on = hold_writer(store)
+    task = asyncio.get_running_loop().create_task(store.remove(checkpoint))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    await asyncio.wait([task])
+    in_memory, in_index, names = await settled(store)
+    assert in_memory == in_index
+    assert len(names) == len(in_index)
+
+
+async def test_index_reaching_many_hashes_lists_each_checkpoint_once(
+    store: CheckpointStore,
+) -> None:
+    checkpoint = await store.commit(new_state(store, run_of(128 * 20)))
+    assert isinstance(store.index, Index)
+    assert [c.checkpoint.id for c in store.find(NAMESPACE, run_of(128 * 30))] == [checkpoint.id]

@@ -1,0 +1,72 @@
+"""What a request reused, held against its plan."""
+
+import pytest
+
+from proxy.core.model import SlotId
+from proxy.core.plan import Plan, Restore, UseLive
+from proxy.core.slots import Reuse
+from proxy.driver.account import Account
+from proxy.upstream.replies import Timings
+from tests.unit.builders import checkpoint
+
+RESTORE = Restore(checkpoint(900), n_reused=900, n_common=900)
+LIVE = UseLive(Reuse(800, 850))
+
+
+def account(start: Restore | UseLive, *replies: Timings) -> Account:
+    result = Account(Plan(SlotId(0), start, (), False, False, 0.0), n_prompt=1000)
+    for timings in replies:
+        result.add(timings)
+    return result
+
+
+def test_account_of_several_replies_counts_the_first_ones_reuse_and_all_evaluation() -> None:
+    kept = account(LIVE, Timings(800, 50), Timings(850, 150))
+    assert (kept.n_reused, kept.n_evaluated) == (800, 200)
+
+
+@pytest.mark.parametrize(
+    ("start", "n_reused", "outcome"),
+    [
+        (RESTORE, 900, "hit"),
+        (RESTORE, 500, "partial"),
+        (RESTORE, 0, "miss"),
+        (LIVE, 800, "hit"),
+        (LIVE, 799, "partial"),
+        (UseLive(Reuse()), 0, "miss"),
+    ],
+)
+def test_outcome_is_what_the_reply_confirms(
+    start: Restore | UseLive, n_reused: int, outcome: str
+) -> None:
+    assert account(start, Timings(n_reused, 1000 - n_reused)).outcome == outcome
+
+
+def test_outcome_without_any_reply_is_a_miss() -> None:
+    assert account(RESTORE).outcome == "miss"
+    assert not account(RESTORE).is_ineffective_restore
+
+
+def test_outcome_of_a_degraded_request_is_degraded_and_accuses_nobody() -> None:
+    kept = account(RESTORE, Timings(950, 50))
+    kept.is_degraded = True
+    assert kept.outcome == "degraded"
+    assert not kept.is_drift and not kept.is_ineffective_restore
+
+
+def test_ineffective_restore_is_one_that_was_reused_less_than_planned() -> None:
+    assert account(RESTORE, Timings(899, 101)).is_ineffective_restore
+    assert not account(RESTORE, Timings(900, 100)).is_ineffective_restore
+    assert not account(LIVE, Timings(0, 1000)).is_ineffective_restore
+
+
+def test_drift_is_more_reuse_than_the_slot_was_believed_to_allow() -> None:
+    assert account(RESTORE, Timings(901, 99)).is_drift
+    assert not account(LIVE, Timings(850, 150)).is_drift
+    assert account(LIVE, Timings(851, 149)).is_drift
+
+
+def test_short_is_less_reuse_than_a_live_slot_was_believed_to_hold() -> None:
+    assert account(LIVE, Timings(799, 201)).is_short
+    assert not account(LIVE, Timings(800, 200)).is_short
+    assert not account(RESTORE, Timings(0, 1000)).is_short

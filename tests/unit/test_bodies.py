@@ -1,0 +1,280 @@
+"""Clients' bodies: what is read of them, and how they are pinned without changing the rest."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.model import SlotId
+from proxy.upstream.bodies import (
+    GenerationBody,
+    bypass_reason,
+    last_user_index,
+    leading_system,
+    n_completions,
+    parse_body,
+    pin,
+    rendering_key,
+    taints_slot,
+    with_messages,
+)
+from proxy.upstream.routes import Route
+
+SLOT = SlotId(3)
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def body(raw: bytes | dict[str, Any]) -> GenerationBody:
+    parsed = parse_body(json.dumps(raw).encode() if isinstance(raw, dict) else raw)
+    assert parsed is not None
+    return parsed
+
+
+# Parsing.
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"null",
+        b"[1]",
+        b'"text"',
+        b'{"a": 1',
+        b'{"a": 1} x',
+        b"\xef\xbb\xbf{}",
+        b'{"a": NaN}',
+        b'{"a": "\\ud800"}',
+        b'{"a": "\xff"}',
+        b'{"\xff": 1}',
+        b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+    ids=lambda raw: repr(raw[:12]),
+)
+def test_parse_body_of_what_is_no_json_object_is_none(raw: bytes) -> None:
+    assert parse_body(raw) is None
+
+
+@given(st.binary())
+def test_parse_body_of_any_bytes_raises_nothing(raw: bytes) -> None:
+    parse_body(b'{"' + raw + b'": 1}')
+    parse_body(raw)
+
+
+def test_parse_body_of_a_repeated_key_keeps_the_last() -> None:
+    assert body(b'{"n": 1, "n": 2}').fields == {"n": 2}
+
+
+# Pinning.
+
+
+def test_pin_of_a_body_without_owned_fields_splices_and_touches_nothing_else() -> None:
+    raw = b' \n\t{ "zeta":1e0,\t"tools" : [{"b":1, "a":2}], "x": "\\u00e9" }\n'
+    assert pin(body(raw), SLOT) == (
+        b' \n\t{"id_slot":3,"cache_prompt":true,"n_cache_reuse":0,'
+        b' "zeta":1e0,\t"tools" : [{"b":1, "a":2}], "x": "\\u00e9" }\n'
+    )
+
+
+@pytest.mark.parametrize("raw", [b"{}", b"{ }", b" {\n}"])
+def test_pin_of_an_empty_object_is_valid_json(raw: bytes) -> None:
+    owned = {"id_slot": 3, "cache_prompt": True, "n_cache_reuse": 0}
+    assert json.loads(pin(body(raw), SLOT)) == owned
+
+
+def test_pin_replaces_the_clients_slot_in_place() -> None:
+    pinned = pin(body(b'{"a": 1, "id_slot": 0, "b": {"d": 1, "c": 2}}'), SLOT)
+    assert list(json.loads(pinned).items()) == [
+        ("a", 1),
+        ("id_slot", 3),
+        ("b", {"d": 1, "c": 2}),
+        ("cache_prompt", True),
+        ("n_cache_reuse", 0),
+    ]
+    assert pinned.index(b'"d"') < pinned.index(b'"c"')
+
+
+def test_pin_of_a_repeated_slot_leaves_the_proxys_only() -> None:
+    assert pin(body(b'{"id_slot": 1, "id_slot": 2}'), SLOT).count(b'"id_slot"') == 1
+
+
+@pytest.mark.parametrize(
+    ("sent", "reuses", "pinned"),
+    [
+        (False, True, False),
+        (True, True, True),
+        (None, True, True),
+        (True, False, False),
+        (False, False, False),
+    ],
+)
+def test_pin_honours_that_a_client_turned_reuse_off(
+    sent: bool | None, reuses: bool, pinned: bool
+) -> None:
+    raw = {"cache_prompt": sent, "prompt": "x"}
+    assert json.loads(pin(body(raw), SLOT, reuses=reuses))["cache_prompt"] is pinned
+
+
+@pytest.mark.parametrize(("sent", "pinned"), [(8, 8), (0, 0), (None, 0)])
+def test_pin_keeps_states_from_being_shifted_unless_the_client_asks_for_it(
+    sent: int | None, pinned: int
+) -> None:
+    shifted = body({"n_cache_reuse": sent})
+    assert json.loads(pin(shifted, SLOT))["n_cache_reuse"] == pinned
+    assert taints_slot(shifted) is (pinned > 0)
+
+
+def test_pin_without_reuse_turns_it_off() -> None:
+    assert json.loads(pin(body(b'{"a":1}'), SLOT, reuses=False))["cache_prompt"] is False
+
+
+def test_pin_that_encodes_again_keeps_numbers_beyond_64_bits() -> None:
+    pinned = pin(body(b'{"id_slot": 0, "seed": 123456789012345678901234567890}'), SLOT)
+    assert json.loads(pinned)["seed"] == 123456789012345678901234567890
+
+
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner),
+    max_leaves=6,
+)
+FIELDS = st.dictionaries(st.sampled_from(["a", "b", "id_slot", "cache_prompt", "n"]), JSON_VALUES)
+
+
+@given(FIELDS, st.sampled_from([None, 1]), st.sampled_from([b"", b" ", b"\r\n\t"]))
+def test_pin_of_any_body_changes_only_the_owned_fields(
+    fields: dict[str, Any], indent: int | None, space: bytes
+) -> None:
+    raw = space + json.dumps(fields, indent=indent).encode() + space
+    pinned = pin(body(raw), SLOT)
+    reuses = fields.get("cache_prompt") is not False
+    owned = {"id_slot": 3, "cache_prompt": reuses, "n_cache_reuse": 0}
+    assert json.loads(pinned) == {**fields, **owned}
+    assert [k for k in json.loads(pinned) if k not in owned] == [
+        k for k in fields if k not in owned
+    ]
+    if not owned.keys() & fields.keys():
+        brace = raw.index(b"{") + 1
+        assert pinned.startswith(raw[:brace]) and pinned.endswith(raw[brace:])
+
+
+# Why a prompt is not looked up.
+
+
+@pytest.mark.parametrize("route", [Route.PINNED, Route.UNPINNED])
+def test_bypass_reason_of_a_route_whose_prompt_is_not_read_names_it(route: Route) -> None:
+    assert bypass_reason(route, body(CHAT)) == f"{route} route"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"n": 1, "lora": [], "n_cache_reuse": 0, "cache_prompt": True}, None),
+        ({"n": 2}, "several completions"),
+        ({"n_cmpl": 3}, "several completions"),
+        ({"n": 4, "n_cmpl": None}, "several completions"),
+        ({"lora": [{"id": 0, "scale": 1.0}]}, "lora in the request"),
+        ({"n_cache_reuse": 256}, "n_cache_reuse in the request"),
+        ({"cache_prompt": False}, "cache_prompt is false"),
+        ({"messages": []}, "no messages"),
+        ({"messages": "hi"}, "no messages"),
+        ({"messages": ["hi"]}, "malformed messages"),
+        ({"messages": [{"content": [{"type": "text", "text": "x"}]}]}, None),
+        ({"messages": [{"role": "assistant", "content": None}]}, None),
+        ({"messages": [{"content": [{"type": "image_url"}]}]}, "media in the request"),
+        ({"messages": [{"content": ["x"]}]}, "media in the request"),
+    ],
+)
+def test_bypass_reason_of_a_chat_is_named(changes: dict[str, Any], reason: str | None) -> None:
+    assert bypass_reason(Route.CHAT, body({**CHAT, **changes})) == reason
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("text", None),
+        ([1, 2, 3], None),
+        ([1, "text", 2], None),
+        ("", "no single prompt"),
+        ([], "no single prompt"),
+        (None, "no single prompt"),
+        ({"prompt_string": "x", "multimodal_data": []}, "no single prompt"),
+        (["one"], "several prompts"),
+        (["one", "two"], "several prompts"),
+        ([[1, 2], [3]], "several prompts"),
+        ([1, [2]], "several prompts"),
+        ([True], "several prompts"),
+    ],
+)
+def test_bypass_reason_of_a_prompt_is_named(prompt: Any, reason: str | None) -> None:
+    assert bypass_reason(Route.COMPLETION, body({"prompt": prompt})) == reason
+
+
+def test_bypass_reason_of_an_unreadable_body_is_named() -> None:
+    assert bypass_reason(Route.CHAT, None) == "body is not a JSON object"
+
+
+@pytest.mark.parametrize(
+    ("fields", "n"),
+    [({}, 1), ({"n": 0}, 1), ({"n": 3}, 3), ({"n": "3"}, 1), ({"n": 2, "n_cmpl": 4}, 4)],
+)
+def test_n_completions_counts_slots(fields: dict[str, Any], n: int) -> None:
+    assert n_completions(body(fields)) == n
+
+
+TALK = body(
+    {
+        "messages": [
+            {"role": "system", "content": "s"},
+            {"role": "developer", "content": "d"},
+            {"role": "user", "content": "u"},
+            {"role": "assistant", "content": "a"},
+            {"role": "user", "content": "v"},
+            {"role": "tool", "content": "t"},
+        ],
+        "tools": [{"b": 1, "a": 2}],
+        "temperature": 0.5,
+    }
+)
+
+
+def test_leading_system_ends_at_the_first_other_role() -> None:
+    assert [m["content"] for m in leading_system(TALK)] == ["s", "d"]
+    assert leading_system(body(CHAT)) == []
+
+
+def test_last_user_index_is_the_newest_user_message() -> None:
+    assert last_user_index(TALK) == 4
+    assert last_user_index(body({"messages": [{"role": "system"}]})) is None
+
+
+def test_with_messages_keeps_the_other_fields_in_order() -> None:
+    rendered = with_messages(TALK, [{"role": "user"}], generation_prompt=False)
+    assert json.loads(rendered) == {
+        **TALK.fields,
+        "messages": [{"role": "user"}],
+        "add_generation_prompt": False,
+    }
+    assert rendered.index(b'"b"') < rendered.index(b'"a"')
+
+
+def test_rendering_key_depends_on_what_the_template_reads_only() -> None:
+    messages = leading_system(TALK)
+    cooler = GenerationBody(b"", {**TALK.fields, "temperature": 0.1})
+    other_order = GenerationBody(b"", {**TALK.fields, "tools": [{"a": 2, "b": 1}]})
+    assert rendering_key(TALK, messages) == rendering_key(cooler, messages)
+    assert rendering_key(TALK, messages) != rendering_key(other_order, messages)
+    assert rendering_key(TALK, messages) != rendering_key(TALK, [])
+
+
+def test_shape_is_shared_by_requests_of_one_kind_and_holds_no_text() -> None:
+    one = body({**CHAT, "model": "m"}).shape("/v1/chat/completions")
+    two = body({"model": "n", "messages": [{"role": "user", "content": "other"}]})
+    assert one == two.shape("/v1/chat/completions") == "/v1/chat/completions user messages,model"

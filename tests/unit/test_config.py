@@ -1,0 +1,188 @@
+"""Settings: where their values come from, and which are refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.config import ENVIRONMENT_PREFIX, NAMES, Settings, load_settings, split_address
+from proxy.errors import SettingsError
+
+
+def load(
+    folder: Path,
+    flags: dict[str, Any] | None = None,
+    environment: dict[str, str] | None = None,
+    file: str | bytes | None = None,
+) -> Settings:
+    """Load settings from the given sources; `file` is the content of a YAML file."""
+    path = folder / "config.yaml" if file is not None else None
+    if path and file is not None:
+        path.write_bytes(file.encode() if isinstance(file, str) else file)
+    named = {ENVIRONMENT_PREFIX + key: value for key, value in (environment or {}).items()}
+    return load_settings({"slot_save_path": str(folder), **(flags or {})}, named, path)
+
+
+def refusal(folder: Path, **sources: Any) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load(folder, **sources)
+    return str(caught.value)
+
+
+def test_settings_without_sources_are_the_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path) == Settings(slot_save_path=str(tmp_path))
+
+
+def test_settings_from_file_environment_and_flags_beat_each_other_in_order(tmp_path: Path) -> None:
+    file = "max_requests: 1\nlog_level: debug\ndrain_seconds: 7\nlisten: 0.0.0.0:9000\n"
+    environment = {"MAX_REQUESTS": "2", "LOG_LEVEL": "error", "DRAIN_SECONDS": "8"}
+    settings = load(tmp_path, {"max_requests": 3, "log_level": None}, environment, file)
+    assert settings.max_requests == 3
+    assert settings.log_level == "error"
+    assert settings.drain_seconds == 8.0
+    assert settings.listen == "0.0.0.0:9000"
+    assert settings.admin == Settings(slot_save_path=".").admin
+
+
+def test_settings_from_an_empty_file_are_the_defaults(tmp_path: Path) -> None:
+    assert load(tmp_path, file="# nothing yet\n") == load(tmp_path)
+
+
+def test_setting_from_the_environment_is_converted(tmp_path: Path) -> None:
+    environment = {"SHARE_BETWEEN_API_KEYS": "true", "IDLE_SAVE_SECONDS": "2.5"}
+    settings = load(tmp_path, environment=environment)
+    assert (settings.share_between_api_keys, settings.idle_save_seconds) == (True, 2.5)
+
+
+@pytest.mark.parametrize(
+    ("written", "n_bytes"),
+    [
+        ("20GiB", 20 << 30),
+        ("1.5 MiB", 3 << 19),
+        (" 2TiB ", 2 << 40),
+        ("1024KiB", 1 << 20),
+        ("2000000", 2_000_000),
+    ],
+)
+def test_size_with_a_unit_is_read_in_every_source(
+    tmp_path: Path, written: str, n_bytes: int
+) -> None:
+    from_file = load(tmp_path, file=f"max_store_bytes: '{written}'")
+    from_environment = load(tmp_path, environment={"MAX_STORE_BYTES": written})
+    from_flag = load(tmp_path, {"max_store_bytes": written})
+    for settings in (from_file, from_environment, from_flag):
+        assert settings.max_store_bytes == n_bytes
+
+
+@pytest.mark.parametrize(
+    "written", ["20GB", "GiB", "much", "-1GiB", "0", "1KiB", "nanGiB", "infGiB", "1e999GiB", ""]
+)
+def test_size_that_is_none_is_refused(tmp_path: Path, written: str) -> None:
+    message = refusal(tmp_path, environment={"MAX_STORE_BYTES": written})
+    assert message.startswith("environment: ") and "max_store_bytes" in message
+
+
+def test_unknown_key_in_the_file_is_refused_with_its_source_and_what_is_allowed(
+    tmp_path: Path,
+) -> None:
+    message = refusal(tmp_path, file="max_stroe_bytes: 1GiB\n")
+    assert message.startswith(str(tmp_path / "config.yaml"))
+    assert "max_stroe_bytes" in message and all(name in message for name in NAMES)
+
+
+def test_unknown_variable_with_our_prefix_is_refused(tmp_path: Path) -> None:
+    message = refusal(tmp_path, environment={"MAX_REQUEST": "3"})
+    assert "environment: LLAMA_PREFIX_CACHE_MAX_REQUEST" in message and "max_requests" in message
+
+
+def test_variable_that_names_the_file_is_allowed(tmp_path: Path) -> None:
+    assert load(tmp_path, environment={"CONFIG": "/etc/x.yaml"}) == load(tmp_path)
+
+
+def test_variables_of_others_are_ignored(tmp_path: Path) -> None:
+    environment = {"HOME": "/root", "LLAMA_ARG_PORT": "1"}
+    assert load_settings({"slot_save_path": str(tmp_path)}, environment, None) == load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ("max_requests: many", "max_requests"),
+        ("max_requests: '3'", "max_requests"),
+        ("max_requests: 1.5", "max_requests"),
+        ("max_requests: true", "max_requests"),
+        ("max_requests: 0", "max_requests"),
+        ("max_requests:", "max_requests"),
+        ("idle_save_seconds: 0", "idle_save_seconds"),
+        ("idle_save_seconds: .nan", "idle_save_seconds"),
+        ("drain_seconds: -1", "drain_seconds"),
+        ("log_level: loud", "log_level"),
+        ("upstream: localhost:8080", "upstream"),
+        ("upstream: ftp://localhost", "upstream"),
+        ("upstream: http://", "upstream"),
+        ("listen: '8081'", "listen"),
+        ("listen: ::1:8081", "listen"),
+        ("listen: 127.0.0.1:70000", "listen"),
+        ("max_store_bytes: 100", "max_store_bytes"),
+        ("slot_save_path: ''", "slot_save_path"),
+        ("allow_state_changes: 1", "allow_state_changes"),
+    ],
+)
+def test_impossible_value_in_the_file_is_refused_by_name(
+    tmp_path: Path, line: str, name: str
+) -> None:
+    message = refusal(tmp_path, file=line)
+    assert message.startswith(str(tmp_path / "config.yaml")) and name in message
+
+
+@pytest.mark.parametrize("value", ["many", "0", "-3", "1.5", ""])
+def test_impossible_value_in_the_environment_is_refused_by_name(tmp_path: Path, value: str) -> None:
+    message = refusal(tmp_path, environment={"MAX_REQUESTS": value})
+    assert message.startswith("environment: ") and "max_requests" in message
+
+
+def test_impossible_flag_is_refused_by_name(tmp_path: Path) -> None:
+    message = refusal(tmp_path, flags={"max_requests": 0})
+    assert message.startswith("command line: ") and "max_requests" in message
+
+
+def test_impossible_value_is_refused_even_if_a_flag_overrides_it(tmp_path: Path) -> None:
+    message = refusal(tmp_path, flags={"max_requests": 5}, file="max_requests: 0")
+    assert message.startswith(str(tmp_path / "config.yaml"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["- a\n- b\n", "just text", "a: [", "8081: listen\n", b"\xff\xfe\x00broken"],
+    ids=["list", "text", "cut off", "number as a name", "binary"],
+)
+def test_file_that_is_no_settings_file_is_refused_by_name(
+    tmp_path: Path, content: str | bytes
+) -> None:
+    assert refusal(tmp_path, file=content).startswith(str(tmp_path / "config.yaml"))
+
+
+def test_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="gone.yaml"):
+        load_settings({"slot_save_path": str(tmp_path)}, {}, tmp_path / "gone.yaml")
+
+
+def test_missing_slot_save_path_is_refused_and_explained() -> None:
+    with pytest.raises(SettingsError, match="slot_save_path is missing"):
+        load_settings({}, {}, None)
+
+
+def test_slot_save_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    message = refusal(tmp_path, flags={"slot_save_path": str(tmp_path / "gone")})
+    assert "gone is not a directory" in message
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "port"),
+    [("127.0.0.1:80", "127.0.0.1", 80), ("[::1]:8081", "::1", 8081), (":8081", "", 8081)],
+)
+def test_split_address_tells_host_and_port(
+    tmp_path: Path, address: str, host: str, port: int
+) -> None:
+    assert load(tmp_path, {"listen": address}).listen == address
+    assert split_address(address) == (host, port)

@@ -1,0 +1,96 @@
+"""The rule that measured probes bear out, for every kind of memory that was measured."""
+
+import pytest
+
+from proxy.core.model import NO_RULE, Rule, RuleKind
+from proxy.driver.self_test import N_BACK, Probe, judge
+
+
+def probe(
+    n_tokens: int,
+    reused_extended: int,
+    reused_diverging: int | None = None,
+    *,
+    points: tuple[int, ...] = (),
+    has_every_position: bool = False,
+) -> Probe:
+    """Return a probe of *n_tokens* whose file carries *points*."""
+    return Probe(
+        n_tokens,
+        has_every_position,
+        reused_extended,
+        max((p for p in points if p <= n_tokens), default=0),
+        reused_diverging,
+        max((p for p in points if p <= n_tokens - N_BACK), default=0),
+    )
+
+
+def whole(n_tokens: int, n_diverging: int | None = None, *, has_every: bool = True) -> Probe:
+    return probe(n_tokens, n_tokens, n_diverging, has_every_position=has_every)
+
+
+def with_points(n_tokens: int, points: tuple[int, ...], n_diverging: int | None = None) -> Probe:
+    return probe(n_tokens, n_tokens, n_diverging, points=points)
+
+
+FULL = [whole(64, 44), whole(2200, 2180), whole(4400)]
+SWA = [
+    probe(64, 59, 0, points=(59,), has_every_position=True),
+    with_points(2200, (1683, 2195), 1683),
+    with_points(4400, (1683, 2195, 3883, 4395)),
+]
+RECURRENT = [
+    with_points(64, (60,), 0),
+    with_points(2200, (1684, 2196), 1684),
+    with_points(4400, (1684, 2196, 3884, 4396)),
+]
+STRIPPED = [probe(64, 64, 0), probe(2200, 2200, 0), probe(4400, 4400)]
+REPAIRED_SWA = [probe(64, 0, 0), probe(2200, 2200, 0), probe(4400, 4400)]
+FORGETFUL_SWA = [
+    probe(64, 0, 0, has_every_position=True),
+    probe(2200, 0, 0),
+    probe(4400, 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("probes", "rule"),
+    [
+        (FULL, Rule(RuleKind.ANY_PREFIX)),
+        (SWA, Rule(RuleKind.RESTORE_POINTS, end_holds_from=2200)),
+        (RECURRENT, Rule(RuleKind.RESTORE_POINTS)),
+        (STRIPPED, Rule(RuleKind.END_ONLY)),
+        (REPAIRED_SWA, Rule(RuleKind.END_ONLY, end_holds_from=2200)),
+        (FORGETFUL_SWA, NO_RULE),
+        ([], NO_RULE),
+    ],
+    ids=["full", "swa", "recurrent", "stripped", "repaired swa", "old swa", "no probes"],
+)
+def test_judge_of_measured_probes_learns_the_rule(probes: list[Probe], rule: Rule) -> None:
+    assert judge(probes) == rule
+
+
+def test_judge_of_a_full_sized_window_never_learns_any_prefix() -> None:
+    # --swa-full reuses everything from memory, but the file holds a window's positions only.
+    probes = [whole(64, 44), whole(2200, 2180, has_every=False), whole(4400, has_every=False)]
+    assert judge(probes).kind is RuleKind.END_ONLY
+
+
+def test_judge_of_short_probes_alone_learns_what_they_show() -> None:
+    assert judge(FULL[:1]) == Rule(RuleKind.ANY_PREFIX)
+    assert judge(SWA[:1]) == NO_RULE
+    assert judge(RECURRENT[:1]) == Rule(RuleKind.END_ONLY)
+
+
+def test_judge_of_points_that_are_not_used_learns_end_only() -> None:
+    probes = [RECURRENT[0], with_points(2200, (1684, 2196), 0), RECURRENT[2]]
+    assert judge(probes) == Rule(RuleKind.END_ONLY)
+
+
+def test_judge_of_a_longest_probe_that_fails_learns_nothing() -> None:
+    assert judge([*FULL[:2], probe(4400, 0)]) == NO_RULE
+    assert judge([*RECURRENT[:2], probe(4400, 0)]) == NO_RULE
+
+
+def test_judge_of_a_diverging_reuse_beyond_the_tokens_in_common_is_not_any_prefix() -> None:
+    assert judge([whole(64, 44), whole(2200, 2200), whole(4400)]).kind is not RuleKind.ANY_PREFIX

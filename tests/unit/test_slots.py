@@ -1,0 +1,199 @@
+"""What slots hold, what a prompt reuses of it, and who has the right to a slot."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.model import Rule, RuleKind, SlotId
+from proxy.core.prefix import common_prefix_length, token_ids
+from proxy.core.slots import (
+    CONTEXT_CHECKPOINT_MARGIN,
+    MAX_BELIEVED_POINTS,
+    Empty,
+    Known,
+    Reuse,
+    SlotTable,
+    Unknown,
+    after_evaluation,
+    live_reuse,
+)
+from tests.unit.builders import (
+    ANY_PREFIX,
+    END_ONLY,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    RESTORE_POINTS,
+    branch,
+    run_of,
+)
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20).map(token_ids)
+
+
+def test_live_reuse_of_an_empty_slot_is_nothing() -> None:
+    assert live_reuse(ANY_PREFIX, Empty(), NAMESPACE, run_of(10)) == Reuse(0, 0)
+
+
+@pytest.mark.parametrize("content", [Unknown(), Unknown(NAMESPACE)])
+def test_live_reuse_of_an_unknown_slot_counts_on_nothing(content: Unknown) -> None:
+    reuse = live_reuse(ANY_PREFIX, content, NAMESPACE, run_of(10))
+    assert reuse.at_least == 0
+    assert reuse.at_most < 10
+
+
+def test_live_reuse_of_another_tenants_slot_is_nothing() -> None:
+    content = Known(run_of(10), OTHER_NAMESPACE)
+    assert live_reuse(ANY_PREFIX, content, NAMESPACE, run_of(20)) == Reuse(0, 0)
+
+
+@pytest.mark.parametrize("rule", [ANY_PREFIX, RESTORE_POINTS, END_ONLY])
+def test_live_reuse_of_a_longer_prompt_is_the_whole_slot(rule: Rule) -> None:
+    assert live_reuse(rule, Known(run_of(10), NAMESPACE), NAMESPACE, run_of(20)) == Reuse(10, 10)
+
+
+def test_live_reuse_of_the_same_prompt_evaluates_the_last_token_again() -> None:
+    content = Known(run_of(10), NAMESPACE, restore_points=(6,))
+    assert live_reuse(ANY_PREFIX, content, NAMESPACE, run_of(10)) == Reuse(9, 9)
+    assert live_reuse(RESTORE_POINTS, content, NAMESPACE, run_of(10)) == Reuse(6, 9)
+
+
+def test_live_reuse_of_a_diverging_prompt_goes_back_to_a_restore_point() -> None:
+    content = Known(run_of(100), NAMESPACE, restore_points=(40, 96))
+    assert live_reuse(RESTORE_POINTS, content, NAMESPACE, branch(95, 200)) == Reuse(40, 95)
+    assert live_reuse(RESTORE_POINTS, content, NAMESPACE, branch(39, 200)) == Reuse(0, 39)
+    assert live_reuse(ANY_PREFIX, content, NAMESPACE, branch(95, 200)) == Reuse(95, 95)
+
+
+def test_live_reuse_beyond_an_unreported_tail_is_a_range() -> None:
+    content = Known(run_of(100), NAMESPACE, n_tail=7, restore_points=(95,))
+    assert live_reuse(RESTORE_POINTS, content, NAMESPACE, run_of(200)) == Reuse(95, 107)
+    assert live_reuse(ANY_PREFIX, content, NAMESPACE, run_of(200)) == Reuse(100, 107)
+    assert live_reuse(ANY_PREFIX, content, NAMESPACE, run_of(103)) == Reuse(100, 102)
+
+
+@given(
+    st.sampled_from(RuleKind),
+    TOKENS,
+    TOKENS,
+    st.integers(0, 3),
+    st.sets(st.integers(1, 20), max_size=4),
+)
+def test_live_reuse_of_anything_never_promises_more_than_is_common(
+    kind: RuleKind, held: list[int], asked: list[int], n_tail: int, points: set[int]
+) -> None:
+    content = Known(token_ids(held), NAMESPACE, n_tail, tuple(sorted(points)))
+    reuse = live_reuse(Rule(kind), content, NAMESPACE, token_ids(asked))
+    n_common = common_prefix_length(content.tokens, token_ids(asked))
+    assert 0 <= reuse.at_least <= min(n_common, len(asked) - 1)
+    assert reuse.at_least <= reuse.at_most <= min(n_common + n_tail, len(asked) - 1)
+
+
+def test_after_evaluation_in_an_empty_slot_knows_the_prompt_and_one_restore_point() -> None:
+    held = after_evaluation(Empty(), run_of(100), NAMESPACE, turn_start=80)
+    assert held.tokens == run_of(100)
+    assert held.restore_points == (100 - CONTEXT_CHECKPOINT_MARGIN,)
+    assert (held.turn_start, held.n_tail, held.n_saved) == (80, 0, 0)
+
+
+def test_after_evaluation_of_a_tiny_prompt_believes_in_no_restore_point() -> None:
+    assert after_evaluation(Empty(), run_of(3), NAMESPACE).restore_points == ()
+
+
+def test_after_evaluation_the_last_sampled_token_is_not_in_the_slot() -> None:
+    assert after_evaluation(Empty(), run_of(100), NAMESPACE, n_generated=8).n_tokens == 107
+    assert after_evaluation(Empty(), run_of(100), NAMESPACE, n_generated=1).n_tokens == 100
+
+
+def test_after_evaluation_of_a_diverging_prompt_forgets_what_lay_behind() -> None:
+    before = Known(
+        run_of(200),
+        NAMESPACE,
+        n_tail=9,
+        restore_points=(50, 120, 195),
+        turn_start=150,
+        last_cut=100,
+        n_saved=200,
+    )
+    held = after_evaluation(before, branch(130, 300), NAMESPACE)
+    assert held.restore_points == (50, 120, 295)
+    assert (held.turn_start, held.last_cut, held.n_saved) == (0, 100, 130)
+
+
+def test_after_evaluation_of_a_longer_prompt_keeps_what_was_saved() -> None:
+    before = Known(run_of(200), NAMESPACE, turn_start=150, last_cut=180, n_saved=200)
+    held = after_evaluation(before, run_of(300), NAMESPACE)
+    assert (held.turn_start, held.last_cut, held.n_unsaved) == (150, 180, 100)
+
+
+def test_after_evaluation_over_another_tenants_tokens_inherits_nothing() -> None:
+    before = Known(run_of(200), OTHER_NAMESPACE, restore_points=(50,), n_saved=200)
+    held = after_evaluation(before, run_of(200), NAMESPACE)
+    assert (held.restore_points, held.n_saved, held.namespace) == ((195,), 0, NAMESPACE)
+
+
+def test_after_evaluation_many_times_believes_in_the_newest_points_only() -> None:
+    held: Empty | Known = Empty()
+    for n_tokens in range(100, 3100, 100):
+        held = after_evaluation(held, run_of(n_tokens), NAMESPACE)
+    assert isinstance(held, Known)
+    assert len(held.restore_points) == MAX_BELIEVED_POINTS
+    assert held.restore_points[-1] == 3000 - CONTEXT_CHECKPOINT_MARGIN
+
+
+@given(TOKENS, TOKENS, st.sets(st.integers(1, 20)), st.integers(0, 25), st.integers(0, 5))
+def test_after_evaluation_of_anything_believes_only_in_points_within_the_prompt(
+    held: list[int], asked: list[int], points: set[int], n_saved: int, n_generated: int
+) -> None:
+    before = Known(token_ids(held), NAMESPACE, 0, tuple(sorted(points)), n_saved=n_saved)
+    after = after_evaluation(before, token_ids(asked), NAMESPACE, n_generated=n_generated)
+    n_common = common_prefix_length(before.tokens, after.tokens)
+    newest = len(asked) - CONTEXT_CHECKPOINT_MARGIN
+    assert list(after.restore_points) == sorted(set(after.restore_points))
+    assert all(p in points and p <= n_common or p == newest for p in after.restore_points)
+    assert after.n_saved <= n_common
+
+
+def test_lease_of_a_free_slot_reserves_it() -> None:
+    table = SlotTable([Empty(), Empty()])
+    table.lease(SlotId(1), now=5.0)
+    assert [slot.id for slot in table.free()] == [0]
+    assert table[SlotId(1)].used_at == 5.0
+
+
+def test_lease_of_a_leased_slot_raises_and_changes_nothing() -> None:
+    table = SlotTable([Empty()])
+    table.lease(SlotId(0), now=5.0)
+    with pytest.raises(ValueError, match="slot 0 is leased already"):
+        table.lease(SlotId(0), now=6.0)
+    assert table[SlotId(0)].used_at == 5.0
+
+
+def test_release_twice_leaves_the_slot_free_and_its_content_alone() -> None:
+    table = SlotTable([Known(run_of(3), NAMESPACE)])
+    table.lease(SlotId(0), now=1.0)
+    table.release(SlotId(0), now=2.0)
+    table.release(SlotId(0), now=3.0)
+    assert not table[SlotId(0)].is_leased
+    assert table[SlotId(0)].content == Known(run_of(3), NAMESPACE)
+
+
+def test_set_content_of_a_leased_slot_keeps_the_lease() -> None:
+    table = SlotTable([Empty()])
+    table.lease(SlotId(0), now=1.0)
+    table.set_content(SlotId(0), Unknown())
+    assert table[SlotId(0)].is_leased
+
+
+def test_forget_free_leaves_leased_slots_alone() -> None:
+    table = SlotTable([Known(run_of(3), NAMESPACE), Known(run_of(4), NAMESPACE)])
+    table.lease(SlotId(0), now=1.0)
+    table.forget_free()
+    assert [slot.content for slot in table] == [Known(run_of(3), NAMESPACE), Unknown()]
+
+
+def test_iteration_while_contents_change_sees_every_slot_once() -> None:
+    table = SlotTable([Empty() for _ in range(4)])
+    for slot in table:
+        table.set_content(slot.id, Unknown())
+    assert [slot.id for slot in table] == [0, 1, 2, 3]
+    assert len(table) == 4
