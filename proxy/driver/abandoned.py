@@ -26,8 +26,10 @@ async def wind_up(session: Session, slot_id: SlotId, n_tokens: int) -> None:
     Clients that gave up waiting send the same prompt again; what was evaluated of it must not be lost.
     """
     await outlast(session, [slot_id], n_tokens)
-    content = session.attachment.desk.table[slot_id].content
-    if is_write_back_due(session.attachment.rule, content):
+    desk = session.attachment.desk
+    content = desk.table[slot_id].content
+    # During a placement another request may be running there already.
+    if not desk.is_placing and is_write_back_due(session.attachment.rule, content):
         await session.work.write_back(slot_id, CheckpointKind.CONVERSATION)
 
 

@@ -230,6 +230,8 @@ class CachedRequest:
         rule, content = self._attachment.rule, self._attachment.desk.table[slot_id].content
         if rule.kind is not RuleKind.RESTORE_POINTS or not self._prompt.cuts.begins_turn:
             return
+        if self._attachment.desk.is_placing:
+            return  # another request may be running in this slot already
         if isinstance(content, Known) and is_write_back_due(rule, content):
             work = self._session.work.write_back(
                 slot_id, CheckpointKind.TURN_START, is_just_predicted=True

@@ -2,18 +2,21 @@
 
 `SlotTable` says what is reserved; the desk lets requests wait for it. Whoever asks brings a function
 that chooses among the slots as they are *then*; choice and reservation happen in one step.
+
+A *placement* is a lease whose request goes to a slot of llama-server's choice. Until that is known any
+idle slot may be the one, so nothing else is granted meanwhile, and slots that come free join the lease.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from proxy.core.model import SlotId
-from proxy.core.slots import SlotTable
+from proxy.core.slots import TAINTED, SlotTable
 from proxy.errors import TooManyRequests
 
 C = TypeVar("C")
@@ -41,6 +44,7 @@ class _Waiting:
     choose: Callable[[], Choice[Any] | None]
     granted: "asyncio.Future[Lease[Any]]"
     n_passes: int
+    is_placement: bool
 
 
 class Lease(Generic[C]):
@@ -49,6 +53,7 @@ class Lease(Generic[C]):
     def __init__(self, desk: "LeaseDesk", choice: Choice[C]) -> None:
         self._desk = desk
         self._held = set(choice.slot_ids)
+        self._is_abandoned = False
         self.slot_ids = choice.slot_ids
         self.reason = choice.reason
 
@@ -70,16 +75,26 @@ class Lease(Generic[C]):
 
     def release(self, *slot_ids: SlotId) -> None:
         """Give back the named slots, or all; again is harmless."""
-        given_back = self._held & set(slot_ids or self.slot_ids)
+        given_back = self._held & set(slot_ids or self._held)
         self._held -= given_back
-        self._desk.give_back(given_back)
+        self._desk.give_back(self, given_back)
+
+    def join(self, slot_id: SlotId) -> None:
+        """Take a slot that came free during this placement."""
+        self._held.add(slot_id)
+        if self._is_abandoned:
+            # Whether the abandoned request ran there will never be known.
+            self._desk.table.set_content(slot_id, TAINTED)
+            self._desk.table.close_lease(slot_id)
 
     def hand_over(self, task: "asyncio.Task[Any]") -> None:
         """Leave the slots to *task*: they are given back when it ends, whatever becomes of us."""
         for slot_id in self._held:
             self._desk.table.close_lease(slot_id)
         successor = Lease(self._desk, Choice(tuple(self._held), self.reason))
+        successor._is_abandoned = True
         self._held = set()
+        self._desk.succeed(self, successor)
         task.add_done_callback(lambda _: successor.release())
 
 
@@ -90,6 +105,7 @@ class LeaseDesk:
         self.table = table
         self._max_waiting = max_waiting
         self._waiting: deque[_Waiting] = deque()
+        self._placement: Lease[Any] | None = None
         self._is_closed = False
 
     @property
@@ -98,11 +114,20 @@ class LeaseDesk:
         return self._is_closed
 
     @property
+    def is_placing(self) -> bool:
+        """Whether llama-server may be about to run a request in any slot that is idle to it."""
+        return self._placement is not None
+
+    @property
     def n_waiting(self) -> int:
         return len(self._waiting)
 
     async def lease(
-        self, choose: Callable[[], Choice[C] | None], *, may_be_passed: bool = False
+        self,
+        choose: Callable[[], Choice[C] | None],
+        *,
+        may_be_passed: bool = False,
+        is_placement: bool = False,
     ) -> Lease[C]:
         """Wait for the turn and for slots to choose from.
 
@@ -111,12 +136,13 @@ class LeaseDesk:
         """
         if self._is_closed:
             raise DeskClosed
-        if not self._waiting and (choice := choose()):
-            return self._reserve(choice)
+        if not self._waiting and not self.is_placing and (choice := choose()):
+            return self._reserve(choice, is_placement=is_placement)
         if len(self._waiting) >= self._max_waiting:
             raise TooManyRequests(f"{self._max_waiting} requests are waiting for a slot already")
         granted: asyncio.Future[Lease[C]] = asyncio.get_running_loop().create_future()
-        waiting = _Waiting(choose, granted, MAX_OVERTAKES if may_be_passed else 0)
+        n_passes = MAX_OVERTAKES if may_be_passed else 0
+        waiting = _Waiting(choose, granted, n_passes, is_placement)
         self._waiting.append(waiting)
         self._grant()
         try:
@@ -127,9 +153,23 @@ class LeaseDesk:
 
     def try_lease(self, slot_id: SlotId) -> Lease[None] | None:
         """Lease one slot if it is free and nobody waits."""
-        if self._is_closed or self._waiting or self.table[slot_id].is_leased:
+        if self._is_closed or self._waiting or self.is_placing or self.table[slot_id].is_leased:
             return None
         return self._reserve(Choice((slot_id,), None))
+
+    def end_placement(self, lease: Lease[Any], used: Collection[SlotId]) -> None:
+        """Note that a placement's request runs in the slots *used*; the lease keeps only those."""
+        if self._placement is lease:
+            self._placement = None
+        for slot_id in used:
+            self.table.note_running(slot_id)
+        lease.release(*(set(lease.held) - set(used)))
+        self._grant()
+
+    def succeed(self, lease: Lease[Any], successor: Lease[Any]) -> None:
+        """Let *successor* stand for *lease*, which was handed over."""
+        if self._placement is lease:
+            self._placement = successor
 
     def take_over(self, slot_id: SlotId) -> Lease[None]:
         """Return the lease of a slot that was found in somebody else's use."""
@@ -140,9 +180,15 @@ class LeaseDesk:
         self.table.note_running(slot_id)
         self._grant()
 
-    def give_back(self, slot_ids: set[SlotId]) -> None:
+    def give_back(self, lease: Lease[Any], slot_ids: set[SlotId]) -> None:
+        """Free slots of *lease*; while another lease is a placement, they join that one instead."""
+        if self._placement is lease and not lease.held:
+            self._placement = None
         for slot_id in slot_ids:
             self.table.release(slot_id, time.monotonic())
+            if self._placement not in (None, lease):
+                self.table.lease(slot_id, time.monotonic())
+                self._placement.join(slot_id)
         self._grant()
 
     def close(self) -> None:
@@ -153,18 +199,23 @@ class LeaseDesk:
             if not waiting.granted.done():
                 waiting.granted.set_exception(DeskClosed())
 
-    def _reserve(self, choice: Choice[C]) -> Lease[C]:
+    def _reserve(self, choice: Choice[C], *, is_placement: bool = False) -> Lease[C]:
         for slot_id in choice.slot_ids:
             if self.table[slot_id].is_leased:
                 raise ValueError(f"slot {slot_id} is leased already")
         for slot_id in choice.slot_ids:
             self.table.lease(slot_id, time.monotonic())
-        return Lease(self, choice)
+        lease = Lease(self, choice)
+        if is_placement:
+            self._placement = lease
+        return lease
 
     def _grant(self) -> None:
         """Give free slots to those who wait, in arrival order but for a bounded number of overtakes."""
         declined: list[_Waiting] = []
         for waiting in tuple(self._waiting):
+            if self.is_placing:
+                return
             if not waiting.granted.done() and not self._try_to_grant(waiting):
                 if waiting.n_passes == 0 or not self.table.free():
                     return
@@ -181,7 +232,8 @@ class LeaseDesk:
             choice = waiting.choose()
             if choice is None:
                 return False
-            waiting.granted.set_result(self._reserve(choice))
+            lease = self._reserve(choice, is_placement=waiting.is_placement)
+            waiting.granted.set_result(lease)
         except Exception as error:
             waiting.granted.set_exception(error)
         return True

@@ -19,20 +19,30 @@ async def clear_way(
     services: Services, session: Session, lease: Lease[None], namespace: Namespace
 ) -> bool:
     """Save what would be lost, and erase what is not this tenant's; return False if that failed."""
-    table, work = session.attachment.desk.table, session.work
+    cleared: set[SlotId] = set()
     is_clear = True
-    for slot_id in lease.slot_ids:
-        content = table[slot_id].content
-        if isinstance(content, Known) and content.n_unsaved >= MIN_WRITE_BACK_TOKENS:
-            kind = CheckpointKind.CONVERSATION
-            await services.finish(lease, work.write_back(slot_id, kind))
-        if holds_foreign_tokens(table[slot_id].content, namespace):
-            try:
-                await services.finish(lease, work.erase(slot_id))
-            except UpstreamFault as fault:
-                services.faults.record("erase", fault)
-                is_clear = False
+    while left := set(lease.held) - cleared:  # slots may join a placement meanwhile
+        for slot_id in left:
+            is_clear &= await _clear(services, session, lease, slot_id, namespace)
+        cleared |= left
     return is_clear
+
+
+async def _clear(
+    services: Services, session: Session, lease: Lease[None], slot_id: SlotId, namespace: Namespace
+) -> bool:
+    table, work = session.attachment.desk.table, session.work
+    content = table[slot_id].content
+    if isinstance(content, Known) and content.n_unsaved >= MIN_WRITE_BACK_TOKENS:
+        kind = CheckpointKind.CONVERSATION
+        await services.finish(lease, work.write_back(slot_id, kind))
+    if holds_foreign_tokens(table[slot_id].content, namespace):
+        try:
+            await services.finish(lease, work.erase(slot_id))
+        except UpstreamFault as fault:
+            services.faults.record("erase", fault)
+            return False
+    return True
 
 
 def mark_unknown(

@@ -1,8 +1,8 @@
 """Requests for which llama-server chooses the slot itself, such as /v1/messages and embeddings.
 
 It chooses among the slots that are idle *to it*. So such a request waits until every slot that others
-lease is really running their request (one that is being restored for somebody looks idle too), takes
-all free slots, and gives back what was not chosen as soon as /slots shows the choice.
+lease is really running their request (one that is being restored for somebody looks idle too) and takes
+all free slots, and those that come free, until /slots shows which one was chosen.
 """
 
 import asyncio
@@ -43,10 +43,13 @@ class UnpinnedRequest:
         self._n_slots = min(n_slots, len(self._desk.table))
         self._namespace: Namespace = session.attachment.tenant_namespace(request.tenant)
         self._before: LastTasks | None = None
+        self._is_placed = False
 
     async def serve(self, send: Send) -> Answer:
         may_be_passed = self._n_slots == 1  # it then waits only until others really run
-        with await self._desk.lease(self._choose, may_be_passed=may_be_passed) as lease:
+        with await self._desk.lease(
+            self._choose, may_be_passed=may_be_passed, is_placement=True
+        ) as lease:
             placement = None
             try:
                 is_clear = await clear_way(self._services, self._session, lease, self._namespace)
@@ -82,23 +85,21 @@ class UnpinnedRequest:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_LOOK_SECONDS)
             used = self._changed(await self._last_tasks())
-            if len(used) >= self._n_slots:
-                lease.release(*(set(lease.slot_ids) - set(used)))
-                for slot_id in lease.held:
-                    self._desk.note_running(slot_id)
+            # A slot whose request has just ended may have been chosen before its lease has.
+            if len(used) >= self._n_slots and set(used) <= set(lease.held):
+                self._is_placed = True
+                self._desk.end_placement(lease, used)
                 return
 
     async def _used(self, lease: Lease[None]) -> list[SlotId]:
-        """Return which slots the request ran on; all that it leased if that is not known.
-
-        A slot of somebody else's may be among them, if that was just between two requests: what it
-        holds is then unknown to its holder too.
-        """
+        """Return which slots the request ran on; all that it leased if that is not known."""
         after = await self._last_tasks()
-        if self._before is None or after is None:
+        if self._is_placed or self._before is None or after is None:
             return list(lease.held)
-        changed = self._changed(after)
-        return [slot_id for slot_id in changed if slot_id in lease.held] or changed
+        used = self._changed(after)
+        while not set(used) <= set(lease.held):  # noqa: ASYNC110 - they join when their leases end
+            await asyncio.sleep(_FIRST_LOOK_SECONDS)
+        return used
 
     def _changed(self, after: LastTasks | None) -> list[SlotId]:
         if self._before is None or after is None:

@@ -58,7 +58,7 @@ class Gate:
 
     async def reached(self) -> None:
         """Wait until a call has come to the gate."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await self._reached.wait()
 
     def open(self) -> None:

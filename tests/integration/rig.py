@@ -19,7 +19,7 @@ from proxy.core.write_back import is_write_back_due
 from proxy.driver.attachment import Attachment
 from tests.fakes.llama_server import FakeLlamaServer, Seen
 
-SETTLE_SECONDS = 4.0
+SETTLE_SECONDS = 30.0
 CHAT = "/v1/chat/completions"
 COMPLETION = "/completion"
 
@@ -86,7 +86,7 @@ class Rig:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.server)
             connector = aiohttp.TCPConnector(force_close=True, limit=0)
-            timeout = aiohttp.ClientTimeout(total=5)
+            timeout = aiohttp.ClientTimeout(total=60)
             self.client = await stack.enter_async_context(
                 aiohttp.ClientSession(timeout=timeout, connector=connector)
             )

@@ -75,7 +75,7 @@ async def test_hanging_save_does_not_hold_up_shutdown(
     async with start_rig(n_slots=1, drain_seconds=0.2, idle_save_seconds=idle_save_seconds) as rig:
         rig.server.hold("save")
         await rig.chat("a")
-        async with asyncio.timeout(3):
+        async with asyncio.timeout(60):
             await rig.stop_proxy()
         rig.server.release("save")
         await until(lambda: not rig.server.slots[0].lock.locked())
@@ -99,10 +99,10 @@ async def test_request_in_the_queue_is_served_at_shutdown(start_rig: StartRig) -
 
 
 async def test_shutdown_after_the_server_is_gone_is_quick(start_rig: StartRig) -> None:
-    async with start_rig(idle_save_seconds=60.0) as rig:
+    async with start_rig(idle_save_seconds=600.0, drain_seconds=600.0) as rig:
         await rig.chat("a")
         await rig.server.crash()
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(60):
             await rig.stop_proxy()
         await rig.server.restart()
         await rig.start_proxy()

@@ -7,7 +7,7 @@ from typing import TypeVar
 import pytest
 
 from proxy.core.model import SlotId
-from proxy.core.slots import Empty, SlotTable
+from proxy.core.slots import TAINTED, Empty, SlotTable
 from proxy.driver.leases import Choice, DeskClosed, Lease, LeaseDesk
 from proxy.errors import TooManyRequests
 
@@ -44,7 +44,7 @@ async def queue(desk: LeaseDesk, choose: Choose) -> "asyncio.Task[Lease[str]]":
 
 async def soon(task: "asyncio.Task[T]") -> T:
     """Wait for *task*, but not for ever: a lost slot must fail a test, not hang it."""
-    return await asyncio.wait_for(task, 5)
+    return await asyncio.wait_for(task, 60)
 
 
 def n_free(desk: LeaseDesk) -> int:
@@ -264,3 +264,50 @@ async def test_try_lease_takes_a_free_slot_only_when_nobody_waits() -> None:
     lease.release()
     (await soon(waiting)).release()
     assert desk.try_lease(TWO) is not None
+
+
+async def placement(desk: LeaseDesk) -> Lease[str]:
+    """Return the lease of a request that llama-server may put into any idle slot."""
+
+    def all_free() -> Choice[str] | None:
+        free = tuple(slot.id for slot in desk.table.free())
+        return Choice(free, "anywhere") if free else None
+
+    return await desk.lease(all_free, is_placement=True)
+
+
+async def test_nothing_is_granted_while_a_request_may_land_in_any_slot() -> None:
+    desk = desk_of(2)
+    running = await desk.lease(any_slot(desk))
+    placing = await placement(desk)
+    newcomer = await queue(desk, any_slot(desk))
+    running.release()
+    assert placing.held == (ONE, TWO) and not newcomer.done()
+    assert desk.try_lease(ONE) is None
+    desk.end_placement(placing, [ONE])
+    assert (placing.held, (await soon(newcomer)).slot_ids) == ((ONE,), (TWO,))
+    assert desk.table[ONE].is_running and not desk.is_placing
+
+
+async def test_placement_that_ends_with_its_request_frees_every_slot() -> None:
+    desk = desk_of(2)
+    running = await desk.lease(any_slot(desk))
+    with await placement(desk):
+        running.release()
+        assert n_free(desk) == 0
+    assert n_free(desk) == 2 and not desk.is_placing
+
+
+async def test_abandoned_placement_taints_the_slots_that_come_free_meanwhile() -> None:
+    desk = desk_of(2)
+    running = await desk.lease(any_slot(desk))
+    let_go = asyncio.Event()
+    task = asyncio.get_running_loop().create_task(let_go.wait())
+    (await placement(desk)).hand_over(task)
+    assert desk.is_placing
+    running.release()
+    assert (n_free(desk), desk.table[ONE].content) == (0, TAINTED)
+    let_go.set()
+    await soon(task)
+    await asyncio.sleep(0)
+    assert n_free(desk) == 2 and not desk.is_placing
