@@ -15,6 +15,7 @@ from proxy.driver.attach import Attacher
 from proxy.driver.attachment import Attachment
 from proxy.driver.cache import Cache
 from proxy.driver.faults import Faults
+from proxy.driver.learning import Learning
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.prompts import PromptReader
 from proxy.driver.services import Services
@@ -91,7 +92,8 @@ async def _serve(
         return Session(attachment, PromptReader(upstream), work)
 
     attacher = Attacher(services, max_waiting=settings.max_requests, rewrite=rewrite)
-    lifecycle = Lifecycle(services, attacher, new_session_of, rewrite)
+    learning = Learning(services, rewrite)
+    lifecycle = Lifecycle(services, attacher, new_session_of, learning)
     cache = Cache(services, lifecycle)
     write_back = WriteBack(lifecycle, services.tasks, settings.idle_save_seconds)
     front = Front(

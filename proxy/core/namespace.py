@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 CANARY_TOKENS = tuple((index * 2654435761 + 97) % 30011 for index in range(128))
-"""Fixed ids, spread over the vocabulary; taken modulo its size."""
+"""Fixed ids, spread over the vocabulary; taken modulo its size. The last one is not evaluated with the
+others but alone in another slot, to see whether that makes llama-server clear the first."""
 
 TOLERANCE = 0.01
 

@@ -183,13 +183,19 @@ def choose_slot_for_bypass(slots: Iterable[Slot], namespace: Namespace) -> Slot 
     then an empty one, then the one whose loss costs least.
     """
 
-    def rank(slot: Slot) -> tuple[int, int, float]:
-        match slot.content:
-            case Unknown(tenant=tenant) if tenant == namespace:
-                return 0, 0, -slot.used_at
-            case Known(n_unsaved=n_unsaved):
-                return 2, n_unsaved, slot.used_at
-            case _:
-                return 1, 0, slot.used_at
+    def rank(slot: Slot) -> tuple[bool, int, float]:
+        if isinstance(slot.content, Unknown) and slot.content.tenant == namespace:
+            return False, 0, -slot.used_at
+        return True, *_loss(slot)
 
     return min((slot for slot in slots if not slot.is_leased), key=rank, default=None)
+
+
+def choose_slot_to_empty(slots: Iterable[Slot]) -> Slot | None:
+    """Return the free slot whose loss costs least, or None if there is none."""
+    return min((slot for slot in slots if not slot.is_leased), key=_loss, default=None)
+
+
+def _loss(slot: Slot) -> tuple[int, float]:
+    n_unsaved = slot.content.n_unsaved + 1 if isinstance(slot.content, Known) else 0
+    return n_unsaved, slot.used_at

@@ -67,6 +67,7 @@ class Attacher:
         contents: list[Content] = [TAINTED for _ in range(props.total_slots)]
         attachment = Attachment(
             process_id=process_id,
+            build=props.build_info,
             desk=LeaseDesk(SlotTable(contents), self._max_waiting),
             n_ctx=props.default_generation_settings.n_ctx,
         )
@@ -105,10 +106,11 @@ class Attacher:
     ) -> Namespace:
         """Ask the model for its canary in an empty slot, and leave that slot empty."""
         identity = await self._read_identity(props)
-        tokens = token_ids(token % max(1, identity.n_vocab) for token in CANARY_TOKENS)
+        fixed = token_ids(token % max(1, identity.n_vocab) for token in CANARY_TOKENS)
+        tokens, last = fixed[:-1], fixed[-1:]
         table.set_content(slot_id, TAINTED)
         canary = await self._upstream.canary(slot_id, tokens)
-        await self._disturb(table, tokens)
+        await self._disturb(table, last)
         layout = await self._probe_layout(store, slot_id, tokens)
         await self._upstream.erase(slot_id)
         table.set_content(slot_id, Empty())
@@ -204,7 +206,7 @@ class Attacher:
         """Run another empty slot for a token, upon which some servers clear all idle ones."""
         for slot in table:
             if isinstance(slot.content, Empty):
-                await self._upstream.evaluate(slot.id, tokens[:2])
+                await self._upstream.evaluate(slot.id, tokens)
                 await self._upstream.erase(slot.id)
                 return
 

@@ -6,6 +6,7 @@ import xxhash
 
 from proxy.core.model import NO_RULE, Rates, Rule
 from proxy.core.prefix import Namespace
+from proxy.core.probes import SelfTestResult
 from proxy.driver.leases import LeaseDesk
 
 
@@ -14,19 +15,23 @@ class Attachment:
     """One llama-server process, from first contact until it is gone.
 
     `model_namespace` is None where nothing may be saved or restored; `reasons` then says why.
-    `rule` is *nothing* until the self-test has spoken. `disabled_shapes` are kinds of requests whose
-    tokens the proxy predicted wrongly.
+    `rule` is *nothing* until the self-test has spoken; `n_contradictions` restores have not been reused
+    as it says since. `disabled_shapes` are kinds of requests whose tokens the proxy predicted wrongly.
     """
 
     process_id: str
+    build: str
     desk: LeaseDesk
     n_ctx: int
     model_namespace: Namespace | None = None
     rule: Rule = NO_RULE
+    self_test: SelfTestResult | None = None
     rates: Rates = field(default_factory=Rates)
     reasons: list[str] = field(default_factory=list)
     disabled_shapes: set[str] = field(default_factory=set)
     tenants: set[bytes] = field(default_factory=set)
+    n_contradictions: int = 0
+    n_contradictions_allowed: int = 2
 
     @property
     def can_cache(self) -> bool:

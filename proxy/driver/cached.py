@@ -210,6 +210,7 @@ class CachedRequest:
         metrics, start = self._services.metrics, account.plan.start
         if account.is_ineffective_restore and isinstance(start, Restore):
             metrics.restore_ineffective.inc()
+            self._attachment.n_contradictions += 1
             if not self._attachment.desk.is_closed:
                 self._services.store.quarantine(start.checkpoint)
             get_logger("cache").warning(

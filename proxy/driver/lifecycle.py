@@ -8,18 +8,13 @@ every request, where it costs no time.
 import asyncio
 from collections.abc import Callable
 
-from proxy.core.model import NO_RULE, Rule
-from proxy.core.slots import Empty, Unknown
 from proxy.driver.abandoned import outlast
 from proxy.driver.attach import Attacher
 from proxy.driver.attachment import Attachment
-from proxy.driver.leases import Lease
-from proxy.driver.memory import known_rule, remember_rule
-from proxy.driver.self_test import SelfTest
+from proxy.driver.learning import Learning
 from proxy.driver.services import Services
 from proxy.driver.session import Session
-from proxy.driver.slot_work import RewriteStateFile
-from proxy.errors import CacheFault, UpstreamFault, UpstreamRefused, UpstreamSlow
+from proxy.errors import UpstreamFault, UpstreamRefused, UpstreamSlow
 from proxy.log import get_logger
 from proxy.upstream.replies import Props
 
@@ -38,13 +33,13 @@ class Lifecycle:
         services: Services,
         attacher: Attacher,
         new_session: Callable[[Attachment], Session],
-        rewrite: RewriteStateFile,
+        learning: Learning,
     ) -> None:
         self._services = services
         self._upstream = services.upstream
         self._attacher = attacher
         self._new_session = new_session
-        self._rewrite = rewrite
+        self._learning = learning
         self._log = get_logger("lifecycle")
         self._poked = asyncio.Event()
         self._look: asyncio.Task[None] | None = None
@@ -82,6 +77,8 @@ class Lifecycle:
             self._is_retry_due = since_retry >= RETRY_SECONDS
             since_retry = 0.0 if self._is_retry_due else since_retry
             await self._look_for(None)
+            if self.current:
+                self._learning.look_again(self.current)
             self._poked.clear()
             try:
                 async with asyncio.timeout(WATCH_SECONDS):
@@ -135,10 +132,7 @@ class Lifecycle:
         self._may_adopt = self._may_adopt or attachment.can_cache
         session = self._new_session(attachment)
         self._outlast_strangers(session)
-        rule = self._known_rule(attachment, props)
-        if attachment.can_cache and rule is None:
-            self._begin_self_test(session, props)
-        attachment.rule = rule or NO_RULE
+        self._learning.begin(session)
         self.current = session
         self._report(attachment, props)
 
@@ -149,11 +143,6 @@ class Lifecycle:
             if slot.is_leased:
                 ended = self._services.tasks.start(outlast(session, [slot.id]))
                 desk.take_over(slot.id).hand_over(ended)
-
-    def _known_rule(self, attachment: Attachment, props: Props) -> Rule | None:
-        if not attachment.can_cache:
-            return None
-        return known_rule(self._services.store, attachment, props.build_info)
 
     def _report(self, attachment: Attachment, props: Props) -> None:
         condition = "attached" if attachment.can_cache else "; ".join(attachment.reasons)
@@ -167,34 +156,6 @@ class Lifecycle:
                 reasons=attachment.reasons,
             )
         self.condition = condition
-
-    def _begin_self_test(self, session: Session, props: Props) -> None:
-        """Reserve an empty slot before any request can, and probe it in the background."""
-        desk = session.attachment.desk
-        for slot in desk.table:
-            if isinstance(slot.content, Empty) and (lease := desk.try_lease(slot.id)):
-                task = self._services.tasks.start(self._self_test(session, props, lease))
-                lease.hand_over(task)
-                return
-        session.attachment.reasons.append("no slot is empty, so the self-test has not run")
-
-    async def _self_test(self, session: Session, props: Props, lease: Lease[None]) -> None:
-        attachment, store = session.attachment, self._services.store
-        (slot_id,) = lease.slot_ids
-        attachment.desk.table.set_content(slot_id, Unknown(can_be_adopted=False))
-        test = SelfTest(self._upstream, store.files, slot_id, self._rewrite)
-        try:
-            meta = await self._upstream.model_meta()
-            rule = await test.run(attachment.n_ctx, meta.n_vocab)
-            await session.work.erase(slot_id)
-            if rule.can_restore:  # that nothing can be restored may have been a disturbance
-                await remember_rule(store, attachment, props.build_info, rule)
-        except (CacheFault, OSError) as fault:
-            self._services.faults.record("self-test", fault)
-            attachment.reasons.append(f"the self-test failed: {fault}")
-            return
-        attachment.rule = rule
-        self._log.info("self-test done", rule=rule.kind.value, end_holds_from=rule.end_holds_from)
 
 
 def _is_idle(attachment: Attachment) -> bool:

@@ -1,7 +1,7 @@
-"""What the index remembers of a model from one process to the next: its rule and its tenants."""
+"""What the index remembers of a model from one process to the next: its self-test and its tenants."""
 
-from proxy.core.model import Rule
 from proxy.core.prefix import Namespace, TokenIds
+from proxy.core.probes import SelfTestResult
 from proxy.driver.attachment import Attachment
 from proxy.store.store import CheckpointStore
 
@@ -34,17 +34,17 @@ def _tenants_name(attachment: Attachment) -> str:
     return f"tenants {(attachment.model_namespace or b'').hex()}"
 
 
-def known_rule(store: CheckpointStore, attachment: Attachment, build: str) -> Rule | None:
-    """Return the rule that a self-test of this model on this build has learned before."""
-    return store.index.value(_rule_name(attachment, build), Rule)
+def known_self_test(store: CheckpointStore, attachment: Attachment) -> SelfTestResult | None:
+    """Return what a self-test of this model on this build has found before."""
+    return store.index.value(_self_test_name(attachment), SelfTestResult)
 
 
-async def remember_rule(
-    store: CheckpointStore, attachment: Attachment, build: str, rule: Rule
+async def remember_self_test(
+    store: CheckpointStore, attachment: Attachment, result: SelfTestResult
 ) -> None:
-    await store.put_value(_rule_name(attachment, build), rule)
+    await store.put_value(_self_test_name(attachment), result)
 
 
-def _rule_name(attachment: Attachment, build: str) -> str:
+def _self_test_name(attachment: Attachment) -> str:
     namespace = attachment.model_namespace or b""
-    return f"rule {namespace.hex()} {build}"
+    return f"self-test {namespace.hex()} {attachment.build}"

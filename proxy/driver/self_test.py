@@ -1,116 +1,112 @@
 """The self-test: what a restored state is good for on this server, measured.
 
 One state grows through a short, a long and a longer length, since a probe that is shorter than a
-sliding window learns the wrong rule. Each is saved, and restored for a request that goes on (+8 tokens)
-and, for the shorter two, for one that diverges 20 tokens before the end.
+sliding window learns the wrong rule. Each is saved, and restored for requests that go on from it,
+repeat it, stop before its end or leave it. Then two slots restore the longest state at once.
 """
 
-from dataclasses import dataclass
-from itertools import takewhile
+import asyncio
 
-from proxy.core.model import NO_RULE, Rule, RuleKind, SlotId
-from proxy.core.prefix import TokenIds, token_ids
-from proxy.core.restore import highest_point
+from proxy.core.model import Rule, SlotId
+from proxy.core.prefix import TokenIds, common_prefix_length, token_ids
+from proxy.core.probes import Probe, Trial, diverging_tells, is_hopeless, judge
 from proxy.driver.slot_work import RewriteStateFile
+from proxy.errors import UpstreamRefused
 from proxy.store.state_files import StateFiles
 from proxy.upstream.llama_server import LlamaServer
-from proxy.upstream.state_file import read_state_file
+from proxy.upstream.state_file import StateFile, read_state_file
 
-PROBE_LENGTHS = (64, 2200, 4400)
-_N_MORE = 8
-N_BACK = 20
-_DIVERGING_UP_TO = 2200
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """What one restored length was good for.
-
-    `points_...` say what the file's context checkpoints promise for the same request.
-    """
-
-    n_tokens: int
-    has_every_position: bool
-    reused_extended: int
-    points_extended: int
-    reused_diverging: int | None = None
-    points_diverging: int = 0
-
-    @property
-    def holds_at_end(self) -> bool:
-        return self.reused_extended == self.n_tokens
-
-    @property
-    def holds_anywhere(self) -> bool:
-        return self.reused_diverging in (None, self.n_tokens - N_BACK) and self.has_every_position
-
-    @property
-    def holds_at_points(self) -> bool:
-        extends = self.holds_at_end or 0 < self.points_extended <= self.reused_extended
-        return extends and (self.reused_diverging is None or self._diverges_at_point)
-
-    @property
-    def _diverges_at_point(self) -> bool:
-        # A probe too short to have a context checkpoint before the divergence proves nothing.
-        return (self.reused_diverging or 0) >= self.points_diverging
-
-
-def judge(probes: list[Probe]) -> Rule:
-    """Return the rule that *probes*, ascending by length, bear out."""
-    if not probes:
-        return NO_RULE
-    n_at_end = len(list(takewhile(lambda probe: probe.holds_at_end, reversed(probes))))
-    end_holds_from = probes[-n_at_end].n_tokens if 0 < n_at_end < len(probes) else 0
-    if n_at_end == len(probes) and all(probe.holds_anywhere for probe in probes):
-        return Rule(RuleKind.ANY_PREFIX)
-    rewinds = any(p.points_diverging and p.holds_at_points for p in probes)
-    if rewinds and n_at_end and all(probe.holds_at_points for probe in probes):
-        return Rule(RuleKind.RESTORE_POINTS, end_holds_from)
-    return Rule(RuleKind.END_ONLY, end_holds_from) if n_at_end else NO_RULE
+SHORT_TOKENS = 64
+PROBE_LENGTHS = (SHORT_TOKENS, 2200, 4400)
+_MORE_TOKENS = 8
+BACK_TOKENS = 20
+_DIVERGING_UP_TO_TOKENS = 2200
 
 
 class SelfTest:
-    """Probes one leased, empty slot; whoever holds the lease erases it afterwards."""
+    """Probes leased, empty slots; whoever holds the leases erases them afterwards."""
 
     def __init__(
-        self, upstream: LlamaServer, files: StateFiles, slot_id: SlotId, rewrite: RewriteStateFile
+        self, upstream: LlamaServer, files: StateFiles, n_vocab: int, rewrite: RewriteStateFile
     ) -> None:
         self._upstream = upstream
         self._files = files
-        self._slot_id = slot_id
         self._rewrite = rewrite
-
-    async def run(self, n_ctx: int, n_vocab: int) -> Rule:
-        """Return the learned rule; raises UpstreamFault, or OSError if a file cannot be read."""
-        text = token_ids((i * 7919 + 1237) % max(2, min(n_vocab, 30011)) for i in range(5000))
-        lengths = [n for n in PROBE_LENGTHS if n + _N_MORE < n_ctx]
-        return judge([await self._probe(text, n_tokens) for n_tokens in lengths])
-
-    async def _probe(self, text: TokenIds, n_tokens: int) -> Probe:
-        await self._upstream.evaluate(self._slot_id, text[:n_tokens])
-        name = self._files.new_temporary_name()
-        try:
-            await self._upstream.save(self._slot_id, name)
-            self._rewrite(self._files.path(name))
-            state = read_state_file(self._files.path(name))
-            diverging = None
-            if n_tokens <= _DIVERGING_UP_TO:
-                other = text[: n_tokens - N_BACK] + text[-N_BACK:]
-                diverging = await self._reused(name, other)
-            # Extended last: the next length then continues from a state that is still whole.
-            extended = await self._reused(name, text[: n_tokens + _N_MORE])
-        finally:
-            self._files.remove(name)
-        return Probe(
-            n_tokens,
-            state.has_every_position,
-            extended,
-            highest_point(state.restore_points, n_tokens),
-            diverging,
-            highest_point(state.restore_points, n_tokens - N_BACK),
+        n_longest = PROBE_LENGTHS[-1] + 3 * _MORE_TOKENS
+        self._text = token_ids(
+            (i * 7919 + 1237) % max(2, min(n_vocab, 30011)) for i in range(n_longest)
         )
 
-    async def _reused(self, name: str, tokens: TokenIds) -> int:
-        await self._upstream.erase(self._slot_id)
-        await self._upstream.restore(self._slot_id, name)
-        return (await self._upstream.evaluate(self._slot_id, tokens)).cache_n
+    async def learn_rule(self, slot_id: SlotId, n_ctx: int) -> Rule:
+        """Return the rule, and leave the longest state in the slot.
+
+        Raises UpstreamFault, or OSError if a file cannot be read.
+        """
+        probes: list[Probe] = []
+        for n_tokens in PROBE_LENGTHS:
+            if n_tokens + 3 * _MORE_TOKENS < n_ctx and not (probes and is_hopeless(probes[-1])):
+                probes.append(await self._probe(slot_id, n_tokens))
+        return judge(probes)
+
+    async def try_beside(self, slot_id: SlotId, other_id: SlotId) -> tuple[bool, bool]:
+        """Restore what *slot_id* holds into both slots and run them at once, then in turn.
+
+        Returns whether both continued from it, and whether each kept its tokens while the other ran.
+        """
+        name = self._files.new_temporary_name()
+        try:
+            n_tokens = (await self._upstream.save(slot_id, name)).n_saved
+            self._rewrite(self._files.path(name))
+            pair = (slot_id, other_id)
+            try:
+                await asyncio.gather(*(self._restore(each, name) for each in pair))
+            except UpstreamRefused:
+                return False, False
+            both = await asyncio.gather(*(self._extend(each, n_tokens, 1) for each in pair))
+            in_turn = [await self._extend(each, n_tokens, 2) for each in pair]
+        finally:
+            self._files.remove(name)
+        held = n_tokens + _MORE_TOKENS
+        return both == [n_tokens, n_tokens], in_turn == [held, held]
+
+    async def _extend(self, slot_id: SlotId, n_tokens: int, times: int) -> int:
+        text = self._text[: n_tokens + times * _MORE_TOKENS]
+        return (await self._upstream.evaluate(slot_id, text)).cache_n
+
+    async def _probe(self, slot_id: SlotId, n_tokens: int) -> Probe:
+        await self._upstream.evaluate(slot_id, self._text[:n_tokens])
+        name = self._files.new_temporary_name()
+        try:
+            await self._upstream.save(slot_id, name)
+            self._rewrite(self._files.path(name))
+            state = read_state_file(self._files.path(name))
+            trials = [
+                await self._try(slot_id, name, n_tokens, request)
+                for request in self._requests(n_tokens, state)
+            ]
+        finally:
+            self._files.remove(name)
+        return Probe(n_tokens, state.has_every_position, state.restore_points, tuple(trials))
+
+    def _requests(self, n_tokens: int, state: StateFile) -> list[TokenIds]:
+        """Return the prompts to restore a state for, the one that the next length goes on from last."""
+        text, n_common = self._text, n_tokens - BACK_TOKENS
+        requests = []
+        if (
+            n_tokens == SHORT_TOKENS
+        ):  # short, because a prompt that is not reused is evaluated whole
+            requests += [text[: n_tokens + 1], text[:n_tokens], text[: n_tokens - 1]]
+        tells = diverging_tells(state.restore_points, state.has_every_position, n_common)
+        if n_tokens <= _DIVERGING_UP_TO_TOKENS and tells:
+            requests.append(text[:n_common] + text[-BACK_TOKENS:])
+        return [*requests, text[: n_tokens + _MORE_TOKENS]]
+
+    async def _try(self, slot_id: SlotId, name: str, n_state: int, prompt: TokenIds) -> Trial:
+        await self._restore(slot_id, name)
+        n_common = common_prefix_length(self._text[:n_state], prompt)
+        n_reused = (await self._upstream.evaluate(slot_id, prompt)).cache_n
+        return Trial(len(prompt), n_common, n_reused)
+
+    async def _restore(self, slot_id: SlotId, name: str) -> None:
+        await self._upstream.erase(slot_id)
+        await self._upstream.restore(slot_id, name)

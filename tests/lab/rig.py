@@ -15,7 +15,7 @@ from proxy.driver.slot_work import RewriteStateFile, keep_as_saved
 from proxy.upstream.state_file import read_state_file
 from tests.lab.server import LlamaServer
 
-SETTLE_SECONDS = 60.0
+SETTLE_SECONDS = 300.0
 
 
 def strip_context_checkpoints(path: Path) -> None:
@@ -61,7 +61,7 @@ class Rig:
             run_proxy(self.settings, rewrite=self.rewrite)
         )
         self.client = await self._stack.enter_async_context(
-            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600))
         )
         await self.settled()
 

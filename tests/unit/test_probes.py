@@ -3,7 +3,9 @@
 import pytest
 
 from proxy.core.model import NO_RULE, Rule, RuleKind
-from proxy.driver.self_test import N_BACK, Probe, judge
+from proxy.core.probes import Probe, Trial, diverging_tells, is_hopeless, judge
+
+N_BACK = 20
 
 
 def probe(
@@ -13,16 +15,15 @@ def probe(
     *,
     points: tuple[int, ...] = (),
     has_every_position: bool = False,
+    reused_same: int | None = None,
 ) -> Probe:
     """Return a probe of *n_tokens* whose file carries *points*."""
-    return Probe(
-        n_tokens,
-        has_every_position,
-        reused_extended,
-        max((p for p in points if p <= n_tokens), default=0),
-        reused_diverging,
-        max((p for p in points if p <= n_tokens - N_BACK), default=0),
-    )
+    trials = [Trial(n_tokens + 8, n_tokens, reused_extended)]
+    if reused_diverging is not None:
+        trials.append(Trial(n_tokens, n_tokens - N_BACK, reused_diverging))
+    if reused_same is not None:
+        trials.append(Trial(n_tokens, n_tokens, reused_same))
+    return Probe(n_tokens, has_every_position, points, tuple(trials))
 
 
 def whole(n_tokens: int, n_diverging: int | None = None, *, has_every: bool = True) -> Probe:
@@ -94,3 +95,32 @@ def test_judge_of_a_longest_probe_that_fails_learns_nothing() -> None:
 
 def test_judge_of_a_diverging_reuse_beyond_the_tokens_in_common_is_not_any_prefix() -> None:
     assert judge([whole(64, 44), whole(2200, 2200), whole(4400)]).kind is not RuleKind.ANY_PREFIX
+
+
+def test_judge_of_a_repeated_prompt_that_reuses_too_little_is_not_any_prefix() -> None:
+    short = probe(64, 64, 44, has_every_position=True, reused_same=0)
+    assert judge([short, *FULL[1:]]) == Rule(RuleKind.END_ONLY)
+    assert judge([probe(64, 64, 44, has_every_position=True, reused_same=63)]) == Rule(
+        RuleKind.ANY_PREFIX
+    )
+
+
+def test_judge_of_a_repeated_prompt_that_misses_its_context_checkpoint_is_end_only() -> None:
+    forgetful = probe(64, 64, points=(60,), reused_same=0)
+    assert judge([forgetful, *RECURRENT[1:]]) == Rule(RuleKind.END_ONLY)
+
+
+@pytest.mark.parametrize(
+    ("measured", "is_so"),
+    [(FORGETFUL_SWA[0], False), (FORGETFUL_SWA[1], True), (RECURRENT[1], False), (FULL[0], False)],
+)
+def test_longer_probe_is_hopeless_after_a_cut_window_that_gave_nothing(
+    measured: Probe, is_so: bool
+) -> None:
+    assert is_hopeless(measured) is is_so
+
+
+def test_diverging_request_tells_nothing_where_nothing_could_be_reused() -> None:
+    assert not diverging_tells((2196,), False, 2180)
+    assert diverging_tells((1684, 2196), False, 2180)
+    assert diverging_tells((), True, 44)

@@ -1,0 +1,136 @@
+"""Learns the rule of an attached llama-server: remembers it, measures it, and measures it again.
+
+A rule is measured once for a model and build. When restores that it promises are not reused, the
+server has changed under it (other flags, say), and it is measured again.
+"""
+
+from proxy.core.model import CheckpointKind, RuleKind, SlotId
+from proxy.core.plan import choose_slot_to_empty
+from proxy.core.probes import SelfTestResult
+from proxy.core.slots import Empty, Unknown
+from proxy.driver.attachment import Attachment
+from proxy.driver.leases import Lease
+from proxy.driver.memory import known_self_test, remember_self_test
+from proxy.driver.self_test import SelfTest
+from proxy.driver.services import Services
+from proxy.driver.session import Session
+from proxy.driver.slot_work import RewriteStateFile
+from proxy.errors import CacheFault
+from proxy.log import get_logger
+
+
+class Learning:
+    """Gives attachments their rules."""
+
+    def __init__(self, services: Services, rewrite: RewriteStateFile) -> None:
+        self._services = services
+        self._upstream = services.upstream
+        self._rewrite = rewrite
+        self._log = get_logger("learning")
+
+    def begin(self, session: Session) -> None:
+        """Take the remembered rule; if there is none, reserve an empty slot and measure it there.
+
+        Nothing is awaited, so that no request can come first.
+        """
+        attachment = session.attachment
+        if not attachment.can_cache:
+            return
+        known = known_self_test(self._services.store, attachment)
+        if known is not None:
+            self._publish(attachment, known)
+        elif lease := self._lease_empty(session):
+            self._start(session, lease)
+        else:
+            attachment.reasons.append("no slot is empty, so the self-test has not run")
+
+    def look_again(self, session: Session) -> None:
+        """Measure the rule again if it has been contradicted; each time more has to speak against it."""
+        attachment = session.attachment
+        if attachment.n_contradictions < attachment.n_contradictions_allowed:
+            return
+        slot = choose_slot_to_empty(attachment.desk.table)
+        lease = attachment.desk.try_lease(slot.id) if slot else None
+        if lease is None:
+            return  # everything is busy: the next look may find a free slot
+        self._log.warning(
+            "restores are not reused as the rule says: the self-test runs again",
+            rule=attachment.rule.kind.value,
+            n_contradictions=attachment.n_contradictions,
+        )
+        attachment.n_contradictions = 0
+        attachment.n_contradictions_allowed *= 2
+        self._start(session, lease)
+
+    def _lease_empty(self, session: Session, without: SlotId | None = None) -> Lease[None] | None:
+        desk = session.attachment.desk
+        for slot in desk.table:
+            if slot.id != without and isinstance(slot.content, Empty):
+                if lease := desk.try_lease(slot.id):
+                    return lease
+        return None
+
+    def _start(self, session: Session, lease: Lease[None]) -> None:
+        lease.hand_over(self._services.tasks.start(self._measure(session, lease.slot_ids[0])))
+
+    async def _measure(self, session: Session, slot_id: SlotId) -> None:
+        attachment = session.attachment
+        try:
+            result = await self._run(session, slot_id)
+            if result.rule.can_restore:  # that nothing can be restored may have been a disturbance
+                await remember_self_test(self._services.store, attachment, result)
+        except (CacheFault, OSError) as fault:
+            self._services.faults.record("self-test", fault)
+            attachment.reasons.append(f"the self-test failed: {fault}")
+            return
+        self._publish(attachment, result)
+        self._log.info(
+            "self-test done",
+            rule=result.rule.kind.value,
+            end_holds_from=result.rule.end_holds_from,
+            restores_beside=result.restores_beside,
+            keeps_idle=result.keeps_idle,
+        )
+
+    async def _run(self, session: Session, slot_id: SlotId) -> SelfTestResult:
+        attachment, work = session.attachment, session.work
+        await work.write_back(
+            slot_id, CheckpointKind.CONVERSATION
+        )  # nothing is due of an empty slot
+        await work.erase(slot_id)
+        attachment.desk.table.set_content(slot_id, Unknown(can_be_adopted=False))
+        n_vocab = (await self._upstream.model_meta()).n_vocab
+        test = SelfTest(self._upstream, self._services.store.files, n_vocab, self._rewrite)
+        rule = await test.learn_rule(slot_id, attachment.n_ctx)
+        result = SelfTestResult(rule)
+        if rule.kind is not RuleKind.NOTHING:
+            result = await self._try_beside(session, test, slot_id, result)
+        await work.erase(slot_id)
+        return result
+
+    async def _try_beside(
+        self, session: Session, test: SelfTest, slot_id: SlotId, result: SelfTestResult
+    ) -> SelfTestResult:
+        """Try two slots at once if another one is empty and nobody wants it."""
+        other = self._lease_empty(session, without=slot_id)
+        if other is None:
+            return result
+        with other:
+            (other_id,) = other.slot_ids
+            session.attachment.desk.table.set_content(other_id, Unknown(can_be_adopted=False))
+            restores_beside, keeps_idle = await test.try_beside(slot_id, other_id)
+            await session.work.erase(other_id)
+        return SelfTestResult(result.rule, restores_beside, keeps_idle)
+
+    def _publish(self, attachment: Attachment, result: SelfTestResult) -> None:
+        attachment.rule = result.rule
+        attachment.self_test = result
+        if result.restores_beside is False:
+            attachment.reasons.append(
+                "two slots that restore a state at once do not both continue from it"
+            )
+        if result.keeps_idle is False:
+            attachment.reasons.append(
+                "a slot loses its tokens while another one runs: start llama-server with an explicit "
+                "-np and with --cache-ram 0 (or --no-cache-idle-slots)"
+            )
