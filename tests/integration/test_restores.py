@@ -9,7 +9,6 @@ from tests.integration.conftest import StartRig
 from tests.integration.rig import Rig, hang_up, until
 
 FULL_PROMPT = 309
-N_SELF_TEST_RESTORES = 2
 
 
 async def displace(rig: Rig, name: str = "b") -> None:
@@ -137,11 +136,11 @@ async def test_checkpoint_replaced_by_another_file_is_not_restored(start_rig: St
         await save_a(rig)
         for path in rig.server.directory.glob("lpc-*.state"):
             path.write_bytes(path.read_bytes())
+        before = len(rig.server.seen_at("restore"))
         reply = await rig.chat("a")
         assert (reply.status, reply.n_reused <= 4) == (200, True)
         assert rig.sample("restores_total", result="missing") == 1
-        assert rig.server.seen_at("restore")[-1].path.startswith("/slots/0")
-        assert len(rig.server.seen_at("restore")) == N_SELF_TEST_RESTORES
+        assert len(rig.server.seen_at("restore")) == before
 
 
 async def test_two_requests_for_one_checkpoint_are_both_served(start_rig: StartRig) -> None:
