@@ -17,9 +17,10 @@ from proxy.driver.cache import Cache
 from proxy.driver.faults import Faults
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.prompts import PromptReader
+from proxy.driver.saving import RewriteStateFile, Saver, keep_as_saved
 from proxy.driver.services import Services
 from proxy.driver.session import Session
-from proxy.driver.slot_work import RewriteStateFile, SlotWork, keep_as_saved
+from proxy.driver.slot_work import SlotWork
 from proxy.driver.tasks import Tasks
 from proxy.driver.write_back import WriteBack
 from proxy.errors import StoreFault, StoreLocked
@@ -85,13 +86,14 @@ async def _serve(
 ) -> AsyncIterator[Running]:
     metrics = Metrics()
     services = Services(upstream, store, metrics, Faults(metrics), Tasks())
+    saver = Saver(services, rewrite)
 
     def new_session_of(attachment: Attachment) -> Session:
-        work = SlotWork(services, attachment, rewrite)
+        work = SlotWork(services, attachment, saver)
         return Session(attachment, PromptReader(upstream), work)
 
-    attacher = Attacher(services, max_waiting=settings.max_requests, rewrite=rewrite)
-    lifecycle = Lifecycle(services, attacher, new_session_of, rewrite)
+    attacher = Attacher(services, saver, max_waiting=settings.max_requests)
+    lifecycle = Lifecycle(services, attacher, new_session_of, saver)
     cache = Cache(services, lifecycle)
     write_back = WriteBack(lifecycle, services.tasks, settings.idle_save_seconds)
     front = Front(

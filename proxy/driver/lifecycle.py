@@ -15,10 +15,10 @@ from proxy.driver.attach import Attacher
 from proxy.driver.attachment import Attachment
 from proxy.driver.leases import Lease
 from proxy.driver.memory import known_rule, remember_rule
+from proxy.driver.saving import Saver
 from proxy.driver.self_test import SelfTest
 from proxy.driver.services import Services
 from proxy.driver.session import Session
-from proxy.driver.slot_work import RewriteStateFile
 from proxy.errors import CacheFault, UpstreamFault, UpstreamRefused, UpstreamSlow
 from proxy.log import get_logger
 from proxy.upstream.replies import Props
@@ -38,13 +38,13 @@ class Lifecycle:
         services: Services,
         attacher: Attacher,
         new_session: Callable[[Attachment], Session],
-        rewrite: RewriteStateFile,
+        saver: Saver,
     ) -> None:
         self._services = services
         self._upstream = services.upstream
         self._attacher = attacher
         self._new_session = new_session
-        self._rewrite = rewrite
+        self._saver = saver
         self._log = get_logger("lifecycle")
         self._poked = asyncio.Event()
         self._look: asyncio.Task[None] | None = None
@@ -182,14 +182,14 @@ class Lifecycle:
         attachment, store = session.attachment, self._services.store
         (slot_id,) = lease.slot_ids
         attachment.desk.table.set_content(slot_id, Unknown(can_be_adopted=False))
-        test = SelfTest(self._upstream, store.files, slot_id, self._rewrite)
+        test = SelfTest(self._upstream, self._saver, slot_id)
         try:
             meta = await self._upstream.model_meta()
             rule = await test.run(attachment.n_ctx, meta.n_vocab)
             await session.work.erase(slot_id)
             if rule.can_restore:  # that nothing can be restored may have been a disturbance
                 await remember_rule(store, attachment, props.build_info, rule)
-        except (CacheFault, OSError) as fault:
+        except CacheFault as fault:
             self._services.faults.record("self-test", fault)
             attachment.reasons.append(f"the self-test failed: {fault}")
             return

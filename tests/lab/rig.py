@@ -11,7 +11,7 @@ import aiohttp
 from proxy.app import Running, run_proxy
 from proxy.config import Settings
 from proxy.core.write_back import is_write_back_due
-from proxy.driver.slot_work import RewriteStateFile, keep_as_saved
+from proxy.driver.saving import RewriteStateFile, keep_as_saved
 from proxy.upstream.state_file import read_state_file
 from tests.lab.server import LlamaServer
 

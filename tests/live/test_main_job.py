@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from proxy.driver.slot_work import keep_as_saved
+from proxy.driver.saving import keep_as_saved
 from tests.lab.conversation import Message, agent_requests, system, tools
 from tests.lab.rig import Rig, strip_context_checkpoints
 from tests.live.conftest import KINDS, StartRig
