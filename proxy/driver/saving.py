@@ -19,10 +19,7 @@ from proxy.errors import SaveRejected, UpstreamRefused
 from proxy.store.store import NewState
 from proxy.upstream.replies import Saved
 from proxy.upstream.state_file import StateFile, read_state_file
-from proxy.upstream.window_repair import repair_window
-
-NEEDS_WINDOW_REPAIR = (3,)
-"""Slot file versions whose builds continue a cut window only after its repair."""
+from proxy.upstream.window_repair import NEEDED_BY_VERSIONS, repair_window
 
 RewriteStateFile = Callable[[Path], None]
 """Applied to each file that llama-server saved, before it is read: how tests play older builds."""
@@ -108,7 +105,7 @@ class Saver:
     def _read(self, name: str) -> StateFile:
         path = self._services.store.files.path(name)
         state = read_state_file(path)
-        if state.version in NEEDS_WINDOW_REPAIR and self._repair(name):
+        if state.version in NEEDED_BY_VERSIONS and self._repair(name):
             return read_state_file(path)
         return state
 

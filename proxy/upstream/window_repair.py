@@ -18,7 +18,11 @@ from typing import BinaryIO
 from proxy.upstream.state_file import StateFile, read_state_file
 from proxy.upstream.state_sections import Block, Cells
 
+NEEDED_BY_VERSIONS = (3,)
+"""Versions of files whose builds continue a cut window only after the repair; others must not have it."""
+
 _CHUNK_BYTES = 4 << 20
+_LEAST_CELLS = 2
 _LOWEST_REPAIRED = 2
 """With a copy at position 0 a window would seem to begin with the prompt, as if none of it were cut."""
 
@@ -66,7 +70,8 @@ def _extra_cell(file: BinaryIO, cells: Cells, n_tokens: int) -> list[Insertion]:
     """Return what adds a cell below the lowest one, in file order; nothing if there must not be one."""
     positions = _positions(file, cells)
     lowest = n_tokens - cells.n_cells
-    if lowest < _LOWEST_REPAIRED or sorted(positions) != list(range(lowest, n_tokens)):
+    is_whole = sorted(positions) == list(range(lowest, n_tokens))
+    if lowest < _LOWEST_REPAIRED or cells.n_cells < _LEAST_CELLS or not is_whole:
         return []
     index = positions.index(lowest)
     values = _values(file, cells, index)
@@ -92,9 +97,9 @@ def _values(file: BinaryIO, cells: Cells, index: int) -> list[bytes]:
     ]
 
 
-def _strip_ends(block: Block, n_cells: int) -> range:
+def _strip_ends(block: Block, n_cells: int) -> list[int]:
     n_bytes = n_cells * block.element_bytes
-    return range(block.offset + n_bytes, block.offset + n_bytes * block.n_strips + 1, n_bytes)
+    return [block.offset + n_bytes * n for n in range(1, block.n_strips + 1)]
 
 
 def _insert(file: BinaryIO, insertions: list[Insertion]) -> None:

@@ -1,6 +1,6 @@
 """Slot state files as the scripted llama-server writes and reads them.
 
-Real files in the layout of docs/llama-server.md, section 7: the header, the tokens, one attention
+Real files, laid out as in tests/unit/state_files.py: the header, the tokens, one attention
 section, and context checkpoints where the build writes them.
 """
 
