@@ -18,9 +18,10 @@ from proxy.driver.faults import Faults
 from proxy.driver.learning import Learning
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.prompts import PromptReader
+from proxy.driver.saving import RewriteStateFile, Saver, keep_as_saved
 from proxy.driver.services import Services
 from proxy.driver.session import Session
-from proxy.driver.slot_work import RewriteStateFile, SlotWork, keep_as_saved
+from proxy.driver.slot_work import SlotWork
 from proxy.driver.tasks import Tasks
 from proxy.driver.write_back import WriteBack
 from proxy.errors import StoreFault, StoreLocked
@@ -86,13 +87,14 @@ async def _serve(
 ) -> AsyncIterator[Running]:
     metrics = Metrics()
     services = Services(upstream, store, metrics, Faults(metrics), Tasks())
+    saver = Saver(services, rewrite)
 
     def new_session_of(attachment: Attachment) -> Session:
-        work = SlotWork(services, attachment, rewrite)
+        work = SlotWork(services, attachment, saver)
         return Session(attachment, PromptReader(upstream), work)
 
-    attacher = Attacher(services, max_waiting=settings.max_requests, rewrite=rewrite)
-    learning = Learning(services, rewrite)
+    attacher = Attacher(services, saver, max_waiting=settings.max_requests)
+    learning = Learning(services, saver)
     lifecycle = Lifecycle(services, attacher, new_session_of, learning)
     cache = Cache(services, lifecycle)
     write_back = WriteBack(lifecycle, services.tasks, settings.idle_save_seconds)

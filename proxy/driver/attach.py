@@ -7,7 +7,7 @@ namespace all of it belongs to.
 
 import asyncio
 import time
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -20,23 +20,16 @@ from proxy.core.slots import TAINTED, Content, Empty, Known, SlotTable
 from proxy.driver.attachment import Attachment
 from proxy.driver.leases import LeaseDesk
 from proxy.driver.memory import known_tenants, owner_of
+from proxy.driver.saving import SavedSlot, Saver
 from proxy.driver.services import Services
-from proxy.driver.slot_work import RewriteStateFile, new_state
 from proxy.errors import CacheFault, StoreFault, UpstreamRefused
 from proxy.store.store import CheckpointStore
 from proxy.upstream.fingerprint import fingerprint_model
 from proxy.upstream.replies import Props
-from proxy.upstream.state_file import StateFile, read_state_file
 from proxy.upstream.state_sections import Section
 
-
-@dataclass(frozen=True, slots=True)
-class _Adopted:
-    """A slot's content as its save told it; the file waits for its namespace."""
-
-    slot_id: SlotId
-    file_name: str
-    state: StateFile
+Adopted = dict[SlotId, SavedSlot]
+"""What slots held at first contact, as their saves told it; the files wait for their namespaces."""
 
 
 class _Identity(msgspec.Struct, frozen=True):
@@ -53,11 +46,11 @@ class _Identity(msgspec.Struct, frozen=True):
 class Attacher:
     """Attaches the proxy to a llama-server process."""
 
-    def __init__(self, services: Services, *, max_waiting: int, rewrite: RewriteStateFile) -> None:
+    def __init__(self, services: Services, saver: Saver, *, max_waiting: int) -> None:
         self._services = services
         self._upstream = services.upstream
+        self._saver = saver
         self._max_waiting = max_waiting
-        self._rewrite = rewrite
 
     async def attach(self, props: Props, process_id: str, *, may_adopt: bool) -> Attachment:
         """Return the attachment; where caching is impossible its reasons say why.
@@ -84,22 +77,19 @@ class Attacher:
 
     async def _identify(self, attachment: Attachment, props: Props, *, may_adopt: bool) -> None:
         store, table = self._services.store, attachment.desk.table
-        adopted: list[_Adopted] = []
-        try:
+        async with AsyncExitStack() as files:
             for busy_slot in await self._busy_slots():
                 table.lease(SlotId(busy_slot), time.monotonic())
+            adopted: Adopted = {}
             if may_adopt:
-                await self._adopt_slots(store, table, adopted)
+                adopted = await self._adopt_slots(table, files)
             else:
                 await self._erase_slots(table)
             slot_id = await self._empty_slot(table, adopted)
             attachment.model_namespace = await self._find_namespace(store, table, slot_id, props)
             attachment.tenants = known_tenants(store, attachment)
-            for item in adopted:
-                await self._commit(store, attachment, item)
-        finally:
-            for item in adopted:
-                await store.discard(item.file_name)
+            for adopted_id, saved in adopted.items():
+                await self._commit(store, attachment, adopted_id, saved)
 
     async def _find_namespace(
         self, store: CheckpointStore, table: SlotTable, slot_id: SlotId, props: Props
@@ -111,26 +101,24 @@ class Attacher:
         table.set_content(slot_id, TAINTED)
         canary = await self._upstream.canary(slot_id, tokens)
         await self._disturb(table, last)
-        layout = await self._probe_layout(store, slot_id, tokens)
+        layout = await self._probe_layout(slot_id, tokens)
         await self._upstream.erase(slot_id)
         table.set_content(slot_id, Empty())
         static = xxhash.xxh3_128_hexdigest(msgspec.json.encode([identity, layout]))
         return await self._namespace(store, static, canary)
 
-    async def _adopt_slots(
-        self, store: CheckpointStore, table: SlotTable, adopted: list[_Adopted]
-    ) -> None:
-        """Save every idle slot that holds something, and note in *adopted* what each one holds."""
+    async def _adopt_slots(self, table: SlotTable, files: AsyncExitStack) -> Adopted:
+        """Save every idle slot that holds something; the files live as long as *files*."""
+        adopted: Adopted = {}
         for slot in table:
             if slot.is_leased:
                 continue
-            name = store.files.new_temporary_name()
-            state = await self._save(store, slot.id, name)
-            if state.tokens:
-                adopted.append(_Adopted(slot.id, name, state))
+            saved = await files.enter_async_context(self._saver.saved(slot.id))
+            if saved.state.tokens:
+                adopted[slot.id] = saved
             else:
-                await store.discard(name)
                 table.set_content(slot.id, Empty())
+        return adopted
 
     async def _erase_slots(self, table: SlotTable) -> None:
         for slot in table:
@@ -144,49 +132,17 @@ class Attacher:
         except UpstreamRefused:
             return set()  # --no-slots: a save of a busy slot just waits for it
 
-    async def _save(self, store: CheckpointStore, slot_id: SlotId, name: str) -> StateFile:
-        try:
-            return await self._save_and_read(store, slot_id, name)
-        except CacheFault:
-            await store.discard(name)
-            raise
-
-    async def _save_and_read(self, store: CheckpointStore, slot_id: SlotId, name: str) -> StateFile:
-        try:
-            saved = await self._upstream.save(slot_id, name)
-        except UpstreamRefused as refusal:
-            if refusal.status == 501:
-                raise StoreFault("llama-server has no --slot-save-path") from refusal
-            raise
-        path = store.files.path(name)
-        state = await asyncio.to_thread(self._read, path)
-        if state is None or len(state.tokens) != saved.n_saved:
-            raise StoreFault(
-                f"llama-server saved a slot, but not to {path.parent}: its --slot-save-path "
-                "must be this directory, as the proxy sees it"
-            )
-        return state
-
-    def _read(self, path: Path) -> StateFile | None:
-        try:
-            self._rewrite(path)
-            return read_state_file(path)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise StoreFault(f"{path} cannot be read: {error.strerror}") from error
-
-    async def _empty_slot(self, table: SlotTable, adopted: list[_Adopted]) -> SlotId:
+    async def _empty_slot(self, table: SlotTable, adopted: Adopted) -> SlotId:
         """Return an empty slot, emptying the smallest adopted one if there is none."""
         for slot in table:
             if isinstance(slot.content, Empty):
                 return slot.id
         if not adopted:
             raise UpstreamRefused(503, "every slot is busy; the model cannot be identified yet")
-        smallest = min(adopted, key=lambda item: len(item.state.tokens))
-        await self._upstream.erase(smallest.slot_id)
-        table.set_content(smallest.slot_id, Empty())
-        return smallest.slot_id
+        smallest = min(adopted, key=lambda slot_id: len(adopted[slot_id].state.tokens))
+        await self._upstream.erase(smallest)
+        table.set_content(smallest, Empty())
+        return smallest
 
     async def _read_identity(self, props: Props) -> _Identity:
         meta = await self._upstream.model_meta()
@@ -211,14 +167,11 @@ class Attacher:
                 return
 
     async def _probe_layout(
-        self, store: CheckpointStore, slot_id: SlotId, tokens: TokenIds
+        self, slot_id: SlotId, tokens: TokenIds
     ) -> tuple[int, tuple[Section, ...] | None]:
         """Save a slot that holds *tokens*; return the file version and the cache's layout."""
-        name = store.files.new_temporary_name()
-        try:
-            state = await self._save(store, slot_id, name)
-        finally:
-            await store.discard(name)
+        async with self._saver.saved(slot_id) as saved:
+            state = saved.state
         if state.tokens[: len(tokens)] != tokens:
             raise StoreFault(
                 "llama-server clears idle slots, so there is nothing to save: start it with an explicit "
@@ -237,20 +190,21 @@ class Attacher:
             await store.put_value(f"namespaces {static}", [*known, chosen])
         return Namespace(chosen.id)
 
-    async def _commit(self, store: CheckpointStore, attachment: Attachment, item: _Adopted) -> None:
+    async def _commit(
+        self, store: CheckpointStore, attachment: Attachment, slot_id: SlotId, saved: SavedSlot
+    ) -> None:
         """Enter an adopted slot's file, for the tenant whose tokens those are."""
-        state, table = item.state, attachment.desk.table
+        state, table = saved.state, attachment.desk.table
         namespace = owner_of(store, attachment, state.tokens)
         if namespace is None or state.n_media or -1 in state.tokens:
             return
         if not store.holds(namespace, state.tokens):
-            kind = CheckpointKind.CONVERSATION
-            await store.commit(new_state(item.file_name, namespace, kind, state))
-        if not isinstance(table[item.slot_id].content, Empty):
+            await store.commit(saved.new_state(namespace, CheckpointKind.CONVERSATION))
+        if not isinstance(table[slot_id].content, Empty):
             held = Known(
                 state.tokens,
                 namespace,
                 restore_points=state.restore_points,
                 n_saved=len(state.tokens),
             )
-            table.set_content(item.slot_id, held)
+            table.set_content(slot_id, held)

@@ -11,10 +11,10 @@ from proxy.core.slots import Empty, Unknown
 from proxy.driver.attachment import Attachment
 from proxy.driver.leases import Lease
 from proxy.driver.memory import known_self_test, remember_self_test
+from proxy.driver.saving import Saver
 from proxy.driver.self_test import SelfTest
 from proxy.driver.services import Services
 from proxy.driver.session import Session
-from proxy.driver.slot_work import RewriteStateFile
 from proxy.errors import CacheFault
 from proxy.log import get_logger
 
@@ -22,10 +22,10 @@ from proxy.log import get_logger
 class Learning:
     """Gives attachments their rules."""
 
-    def __init__(self, services: Services, rewrite: RewriteStateFile) -> None:
+    def __init__(self, services: Services, saver: Saver) -> None:
         self._services = services
         self._upstream = services.upstream
-        self._rewrite = rewrite
+        self._saver = saver
         self._log = get_logger("learning")
 
     def begin(self, session: Session) -> None:
@@ -79,7 +79,7 @@ class Learning:
             result = await self._run(session, slot_id)
             if result.rule.can_restore:  # that nothing can be restored may have been a disturbance
                 await remember_self_test(self._services.store, attachment, result)
-        except (CacheFault, OSError) as fault:
+        except CacheFault as fault:
             self._services.faults.record("self-test", fault)
             attachment.reasons.append(f"the self-test failed: {fault}")
             return
@@ -100,7 +100,7 @@ class Learning:
         await work.erase(slot_id)
         attachment.desk.table.set_content(slot_id, Unknown(can_be_adopted=False))
         n_vocab = (await self._upstream.model_meta()).n_vocab
-        test = SelfTest(self._upstream, self._services.store.files, n_vocab, self._rewrite)
+        test = SelfTest(self._upstream, self._saver, n_vocab)
         rule = await test.learn_rule(slot_id, attachment.n_ctx)
         result = SelfTestResult(rule)
         if rule.kind is not RuleKind.NOTHING:

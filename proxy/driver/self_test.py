@@ -10,11 +10,10 @@ import asyncio
 from proxy.core.model import Rule, SlotId
 from proxy.core.prefix import TokenIds, common_prefix_length, token_ids
 from proxy.core.probes import Probe, Trial, diverging_tells, is_hopeless, judge
-from proxy.driver.slot_work import RewriteStateFile
+from proxy.driver.saving import Saver
 from proxy.errors import UpstreamRefused
-from proxy.store.state_files import StateFiles
 from proxy.upstream.llama_server import LlamaServer
-from proxy.upstream.state_file import StateFile, read_state_file
+from proxy.upstream.state_file import StateFile
 
 SHORT_TOKENS = 64
 PROBE_LENGTHS = (SHORT_TOKENS, 2200, 4400)
@@ -26,12 +25,9 @@ _DIVERGING_UP_TO_TOKENS = 2200
 class SelfTest:
     """Probes leased, empty slots; whoever holds the leases erases them afterwards."""
 
-    def __init__(
-        self, upstream: LlamaServer, files: StateFiles, n_vocab: int, rewrite: RewriteStateFile
-    ) -> None:
+    def __init__(self, upstream: LlamaServer, saver: Saver, n_vocab: int) -> None:
         self._upstream = upstream
-        self._files = files
-        self._rewrite = rewrite
+        self._saver = saver
         n_longest = PROBE_LENGTHS[-1] + 3 * _MORE_TOKENS
         self._text = token_ids(
             (i * 7919 + 1237) % max(2, min(n_vocab, 30011)) for i in range(n_longest)
@@ -40,7 +36,7 @@ class SelfTest:
     async def learn_rule(self, slot_id: SlotId, n_ctx: int) -> Rule:
         """Return the rule, and leave the longest state in the slot.
 
-        Raises UpstreamFault, or OSError if a file cannot be read.
+        Raises CacheFault.
         """
         probes: list[Probe] = []
         for n_tokens in PROBE_LENGTHS:
@@ -53,19 +49,15 @@ class SelfTest:
 
         Returns whether both continued from it, and whether each kept its tokens while the other ran.
         """
-        name = self._files.new_temporary_name()
-        try:
-            n_tokens = (await self._upstream.save(slot_id, name)).n_saved
-            self._rewrite(self._files.path(name))
-            pair = (slot_id, other_id)
+        pair = (slot_id, other_id)
+        async with self._saver.saved(slot_id) as saved:
+            n_tokens = len(saved.state.tokens)
             try:
-                await asyncio.gather(*(self._restore(each, name) for each in pair))
+                await asyncio.gather(*(self._restore(each, saved.file_name) for each in pair))
             except UpstreamRefused:
                 return False, False
-            both = await asyncio.gather(*(self._extend(each, n_tokens, 1) for each in pair))
-            in_turn = [await self._extend(each, n_tokens, 2) for each in pair]
-        finally:
-            self._files.remove(name)
+        both = await asyncio.gather(*(self._extend(each, n_tokens, 1) for each in pair))
+        in_turn = [await self._extend(each, n_tokens, 2) for each in pair]
         held = n_tokens + _MORE_TOKENS
         return both == [n_tokens, n_tokens], in_turn == [held, held]
 
@@ -75,26 +67,20 @@ class SelfTest:
 
     async def _probe(self, slot_id: SlotId, n_tokens: int) -> Probe:
         await self._upstream.evaluate(slot_id, self._text[:n_tokens])
-        name = self._files.new_temporary_name()
-        try:
-            await self._upstream.save(slot_id, name)
-            self._rewrite(self._files.path(name))
-            state = read_state_file(self._files.path(name))
+        async with self._saver.saved(slot_id) as saved:
+            state = saved.state
             trials = [
-                await self._try(slot_id, name, n_tokens, request)
+                await self._try(slot_id, saved.file_name, n_tokens, request)
                 for request in self._requests(n_tokens, state)
             ]
-        finally:
-            self._files.remove(name)
         return Probe(n_tokens, state.has_every_position, state.restore_points, tuple(trials))
 
     def _requests(self, n_tokens: int, state: StateFile) -> list[TokenIds]:
         """Return the prompts to restore a state for, the one that the next length goes on from last."""
         text, n_common = self._text, n_tokens - BACK_TOKENS
         requests = []
-        if (
-            n_tokens == SHORT_TOKENS
-        ):  # short, because a prompt that is not reused is evaluated whole
+        # Only of the short one, because a prompt that is not reused is evaluated whole.
+        if n_tokens == SHORT_TOKENS:
             requests += [text[: n_tokens + 1], text[:n_tokens], text[: n_tokens - 1]]
         tells = diverging_tells(state.restore_points, state.has_every_position, n_common)
         if n_tokens <= _DIVERGING_UP_TO_TOKENS and tells:

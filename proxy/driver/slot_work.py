@@ -6,9 +6,7 @@ used by whoever holds the slot's lease. Every method leaves the table true, what
 
 import asyncio
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from proxy.core.cuts import Stop
 from proxy.core.eviction import superseded
@@ -18,47 +16,24 @@ from proxy.core.prefix import BLOCK_TOKENS, Namespace, TokenIds
 from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, after_evaluation
 from proxy.core.write_back import at_savable_point, is_write_back_due
 from proxy.driver.attachment import Attachment
+from proxy.driver.saving import SavedSlot, Saver
 from proxy.driver.services import Services
 from proxy.errors import CacheFault, SaveRejected, StoreFault, UpstreamFault, UpstreamRefused
-from proxy.store.store import NewState
 from proxy.upstream.llama_server import Headers
-from proxy.upstream.replies import Saved, SlotStatus, Timings
-from proxy.upstream.state_file import StateFile, read_state_file
-
-RewriteStateFile = Callable[[Path], None]
-"""Applied to each file that llama-server saved, before it is read: how tests play older builds."""
-
-
-def keep_as_saved(path: Path) -> None:
-    """Leave a saved file as llama-server wrote it."""
-
-
-def new_state(
-    temporary_name: str, namespace: Namespace, kind: CheckpointKind, state: StateFile
-) -> NewState:
-    """Return what the store is to commit of a saved and checked file."""
-    return NewState(
-        temporary_name,
-        namespace,
-        kind,
-        state.tokens,
-        state.restore_points,
-        state.has_every_position,
-    )
+from proxy.upstream.replies import SlotStatus, Timings
+from proxy.upstream.state_file import StateFile
 
 
 class SlotWork:
     """Does to slots what plans say."""
 
-    def __init__(
-        self, services: Services, attachment: Attachment, rewrite: RewriteStateFile = keep_as_saved
-    ) -> None:
+    def __init__(self, services: Services, attachment: Attachment, saver: Saver) -> None:
         self._services = services
         self._upstream = services.upstream
         self._attachment = attachment
         self._table = attachment.desk.table
         self._metrics = services.metrics
-        self._rewrite = rewrite
+        self._saver = saver
 
     async def slot_states(self) -> list[SlotStatus]:
         """Return llama-server's own view of its slots; raises UpstreamFault."""
@@ -172,32 +147,12 @@ class SlotWork:
     ) -> Checkpoint | None:
         """Save a slot as it stands, check the file and commit it; raises CacheFault."""
         content = self._table[slot_id].content
-        name = self._services.store.files.new_temporary_name()
-        try:
-            began = time.monotonic()
-            saved = await self._upstream.save(slot_id, name)
-            seconds = time.monotonic() - began
-            state = await asyncio.to_thread(self._read_saved, name, saved)
-            self._require_expected(slot_id, content, state, is_just_predicted)
+        async with self._saver.saved(slot_id) as saved:
+            self._require_expected(slot_id, content, saved.state, is_just_predicted)
             self._require_same_process()
-            self._metrics.save_seconds.observe(seconds)
-            self._attachment.learn(save_bytes_per_second=saved.n_written / seconds)
-            return await self._commit(slot_id, content, kind, name, state)
-        finally:
-            await self._services.store.discard(name)
-
-    def _read_saved(self, name: str, saved: Saved) -> StateFile:
-        path = self._services.store.files.path(name)
-        try:
-            if path.stat().st_size != saved.n_written:
-                raise SaveRejected(f"wrote {saved.n_written} bytes, the file has another size")
-            self._rewrite(path)
-            state = read_state_file(path)
-        except OSError as error:
-            raise SaveRejected(f"saved file cannot be read: {error}") from error
-        if len(state.tokens) != saved.n_saved:
-            raise SaveRejected(f"saved {saved.n_saved} tokens, the file has {len(state.tokens)}")
-        return state
+            self._metrics.save_seconds.observe(saved.seconds)
+            self._attachment.learn(save_bytes_per_second=saved.n_written / saved.seconds)
+            return await self._commit(slot_id, content, kind, saved)
 
     def _require_expected(
         self, slot_id: SlotId, content: Content, state: StateFile, is_just_predicted: bool
@@ -225,9 +180,9 @@ class SlotWork:
         raise SaveRejected("the slot was used by somebody else: all traffic must go through here")
 
     async def _commit(
-        self, slot_id: SlotId, content: Content, kind: CheckpointKind, name: str, state: StateFile
+        self, slot_id: SlotId, content: Content, kind: CheckpointKind, saved: SavedSlot
     ) -> Checkpoint | None:
-        namespace = self._namespace_of(content)
+        state, namespace = saved.state, self._namespace_of(content)
         if namespace is None or not state.tokens:
             self._table.set_content(slot_id, Empty() if not state.tokens else content)
             return None
@@ -235,7 +190,7 @@ class SlotWork:
         if len(state.tokens) < BLOCK_TOKENS or store.holds(namespace, state.tokens):
             self._note_saved(slot_id, content, namespace, state)
             return None
-        checkpoint = await store.commit(new_state(name, namespace, kind, state))
+        checkpoint = await store.commit(saved.new_state(namespace, kind))
         self._note_saved(slot_id, content, namespace, state)
         self._metrics.saves.labels("done").inc()
         await self._tidy(checkpoint, state.tokens)

@@ -7,6 +7,7 @@ Only names that this module makes are ever touched: whatever else lies in the di
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -79,6 +80,17 @@ class StateFiles:
 
     def remove(self, name: str) -> None:
         self.path(name).unlink(missing_ok=True)
+
+    def take_over(self, name: str) -> None:
+        """Put a copy of our own in the place of a file that only its owner can change."""
+        copy = self.path(self.new_temporary_name())
+        try:
+            shutil.copyfile(self.path(name), copy)
+            self._protect(copy)
+            copy.rename(self.path(name))
+        except OSError:
+            copy.unlink(missing_ok=True)
+            raise
 
     def _protect(self, path: Path) -> None:
         # A state is as good as the transcript. With llama-server under another uid the directory is

@@ -19,6 +19,7 @@ from proxy.core.prefix import TokenIds
 from proxy.errors import StateFileMalformed
 from proxy.upstream.state_sections import (
     CONTEXT_CHECKPOINTS_MAGIC,
+    FoundSection,
     Reader,
     Section,
     read_sections,
@@ -31,25 +32,32 @@ _MAX_TOKENS = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class StateFile:
-    """What a state file says of itself; `layout` is None if its sections were not understood."""
+    """What a state file says of itself; `sections` is None if they were not understood."""
 
     version: int
     tokens: TokenIds
     n_media: int
-    layout: tuple[Section, ...] | None
-    n_cells: tuple[int, ...]
+    sections: tuple[FoundSection, ...] | None
     restore_points: tuple[int, ...]
     state_end: int
     size_bytes: int
 
     @property
+    def layout(self) -> tuple[Section, ...] | None:
+        """What of the sections does not depend on the tokens, None if it was not understood."""
+        return None if self.sections is None else tuple(f.section for f in self.sections)
+
+    @property
+    def n_cells(self) -> tuple[int, ...]:
+        """How many cells each section has."""
+        return tuple(found.n_cells for found in self.sections or ())
+
+    @property
     def has_every_position(self) -> bool:
         """Whether the attention state of every token is there, and nothing else is needed."""
-        return (
-            self.layout is not None
-            and len(self.layout) > 0
-            and all(section.kind == "attention" for section in self.layout)
-            and all(n == len(self.tokens) for n in self.n_cells)
+        return bool(self.sections) and all(
+            found.section.kind == "attention" and found.n_cells == len(self.tokens)
+            for found in self.sections or ()
         )
 
 
@@ -65,27 +73,23 @@ def read_state_file(path: Path) -> StateFile:
         if magic != MAGIC:
             raise StateFileMalformed("does not begin with llama.cpp's magic number")
         tokens, n_media = _read_tokens(reader, n_words)
-        if version not in SUPPORTED_VERSIONS:
-            return StateFile(
-                version, tokens, n_media, None, (), (), reader.size_bytes, reader.size_bytes
-            )
-        try:
-            sections, n_cells = read_sections(reader, version, len(tokens))
-        except StateFileMalformed:
-            return StateFile(
-                version, tokens, n_media, None, (), (), reader.size_bytes, reader.size_bytes
-            )
-        state_end = reader.position
-        return StateFile(
-            version,
-            tokens,
-            n_media,
-            sections,
-            n_cells,
-            _read_restore_points(reader),
-            state_end,
-            reader.size_bytes,
-        )
+        sections, points, end = _read_state(reader, version, len(tokens))
+        return StateFile(version, tokens, n_media, sections, points, end, reader.size_bytes)
+
+
+def _read_state(
+    reader: Reader, version: int, n_tokens: int
+) -> tuple[tuple[FoundSection, ...] | None, tuple[int, ...], int]:
+    """Return the sections, the restore points and where the state ends; an opaque one ends the file."""
+    opaque = None, (), reader.size_bytes
+    if version not in SUPPORTED_VERSIONS:
+        return opaque
+    try:
+        sections = read_sections(reader, version, n_tokens)
+    except StateFileMalformed:
+        return opaque
+    state_end = reader.position
+    return sections, _read_restore_points(reader), state_end
 
 
 def _read_tokens(reader: Reader, n_words: int) -> tuple[TokenIds, int]:

@@ -3,13 +3,14 @@
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from proxy.driver.slot_work import RewriteStateFile, keep_as_saved
+from proxy.driver.saving import RewriteStateFile, keep_as_saved
 from tests.bench.ledger import Ledger
 from tests.bench.progress import tell
 from tests.bench.rigs import KINDS, open_rig
 from tests.bench.section import Section
 from tests.bench.workload import Request, conversation, second_conversation
-from tests.lab.rig import Rig, strip_context_checkpoints
+from tests.lab.older_builds import strip_context_checkpoints
+from tests.lab.rig import Rig
 
 SLACK_TOKENS = 32
 N_BEFORE_RESTART = 5

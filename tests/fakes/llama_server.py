@@ -75,8 +75,9 @@ class FakeLlamaServer:
         self.directory = directory
         self.memory = memory
         self.n_slots = n_slots
-        # The self-test evaluates what fits: only of context checkpoints it must see a long state.
-        self.n_ctx = n_ctx or (4096 if memory is Memory.RESTORE_POINTS else 2048)
+        # The self-test evaluates what fits: only of these it must see a long state.
+        needs_long = memory in (Memory.RESTORE_POINTS, Memory.CUT_WINDOW)
+        self.n_ctx = n_ctx or (4096 if needs_long else 2048)
         self.file_version = file_version
         self.api_keys = api_keys
         self.fixed_media_marker = media_marker
@@ -307,7 +308,8 @@ class FakeLlamaServer:
 
     def _restore(self, slot: Slot, path: Path) -> web.Response:
         try:
-            state = read_slot_file(path, self.file_version)
+            has_window = self.memory is Memory.CUT_WINDOW
+            state = read_slot_file(path, self.file_version, has_window=has_window)
         except StateFileRefused as refusal:
             return _error(400, f"Unable to restore slot: {refusal}", "invalid_request_error")
         slot.load(state)

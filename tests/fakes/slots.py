@@ -7,6 +7,7 @@ from enum import StrEnum
 from tests.fakes.slot_files import SlotState
 
 N_UBATCH = 512
+WINDOW = 1024
 MAX_POINTS = 32
 
 
@@ -17,6 +18,7 @@ class Memory(StrEnum):
     RESTORE_POINTS = "context checkpoints are saved"
     END_ONLY = "context checkpoints are not saved"
     NOTHING = "a restored state is never continued"
+    CUT_WINDOW = "a saved window reaches one position less far back than a restored one must"
 
 
 @dataclass(eq=False)
@@ -65,8 +67,15 @@ class Slot:
     def state(self) -> SlotState:
         """Return what a save of the slot writes."""
         saves_points = self.memory is Memory.RESTORE_POINTS
-        return SlotState(list(self.tokens), list(self.points) if saves_points else [])
+        points = list(self.points) if saves_points else []
+        if self.memory is Memory.CUT_WINDOW:
+            return SlotState(list(self.tokens), points, max(0, len(self.tokens) - WINDOW))
+        return SlotState(list(self.tokens), points)
 
     def load(self, state: SlotState) -> None:
         self.tokens, self.points = list(state.tokens), list(state.points)
-        self.is_inert = self.memory is Memory.NOTHING
+        # server-context.cpp, `pos_min >= pos_min_thold`, of a request that goes on at the end.
+        is_cut = state.window_from is not None and state.window_from >= max(
+            0, len(state.tokens) - WINDOW
+        )
+        self.is_inert = is_cut or self.memory is Memory.NOTHING

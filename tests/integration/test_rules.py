@@ -1,12 +1,16 @@
 """Builds and models of other kinds: the rule is learned, and what is saved and cut follows from it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from proxy.core.model import NO_RULE, Rule, RuleKind
+from proxy.driver import saving
+from proxy.upstream.window_repair import repair_window
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.fakes.slot_files import read_slot_file
-from tests.fakes.slots import Memory
+from tests.fakes.slots import WINDOW, Memory
 from tests.fakes.tokenizer import render, tokenize
 from tests.integration.conftest import StartRig
 from tests.integration.rig import COMPLETION, Rig, hang_up, next_question, question, text
@@ -51,6 +55,7 @@ def saved_tokens(server: FakeLlamaServer) -> list[list[int]]:
         (Memory.RESTORE_POINTS, 4, "restore points"),
         (Memory.END_ONLY, 3, "end only"),
         (Memory.END_ONLY, 4, "end only"),
+        (Memory.END_ONLY, 5, "end only"),
         (Memory.NOTHING, 3, "nothing"),
     ],
 )
@@ -80,6 +85,90 @@ async def test_server_that_restores_nothing_is_asked_for_nothing(start_rig: Star
         await rig.settled()
         assert len(rig.server.seen_at("save") + rig.server.seen_at("restore")) == n_actions
         assert rig.checkpoints == []
+
+
+async def test_cut_window_of_version_3_is_repaired_and_continued_at_its_end(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, memory=Memory.CUT_WINDOW, file_version=3) as rig:
+        attachment = await rig.settled()
+        assert attachment.rule == Rule(RuleKind.END_ONLY, end_holds_from=2200)
+        prompt = [500 + i % 1000 for i in range(2300)]
+        await rig.post(COMPLETION, {"prompt": prompt})
+        await rig.settled()
+        rig.server.replace_process()
+        await rig.attached()
+        assert (await rig.post(COMPLETION, {"prompt": [*prompt, 7, 8]})).n_reused == 2299
+        assert rig.sample("restore_ineffective_total") == 0
+
+
+async def test_repaired_state_is_never_continued_before_its_end(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, memory=Memory.CUT_WINDOW, file_version=3) as rig:
+        prompt = [500 + i % 1000 for i in range(2300)]
+        await rig.post(COMPLETION, {"prompt": prompt})
+        await rig.settled()
+        rig.server.replace_process()
+        await rig.attached()
+        before = rig.server.n_evaluated
+        await rig.post(COMPLETION, {"prompt": [*prompt[:2290], 7, 8]})
+        assert rig.server.n_evaluated - before == 2292
+        assert rig.sample("restores_total", result="done") == 0
+
+
+async def test_state_shorter_than_a_window_that_was_repaired_is_not_offered(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, memory=Memory.CUT_WINDOW, file_version=3) as rig:
+        prompt = [500 + i for i in range(900)]
+        await rig.post(COMPLETION, {"prompt": prompt})
+        await rig.settled()
+        rig.server.replace_process()
+        await rig.attached()
+        before = rig.server.n_evaluated
+        await rig.post(COMPLETION, {"prompt": [*prompt, 7, 8]})
+        assert rig.server.n_evaluated - before == 902
+        assert rig.sample("restores_total", result="done") == 0
+        assert rig.sample("restore_ineffective_total") == 0
+
+
+async def test_cut_window_of_another_version_is_not_repaired(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, memory=Memory.CUT_WINDOW, file_version=4) as rig:
+        assert (await rig.settled()).rule == NO_RULE
+
+
+async def test_committed_file_is_the_repaired_one(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, memory=Memory.CUT_WINDOW, file_version=3) as rig:
+        prompt = [500 + i % 1000 for i in range(2300)]
+        await rig.post(COMPLETION, {"prompt": prompt})
+        await rig.settled()
+        assert rig.running.store is not None
+        (checkpoint,) = rig.running.store
+        files = rig.running.store.files
+        state = read_slot_file(files.path(checkpoint.file_name), 3, has_window=True)
+        assert state.window_from == checkpoint.n_tokens - WINDOW - 1
+        assert checkpoint.size_bytes == files.path(checkpoint.file_name).stat().st_size
+        assert checkpoint.checksum == files.checksum(checkpoint.file_name)
+        assert not checkpoint.has_every_position
+
+
+async def test_file_that_only_llama_server_may_change_is_copied_and_repaired(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for another uid: a file that was there when llama-server answered cannot be written."""
+    refused: set[int] = set()
+
+    def refuse_first_inode(path: Path) -> bool:
+        inode = path.stat().st_ino
+        if len(refused) < 1 or inode in refused:
+            refused.add(inode)
+            raise PermissionError(13, "Permission denied", str(path))
+        return repair_window(path)
+
+    monkeypatch.setattr(saving, "repair_window", refuse_first_inode)
+    async with start_rig(n_slots=1, memory=Memory.CUT_WINDOW, file_version=3) as rig:
+        assert (await rig.settled()).rule == Rule(RuleKind.END_ONLY, end_holds_from=2200)
+        assert len(refused) == 1
+        assert rig.temporary_files() == []
 
 
 async def test_end_only_server_is_stopped_and_saved_at_each_cut(start_rig: StartRig) -> None:

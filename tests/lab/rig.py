@@ -1,7 +1,6 @@
 """A real llama-server with the proxy in front of it, in this process, for tests that matter."""
 
 import asyncio
-import os
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -11,16 +10,10 @@ import aiohttp
 from proxy.app import Running, run_proxy
 from proxy.config import Settings
 from proxy.core.write_back import is_write_back_due
-from proxy.driver.slot_work import RewriteStateFile, keep_as_saved
-from proxy.upstream.state_file import read_state_file
+from proxy.driver.saving import RewriteStateFile, keep_as_saved
 from tests.lab.server import LlamaServer
 
 SETTLE_SECONDS = 300.0
-
-
-def strip_context_checkpoints(path: Path) -> None:
-    """Cut a state file off behind its state, as builds before 0.7.0 write it."""
-    os.truncate(path, read_state_file(path).state_end)
 
 
 class Rig:

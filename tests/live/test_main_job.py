@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from proxy.driver.slot_work import keep_as_saved
+from proxy.driver.saving import keep_as_saved
 from tests.lab.conversation import Message, agent_requests, system, tools
-from tests.lab.rig import Rig, strip_context_checkpoints
+from tests.lab.older_builds import strip_context_checkpoints
+from tests.lab.rig import Rig
 from tests.live.conftest import KINDS, StartRig
 
 SLACK_TOKENS = 32

@@ -9,9 +9,10 @@ from proxy.core.namespace import CANARY_TOKENS
 from proxy.core.probes import SelfTestResult
 from proxy.driver.attachment import Attachment
 from proxy.driver.memory import remember_self_test
-from proxy.driver.slot_work import keep_as_saved
+from proxy.driver.saving import keep_as_saved
 from tests.lab.conversation import prose
-from tests.lab.rig import SETTLE_SECONDS, Rig, strip_context_checkpoints
+from tests.lab.older_builds import strip_context_checkpoints
+from tests.lab.rig import SETTLE_SECONDS, Rig
 from tests.live.conftest import KINDS, StartRig
 
 MOST_TOKENS = 10_000

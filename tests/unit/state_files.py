@@ -1,12 +1,14 @@
-"""Writes small state files in the layout of docs/llama-server.md, section 7."""
+"""Writes small state files as llama-server 0.7.0 (version 4) and older builds (version 3) lay them out."""
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 MAGIC = 0x67677371
 F16_ROW = (1, 8)
 """(ggml type, bytes per row) of the attention tensors written here."""
 F32_ROW = (0, 16)
+F16_BYTES = 2
 
 
 def words(tokens: Iterable[int], media: bytes = b"", n_media: int = 0) -> bytes:
@@ -24,8 +26,20 @@ def state_file(payload: bytes, *sections: bytes, version: int = 4, magic: int = 
     return struct.pack("<III", magic, version, len(payload) // 4) + payload + b"".join(sections)
 
 
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A cell at a position; its part of each tensor is told by `filling`, which a copy shares."""
+
+    position: int
+    filling: int
+
+
+def cells_at(positions: Iterable[int]) -> list[Cell]:
+    return [Cell(position, position) for position in positions]
+
+
 def attention(
-    n_cells: int,
+    cells: int | Sequence[Cell],
     *,
     first: int = 0,
     n_layers: int = 2,
@@ -34,24 +48,46 @@ def attention(
     has_v: bool = True,
     is_mrope: bool = False,
     n_streams: int = 1,
+    stream: int = -1,
+    row_bytes: int = F16_ROW[1],
+    rotations: tuple[int, int] = (0, 0),
 ) -> bytes:
-    """Return an attention section whose cells lie in the last of its streams."""
-    head = struct.pack("<I", n_streams) + struct.pack("<I", 0) * (n_streams - 1)
-    cells = b"".join(_cell(first + i, is_mrope) for i in range(n_cells))
+    """Return an attention section whose cells, given or so many from *first* on, lie in one stream."""
+    if isinstance(cells, int):
+        cells = cells_at(range(first, first + cells))
     kv = struct.pack("<II", is_v_transposed, n_layers)
     if version >= 4:
-        kv += struct.pack("<II", 0, 0)
-    row = struct.pack("<iQ", *F16_ROW) + b"\xab" * F16_ROW[1] * n_cells
-    column = struct.pack("<iII", 1, 2, F16_ROW[1] // 2) + b"\xcd" * F16_ROW[1] * n_cells
-    kv += row * n_layers
+        kv += struct.pack("<II", *rotations)
+    kv += b"".join(_rows(tensor, cells, row_bytes) for tensor in range(n_layers))
     if has_v:
-        kv += (column if is_v_transposed else row) * n_layers
-    return head + struct.pack("<I", n_cells) + (cells + kv if n_cells else b"")
+        write_v = _columns if is_v_transposed else _rows
+        kv += b"".join(write_v(n_layers + layer, cells, row_bytes) for layer in range(n_layers))
+    filled = struct.pack("<I", len(cells)) + b"".join(_cell(cell, is_mrope) for cell in cells) + kv
+    streams = [struct.pack("<I", 0)] * n_streams
+    streams[stream] = filled if cells else streams[stream]
+    return struct.pack("<I", n_streams) + b"".join(streams)
 
 
-def _cell(position: int, is_mrope: bool) -> bytes:
-    extra = struct.pack("<iii", position, position, 7) if is_mrope else b""
-    return struct.pack("<iI", position, 1) + extra + struct.pack("<i", 0)
+def value(tensor: int, strip: int, cell: Cell, n_bytes: int) -> bytes:
+    """Return what a cell has in a strip of a tensor."""
+    number = cell.filling * 1009 + tensor * 97 + strip * 13 + 1
+    return (number % (1 << 8 * n_bytes)).to_bytes(n_bytes, "little")
+
+
+def _rows(tensor: int, cells: Sequence[Cell], row_bytes: int) -> bytes:
+    values = (value(tensor, 0, cell, row_bytes) for cell in cells)
+    return struct.pack("<iQ", F16_ROW[0], row_bytes) + b"".join(values)
+
+
+def _columns(tensor: int, cells: Sequence[Cell], row_bytes: int) -> bytes:
+    strips = range(row_bytes // F16_BYTES)
+    values = (value(tensor, strip, cell, F16_BYTES) for strip in strips for cell in cells)
+    return struct.pack("<iII", F16_ROW[0], F16_BYTES, len(strips)) + b"".join(values)
+
+
+def _cell(cell: Cell, is_mrope: bool) -> bytes:
+    extra = struct.pack("<iii", cell.filling, cell.filling, 7) if is_mrope else b""
+    return struct.pack("<iI", cell.position, 1) + extra + struct.pack("<i", 0)
 
 
 def recurrent(last_position: int, *, n_layers: int = 4, n_with_state: int = 3) -> bytes:

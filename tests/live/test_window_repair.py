@@ -1,0 +1,207 @@
+"""The repair of cut windows on a real llama-server.
+
+No build that needs the repair is at hand, and 0.7.0 reads only its own files. But a window is the same
+in both versions, so files of 0.7.0 are stripped, repaired and restored there: what a repaired state
+answers must be what the unrepaired one answers.
+"""
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.upstream.state_file import read_state_file
+from proxy.upstream.window_repair import repair_window
+from tests.lab.models import model_path
+from tests.lab.older_builds import strip_context_checkpoints, to_version_3
+from tests.lab.rig import Rig
+from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.live.conftest import KINDS, StartRig
+
+WINDOW = 512
+N_MORE = 300
+LOGPROB_BAR = 0.012
+N_COMPARED = 8
+N_SECTIONS = {"full": 1, "swa": 2, "recurrent": 1, "hybrid": 2, "hybrid_no_mrope": 2}
+"""How many sections a state of each kind of memory has."""
+
+
+def prompt(n_tokens: int) -> list[int]:
+    return [100 + (i * 37 + i // 50) % 3000 for i in range(n_tokens)]
+
+
+class Bench:
+    """One slot of a llama-server without a proxy."""
+
+    def __init__(self, server: LlamaServer, directory: Path) -> None:
+        self.server = server
+        self.directory = directory
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        status, reply = self.server.request("POST", path, body)
+        assert status == 200, reply
+        return dict(reply)
+
+    def complete(self, tokens: list[int], **fields: Any) -> dict[str, Any]:
+        body = {"prompt": tokens, "n_predict": 8, "temperature": 0, "n_probs": 10, "id_slot": 0}
+        return self.post("/completion", body | {"cache_prompt": True} | fields)
+
+    def cold(self, tokens: list[int]) -> dict[str, Any]:
+        self.post("/slots/0?action=erase", {})
+        return self.complete(tokens, cache_prompt=False)
+
+    def restored(self, name: str, tokens: list[int]) -> dict[str, Any]:
+        self.post("/slots/0?action=erase", {})
+        self.post("/slots/0?action=restore", {"filename": name})
+        return self.complete(tokens)
+
+    def saved(self, tokens: list[int]) -> Path:
+        """Return a file of exactly these tokens, stripped of its context checkpoints."""
+        self.post("/slots/0?action=erase", {})
+        self.complete(tokens, n_predict=0)
+        self.post("/slots/0?action=save", {"filename": "plain"})
+        strip_context_checkpoints(self.directory / "plain")
+        return self.directory / "plain"
+
+    def repaired(self, plain: Path) -> Path:
+        copy = plain.with_name("repaired")
+        shutil.copyfile(plain, copy)
+        assert repair_window(copy)
+        return copy
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    directory = tmp_path_factory.mktemp("slots")
+    model = model_path("swa", "tiny", DEFAULT_MODEL_FOLDER)
+    server = LlamaServer(model, directory, n_slots=2, n_ctx=16384)
+    server.start()
+    try:
+        yield Bench(server, directory)
+    finally:
+        server.stop()
+
+
+def distance(left: dict[str, Any], right: dict[str, Any]) -> float:
+    """Return the largest difference of the first token's log-probabilities."""
+    a, b = (
+        {top["id"]: top["logprob"] for top in reply["completion_probabilities"][0]["top_logprobs"]}
+        for reply in (left, right)
+    )
+    common = a.keys() & b.keys()
+    assert len(common) >= N_COMPARED
+    return max(abs(float(a[token]) - float(b[token])) for token in common)
+
+
+def n_reused(reply: dict[str, Any]) -> int:
+    return int(reply["timings"]["cache_n"])
+
+
+@pytest.mark.parametrize("n_tokens", [WINDOW + 2, 700, 2000, 3000])
+def test_repaired_state_continues_at_its_end_with_equal_answers(
+    bench: Bench, n_tokens: int
+) -> None:
+    tokens = prompt(n_tokens + N_MORE)
+    plain = bench.saved(tokens[:n_tokens])
+    repaired = bench.repaired(plain)
+    from_plain = bench.restored(plain.name, tokens)
+    from_repaired = bench.restored(repaired.name, tokens)
+    cold = bench.cold(tokens)
+    assert n_reused(from_repaired) == n_reused(from_plain) == n_tokens
+    assert from_repaired["content"] == from_plain["content"]
+    assert distance(from_repaired, from_plain) <= LOGPROB_BAR
+    assert distance(from_repaired, cold) <= LOGPROB_BAR
+
+
+def test_repaired_window_reaches_one_position_further_back(bench: Bench) -> None:
+    """This is what builds before 0.7.0 ask for; 0.7.0 shows it by going back one token further."""
+    tokens = prompt(2000)
+    plain = bench.saved(tokens)
+    repaired = bench.repaired(plain)
+    two_back, three_back = [*tokens[:-2], 7, 8, 9], [*tokens[:-3], 7, 8, 9]
+    assert n_reused(bench.restored(plain.name, two_back)) == 0
+    assert n_reused(bench.restored(repaired.name, two_back)) == 1998
+    assert n_reused(bench.restored(repaired.name, three_back)) == 0
+
+
+@pytest.mark.parametrize("n_tokens", [WINDOW - 1, WINDOW, WINDOW + 1])
+def test_state_hardly_longer_than_the_window_is_left_alone(bench: Bench, n_tokens: int) -> None:
+    plain = bench.saved(prompt(n_tokens))
+    before = plain.read_bytes()
+    assert not repair_window(plain)
+    assert plain.read_bytes() == before
+
+
+def test_window_without_flash_attention_is_repaired_in_every_strip(tmp_path: Path) -> None:
+    """Then V is transposed: one strip per embedding value instead of one row per cell."""
+    model = model_path("swa", "tiny", DEFAULT_MODEL_FOLDER)
+    server = LlamaServer(model, tmp_path, n_ctx=8192, extra_args=("-fa", "off"))
+    server.start()
+    try:
+        bench, tokens = Bench(server, tmp_path), prompt(900 + N_MORE)
+        plain = bench.saved(tokens[:900])
+        layout = read_state_file(plain).layout
+        assert layout is not None
+        assert all(section.is_v_transposed for section in layout)
+        from_repaired = bench.restored(bench.repaired(plain).name, tokens)
+        assert n_reused(from_repaired) == 900
+        assert distance(from_repaired, bench.cold(tokens)) <= LOGPROB_BAR
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_real_states_as_version_3_are_understood_and_windows_repaired(
+    start_rig: StartRig, kind: str
+) -> None:
+    async with start_rig(kind) as rig:
+        path = await save_through(rig, prompt(900))
+        four = read_state_file(path)
+        to_version_3(path)
+        three = read_state_file(path)
+        assert (three.version, three.tokens) == (3, four.tokens)
+        assert three.n_cells == four.n_cells
+        assert three.layout is not None
+        assert len(three.layout) == N_SECTIONS[kind]
+        assert all(section.rotations == () for section in three.layout)
+        assert repair_window(path) is (kind == "swa")
+        if kind == "swa":
+            repaired = read_state_file(path)
+            assert repaired.n_cells == (900, WINDOW + 1)
+            assert repaired.layout == three.layout
+            assert not repair_window(path)
+
+
+async def save_through(rig: Rig, tokens: list[int]) -> Path:
+    """Have the proxy save a slot with these tokens; return a copy of the file."""
+    await rig.post("/completion", {"prompt": tokens, "n_predict": 0})
+    await rig.settled()
+    assert rig.running.store is not None
+    (checkpoint,) = [c for c in rig.running.store if c.n_tokens == len(tokens)]
+    source = rig.running.store.files.path(checkpoint.file_name)
+    return Path(await asyncio.to_thread(shutil.copyfile, source, source.with_name("copy")))
+
+
+async def test_conversation_goes_on_from_repaired_files_with_equal_answers(
+    start_rig: StartRig,
+) -> None:
+    def repair(path: Path) -> None:
+        strip_context_checkpoints(path)
+        repair_window(path)
+
+    async with start_rig("swa", rewrite=repair) as rig:
+        health = await rig.health()
+        assert health["rule"] == "end only"
+        tokens = prompt(3000)
+        await rig.post("/completion", {"prompt": tokens[:2500], "n_predict": 0})
+        await rig.restart()
+        body = {"prompt": tokens, "n_predict": 8, "temperature": 0, "n_probs": 10}
+        before = await rig.evaluated()
+        warm = await rig.post("/completion", body)
+        assert await rig.evaluated() - before <= 500 + 6
+        cold = await rig.post("/completion", body | {"cache_prompt": False})
+        assert warm["content"] == cold["content"]
+        assert distance(warm, cold) <= LOGPROB_BAR

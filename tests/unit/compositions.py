@@ -1,0 +1,156 @@
+"""State files of both versions and every known composition, drawn at random: a model of what is written."""
+
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+
+from proxy.upstream.state_sections import FoundSection, Section
+from tests.unit.state_files import (
+    F16_BYTES,
+    F16_ROW,
+    F32_ROW,
+    Cell,
+    attention,
+    cells_at,
+    context_checkpoints,
+    draft_state,
+    recurrent,
+    state_file,
+    value,
+    words,
+)
+
+KINDS = ("full", "swa", "recurrent", "hybrid", "hybrid swa")
+MOST_TOKENS = 40
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention section to be written."""
+
+    cells: list[Cell]
+    options: dict[str, Any]
+
+    def write(self, version: int) -> bytes:
+        return attention(self.cells, version=version, **self.options)
+
+    def section(self, version: int) -> Section:
+        row = (F16_ROW[0], self.options["row_bytes"])
+        return Section(
+            "attention",
+            self.options["n_streams"],
+            self.options["is_v_transposed"],
+            self.options["n_layers"],
+            self.options["rotations"] if version >= 4 else (),
+            (row,) * 2 * self.options["n_layers"],
+        )
+
+    def require_found(self, data: bytes, found: FoundSection) -> None:
+        """Check that the parser says where everything lies."""
+        assert found.cells is not None
+        assert struct.unpack_from("<I", data, found.cells.offset - 4) == (len(self.cells),)
+        step = found.cells.cell_bytes
+        positions = [
+            struct.unpack_from("<i", data, found.cells.offset + i * step)[0]
+            for i in range(len(self.cells))
+        ]
+        assert positions == [cell.position for cell in self.cells]
+        for tensor, block in enumerate(found.cells.blocks):
+            n_bytes = block.element_bytes
+            expected = b"".join(
+                value(tensor, strip, cell, n_bytes)
+                for strip in range(block.n_strips)
+                for cell in self.cells
+            )
+            assert data[block.offset : block.offset + len(expected)] == expected
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """A recurrent section to be written."""
+
+    last_position: int
+    n_layers: int
+    n_with_state: int
+
+    def write(self, version: int) -> bytes:
+        return recurrent(self.last_position, n_layers=self.n_layers, n_with_state=self.n_with_state)
+
+    def section(self, version: int) -> Section:
+        return Section("recurrent", 1, False, self.n_layers, (), (F32_ROW,) * 2 * self.n_with_state)
+
+    def require_found(self, data: bytes, found: FoundSection) -> None:
+        assert (found.n_cells, found.cells) == (1, None)
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A whole state file to be written."""
+
+    version: int
+    tokens: list[int]
+    sections: list[Attention | Recurrent]
+    points: list[int] = field(default_factory=list)
+    has_draft: bool = False
+
+    def write(self) -> bytes:
+        return state_file(
+            words(self.tokens), *self._state(), *self._appendices(), version=self.version
+        )
+
+    def _state(self) -> list[bytes]:
+        return [section.write(self.version) for section in self.sections]
+
+    def _appendices(self) -> list[bytes]:
+        points = context_checkpoints(*((p, p - 1, p - 1) for p in self.points))
+        return [points] * bool(self.points) + [draft_state()] * self.has_draft
+
+    @property
+    def state_end(self) -> int:
+        return 12 + 4 * (len(self.tokens) + 4) + sum(map(len, self._state()))
+
+
+@st.composite
+def attentions(draw: st.DrawFn, n_tokens: int, n_cells: int, *, is_shuffled: bool) -> Attention:
+    positions = list(range(n_tokens - n_cells, n_tokens))
+    if is_shuffled:
+        positions = draw(st.permutations(positions))
+    n_streams = draw(st.integers(1, 5))
+    options = {
+        "n_layers": draw(st.integers(1, 4)),
+        "is_v_transposed": draw(st.booleans()),
+        "is_mrope": draw(st.booleans()),
+        "n_streams": n_streams,
+        "stream": draw(st.integers(0, n_streams - 1)),
+        "row_bytes": F16_BYTES * draw(st.integers(1, 9)),
+        "rotations": (draw(st.integers(0, 64)), draw(st.integers(0, 64))),
+    }
+    return Attention(cells_at(positions), options)
+
+
+@st.composite
+def recurrents(draw: st.DrawFn, n_tokens: int) -> Recurrent:
+    n_layers = draw(st.integers(1, 6))
+    return Recurrent(n_tokens - 1, n_layers, draw(st.integers(1, n_layers)))
+
+
+@st.composite
+def compositions(
+    draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, lacking: tuple[int, int] = (0, MOST_TOKENS)
+) -> Composition:
+    """Draw files of models with these kinds of memory, whose windows lack so many first tokens."""
+    kind, version = draw(st.sampled_from(kinds)), draw(st.sampled_from([3, 4]))
+    n_tokens = draw(st.integers(4, MOST_TOKENS))
+    sections: list[Attention | Recurrent] = []
+    if kind != "recurrent":
+        sections.append(draw(attentions(n_tokens, n_tokens, is_shuffled=draw(st.booleans()))))
+    if "swa" in kind:
+        n_window = n_tokens - draw(st.integers(lacking[0], min(lacking[1], n_tokens - 2)))
+        sections.append(draw(attentions(n_tokens, n_window, is_shuffled=draw(st.booleans()))))
+    if "recurrent" in kind or "hybrid" in kind:
+        sections.append(draw(recurrents(n_tokens)))
+    points = st.lists(st.integers(1, n_tokens), unique=True, max_size=4).map(sorted)
+    tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=n_tokens, max_size=n_tokens))
+    return Composition(version, tokens, sections, draw(points), draw(st.booleans()))
