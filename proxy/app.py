@@ -116,9 +116,11 @@ async def _serve(
             ):
                 yield Running(port, admin_port, lifecycle, store, metrics, write_back)
         finally:
-            await services.tasks.drain(settings.drain_seconds)
-            await write_back.drain(settings.drain_seconds)
-            await services.tasks.drain(0)
+            try:
+                await services.tasks.drain(settings.drain_seconds)
+                await write_back.drain(settings.drain_seconds)
+            finally:
+                await services.tasks.drain(0)
 
 
 @asynccontextmanager
