@@ -34,9 +34,13 @@ def keep_as_saved(path: Path) -> None:
 
 
 def new_state(
-    temporary_name: str, namespace: Namespace, kind: CheckpointKind, state: StateFile
+    temporary_name: str,
+    namespace: Namespace,
+    kind: CheckpointKind,
+    state: StateFile,
+    n_prompt: int = 0,
 ) -> NewState:
-    """Return what the store is to commit of a saved and checked file."""
+    """Return what the store is to commit of a saved and checked file, *n_prompt* tokens not generated."""
     return NewState(
         temporary_name,
         namespace,
@@ -44,6 +48,7 @@ def new_state(
         state.tokens,
         state.restore_points,
         state.has_every_position,
+        n_prompt,
     )
 
 
@@ -235,7 +240,8 @@ class SlotWork:
         if len(state.tokens) < BLOCK_TOKENS or store.holds(namespace, state.tokens):
             self._note_saved(slot_id, content, namespace, state)
             return None
-        checkpoint = await store.commit(new_state(name, namespace, kind, state))
+        n_prompt = len(content.tokens) if isinstance(content, Known) else 0
+        checkpoint = await store.commit(new_state(name, namespace, kind, state, n_prompt))
         self._note_saved(slot_id, content, namespace, state)
         self._metrics.saves.labels("done").inc()
         await self._tidy(checkpoint, state.tokens)
