@@ -90,7 +90,12 @@ async def _serve(
         work = SlotWork(services, attachment, rewrite)
         return Session(attachment, PromptReader(upstream), work)
 
-    attacher = Attacher(services, max_waiting=settings.max_requests, rewrite=rewrite)
+    attacher = Attacher(
+        services,
+        max_waiting=settings.max_requests,
+        n_context_checkpoints=settings.context_checkpoints,
+        rewrite=rewrite,
+    )
     lifecycle = Lifecycle(services, attacher, new_session_of, rewrite)
     cache = Cache(services, lifecycle)
     write_back = WriteBack(lifecycle, services.tasks, settings.idle_save_seconds)

@@ -43,6 +43,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         str | None,
         Meta(description="llama-server's --api-key, for the proxy's own calls."),
     ] = None
+    context_checkpoints: Annotated[
+        int, Meta(ge=0, description="llama-server's --ctx-checkpoints.")
+    ] = 32
     max_store_bytes: Annotated[
         int, Meta(ge=1 << 20, description="Disk budget for checkpoints, such as 20GiB.")
     ] = 20 << 30

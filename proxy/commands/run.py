@@ -18,7 +18,7 @@ from proxy.commands.options import (
     setting_options,
 )
 from proxy.commands.stopping import Stopping
-from proxy.config import Settings, complete_settings, merge_settings
+from proxy.config import Settings, complete_settings, merge_settings, split_address
 from proxy.core.launch import Launch, Wanted, plan_launch
 from proxy.errors import LlamaServerDied, SettingsError, StoreLocked
 from proxy.log import configure_logging, get_logger
@@ -33,8 +33,12 @@ _DIRECTORY_HELP = (
 )
 
 
+_LEARNED = ("upstream", "context_checkpoints")
+"""Settings that follow from llama-server's own flags."""
+
+
 @click.command(context_settings={"allow_interspersed_args": False})
-@setting_options(without=("upstream",), descriptions={"slot_save_path": _DIRECTORY_HELP})
+@setting_options(without=_LEARNED, descriptions={"slot_save_path": _DIRECTORY_HELP})
 @click.option("--restart", is_flag=True, help="Start llama-server again when it dies.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: Any) -> None:
@@ -102,10 +106,20 @@ def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise SettingsError(f"{directory}: {error.strerror}") from error
-    values = {**merged, "slot_save_path": str(directory), "upstream": launch.upstream}
+    values = {
+        **merged,
+        "slot_save_path": str(directory),
+        "upstream": launch.upstream,
+        "context_checkpoints": launch.n_context_checkpoints,
+    }
     if values.get("upstream_api_key") is None:
         values["upstream_api_key"] = launch.api_key or _first_key(launch.api_key_file)
-    return complete_settings(values)
+    settings = complete_settings(values)
+    if launch.port in {split_address(address)[1] for address in (settings.listen, settings.admin)}:
+        raise SettingsError(
+            f"llama-server's --port {launch.port} is the proxy's own: choose another"
+        )
+    return settings
 
 
 def _first_key(file: str | None) -> str | None:
@@ -122,8 +136,9 @@ def _first_key(file: str | None) -> str | None:
 def _tell(launch: Launch, merged: dict[str, Any]) -> None:
     log = get_logger("run")
     log.info("llama-server gets these flags too", added=" ".join(launch.added))
-    if "upstream" in merged:
-        log.warning("upstream is ignored: `run` starts a llama-server of its own")
+    for name in _LEARNED:
+        if name in merged:
+            log.warning(f"{name} is ignored: it follows from llama-server's own flags")
     for note in launch.notes:
         log.info(note)
     for warning in launch.warnings:
@@ -136,6 +151,7 @@ async def _run_until_told(
     """Run llama-server and the proxy until told to stop; raises LlamaServerDied and what run_proxy does."""
     stopping = Stopping()
     log = get_logger("main")
+    require_free_port(launch.host, launch.port)
     async with new_session() as client:
         upstream = LlamaServer(client, settings.upstream, settings.upstream_api_key)
         supervisor = Supervisor(command, upstream.is_ready, restarts=restarts)
@@ -143,7 +159,6 @@ async def _run_until_told(
         try:
             # The proxy listens before llama-server is started, so that a taken port costs nothing.
             async with run_proxy(settings):
-                require_free_port(launch.host, launch.port)
                 log.info(
                     "serving",
                     listen=settings.listen,

@@ -59,9 +59,7 @@ def _may_go(newer: Checkpoint, older: Checkpoint) -> bool:
             return True
 
 
-def _repeats(
-    rule: Rule, newer: Checkpoint, found: Candidate, others: Iterable[Candidate]
-) -> bool:
+def _repeats(rule: Rule, newer: Checkpoint, found: Candidate, others: Iterable[Candidate]) -> bool:
     older, n_common = found.checkpoint, found.n_common
     match rule.kind:
         case RuleKind.ANY_PREFIX:

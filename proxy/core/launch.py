@@ -56,6 +56,7 @@ class Launch:
     api_prefix: str = ""
     slot_save_path: str = ""
     is_default_path: bool = False
+    n_context_checkpoints: int = 32
     api_key: str | None = None
     api_key_file: str | None = None
     added: list[str] = field(default_factory=list)
@@ -79,8 +80,7 @@ def plan_launch(given: Mapping[str, Given], known: Collection[str], wanted: Want
     _take_keys(launch, given, wanted)
     _divide_context(launch, given, known)
     _keep_idle_slots(launch, given, known)
-    if not any(name in given for name in ("--ctx-checkpoints", "--swa-checkpoints")):
-        _add(launch, known, "--ctx-checkpoints", str(N_CONTEXT_CHECKPOINTS))
+    _limit_checkpoints(launch, given, known)
     if not _is_on(given, "--metrics"):
         _add(launch, known, "--metrics")
     _warn(launch, given)
@@ -211,6 +211,17 @@ def _keep_idle_slots(launch: Launch, given: Mapping[str, Given], known: Collecti
         )
 
 
+def _limit_checkpoints(launch: Launch, given: Mapping[str, Given], known: Collection[str]) -> None:
+    for name in ("--ctx-checkpoints", "--swa-checkpoints"):  # older builds know the second only
+        if name in given:
+            if given[name].value.isdecimal():
+                launch.n_context_checkpoints = int(given[name].value)
+            return
+        if _add(launch, known, name, str(N_CONTEXT_CHECKPOINTS)):
+            launch.n_context_checkpoints = N_CONTEXT_CHECKPOINTS
+            return
+
+
 def _warn(launch: Launch, given: Mapping[str, Given]) -> None:
     slots = given.get("--slots") or given.get("--no-slots")
     if slots and slots.value == OFF:
@@ -225,4 +236,5 @@ def _warn(launch: Launch, given: Mapping[str, Given]) -> None:
 
 def restart_delay_seconds(n_failures: int) -> float:
     """Return how long to wait before a start that follows *n_failures* in a row."""
-    return min(MAX_RESTART_DELAY_SECONDS, 2.0 ** max(0, n_failures - 1))
+    n_doublings = min(10, max(0, n_failures - 1))
+    return min(MAX_RESTART_DELAY_SECONDS, 2.0**n_doublings)

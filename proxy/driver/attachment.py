@@ -15,12 +15,14 @@ class Attachment:
 
     `model_namespace` is None where nothing may be saved or restored; `reasons` then says why.
     `rule` is *nothing* until the self-test has spoken. `disabled_shapes` are kinds of requests whose
-    tokens the proxy predicted wrongly.
+    tokens the proxy predicted wrongly. `n_believed_points` context checkpoints of a live slot are counted
+    on, the newest.
     """
 
     process_id: str
     desk: LeaseDesk
     n_ctx: int
+    n_believed_points: int = 10
     model_namespace: Namespace | None = None
     rule: Rule = NO_RULE
     rates: Rates = field(default_factory=Rates)

@@ -127,7 +127,12 @@ class SlotWork:
         timings = await self._upstream.evaluate(slot_id, tokens, headers)
         turn_start = prompt.cuts.turn_start if prompt.cuts.turn_start <= stop.n_tokens else 0
         content = after_evaluation(
-            before, tokens, prompt.namespace, turn_start=turn_start, shape=prompt.shape
+            before,
+            tokens,
+            prompt.namespace,
+            turn_start=turn_start,
+            shape=prompt.shape,
+            n_believed=self._attachment.n_believed_points,
         )
         self._table.set_content(slot_id, replace(content, last_cut=stop.n_tokens))
         return timings

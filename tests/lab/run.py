@@ -84,9 +84,12 @@ class RunProcess:
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send a signal and return the exit status."""
+        self.send(number)
+        return self.ended()
+
+    def send(self, number: signal.Signals) -> None:
         assert self._process is not None
         self._process.send_signal(number)
-        return self.ended()
 
     def ended(self) -> int:
         """Return the exit status once the process has ended by itself."""
@@ -126,7 +129,9 @@ class RunProcess:
 
     def server_pids(self) -> list[int]:
         """Return the process of every llama-server started so far; each keeps the guard's number."""
-        return [int(pid) for pid in re.findall(r"started llama-server +.*?pid=(\d+)", self.log_text())]
+        return [
+            int(pid) for pid in re.findall(r"started llama-server +.*?pid=(\d+)", self.log_text())
+        ]
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Wait until *condition* holds, as long as the process runs."""
