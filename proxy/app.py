@@ -93,7 +93,12 @@ async def _serve(
         work = SlotWork(services, attachment, saver)
         return Session(attachment, PromptReader(upstream), work)
 
-    attacher = Attacher(services, saver, max_waiting=settings.max_requests)
+    attacher = Attacher(
+        services,
+        saver,
+        max_waiting=settings.max_requests,
+        n_context_checkpoints=settings.context_checkpoints,
+    )
     learning = Learning(services, saver)
     lifecycle = Lifecycle(services, attacher, new_session_of, learning)
     cache = Cache(services, lifecycle)
@@ -120,9 +125,11 @@ async def _serve(
             ):
                 yield Running(port, admin_port, lifecycle, store, metrics, write_back)
         finally:
-            await services.tasks.drain(settings.drain_seconds)
-            await write_back.drain(settings.drain_seconds)
-            await services.tasks.drain(0)
+            try:
+                await services.tasks.drain(settings.drain_seconds)
+                await write_back.drain(settings.drain_seconds)
+            finally:
+                await services.tasks.drain(0)
 
 
 @asynccontextmanager

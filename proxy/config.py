@@ -43,6 +43,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         str | None,
         Meta(description="llama-server's --api-key, for the proxy's own calls."),
     ] = None
+    context_checkpoints: Annotated[
+        int, Meta(ge=0, description="llama-server's --ctx-checkpoints.")
+    ] = 32
     max_store_bytes: Annotated[
         int, Meta(ge=1 << 20, description="Disk budget for checkpoints, such as 20GiB.")
     ] = 20 << 30
@@ -80,6 +83,13 @@ def load_settings(
     flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None
 ) -> Settings:
     """Return the settings from all sources; raises SettingsError naming the first that is wrong."""
+    return complete_settings(merge_settings(flags, environment, file))
+
+
+def merge_settings(
+    flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None
+) -> dict[str, Any]:
+    """Return what all sources set, each checked by itself; raises SettingsError."""
     from_file = _read_file(file) if file else {}
     from_environment = {
         name: environment[key]
@@ -98,6 +108,11 @@ def load_settings(
         # Each source is checked by itself, so that the complaint names where the value came from.
         _convert({"slot_save_path": ".", **values}, source, strict=source == str(file))
         merged |= values
+    return merged
+
+
+def complete_settings(merged: dict[str, Any]) -> Settings:
+    """Return the settings with their defaults; raises SettingsError if one without default is missing."""
     if "slot_save_path" not in merged:
         raise SettingsError("slot_save_path is missing: give llama-server's --slot-save-path")
     settings = _convert(merged, "settings", strict=False)

@@ -9,6 +9,10 @@ class SettingsError(Exception):
     """A setting is unknown, of the wrong type or impossible; the message says where and what is allowed."""
 
 
+class LlamaServerDied(Exception):
+    """The llama-server that the proxy started has ended by itself; the message says how."""
+
+
 class CacheFault(Exception):
     """Something in the cache did not work; the request is served without it."""
 

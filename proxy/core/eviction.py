@@ -10,7 +10,8 @@ from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind
 from proxy.core.restore import highest_point
 
 SMALL_LOSS_TOKENS = 256
-"""So many tokens of an older state may be lost with it: cheaper to evaluate again than to keep."""
+"""So many generated tokens of an older state may be lost with it: they seldom come back as they were.
+Of its prompt only SLACK_TOKENS may: that is what another conversation with the same header goes on with."""
 
 
 def choose_victims(
@@ -36,11 +37,16 @@ def superseded(rule: Rule, newer: Checkpoint, older: Iterable[Candidate]) -> lis
     An *older* one's n_common says how much of it the newer one repeats. A header is kept always; a
     turn start until a later turn's start repeats it.
     """
-    return [
-        c.checkpoint
-        for c in older
-        if c.checkpoint.id != newer.id and _may_go(newer, c.checkpoint) and _repeats(rule, newer, c)
-    ]
+    kept = [c for c in older if c.checkpoint.id != newer.id]
+    gone = []
+    # From the longest on: llama-server drops its oldest context checkpoints, which only the first of a
+    # conversation's files still have; those between are repeated by their neighbours.
+    for found in sorted(kept, key=lambda c: -c.checkpoint.n_tokens):
+        others = [c for c in kept if c is not found]
+        if _may_go(newer, found.checkpoint) and _repeats(rule, newer, found, others):
+            kept = others
+            gone.append(found.checkpoint)
+    return gone
 
 
 def _may_go(newer: Checkpoint, older: Checkpoint) -> bool:
@@ -53,17 +59,18 @@ def _may_go(newer: Checkpoint, older: Checkpoint) -> bool:
             return True
 
 
-def _repeats(rule: Rule, newer: Checkpoint, found: Candidate) -> bool:
+def _repeats(rule: Rule, newer: Checkpoint, found: Candidate, others: Iterable[Candidate]) -> bool:
     older, n_common = found.checkpoint, found.n_common
     match rule.kind:
         case RuleKind.ANY_PREFIX:
-            # What is lost is the generated answer, if the client sent another one back.
             n_lost = older.n_tokens - n_common
-            return newer.has_every_position and n_lost <= SMALL_LOSS_TOKENS
+            n_prompt_lost = (older.n_prompt or older.n_tokens) - n_common
+            is_little = n_lost <= SMALL_LOSS_TOKENS and n_prompt_lost <= SLACK_TOKENS
+            return newer.has_every_position and is_little
         case RuleKind.RESTORE_POINTS:
+            known = [Candidate(newer, newer.n_tokens), *others]
             return bool(older.restore_points) and all(
-                point <= n_common
-                and highest_point(newer.restore_points, point) >= point - SLACK_TOKENS
+                point <= n_common and any(_has_point(c, point) for c in known)
                 for point in older.restore_points
             )
         case RuleKind.END_ONLY:
@@ -72,3 +79,9 @@ def _repeats(rule: Rule, newer: Checkpoint, found: Candidate) -> bool:
             return is_whole and older.kind is CheckpointKind.CONVERSATION
         case RuleKind.NOTHING:
             return False
+
+
+def _has_point(found: Candidate, point: int) -> bool:
+    """Return whether a state can be continued at *point* or just before it."""
+    reachable = min(point, found.n_common)
+    return highest_point(found.checkpoint.restore_points, reachable) >= point - SLACK_TOKENS

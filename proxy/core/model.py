@@ -56,7 +56,8 @@ class Checkpoint:
     `restore_points` are token counts, ascending, read from the context checkpoints in the file; the
     end of the state, `n_tokens`, is not among them. `has_every_position` is true if the file holds
     attention state for all n_tokens positions and nothing recurrent, so that it can be cut anywhere.
-    `file_stamp` is (inode, mtime_ns) of the file as it was when its content was verified.
+    `file_stamp` is (inode, mtime_ns) of the file as it was when its content was verified. The tokens
+    behind the first `n_prompt` were generated; 0 if that is not known.
     """
 
     id: CheckpointId
@@ -71,6 +72,7 @@ class Checkpoint:
     checksum: str
     created_at: float
     last_used_at: float
+    n_prompt: int = 0
 
 
 @dataclass(frozen=True, slots=True)

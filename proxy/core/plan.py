@@ -22,8 +22,10 @@ from proxy.core.slots import (
     promised_tokens,
 )
 
-MIN_WRITE_BACK_TOKENS = 256
-"""Less unsaved work than this is cheaper to evaluate again than to save."""
+MAX_LOST_TOKENS = SLACK_TOKENS
+"""A slot that loses more unsaved work than this to another request is saved first. A save may take
+longer than evaluating a few hundred tokens, but it happens once, and they would be missing every time
+the conversation comes back from disk."""
 
 WORTH_WAITING_TOKENS = 64
 """A prompt waits for a slot that is being saved (llama-server stalls meanwhile anyway) or let go of by
@@ -106,7 +108,7 @@ def _starts(prompt: Prompt, now: Situation, slot: Slot) -> Iterator[UseLive | Re
 
 def _plan(prompt: Prompt, now: Situation, slot: Slot, start: UseLive | Restore) -> Plan:
     n_lost = displaced_tokens(slot.content, prompt, start)
-    saves = n_lost >= MIN_WRITE_BACK_TOKENS and now.rule.can_restore
+    saves = n_lost > MAX_LOST_TOKENS and now.rule.can_restore
     return Plan(
         slot_id=slot.id,
         start=start,

@@ -187,11 +187,13 @@ def after_evaluation(
     turn_start: int = 0,
     n_generated: int = 0,
     shape: str = "",
+    n_believed: int = 10,
 ) -> Known:
     """Return what a slot holds once *tokens* were evaluated in it and *n_generated* sampled.
 
     The last sampled token is never decoded. Context checkpoints behind the point where the prompt left
-    the old content are gone; one is new, shortly before the prompt's end.
+    the old content are gone; one is new, shortly before the prompt's end. Only the newest *n_believed*
+    are counted on.
     """
     n_kept = 0
     old = before if isinstance(before, Known) and before.namespace == namespace else None
@@ -205,7 +207,7 @@ def after_evaluation(
         tokens=tokens,
         namespace=namespace,
         n_tail=max(0, n_generated - 1),
-        restore_points=tuple(points[-MAX_BELIEVED_POINTS:]),
+        restore_points=tuple(points[-n_believed:]) if n_believed else (),
         turn_start=turn_start or (_kept(old.turn_start, n_kept) if old else 0),
         last_cut=_kept(old.last_cut, n_kept) if old else 0,
         n_saved=min(old.n_saved, n_kept) if old else 0,
@@ -213,9 +215,14 @@ def after_evaluation(
     )
 
 
-MAX_BELIEVED_POINTS = 12
-"""llama-server keeps 32 context checkpoints by default and adds up to three a request; older ones are
-believed only until a save has told."""
+CHECKPOINTS_PER_REQUEST = 3
+"""So many context checkpoints llama-server adds for a request at most, and drops the oldest for them
+(server-context.cpp, create_checkpoint)."""
+
+
+def n_believed_points(n_context_checkpoints: int) -> int:
+    """Return how many of the newest points a slot surely still has that keeps so many checkpoints."""
+    return n_context_checkpoints // CHECKPOINTS_PER_REQUEST
 
 
 def _kept(n_cut: int, n_kept: int) -> int:

@@ -16,7 +16,7 @@ import xxhash
 from proxy.core.model import CheckpointKind, SlotId
 from proxy.core.namespace import CANARY_TOKENS, KnownNamespace, choose_namespace
 from proxy.core.prefix import Namespace, TokenIds, token_ids
-from proxy.core.slots import TAINTED, Content, Empty, Known, SlotTable
+from proxy.core.slots import TAINTED, Content, Empty, Known, SlotTable, n_believed_points
 from proxy.driver.attachment import Attachment
 from proxy.driver.leases import LeaseDesk
 from proxy.driver.memory import known_tenants, owner_of
@@ -46,11 +46,19 @@ class _Identity(msgspec.Struct, frozen=True):
 class Attacher:
     """Attaches the proxy to a llama-server process."""
 
-    def __init__(self, services: Services, saver: Saver, *, max_waiting: int) -> None:
+    def __init__(
+        self,
+        services: Services,
+        saver: Saver,
+        *,
+        max_waiting: int,
+        n_context_checkpoints: int,
+    ) -> None:
         self._services = services
         self._upstream = services.upstream
         self._saver = saver
         self._max_waiting = max_waiting
+        self._n_context_checkpoints = n_context_checkpoints
 
     async def attach(self, props: Props, process_id: str, *, may_adopt: bool) -> Attachment:
         """Return the attachment; where caching is impossible its reasons say why.
@@ -63,6 +71,7 @@ class Attacher:
             build=props.build_info,
             desk=LeaseDesk(SlotTable(contents), self._max_waiting),
             n_ctx=props.default_generation_settings.n_ctx,
+            n_believed_points=n_believed_points(self._n_context_checkpoints),
         )
         try:
             if not process_id:

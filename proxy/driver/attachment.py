@@ -17,12 +17,14 @@ class Attachment:
     `model_namespace` is None where nothing may be saved or restored; `reasons` then says why.
     `rule` is *nothing* until the self-test has spoken; `n_contradictions` restores have not been reused
     as it says since. `disabled_shapes` are kinds of requests whose tokens the proxy predicted wrongly.
+    `n_believed_points` context checkpoints of a live slot are counted on, the newest.
     """
 
     process_id: str
     build: str
     desk: LeaseDesk
     n_ctx: int
+    n_believed_points: int = 10
     model_namespace: Namespace | None = None
     rule: Rule = NO_RULE
     self_test: SelfTestResult | None = None

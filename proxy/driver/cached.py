@@ -193,6 +193,7 @@ class CachedRequest:
             turn_start=prompt.cuts.turn_start,
             n_generated=timings.predicted_n,
             shape=prompt.shape,
+            n_believed=self._attachment.n_believed_points,
         )
 
     def _disagree(self, timings: Timings) -> None:

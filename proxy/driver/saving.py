@@ -38,8 +38,8 @@ class SavedSlot:
     n_written: int
     seconds: float
 
-    def new_state(self, namespace: Namespace, kind: CheckpointKind) -> NewState:
-        """Return what the store is to commit."""
+    def new_state(self, namespace: Namespace, kind: CheckpointKind, n_prompt: int = 0) -> NewState:
+        """Return what the store is to commit; *n_prompt* of its tokens were not generated."""
         return NewState(
             self.file_name,
             namespace,
@@ -47,6 +47,7 @@ class SavedSlot:
             self.state.tokens,
             self.state.restore_points,
             self.state.has_every_position,
+            n_prompt,
         )
 
 

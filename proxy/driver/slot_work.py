@@ -97,7 +97,12 @@ class SlotWork:
         timings = await self._upstream.evaluate(slot_id, tokens, headers)
         turn_start = prompt.cuts.turn_start if prompt.cuts.turn_start <= stop.n_tokens else 0
         content = after_evaluation(
-            before, tokens, prompt.namespace, turn_start=turn_start, shape=prompt.shape
+            before,
+            tokens,
+            prompt.namespace,
+            turn_start=turn_start,
+            shape=prompt.shape,
+            n_believed=self._attachment.n_believed_points,
         )
         self._table.set_content(slot_id, replace(content, last_cut=stop.n_tokens))
         return timings
@@ -190,7 +195,8 @@ class SlotWork:
         if len(state.tokens) < BLOCK_TOKENS or store.holds(namespace, state.tokens):
             self._note_saved(slot_id, content, namespace, state)
             return None
-        checkpoint = await store.commit(saved.new_state(namespace, kind))
+        n_prompt = len(content.tokens) if isinstance(content, Known) else 0
+        checkpoint = await store.commit(saved.new_state(namespace, kind, n_prompt))
         self._note_saved(slot_id, content, namespace, state)
         self._metrics.saves.labels("done").inc()
         await self._tidy(checkpoint, state.tokens)

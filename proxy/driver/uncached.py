@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from proxy.core.model import CheckpointKind, SlotId
-from proxy.core.plan import MIN_WRITE_BACK_TOKENS, choose_slot_for_bypass, holds_foreign_tokens
+from proxy.core.plan import MAX_LOST_TOKENS, choose_slot_for_bypass, holds_foreign_tokens
 from proxy.core.prefix import Namespace
 from proxy.core.slots import TAINTED, Known, Unknown
 from proxy.driver.abandoned import outlast
@@ -33,7 +33,7 @@ async def _clear(
 ) -> bool:
     table, work = session.attachment.desk.table, session.work
     content = table[slot_id].content
-    if isinstance(content, Known) and content.n_unsaved >= MIN_WRITE_BACK_TOKENS:
+    if isinstance(content, Known) and content.n_unsaved > MAX_LOST_TOKENS:
         kind = CheckpointKind.CONVERSATION
         await services.finish(lease, work.write_back(slot_id, kind))
     if holds_foreign_tokens(table[slot_id].content, namespace):

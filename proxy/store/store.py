@@ -40,6 +40,7 @@ class NewState:
     tokens: TokenIds
     restore_points: tuple[int, ...]
     has_every_position: bool
+    n_prompt: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +193,7 @@ class CheckpointStore:
             checksum=facts.checksum,
             created_at=now,
             last_used_at=now,
+            n_prompt=state.n_prompt,
         )
         try:
             self.index.put(checkpoint, state.tokens, hash_prefixes(state.namespace, state.tokens))

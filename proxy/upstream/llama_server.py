@@ -73,6 +73,18 @@ class LlamaServer:
         """Return the URL of a path with its query, left exactly as the client encoded it."""
         return URL(self.base_url + raw_path, encoded=True)
 
+    async def is_ready(self) -> bool:
+        """Return whether the model is loaded: until then GET /health is 503 (server-http.cpp)."""
+        try:
+            async with self.session.get(
+                self.url("/health"),
+                headers=self._own_headers,
+                timeout=aiohttp.ClientTimeout(total=QUICK_SECONDS),
+            ) as reply:
+                return reply.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
     async def props(self) -> Props:
         return await self._call("GET", "/props", Props, seconds=QUICK_SECONDS)
 

@@ -3,7 +3,7 @@
 Prints the tables of docs/benchmarks.md on stdout and says on stderr what it is doing. Exit status 1 if
 a bar is missed. Machines that do something else meanwhile spoil the times, not the counts.
 
-python -m tests.bench.main_job [reuse] [first-token] [correctness] [overhead] [first-contact]
+python -m tests.bench.main_job [PART ...]
 """
 
 import argparse
@@ -17,10 +17,11 @@ from tests.bench.interrupts import run_to_the_end
 from tests.bench.overhead import measure_overhead
 from tests.bench.progress import tell
 from tests.bench.request_log import RequestLog
+from tests.bench.restarts import measure_restarts
 from tests.bench.reuse import ReuseBenchmark
 from tests.bench.section import Section
 
-PARTS = ("reuse", "first-token", "correctness", "overhead", "first-contact")
+PARTS = ("reuse", "first-token", "correctness", "overhead", "first-contact", "run")
 
 
 async def measure(part: str, leftovers: ExitStack, log: RequestLog) -> list[Section]:
@@ -34,6 +35,8 @@ async def measure(part: str, leftovers: ExitStack, log: RequestLog) -> list[Sect
             return [await measure_correctness(leftovers, log)]
         case "first-contact":
             return [await measure_first_contact(leftovers)]
+        case "run":
+            return [await measure_restarts(leftovers)]
         case _:
             return [await measure_overhead(leftovers, log)]
 

@@ -164,15 +164,7 @@ class LlamaServer:
         self, method: str, path: str, body: object = None, timeout_seconds: float = 300.0
     ) -> tuple[int, Any]:
         """Send one request; return its status and parsed JSON (text, if it is not JSON)."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.base_url + path, data=data, method=method)
-        request.add_header("Content-Type", "application/json")
-        try:
-            with _open_directly(request, timeout_seconds) as reply:
-                return reply.status, _parse(reply.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, _parse(error.read())
+        return request(self.base_url, method, path, body, timeout_seconds)
 
     def _wait_until_ready(self) -> None:
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
@@ -203,6 +195,21 @@ class LlamaServer:
         traceback: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+def request(
+    base_url: str, method: str, path: str, body: object = None, timeout_seconds: float = 300.0
+) -> tuple[int, Any]:
+    """Send one request; return its status and parsed JSON (text, if it is not JSON)."""
+    data = None if body is None else json.dumps(body).encode()
+    sent = urllib.request.Request(base_url + path, data=data, method=method)
+    sent.add_header("Content-Type", "application/json")
+    try:
+        with _open_directly(sent, timeout_seconds) as reply:
+            return reply.status, _parse(reply.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, _parse(error.read())
 
 
 # Proxy settings of the environment must never reach loopback.

@@ -145,11 +145,12 @@ def test_readme_names_only_options_and_targets_that_exist() -> None:
         if line.startswith(("llama-prefix-cache", "make", ".venv/bin/llama-prefix-cache"))
     ]
     targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.M)
-    options = {"--" + name.replace("_", "-") for name in NAMES} | {"--config"}
+    options = {"--" + name.replace("_", "-") for name in NAMES} | {"--config", "--restart"}
     assert ["make", "demo"] in commands and ["make", "test"] in commands
     for command in commands:
         if command[0] == "make":
             assert command[1] in targets
         else:
-            assert command[1] == "serve"
-            assert {part for part in command if part.startswith("--")} <= options
+            assert command[1] in ("serve", "run")
+            own = command[: command.index("--")] if command[1] == "run" else command
+            assert {part for part in own if part.startswith("--")} <= options

@@ -72,12 +72,37 @@ def test_superseded_by_a_longer_state_of_the_same_conversation_is_the_older() ->
     assert superseded_ids(NOTHING, newer, older) == []
 
 
-def test_superseded_by_a_state_that_diverges_is_one_that_loses_little() -> None:
+def test_superseded_by_a_state_that_diverges_is_one_that_loses_little_of_what_was_generated() -> (
+    None
+):
     newer = checkpoint(3000, id=NEWER, has_every_position=True)
     n_tokens = 1000
     little, much = n_tokens - SMALL_LOSS_TOKENS, n_tokens - SMALL_LOSS_TOKENS - 1
-    assert superseded_ids(ANY_PREFIX, newer, candidate(n_tokens, little)) == [1]
-    assert superseded_ids(ANY_PREFIX, newer, candidate(n_tokens, much)) == []
+    answered = candidate(n_tokens, little, n_prompt=little)
+    assert superseded_ids(ANY_PREFIX, newer, answered) == [1]
+    assert superseded_ids(ANY_PREFIX, newer, candidate(n_tokens, much, n_prompt=much)) == []
+
+
+def test_superseded_by_another_conversation_with_the_same_header_is_none_under_any_prefix() -> None:
+    newer = checkpoint(1100, id=NEWER, has_every_position=True)
+    n_header = 1000 - SLACK_TOKENS - 1
+    assert superseded_ids(ANY_PREFIX, newer, candidate(1008, n_header, n_prompt=1000)) == []
+    assert superseded_ids(ANY_PREFIX, newer, candidate(1000, n_header)) == []
+
+
+def test_superseded_between_two_that_share_its_points_goes_and_the_first_stays() -> None:
+    first = candidate(900, 900, id=CheckpointId(1), restore_points=(100, 500, 895))
+    between = candidate(1300, 1300, id=CheckpointId(2), restore_points=(500, 895, 1295))
+    newer = checkpoint(1700, id=NEWER, restore_points=(895, 1295, 1695))
+    assert superseded_ids(RESTORE_POINTS, newer, first, between) == [2]
+    assert superseded_ids(RESTORE_POINTS, newer, between) == []
+
+
+def test_superseded_is_not_what_only_a_diverging_neighbour_has() -> None:
+    neighbour = candidate(900, 400, id=CheckpointId(1), restore_points=(100, 500))
+    older = candidate(1300, 1300, id=CheckpointId(2), restore_points=(500,))
+    newer = checkpoint(1700, id=NEWER, restore_points=(1695,))
+    assert superseded_ids(RESTORE_POINTS, newer, neighbour, older) == []
 
 
 def test_superseded_without_its_generated_tail_is_repeated_under_restore_points() -> None:

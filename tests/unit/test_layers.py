@@ -26,7 +26,11 @@ MAY_IMPORT = {
     "proxy.errors": set(),
     "proxy.metrics": set(),
     "proxy.log": set(),
+    "proxy.run": {"proxy.core", "proxy.errors", "proxy.log", "proxy.run"},
+    "proxy.run.guard": set(),
     "proxy.app": {"proxy"},
+    "proxy.commands": {"proxy.commands", "proxy.app", "proxy.config", "proxy.core", "proxy.errors"}
+    | {"proxy.log", "proxy.run", "proxy.upstream"},
     "proxy.__main__": {"proxy"},
 }
 CORE_PACKAGES = (sys.stdlib_module_names | {"xxhash", "msgspec", "proxy"}) - {
@@ -65,6 +69,10 @@ def test_core_module_neither_waits_nor_opens_nor_reads_a_clock(name: str) -> Non
     assert not [node for node in ast.walk(MODULES[name]) if isinstance(node, waiting)]
     called = {ast.unparse(n.func) for n in ast.walk(MODULES[name]) if isinstance(n, ast.Call)}
     assert not called & {"open", "print", "input", "eval", "exec"}
+
+
+def test_guard_needs_nothing_but_the_standard_library() -> None:
+    assert set(imports(MODULES["proxy.run.guard"])) <= sys.stdlib_module_names
 
 
 @pytest.mark.parametrize("name", MODULES)

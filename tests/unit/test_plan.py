@@ -19,7 +19,7 @@ from proxy.core.model import (
     SlotId,
 )
 from proxy.core.plan import (
-    MIN_WRITE_BACK_TOKENS,
+    MAX_LOST_TOKENS,
     Plan,
     Restore,
     Situation,
@@ -246,8 +246,10 @@ def test_plan_that_displaces_much_unsaved_work_saves_it_first() -> None:
 
 
 def test_plan_that_displaces_little_unsaved_work_does_not_save_it() -> None:
-    few = Known(branch(0, MIN_WRITE_BACK_TOKENS - 1), NAMESPACE)
+    few = Known(branch(0, MAX_LOST_TOKENS), NAMESPACE)
     assert not plan(1000, RESTORE_POINTS, few).saves_displaced
+    more = Known(branch(0, MAX_LOST_TOKENS + 1), NAMESPACE)
+    assert plan(1000, RESTORE_POINTS, more).saves_displaced
 
 
 def test_plan_over_another_tenants_slot_erases_it_first() -> None:

@@ -8,7 +8,6 @@ from proxy.core.model import Rule, RuleKind, SlotId
 from proxy.core.prefix import common_prefix_length, token_ids
 from proxy.core.slots import (
     CONTEXT_CHECKPOINT_MARGIN,
-    MAX_BELIEVED_POINTS,
     Empty,
     Known,
     Reuse,
@@ -16,6 +15,7 @@ from proxy.core.slots import (
     Unknown,
     after_evaluation,
     live_reuse,
+    n_believed_points,
 )
 from tests.unit.builders import (
     ANY_PREFIX,
@@ -134,10 +134,13 @@ def test_after_evaluation_over_another_tenants_tokens_inherits_nothing() -> None
 def test_after_evaluation_many_times_believes_in_the_newest_points_only() -> None:
     held: Empty | Known = Empty()
     for n_tokens in range(100, 3100, 100):
-        held = after_evaluation(held, run_of(n_tokens), NAMESPACE)
+        held = after_evaluation(held, run_of(n_tokens), NAMESPACE, n_believed=n_believed_points(8))
     assert isinstance(held, Known)
-    assert len(held.restore_points) == MAX_BELIEVED_POINTS
-    assert held.restore_points[-1] == 3000 - CONTEXT_CHECKPOINT_MARGIN
+    assert held.restore_points == (
+        2900 - CONTEXT_CHECKPOINT_MARGIN,
+        3000 - CONTEXT_CHECKPOINT_MARGIN,
+    )
+    assert after_evaluation(held, run_of(9000), NAMESPACE, n_believed=0).restore_points == ()
 
 
 @given(TOKENS, TOKENS, st.sets(st.integers(1, 20)), st.integers(0, 25), st.integers(0, 5))

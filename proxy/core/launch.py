@@ -1,0 +1,240 @@
+"""How llama-server is started so that its slots can be cached: what is added to the user's flags.
+
+Owns: the additions, and the conflicts with what the user gave, which is never overridden. Must never
+know how --help is read or a process started. Only options that the build knows are added.
+"""
+
+import posixpath
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+ON, OFF = "on", "off"
+
+N_CONTEXT_CHECKPOINTS = 8
+"""llama-server keeps 32 in each slot by default, and every save writes all of them: 2 to 5 GB on real
+hybrid models. The proxy keeps header and turn starts in files of their own."""
+
+MAX_RESTART_DELAY_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """An option that the user set: how it is written, as a flag or a variable, and its value.
+
+    A switch's value is ON or OFF.
+    """
+
+    written: str
+    value: str
+
+    def __str__(self) -> str:
+        if self.written.startswith("-"):
+            return self.written if self.value in (ON, OFF) else f"{self.written} {self.value}"
+        return f"{self.written}={self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the proxy needs; `slot_save_path` is its own setting, absolute, if it was given one."""
+
+    slot_save_path: str | None
+    default_slot_save_path: str
+    free_port: int
+    working_directory: str = "/"
+
+
+@dataclass(slots=True)
+class Launch:
+    """What to add to a llama-server command, and where it will listen.
+
+    With a conflict nothing may be started. `api_key` is one of llama-server's own; they may instead
+    stand in the file `api_key_file`.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    api_prefix: str = ""
+    slot_save_path: str = ""
+    is_default_path: bool = False
+    n_context_checkpoints: int = 32
+    api_key: str | None = None
+    api_key_file: str | None = None
+    added: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    conflicts: list[str] = field(default_factory=list)
+
+    @property
+    def upstream(self) -> str:
+        """Return the URL at which the proxy reaches llama-server."""
+        host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        address = f"[{host}]" if ":" in host else host
+        return f"http://{address}:{self.port}{self.api_prefix}"
+
+
+def plan_launch(given: Mapping[str, Given], known: Collection[str], wanted: Wanted) -> Launch:
+    """Return how to start a build that knows the options *known* beside what is *given*."""
+    launch = Launch()
+    _place_states(launch, given, known, wanted)
+    _place_listener(launch, given, wanted)
+    _take_keys(launch, given, wanted)
+    _divide_context(launch, given, known)
+    _keep_idle_slots(launch, given, known)
+    _limit_checkpoints(launch, given, known)
+    if not _is_on(given, "--metrics"):
+        _add(launch, known, "--metrics")
+    _warn(launch, given)
+    return launch
+
+
+def _add(launch: Launch, known: Collection[str], name: str, *values: str) -> bool:
+    if name in known:
+        launch.added += [name, *values]
+    return name in known
+
+
+def _is_on(given: Mapping[str, Given], name: str) -> bool:
+    return name in given and given[name].value == ON
+
+
+def _place_states(
+    launch: Launch, given: Mapping[str, Given], known: Collection[str], wanted: Wanted
+) -> None:
+    name = "--slot-save-path"
+    if name not in known:
+        launch.conflicts.append(
+            f"its --help does not name {name}: this is not llama-server, or one without slot saves"
+        )
+    theirs = given.get(name)
+    if theirs is None:
+        launch.is_default_path = wanted.slot_save_path is None
+        launch.slot_save_path = wanted.slot_save_path or wanted.default_slot_save_path
+        _add(launch, known, name, launch.slot_save_path)
+        return
+    joined = posixpath.join(wanted.working_directory, theirs.value)
+    launch.slot_save_path = posixpath.normpath(joined)
+    if wanted.slot_save_path and posixpath.normpath(wanted.slot_save_path) != launch.slot_save_path:
+        launch.conflicts.append(
+            f"llama-server's {theirs} is not the proxy's slot_save_path {wanted.slot_save_path}: "
+            "give only one of the two"
+        )
+
+
+def _place_listener(launch: Launch, given: Mapping[str, Given], wanted: Wanted) -> None:
+    if host := given.get("--host"):
+        # Several addresses stand behind commas, UNIX sockets among them (server-http.cpp).
+        reachable = [h.strip() for h in host.value.split(",") if not h.strip().endswith(".sock")]
+        if reachable:
+            launch.host = reachable[0]
+        else:
+            launch.conflicts.append(f"{host}: the proxy reaches llama-server over TCP only")
+    port = given.get("--port")
+    if port is None or port.value == "0":  # 0 asks for any free port, and that is what it gets
+        launch.port = wanted.free_port
+        launch.added += ["--port", str(launch.port)]
+    elif port.value.isdecimal():
+        launch.port = int(port.value)
+    else:
+        launch.conflicts.append(f"{port} is not a port")
+    for name in ("--ssl-cert-file", "--ssl-key-file"):
+        if name in given:
+            launch.conflicts.append(
+                f"{given[name]}: put TLS in front of the proxy, or use `serve` with an https upstream"
+            )
+    if "--api-prefix" in given:
+        launch.api_prefix = given["--api-prefix"].value.rstrip("/")
+
+
+def _take_keys(launch: Launch, given: Mapping[str, Given], wanted: Wanted) -> None:
+    if key := given.get("--api-key"):
+        launch.api_key = key.value.split(",")[0].strip() or None
+    elif file := given.get("--api-key-file"):
+        launch.api_key_file = posixpath.join(wanted.working_directory, file.value)
+
+
+def _divide_context(launch: Launch, given: Mapping[str, Given], known: Collection[str]) -> None:
+    """Give llama-server a fixed number of slots: one, unless the user says how many.
+
+    Without -np it takes four that share one cache, where a restore fails when the others fill it. With
+    -np N each slot has an Nth of -c, so that any N but 1 would quietly shrink the context asked for.
+    """
+    n_parallel = given.get("--parallel")
+    if n_parallel is None:
+        if _add(launch, known, "-np", "1"):
+            launch.notes.append(
+                "one slot: a conversation has the whole context, and requests run one after another; "
+                "-np N serves N at once, each with an Nth of the context"
+            )
+    elif n_parallel.value.isdecimal() and int(n_parallel.value) > 1 and not _is_unified(given):
+        launch.notes.append(
+            f"{n_parallel}: each conversation has 1/{n_parallel.value} of the context (-c)"
+        )
+    if _is_unified(given):
+        launch.warnings.append(
+            f"{_why_unified(given)}: slots share one cache, and a restore fails while others fill it"
+        )
+
+
+def _is_unified(given: Mapping[str, Given]) -> bool:
+    if "--kv-unified" in given:
+        return _is_on(given, "--kv-unified")
+    return "--parallel" in given and given["--parallel"].value.startswith("-")
+
+
+def _why_unified(given: Mapping[str, Given]) -> Given:
+    return given.get("--kv-unified") or given["--parallel"]
+
+
+def _keep_idle_slots(launch: Launch, given: Mapping[str, Given], known: Collection[str]) -> None:
+    """See to it that idle slots keep their content.
+
+    With a RAM cache llama-server puts idle slots aside whenever another one runs, and clears them if
+    they share one cache (server-context.cpp, --cache-idle-slots).
+    """
+    ram = given.get("--cache-ram")
+    if ram is None:
+        _add(launch, known, "--cache-ram", "0")
+        return
+    if ram.value == "0":
+        return
+    launch.warnings.append(
+        f"{ram}: llama-server moves prompts between slots and its RAM cache behind the proxy's back, "
+        "and for any API key; what that costs is counted as drift; --cache-ram 0 avoids it"
+    )
+    idle = given.get("--cache-idle-slots")
+    if idle is None:
+        _add(launch, known, "--no-cache-idle-slots")
+    elif idle.value == ON and _is_unified(given):
+        launch.conflicts.append(
+            f"{idle} with {ram} and {_why_unified(given)} clears idle slots before they can be saved: "
+            "leave one of them out"
+        )
+
+
+def _limit_checkpoints(launch: Launch, given: Mapping[str, Given], known: Collection[str]) -> None:
+    for name in ("--ctx-checkpoints", "--swa-checkpoints"):  # older builds know the second only
+        if name in given:
+            if given[name].value.isdecimal():
+                launch.n_context_checkpoints = int(given[name].value)
+            return
+        if _add(launch, known, name, str(N_CONTEXT_CHECKPOINTS)):
+            launch.n_context_checkpoints = N_CONTEXT_CHECKPOINTS
+            return
+
+
+def _warn(launch: Launch, given: Mapping[str, Given]) -> None:
+    slots = given.get("--slots") or given.get("--no-slots")
+    if slots and slots.value == OFF:
+        launch.warnings.append(
+            f"{slots}: the proxy cannot see which slot a request got; where llama-server chooses it, "
+            "all slots are unknown afterwards"
+        )
+    sleep = given.get("--sleep-idle-seconds")
+    if sleep and not sleep.value.startswith("-"):
+        launch.warnings.append(f"{sleep}: all slots are empty after a sleep; files remain")
+
+
+def restart_delay_seconds(n_failures: int) -> float:
+    """Return how long to wait before a start that follows *n_failures* in a row."""
+    n_doublings = min(10, max(0, n_failures - 1))
+    return min(MAX_RESTART_DELAY_SECONDS, 2.0**n_doublings)

@@ -1,0 +1,30 @@
+"""Becomes llama-server, once the kernel is asked to end it should the proxy be killed.
+
+A file of its own that imports nothing of the proxy, because it runs alone: Python's `preexec_fn` would
+run it in a copy of a process with threads, where it could hang. Usage: guard.py PROXY_PID COMMAND...
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+"""prctl(2). The signal is sent when the thread that started us ends: the proxy's main thread."""
+
+
+def main() -> None:
+    proxy_pid, command = int(sys.argv[1]), sys.argv[2:]
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != proxy_pid:  # it was killed before that
+            sys.exit(1)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and exec would keep that
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"{command[0]}: {error.strerror}")
+
+
+if __name__ == "__main__":
+    main()

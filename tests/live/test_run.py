@@ -1,0 +1,207 @@
+"""`llama-prefix-cache run` as users run it: it starts the real llama-server, and leaves none behind."""
+
+import os
+import signal
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab.interleaved import HEADER, TOOLS, Conversations
+from tests.lab.models import model_path
+from tests.lab.run import LLAMA_SERVER_ARGUMENTS, RunProcess, is_alive
+from tests.lab.server import DEFAULT_MODEL_FOLDER, find_free_port
+
+MEMORIES = ("full", "swa", "recurrent", "hybrid")
+N_BEFORE = 3
+
+StartRun = Callable[..., RunProcess]
+
+
+@pytest.fixture
+def new_run(tmp_path: Path) -> Iterator[StartRun]:
+    """Return a function that makes a `run`, with a directory of its own unless told otherwise."""
+    made: list[RunProcess] = []
+
+    def make(kind: str = "full", *, has_directory: bool = True, **options: Any) -> RunProcess:
+        directory = tmp_path / "slots" if has_directory else None
+        if directory:
+            directory.mkdir(exist_ok=True)
+        model = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER)
+        options = {"model": model, "slot_save_path": directory, **options}
+        made.append(RunProcess(tmp_path / "run.log", **options))
+        return made[-1]
+
+    yield make
+    for run in made:
+        run.kill()
+
+
+def ask(run: RunProcess, user: str) -> dict[str, Any]:
+    messages = [*HEADER, {"role": "user", "content": user}]
+    body = {"messages": messages, "tools": TOOLS, "max_tokens": 4, "temperature": 0}
+    return run.post("/v1/chat/completions", body)
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 60
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline, "llama-server is left behind"
+        time.sleep(0.05)
+
+
+def test_run_serves_a_cached_request_and_ctrl_c_leaves_nothing_running(
+    new_run: StartRun, tmp_path: Path
+) -> None:
+    run = new_run(has_directory=False, environment={"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    run.start_and_await_caching()
+    ask(run, "first")
+    usage = ask(run, "second")["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] * 0.9
+    assert run.stop(signal.SIGINT) == 0
+    (pid,) = run.server_pids()
+    assert not is_alive(pid)
+    directory = tmp_path / "cache" / "llama-prefix-cache"
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert list(directory.glob("*.state"))
+    log = run.log_text()
+    assert "-np 1 --cache-ram 0 --ctx-checkpoints 8 --metrics" in log
+    assert "llama_server: listening on" in log  # llama-server's own
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+def test_three_conversations_on_one_slot_go_on_after_sigterm(new_run: StartRun, kind: str) -> None:
+    run = new_run(kind)
+    run.start_and_await_caching()
+    conversations = Conversations(run)
+    for n_request in range(N_BEFORE):
+        costs = conversations.tell_all(n_request)
+        assert [cost for cost in costs if not cost.is_met] == []
+    assert run.stop() == 0
+    run.start_and_await_caching()
+    costs = conversations.tell_all(N_BEFORE)
+    assert [cost for cost in costs if not cost.is_met] == []
+    assert all(cost.n_new < cost.n_prompt / 5 for cost in costs)
+    assert run.stop() == 0
+    assert not any(map(is_alive, run.server_pids()))
+
+
+def test_turn_start_survives_a_tool_loop_with_few_context_checkpoints(new_run: StartRun) -> None:
+    """llama-server drops the turn start's own context checkpoint after three requests."""
+    run = new_run("hybrid")
+    run.start_and_await_caching()
+    conversations = Conversations(run, n_conversations=1, n_calls=5)
+    costs = [conversations.tell_all(n_request)[0] for n_request in range(7)]
+    assert [cost for cost in costs if not cost.is_met] == []
+
+
+def test_second_signal_does_not_wait_for_a_running_request(new_run: StartRun) -> None:
+    run = new_run(options=("--drain-seconds", "600"))
+    run.start_and_await_caching()
+    endless = {"prompt": "a", "n_predict": -1, "ignore_eos": True, "cache_prompt": True}
+    with ThreadPoolExecutor() as client:
+        asked = client.submit(run.post, "/completion", endless)
+        run.wait_for(lambda: run.health()["slots"] == {"leased": 1})
+        run.send(signal.SIGTERM)
+        run.wait_for(lambda: "finishing requests" in run.log_text())
+        assert run.stop() == 130
+        assert asked.exception() is not None
+    wait_until_gone(run.server_pids())
+
+
+def test_llama_server_that_dies_ends_the_run_with_its_status(new_run: StartRun) -> None:
+    run = new_run()
+    run.start_and_await_caching()
+    os.kill(run.server_pids()[0], signal.SIGKILL)
+    assert run.ended() == 70
+    assert "llama-server died: signal SIGKILL" in run.log_text()
+
+
+def test_llama_server_that_dies_is_started_again_with_restart(new_run: StartRun) -> None:
+    run = new_run("hybrid", options=("--restart", "--idle-save-seconds", "0.2"))
+    run.start_and_await_caching()
+    ask(run, "first")
+    run.wait_for(lambda: run.health()["checkpoints"])
+    os.kill(run.server_pids()[0], signal.SIGKILL)
+    run.wait_for(lambda: len(run.server_pids()) == 2)
+    run.wait_for(lambda: run.log_text().count("llama-server is ready") == 2)
+    run.wait_for(lambda: run.health().get("llama_server") == "attached")
+    usage = ask(run, "second")["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] * 0.9
+    assert run.stop() == 0
+    assert not any(map(is_alive, run.server_pids()))
+
+
+def test_proxy_that_is_killed_takes_llama_server_along(new_run: StartRun) -> None:
+    run = new_run()
+    run.start_and_await_caching()
+    assert is_alive(run.server_pids()[0])
+    run.kill()
+    wait_until_gone(run.server_pids())
+
+
+def test_model_that_cannot_be_loaded_shows_the_last_lines(new_run: StartRun) -> None:
+    run = new_run(model=Path("/no/such/model.gguf"), options=("--restart",))
+    run.start()
+    assert run.ended() == 70
+    _, _, complaint = run.log_text().partition("died before it was ready: exit status 1")
+    assert "failed to load model" in complaint
+    assert len(run.server_pids()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "named"),
+    [
+        (("--slot-save-path", "/elsewhere"), {}, "--slot-save-path /elsewhere"),
+        ((), {"LLAMA_ARG_HOST": "/run/llama.sock"}, "LLAMA_ARG_HOST=/run/llama.sock"),
+    ],
+)
+def test_conflict_is_named_and_nothing_is_started(
+    new_run: StartRun, arguments: tuple[str, ...], environment: dict[str, str], named: str
+) -> None:
+    run = new_run(arguments=(*LLAMA_SERVER_ARGUMENTS, *arguments), environment=environment)
+    run.start()
+    assert run.ended() == 2
+    assert named in run.log_text()
+    assert run.server_pids() == []
+
+
+def test_port_of_the_proxy_itself_is_refused(new_run: StartRun) -> None:
+    port = str(find_free_port())
+    run = new_run(
+        options=("--listen", f"127.0.0.1:{port}"),
+        arguments=(*LLAMA_SERVER_ARGUMENTS, "--port", port),
+    )
+    run.start()
+    assert run.ended() == 2
+    assert f"--port {port} is the proxy's own" in run.log_text()
+
+
+@pytest.mark.parametrize("program", ["/bin/ls", "/no/such/llama-server"])
+def test_program_that_is_no_llama_server_is_refused(new_run: StartRun, program: str) -> None:
+    run = new_run(program=Path(program))
+    run.start()
+    assert run.ended() == 2
+    assert program in run.log_text() or "not llama-server" in run.log_text()
+    assert "Traceback" not in run.log_text()
+
+
+@pytest.mark.parametrize("whose", ["proxy", "llama-server"])
+def test_port_that_is_taken_is_said_before_anything_is_started(
+    new_run: StartRun, whose: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        if whose == "proxy":
+            run = new_run(options=("--listen", f"127.0.0.1:{port}"))
+        else:
+            run = new_run(arguments=(*LLAMA_SERVER_ARGUMENTS, "--port", port))
+        run.start()
+        assert run.ended() == 69
+    assert port in run.log_text()
+    assert run.server_pids() == []

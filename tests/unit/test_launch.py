@@ -1,0 +1,154 @@
+"""What is added to the user's llama-server flags, and what contradicts them."""
+
+from typing import Any
+
+import pytest
+
+from proxy.core.launch import Given, Launch, Wanted, plan_launch, restart_delay_seconds
+
+KNOWN = frozenset(
+    "--slot-save-path --port -np --parallel --cache-ram --cache-idle-slots --no-cache-idle-slots "
+    "--ctx-checkpoints --swa-checkpoints --metrics --slots --no-slots --kv-unified".split()
+)
+WANTED = Wanted(None, "/cache", 50123, "/work")
+
+
+def launch(known: Any = KNOWN, *, own: Any = None, **given: Any) -> Launch:
+    """Plan a launch; parallel="2" stands for --parallel 2."""
+    flags: dict[str, Given] = {}
+    for key, value in given.items():
+        name = "--" + key.replace("_", "-")
+        flags[name] = value if isinstance(value, Given) else Given(name, value)
+    wanted = Wanted(own, WANTED.default_slot_save_path, WANTED.free_port, WANTED.working_directory)
+    return plan_launch(flags, known, wanted)
+
+
+def added(made: Launch) -> str:
+    return " ".join(made.added)
+
+
+def test_plan_launch_of_a_bare_command_adds_everything() -> None:
+    made = launch()
+    assert added(made) == (
+        "--slot-save-path /cache --port 50123 -np 1 --cache-ram 0 --ctx-checkpoints 8 --metrics"
+    )
+    assert (made.upstream, made.slot_save_path) == ("http://127.0.0.1:50123", "/cache")
+    assert made.is_default_path and made.n_context_checkpoints == 8
+    assert (made.conflicts, made.warnings) == ([], [])
+    assert "-np N" in made.notes[0]
+
+
+def test_plan_launch_of_an_older_build_adds_only_what_it_knows() -> None:
+    made = launch(frozenset(("--slot-save-path", "--port", "-np", "--swa-checkpoints")))
+    assert added(made) == "--slot-save-path /cache --port 50123 -np 1 --swa-checkpoints 8"
+    assert launch(KNOWN - {"--ctx-checkpoints", "--swa-checkpoints"}).n_context_checkpoints == 32
+
+
+def test_plan_launch_keeps_what_the_user_gave() -> None:
+    made = launch(
+        slot_save_path="/mine", port="9000", parallel="2", cache_ram="0", ctx_checkpoints="16",
+        metrics="on", host="0.0.0.0",
+    )  # fmt: skip
+    assert made.added == []
+    assert (made.upstream, made.slot_save_path) == ("http://127.0.0.1:9000", "/mine")
+    assert (made.host, made.n_context_checkpoints) == ("0.0.0.0", 16)
+    assert not made.is_default_path and made.warnings == []
+    assert "1/2 of the context" in made.notes[0]
+
+
+def test_plan_launch_without_slot_saves_is_a_conflict() -> None:
+    assert "--slot-save-path" in launch(KNOWN - {"--slot-save-path"}).conflicts[0]
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs", "expected"),
+    [
+        ("/own", None, "/own"),
+        ("/work/own", "own", "/work/own"),
+        ("/own", "/own/", "/own"),
+        (None, "../theirs", "/theirs"),
+    ],
+)
+def test_plan_launch_finds_the_one_directory(own: str, theirs: str, expected: str) -> None:
+    made = launch(own=own, **({"slot_save_path": theirs} if theirs else {}))
+    assert (made.slot_save_path, made.conflicts) == (expected, [])
+    assert not made.is_default_path
+    assert ("--slot-save-path" in made.added) == (theirs is None)
+
+
+def test_plan_launch_with_two_directories_names_both() -> None:
+    (conflict,) = launch(own="/own", slot_save_path="/theirs").conflicts
+    assert "--slot-save-path /theirs" in conflict and "/own" in conflict
+
+
+def test_plan_launch_names_a_variable_as_the_user_wrote_it() -> None:
+    theirs = Given("LLAMA_ARG_SLOT_SAVE_PATH", "/theirs")
+    assert (
+        "LLAMA_ARG_SLOT_SAVE_PATH=/theirs" in launch(own="/o", slot_save_path=theirs).conflicts[0]
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "upstream"),
+    [
+        ({"port": "0"}, "http://127.0.0.1:50123"),
+        ({"host": "::"}, "http://[::1]:50123"),
+        ({"host": "10.0.0.5"}, "http://10.0.0.5:50123"),
+        ({"host": "/run/l.sock, 127.0.0.2"}, "http://127.0.0.2:50123"),
+        ({"port": "80", "api_prefix": "/llm/"}, "http://127.0.0.1:80/llm"),
+    ],
+)
+def test_plan_launch_follows_llama_server_to_where_it_listens(
+    given: dict[str, str], upstream: str
+) -> None:
+    made = launch(**given)
+    assert (made.upstream, made.conflicts) == (upstream, [])
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"host": "/run/llama.sock"}, "--host /run/llama.sock"),
+        ({"port": "http"}, "--port http"),
+        ({"ssl_cert_file": "c.pem"}, "--ssl-cert-file c.pem"),
+        ({"cache_ram": "512", "cache_idle_slots": "on", "kv_unified": "on"}, "--cache-idle-slots"),
+        ({"cache_ram": "-1", "cache_idle_slots": "on", "parallel": "-1"}, "--parallel -1"),
+    ],
+)
+def test_plan_launch_names_what_cannot_work(given: dict[str, str], named: str) -> None:
+    (conflict,) = launch(**given).conflicts
+    assert named in conflict
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"cache_ram": "512"}, "--cache-ram 512"),
+        ({"kv_unified": "on"}, "--kv-unified"),
+        ({"parallel": "-1"}, "--parallel -1"),
+        ({"slots": "off"}, "--slots"),
+        ({"sleep_idle_seconds": "60"}, "--sleep-idle-seconds 60"),
+    ],
+)
+def test_plan_launch_warns_of_what_costs(given: dict[str, str], named: str) -> None:
+    made = launch(**given)
+    (warning,) = made.warnings
+    assert named in warning and made.conflicts == []
+
+
+def test_plan_launch_with_a_ram_cache_keeps_idle_slots_out_of_it() -> None:
+    assert "--no-cache-idle-slots" in launch(cache_ram="512").added
+    assert "--no-cache-idle-slots" not in launch(cache_ram="0").added
+    kept = launch(cache_ram="512", cache_idle_slots="on")  # not shared: copied, but not cleared
+    assert kept.conflicts == [] and "--no-cache-idle-slots" not in kept.added
+
+
+def test_plan_launch_takes_one_of_llama_servers_keys() -> None:
+    assert launch(api_key="one, two").api_key == "one"
+    assert launch(api_key_file="keys").api_key_file == "/work/keys"
+    assert launch().api_key is None
+
+
+def test_restart_delay_doubles_up_to_a_minute() -> None:
+    delays = [restart_delay_seconds(n) for n in (1, 2, 3, 7, 5000)]
+    assert delays == [1.0, 2.0, 4.0, 60.0, 60.0]
