@@ -15,13 +15,15 @@ class Attachment:
 
     `model_namespace` is None where nothing may be saved or restored; `reasons` then says why.
     `rule` is *nothing* until the self-test has spoken. `disabled_shapes` are kinds of requests whose
-    tokens the proxy predicted wrongly.
+    tokens the proxy predicted wrongly. `saves_context_checkpoints` says what the probe save showed: it
+    depends on flags that llama-server does not tell, and so does the rule.
     """
 
     process_id: str
     desk: LeaseDesk
     n_ctx: int
     model_namespace: Namespace | None = None
+    saves_context_checkpoints: bool = False
     rule: Rule = NO_RULE
     rates: Rates = field(default_factory=Rates)
     reasons: list[str] = field(default_factory=list)

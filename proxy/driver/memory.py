@@ -35,7 +35,11 @@ def _tenants_name(attachment: Attachment) -> str:
 
 
 def known_rule(store: CheckpointStore, attachment: Attachment, build: str) -> Rule | None:
-    """Return the rule that a self-test of this model on this build has learned before."""
+    """Return the rule that a self-test of this model on this build has learned before.
+
+    One of a server that saved context checkpoints is not that of one which does not: --swa-full and
+    --ctx-checkpoints decide that on the same build.
+    """
     return store.index.value(_rule_name(attachment, build), Rule)
 
 
@@ -47,4 +51,5 @@ async def remember_rule(
 
 def _rule_name(attachment: Attachment, build: str) -> str:
     namespace = attachment.model_namespace or b""
-    return f"rule {namespace.hex()} {build}"
+    points = "with" if attachment.saves_context_checkpoints else "without"
+    return f"rule {namespace.hex()} {points} context checkpoints {build}"
