@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from proxy.core.cuts import SLACK_TOKENS, Stop, choose_stops
-from proxy.core.model import Candidate, Checkpoint, Prompt, Rates, Rule, SlotId
-from proxy.core.prefix import Namespace, common_prefix_length
+from proxy.core.model import Candidate, Checkpoint, Prompt, Rates, Rule, RuleKind, SlotId
+from proxy.core.prefix import Namespace, TokenIds, common_prefix_length
 from proxy.core.restore import usable_tokens
 from proxy.core.slots import (
     Content,
@@ -20,6 +20,7 @@ from proxy.core.slots import (
     Unknown,
     live_reuse,
     promised_tokens,
+    restored_tokens,
 )
 
 MAX_LOST_TOKENS = SLACK_TOKENS
@@ -98,7 +99,10 @@ def _promised(prompt: Prompt, now: Situation, slot: Slot) -> int:
 
 
 def _starts(prompt: Prompt, now: Situation, slot: Slot) -> Iterator[UseLive | Restore]:
-    yield UseLive(live_reuse(now.rule, slot.content, prompt.namespace, prompt.tokens))
+    if must_be_erased(now.rule, slot.content, prompt.namespace, prompt.tokens):
+        yield UseLive(Reuse())
+    else:
+        yield UseLive(live_reuse(now.rule, slot.content, prompt.namespace, prompt.tokens))
     for candidate in now.candidates:
         checkpoint = candidate.checkpoint
         n_reused = usable_tokens(now.rule, checkpoint, candidate.n_common, prompt.n_tokens)
@@ -114,7 +118,7 @@ def _plan(prompt: Prompt, now: Situation, slot: Slot, start: UseLive | Restore) 
         start=start,
         stops=choose_stops(now.rule, prompt.cuts, now.candidates, start.n_reused),
         saves_displaced=saves,
-        erases=holds_foreign_tokens(slot.content, prompt.namespace),
+        erases=must_be_erased(now.rule, slot.content, prompt.namespace, prompt.tokens),
         seconds=_seconds(prompt, now.rates, start, n_lost, saves),
     )
 
@@ -145,6 +149,24 @@ def displaced_tokens(content: Content, prompt: Prompt, start: UseLive | Restore)
             return 0
         return min(content.n_unsaved, content.n_tokens - n_common)
     return content.n_unsaved
+
+
+def must_be_erased(
+    rule: Rule, content: Content, namespace: Namespace, tokens: TokenIds | None = None
+) -> bool:
+    """Return whether llama-server must not reuse what a slot holds for *tokens* (None: not known).
+
+    That is another tenant's tokens, or a restored state that would have to be cut before its end. Most
+    servers refuse to; with --swa-full they cut it, although the file has no more than a window.
+    """
+    if holds_foreign_tokens(content, namespace):
+        return True
+    n_restored = restored_tokens(content)
+    if rule.kind is not RuleKind.END_ONLY or n_restored == 0:
+        return False
+    if tokens is None or not isinstance(content, Known):
+        return True
+    return common_prefix_length(content.tokens, tokens) < n_restored
 
 
 def holds_foreign_tokens(content: Content, namespace: Namespace) -> bool:

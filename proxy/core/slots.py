@@ -26,12 +26,13 @@ class Unknown:
 
     Anybody's are erased before the slot is used again. If `can_be_adopted`, a save will tell its tokens
     and they are worth keeping; `likely` are the tokens that a save may well find, such as the prompt of
-    a request that was abandoned on its way.
+    a request that was abandoned on its way. `n_restored` is as in Known.
     """
 
     tenant: Namespace | None = None
     can_be_adopted: bool = True
     likely: TokenIds | None = None
+    n_restored: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class Known:
     `restore_points` are context checkpoints believed to be in its memory, ascending. `turn_start` is
     the last one of the conversation, `last_cut` where the prompt was last cut (0: nowhere).
     `n_saved` tokens of it are covered by a checkpoint in the store; `shape` is the kind of request that
-    the tokens were predicted for.
+    the tokens were predicted for. The first `n_restored` came from a file that lacks positions: what
+    lies behind them is whole, but they cannot be continued before their end.
     """
 
     tokens: TokenIds
@@ -52,6 +54,7 @@ class Known:
     last_cut: int = 0
     n_saved: int = 0
     shape: str = ""
+    n_restored: int = 0
 
     @property
     def n_tokens(self) -> int:
@@ -63,6 +66,12 @@ class Known:
 
 
 Content: TypeAlias = Empty | Unknown | Known
+
+
+def restored_tokens(content: Content) -> int:
+    """Return how many first tokens of a slot came from a file that lacks positions."""
+    return 0 if isinstance(content, Empty) else content.n_restored
+
 
 TAINTED = Unknown(None, can_be_adopted=False)
 """A slot whose state may not be what its tokens say: it is erased before it is used again."""
@@ -203,6 +212,7 @@ def after_evaluation(
     newest = len(tokens) - CONTEXT_CHECKPOINT_MARGIN
     if newest > max(points, default=0):
         points.append(newest)
+    n_restored = restored_tokens(before)
     return Known(
         tokens=tokens,
         namespace=namespace,
@@ -212,6 +222,7 @@ def after_evaluation(
         last_cut=_kept(old.last_cut, n_kept) if old else 0,
         n_saved=min(old.n_saved, n_kept) if old else 0,
         shape=shape,
+        n_restored=_kept(n_restored, n_kept) if old else min(n_restored, len(tokens)),
     )
 
 

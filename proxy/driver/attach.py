@@ -26,7 +26,7 @@ from proxy.errors import CacheFault, StoreFault, UpstreamRefused
 from proxy.store.store import CheckpointStore
 from proxy.upstream.fingerprint import fingerprint_model
 from proxy.upstream.replies import Props
-from proxy.upstream.state_sections import Section
+from proxy.upstream.state_file import StateFile
 
 Adopted = dict[SlotId, SavedSlot]
 """What slots held at first contact, as their saves told it; the files wait for their namespaces."""
@@ -95,26 +95,27 @@ class Attacher:
             else:
                 await self._erase_slots(table)
             slot_id = await self._empty_slot(table, adopted)
-            attachment.model_namespace = await self._find_namespace(store, table, slot_id, props)
+            await self._find_namespace(attachment, slot_id, props)
             attachment.tenants = known_tenants(store, attachment)
             for adopted_id, saved in adopted.items():
                 await self._commit(store, attachment, adopted_id, saved)
 
-    async def _find_namespace(
-        self, store: CheckpointStore, table: SlotTable, slot_id: SlotId, props: Props
-    ) -> Namespace:
+    async def _find_namespace(self, attachment: Attachment, slot_id: SlotId, props: Props) -> None:
         """Ask the model for its canary in an empty slot, and leave that slot empty."""
+        table = attachment.desk.table
         identity = await self._read_identity(props)
         fixed = token_ids(token % max(1, identity.n_vocab) for token in CANARY_TOKENS)
         tokens, last = fixed[:-1], fixed[-1:]
         table.set_content(slot_id, TAINTED)
         canary = await self._upstream.canary(slot_id, tokens)
         await self._disturb(table, last)
-        layout = await self._probe_layout(slot_id, tokens)
+        probe = await self._probe_save(slot_id, tokens)
         await self._upstream.erase(slot_id)
         table.set_content(slot_id, Empty())
-        static = xxhash.xxh3_128_hexdigest(msgspec.json.encode([identity, layout]))
-        return await self._namespace(store, static, canary)
+        seen = [identity, (probe.version, probe.layout)]
+        static = xxhash.xxh3_128_hexdigest(msgspec.json.encode(seen))
+        attachment.saves_context_checkpoints = bool(probe.restore_points)
+        attachment.model_namespace = await self._namespace(self._services.store, static, canary)
 
     async def _adopt_slots(self, table: SlotTable, files: AsyncExitStack) -> Adopted:
         """Save every idle slot that holds something; the files live as long as *files*."""
@@ -175,10 +176,8 @@ class Attacher:
                 await self._upstream.erase(slot.id)
                 return
 
-    async def _probe_layout(
-        self, slot_id: SlotId, tokens: TokenIds
-    ) -> tuple[int, tuple[Section, ...] | None]:
-        """Save a slot that holds *tokens*; return the file version and the cache's layout."""
+    async def _probe_save(self, slot_id: SlotId, tokens: TokenIds) -> StateFile:
+        """Save a slot that holds *tokens*; return what the file says of this server."""
         async with self._saver.saved(slot_id) as saved:
             state = saved.state
         if state.tokens[: len(tokens)] != tokens:
@@ -186,7 +185,7 @@ class Attacher:
                 "llama-server clears idle slots, so there is nothing to save: start it with an explicit "
                 "-np and with --cache-ram 0 (or --no-cache-idle-slots)"
             )
-        return state.version, state.layout
+        return state
 
     async def _namespace(
         self, store: CheckpointStore, static: str, canary: list[tuple[int, float]]
@@ -215,5 +214,7 @@ class Attacher:
                 namespace,
                 restore_points=state.restore_points,
                 n_saved=len(state.tokens),
+                # An earlier proxy may have restored it.
+                n_restored=0 if state.has_every_position else len(state.tokens),
             )
             table.set_content(slot_id, held)

@@ -18,6 +18,8 @@ class Attachment:
     `rule` is *nothing* until the self-test has spoken; `n_contradictions` restores have not been reused
     as it says since. `disabled_shapes` are kinds of requests whose tokens the proxy predicted wrongly.
     `n_believed_points` context checkpoints of a live slot are counted on, the newest.
+    `saves_context_checkpoints` says what the probe save showed: it depends on flags that llama-server
+    does not tell, and so does the rule.
     """
 
     process_id: str
@@ -26,6 +28,7 @@ class Attachment:
     n_ctx: int
     n_believed_points: int = 10
     model_namespace: Namespace | None = None
+    saves_context_checkpoints: bool = False
     rule: Rule = NO_RULE
     self_test: SelfTestResult | None = None
     rates: Rates = field(default_factory=Rates)

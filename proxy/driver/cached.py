@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from proxy.core.model import Candidate, CheckpointKind, Prompt, RuleKind
 from proxy.core.plan import Plan, Restore, Situation, plan_request, promising
-from proxy.core.slots import TAINTED, Content, Known, Unknown, after_evaluation
+from proxy.core.slots import TAINTED, Content, Known, Unknown, after_evaluation, restored_tokens
 from proxy.core.write_back import is_write_back_due
 from proxy.driver.abandoned import wind_up
 from proxy.driver.account import Account
@@ -154,7 +154,10 @@ class CachedRequest:
     def _abandon(self, lease: Lease[Plan]) -> None:
         """Leave the slot to what may still run in it; a save will tell how far that came."""
         for slot_id in lease.held:
-            content = Unknown(self._prompt.namespace, likely=self._prompt.tokens)
+            n_restored = restored_tokens(self._attachment.desk.table[slot_id].content)
+            content = Unknown(
+                self._prompt.namespace, likely=self._prompt.tokens, n_restored=n_restored
+            )
             self._attachment.desk.table.set_content(slot_id, content)
             winding_up = wind_up(self._session, slot_id, self._prompt.n_tokens)
             lease.hand_over(self._services.tasks.start(winding_up))
@@ -163,7 +166,7 @@ class CachedRequest:
         """Hold the reply against the plan, and record what the slot holds now."""
         table = self._attachment.desk.table
         before = table[plan.slot_id].content
-        held: Content = Unknown(self._prompt.namespace)
+        held: Content = Unknown(self._prompt.namespace, n_restored=restored_tokens(before))
         if answer.timings is None and 400 <= answer.status < 500:
             return  # refused before the slot was touched (server-context.cpp, send_error at launch)
         if answer.timings is not None:
@@ -175,7 +178,7 @@ class CachedRequest:
         prompt, namespace = self._prompt, self._prompt.namespace
         if timings.cache_n + timings.prompt_n != prompt.n_tokens:
             self._disagree(timings)
-            return Unknown(namespace)
+            return Unknown(namespace, n_restored=restored_tokens(before))
         self._confirm(account)
         if account.is_drift:
             return TAINTED

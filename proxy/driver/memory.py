@@ -35,7 +35,11 @@ def _tenants_name(attachment: Attachment) -> str:
 
 
 def known_self_test(store: CheckpointStore, attachment: Attachment) -> SelfTestResult | None:
-    """Return what a self-test of this model on this build has found before."""
+    """Return what a self-test of this model on this build has found before.
+
+    One of a server that saved context checkpoints is not that of one which does not: --swa-full and
+    --ctx-checkpoints decide that on the same build.
+    """
     return store.index.value(_self_test_name(attachment), SelfTestResult)
 
 
@@ -47,4 +51,5 @@ async def remember_self_test(
 
 def _self_test_name(attachment: Attachment) -> str:
     namespace = attachment.model_namespace or b""
-    return f"self-test {namespace.hex()} {attachment.build}"
+    points = "with" if attachment.saves_context_checkpoints else "without"
+    return f"self-test {namespace.hex()} {points} context checkpoints {attachment.build}"

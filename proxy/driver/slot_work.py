@@ -13,7 +13,15 @@ from proxy.core.eviction import superseded
 from proxy.core.model import Checkpoint, CheckpointKind, Prompt, SlotId
 from proxy.core.plan import Restore
 from proxy.core.prefix import BLOCK_TOKENS, Namespace, TokenIds
-from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, after_evaluation
+from proxy.core.slots import (
+    TAINTED,
+    Content,
+    Empty,
+    Known,
+    Unknown,
+    after_evaluation,
+    restored_tokens,
+)
 from proxy.core.write_back import at_savable_point, is_write_back_due
 from proxy.driver.attachment import Attachment
 from proxy.driver.saving import SavedSlot, Saver
@@ -66,7 +74,11 @@ class SlotWork:
             raise
         self._metrics.restores.labels("done").inc()
         restored = Known(
-            tokens, namespace, 0, checkpoint.restore_points, n_saved=checkpoint.n_tokens
+            tokens,
+            namespace,
+            restore_points=checkpoint.restore_points,
+            n_saved=checkpoint.n_tokens,
+            n_restored=0 if checkpoint.has_every_position else checkpoint.n_tokens,
         )
         self._table.set_content(slot_id, restored)
 
@@ -92,7 +104,8 @@ class SlotWork:
     async def stop(self, slot_id: SlotId, prompt: Prompt, stop: Stop, headers: Headers) -> Timings:
         """Evaluate a prompt up to a cut; raises UpstreamFault."""
         before = self._table[slot_id].content
-        self._table.set_content(slot_id, Unknown(prompt.namespace))
+        n_restored = restored_tokens(before)
+        self._table.set_content(slot_id, Unknown(prompt.namespace, n_restored=n_restored))
         tokens = prompt.tokens[: stop.n_tokens]
         timings = await self._upstream.evaluate(slot_id, tokens, headers)
         turn_start = prompt.cuts.turn_start if prompt.cuts.turn_start <= stop.n_tokens else 0
@@ -142,7 +155,8 @@ class SlotWork:
         target = at_savable_point(self._attachment.rule, content)
         if target is None or target.n_tokens == content.n_tokens:
             return
-        self._table.set_content(slot_id, Unknown(content.namespace))
+        unknown = Unknown(content.namespace, n_restored=content.n_restored)
+        self._table.set_content(slot_id, unknown)
         timings = await self._upstream.evaluate(slot_id, target.tokens)
         self._metrics.prompt_tokens.labels("evaluated").inc(timings.prompt_n)
         self._table.set_content(slot_id, target)
@@ -205,7 +219,9 @@ class SlotWork:
     def _note_saved(
         self, slot_id: SlotId, content: Content, namespace: Namespace, state: StateFile
     ) -> None:
-        old = content if isinstance(content, Known) else Known(state.tokens, namespace)
+        old = content
+        if not isinstance(old, Known):
+            old = Known(state.tokens, namespace, n_restored=restored_tokens(content))
         now_held = replace(
             old,
             tokens=state.tokens,

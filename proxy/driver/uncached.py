@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from proxy.core.model import CheckpointKind, SlotId
-from proxy.core.plan import MAX_LOST_TOKENS, choose_slot_for_bypass, holds_foreign_tokens
+from proxy.core.plan import MAX_LOST_TOKENS, choose_slot_for_bypass, must_be_erased
 from proxy.core.prefix import Namespace
 from proxy.core.slots import TAINTED, Known, Unknown
 from proxy.driver.abandoned import outlast
@@ -18,7 +18,7 @@ from proxy.upstream.bodies import GenerationBody, pin, taints_slot
 async def clear_way(
     services: Services, session: Session, lease: Lease[None], namespace: Namespace
 ) -> bool:
-    """Save what would be lost, and erase what is not this tenant's; return False if that failed."""
+    """Save what would be lost, and erase what may not be reused; return False if that failed."""
     cleared: set[SlotId] = set()
     is_clear = True
     while left := set(lease.held) - cleared:  # slots may join a placement meanwhile
@@ -36,7 +36,7 @@ async def _clear(
     if isinstance(content, Known) and content.n_unsaved > MAX_LOST_TOKENS:
         kind = CheckpointKind.CONVERSATION
         await services.finish(lease, work.write_back(slot_id, kind))
-    if holds_foreign_tokens(table[slot_id].content, namespace):
+    if must_be_erased(session.attachment.rule, table[slot_id].content, namespace):
         try:
             await services.finish(lease, work.erase(slot_id))
         except UpstreamFault as fault:

@@ -205,3 +205,29 @@ async def test_conversation_goes_on_from_repaired_files_with_equal_answers(
         cold = await rig.post("/completion", body | {"cache_prompt": False})
         assert warm["content"] == cold["content"]
         assert distance(warm, cold) <= LOGPROB_BAR
+
+
+async def test_restored_window_is_never_cut_where_the_server_would(start_rig: StartRig) -> None:
+    """With --swa-full llama-server cuts what was restored, although the file has only a window."""
+    async with start_rig("swa", n_slots=1, extra_args=("--swa-full",)) as rig:
+        tokens = prompt(2300)
+        await rig.post("/completion", {"prompt": tokens, "n_predict": 0})
+        await rig.restart()
+        extended = await rig.post("/completion", {"prompt": [*tokens, 5, 6, 7], "n_predict": 0})
+        assert n_reused(extended) >= 2299
+        body = {"prompt": [*tokens[:2000], *[7] * 100], "n_predict": 8, "temperature": 0}
+        cut = await rig.post("/completion", body | {"n_probs": 10})
+        cold = await rig.post("/completion", body | {"n_probs": 10, "cache_prompt": False})
+        assert distance(cut, cold) <= LOGPROB_BAR
+        assert cut["content"] == cold["content"]
+
+
+async def test_rule_is_learned_again_where_a_flag_has_changed_it(start_rig: StartRig) -> None:
+    async with start_rig("swa", n_slots=1) as rig:
+        assert (await rig.health())["rule"] == "restore points"
+        await rig.stop_proxy()
+        await asyncio.to_thread(rig.server.stop)
+        rig.server.extra_args = ("--swa-full",)
+        await asyncio.to_thread(rig.server.start)
+        await rig.start_proxy()
+        assert (await rig.health())["rule"] == "end only"

@@ -27,6 +27,7 @@ from proxy.core.plan import (
     choose_slot_for_bypass,
     displaced_tokens,
     holds_foreign_tokens,
+    must_be_erased,
     plan_request,
     promising,
 )
@@ -339,6 +340,43 @@ def test_holds_foreign_tokens_unless_they_are_surely_ours(
     content: Content, is_foreign: bool
 ) -> None:
     assert holds_foreign_tokens(content, NAMESPACE) is is_foreign
+
+
+RESTORED = Known(run_of(900), NAMESPACE, n_restored=600)
+
+
+@pytest.mark.parametrize(
+    ("content", "n_common", "must_be"),
+    [
+        (RESTORED, 900, False),
+        (RESTORED, 600, False),
+        (RESTORED, 599, True),
+        (RESTORED, 0, True),
+        (RESTORED, None, True),
+        (Known(run_of(900), NAMESPACE), 599, False),
+        (Known(run_of(900), NAMESPACE), None, False),
+        (Unknown(NAMESPACE, n_restored=600), 900, True),
+        (Unknown(NAMESPACE), 900, False),
+        (Empty(), None, False),
+        (Known(run_of(900), OTHER_NAMESPACE), 900, True),
+    ],
+)
+def test_must_be_erased_what_would_be_cut_before_the_end_of_a_restored_state(
+    content: Content, n_common: int | None, must_be: bool
+) -> None:
+    tokens = None if n_common is None else branch(n_common, 1000)
+    assert must_be_erased(END_ONLY, content, NAMESPACE, tokens) is must_be
+
+
+@pytest.mark.parametrize("rule", [ANY_PREFIX, RESTORE_POINTS, NOTHING])
+def test_must_be_erased_is_nothing_that_the_server_refuses_to_cut_itself(rule: Rule) -> None:
+    assert not must_be_erased(rule, RESTORED, NAMESPACE, branch(100, 1000))
+
+
+def test_plan_erases_a_restored_slot_instead_of_cutting_it() -> None:
+    made = plan(500, END_ONLY, RESTORED)
+    assert (made.erases, made.start) == (True, UNUSED)
+    assert not plan(901, END_ONLY, RESTORED).erases
 
 
 @given(live_slots(), st.sampled_from([NAMESPACE, OTHER_NAMESPACE]))

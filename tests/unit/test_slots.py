@@ -8,6 +8,7 @@ from proxy.core.model import Rule, RuleKind, SlotId
 from proxy.core.prefix import common_prefix_length, token_ids
 from proxy.core.slots import (
     CONTEXT_CHECKPOINT_MARGIN,
+    Content,
     Empty,
     Known,
     Reuse,
@@ -93,6 +94,23 @@ def test_after_evaluation_in_an_empty_slot_knows_the_prompt_and_one_restore_poin
     assert held.tokens == run_of(100)
     assert held.restore_points == (100 - CONTEXT_CHECKPOINT_MARGIN,)
     assert (held.turn_start, held.n_tail, held.n_saved) == (80, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("before", "n_restored"),
+    [
+        (Known(run_of(200), NAMESPACE, n_restored=130), 130),
+        (Known(run_of(200), NAMESPACE, n_restored=131), 0),  # cut before it, so evaluated again
+        (Unknown(NAMESPACE, n_restored=130), 130),
+        (Unknown(NAMESPACE, n_restored=900), 300),
+        (Unknown(NAMESPACE), 0),
+        (Empty(), 0),
+    ],
+)
+def test_after_evaluation_knows_what_came_from_a_file_without_all_positions(
+    before: Content, n_restored: int
+) -> None:
+    assert after_evaluation(before, branch(130, 300), NAMESPACE).n_restored == n_restored
 
 
 def test_after_evaluation_of_a_tiny_prompt_believes_in_no_restore_point() -> None:
