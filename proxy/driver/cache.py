@@ -6,6 +6,7 @@ it is worth saving.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 from proxy.core.model import Outcome, Prompt
@@ -89,12 +90,18 @@ class Cache:
                 lambda: self._lifecycle.is_still(session),
             )
             return await cached.serve(send)
+
+        async def send_and_report(raw: bytes, on_start: Callable[[], None]) -> Answer:
+            # At once: clients that have their answer hang up, and what is left to do is cut short.
+            answer = await send(raw, on_start)
+            self._report(request, answer, Outcome.BYPASS, reason)
+            return answer
+
         if body is None or request.route is Route.UNPINNED or n_completions(body) > 1:
             unpinned = UnpinnedRequest(self._services, session, request, body)
-            answer = await unpinned.serve(send)
+            await unpinned.serve(send_and_report)
         else:
-            answer = await serve_pinned(self._services, session, request, body, send)
-        self._report(request, answer, Outcome.BYPASS, reason)
+            await serve_pinned(self._services, session, request, body, send_and_report)
 
     async def _read_prompt(
         self, session: Session, request: GenerationRequest, body: GenerationBody

@@ -26,6 +26,9 @@ class Report:
         facts: Mapping[str, object],
     ) -> None:
         """Report a request whose answer was relayed; *facts* say what was chosen, and why."""
+        if answer.is_broken:
+            gone = UpstreamGone("llama-server went away in mid-answer")
+            return self.unanswered(request.path, request.arrived_at, gone)
         self._metrics.requests.labels(outcome).inc()
         line: dict[str, object] = {"status": answer.status}
         if answer.first_token_at is not None:

@@ -29,11 +29,13 @@ class Answer:
     """What was seen of llama-server's answer while it was relayed; no timings if it has none.
 
     `first_token_at` is of the monotonic clock; None if the answer came whole, not as a stream.
+    `is_broken` says that llama-server went away in the middle.
     """
 
     status: int
     timings: Timings | None
     first_token_at: float | None = None
+    is_broken: bool = False
 
 
 Send = Callable[[bytes, Callable[[], None]], Awaitable[Answer]]

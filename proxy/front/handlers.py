@@ -103,7 +103,8 @@ class Front:
 
             await self._cache.serve(generation, send)
         except BaseException as error:
-            self._report.unanswered(request.path, arrived_at, error)
+            if not exchange.is_answered:
+                self._report.unanswered(request.path, arrived_at, error)
             raise
         finally:
             self._n_requests -= 1

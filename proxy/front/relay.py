@@ -51,6 +51,8 @@ class Exchange:
         self._upstream = upstream
         self._client = client
         self.response: web.StreamResponse | None = None
+        self.is_answered = False
+        """Whether the client has the whole answer, be it an error's."""
 
     async def send(
         self,
@@ -101,7 +103,8 @@ class Exchange:
                 task.uncancel()
         except aiohttp.ClientError as error:
             await self._break_off(answer, error)
-            return Answer(answer.status, None, first_token_at)
+            return Answer(answer.status, None, first_token_at, is_broken=True)
+        self.is_answered = True
         return Answer(answer.status, reader.timings(), first_token_at)
 
     async def _begin(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
