@@ -146,6 +146,7 @@ class SlotWork:
         self._table.set_content(slot_id, Unknown(content.namespace))
         timings = await self._upstream.evaluate(slot_id, target.tokens)
         self._metrics.prompt_tokens.labels("evaluated").inc(timings.prompt_n)
+        self._metrics.evaluation_seconds.inc(timings.prompt_ms / 1000)
         self._table.set_content(slot_id, target)
 
     async def _save(
