@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import stat
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from proxy.errors import StoreFault, StoreLocked
 from proxy.front.admin import Admin
 from proxy.front.handlers import Front
 from proxy.metrics import Metrics
+from proxy.store.state_files import is_private
 from proxy.store.store import CheckpointStore
 from proxy.upstream.llama_server import LlamaServer, new_session
 
@@ -52,17 +54,18 @@ class Running:
 
 def open_store(settings: Settings, degradations: Degradations) -> CheckpointStore | None:
     """Return the store, or None if it cannot be opened; raises StoreLocked if another proxy has it."""
+    directory = Path(settings.slot_save_path)
     try:
-        store = CheckpointStore(Path(settings.slot_save_path), settings.max_store_bytes)
-        if mode := store.files.openness():
-            detail = f"{settings.slot_save_path} has mode {mode}"
-            degradations.begin(DegradationKind.DIRECTORY_IS_OPEN, detail)
-        return store
+        mode = stat.S_IMODE(directory.stat().st_mode)
+        store = CheckpointStore(directory, settings.max_store_bytes)
     except StoreLocked:
         raise
     except (StoreFault, OSError) as fault:
         degradations.begin(DegradationKind.STORE_NOT_OPEN, str(fault))
         return None
+    if not is_private(mode):
+        degradations.begin(DegradationKind.DIRECTORY_IS_OPEN, f"{directory} has mode {mode:04o}")
+    return store
 
 
 @asynccontextmanager

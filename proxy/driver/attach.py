@@ -204,7 +204,10 @@ class Attacher:
         if namespace is None or state.n_media or -1 in state.tokens:
             return
         if not store.holds(namespace, state.tokens):
-            await store.commit(saved.new_state(namespace, CheckpointKind.CONVERSATION))
+            new = saved.new_state(namespace, CheckpointKind.CONVERSATION)
+            checkpoint = await store.commit(new)
+            self._services.metrics.saves.labels("done").inc()
+            self._services.metrics.saved_bytes.inc(checkpoint.size_bytes)
         if not isinstance(table[slot_id].content, Empty):
             held = Known(
                 state.tokens,

@@ -59,11 +59,6 @@ class StateFiles:
         status = os.statvfs(self.directory)
         return status.f_bavail * status.f_frsize
 
-    def openness(self) -> str:
-        """Return the directory's mode if users who are none of the two may look in, else nothing."""
-        mode = stat.S_IMODE(self.directory.stat().st_mode)
-        return "" if is_private(mode) else f"{mode:04o}"
-
     def seal(self, temporary: str, final: str) -> FileFacts:
         """Make a checked temporary file durable under its final name."""
         source, target = self.path(temporary), self.path(final)

@@ -245,6 +245,15 @@ async def test_request_that_is_not_answered_is_counted_by_its_reason(start_rig: 
         assert rig.sample("unanswered_requests_total", reason="llama-server gone") == 1
 
 
+async def test_answer_that_breaks_off_is_counted_as_unanswered(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.dies_after_chunks = 1
+        await rig.post(CHAT, {"messages": question("a"), "stream": True})
+        await until(lambda: rig.sample("unanswered_requests_total", reason="llama-server gone"))
+        outcomes = ("hit", "partial", "miss", "bypass", "degraded")
+        assert [rig.sample("requests_total", outcome=o) for o in outcomes] == [0] * 5
+
+
 async def test_time_to_first_token_is_measured_of_streams_only(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1) as rig:
         await rig.chat("a")

@@ -226,6 +226,7 @@ async def test_server_that_cannot_be_cached_is_forwarded_to_and_says_why(
         health = await rig.health()
         assert (health["state"], rig.checkpoints) == ("forwarding", [])
         assert reason in await rig.reasons()
+        assert rig.sample("caching") == 0
 
 
 async def test_attachment_that_failed_is_tried_again(
@@ -249,6 +250,8 @@ async def test_slots_found_full_are_adopted(start_rig: StartRig) -> None:
                 assert reply.status == 200
         await rig.start_proxy()
         assert rig.checkpoints == [("conversation", 400)] * 2
+        assert rig.sample("saves_total", result="done") == 2
+        assert rig.sample("saved_bytes_total") == rig.sample("checkpoint_bytes")
         for seed in (5, 6):
             prompt = [seed * 1000 + i for i in range(410)]
             assert (await rig.post(COMPLETION, {"prompt": prompt})).n_reused == 400
