@@ -7,7 +7,7 @@ SETUP := $(VENV)/.set-up
 SERVER := $(LAB)/llama-server/llama-server
 MODELS := $(LAB)/models/.made
 
-.PHONY: all setup llama-server models demo test live lint format type bench clean
+.PHONY: all setup llama-server models demo test live lint format type docs bench clean
 
 all: lint type test
 
@@ -53,6 +53,9 @@ format: $(SETUP)
 
 type: $(SETUP)
 	$(BIN)/mypy proxy tests
+
+docs: $(SETUP)
+	$(BIN)/python -m tests.documents
 
 bench: $(SETUP) llama-server models
 	$(BIN)/python -m tests.bench.main_job

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import stat
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -10,14 +11,19 @@ from typing import Any
 
 from aiohttp import web
 
+from proxy import __version__
 from proxy.config import Settings, split_address
+from proxy.core.degradation import DegradationKind
 from proxy.driver.attach import Attacher
 from proxy.driver.attachment import Attachment
 from proxy.driver.cache import Cache
+from proxy.driver.degradations import Degradations
 from proxy.driver.faults import Faults
+from proxy.driver.gauges import connect_gauges
 from proxy.driver.learning import Learning
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.prompts import PromptReader
+from proxy.driver.report import Report
 from proxy.driver.saving import RewriteStateFile, Saver, keep_as_saved
 from proxy.driver.services import Services
 from proxy.driver.session import Session
@@ -27,8 +33,8 @@ from proxy.driver.write_back import WriteBack
 from proxy.errors import StoreFault, StoreLocked
 from proxy.front.admin import Admin
 from proxy.front.handlers import Front
-from proxy.log import get_logger
 from proxy.metrics import Metrics
+from proxy.store.state_files import is_private
 from proxy.store.store import CheckpointStore
 from proxy.upstream.llama_server import LlamaServer, new_session
 
@@ -43,19 +49,23 @@ class Running:
     store: CheckpointStore | None
     metrics: Metrics
     write_back: WriteBack
+    degradations: Degradations
 
 
-def open_store(settings: Settings) -> tuple[CheckpointStore | None, str | None]:
-    """Return the store, or why there is none; raises StoreLocked if another proxy has it."""
+def open_store(settings: Settings, degradations: Degradations) -> CheckpointStore | None:
+    """Return the store, or None if it cannot be opened; raises StoreLocked if another proxy has it."""
+    directory = Path(settings.slot_save_path)
     try:
-        return CheckpointStore(Path(settings.slot_save_path), settings.max_store_bytes), None
+        mode = stat.S_IMODE(directory.stat().st_mode)
+        store = CheckpointStore(directory, settings.max_store_bytes)
     except StoreLocked:
         raise
     except (StoreFault, OSError) as fault:
-        get_logger("store").error(
-            "the store cannot be opened: nothing is cached", reason=str(fault)
-        )
-        return None, str(fault)
+        degradations.begin(DegradationKind.STORE_NOT_OPEN, str(fault))
+        return None
+    if not is_private(mode):
+        degradations.begin(DegradationKind.DIRECTORY_IS_OPEN, f"{directory} has mode {mode:04o}")
+    return store
 
 
 @asynccontextmanager
@@ -66,11 +76,18 @@ async def run_proxy(
 
     Raises StoreLocked if another proxy uses the directory, OSError if a port is taken.
     """
-    store, store_problem = open_store(settings)
+    metrics = Metrics()
+    metrics.build_info.labels(__version__).set(1)
+    degradations = Degradations(metrics)
+    store = open_store(settings, degradations)
     try:
         async with new_session() as client:
             upstream = LlamaServer(client, settings.upstream, settings.upstream_api_key)
-            async with _serve(settings, upstream, store, store_problem, rewrite) as running:
+            report = Report(metrics)
+            services = Services(
+                upstream, store, metrics, Faults(metrics), degradations, report, Tasks()
+            )
+            async with _serve(settings, services, rewrite) as running:
                 yield running
     finally:
         if store is not None:
@@ -79,19 +96,13 @@ async def run_proxy(
 
 @asynccontextmanager
 async def _serve(
-    settings: Settings,
-    upstream: LlamaServer,
-    store: CheckpointStore | None,
-    store_problem: str | None,
-    rewrite: RewriteStateFile,
+    settings: Settings, services: Services, rewrite: RewriteStateFile
 ) -> AsyncIterator[Running]:
-    metrics = Metrics()
-    services = Services(upstream, store, metrics, Faults(metrics), Tasks())
     saver = Saver(services, rewrite)
 
     def new_session_of(attachment: Attachment) -> Session:
         work = SlotWork(services, attachment, saver)
-        return Session(attachment, PromptReader(upstream), work)
+        return Session(attachment, PromptReader(services.upstream), work)
 
     attacher = Attacher(
         services,
@@ -104,14 +115,15 @@ async def _serve(
     cache = Cache(services, lifecycle)
     write_back = WriteBack(lifecycle, services.tasks, settings.idle_save_seconds)
     front = Front(
-        upstream,
+        services.upstream,
         cache,
+        services.report,
         max_requests=settings.max_requests,
         allows_state_changes=settings.allow_state_changes,
         shares_between_api_keys=settings.share_between_api_keys,
     )
-    admin = Admin(lifecycle, store, store_problem, metrics)
-    _watch_store(metrics, store)
+    admin = Admin(services, lifecycle)
+    connect_gauges(services, lifecycle)
     clients = web.Application(client_max_size=settings.max_body_bytes)
     clients.router.add_route("*", "/{path:.*}", front.handle)
     operators = web.Application()
@@ -123,7 +135,15 @@ async def _serve(
                 _listen(operators, settings.admin, 1.0) as admin_port,
                 _listen(clients, settings.listen, settings.drain_seconds) as port,
             ):
-                yield Running(port, admin_port, lifecycle, store, metrics, write_back)
+                yield Running(
+                    port,
+                    admin_port,
+                    lifecycle,
+                    services.opened_store,
+                    services.metrics,
+                    write_back,
+                    services.degradations,
+                )
         finally:
             try:
                 await services.tasks.drain(settings.drain_seconds)
@@ -162,9 +182,3 @@ async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
-
-
-def _watch_store(metrics: Metrics, store: CheckpointStore | None) -> None:
-    if store is not None:
-        metrics.watch("checkpoints", "Checkpoints in the store.", lambda: len(store))
-        metrics.watch("checkpoint_bytes", "Bytes of all checkpoints.", lambda: store.size_bytes)

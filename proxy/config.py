@@ -18,61 +18,147 @@ ENVIRONMENT_PREFIX = "LLAMA_PREFIX_CACHE_"
 _SUFFIXES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 _PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
-Address = Annotated[str, Meta(pattern=rf"^([^:]*|\[[0-9a-fA-F:]+\]):{_PORT}$")]
+Address = Annotated[str, Meta(title="HOST:PORT", pattern=rf"^([^:]*|\[[0-9a-fA-F:]+\]):{_PORT}$")]
+
+
+def _more(words: str) -> dict[str, str]:
+    """Return what the documentation says of a setting beyond its one-line description."""
+    return {"more": words}
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All settings of the proxy."""
+    """All settings of the proxy.
+
+    Descriptions go into --help, what is `_more` than that into docs/configuration.md and
+    deploy/config.example.yaml as well; `make docs` writes both.
+    """
 
     upstream: Annotated[
         str,
-        Meta(pattern=r"^https?://[^/?#]+[^?#]*$", description="URL of llama-server."),
+        Meta(
+            title="http:// or https:// URL",
+            pattern=r"^https?://[^/?#]+[^?#]*$",
+            description="URL of llama-server.",
+            extra=_more("If it runs with --api-prefix, the prefix belongs to the URL."),
+        ),
     ] = "http://127.0.0.1:8080"
     slot_save_path: Annotated[
         str,
         Meta(
             min_length=1,
             description="The directory that llama-server has as --slot-save-path, seen from here.",
+            examples=["/var/lib/llama-prefix-cache"],
+            extra=_more(
+                "Both write to it: llama-server the states, the proxy everything else. States are as "
+                "good as transcripts: keep the directory to yourself (chmod 700)."
+            ),
         ),
     ]
-    listen: Annotated[Address, Meta(description="HOST:PORT for clients.")] = "127.0.0.1:8081"
-    admin: Annotated[Address, Meta(description="HOST:PORT for /health and /metrics.")] = (
-        "127.0.0.1:8082"
-    )
+    listen: Annotated[
+        Address,
+        Meta(
+            description="HOST:PORT for clients.",
+            extra=_more("Point OpenCode and the like at http://HOST:PORT/v1."),
+        ),
+    ] = "127.0.0.1:8081"
+    admin: Annotated[
+        Address,
+        Meta(
+            description="HOST:PORT for /health and /metrics.",
+            extra=_more("For operators, not for clients: it asks for no key."),
+        ),
+    ] = "127.0.0.1:8082"
     upstream_api_key: Annotated[
         str | None,
-        Meta(description="llama-server's --api-key, for the proxy's own calls."),
+        Meta(
+            description="llama-server's --api-key, for the proxy's own calls.",
+            extra=_more("Clients' own keys are passed on as they are."),
+        ),
     ] = None
     context_checkpoints: Annotated[
-        int, Meta(ge=0, description="llama-server's --ctx-checkpoints.")
+        int,
+        Meta(
+            ge=0,
+            description="llama-server's --ctx-checkpoints.",
+            extra=_more(
+                "How many context checkpoints it keeps in a slot of a hybrid, recurrent or sliding-window "
+                "model. Fewer make smaller files: try 8 for both."
+            ),
+        ),
     ] = 32
     max_store_bytes: Annotated[
-        int, Meta(ge=1 << 20, description="Disk budget for checkpoints, such as 20GiB.")
+        int,
+        Meta(
+            ge=1 << 20,
+            description="Disk budget for checkpoints, such as 20GiB.",
+            extra=_more("The least recently used ones go first."),
+        ),
     ] = 20 << 30
     idle_save_seconds: Annotated[
-        float, Meta(gt=0, description="A slot idle for this long is saved.")
+        float,
+        Meta(
+            gt=0,
+            description="A slot idle for this long is saved.",
+            extra=_more("Unless a file already covers what it holds."),
+        ),
     ] = 10.0
     max_requests: Annotated[
-        int, Meta(ge=1, description="Generation requests at once; more are answered 503.")
+        int,
+        Meta(
+            ge=1,
+            description="Generation requests at once; more are answered 503.",
+            extra=_more("Waiting ones count; the 503 carries Retry-After."),
+        ),
     ] = 256
     max_body_bytes: Annotated[
-        int, Meta(ge=1024, description="Largest request body of a generation.")
+        int,
+        Meta(
+            ge=1024,
+            description="Largest request body of a generation.",
+            extra=_more("Other requests stream through without a limit."),
+        ),
     ] = 256 << 20
     drain_seconds: Annotated[
-        float, Meta(ge=0, description="How long running requests may go on at shutdown.")
+        float,
+        Meta(
+            ge=0,
+            description="How long running requests may go on at shutdown.",
+            extra=_more("Then slots are saved, in as long again at most."),
+        ),
     ] = 30.0
     share_between_api_keys: Annotated[
-        bool, Meta(description="Let clients with different API keys reuse each other's prefixes.")
+        bool,
+        Meta(
+            description="Let clients with different API keys reuse each other's prefixes.",
+            extra=_more(
+                "Otherwise they share nothing, which needs llama-server's RAM cache off as well "
+                "(--cache-ram 0)."
+            ),
+        ),
     ] = False
     allow_state_changes: Annotated[
-        bool, Meta(description="Let clients POST to /slots and /lora-adapters.")
+        bool,
+        Meta(
+            description="Let clients POST to /slots and /lora-adapters.",
+            extra=_more(
+                "These change llama-server behind the cache's back and are refused with 403 otherwise. "
+                "Each time, everything that is known about the slots is learned anew."
+            ),
+        ),
     ] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        Meta(description="Least level logged: debug, info, warning or error."),
+        Meta(
+            description="Least level logged: debug, info, warning or error.",
+            extra=_more("Prompt text is never logged."),
+        ),
     ] = "info"
     log_format: Annotated[
-        Literal["text", "json"], Meta(description="Form of the log lines: text or json.")
+        Literal["text", "json"],
+        Meta(
+            description="Form of the log lines: text or json.",
+            extra=_more("Text is for people, json for machines."),
+        ),
     ] = "text"
 
 

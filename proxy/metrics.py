@@ -1,6 +1,13 @@
-"""Every Prometheus metric, in one place: base units, bounded labels, help a user understands."""
+"""Every Prometheus metric, in one place: base units, bounded labels, help that a user understands.
 
-from collections.abc import Callable
+All series exist from the start, at zero, so that a rate is right from the first event on. The table in
+docs/metrics.md is made from here.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+from typing import TypeVar
 
 from prometheus_client import (
     CollectorRegistry,
@@ -10,9 +17,34 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.metrics import MetricWrapperBase
+
+from proxy.core.degradation import DegradationKind
+from proxy.core.model import Outcome, RuleKind
+from proxy.core.slots import SlotState
+
+M = TypeVar("M", bound=MetricWrapperBase)
 
 PREFIX = "llama_prefix_cache"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
+
+UNANSWERED = ("client left", "llama-server gone", "queue full", "other")
+STAGES = (
+    *("attach", "self-test", "lifecycle", "tokenize", "lookup", "erase", "prepare", "placement"),
+    *("settle", "save", "unattended action"),
+)
+EVICTION_REASONS = ("superseded", "budget")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One metric as it is documented; `labels` are all values that each label can have."""
+
+    name: str
+    type: str
+    help: str
+    labels: dict[str, tuple[str, ...]]
 
 
 class Metrics:
@@ -21,20 +53,114 @@ class Metrics:
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
+        self.families: list[Family] = []
+        self._define_requests()
+        self._define_checkpoints()
+        self._define_llama_server()
+        self._define_degradations()
+
+    def _define_requests(self) -> None:
         self.requests = self._counter(
-            "requests", "Generation requests by how their prompt was reused.", "outcome"
+            "requests",
+            "Generation requests answered, by how their prompt was reused: hit (all that was "
+            "expected), partial (less), miss (nothing), bypass (not looked up), degraded (the cache "
+            "failed, or llama-server was not attached).",
+            outcome=Outcome,
+        )
+        self.unanswered_requests = self._counter(
+            "unanswered_requests",
+            "Generation requests that were not answered to the end, by reason.",
+            reason=UNANSWERED,
+        )
+        self.waiting_requests = self._gauge(
+            "waiting_requests", "Generation requests that wait for a slot."
         )
         self.prompt_tokens = self._counter(
-            "prompt_tokens", "Prompt tokens by whether llama-server had to evaluate them.", "source"
+            "prompt_tokens",
+            "Prompt tokens by whether llama-server found them in its slot (reused) or had to evaluate "
+            "them (evaluated).",
+            source=("reused", "evaluated"),
         )
-        self.restores = self._counter("restores", "Checkpoint restores by result.", "result")
-        self.saves = self._counter("saves", "Checkpoint saves by result.", "result")
+        self.restored_tokens = self._counter(
+            "restored_tokens",
+            "Those of the reused prompt tokens that came from a restored checkpoint: without the proxy "
+            "they would have been evaluated.",
+        )
+        self.evaluation_seconds = self._counter(
+            "evaluation_seconds",
+            "Time llama-server spent evaluating prompt tokens, as it reports it.",
+        )
+        self.first_token_seconds = self._histogram(
+            "first_token_seconds",
+            "Time from a streamed request's arrival at the proxy to the first token of its answer.",
+            outcome=Outcome,
+        )
+        self.queue_seconds = self._histogram(
+            "queue_seconds", "Time that requests waited for a slot, once their prompt was known."
+        )
+        self.lookup_seconds = self._histogram(
+            "lookup_seconds",
+            "Time to look up checkpoints and to plan a request.",
+            buckets=SHORT_SECONDS,
+        )
+
+    def _define_checkpoints(self) -> None:
+        self.checkpoints = self._gauge("checkpoints", "Checkpoints in the store.")
+        self.checkpoint_bytes = self._gauge("checkpoint_bytes", "Size of all checkpoints.")
+        self.checkpoint_limit_bytes = self._gauge(
+            "checkpoint_limit_bytes", "The budget for all checkpoints, max_store_bytes."
+        )
+        self.disk_free_bytes = self._gauge(
+            "disk_free_bytes", "Free space where the checkpoints lie; NaN if it cannot be read."
+        )
+        self.restores = self._counter(
+            "restores",
+            "Checkpoint restores by result; missing: the file was gone or replaced.",
+            result=("done", "missing", "refused"),
+        )
+        self.restored_bytes = self._counter("restored_bytes", "Size of the checkpoints restored.")
+        self.restore_seconds = self._histogram("restore_seconds", "Time of a checkpoint restore.")
         self.restore_ineffective = self._counter(
             "restore_ineffective",
             "Restores that answered 200 but were not reused; their checkpoints are quarantined.",
         )
+        self.saves = self._counter(
+            "saves", "Checkpoint saves by result.", result=("done", "failed")
+        )
+        self.saved_bytes = self._counter("saved_bytes", "Size of the checkpoints saved.")
+        self.save_seconds = self._histogram("save_seconds", "Time of a checkpoint save.")
+        self.evictions = self._counter(
+            "evictions",
+            "Checkpoints deleted: superseded by a newer one, or over the budget.",
+            reason=EVICTION_REASONS,
+        )
+
+    def _define_llama_server(self) -> None:
+        self.slots = self._gauge(
+            "slots",
+            "Slots of llama-server by state: leased (in use), or free with content that is known, "
+            "empty or unknown.",
+            state=SlotState,
+        )
+        self.rule = self._gauge(
+            "rule",
+            "1 for what a restored state is good for on this model and build, as the self-test "
+            "learned it; 0 for the others.",
+            rule=RuleKind,
+        )
+        self.rule_end_tokens = self._gauge(
+            "rule_end_tokens",
+            "The shortest state that can be continued at its very end, part of the learned rule.",
+        )
+        self.self_tests = self._counter(
+            "self_tests",
+            "Self-tests run, by the rule that they learned, or failed.",
+            result=(*RuleKind, "failed"),
+        )
         self.drift = self._counter(
-            "drift", "Replies that reused more than the proxy thought the slot held."
+            "drift",
+            "Slots that held something else than the proxy thought, such as after requests that did "
+            "not go through it.",
         )
         self.live_reuse_short = self._counter(
             "live_reuse_short", "Replies that reused less of a live slot than expected."
@@ -43,28 +169,61 @@ class Metrics:
             "tokenization_disagreements",
             "Requests whose tokens the proxy predicted wrongly; their shape is served uncached.",
         )
-        self.cache_faults = self._counter(
-            "cache_faults", "Faults that cost a request its speed, by what was being done.", "stage"
-        )
-        self.evictions = self._counter("evictions", "Checkpoints deleted, by reason.", "reason")
-        self.lookup_seconds = self._histogram("lookup_seconds", "Time to plan a request.")
-        self.restore_seconds = self._histogram("restore_seconds", "Time of a checkpoint restore.")
-        self.save_seconds = self._histogram("save_seconds", "Time of a checkpoint save.")
-        self.first_byte_seconds = self._histogram(
-            "first_byte_seconds", "Time from request to the first byte of the answer.", "outcome"
-        )
 
-    def watch(self, name: str, help_text: str, read: Callable[[], float]) -> None:
-        """Add a gauge whose value is read at each scrape."""
-        Gauge(f"{PREFIX}_{name}", help_text, registry=self.registry).set_function(read)
+    def _define_degradations(self) -> None:
+        self.caching = self._gauge(
+            "caching", "1 if requests are cached (perhaps degraded), 0 if they are only forwarded."
+        )
+        self.degraded = self._gauge(
+            "degraded", "1 for each reason that /health names now.", kind=DegradationKind
+        )
+        self.degradations = self._counter(
+            "degradations", "How often each of these reasons has begun.", kind=DegradationKind
+        )
+        self.cache_faults = self._counter(
+            "cache_faults",
+            "Faults that cost a request its speed, by what was being done.",
+            stage=STAGES,
+        )
+        self.build_info = self._gauge(
+            "build_info", "1; the version of the proxy is the label.", version=()
+        )
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        return Counter(f"{PREFIX}_{name}", help_text, labels, registry=self.registry)
+    def _counter(self, name: str, help_text: str, **labels: Iterable[str]) -> Counter:
+        metric = Counter(f"{PREFIX}_{name}", help_text, tuple(labels), registry=self.registry)
+        return self._define(metric, f"{name}_total", "counter", help_text, labels)
 
-    def _histogram(self, name: str, help_text: str, *labels: str) -> Histogram:
-        return Histogram(
-            f"{PREFIX}_{name}", help_text, labels, buckets=SECONDS, registry=self.registry
+    def _gauge(self, name: str, help_text: str, **labels: Iterable[str]) -> Gauge:
+        metric = Gauge(f"{PREFIX}_{name}", help_text, tuple(labels), registry=self.registry)
+        return self._define(metric, name, "gauge", help_text, labels)
+
+    def _histogram(
+        self,
+        name: str,
+        help_text: str,
+        *,
+        buckets: tuple[float, ...] = SECONDS,
+        **labels: Iterable[str],
+    ) -> Histogram:
+        metric = Histogram(
+            f"{PREFIX}_{name}", help_text, tuple(labels), buckets=buckets, registry=self.registry
         )
+        return self._define(metric, name, "histogram", help_text, labels)
+
+    def _define(
+        self,
+        metric: M,
+        name: str,
+        type_: str,
+        help_text: str,
+        labels: dict[str, Iterable[str]],
+    ) -> M:
+        """Note how a metric is documented, and bring all its series into being."""
+        values = {label: tuple(str(v) for v in allowed) for label, allowed in labels.items()}
+        self.families.append(Family(f"{PREFIX}_{name}", type_, help_text, values))
+        for combination in product(*values.values()) if values else ():
+            metric.labels(*combination)
+        return metric

@@ -111,6 +111,16 @@ class Prompt:
         return len(self.tokens)
 
 
+class Outcome(StrEnum):
+    """What became of a generation request that was answered."""
+
+    HIT = "hit"
+    PARTIAL = "partial"
+    MISS = "miss"
+    BYPASS = "bypass"
+    DEGRADED = "degraded"
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Measured speeds of this server; the defaults only rank options until it has been measured."""

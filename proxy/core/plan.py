@@ -5,7 +5,8 @@ slots, checkpoints, rule and rates come in, a plan goes out; None means that no 
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from proxy.core.cuts import SLACK_TOKENS, Stop, choose_stops
 from proxy.core.model import Candidate, Checkpoint, Prompt, Rates, Rule, RuleKind, SlotId
@@ -31,6 +32,19 @@ the conversation comes back from disk."""
 WORTH_WAITING_TOKENS = 64
 """A prompt waits for a slot that is being saved (llama-server stalls meanwhile anyway) or let go of by
 an abandoned request (a second or so) if that slot spares it more tokens than this."""
+
+
+class Why(StrEnum):
+    """Why a plan is the cheapest."""
+
+    LIVE_LONGEST = "a free slot holds the longest usable prefix"
+    LIVE_CHEAPER = "a checkpoint holds more, but costs more to restore than to evaluate the rest"
+    RESTORE_LONGEST = "a checkpoint holds more than any free slot"
+    RESTORE_ELSEWHERE = "going on in the live slot would displace more than a restore costs"
+    NOTHING_FOUND = "no free slot and no checkpoint holds a usable prefix"
+    NOTHING_RESTORABLE = "no free slot holds a usable prefix, and nothing can be restored"
+    NOTHING_WORTH_IT = "evaluating is cheaper than any restore"
+    NOTHING_DISPLACED = "going on in a live slot would displace more than it saves"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +77,7 @@ class Plan:
     saves_displaced: bool
     erases: bool
     seconds: float
+    why: Why = Why.NOTHING_FOUND
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +106,26 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     best = min(options, key=lambda p: (p.seconds, last_used[p.slot_id], p.slot_id), default=None)
     n_best = best.start.n_reused if best else 0
     n_promised = max((_promised(prompt, now, s) for s in now.slots if s.is_closing), default=0)
-    return None if n_promised > n_best + WORTH_WAITING_TOKENS else best
+    if best is None or n_promised > n_best + WORTH_WAITING_TOKENS:
+        return None
+    return replace(best, why=_why(now.rule, best, options))
+
+
+def _why(rule: Rule, best: Plan, options: list[Plan]) -> Why:
+    """Return what decided for *best* among the *options*."""
+    starts = [option.start for option in options]
+    n_live = max(s.n_reused for s in starts if isinstance(s, UseLive))
+    n_stored = max((s.n_reused for s in starts if isinstance(s, Restore)), default=0)
+    n_best = best.start.n_reused
+    if isinstance(best.start, Restore):
+        return Why.RESTORE_LONGEST if n_best > n_live else Why.RESTORE_ELSEWHERE
+    if n_best:
+        return Why.LIVE_LONGEST if n_best >= n_stored else Why.LIVE_CHEAPER
+    if n_live:
+        return Why.NOTHING_DISPLACED
+    if n_stored:
+        return Why.NOTHING_WORTH_IT
+    return Why.NOTHING_FOUND if rule.can_restore else Why.NOTHING_RESTORABLE
 
 
 def _promised(prompt: Prompt, now: Situation, slot: Slot) -> int:

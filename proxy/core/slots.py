@@ -8,6 +8,7 @@ A content is *known*, *empty* or *unknown*; unknown is an honest state, not an e
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import TypeAlias
 
 from proxy.core.model import Rule, RuleKind, SlotId
@@ -131,6 +132,28 @@ class Slot:
     is_closing: bool = False
     is_running: bool = False
     used_at: float = 0.0
+
+
+class SlotState(StrEnum):
+    """A slot in one word, for operators."""
+
+    LEASED = "leased"
+    KNOWN = "known"
+    EMPTY = "empty"
+    UNKNOWN = "unknown"
+
+
+def state_of(slot: Slot) -> SlotState:
+    """Return whether a slot is in use and, if it is not, what is known of its content."""
+    if slot.is_leased:
+        return SlotState.LEASED
+    match slot.content:
+        case Known():
+            return SlotState.KNOWN
+        case Empty():
+            return SlotState.EMPTY
+        case Unknown():
+            return SlotState.UNKNOWN
 
 
 class SlotTable:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from proxy.core.model import Outcome
 from proxy.core.plan import Plan, Restore
 from proxy.upstream.replies import Timings
 
@@ -17,6 +18,7 @@ class Account:
     n_prompt: int
     n_reused: int | None = None
     n_evaluated: int = 0
+    evaluation_seconds: float = 0.0
     is_degraded: bool = False
     queued_seconds: float = 0.0
     prepared_seconds: float = 0.0
@@ -25,6 +27,7 @@ class Account:
         if self.n_reused is None:
             self.n_reused = timings.cache_n
         self.n_evaluated += timings.prompt_n
+        self.evaluation_seconds += timings.prompt_ms / 1000
 
     @property
     def is_ineffective_restore(self) -> bool:
@@ -55,23 +58,35 @@ class Account:
         )
 
     @property
-    def outcome(self) -> str:
+    def outcome(self) -> Outcome:
         if self.is_degraded:
-            return "degraded"
+            return Outcome.DEGRADED
         if not self.n_reused:
-            return "miss"
-        return "partial" if self.n_reused < self.plan.start.n_reused else "hit"
+            return Outcome.MISS
+        return Outcome.PARTIAL if self.n_reused < self.plan.start.n_reused else Outcome.HIT
+
+    @property
+    def n_restored(self) -> int:
+        """How many tokens of the prompt a restore spared llama-server, as the reply confirms."""
+        is_restored = isinstance(self.plan.start, Restore) and not self.is_degraded
+        return (self.n_reused or 0) if is_restored else 0
+
+    @property
+    def chosen(self) -> str:
+        if isinstance(self.plan.start, Restore):
+            return "restore"
+        return "live" if self.plan.start.n_reused else "nothing"
 
     def describe(self) -> dict[str, object]:
-        """Return the account for the request's log line."""
+        """Return the account for the request's log line: what was chosen and why, and what came of it."""
         start = self.plan.start
         return {
-            "outcome": self.outcome,
             "slot": self.plan.slot_id,
-            "chosen": "restore" if isinstance(start, Restore) else "live",
+            "chosen": self.chosen,
+            "why": self.plan.why.value,
             "n_prompt": self.n_prompt,
             "expected": start.n_reused,
-            "reused": self.n_reused,
+            "confirmed": self.n_reused,
             "evaluated": self.n_evaluated,
             "stops": [stop.n_tokens for stop in self.plan.stops],
             "queued_seconds": round(self.queued_seconds, 4),

@@ -13,16 +13,18 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from proxy.core.degradation import DegradationKind
 from proxy.core.model import CheckpointKind, SlotId
 from proxy.core.namespace import CANARY_TOKENS, KnownNamespace, choose_namespace
 from proxy.core.prefix import Namespace, TokenIds, token_ids
 from proxy.core.slots import TAINTED, Content, Empty, Known, SlotTable, n_believed_points
 from proxy.driver.attachment import Attachment
+from proxy.driver.degradations import CannotCache
 from proxy.driver.leases import LeaseDesk
 from proxy.driver.memory import known_tenants, owner_of
 from proxy.driver.saving import SavedSlot, Saver
 from proxy.driver.services import Services
-from proxy.errors import CacheFault, StoreFault, UpstreamRefused
+from proxy.errors import CacheFault, SaveRejected, UpstreamRefused
 from proxy.store.store import CheckpointStore
 from proxy.upstream.fingerprint import fingerprint_model
 from proxy.upstream.replies import Props
@@ -61,7 +63,7 @@ class Attacher:
         self._n_context_checkpoints = n_context_checkpoints
 
     async def attach(self, props: Props, process_id: str, *, may_adopt: bool) -> Attachment:
-        """Return the attachment; where caching is impossible its reasons say why.
+        """Return the attachment; where caching is impossible its obstacle says why.
 
         Without *may_adopt* the slots' states are not to be trusted: adapters were changed.
         """
@@ -72,16 +74,20 @@ class Attacher:
             desk=LeaseDesk(SlotTable(contents), self._max_waiting),
             n_ctx=props.default_generation_settings.n_ctx,
             n_believed_points=n_believed_points(self._n_context_checkpoints),
+            degradations=self._services.degradations,
         )
         try:
+            if self._services.opened_store is None:
+                raise CannotCache(DegradationKind.STORE_NOT_OPEN)
             if not process_id:
-                raise StoreFault(
-                    "a restart of llama-server cannot be told: unset LLAMA_MEDIA_MARKER or give --metrics"
-                )
+                raise CannotCache(DegradationKind.PROCESS_HAS_NO_NAME)
             await self._identify(attachment, props, may_adopt=may_adopt)
+        except CannotCache as obstacle:
+            attachment.obstacle = obstacle
         except CacheFault as fault:
-            self._services.faults.record("attach", fault)
-            attachment.reasons.append(str(fault))
+            attachment.obstacle = CannotCache(DegradationKind.ATTACH_FAILED, str(fault))
+        if attachment.obstacle:
+            self._services.faults.count("attach")
         return attachment
 
     async def _identify(self, attachment: Attachment, props: Props, *, may_adopt: bool) -> None:
@@ -148,7 +154,7 @@ class Attacher:
             if isinstance(slot.content, Empty):
                 return slot.id
         if not adopted:
-            raise UpstreamRefused(503, "every slot is busy; the model cannot be identified yet")
+            raise CannotCache(DegradationKind.EVERY_SLOT_BUSY)
         smallest = min(adopted, key=lambda slot_id: len(adopted[slot_id].state.tokens))
         await self._upstream.erase(smallest)
         table.set_content(smallest, Empty())
@@ -180,11 +186,10 @@ class Attacher:
         """Save a slot that holds *tokens*; return what the file says of this server."""
         async with self._saver.saved(slot_id) as saved:
             state = saved.state
+        if not state.tokens:
+            raise CannotCache(DegradationKind.IDLE_SLOTS_CLEARED)
         if state.tokens[: len(tokens)] != tokens:
-            raise StoreFault(
-                "llama-server clears idle slots, so there is nothing to save: start it with an explicit "
-                "-np and with --cache-ram 0 (or --no-cache-idle-slots)"
-            )
+            raise SaveRejected("a saved slot holds other tokens than were evaluated in it")
         return state
 
     async def _namespace(
@@ -207,7 +212,10 @@ class Attacher:
         if namespace is None or state.n_media or -1 in state.tokens:
             return
         if not store.holds(namespace, state.tokens):
-            await store.commit(saved.new_state(namespace, CheckpointKind.CONVERSATION))
+            new = saved.new_state(namespace, CheckpointKind.CONVERSATION)
+            checkpoint = await store.commit(new)
+            self._services.metrics.saves.labels("done").inc()
+            self._services.metrics.saved_bytes.inc(checkpoint.size_bytes)
         if not isinstance(table[slot_id].content, Empty):
             held = Known(
                 state.tokens,

@@ -1,20 +1,25 @@
 """What the proxy knows about the llama-server process it is attached to."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import xxhash
 
+from proxy.core.degradation import DegradationKind
 from proxy.core.model import NO_RULE, Rates, Rule
 from proxy.core.prefix import Namespace
 from proxy.core.probes import SelfTestResult
+from proxy.driver.degradations import CannotCache, Degradations
 from proxy.driver.leases import LeaseDesk
+from proxy.errors import CacheFault
 
 
 @dataclass
 class Attachment:
     """One llama-server process, from first contact until it is gone.
 
-    `model_namespace` is None where nothing may be saved or restored; `reasons` then says why.
+    `model_namespace` is None where nothing may be saved or restored; `obstacle` then says why.
     `rule` is *nothing* until the self-test has spoken; `n_contradictions` restores have not been reused
     as it says since. `disabled_shapes` are kinds of requests whose tokens the proxy predicted wrongly.
     `n_believed_points` context checkpoints of a live slot are counted on, the newest.
@@ -26,13 +31,14 @@ class Attachment:
     build: str
     desk: LeaseDesk
     n_ctx: int
+    degradations: Degradations
     n_believed_points: int = 10
+    obstacle: CannotCache | None = None
     model_namespace: Namespace | None = None
     saves_context_checkpoints: bool = False
     rule: Rule = NO_RULE
     self_test: SelfTestResult | None = None
     rates: Rates = field(default_factory=Rates)
-    reasons: list[str] = field(default_factory=list)
     disabled_shapes: set[str] = field(default_factory=set)
     tenants: set[bytes] = field(default_factory=set)
     n_contradictions: int = 0
@@ -41,6 +47,58 @@ class Attachment:
     @property
     def can_cache(self) -> bool:
         return self.model_namespace is not None
+
+    @property
+    def is_caching(self) -> bool:
+        return self.can_cache and self.rule.can_restore
+
+    def degrade(self, kind: DegradationKind, detail: str = "") -> None:
+        """Note that something is wrong with this llama-server, unless it is gone already."""
+        if not self.desk.is_closed:
+            self.degradations.begin(kind, detail)
+
+    def recover(self, *kinds: DegradationKind) -> None:
+        """Note that it is mended."""
+        if not self.desk.is_closed:
+            self.degradations.end(*kinds)
+
+    @contextmanager
+    def watching(self, kind: DegradationKind, *faults: type[CacheFault]) -> Iterator[None]:
+        """Begin a degradation if one of *faults* leaves the block, end it if none does."""
+        try:
+            yield
+        except faults as fault:
+            self.degrade(kind, str(fault))
+            raise
+        self.recover(kind)
+
+    def disable_shape(self, shape: str) -> None:
+        """Serve requests of this shape uncached: their tokens were predicted wrongly."""
+        self.disabled_shapes.add(shape)
+        self.degrade(DegradationKind.TOKENIZED_OTHERWISE, f"last: {shape}")
+
+    def note_tenants(self) -> None:
+        """Look whether there are several: llama-server's RAM cache does not tell them apart."""
+        if len(self.tenants) > 1:
+            self.degrade(DegradationKind.SEVERAL_API_KEYS)
+
+    def fail_self_test(self, detail: str) -> None:
+        """Note that the rule could not be measured; nothing is restored without one."""
+        self.degrade(DegradationKind.SELF_TEST_FAILED, detail)
+        self.recover(DegradationKind.SELF_TEST_PENDING)
+
+    def set_rule(self, rule: Rule) -> None:
+        """Go by *rule* from now on: it was measured on this model and build."""
+        self.rule = rule
+        if not rule.can_restore:
+            self.degrade(DegradationKind.RULE_IS_NOTHING)
+        else:
+            self.recover(DegradationKind.RULE_IS_NOTHING)
+        self.recover(
+            DegradationKind.SELF_TEST_PENDING,
+            DegradationKind.SELF_TEST_FAILED,
+            DegradationKind.RESTORES_NOT_REUSED,
+        )
 
     def learn(self, **measured: float) -> None:
         """Move the named rates halfway towards what was just measured."""

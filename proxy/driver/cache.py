@@ -6,20 +6,20 @@ it is worth saving.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
-from proxy.core.model import Prompt
+from proxy.core.model import Outcome, Prompt
 from proxy.driver.cached import CachedRequest
 from proxy.driver.leases import DeskClosed
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.memory import remember_tenant
-from proxy.driver.requests import GenerationRequest, Send
+from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.services import Services
 from proxy.driver.session import Session
 from proxy.driver.uncached import serve_pinned
 from proxy.driver.unpinned import UnpinnedRequest
 from proxy.errors import UpstreamGone, UpstreamRefused
-from proxy.log import get_logger
 from proxy.upstream.bodies import GenerationBody, bypass_reason, n_completions, parse_body
 from proxy.upstream.routes import Route
 
@@ -34,7 +34,6 @@ class Cache:
     def __init__(self, services: Services, lifecycle: Lifecycle) -> None:
         self._services = services
         self._lifecycle = lifecycle
-        self._log = get_logger("cache")
 
     async def serve(self, request: GenerationRequest, send: Send) -> None:
         """Serve one request; what *send* raises passes through, cache faults do not."""
@@ -45,9 +44,8 @@ class Cache:
                     return await self._serve_unplaced(request, send)
                 return await self._serve_in(session, request, send)
             except _KeyRefused:
-                self._services.metrics.requests.labels("bypass").inc()
-                await send(request.raw, lambda: None)
-                return
+                answer = await send(request.raw, lambda: None)
+                return self._report(request, answer, Outcome.BYPASS, "the key was refused")
             except DeskClosed:
                 self._lifecycle.poke()
             except UpstreamGone:
@@ -61,11 +59,16 @@ class Cache:
     async def _serve_unplaced(self, request: GenerationRequest, send: Send) -> None:
         """Forward without a slot of our choice: llama-server is not attached."""
         try:
-            await send(request.raw, lambda: None)
+            answer = await send(request.raw, lambda: None)
         finally:
-            self._services.metrics.requests.labels("degraded").inc()
             if self._lifecycle.current:
                 self._lifecycle.current.attachment.desk.table.forget_free()
+        self._report(request, answer, Outcome.DEGRADED, "llama-server is not attached")
+
+    def _report(
+        self, request: GenerationRequest, answer: Answer, outcome: Outcome, why: str | None
+    ) -> None:
+        self._services.report.answered(request, answer, outcome, {"why": why})
 
     async def _serve_in(self, session: Session, request: GenerationRequest, send: Send) -> None:
         body = parse_body(request.raw)
@@ -87,15 +90,18 @@ class Cache:
                 lambda: self._lifecycle.is_still(session),
             )
             return await cached.serve(send)
+
+        async def send_and_report(raw: bytes, on_start: Callable[[], None]) -> Answer:
+            # At once: clients that have their answer hang up, and what is left to do is cut short.
+            answer = await send(raw, on_start)
+            self._report(request, answer, Outcome.BYPASS, reason)
+            return answer
+
         if body is None or request.route is Route.UNPINNED or n_completions(body) > 1:
             unpinned = UnpinnedRequest(self._services, session, request, body)
-            answer = await unpinned.serve(send)
+            await unpinned.serve(send_and_report)
         else:
-            answer = await serve_pinned(self._services, session, request, body, send)
-        metrics = self._services.metrics
-        metrics.requests.labels("bypass").inc()
-        metrics.first_byte_seconds.labels("bypass").observe(answer.first_byte_seconds)
-        self._log.info("request", id=request.id, path=request.path, outcome="bypass", why=reason)
+            await serve_pinned(self._services, session, request, body, send_and_report)
 
     async def _read_prompt(
         self, session: Session, request: GenerationRequest, body: GenerationBody
@@ -112,6 +118,7 @@ class Cache:
             if attachment.can_cache and request.tenant not in attachment.tenants:
                 # Its key was good enough for llama-server to tokenize.
                 await remember_tenant(self._services.store, attachment, request.tenant)
+                attachment.note_tenants()
         except Exception as fault:
             if isinstance(fault, UpstreamRefused) and fault.status in (401, 403):
                 raise _KeyRefused from fault

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
 
+from proxy.core.degradation import DegradationKind
 from proxy.core.model import Candidate, CheckpointKind, Prompt, RuleKind
 from proxy.core.plan import Plan, Restore, Situation, plan_request, promising
 from proxy.core.slots import TAINTED, Content, Known, Unknown, after_evaluation, restored_tokens
@@ -110,10 +111,13 @@ class CachedRequest:
             return ()
         try:
             stored = self._services.store.find(prompt.namespace, prompt.tokens)
-            return promising(rule, stored, prompt.n_tokens)
+            found = promising(rule, stored, prompt.n_tokens)
         except Exception as fault:
             self._services.faults.record("lookup", fault)
+            self._attachment.degrade(DegradationKind.LOOKUPS_FAIL, str(fault))
             return ()
+        self._attachment.recover(DegradationKind.LOOKUPS_FAIL)
+        return found
 
     async def _prepare(self, lease: Lease[Plan], account: Account) -> bool:
         """Bring the slot to where the plan wants it; return False if it may not be reused at all."""
@@ -138,8 +142,8 @@ class CachedRequest:
         try:
             await self._services.finish(lease, self._session.work.erase(lease.reason.slot_id))
             return True
-        except UpstreamFault as fault:
-            self._services.faults.record("erase", fault)
+        except UpstreamFault:
+            self._services.faults.count("erase")
             account.is_degraded = True
             return False
 
@@ -201,7 +205,7 @@ class CachedRequest:
 
     def _disagree(self, timings: Timings) -> None:
         self._services.metrics.tokenization_disagreements.inc()
-        self._attachment.disabled_shapes.add(self._prompt.shape)
+        self._attachment.disable_shape(self._prompt.shape)
         get_logger("cache").warning(
             "tokenization disagreement: requests of this shape are served uncached",
             id=self._request.id,
@@ -212,7 +216,13 @@ class CachedRequest:
 
     def _confirm(self, account: Account) -> None:
         metrics, start = self._services.metrics, account.plan.start
+        if account.n_restored and not account.is_ineffective_restore:
+            self._attachment.recover(DegradationKind.RESTORES_NOT_REUSED)
         if account.is_ineffective_restore and isinstance(start, Restore):
+            self._attachment.degrade(
+                DegradationKind.RESTORES_NOT_REUSED,
+                f"{account.n_reused} of {start.n_reused} tokens of {start.checkpoint.file_name}",
+            )
             metrics.restore_ineffective.inc()
             self._attachment.n_contradictions += 1
             if not self._attachment.desk.is_closed:
@@ -244,17 +254,11 @@ class CachedRequest:
             lease.hand_over(self._services.tasks.start(work))
 
     def _report(self, answer: Answer, account: Account) -> None:
-        metrics = self._services.metrics
-        metrics.requests.labels(account.outcome).inc()
-        metrics.first_byte_seconds.labels(account.outcome).observe(answer.first_byte_seconds)
+        metrics, cuts = self._services.metrics, self._prompt.cuts
         metrics.prompt_tokens.labels("reused").inc(account.n_reused or 0)
         metrics.prompt_tokens.labels("evaluated").inc(account.n_evaluated)
-        get_logger("cache").info(
-            "request",
-            id=self._request.id,
-            path=self._request.path,
-            status=answer.status,
-            cuts=[self._prompt.cuts.header, self._prompt.cuts.turn_start],
-            first_byte_seconds=round(answer.first_byte_seconds, 4),
-            **account.describe(),
-        )
+        metrics.restored_tokens.inc(account.n_restored)
+        metrics.evaluation_seconds.inc(account.evaluation_seconds)
+        metrics.queue_seconds.observe(account.queued_seconds)
+        facts = {**account.describe(), "cuts": [cuts.header, cuts.turn_start]}
+        self._services.report.answered(self._request, answer, account.outcome, facts)

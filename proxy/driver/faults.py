@@ -15,9 +15,13 @@ class Faults:
         self._log = get_logger("cache")
         self._seen: set[tuple[str, str]] = set()
 
+    def count(self, stage: str) -> None:
+        """Count a fault that is told elsewhere, as a degradation."""
+        self._metrics.cache_faults.labels(stage).inc()
+
     def record(self, stage: str, error: BaseException) -> None:
         """Count a fault; log it if the same one was not logged before."""
-        self._metrics.cache_faults.labels(stage).inc()
+        self.count(stage)
         reason = str(error) or type(error).__name__
         if (stage, reason) in self._seen:
             return

@@ -4,6 +4,7 @@ A rule is measured once for a model and build. When restores that it promises ar
 server has changed under it (other flags, say), and it is measured again.
 """
 
+from proxy.core.degradation import DegradationKind
 from proxy.core.model import CheckpointKind, RuleKind, SlotId
 from proxy.core.plan import choose_slot_to_empty
 from proxy.core.probes import SelfTestResult
@@ -42,7 +43,7 @@ class Learning:
         elif lease := self._lease_empty(session):
             self._start(session, lease)
         else:
-            attachment.reasons.append("no slot is empty, so the self-test has not run")
+            attachment.degrade(DegradationKind.NO_SLOT_FOR_SELF_TEST)
 
     def look_again(self, session: Session) -> None:
         """Measure the rule again if it has been contradicted; each time more has to speak against it."""
@@ -71,6 +72,8 @@ class Learning:
         return None
 
     def _start(self, session: Session, lease: Lease[None]) -> None:
+        if not session.attachment.is_caching:
+            session.attachment.degrade(DegradationKind.SELF_TEST_PENDING)
         lease.hand_over(self._services.tasks.start(self._measure(session, lease.slot_ids[0])))
 
     async def _measure(self, session: Session, slot_id: SlotId) -> None:
@@ -80,9 +83,14 @@ class Learning:
             if result.rule.can_restore:  # that nothing can be restored may have been a disturbance
                 await remember_self_test(self._services.store, attachment, result)
         except CacheFault as fault:
-            self._services.faults.record("self-test", fault)
-            attachment.reasons.append(f"the self-test failed: {fault}")
+            self._services.metrics.self_tests.labels("failed").inc()
+            if attachment.is_caching:  # by the rule known before, which stays
+                self._services.faults.record("self-test", fault)
+            else:
+                self._services.faults.count("self-test")
+                attachment.fail_self_test(str(fault))
             return
+        self._services.metrics.self_tests.labels(result.rule.kind).inc()
         self._publish(attachment, result)
         self._log.info(
             "self-test done",
@@ -123,14 +131,9 @@ class Learning:
         return SelfTestResult(result.rule, restores_beside, keeps_idle)
 
     def _publish(self, attachment: Attachment, result: SelfTestResult) -> None:
-        attachment.rule = result.rule
+        attachment.set_rule(result.rule)
         attachment.self_test = result
         if result.restores_beside is False:
-            attachment.reasons.append(
-                "two slots that restore a state at once do not both continue from it"
-            )
+            attachment.degrade(DegradationKind.RESTORES_DISTURB)
         if result.keeps_idle is False:
-            attachment.reasons.append(
-                "a slot loses its tokens while another one runs: start llama-server with an explicit "
-                "-np and with --cache-ram 0 (or --no-cache-idle-slots)"
-            )
+            attachment.degrade(DegradationKind.IDLE_SLOTS_LOSE)

@@ -8,6 +8,7 @@ every request, where it costs no time.
 import asyncio
 from collections.abc import Callable
 
+from proxy.core.degradation import OF_PROCESS, DegradationKind
 from proxy.driver.abandoned import outlast
 from proxy.driver.attach import Attacher
 from proxy.driver.attachment import Attachment
@@ -36,6 +37,7 @@ class Lifecycle:
         learning: Learning,
     ) -> None:
         self._services = services
+        self._degradations = services.degradations
         self._upstream = services.upstream
         self._attacher = attacher
         self._new_session = new_session
@@ -46,7 +48,8 @@ class Lifecycle:
         self._is_retry_due = False
         self._may_adopt = True
         self.current: Session | None = None
-        self.condition = "starting"
+        self._reported = ""
+        self._degradations.begin(DegradationKind.ATTACHING)
 
     async def session(self) -> Session | None:
         """Return the current session; if there is none, look once more, and wait a while for it."""
@@ -62,7 +65,7 @@ class Lifecycle:
     async def attach_again(self) -> None:
         """Forget the session: a client changed adapters or slots, and nothing known holds any more."""
         self._may_adopt = False
-        self._lose("attaching again")
+        self._lose(DegradationKind.ATTACHING)
         await self._look_for(ATTACH_WAIT_SECONDS)
 
     def poke(self) -> None:
@@ -96,43 +99,53 @@ class Lifecycle:
         try:
             props = await self._upstream.props()
             if props.total_slots < 1:
-                self._lose("it has no slots: a router, or not a llama-server")
+                self._lose(DegradationKind.NOT_A_LLAMA_SERVER, "no slots")
             else:
                 await self._follow(props)
         except UpstreamSlow:
             pass  # busy is not gone
         except UpstreamFault as fault:
-            self._lose(_condition_of(fault))
+            self._lose(_kind_of(fault), str(fault))
         except Exception as error:
             self._services.faults.record("lifecycle", error)
+            if self.current is None:
+                self._lose(DegradationKind.ATTACH_FAILED, str(error) or type(error).__name__)
 
     async def _follow(self, props: Props) -> None:
         session = self.current
         process_id = await self._upstream.process_id(props)
         if session is None or session.attachment.process_id != process_id:
+            self._lose(DegradationKind.ATTACHING)
             await self._attach(props, process_id)
         elif (
             self._is_retry_due and not session.attachment.can_cache and _is_idle(session.attachment)
         ):
             await self._attach(props, process_id)
 
-    def _lose(self, condition: str) -> None:
-        if condition != self.condition:
-            self._log.warning("llama-server is not available", reason=condition)
-        self.condition = condition
+    def _lose(self, kind: DegradationKind, detail: str = "") -> None:
+        """Forget the session; what was wrong with its process is over, and this begins."""
+        self._close()
+        self._degradations.begin(kind, detail)
+        self._degradations.end(*(OF_PROCESS - {kind}))
+
+    def _close(self) -> None:
         if self.current:
             self.current.attachment.desk.close()
             self.current = None
 
     async def _attach(self, props: Props, process_id: str) -> None:
-        if self.current:
-            self.current.attachment.desk.close()
-            self.current = None
+        self._close()
         attachment = await self._attacher.attach(props, process_id, may_adopt=self._may_adopt)
         self._may_adopt = self._may_adopt or attachment.can_cache
+        before = self._degradations.kinds & OF_PROCESS  # attaching, or what the last try came to
+        if obstacle := attachment.obstacle:
+            attachment.degrade(obstacle.kind, obstacle.detail)
+            before -= {obstacle.kind}
+        attachment.note_tenants()
         session = self._new_session(attachment)
         self._outlast_strangers(session)
         self._learning.begin(session)
+        self._degradations.end(*before)
         self.current = session
         self._report(attachment, props)
 
@@ -145,30 +158,29 @@ class Lifecycle:
                 desk.take_over(slot.id).hand_over(ended)
 
     def _report(self, attachment: Attachment, props: Props) -> None:
-        condition = "attached" if attachment.can_cache else "; ".join(attachment.reasons)
-        if condition != self.condition or attachment.can_cache:
+        # An attachment that cannot cache is tried again and again: it is told of once.
+        if attachment.can_cache or self._reported != attachment.process_id:
             self._log.info(
                 "attached to llama-server",
                 build=props.build_info,
                 slots=props.total_slots,
                 caches=attachment.can_cache,
                 rule=attachment.rule.kind.value,
-                reasons=attachment.reasons,
             )
-        self.condition = condition
+        self._reported = attachment.process_id
 
 
 def _is_idle(attachment: Attachment) -> bool:
     return attachment.desk.n_waiting == 0 and not any(s.is_leased for s in attachment.desk.table)
 
 
-def _condition_of(fault: UpstreamFault) -> str:
+def _kind_of(fault: UpstreamFault) -> DegradationKind:
     if isinstance(fault, UpstreamRefused):
         match fault.status:
             case 503:
-                return "llama-server is loading its model"
+                return DegradationKind.LOADING
             case 401:
-                return "llama-server wants an API key: set upstream_api_key"
+                return DegradationKind.API_KEY_REFUSED
             case _:
-                return f"not a llama-server: {fault}"
-    return f"no answer: {fault}"
+                return DegradationKind.NOT_A_LLAMA_SERVER
+    return DegradationKind.UNREACHABLE

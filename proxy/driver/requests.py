@@ -1,7 +1,8 @@
 """What the fronts hand to the driver, and what they report back."""
 
+import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from proxy.upstream.replies import Timings
 from proxy.upstream.routes import Route
@@ -9,7 +10,10 @@ from proxy.upstream.routes import Route
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A client's request on a generation route; `tenant` is empty where keys make no difference."""
+    """A client's request on a generation route; `tenant` is empty where keys make no difference.
+
+    `arrived_at` is of the monotonic clock, before the body was read.
+    """
 
     id: str
     route: Route
@@ -17,15 +21,21 @@ class GenerationRequest:
     raw: bytes
     headers: Mapping[str, str]
     tenant: bytes = b""
+    arrived_at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was seen of llama-server's answer while it was relayed; no timings if it has none."""
+    """What was seen of llama-server's answer while it was relayed; no timings if it has none.
+
+    `first_token_at` is of the monotonic clock; None if the answer came whole, not as a stream.
+    `is_broken` says that llama-server went away in the middle.
+    """
 
     status: int
     timings: Timings | None
-    first_byte_seconds: float = 0.0
+    first_token_at: float | None = None
+    is_broken: bool = False
 
 
 Send = Callable[[bytes, Callable[[], None]], Awaitable[Answer]]

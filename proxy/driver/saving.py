@@ -12,8 +12,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from proxy.core.degradation import DegradationKind
 from proxy.core.model import CheckpointKind, SlotId
 from proxy.core.prefix import Namespace
+from proxy.driver.degradations import CannotCache
 from proxy.driver.services import Services
 from proxy.errors import SaveRejected, UpstreamRefused
 from proxy.store.store import NewState
@@ -62,8 +64,9 @@ class Saver:
     async def saved(self, slot_id: SlotId) -> AsyncIterator[SavedSlot]:
         """Save a slot; the file is deleted when the block is left, unless it was committed there.
 
-        Raises UpstreamFault, SaveRejected if the file is not what the reply says, StateFileMalformed if
-        it is no state file, StoreFault if there is no store.
+        Raises UpstreamFault, CannotCache if llama-server saves nothing that the proxy can read,
+        SaveRejected if the file is not what the reply says, StateFileMalformed if it is no state file,
+        StoreFault if there is no store.
         """
         store = self._services.store
         name = store.files.new_temporary_name()
@@ -78,7 +81,7 @@ class Saver:
             reply = await self._services.upstream.save(slot_id, name)
         except UpstreamRefused as refusal:
             if refusal.status == 501:
-                raise SaveRejected("llama-server has no --slot-save-path") from refusal
+                raise CannotCache(DegradationKind.NO_SLOT_SAVE_PATH) from refusal
             raise
         seconds = time.monotonic() - began
         state = await asyncio.to_thread(self._check, name, reply)
@@ -93,12 +96,11 @@ class Saver:
             self._rewrite(path)
             state = self._read(name)
         except FileNotFoundError as error:
-            raise SaveRejected(
-                f"llama-server saved a slot, but not to {path.parent}: its --slot-save-path "
-                "must be this directory, as the proxy sees it"
-            ) from error
+            detail = f"nothing came to {path.parent}"
+            raise CannotCache(DegradationKind.OTHER_DIRECTORY, detail) from error
         except OSError as error:
-            raise SaveRejected(f"{path} cannot be read: {error.strerror}") from error
+            detail = f"{path}: {error.strerror}"
+            raise CannotCache(DegradationKind.FILES_UNREADABLE, detail) from error
         if len(state.tokens) != reply.n_saved:
             raise SaveRejected(f"saved {reply.n_saved} tokens, the file has {len(state.tokens)}")
         return state

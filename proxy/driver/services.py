@@ -5,8 +5,10 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from proxy.driver.degradations import Degradations
 from proxy.driver.faults import Faults
 from proxy.driver.leases import Lease
+from proxy.driver.report import Report
 from proxy.driver.tasks import Tasks
 from proxy.errors import StoreFault
 from proxy.metrics import Metrics
@@ -24,6 +26,8 @@ class Services:
     opened_store: CheckpointStore | None
     metrics: Metrics
     faults: Faults
+    degradations: Degradations
+    report: Report
     tasks: Tasks
 
     async def finish(self, lease: Lease[Any], action: Coroutine[Any, Any, T]) -> T:

@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 from proxy.core.cuts import Stop
+from proxy.core.degradation import DegradationKind
 from proxy.core.eviction import superseded
 from proxy.core.model import Checkpoint, CheckpointKind, Prompt, SlotId
 from proxy.core.plan import Restore
@@ -45,12 +46,14 @@ class SlotWork:
 
     async def slot_states(self) -> list[SlotStatus]:
         """Return llama-server's own view of its slots; raises UpstreamFault."""
-        return await self._upstream.slots()
+        with self._attachment.watching(DegradationKind.SLOTS_NOT_SHOWN, UpstreamRefused):
+            return await self._upstream.slots()
 
     async def erase(self, slot_id: SlotId) -> None:
         """Empty a slot; raises UpstreamFault."""
         self._table.set_content(slot_id, Unknown(can_be_adopted=False))
-        await self._upstream.erase(slot_id)
+        with self._attachment.watching(DegradationKind.ERASES_REFUSED, UpstreamFault):
+            await self._upstream.erase(slot_id)
         self._table.set_content(slot_id, Empty())
 
     async def restore(self, slot_id: SlotId, namespace: Namespace, start: Restore) -> None:
@@ -62,7 +65,8 @@ class SlotWork:
             if tokens is None:
                 raise StoreFault(f"tokens of {checkpoint.file_name} are gone")
             with self._services.store.using(checkpoint):
-                await self._load(slot_id, checkpoint)
+                with self._attachment.watching(DegradationKind.RESTORES_REFUSED, UpstreamFault):
+                    await self._load(slot_id, checkpoint)
         except StoreFault:
             self._metrics.restores.labels("missing").inc()
             await self._services.store.remove(checkpoint)
@@ -73,6 +77,7 @@ class SlotWork:
                 self._services.store.quarantine(checkpoint)
             raise
         self._metrics.restores.labels("done").inc()
+        self._metrics.restored_bytes.inc(checkpoint.size_bytes)
         restored = Known(
             tokens,
             namespace,
@@ -132,11 +137,12 @@ class SlotWork:
         if not is_write_back_due(self._attachment.rule, self._table[slot_id].content):
             return None
         try:
-            await self._cut_back(slot_id)
-            return await self._save(slot_id, kind, is_just_predicted)
-        except CacheFault as fault:
+            with self._attachment.watching(DegradationKind.SAVES_FAIL, CacheFault):
+                await self._cut_back(slot_id)
+                return await self._save(slot_id, kind, is_just_predicted)
+        except CacheFault:
             self._metrics.saves.labels("failed").inc()
-            self._services.faults.record("save", fault)
+            self._services.faults.count("save")
             self._give_up(slot_id)
             return None
 
@@ -159,6 +165,7 @@ class SlotWork:
         self._table.set_content(slot_id, unknown)
         timings = await self._upstream.evaluate(slot_id, target.tokens)
         self._metrics.prompt_tokens.labels("evaluated").inc(timings.prompt_n)
+        self._metrics.evaluation_seconds.inc(timings.prompt_ms / 1000)
         self._table.set_content(slot_id, target)
 
     async def _save(
@@ -193,7 +200,7 @@ class SlotWork:
         self._table.set_content(slot_id, TAINTED)
         if is_just_predicted:
             self._metrics.tokenization_disagreements.inc()
-            self._attachment.disabled_shapes.add(content.shape)
+            self._attachment.disable_shape(content.shape)
             raise SaveRejected("the file's tokens are not those that were predicted")
         self._metrics.drift.inc()
         raise SaveRejected("the slot was used by somebody else: all traffic must go through here")
@@ -213,6 +220,7 @@ class SlotWork:
         checkpoint = await store.commit(saved.new_state(namespace, kind, n_prompt))
         self._note_saved(slot_id, content, namespace, state)
         self._metrics.saves.labels("done").inc()
+        self._metrics.saved_bytes.inc(checkpoint.size_bytes)
         await self._tidy(checkpoint, state.tokens)
         return checkpoint
 

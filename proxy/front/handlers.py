@@ -1,12 +1,14 @@
 """The listener that clients talk to: generation routes go through the cache, all else straight through."""
 
 import secrets
+import time
 from collections.abc import Callable
 
 import xxhash
 from aiohttp import web
 
 from proxy.driver.cache import Cache
+from proxy.driver.report import Report
 from proxy.driver.requests import Answer, GenerationRequest
 from proxy.errors import (
     BadTarget,
@@ -33,6 +35,7 @@ class Front:
         self,
         upstream: LlamaServer,
         cache: Cache,
+        report: Report,
         *,
         max_requests: int,
         allows_state_changes: bool,
@@ -40,6 +43,7 @@ class Front:
     ) -> None:
         self._upstream = upstream
         self._cache = cache
+        self._report = report
         self._max_requests = max_requests
         self._n_requests = 0
         self._allows_state_changes = allows_state_changes
@@ -55,7 +59,8 @@ class Front:
             # Such faults end where they arise; one that did not must still not become the client's.
             return error_response(request.path, ProxyError(str(fault)))
         except ProxyError as error:
-            self._log.warning("request failed", path=request.path, reason=str(error))
+            if generation_route(request.method, request.path) is None:
+                self._log.warning("request failed", path=request.path, reason=str(error))
             return error_response(request.path, error)
         except ConnectionResetError:
             # The client went away while its answer was written: there is nobody to answer.
@@ -85,21 +90,28 @@ class Front:
         return exchange.response
 
     async def _generate(self, route: Route, request: web.Request, exchange: Exchange) -> None:
-        if self._n_requests >= self._max_requests:
-            raise TooManyRequests(f"{self._n_requests} requests are being served already")
+        arrived_at = time.monotonic()
         self._n_requests += 1
         try:
-            generation = await self._read(route, request)
+            if self._n_requests > self._max_requests:
+                raise TooManyRequests(f"{self._max_requests} requests are being served already")
+            generation = await self._read(route, request, arrived_at)
 
             async def send(body: bytes, on_start: Callable[[], None]) -> Answer:
                 headers = end_to_end(request.headers, without=_REBUILT)
                 return await exchange.send(body, headers, on_start)
 
             await self._cache.serve(generation, send)
+        except BaseException as error:
+            if not exchange.is_answered:
+                self._report.unanswered(request.path, arrived_at, error)
+            raise
         finally:
             self._n_requests -= 1
 
-    async def _read(self, route: Route, request: web.Request) -> GenerationRequest:
+    async def _read(
+        self, route: Route, request: web.Request, arrived_at: float
+    ) -> GenerationRequest:
         try:
             raw = await request.read()
         except web.HTTPRequestEntityTooLarge as error:
@@ -112,6 +124,7 @@ class Front:
             raw=raw,
             headers=keys,
             tenant=b"" if self._shares_between_api_keys else _tenant(keys),
+            arrived_at=arrived_at,
         )
 
 

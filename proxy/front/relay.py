@@ -51,6 +51,8 @@ class Exchange:
         self._upstream = upstream
         self._client = client
         self.response: web.StreamResponse | None = None
+        self.is_answered = False
+        """Whether the client has the whole answer, be it an error's."""
 
     async def send(
         self,
@@ -63,7 +65,6 @@ class Exchange:
         *on_start* is called when a stream begins: then llama-server has begun to work on it.
         Raises UpstreamGone if there is no answer; one that breaks off ends in an error event.
         """
-        began = time.monotonic()
         try:
             async with self._upstream.session.request(
                 self._client.method,
@@ -75,7 +76,7 @@ class Exchange:
             ) as answer:
                 if _is_stream(answer):
                     on_start()
-                return await self._relay(answer, began)
+                return await self._relay(answer)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if self.response is not None and self.response.prepared:
                 raise  # the client is gone, or _relay has told it
@@ -83,14 +84,15 @@ class Exchange:
                 f"llama-server at {self._upstream.base_url}: {reason_of(error)}"
             ) from error
 
-    async def _relay(self, answer: aiohttp.ClientResponse, began: float) -> Answer:
+    async def _relay(self, answer: aiohttp.ClientResponse) -> Answer:
         reader = AnswerReader(answer.headers.get("Content-Type", ""))
         self.response = await self._begin(answer)
-        first_byte_seconds = 0.0
+        first_token_at: float | None = None
         try:
             async for chunk in answer.content.iter_any():
-                first_byte_seconds = first_byte_seconds or time.monotonic() - began
                 reader.feed(chunk)
+                if first_token_at is None and reader.has_token:
+                    first_token_at = time.monotonic()
                 await self.response.write(chunk)
             await self.response.write_eof()
         except (asyncio.CancelledError, ConnectionResetError):
@@ -101,8 +103,9 @@ class Exchange:
                 task.uncancel()
         except aiohttp.ClientError as error:
             await self._break_off(answer, error)
-            return Answer(answer.status, None, first_byte_seconds)
-        return Answer(answer.status, reader.timings(), first_byte_seconds)
+            return Answer(answer.status, None, first_token_at, is_broken=True)
+        self.is_answered = True
+        return Answer(answer.status, reader.timings(), first_token_at)
 
     async def _begin(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         response = web.StreamResponse(

@@ -54,6 +54,11 @@ class StateFiles:
             if _OURS.fullmatch(entry.name):
                 yield entry.name
 
+    def free_bytes(self) -> int:
+        """Return how much room is left for files of this process's user; raises OSError."""
+        status = os.statvfs(self.directory)
+        return status.f_bavail * status.f_frsize
+
     def seal(self, temporary: str, final: str) -> FileFacts:
         """Make a checked temporary file durable under its final name."""
         source, target = self.path(temporary), self.path(final)
@@ -106,6 +111,14 @@ class StateFiles:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def is_private(mode: int) -> bool:
+    """Return whether a directory of this mode is its owner's alone, or shared with one group on purpose.
+
+    The setgid bit says that it is on purpose: files then belong to the group that both users are in.
+    """
+    return not mode & (stat.S_IRWXO if mode & stat.S_ISGID else stat.S_IRWXO | stat.S_IRWXG)
 
 
 def _checksum(descriptor: int) -> str:

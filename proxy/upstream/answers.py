@@ -20,6 +20,12 @@ class AnswerReader:
         self._buffer = bytearray()
         self._timed = b""
         self._has_ended = False
+        self.has_token = False
+        """Whether a stream has brought its first token.
+
+        The first event does, with the role or the block that it opens (server-task.cpp, to_json_*);
+        comments that keep the connection alive and reports of progress come before it.
+        """
 
     @property
     def is_complete(self) -> bool:
@@ -36,8 +42,10 @@ class AnswerReader:
         if end < 0:
             return
         for line in bytes(self._buffer[:end]).split(b"\n"):
-            if line.startswith(b"data:") and b'"timings"' in line:
-                self._timed = line[5:]
+            if line.startswith(b"data:"):
+                self.has_token = self.has_token or b'"prompt_progress"' not in line
+                if b'"timings"' in line:
+                    self._timed = line[5:]
             # OpenAI's streams end with [DONE], native ones with an event that says stop.
             if line.startswith(b"data: [DONE]") or b'"stop":true' in line:
                 self._has_ended = True

@@ -124,7 +124,7 @@ class Stack:
     def __init__(self, kind: str, size: str, leftovers: ExitStack, *, has_proxy: bool) -> None:
         folder = Path(leftovers.enter_context(tempfile.TemporaryDirectory(prefix="prefix-cache-")))
         slots = folder / "slots"
-        slots.mkdir()
+        slots.mkdir(mode=0o700)
         model = model_path(kind, size, DEFAULT_MODEL_FOLDER)
         self.server = LlamaServer(model, slots, log_path=folder / "llama-server.log", n_threads=2)
         leftovers.callback(self.server.kill)

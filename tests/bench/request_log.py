@@ -37,4 +37,4 @@ class RequestLog:
         if line is None or "slot" not in line:
             raise RuntimeError(f"a request was not cached: {line}")
         has_restored = line["chosen"] == "restore"
-        return Way(line["slot"], has_restored, tuple(line["stops"]), line["reused"] or 0)
+        return Way(line["slot"], has_restored, tuple(line["stops"]), line["confirmed"] or 0)

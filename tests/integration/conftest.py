@@ -45,7 +45,7 @@ def _nothing_escapes(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 def start_rig(tmp_path: Path) -> StartRig:
     """Return a function that starts a scripted llama-server, and the proxy before it."""
     directory = tmp_path / "slots"
-    directory.mkdir()
+    directory.mkdir(mode=0o700)
 
     @asynccontextmanager
     async def start(**options: Any) -> AsyncIterator[Rig]:

@@ -15,6 +15,7 @@ from yarl import URL
 
 from proxy.app import Running, run_proxy
 from proxy.config import Settings
+from proxy.core.degradation import DegradationKind
 from proxy.core.write_back import is_write_back_due
 from proxy.driver.attachment import Attachment
 from tests.fakes.llama_server import FakeLlamaServer, Seen
@@ -128,7 +129,7 @@ class Rig:
 
     async def looked(self) -> None:
         """Wait until the proxy has made up its mind about llama-server, self-test included."""
-        await until(lambda: self.running.lifecycle.condition != "starting")
+        await until(lambda: DegradationKind.ATTACHING not in self.running.degradations)
         await until(lambda: self.n_occupied() == 0)
 
     @property
@@ -186,6 +187,10 @@ class Rig:
         url = f"http://127.0.0.1:{self.running.admin_port}/health"
         async with self.client.get(url) as reply:
             return dict(await reply.json())
+
+    async def reasons(self) -> list[str]:
+        """Return the kinds of degradation that /health names."""
+        return [reason["kind"] for reason in (await self.health())["reasons"]]
 
     def n_occupied(self) -> int:
         """Return how many slots are leased and requests waiting."""

@@ -97,7 +97,8 @@ async def test_cleared_idle_slot_is_noticed_and_named(start_rig: StartRig) -> No
             await rig.chat("b")
             await saves_failed(rig)
             await rig.settled()
-        reasons = [line["reason"] for line in logs if line["event"] == "cache fault"]
+        begun = [line for line in logs if line["event"] == "degradation"]
+        reasons = [line["reason"] for line in begun if line["kind"] == "saves fail"]
         assert len(reasons) == 1
         assert "slot was empty" in reasons[0]
         assert rig.sample("drift_total") == 1

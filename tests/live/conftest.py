@@ -31,7 +31,7 @@ def start_rig(tmp_path: Path) -> StartRig:
         **options: Any,
     ) -> AsyncIterator[Rig]:
         directory = tmp_path / "slots"
-        directory.mkdir(exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
         server = LlamaServer(
             model_path(kind, "tiny", DEFAULT_MODEL_FOLDER),
             directory if has_slot_save_path else None,

@@ -30,7 +30,7 @@ async def test_server_without_slot_save_path_is_still_served(start_rig: StartRig
         assert await ask(rig, 1) > 0  # the live slot is still used
         health = await rig.health()
         assert health["state"] == "forwarding"
-        assert "no --slot-save-path" in health["reasons"][0]
+        assert health["reasons"][0]["kind"] == "no slot save path"
 
 
 async def test_another_directory_is_noticed(start_rig: StartRig, tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ async def test_another_directory_is_noticed(start_rig: StartRig, tmp_path: Path)
         await ask(rig)
         health = await rig.health()
         assert health["state"] == "forwarding"
-        assert "must be this directory" in health["reasons"][0]
+        assert [reason["kind"] for reason in health["reasons"]] == ["another slot save path"]
 
 
 async def test_unreadable_index_is_named_and_requests_are_served(
@@ -53,7 +53,8 @@ async def test_unreadable_index_is_named_and_requests_are_served(
         await ask(rig)
         health = await rig.health()
         assert health["state"] == "forwarding"
-        assert "cannot be opened" in health["reasons"][0]
+        assert [reason["kind"] for reason in health["reasons"]] == ["store not open"]
+        assert "cannot be opened" in health["reasons"][0]["reason"]
 
 
 async def test_second_proxy_on_the_directory_is_refused(start_rig: StartRig) -> None:

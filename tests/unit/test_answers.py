@@ -93,3 +93,24 @@ def test_timings_of_an_answer_larger_than_the_buffer_are_none_and_forgotten(
 @given(st.sampled_from(["application/json", "text/event-stream"]), st.lists(st.binary()))
 def test_timings_of_any_bytes_raise_nothing(content_type: str, chunks: list[bytes]) -> None:
     assert read(content_type, *chunks) is None
+
+
+PING = b":\n\n"
+PROGRESS = b'data: {"choices":[{"delta":{"role":"assistant"}}],"prompt_progress":{"total":9}}\n\n'
+TOKEN = b'data: {"choices":[{"delta":{"content":"says \\"prompt_progress\\""}}]}\n\n'
+
+
+def test_first_token_comes_after_comments_and_progress() -> None:
+    reader = AnswerReader("text/event-stream")
+    reader.feed(PING + PROGRESS + PING + PROGRESS)
+    assert not reader.has_token
+    reader.feed(TOKEN[:20])
+    assert not reader.has_token
+    reader.feed(TOKEN[20:] + PROGRESS)
+    assert reader.has_token
+
+
+def test_first_token_of_an_answer_that_comes_whole_is_not_known() -> None:
+    reader = AnswerReader("application/json")
+    reader.feed(JSON_ANSWER)
+    assert not reader.has_token

@@ -21,10 +21,9 @@ MAY_IMPORT = {
     | {"proxy.metrics", "proxy.log", "proxy.driver"},
     "proxy.front": {"proxy.driver", "proxy.core", "proxy.upstream", "proxy.errors"}
     | {"proxy.metrics", "proxy.log", "proxy.front"},
-    "proxy.front.admin": {"proxy.store"},
     "proxy.config": {"proxy.errors"},
     "proxy.errors": set(),
-    "proxy.metrics": set(),
+    "proxy.metrics": {"proxy.core"},
     "proxy.log": set(),
     "proxy.run": {"proxy.core", "proxy.errors", "proxy.log", "proxy.run"},
     "proxy.run.guard": set(),

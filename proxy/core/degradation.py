@@ -1,0 +1,213 @@
+"""What can keep the proxy from caching as it should: a closed set, each with its words and its cure.
+
+Owns: `DegradationKind`, what each one costs, and the state that follows from those that are active.
+Must never know how one is noticed or since when it lasts. The table in docs/operations.md is made from
+this one.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class State(StrEnum):
+    """How requests are served: with the cache, with less of it, or without."""
+
+    CACHING = "caching"
+    DEGRADED = "degraded"
+    FORWARDING = "forwarding"
+
+
+class DegradationKind(StrEnum):
+    """One reason why requests are served slower, or less safely, than they could be."""
+
+    STORE_NOT_OPEN = "store not open"
+    DIRECTORY_IS_OPEN = "directory is open to others"
+
+    UNREACHABLE = "llama-server unreachable"
+    LOADING = "llama-server is loading"
+    API_KEY_REFUSED = "llama-server wants an API key"
+    NOT_A_LLAMA_SERVER = "not a llama-server"
+    ATTACHING = "attaching"
+
+    PROCESS_HAS_NO_NAME = "restarts cannot be told"
+    NO_SLOT_SAVE_PATH = "no slot save path"
+    OTHER_DIRECTORY = "another slot save path"
+    FILES_UNREADABLE = "files unreadable"
+    IDLE_SLOTS_CLEARED = "idle slots are cleared"
+    EVERY_SLOT_BUSY = "every slot is busy"
+    ATTACH_FAILED = "attaching failed"
+
+    SELF_TEST_PENDING = "self-test pending"
+    NO_SLOT_FOR_SELF_TEST = "no slot for the self-test"
+    SELF_TEST_FAILED = "self-test failed"
+    RULE_IS_NOTHING = "nothing can be restored"
+    RESTORES_DISTURB = "restores disturb each other"
+    IDLE_SLOTS_LOSE = "idle slots lose tokens"
+
+    SAVES_FAIL = "saves fail"
+    RESTORES_REFUSED = "restores refused"
+    RESTORES_NOT_REUSED = "restores not reused"
+    ERASES_REFUSED = "erases refused"
+    LOOKUPS_FAIL = "lookups fail"
+    SLOTS_NOT_SHOWN = "slots not shown"
+    TOKENIZED_OTHERWISE = "tokenized otherwise"
+    SEVERAL_API_KEYS = "several API keys"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a kind means and what mends it; `leads_to` is the state while it lasts.
+
+    `is_passing` kinds belong to every start and end by themselves. `of_process` kinds end with the
+    llama-server process that they were noticed on.
+    """
+
+    reason: str
+    cure: str
+    leads_to: State = State.FORWARDING
+    is_passing: bool = False
+    of_process: bool = True
+
+
+_WAIT = "None needed: it ends by itself."
+_K = DegradationKind
+
+EXPLANATIONS: dict[DegradationKind, Explanation] = {
+    _K.STORE_NOT_OPEN: Explanation(
+        "The index in slot_save_path cannot be opened, so nothing is saved or found.",
+        "Look at the error. A damaged index can be deleted with its states (see Purge); restart.",
+        of_process=False,
+    ),
+    _K.DIRECTORY_IS_OPEN: Explanation(
+        "Other users of this machine can read slot_save_path: states are as good as transcripts.",
+        "chmod 700 it, or 2770 if llama-server runs as another user of the same group; restart.",
+        State.CACHING,
+        of_process=False,
+    ),
+    _K.UNREACHABLE: Explanation(
+        "llama-server does not answer; clients get 502.",
+        "Start llama-server, or correct `upstream`.",
+    ),
+    _K.LOADING: Explanation("llama-server is still loading its model.", _WAIT),
+    _K.API_KEY_REFUSED: Explanation(
+        "llama-server was started with --api-key, and the proxy has none for its own calls.",
+        "Set upstream_api_key.",
+    ),
+    _K.NOT_A_LLAMA_SERVER: Explanation(
+        "What answers at `upstream` is not one llama-server with slots: something else, or a router.",
+        "Point `upstream` at one llama-server; under --api-prefix the prefix belongs to the URL.",
+    ),
+    _K.ATTACHING: Explanation(
+        "First contact: slots are being saved and the model is being identified.",
+        _WAIT,
+        is_passing=True,
+    ),
+    _K.PROCESS_HAS_NO_NAME: Explanation(
+        "A restart of llama-server could not be noticed, and wrong states would be believed.",
+        "Unset LLAMA_MEDIA_MARKER for llama-server, or start it with --metrics.",
+    ),
+    _K.NO_SLOT_SAVE_PATH: Explanation(
+        "llama-server was started without --slot-save-path.",
+        "Start it with --slot-save-path, the directory that the proxy has as slot_save_path.",
+    ),
+    _K.OTHER_DIRECTORY: Explanation(
+        "llama-server saved a slot, but not into slot_save_path.",
+        "Give both the same directory; in containers, mount the same one into both.",
+    ),
+    _K.FILES_UNREADABLE: Explanation(
+        "The proxy may not read the files that llama-server writes.",
+        "Run both as the same user, or see Two users.",
+    ),
+    _K.IDLE_SLOTS_CLEARED: Explanation(
+        "llama-server clears idle slots, so there is nothing to save.",
+        "Start it with an explicit -np and with --cache-ram 0 (or --no-cache-idle-slots).",
+    ),
+    _K.EVERY_SLOT_BUSY: Explanation(
+        "Every slot was busy at first contact, so the model could not be identified.",
+        "None needed: it is tried again every 15 seconds.",
+    ),
+    _K.ATTACH_FAILED: Explanation(
+        "llama-server could not be examined at first contact.",
+        "Look at the error; it is tried again every 15 seconds.",
+    ),
+    _K.SELF_TEST_PENDING: Explanation(
+        "The self-test measures what a restored state is good for; once per model and build.",
+        _WAIT,
+        is_passing=True,
+    ),
+    _K.NO_SLOT_FOR_SELF_TEST: Explanation(
+        "No slot is empty, so the self-test has not run.",
+        "Restart the proxy, or llama-server, while it is idle.",
+    ),
+    _K.SELF_TEST_FAILED: Explanation(
+        "The self-test broke off, so it is not known what a restored state is good for.",
+        "Look at the error, mend it, and restart the proxy.",
+    ),
+    _K.RULE_IS_NOTHING: Explanation(
+        "The self-test found that this model on this llama-server reuses nothing of a restored state.",
+        "Sliding-window models before llama.cpp 0.7.0: --swa-full, or a newer llama-server.",
+    ),
+    _K.RESTORES_DISTURB: Explanation(
+        "The self-test found that two slots that restore a state at once do not both continue from it.",
+        "None needed: nothing wrong is answered. Report it, with the model and llama-server's flags.",
+        State.DEGRADED,
+    ),
+    _K.IDLE_SLOTS_LOSE: Explanation(
+        "The self-test found that a slot loses its tokens while another one runs.",
+        "Start llama-server with an explicit -np and with --cache-ram 0 (or --no-cache-idle-slots).",
+        State.DEGRADED,
+    ),
+    _K.SAVES_FAIL: Explanation(
+        "The last save failed, so that work is lost when its slot is used for something else.",
+        "Look at the error; most often the disk is full. It ends with the next save that succeeds.",
+        State.DEGRADED,
+    ),
+    _K.RESTORES_REFUSED: Explanation(
+        "llama-server refused to restore a checkpoint, which is not offered again.",
+        "None needed if it was one damaged file. It ends with the next restore that succeeds.",
+        State.DEGRADED,
+    ),
+    _K.RESTORES_NOT_REUSED: Explanation(
+        "A restore succeeded but its tokens were evaluated again; the checkpoint is not offered again.",
+        "If it keeps coming back, report it. It ends with the next restore that is reused.",
+        State.DEGRADED,
+    ),
+    _K.ERASES_REFUSED: Explanation(
+        "llama-server refused to erase a slot; requests that need a clean one reuse nothing.",
+        "Look at the error. It ends with the next erase that succeeds.",
+        State.DEGRADED,
+    ),
+    _K.LOOKUPS_FAIL: Explanation(
+        "The index cannot be read, so no checkpoint is found.",
+        "Look at the error and at the disk. It ends with the next lookup that succeeds.",
+        State.DEGRADED,
+    ),
+    _K.SLOTS_NOT_SHOWN: Explanation(
+        "GET /slots is off: requests whose slot llama-server chooses itself hold all free slots.",
+        "Start llama-server without --no-slots.",
+        State.DEGRADED,
+    ),
+    _K.TOKENIZED_OTHERWISE: Explanation(
+        "Requests of some shape have other tokens than predicted, and are served uncached.",
+        "None; please report it, with the chat template and the fields of the request.",
+        State.DEGRADED,
+    ),
+    _K.SEVERAL_API_KEYS: Explanation(
+        "Several API keys are in use. llama-server's RAM cache, which cannot be seen from here, would "
+        "share prompts between them.",
+        "Start llama-server with --cache-ram 0, or set share_between_api_keys if they are one "
+        "household. The notice stays, since neither can be checked.",
+        State.CACHING,
+    ),
+}
+
+OF_PROCESS = frozenset(kind for kind, about in EXPLANATIONS.items() if about.of_process)
+
+_WORST_FIRST = (State.FORWARDING, State.DEGRADED, State.CACHING)
+
+
+def state_under(active: Iterable[DegradationKind]) -> State:
+    """Return how requests are served while the *active* degradations last."""
+    states = {EXPLANATIONS[kind].leads_to for kind in active}
+    return next((state for state in _WORST_FIRST if state in states), State.CACHING)

@@ -1,0 +1,56 @@
+"""What /metrics shows of the present: read from the running proxy at each scrape."""
+
+import math
+from collections.abc import Callable
+
+from proxy.core.degradation import State
+from proxy.core.model import RuleKind
+from proxy.core.slots import SlotState, state_of
+from proxy.driver.attachment import Attachment
+from proxy.driver.lifecycle import Lifecycle
+from proxy.driver.services import Services
+from proxy.metrics import Metrics
+from proxy.store.store import CheckpointStore
+
+
+def connect_gauges(services: Services, lifecycle: Lifecycle) -> None:
+    """Let every gauge read its value from what serves now; zero while there is nothing."""
+    metrics = services.metrics
+    metrics.caching.set_function(lambda: float(services.degradations.state is not State.FORWARDING))
+    _connect_attachment(metrics, lifecycle)
+    if services.opened_store is not None:
+        _connect_store(metrics, services.opened_store)
+
+
+def _connect_attachment(metrics: Metrics, lifecycle: Lifecycle) -> None:
+    def of_attachment(read: Callable[[Attachment], float]) -> Callable[[], float]:
+        return lambda: read(lifecycle.current.attachment) if lifecycle.current else 0.0
+
+    metrics.waiting_requests.set_function(of_attachment(lambda a: a.desk.n_waiting))
+    metrics.rule_end_tokens.set_function(of_attachment(lambda a: a.rule.end_holds_from))
+    for state in SlotState:
+        metrics.slots.labels(state).set_function(of_attachment(_n_slots_in(state)))
+    for kind in RuleKind:
+        metrics.rule.labels(kind).set_function(of_attachment(_is_rule(kind)))
+
+
+def _n_slots_in(state: SlotState) -> Callable[[Attachment], float]:
+    return lambda attachment: sum(state_of(slot) is state for slot in attachment.desk.table)
+
+
+def _is_rule(kind: RuleKind) -> Callable[[Attachment], float]:
+    return lambda attachment: float(attachment.can_cache and attachment.rule.kind is kind)
+
+
+def _connect_store(metrics: Metrics, store: CheckpointStore) -> None:
+    metrics.checkpoints.set_function(lambda: len(store))
+    metrics.checkpoint_bytes.set_function(lambda: store.size_bytes)
+    metrics.checkpoint_limit_bytes.set(store.max_bytes)
+    metrics.disk_free_bytes.set_function(lambda: _free_bytes(store))
+
+
+def _free_bytes(store: CheckpointStore) -> float:
+    try:
+        return store.files.free_bytes()
+    except OSError:
+        return math.nan

@@ -1,0 +1,36 @@
+"""Which documents hold something generated, and where in them it stands.
+
+A document says `<!-- generated: NAME -->` where a table begins and `<!-- end -->` where it ends; what
+stands outside is written by hand.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.documents.settings import example_file, settings_table
+from tests.documents.tables import degradations_table, metrics_table
+
+REPOSITORY = Path(__file__).parents[2]
+EXAMPLE = REPOSITORY / "deploy" / "config.example.yaml"
+TABLES: dict[str, Callable[[], str]] = {
+    "settings": settings_table,
+    "metrics": metrics_table,
+    "degradations": degradations_table,
+}
+_PLACE = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def generated_files() -> dict[Path, str]:
+    """Return what every document with something generated in it should be."""
+    files = {EXAMPLE: example_file()}
+    for path in sorted((REPOSITORY / "docs").glob("*.md")):
+        text = path.read_text()
+        if _PLACE.search(text):
+            files[path] = fill(text)
+    return files
+
+
+def fill(text: str) -> str:
+    """Return a document with its tables as they should be; raises KeyError for an unknown one."""
+    return _PLACE.sub(lambda m: f"{m[1]}\n{TABLES[m[2]]()}\n{m[3]}", text)

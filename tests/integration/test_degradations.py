@@ -1,0 +1,264 @@
+"""What /health and /metrics say while something is wrong, and that they stop saying it."""
+
+import asyncio
+import os
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from proxy.core.degradation import EXPLANATIONS, DegradationKind
+from tests.fakes.faults import Faults
+from tests.fakes.slots import Memory
+from tests.integration.conftest import StartRig
+from tests.integration.rig import CHAT, COMPLETION, Rig, hang_up, question, until
+
+
+async def test_healthy_proxy_has_no_reasons(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        health = await rig.health()
+        assert (health["state"], health["reasons"]) == ("caching", [])
+        assert health["llama_server"] == "attached"
+        assert rig.sample("caching") == 1
+        assert rig.sample("rule", rule="any prefix") == 1
+        assert rig.sample("self_tests_total", result="any prefix") == 1
+        assert rig.sample("slots", state="empty") == 2
+        assert rig.sample("degraded", kind="attaching") == 0
+
+
+async def test_rule_that_allows_nothing_is_named(start_rig: StartRig) -> None:
+    async with start_rig(memory=Memory.NOTHING) as rig:
+        assert (await rig.health())["state"] == "forwarding"
+        assert await rig.reasons() == ["nothing can be restored"]
+        assert (rig.sample("caching"), rig.sample("rule", rule="nothing")) == (0, 1)
+
+
+async def test_self_test_under_way_is_named(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        await rig.stop_proxy()
+        for path in (rig.server.directory / "index").iterdir():
+            path.unlink()  # and with it the learned rule
+        gate = rig.server.hold("restore", n_calls=1)
+        await rig.start_proxy(waits=False)
+        await gate.reached()
+        assert await rig.reasons() == ["self-test pending"]
+        gate.open()
+        await until(lambda: rig.sample("caching"))
+        assert await rig.reasons() == []
+
+
+async def test_failed_self_test_is_named_and_counted(start_rig: StartRig) -> None:
+    async with start_rig(faults=Faults(refuse={"restore": 400})) as rig:
+        (reason,) = (await rig.health())["reasons"]
+        assert reason["kind"] == "self-test failed"
+        assert "scripted fault at restore" in reason["reason"]
+        assert rig.sample("self_tests_total", result="failed") == 1
+
+
+async def test_failed_save_is_named_until_one_succeeds(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.refuse["save"] = 500
+        with capture_logs() as logs:
+            await rig.chat("a")
+            await until(lambda: DegradationKind.SAVES_FAIL in rig.running.degradations)
+        health = await rig.health()
+        assert health["state"] == "degraded"
+        assert [line["kind"] for line in logs if line["event"] == "degradation"] == ["saves fail"]
+        (reason,) = health["reasons"]
+        assert "scripted fault at save" in reason["reason"]
+        assert reason["cure"] == EXPLANATIONS[DegradationKind.SAVES_FAIL].cure
+        assert reason["since"].endswith("Z")
+        assert rig.sample("degradations_total", kind="saves fail") == 1
+        rig.server.faults.refuse.clear()
+        await rig.chat("b")
+        await rig.settled()
+        assert (await rig.health())["reasons"] == []
+        assert rig.sample("degraded", kind="saves fail") == 0
+
+
+async def test_refused_restore_is_named_until_one_succeeds(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        for name in "abc":
+            await rig.chat(name)
+            await rig.settled()
+        rig.server.faults.refuse["restore"] = 400
+        await rig.chat("a")
+        assert await rig.reasons() == ["restores refused"]
+        rig.server.faults.refuse.clear()
+        await rig.settled()
+        await rig.chat("b")
+        assert await rig.reasons() == []
+        assert rig.sample("restored_bytes_total") > 0
+        assert rig.sample("restored_tokens_total") == 308
+
+
+async def test_restore_that_is_not_reused_is_named_until_one_is(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        for name in "abc":
+            await rig.chat(name)
+            await rig.settled()
+        rig.server.faults.restores_are_inert = True
+        await rig.chat("a")
+        assert await rig.reasons() == ["restores not reused"]
+        rig.server.faults.restores_are_inert = False
+        await rig.settled()
+        await rig.chat("b")
+        assert await rig.reasons() == []
+
+
+async def test_shape_that_is_tokenized_otherwise_is_named(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.retokenize = lambda body, tokens: [*tokens, 7]
+        await rig.chat("a")
+        (reason,) = (await rig.health())["reasons"]
+        assert reason["kind"] == "tokenized otherwise"
+        assert CHAT in reason["reason"]
+
+
+async def test_index_that_cannot_be_read_is_named(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        store = rig.running.store
+
+        def broken(*_: Any) -> Any:
+            raise OSError("the index is gone")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "find", broken)
+            await rig.chat("a")
+            assert (await rig.reasons())[0] == "lookups fail"
+        await rig.chat("a")
+        assert "lookups fail" not in await rig.reasons()
+
+
+async def test_slots_that_are_not_shown_are_named(start_rig: StartRig) -> None:
+    async with start_rig(faults=Faults(refuse={"slots": 501})) as rig:
+        await rig.post("/v1/messages", {"messages": question("a"), "max_tokens": 3})
+        assert await rig.reasons() == ["slots not shown"]
+        rig.server.faults.refuse.clear()
+        await rig.post("/v1/messages", {"messages": question("a"), "max_tokens": 3})
+        assert await rig.reasons() == []
+
+
+async def test_directory_that_others_can_read_is_noted_and_cached_in(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig() as rig:
+        await rig.stop_proxy()
+        os.chmod(rig.server.directory, 0o755)
+        await rig.start_proxy()
+        health = await rig.health()
+        assert health["state"] == "caching"
+        assert [r["kind"] for r in health["reasons"]] == ["directory is open to others"]
+        assert "mode 0755" in health["reasons"][0]["reason"]
+
+
+async def test_several_api_keys_are_noted(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        await rig.chat("a", key="alice")
+        assert await rig.reasons() == []
+        await rig.chat("a", key="bob")
+        assert await rig.reasons() == ["several API keys"]
+        assert (await rig.health())["state"] == "caching"
+        rig.server.replace_process()
+        await rig.chat("a", key="bob")
+        await rig.attached()
+        assert await rig.reasons() == ["several API keys"]
+
+
+async def test_reasons_of_a_process_end_with_it(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.refuse["save"] = 500
+        await rig.chat("a")
+        await until(lambda: DegradationKind.SAVES_FAIL in rig.running.degradations)
+        rig.server.faults.refuse.clear()
+        rig.server.replace_process()
+        await rig.attached()
+        assert await rig.reasons() == []
+
+
+# Metrics and the line of each request.
+
+WEIRD: list[tuple[str, Any]] = [
+    (CHAT, b"not json"),
+    (CHAT, {"messages": [{"role": "nobody", "content": [{"type": "alien"}]}], "zzz": 1}),
+    (COMPLETION, {"prompt": []}),
+    (COMPLETION, {"prompt": ["a", "b"], "n": 3}),
+    ("/v1/messages", {"messages": question("a")}),
+    ("/no/such/place", {"prompt": "x"}),
+    ("/v1/chat/completions/../../x", {}),
+]
+
+
+def series(rig: Rig) -> set[str]:
+    exposition = rig.running.metrics.exposition().decode()
+    return {line.rpartition(" ")[0] for line in exposition.splitlines() if line[0] != "#"}
+
+
+async def test_whatever_clients_send_makes_no_new_series(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        before = series(rig)
+        for path, body in WEIRD:
+            await rig.post(path, body)
+            await rig.post(path, body, key="somebody")
+        assert series(rig) == before
+
+
+async def test_each_request_is_one_line_that_says_what_was_chosen_and_why(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        with capture_logs() as logs:
+            await rig.chat("a")
+            await rig.settled()
+            await rig.chat("b")
+            await rig.settled()
+            await rig.chat("a")
+            await rig.post(CHAT, {"messages": question("c"), "n": 2})
+            await until(lambda: rig.sample("requests_total", outcome="bypass"))
+        lines = [line for line in logs if line["event"] == "request"]
+        # The second finds the tokens before its first word in the slot.
+        assert [line["outcome"] for line in lines] == ["miss", "hit", "hit", "bypass"]
+        hit = lines[2]
+        assert (hit["chosen"], hit["expected"], hit["confirmed"]) == ("restore", 308, 308)
+        assert hit["why"] == "a checkpoint holds more than any free slot"
+        assert lines[0]["chosen"] == "nothing"
+        assert lines[3]["why"] == "several completions"
+
+
+async def test_request_that_is_not_answered_is_counted_by_its_reason(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, max_requests=1) as rig:
+        gate = rig.server.hold("generate", n_calls=1)
+        first = asyncio.ensure_future(rig.post(CHAT, {"messages": question("a")}))
+        await gate.reached()
+        with capture_logs() as logs:
+            assert (await rig.post(CHAT, {"messages": question("b")})).status == 503
+        assert rig.sample("unanswered_requests_total", reason="queue full") == 1
+        assert [line["why"] for line in logs if line["event"] == "request"] == ["queue full"]
+        await hang_up(first)
+        await until(lambda: rig.sample("unanswered_requests_total", reason="client left") == 1)
+        gate.open()
+        await rig.settled()
+        rig.server.faults.drop.add("generate")
+        assert (await rig.post(CHAT, {"messages": question("c")})).status == 502
+        assert rig.sample("unanswered_requests_total", reason="llama-server gone") == 1
+
+
+async def test_answer_that_breaks_off_is_counted_as_unanswered(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.dies_after_chunks = 1
+        await rig.post(CHAT, {"messages": question("a"), "stream": True})
+        await until(lambda: rig.sample("unanswered_requests_total", reason="llama-server gone"))
+        outcomes = ("hit", "partial", "miss", "bypass", "degraded")
+        assert [rig.sample("requests_total", outcome=o) for o in outcomes] == [0] * 5
+
+
+async def test_time_to_first_token_is_measured_of_streams_only(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await rig.chat("a")
+        assert rig.sample("first_token_seconds_count", outcome="miss") == 0
+        rig.server.replace_process()
+        body = {"messages": question("b"), "stream": True}
+        assert (await rig.post(CHAT, body)).status == 200
+        await until(lambda: rig.sample("first_token_seconds_count", outcome="miss") == 1)

@@ -1,0 +1,54 @@
+"""What operators see of a real llama-server: health, metrics, and when the first token comes."""
+
+from typing import Any
+
+from proxy.upstream.answers import AnswerReader
+from tests.lab.conversation import agent_requests, system, tools
+from tests.lab.rig import Rig
+from tests.live.conftest import StartRig
+
+MESSAGES = agent_requests(2, 1, header=[system(150)])
+TOOLS = tools(2)
+
+
+def sample(rig: Rig, name: str, **labels: str) -> float:
+    value = rig.running.metrics.registry.get_sample_value(f"llama_prefix_cache_{name}", labels)
+    assert value is not None
+    return value
+
+
+async def test_first_token_is_not_taken_for_a_report_of_progress(start_rig: StartRig) -> None:
+    """Progress comes while the prompt is evaluated, in events that open the assistant's message too."""
+    async with start_rig("full") as rig:
+        body: dict[str, Any] = {"stream": True, "return_progress": True, "max_tokens": 4}
+        body["messages"] = [{"role": "user", "content": "word " * 5000}]
+        reader, n_events = AnswerReader("text/event-stream"), 0
+        async with rig.client.post(rig.base_url + "/v1/chat/completions", json=body) as reply:
+            async for line in reply.content:
+                n_events += line.startswith(b"data:") and not reader.has_token
+                reader.feed(line)
+                if reader.has_token and n_events:
+                    assert b"prompt_progress" not in line
+                    break
+            await reply.read()
+        assert n_events > 2
+        await rig.settled()
+        outcomes = ("hit", "partial", "miss")
+        counts = [sample(rig, "first_token_seconds_count", outcome=o) for o in outcomes]
+        assert sum(counts) == 1
+
+
+async def test_restored_conversation_is_seen_in_metrics_and_health(start_rig: StartRig) -> None:
+    async with start_rig("hybrid") as rig:
+        await rig.chat(MESSAGES[0], tools=TOOLS)
+        await rig.settled()
+        assert sample(rig, "saved_bytes_total") == sample(rig, "checkpoint_bytes") > 0
+        await rig.restart()
+        reply = await rig.chat(MESSAGES[1], tools=TOOLS)
+        assert sample(rig, "restored_tokens_total") == reply["timings"]["cache_n"] > 0
+        assert sample(rig, "restored_bytes_total") > 0
+        assert sample(rig, "evaluation_seconds_total") > 0
+        assert sample(rig, "disk_free_bytes") > 0
+        assert sample(rig, "rule", rule="restore points") == 1
+        assert (await rig.health())["state"] == "caching"
+        assert (await rig.health())["reasons"] == []

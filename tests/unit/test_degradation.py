@@ -1,0 +1,118 @@
+"""The closed set of degradations: words, cures, and the state that follows."""
+
+import pytest
+
+from proxy.core.degradation import (
+    EXPLANATIONS,
+    OF_PROCESS,
+    DegradationKind,
+    State,
+    state_under,
+)
+from proxy.driver import degradations as module
+from proxy.driver.degradations import Degradations
+from proxy.metrics import Metrics
+
+K = DegradationKind
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics()
+
+
+@pytest.fixture
+def noted(metrics: Metrics, clock: Clock) -> Degradations:
+    return Degradations(metrics, clock)
+
+
+def sample(metrics: Metrics, name: str, kind: DegradationKind) -> float | None:
+    return metrics.registry.get_sample_value(f"llama_prefix_cache_{name}", {"kind": kind})
+
+
+@pytest.mark.parametrize("kind", DegradationKind)
+def test_every_kind_has_a_reason_and_a_cure_in_words(kind: DegradationKind) -> None:
+    about = EXPLANATIONS[kind]
+    assert about.reason.endswith(".") and about.cure.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("active", "state"),
+    [
+        ([], State.CACHING),
+        ([K.DIRECTORY_IS_OPEN], State.CACHING),
+        ([K.DIRECTORY_IS_OPEN, K.SAVES_FAIL], State.DEGRADED),
+        ([K.SAVES_FAIL, K.RULE_IS_NOTHING], State.FORWARDING),
+    ],
+)
+def test_state_is_that_of_the_worst(active: list[DegradationKind], state: State) -> None:
+    assert state_under(active) is state
+
+
+def test_only_what_belongs_to_the_store_outlives_a_llama_server() -> None:
+    assert set(DegradationKind) - OF_PROCESS == {K.STORE_NOT_OPEN, K.DIRECTORY_IS_OPEN}
+
+
+def test_begun_and_ended_degradation_is_counted_and_shown(
+    noted: Degradations, metrics: Metrics, clock: Clock
+) -> None:
+    noted.begin(K.SAVES_FAIL, "disk full")
+    clock.now += 5
+    noted.begin(K.SAVES_FAIL, "disk still full")
+    (shown,) = noted.active
+    assert (shown.since, shown.detail) == (1000.0, "disk still full")
+    assert shown.reason.endswith("(disk still full)")
+    assert (noted.state, noted.since) == (State.DEGRADED, 1000.0)
+    assert sample(metrics, "degraded", K.SAVES_FAIL) == 1
+    assert sample(metrics, "degradations_total", K.SAVES_FAIL) == 1
+    noted.end(K.SAVES_FAIL, K.LOADING)
+    assert (noted.active, noted.state, noted.since) == ([], State.CACHING, 1005.0)
+    assert sample(metrics, "degraded", K.SAVES_FAIL) == 0
+
+
+def test_empty_detail_keeps_what_was_known(noted: Degradations) -> None:
+    noted.begin(K.STORE_NOT_OPEN, "damaged")
+    noted.begin(K.STORE_NOT_OPEN)
+    assert noted.active[0].detail == "damaged"
+
+
+def test_worst_reason_comes_first_then_the_oldest(noted: Degradations, clock: Clock) -> None:
+    for kind in (K.DIRECTORY_IS_OPEN, K.SAVES_FAIL, K.ERASES_REFUSED, K.LOADING):
+        noted.begin(kind)
+        clock.now += 1
+    kinds = [shown.kind for shown in noted.active]
+    assert kinds == [K.LOADING, K.SAVES_FAIL, K.ERASES_REFUSED, K.DIRECTORY_IS_OPEN]
+
+
+def test_degradation_that_comes_and_goes_is_logged_once_in_a_while(
+    noted: Degradations, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lines() -> list[str]:
+        return [line for line in capsys.readouterr().out.splitlines() if "degradation" in line]
+
+    noted.begin(K.SAVES_FAIL)
+    noted.end(K.SAVES_FAIL)
+    assert len(lines()) == 2
+    for _ in range(5):
+        clock.now += 1
+        noted.begin(K.SAVES_FAIL)
+        noted.end(K.SAVES_FAIL)
+    assert lines() == []
+    clock.now += module.QUIET_SECONDS
+    noted.begin(K.SAVES_FAIL)
+    assert len(lines()) == 1

@@ -1,0 +1,56 @@
+"""What a plan says of itself: why it is the cheapest."""
+
+from typing import Any
+
+import pytest
+
+from proxy.core.model import Candidate, Prompt, Rates, Rule, SlotId
+from proxy.core.plan import Situation, Why, plan_request
+from proxy.core.slots import Content, Empty, Known, Slot
+from tests.unit.builders import (
+    ANY_PREFIX,
+    NAMESPACE,
+    NOTHING,
+    RESTORE_POINTS,
+    branch,
+    candidate,
+    run_of,
+)
+
+RATES = Rates(500.0, 1e6, 1e9)
+BIG_BYTES, SMALL_BYTES = 10**9, 1000
+
+
+def stored(n_tokens: int, size_bytes: int = SMALL_BYTES) -> tuple[Candidate, ...]:
+    return (candidate(n_tokens, n_tokens, size_bytes=size_bytes, has_every_position=True),)
+
+
+def held(n_tokens: int, **fields: Any) -> Known:
+    return Known(run_of(n_tokens), NAMESPACE, n_saved=n_tokens, **fields)
+
+
+def unsaved(n_common: int) -> Known:
+    """A long conversation that nobody saved and that shares its beginning with the prompt."""
+    return Known(branch(n_common, 9000), NAMESPACE)
+
+
+CASES: dict[Why, tuple[Rule, tuple[Content, ...], tuple[Candidate, ...]]] = {
+    Why.LIVE_LONGEST: (ANY_PREFIX, (held(900), Empty()), stored(800)),
+    Why.LIVE_CHEAPER: (ANY_PREFIX, (held(800), Empty()), stored(900, BIG_BYTES)),
+    Why.RESTORE_LONGEST: (ANY_PREFIX, (held(500), Empty()), stored(900)),
+    Why.RESTORE_ELSEWHERE: (ANY_PREFIX, (unsaved(900), Empty()), stored(900)),
+    Why.NOTHING_FOUND: (RESTORE_POINTS, (Empty(),), ()),
+    Why.NOTHING_RESTORABLE: (NOTHING, (Empty(),), stored(900)),
+    Why.NOTHING_WORTH_IT: (ANY_PREFIX, (Empty(),), stored(900, BIG_BYTES)),
+    Why.NOTHING_DISPLACED: (ANY_PREFIX, (unsaved(200), Empty()), ()),
+}
+
+
+@pytest.mark.parametrize("why", Why)
+def test_plan_says_why(why: Why) -> None:
+    rule, contents, candidates = CASES[why]
+    slots = tuple(Slot(SlotId(i), content) for i, content in enumerate(contents))
+    prompt = Prompt(run_of(1000), NAMESPACE)
+    plan = plan_request(prompt, Situation(rule, slots, candidates, RATES, 100_000))
+    assert plan is not None
+    assert plan.why is why
