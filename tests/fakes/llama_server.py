@@ -233,7 +233,12 @@ class FakeLlamaServer:
     async def _slots(self, request: web.Request) -> web.Response:
         return _json(
             [
-                {"id": s.id, "is_processing": s.is_processing, "id_task": s.id_task}
+                {
+                    "id": s.id,
+                    "is_processing": s.is_processing,
+                    "id_task": s.id_task,
+                    "n_prompt_tokens": len(s.tokens),
+                }
                 for s in self.slots
             ]
         )
@@ -276,6 +281,8 @@ class FakeLlamaServer:
 
     async def _slot_action(self, request: web.Request, slot_id: int) -> web.StreamResponse:
         slot, place = self.slots[slot_id], request.query["action"]
+        if place != "erase" and "/" in (await request.json())["filename"]:
+            return _error(400, "Invalid filename", "invalid_request_error")
         async with slot.lock:
             trouble = await self._trouble(place, request)
             if self.faults.forgets_dropped_actions and _is_gone(request):
