@@ -4,6 +4,7 @@ Owns: the three experiments. Each leaves the slots it used empty. Requests that 
 sent where they cannot land on anybody's work.
 """
 
+from proxy.core.model import SlotId
 from proxy.doctor.bench import N_MORE, PROBE_TOKENS, Bench
 from proxy.doctor.facts import BehaviourFacts
 
@@ -42,12 +43,12 @@ async def _keeps_idle_slots(bench: Bench) -> bool | None:
 
 
 async def _keeps_held_slots(bench: Bench) -> bool | None:
-    """Run the one empty slot, and see by /slots whether others still hold what they held."""
-    before = {s.id for s in await bench.upstream.slots() if s.n_prompt_tokens}
+    """See by /slots whether others still hold what they held before the first probe ran."""
     await bench.evaluate(bench.empty[0], bench.text(2, N_MORE))
-    after = {s.id for s in await bench.upstream.slots() if s.n_prompt_tokens}
+    statuses = await bench.upstream.slots()
     await bench.erase()
-    return before <= after if before else None
+    kept = [s.n_prompt_tokens > 0 for s in statuses if bench.held.get(SlotId(s.id))]
+    return all(kept) if kept else None
 
 
 async def _prefers_similar_slot(bench: Bench, file_version: int) -> bool | None:

@@ -5,9 +5,10 @@ Owns: which slots those are, and that they are empty again afterwards, whatever 
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from proxy.core.model import SlotId
 from proxy.core.prefix import TokenIds, token_ids
@@ -18,6 +19,8 @@ from proxy.errors import CacheFault, SaveRejected, UpstreamFault, UpstreamRefuse
 from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.replies import SlotStatus
 from proxy.upstream.state_file import StateFile, read_state_file
+
+T = TypeVar("T")
 
 PROBE_TOKENS = 64
 """Short enough for a slow machine, long enough to tell from nothing."""
@@ -37,7 +40,7 @@ class SavedState:
 
 @dataclass
 class Bench:
-    """What probes need: the empty slots by id, and the names of files that will not stay."""
+    """What probes need: the empty slots, those that hold work, and files that will not stay."""
 
     upstream: LlamaServer
     files: ProbeFiles
@@ -45,14 +48,16 @@ class Bench:
     n_slots: int
     n_vocab: int = 2
     empty: list[SlotId] = field(default_factory=list)
-    n_held: int = 0
+    held: dict[SlotId, int] = field(default_factory=dict)
+    """The other idle slots, with how many tokens /slots says they hold; 0 if only a save showed it."""
     n_busy: int = 0
     first_save: ProbeSaveFacts | None = None
     used: set[SlotId] = field(default_factory=set)
+    _unfinished: set[asyncio.Future[Any]] = field(default_factory=set)
 
     @property
     def facts(self) -> SlotFacts:
-        return SlotFacts(n_empty=len(self.empty), n_held=self.n_held, n_busy=self.n_busy)
+        return SlotFacts(n_empty=len(self.empty), n_held=len(self.held), n_busy=self.n_busy)
 
     @property
     def is_whole_server(self) -> bool:
@@ -74,6 +79,17 @@ class Bench:
         self.used.update(self.empty)
         reply = await self.upstream.evaluate_anywhere(tokens)
         return SlotId(reply.id_slot), reply.timings.cache_n
+
+    async def to_its_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await *work*, which goes on if this is cancelled: a save that nobody awaits leaves its file."""
+        task = asyncio.ensure_future(work)
+        self._unfinished.add(task)
+        task.add_done_callback(self._unfinished.discard)
+        return await asyncio.shield(task)
+
+    async def finish(self) -> None:
+        """Wait for what was cancelled and had to go on."""
+        await asyncio.gather(*self._unfinished, return_exceptions=True)
 
     async def erase(self) -> None:
         """Empty all slots that were used."""
@@ -111,7 +127,8 @@ async def set_up(
         await _find_empty_slots(bench)
         yield bench
     finally:
-        # A slot action queues behind a save that may still be writing, so files go last.
+        # A save may still be writing, and slots are erased behind it: files go last.
+        await bench.finish()
         with suppress(UpstreamFault):
             await _empty_for_good(bench)
         files.remove_all()
@@ -123,18 +140,19 @@ async def _find_empty_slots(bench: Bench) -> None:
         if status.is_processing:
             bench.n_busy += 1
             continue
+        slot_id = SlotId(status.id)
         if status.n_prompt_tokens > 0:
-            bench.n_held += 1
+            bench.held[slot_id] = status.n_prompt_tokens
             continue
-        saved, facts = await probe_save(bench.upstream, bench.files, SlotId(status.id))
+        saved, facts = await bench.to_its_end(probe_save(bench.upstream, bench.files, slot_id))
         bench.first_save = bench.first_save or facts
         if saved is None or not facts.is_whole or facts.left_behind:
             bench.first_save = facts
             return
         if saved.n_saved:
-            bench.n_held += 1
+            bench.held[slot_id] = 0
         else:
-            bench.empty.append(SlotId(status.id))
+            bench.empty.append(slot_id)
 
 
 async def _statuses(bench: Bench) -> list[SlotStatus]:

@@ -14,7 +14,7 @@ LONGEST_STALL_SECONDS = 10.0
 _FIRST_VERSION_WITH_CONTEXT_CHECKPOINTS = 4
 
 
-def memory_findings(memory: MemoryFacts) -> Iterator[Finding]:
+def memory_findings(memory: MemoryFacts, directory: str) -> Iterator[Finding]:
     """Yield what a state file is and what it is good for."""
     if memory.is_version_supported:
         kinds = " + ".join(memory.sections) or "of a kind that is not known"
@@ -25,12 +25,21 @@ def memory_findings(memory: MemoryFacts) -> Iterator[Finding]:
             f"Version {memory.file_version} is not known here: states are restored at their end only.",
             "Use a newer llama-prefix-cache, or llama.cpp 0.7.0 (version 4).",
         )
-    if memory.rule is not None:
-        yield _rule_finding(memory, memory.rule)
+    if memory.rule is None:
+        return
+    yield _rule_finding(memory, memory.rule)
+    remembered = memory.remembered_rule
+    if remembered is not None and remembered.kind is not memory.rule.kind:
+        yield limit(
+            RULE,
+            f"The index remembers another one, {remembered.kind.value}, which a proxy would go by:"
+            " llama-server ran with other flags then.",
+            "Start llama-server with the flags it had then (--swa-full, --ctx-checkpoints);"
+            f" or start afresh: {_empty(directory)}",
+        )
 
 
 def _rule_finding(memory: MemoryFacts, rule: Rule) -> Finding:
-    source = "remembered from an earlier self-test" if memory.is_rule_remembered else "measured"
     shortest = (
         f" A state under {rule.end_holds_from:,} tokens cannot be continued at its end."
         if rule.end_holds_from
@@ -38,26 +47,24 @@ def _rule_finding(memory: MemoryFacts, rule: Rule) -> Finding:
     )
     match rule.kind:
         case RuleKind.ANY_PREFIX:
-            return ok(
-                RULE, f"Any prefix ({source}): any leading part of a saved state can be reused."
-            )
+            return ok(RULE, "Any prefix: any leading part of a saved state can be reused.")
         case RuleKind.RESTORE_POINTS:
             return ok(
                 RULE,
-                f"Restore points ({source}): a saved state can be continued at its end and at the"
+                "Restore points: a saved state can be continued at its end and at the"
                 f" context checkpoints in its file.{shortest}",
             )
         case RuleKind.END_ONLY:
             return limit(
                 RULE,
-                f"End only ({source}): a saved state can be continued at its very end and nowhere"
+                "End only: a saved state can be continued at its very end and nowhere"
                 f" before, so prompts that were rewritten near their end start over.{shortest}",
                 _end_only_cure(memory),
             )
         case RuleKind.NOTHING:
             return blocker(
                 RULE,
-                f"Nothing ({source}): llama-server restores states of this model and then evaluates"
+                "Nothing: llama-server restores states of this model and then evaluates"
                 " every token again.",
                 _nothing_cure(memory),
             )
@@ -103,9 +110,13 @@ def cost_finding(cost: CostFacts) -> Finding:
     return limit(COST, text, "Put the directory of --slot-save-path on a faster disk.")
 
 
+def _empty(directory: str) -> str:
+    return f"stop the proxy and delete {directory}/index and {directory}/lpc-*.state"
+
+
 def store_finding(store: StoreFacts, directory: str) -> Finding:
     """Return whose checkpoints lie in the directory."""
-    empty_it = f"stop the proxy and delete {directory}/index and {directory}/lpc-*.state"
+    empty_it = _empty(directory)
     if store.problem:
         return blocker(
             STORE,
@@ -140,7 +151,7 @@ def store_finding(store: StoreFacts, directory: str) -> Finding:
 def cache_findings(facts: Facts) -> Iterator[Finding]:
     """Yield all that there is to say of states and checkpoints."""
     if facts.memory is not None:
-        yield from memory_findings(facts.memory)
+        yield from memory_findings(facts.memory, facts.directory.path)
     if facts.cost is not None:
         yield cost_finding(facts.cost)
     if facts.store is not None:

@@ -116,7 +116,8 @@ class MemoryFacts:
     sections: tuple[str, ...] = ()
     """Kinds of the memory sections, "attention" or "recurrent"; empty if not understood."""
     rule: Rule | None = None
-    is_rule_remembered: bool = False
+    remembered_rule: Rule | None = None
+    """What a proxy would take without measuring again: the index knows it of this model and build."""
 
     @property
     def may_have_sliding_window(self) -> bool:

@@ -81,23 +81,24 @@ def _knows_canary(index: IndexContent, canary: Canary) -> bool:
 async def examine_memory(
     bench: Bench, model: Model, index: IndexContent, build: str, n_ctx: int
 ) -> MemoryFacts:
-    """Take the rule that the index remembers, or run the self-test; raises UpstreamFault or OSError."""
+    """Run the self-test, and look up what the index remembers of an earlier one.
+
+    Raises UpstreamFault, or OSError if a file cannot be read.
+    """
+    slot_id = bench.empty[0]
+    bench.used.add(slot_id)
+    test = SelfTest(bench.upstream, bench.files, slot_id, bench.rewrite)
+    rule = await test.run(n_ctx, bench.n_vocab)
+    await bench.erase()
     namespace = model.namespace(index)
-    rule = index.value(rule_name(namespace, build), Rule) if namespace else None
-    is_remembered = rule is not None
-    if rule is None:
-        slot_id = bench.empty[0]
-        bench.used.add(slot_id)
-        test = SelfTest(bench.upstream, bench.files, slot_id, bench.rewrite)
-        rule = await test.run(n_ctx, bench.n_vocab)
-        await bench.erase()
+    remembered = index.value(rule_name(namespace, build), Rule) if namespace else None
     sections = model.state.layout or ()
     return MemoryFacts(
         file_version=model.state.version,
         is_version_supported=model.state.version in SUPPORTED_VERSIONS,
         sections=tuple(section.kind for section in sections),
         rule=rule,
-        is_rule_remembered=is_remembered,
+        remembered_rule=remembered,
     )
 
 

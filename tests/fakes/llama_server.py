@@ -317,11 +317,11 @@ class FakeLlamaServer:
         try:
             has_window = self.memory is Memory.CUT_WINDOW
             state = read_slot_file(path, self.file_version, has_window=has_window)
-        except StateFileRefused as refusal:
+            n_read = path.stat().st_size
+        except (StateFileRefused, FileNotFoundError) as refusal:
             return _error(400, f"Unable to restore slot: {refusal}", "invalid_request_error")
         slot.load(state)
         slot.is_inert = slot.is_inert or self.faults.restores_are_inert
-        n_read = path.stat().st_size
         return _json({"id_slot": slot.id, "n_restored": len(state.tokens), "n_read": n_read})
 
     async def _generate(self, request: web.Request, shape: Shape) -> web.StreamResponse:
