@@ -44,11 +44,12 @@ async def _keeps_idle_slots(bench: Bench) -> bool | None:
 
 async def _keeps_held_slots(bench: Bench) -> bool | None:
     """See by /slots whether others still hold what they held before the first probe ran."""
+    if not any(bench.held.values()):
+        return None
     await bench.evaluate(bench.empty[0], bench.text(2, N_MORE))
     statuses = await bench.upstream.slots()
     await bench.erase()
-    kept = [s.n_prompt_tokens > 0 for s in statuses if bench.held.get(SlotId(s.id))]
-    return all(kept) if kept else None
+    return all(s.n_prompt_tokens > 0 for s in statuses if bench.held.get(SlotId(s.id)))
 
 
 async def _prefers_similar_slot(bench: Bench, file_version: int) -> bool | None:
