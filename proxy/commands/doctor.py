@@ -18,7 +18,7 @@ from proxy.doctor.facts import Facts
 from proxy.doctor.findings import findings_of
 from proxy.doctor.report import json_report, report
 from proxy.doctor.verdict import exit_status
-from proxy.driver.slot_work import RewriteStateFile, keep_as_saved
+from proxy.driver.saving import RewriteStateFile, keep_as_saved
 from proxy.errors import SettingsError
 from proxy.upstream.llama_server import LlamaServer, new_session
 

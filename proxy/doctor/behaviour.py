@@ -37,9 +37,10 @@ async def _keeps_idle_slots(bench: Bench) -> bool | None:
     held = bench.text(1, PROBE_TOKENS)
     await bench.evaluate(last, held)
     await bench.evaluate(first, bench.text(2, N_MORE))
-    state = (await bench.save(last)).state
+    async with bench.saver.saved(last) as saved:
+        tokens = saved.state.tokens
     await bench.erase()
-    return state.tokens == held
+    return tokens == held
 
 
 async def _keeps_held_slots(bench: Bench) -> bool | None:

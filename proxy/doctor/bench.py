@@ -4,7 +4,6 @@ Owns: which slots those are, and that they are empty again afterwards, whatever 
 """
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -12,13 +11,12 @@ from typing import Any, TypeVar
 
 from proxy.core.model import SlotId
 from proxy.core.prefix import TokenIds, token_ids
-from proxy.doctor.directory import ProbeFiles, probe_save
+from proxy.doctor.directory import ProbeFiles, ProbeStore, probe_save
 from proxy.doctor.facts import ProbeSaveFacts, SlotFacts
-from proxy.driver.slot_work import RewriteStateFile
-from proxy.errors import CacheFault, SaveRejected, UpstreamFault, UpstreamRefused
+from proxy.driver.saving import RewriteStateFile, Saver
+from proxy.errors import CacheFault, UpstreamFault, UpstreamRefused
 from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.replies import SlotStatus
-from proxy.upstream.state_file import StateFile, read_state_file
 
 T = TypeVar("T")
 
@@ -29,22 +27,13 @@ _ERASE_ATTEMPTS = 5
 _LET_GO_SECONDS = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class SavedState:
-    """A state as it was saved, and how long that took."""
-
-    state: StateFile
-    name: str
-    save_seconds: float
-
-
 @dataclass
 class Bench:
     """What probes need: the empty slots, those that hold work, and files that will not stay."""
 
     upstream: LlamaServer
     files: ProbeFiles
-    rewrite: RewriteStateFile
+    saver: Saver
     n_slots: int
     n_vocab: int = 2
     empty: list[SlotId] = field(default_factory=list)
@@ -97,22 +86,6 @@ class Bench:
             await self.upstream.erase(slot_id)
         self.used.clear()
 
-    async def save(self, slot_id: SlotId) -> SavedState:
-        """Save a slot and read the file, which stays until the bench is left; raises CacheFault."""
-        name = self.files.new_temporary_name()
-        began = time.monotonic()
-        saved = await self.upstream.save(slot_id, name)
-        seconds = time.monotonic() - began
-        path = self.files.path(name)
-        try:
-            self.rewrite(path)
-            state = await asyncio.to_thread(read_state_file, path)
-        except OSError as error:
-            raise SaveRejected(f"a saved file cannot be read: {error}") from error
-        if len(state.tokens) != saved.n_saved:
-            raise SaveRejected(f"saved {saved.n_saved} tokens, the file has {len(state.tokens)}")
-        return SavedState(state, name, seconds)
-
 
 @asynccontextmanager
 async def set_up(
@@ -122,7 +95,8 @@ async def set_up(
 
     Raises UpstreamFault.
     """
-    bench = Bench(upstream, files, rewrite, n_slots)
+    saver = Saver(ProbeStore(upstream, files), rewrite)
+    bench = Bench(upstream, files, saver, n_slots)
     try:
         await _find_empty_slots(bench)
         yield bench

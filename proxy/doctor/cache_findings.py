@@ -14,7 +14,7 @@ LONGEST_STALL_SECONDS = 10.0
 _FIRST_VERSION_WITH_CONTEXT_CHECKPOINTS = 4
 
 
-def memory_findings(memory: MemoryFacts, directory: str) -> Iterator[Finding]:
+def memory_findings(memory: MemoryFacts) -> Iterator[Finding]:
     """Yield what a state file is and what it is good for."""
     if memory.is_version_supported:
         kinds = " + ".join(memory.sections) or "of a kind that is not known"
@@ -28,15 +28,21 @@ def memory_findings(memory: MemoryFacts, directory: str) -> Iterator[Finding]:
     if memory.rule is None:
         return
     yield _rule_finding(memory, memory.rule)
-    remembered = memory.remembered_rule
-    if remembered is not None and remembered.kind is not memory.rule.kind:
-        yield limit(
+    if memory.remembered_rule is not None and memory.remembered_rule.kind is not memory.rule.kind:
+        yield ok(
             RULE,
-            f"The index remembers another one, {remembered.kind.value}, which a proxy would go by:"
-            " llama-server ran with other flags then.",
-            "Start llama-server with the flags it had then (--swa-full, --ctx-checkpoints);"
-            f" or start afresh: {_empty(directory)}",
+            f"The index remembers another one, {memory.remembered_rule.kind.value}: llama-server ran"
+            " with other flags then. A proxy begins with that one, and measures again once restores"
+            " contradict it.",
         )
+
+
+def _beside_finding() -> Finding:
+    return limit(
+        RULE,
+        "Two slots that restore a state at once do not both continue from it.",
+        "Start llama-server with -np 1, or use another build of llama.cpp.",
+    )
 
 
 def _rule_finding(memory: MemoryFacts, rule: Rule) -> Finding:
@@ -110,13 +116,9 @@ def cost_finding(cost: CostFacts) -> Finding:
     return limit(COST, text, "Put the directory of --slot-save-path on a faster disk.")
 
 
-def _empty(directory: str) -> str:
-    return f"stop the proxy and delete {directory}/index and {directory}/lpc-*.state"
-
-
 def store_finding(store: StoreFacts, directory: str) -> Finding:
     """Return whose checkpoints lie in the directory."""
-    empty_it = _empty(directory)
+    empty_it = f"stop the proxy and delete {directory}/index and {directory}/lpc-*.state"
     if store.problem:
         return blocker(
             STORE,
@@ -151,7 +153,10 @@ def store_finding(store: StoreFacts, directory: str) -> Finding:
 def cache_findings(facts: Facts) -> Iterator[Finding]:
     """Yield all that there is to say of states and checkpoints."""
     if facts.memory is not None:
-        yield from memory_findings(facts.memory, facts.directory.path)
+        yield from memory_findings(facts.memory)
+        # Where slots are cleared that follows from it, and is mended with it.
+        if facts.memory.restores_beside is False and facts.behaviour.keeps_idle_slots is not False:
+            yield _beside_finding()
     if facts.cost is not None:
         yield cost_finding(facts.cost)
     if facts.store is not None:

@@ -1,9 +1,10 @@
 """Tries out the shared directory: what this process may do there, and what llama-server writes into it."""
 
+import asyncio
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from proxy.core.model import SlotId
@@ -41,6 +42,22 @@ class ProbeFiles(StateFiles):
                 self.remove(name)
             except OSError:
                 continue  # told as `left_behind` of the save that made it
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeStore:
+    """What saves of probes need: no index, and nothing is ever committed."""
+
+    upstream: LlamaServer
+    files: ProbeFiles
+
+    @property
+    def store(self) -> "ProbeStore":
+        return self
+
+    async def discard(self, temporary_name: str) -> None:
+        """Delete a probe's file."""
+        await asyncio.to_thread(self.files.remove, temporary_name)
 
 
 def examine_directory(

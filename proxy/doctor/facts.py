@@ -116,8 +116,10 @@ class MemoryFacts:
     sections: tuple[str, ...] = ()
     """Kinds of the memory sections, "attention" or "recurrent"; empty if not understood."""
     rule: Rule | None = None
+    restores_beside: bool | None = None
+    """Whether two slots that restore a state at once both continue from it."""
     remembered_rule: Rule | None = None
-    """What a proxy would take without measuring again: the index knows it of this model and build."""
+    """What a proxy begins with, without measuring: the index knows it of this model and build."""
 
     @property
     def may_have_sliding_window(self) -> bool:

@@ -1,15 +1,14 @@
 """Finds out what a saved state of this model is good for, what it costs, and which checkpoints fit it."""
 
-import asyncio
 import time
 
-from proxy.core.model import Rule
-from proxy.core.namespace import CANARY_TOKENS, KnownNamespace, choose_namespace, is_same_canary
-from proxy.core.prefix import Namespace, token_ids
+from proxy.core.namespace import KnownNamespace, choose_namespace, is_same_canary
+from proxy.core.prefix import Namespace
+from proxy.core.probes import SelfTestResult
 from proxy.doctor.bench import Bench
 from proxy.doctor.facts import CostFacts, MemoryFacts, StoreFacts
-from proxy.driver.identity import Layout, read_identity, static_key, tenant_namespace
-from proxy.driver.memory import NAMESPACES_PREFIX, namespaces_name, rule_name, tenants_name
+from proxy.driver.identity import Layout, canary_tokens, read_identity, static_key, tenant_namespace
+from proxy.driver.memory import NAMESPACES_PREFIX, namespaces_name, self_test_name, tenants_name
 from proxy.driver.self_test import SelfTest
 from proxy.errors import SaveRejected
 from proxy.store.inspection import IndexContent
@@ -40,11 +39,12 @@ async def identify_model(bench: Bench, props: Props) -> Model:
     """Ask the model for its canary, and save that; raises UpstreamFault or SaveRejected."""
     identity = await read_identity(bench.upstream, props)
     bench.n_vocab = identity.n_vocab
-    tokens = token_ids(token % max(1, identity.n_vocab) for token in CANARY_TOKENS)
+    tokens, _ = canary_tokens(identity)
     slot_id = bench.empty[0]
     bench.used.add(slot_id)
     canary = await bench.upstream.canary(slot_id, tokens)
-    state = (await bench.save(slot_id)).state
+    async with bench.saver.saved(slot_id) as saved:
+        state = saved.state
     await bench.erase()
     if state.tokens[: len(tokens)] != tokens:
         raise SaveRejected("a slot did not hold what was evaluated in it: somebody else uses it")
@@ -81,24 +81,28 @@ def _knows_canary(index: IndexContent, canary: Canary) -> bool:
 async def examine_memory(
     bench: Bench, model: Model, index: IndexContent, build: str, n_ctx: int
 ) -> MemoryFacts:
-    """Run the self-test, and look up what the index remembers of an earlier one.
-
-    Raises UpstreamFault, or OSError if a file cannot be read.
-    """
-    slot_id = bench.empty[0]
-    bench.used.add(slot_id)
-    test = SelfTest(bench.upstream, bench.files, slot_id, bench.rewrite)
-    rule = await test.run(n_ctx, bench.n_vocab)
+    """Run the self-test, and look up what the index remembers of an earlier one; raises CacheFault."""
+    first, *others = bench.empty
+    bench.used.add(first)
+    test = SelfTest(bench.upstream, bench.saver, bench.n_vocab)
+    rule = await test.learn_rule(first, n_ctx)
+    restores_beside = None
+    if others and rule.can_restore:
+        bench.used.add(others[0])
+        restores_beside, _ = await test.try_beside(first, others[0])
     await bench.erase()
     namespace = model.namespace(index)
-    remembered = index.value(rule_name(namespace, build), Rule) if namespace else None
+    saves_points = bool(model.state.restore_points)
+    name = self_test_name(namespace, build, saves_context_checkpoints=saves_points)
+    remembered = index.value(name, SelfTestResult) if namespace else None
     sections = model.state.layout or ()
     return MemoryFacts(
         file_version=model.state.version,
         is_version_supported=model.state.version in SUPPORTED_VERSIONS,
         sections=tuple(section.kind for section in sections),
         rule=rule,
-        remembered_rule=remembered,
+        restores_beside=restores_beside,
+        remembered_rule=remembered.rule if remembered else None,
     )
 
 
@@ -107,13 +111,13 @@ async def examine_cost(bench: Bench, n_ctx: int) -> CostFacts:
     slot_id, n_short = bench.empty[0], max(1, min(_COST_TOKENS, n_ctx // 4))
     text = bench.text(8, 2 * n_short)
     await bench.evaluate(slot_id, text[:n_short])
-    shorter = (await bench.save(slot_id)).state
+    async with bench.saver.saved(slot_id) as saved:
+        shorter = saved.state
     timings = await bench.upstream.evaluate(slot_id, text)
-    saved = await bench.save(slot_id)
-    began = time.monotonic()
-    await bench.upstream.restore(slot_id, saved.name)
-    restore_seconds = time.monotonic() - began
-    await asyncio.to_thread(bench.files.remove, saved.name)
+    async with bench.saver.saved(slot_id) as saved:
+        began = time.monotonic()
+        await bench.upstream.restore(slot_id, saved.file_name)
+        restore_seconds = time.monotonic() - began
     await bench.erase()
     longer = saved.state
     bytes_per_token = max(0, longer.state_end - shorter.state_end) / n_short
@@ -122,7 +126,7 @@ async def examine_cost(bench: Bench, n_ctx: int) -> CostFacts:
         fixed_bytes=max(0, round(shorter.state_end - bytes_per_token * n_short)),
         bytes_per_token=bytes_per_token,
         context_checkpoint_bytes=(longer.size_bytes - longer.state_end) // max(1, n_points),
-        save_bytes_per_second=longer.size_bytes / max(1e-6, saved.save_seconds),
-        restore_bytes_per_second=longer.size_bytes / max(1e-6, restore_seconds),
+        save_bytes_per_second=saved.n_written / max(1e-6, saved.seconds),
+        restore_bytes_per_second=saved.n_written / max(1e-6, restore_seconds),
         evaluate_tokens_per_second=timings.prompt_n / max(1e-3, timings.prompt_ms) * 1000,
     )

@@ -101,6 +101,16 @@ async def test_server_that_restores_to_no_use_is_named(directory: Path) -> None:
     assert "evaluates every token again" in problems["memory rule"]
 
 
+async def test_window_that_has_to_be_repaired_is_named(directory: Path) -> None:
+    async with FakeLlamaServer(directory, memory=Memory.CUT_WINDOW, file_version=3) as server:
+        facts, problems = await diagnose(server)
+    assert exit_status(findings_of(facts)) == 1
+    assert list(problems) == ["memory rule"]
+    assert "End only" in problems["memory rule"]
+    assert "llama.cpp 0.7.0 or later" in problems["memory rule"]
+    assert "--swa-full" in problems["memory rule"]
+
+
 async def test_unknown_slot_file_version_is_named(directory: Path) -> None:
     async with FakeLlamaServer(directory, file_version=5) as server:
         facts, problems = await diagnose(server)

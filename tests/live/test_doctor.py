@@ -24,7 +24,7 @@ from proxy.doctor.findings import findings_of, is_complete
 from proxy.doctor.verdict import Severity, exit_status, summary
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
-from tests.lab.rig import strip_context_checkpoints
+from tests.lab.older_builds import strip_context_checkpoints
 from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer
 from tests.live.conftest import StartRig
 
@@ -285,7 +285,9 @@ async def test_checkpoints_are_told_from_those_of_another_model(
     assert own.facts.store is not None and own.facts.memory is not None
     assert own.facts.store.n_usable == own.facts.store.n_checkpoints > 0
     assert own.facts.memory.remembered_rule == own.facts.memory.rule
-    assert "remembers another one, restore points" in other_flags.problems()["memory rule"]
+    assert own.facts.memory.restores_beside
+    assert list(other_flags.problems()) == ["memory rule"]
+    assert other_flags.facts.memory is not None and not other_flags.facts.memory.remembered_rule
     assert other_layout.exit_status == foreign.exit_status == 1
     assert "another cache layout" in other_layout.problems()["checkpoints"]
     problem = foreign.problems()["checkpoints"]

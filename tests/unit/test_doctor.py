@@ -191,8 +191,8 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
         ),
         (memory(NOTHING), BLOCKER, "memory rule", "every token again", "Restart llama-server"),
         (
-            replace(HEALTHY, memory=replace(MEMORY, remembered_rule=NOTHING)),
-            *(LIMIT, "memory rule", "remembers another one, nothing", "--swa-full"),
+            replace(HEALTHY, memory=replace(MEMORY, restores_beside=False)),
+            *(LIMIT, "memory rule", "do not both continue", "-np 1"),
         ),
         (
             replace(HEALTHY, memory=replace(MEMORY, file_version=5, is_version_supported=False)),
@@ -338,6 +338,18 @@ def test_shortest_state_of_a_rule_is_told() -> None:
     facts = memory(Rule(RuleKind.RESTORE_POINTS, 2200), sections=SLIDING)
     assert "under 2,200 tokens" in text_of(facts, "memory rule")
     assert "under" not in text_of(memory(RESTORE_POINTS), "memory rule")
+
+
+def test_other_remembered_rule_is_told_and_mends_itself() -> None:
+    facts = replace(HEALTHY, memory=replace(MEMORY, remembered_rule=NOTHING))
+    assert problems(facts) == []
+    assert any("remembers another one, nothing" in f.text for f in findings_of(facts))
+
+
+def test_what_follows_from_cleared_slots_is_not_told_twice() -> None:
+    cleared = behaviour(keeps_idle_slots=False)
+    facts = replace(cleared, memory=replace(MEMORY, restores_beside=False))
+    assert problems(facts) == problems(cleared)
 
 
 def text_of(facts: Facts, topic: str) -> str:
