@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from proxy.commands.options import EXIT_USAGE, fail, setting_options
+from proxy.commands.options import EXIT_CUT_SHORT, EXIT_USAGE, fail, setting_options
 from proxy.config import NAMES, Settings, load_settings
 from proxy.doctor.directory import FreeBytes, free_bytes_of
 from proxy.doctor.examination import Examination, Note, Subject
@@ -22,7 +22,6 @@ from proxy.driver.saving import RewriteStateFile, keep_as_saved
 from proxy.errors import SettingsError
 from proxy.upstream.llama_server import LlamaServer, new_session
 
-EXIT_INTERRUPTED = 130
 _SETTINGS = ("upstream", "slot_save_path", "upstream_api_key", "admin", "max_store_bytes")
 """Those that doctor has flags for; the others are taken from a file and ignored."""
 
@@ -43,7 +42,7 @@ def doctor(config: Path | None, as_json: bool, **flags: Any) -> None:
     try:
         facts = asyncio.run(_examine_until_told(settings))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        fail("interrupted; the probes are cleaned up", EXIT_INTERRUPTED)
+        fail("interrupted; the probes are cleaned up", EXIT_CUT_SHORT)
     click.echo(json_report(facts) if as_json else report(facts, Console(highlight=False)))
     sys.exit(exit_status(findings_of(facts)))
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from proxy.commands.doctor import EXIT_INTERRUPTED, examine
+from proxy.commands.doctor import examine
+from proxy.commands.options import EXIT_CUT_SHORT
 from proxy.config import Settings
 from proxy.doctor.facts import Contact, Facts
 from proxy.doctor.findings import findings_of
@@ -159,7 +160,7 @@ async def test_interrupted_command_leaves_nothing_behind(
         process.send_signal(number)
         server.release("restore")
         _, said = await process.communicate()
-    assert process.returncode == EXIT_INTERRUPTED, said
+    assert process.returncode == EXIT_CUT_SHORT, said
     assert b"interrupted" in said and b"Traceback" not in said
     assert [slot.tokens for slot in server.slots] == [[], []]
     assert os.listdir(server.directory) == []

@@ -24,7 +24,6 @@ MAY_IMPORT = {
     "proxy.front.admin": {"proxy.store"},
     "proxy.doctor": {"proxy.core", "proxy.store", "proxy.upstream", "proxy.driver"}
     | {"proxy.errors", "proxy.doctor"},
-    "proxy.commands": {"proxy"},
     "proxy.config": {"proxy.errors"},
     "proxy.errors": set(),
     "proxy.metrics": set(),
@@ -34,6 +33,7 @@ MAY_IMPORT = {
     "proxy.app": {"proxy"},
     "proxy.commands": {"proxy.commands", "proxy.app", "proxy.config", "proxy.core", "proxy.errors"}
     | {"proxy.log", "proxy.run", "proxy.upstream"},
+    "proxy.commands.doctor": {"proxy.doctor", "proxy.driver"},
     "proxy.__main__": {"proxy"},
 }
 CORE_PACKAGES = (sys.stdlib_module_names | {"xxhash", "msgspec", "proxy"}) - {
