@@ -5,10 +5,8 @@ model for its canary there, save a probe to learn the cache's layout, and only t
 namespace all of it belongs to.
 """
 
-import asyncio
 import time
 from contextlib import AsyncExitStack
-from pathlib import Path
 
 import xxhash
 
