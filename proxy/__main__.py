@@ -5,6 +5,7 @@ import sys
 import click
 
 from proxy import __version__
+from proxy.commands.doctor import doctor
 from proxy.commands.run import run
 from proxy.commands.serve import serve
 
@@ -17,6 +18,7 @@ def main() -> None:
 
 main.add_command(serve)
 main.add_command(run)
+main.add_command(doctor)
 
 if __name__ == "__main__":
     main(prog_name="python -m proxy" if sys.argv[0].endswith("__main__.py") else None)

@@ -268,7 +268,11 @@ def _refuse_unknown_environment(environment: Mapping[str, str]) -> None:
 
 
 def _require_directory(path: str) -> None:
-    if not Path(path).is_dir():
+    try:
+        is_directory = Path(path).is_dir()
+    except OSError as error:
+        raise SettingsError(f"slot_save_path: {path}: {error.strerror}") from error
+    if not is_directory:
         raise SettingsError(
             f"slot_save_path: {path} is not a directory; create it and give it to llama-server too"
         )

@@ -17,7 +17,7 @@ EXIT_UNAVAILABLE = 69
 EXIT_LLAMA_SERVER_DIED = 70
 """The llama-server that `run` started has ended by itself (EX_SOFTWARE)."""
 EXIT_CUT_SHORT = 130
-"""A second signal cut the end short."""
+"""A signal cut the work, or the end of it, short."""
 
 Command = Callable[..., Any]
 

@@ -5,44 +5,30 @@ model for its canary there, save a probe to learn the cache's layout, and only t
 namespace all of it belongs to.
 """
 
-import asyncio
 import time
 from contextlib import AsyncExitStack
-from pathlib import Path
 
-import msgspec
 import xxhash
 
 from proxy.core.degradation import DegradationKind
 from proxy.core.model import CheckpointKind, SlotId
-from proxy.core.namespace import CANARY_TOKENS, KnownNamespace, choose_namespace
-from proxy.core.prefix import Namespace, TokenIds, token_ids
+from proxy.core.namespace import KnownNamespace, choose_namespace
+from proxy.core.prefix import Namespace, TokenIds
 from proxy.core.slots import TAINTED, Content, Empty, Known, SlotTable, n_believed_points
 from proxy.driver.attachment import Attachment
 from proxy.driver.degradations import CannotCache
+from proxy.driver.identity import canary_tokens, read_identity, static_key
 from proxy.driver.leases import LeaseDesk
-from proxy.driver.memory import known_tenants, owner_of
+from proxy.driver.memory import known_tenants, namespaces_name, owner_of
 from proxy.driver.saving import SavedSlot, Saver
 from proxy.driver.services import Services
 from proxy.errors import CacheFault, SaveRejected, UpstreamRefused
 from proxy.store.store import CheckpointStore
-from proxy.upstream.fingerprint import fingerprint_model
 from proxy.upstream.replies import Props
 from proxy.upstream.state_file import StateFile
 
 Adopted = dict[SlotId, SavedSlot]
 """What slots held at first contact, as their saves told it; the files wait for their namespaces."""
-
-
-class _Identity(msgspec.Struct, frozen=True):
-    """What can be said of a model without evaluating anything."""
-
-    model: str
-    n_vocab: int
-    n_params: int
-    size_bytes: int
-    modalities: dict[str, object]
-    adapters: tuple[tuple[int, str, float], ...]
 
 
 class Attacher:
@@ -109,17 +95,15 @@ class Attacher:
     async def _find_namespace(self, attachment: Attachment, slot_id: SlotId, props: Props) -> None:
         """Ask the model for its canary in an empty slot, and leave that slot empty."""
         table = attachment.desk.table
-        identity = await self._read_identity(props)
-        fixed = token_ids(token % max(1, identity.n_vocab) for token in CANARY_TOKENS)
-        tokens, last = fixed[:-1], fixed[-1:]
+        identity = await read_identity(self._upstream, props)
+        tokens, last = canary_tokens(identity)
         table.set_content(slot_id, TAINTED)
         canary = await self._upstream.canary(slot_id, tokens)
         await self._disturb(table, last)
         probe = await self._probe_save(slot_id, tokens)
         await self._upstream.erase(slot_id)
         table.set_content(slot_id, Empty())
-        seen = [identity, (probe.version, probe.layout)]
-        static = xxhash.xxh3_128_hexdigest(msgspec.json.encode(seen))
+        static = static_key(identity, (probe.version, probe.layout))
         attachment.saves_context_checkpoints = bool(probe.restore_points)
         attachment.model_namespace = await self._namespace(self._services.store, static, canary)
 
@@ -160,20 +144,6 @@ class Attacher:
         table.set_content(smallest, Empty())
         return smallest
 
-    async def _read_identity(self, props: Props) -> _Identity:
-        meta = await self._upstream.model_meta()
-        adapters = await self._upstream.lora_adapters()
-        path = Path(props.model_path)
-        fingerprint = await asyncio.to_thread(fingerprint_model, path)
-        return _Identity(
-            model=fingerprint or f"{path} {meta.size}",
-            n_vocab=meta.n_vocab,
-            n_params=meta.n_params,
-            size_bytes=meta.size,
-            modalities=props.modalities,
-            adapters=tuple((a.id, a.path, a.scale) for a in adapters),
-        )
-
     async def _disturb(self, table: SlotTable, tokens: TokenIds) -> None:
         """Run another empty slot for a token, upon which some servers clear all idle ones."""
         for slot in table:
@@ -195,12 +165,13 @@ class Attacher:
     async def _namespace(
         self, store: CheckpointStore, static: str, canary: list[tuple[int, float]]
     ) -> Namespace:
-        known = store.index.value(f"namespaces {static}", list[KnownNamespace]) or []
+        name = namespaces_name(static)
+        known = store.index.value(name, list[KnownNamespace]) or []
         chosen = choose_namespace(known, canary)
         if chosen is None:
             digest = xxhash.xxh3_128_digest(f"{static} {len(known)}".encode())
             chosen = KnownNamespace(digest, canary)
-            await store.put_value(f"namespaces {static}", [*known, chosen])
+            await store.put_value(name, [*known, chosen])
         return Namespace(chosen.id)
 
     async def _commit(

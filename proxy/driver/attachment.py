@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
-import xxhash
-
 from proxy.core.degradation import DegradationKind
 from proxy.core.model import NO_RULE, Rates, Rule
 from proxy.core.prefix import Namespace
 from proxy.core.probes import SelfTestResult
 from proxy.driver.degradations import CannotCache, Degradations
+from proxy.driver.identity import tenant_namespace
 from proxy.driver.leases import LeaseDesk
 from proxy.errors import CacheFault
 
@@ -107,6 +106,4 @@ class Attachment:
 
     def tenant_namespace(self, tenant: bytes) -> Namespace:
         """Return the namespace of one tenant of this model."""
-        digest = xxhash.xxh3_128(self.model_namespace or b"no model namespace")
-        digest.update(tenant)
-        return Namespace(digest.digest())
+        return tenant_namespace(self.model_namespace, tenant)

@@ -5,6 +5,8 @@ from proxy.core.probes import SelfTestResult
 from proxy.driver.attachment import Attachment
 from proxy.store.store import CheckpointStore
 
+NAMESPACES_PREFIX = "namespaces "
+
 
 def owner_of(store: CheckpointStore, attachment: Attachment, tokens: TokenIds) -> Namespace | None:
     """Return the namespace of the tenant whose tokens a slot holds; None if that is not known.
@@ -22,16 +24,20 @@ def owner_of(store: CheckpointStore, attachment: Attachment, tokens: TokenIds) -
 
 def known_tenants(store: CheckpointStore, attachment: Attachment) -> set[bytes]:
     """Return the tenants that this model has served before."""
-    return set(store.index.value(_tenants_name(attachment), list[bytes]) or [])
+    return set(store.index.value(tenants_name(attachment.model_namespace), list[bytes]) or [])
 
 
 async def remember_tenant(store: CheckpointStore, attachment: Attachment, tenant: bytes) -> None:
     attachment.tenants.add(tenant)
-    await store.put_value(_tenants_name(attachment), sorted(attachment.tenants))
+    await store.put_value(tenants_name(attachment.model_namespace), sorted(attachment.tenants))
 
 
-def _tenants_name(attachment: Attachment) -> str:
-    return f"tenants {(attachment.model_namespace or b'').hex()}"
+def tenants_name(model_namespace: Namespace | None) -> str:
+    return f"tenants {(model_namespace or b'').hex()}"
+
+
+def namespaces_name(static: str) -> str:
+    return NAMESPACES_PREFIX + static
 
 
 def known_self_test(store: CheckpointStore, attachment: Attachment) -> SelfTestResult | None:
@@ -40,16 +46,25 @@ def known_self_test(store: CheckpointStore, attachment: Attachment) -> SelfTestR
     One of a server that saved context checkpoints is not that of one which does not: --swa-full and
     --ctx-checkpoints decide that on the same build.
     """
-    return store.index.value(_self_test_name(attachment), SelfTestResult)
+    return store.index.value(_self_test_name_of(attachment), SelfTestResult)
 
 
 async def remember_self_test(
     store: CheckpointStore, attachment: Attachment, result: SelfTestResult
 ) -> None:
-    await store.put_value(_self_test_name(attachment), result)
+    await store.put_value(_self_test_name_of(attachment), result)
 
 
-def _self_test_name(attachment: Attachment) -> str:
-    namespace = attachment.model_namespace or b""
-    points = "with" if attachment.saves_context_checkpoints else "without"
-    return f"self-test {namespace.hex()} {points} context checkpoints {attachment.build}"
+def self_test_name(
+    model_namespace: Namespace | None, build: str, *, saves_context_checkpoints: bool
+) -> str:
+    points = "with" if saves_context_checkpoints else "without"
+    return f"self-test {(model_namespace or b'').hex()} {points} context checkpoints {build}"
+
+
+def _self_test_name_of(attachment: Attachment) -> str:
+    return self_test_name(
+        attachment.model_namespace,
+        attachment.build,
+        saves_context_checkpoints=attachment.saves_context_checkpoints,
+    )

@@ -11,14 +11,16 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from proxy.core.degradation import DegradationKind
 from proxy.core.model import CheckpointKind, SlotId
 from proxy.core.prefix import Namespace
 from proxy.driver.degradations import CannotCache
-from proxy.driver.services import Services
 from proxy.errors import SaveRejected, UpstreamRefused
+from proxy.store.state_files import StateFiles
 from proxy.store.store import NewState
+from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.replies import Saved
 from proxy.upstream.state_file import StateFile, read_state_file
 from proxy.upstream.window_repair import NEEDED_BY_VERSIONS, repair_window
@@ -53,10 +55,29 @@ class SavedSlot:
         )
 
 
+class TemporaryFiles(Protocol):
+    """Where saved files live until they are committed or deleted: the store, or less than that."""
+
+    @property
+    def files(self) -> StateFiles: ...
+
+    async def discard(self, temporary_name: str) -> None: ...
+
+
+class SaverServices(Protocol):
+    """What a save needs of `Services`."""
+
+    @property
+    def upstream(self) -> LlamaServer: ...
+
+    @property
+    def store(self) -> TemporaryFiles: ...
+
+
 class Saver:
     """Has llama-server save slots."""
 
-    def __init__(self, services: Services, rewrite: RewriteStateFile) -> None:
+    def __init__(self, services: SaverServices, rewrite: RewriteStateFile) -> None:
         self._services = services
         self._rewrite = rewrite
 

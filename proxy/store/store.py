@@ -26,6 +26,7 @@ from proxy.store.state_files import StateFiles
 
 T = TypeVar("T")
 
+LOCK_NAME = ".llama-prefix-cache.lock"
 MAX_COMPARED = 512
 """How many checkpoints one lookup compares token by token, at most."""
 
@@ -279,7 +280,7 @@ class CheckpointStore:
 
 def _lock(directory: Path) -> int:
     try:
-        descriptor = os.open(directory / ".llama-prefix-cache.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise StoreFault(f"{directory}: {error}") from error
     try:

@@ -160,6 +160,11 @@ class LlamaServer:
         reply = await self._call("POST", "/completion", Evaluated, body, headers, seconds=None)
         return reply.timings
 
+    async def evaluate_anywhere(self, tokens: TokenIds) -> Evaluated:
+        """Evaluate *tokens* in the slot that llama-server chooses, idle or as soon as one is."""
+        body = {"prompt": tokens.tolist(), "n_predict": 0, "cache_prompt": True, "n_cache_reuse": 0}
+        return await self._call("POST", "/completion", Evaluated, body, seconds=None)
+
     async def canary(self, slot_id: SlotId, tokens: TokenIds) -> list[tuple[int, float]]:
         """Evaluate *tokens* from nothing; return the ten likeliest next tokens with log-probabilities."""
         body = {
@@ -174,6 +179,22 @@ class LlamaServer:
         if not reply.completion_probabilities:
             raise UpstreamRefused(200, "no probabilities in the reply to n_probs")
         return [(p.id, p.logprob) for p in reply.completion_probabilities[0].top_logprobs]
+
+    async def has_slot_save_path(self) -> bool:
+        """Return whether slots can be saved, without touching one; raises UpstreamFault.
+
+        The path is looked for before the file name, and "/" never is one (server-context.cpp,
+        post_slots and handle_slots_save).
+        """
+        try:
+            await self.save(SlotId(0), "/")
+        except UpstreamRefused as refusal:
+            if refusal.status == 400:
+                return True
+            if refusal.status == 501:
+                return False
+            raise
+        return True
 
     async def save(self, slot_id: SlotId, file_name: str) -> Saved:
         return await self._slot_action(slot_id, "save", Saved, {"filename": file_name})

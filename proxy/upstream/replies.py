@@ -16,6 +16,7 @@ class Props(msgspec.Struct):
     media_marker: str = ""
     model_path: str = ""
     build_info: str = ""
+    is_sleeping: bool = False
     default_generation_settings: GenerationDefaults = msgspec.field(
         default_factory=GenerationDefaults
     )
@@ -23,11 +24,15 @@ class Props(msgspec.Struct):
 
 
 class SlotStatus(msgspec.Struct):
-    """One entry of GET /slots; `id_task` is absent until the slot has run a task."""
+    """One entry of GET /slots; `id_task` and `n_prompt_tokens` are absent until the slot has run a task.
+
+    `n_prompt_tokens` is how many tokens the slot holds; a restore alone does not set it.
+    """
 
     id: int
     is_processing: bool = False
     id_task: int = -1
+    n_prompt_tokens: int = 0
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -49,9 +54,10 @@ class Restored(msgspec.Struct):
 
 
 class Evaluated(msgspec.Struct):
-    """A /completion reply of which only the accounting matters."""
+    """A /completion reply of which only the accounting and the slot matter."""
 
     timings: Timings
+    id_slot: int = -1
 
 
 class Probability(msgspec.Struct):

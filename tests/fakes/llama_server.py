@@ -233,7 +233,12 @@ class FakeLlamaServer:
     async def _slots(self, request: web.Request) -> web.Response:
         return _json(
             [
-                {"id": s.id, "is_processing": s.is_processing, "id_task": s.id_task}
+                {
+                    "id": s.id,
+                    "is_processing": s.is_processing,
+                    "id_task": s.id_task,
+                    "n_prompt_tokens": len(s.tokens),
+                }
                 for s in self.slots
             ]
         )
@@ -276,6 +281,8 @@ class FakeLlamaServer:
 
     async def _slot_action(self, request: web.Request, slot_id: int) -> web.StreamResponse:
         slot, place = self.slots[slot_id], request.query["action"]
+        if place != "erase" and "/" in (await request.json())["filename"]:
+            return _error(400, "Invalid filename", "invalid_request_error")
         async with slot.lock:
             trouble = await self._trouble(place, request)
             if self.faults.forgets_dropped_actions and _is_gone(request):
@@ -310,11 +317,11 @@ class FakeLlamaServer:
         try:
             has_window = self.memory is Memory.CUT_WINDOW
             state = read_slot_file(path, self.file_version, has_window=has_window)
-        except StateFileRefused as refusal:
+            n_read = path.stat().st_size
+        except (StateFileRefused, FileNotFoundError) as refusal:
             return _error(400, f"Unable to restore slot: {refusal}", "invalid_request_error")
         slot.load(state)
         slot.is_inert = slot.is_inert or self.faults.restores_are_inert
-        n_read = path.stat().st_size
         return _json({"id_slot": slot.id, "n_restored": len(state.tokens), "n_read": n_read})
 
     async def _generate(self, request: web.Request, shape: Shape) -> web.StreamResponse:

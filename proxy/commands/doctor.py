@@ -1,0 +1,82 @@
+"""`llama-prefix-cache doctor`: whether caching will work here, how well, and what mends it."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from proxy.commands.options import EXIT_CUT_SHORT, EXIT_USAGE, fail, setting_options
+from proxy.config import NAMES, Settings, load_settings
+from proxy.doctor.directory import FreeBytes, free_bytes_of
+from proxy.doctor.examination import Examination, Note, Subject
+from proxy.doctor.facts import Facts
+from proxy.doctor.findings import findings_of
+from proxy.doctor.report import json_report, report
+from proxy.doctor.verdict import exit_status
+from proxy.driver.saving import RewriteStateFile, keep_as_saved
+from proxy.errors import SettingsError
+from proxy.upstream.llama_server import LlamaServer, new_session
+
+_SETTINGS = ("upstream", "slot_save_path", "upstream_api_key", "admin", "max_store_bytes")
+"""Those that doctor has flags for; the others are taken from a file and ignored."""
+
+
+@click.command()
+@setting_options(without=tuple(name for name in NAMES if name not in _SETTINGS))
+@click.option("--json", "as_json", is_flag=True, help="Print facts and findings as JSON.")
+def doctor(config: Path | None, as_json: bool, **flags: Any) -> None:
+    """Say whether caching will work here, how well, and what mends it.
+
+    Takes the settings of serve, so its flags, variables and configuration file do. Probes run in empty
+    slots and leave nothing behind. Exit status: 0 it will work, 1 with limits, 2 it will not.
+    """
+    try:
+        settings = load_settings(flags, os.environ, config)
+    except SettingsError as error:
+        fail(error, EXIT_USAGE)
+    try:
+        facts = asyncio.run(_examine_until_told(settings))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        fail("interrupted; the probes are cleaned up", EXIT_CUT_SHORT)
+    click.echo(json_report(facts) if as_json else report(facts, Console(highlight=False)))
+    sys.exit(exit_status(findings_of(facts)))
+
+
+async def _examine_until_told(settings: Settings) -> Facts:
+    """Examine; SIGTERM ends it as Ctrl-C does, with the probes cleaned up."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return await examine(settings)
+    with console.status("") as status:
+        return await examine(settings, note=status.update)
+
+
+async def examine(
+    settings: Settings,
+    *,
+    rewrite: RewriteStateFile = keep_as_saved,
+    free_bytes: FreeBytes = free_bytes_of,
+    note: Note = lambda text: None,
+) -> Facts:
+    """Return what there is to know about the llama-server and the directory of *settings*."""
+    subject = Subject(
+        url=settings.upstream.rstrip("/"),
+        has_key=settings.upstream_api_key is not None,
+        directory=Path(settings.slot_save_path),
+        admin=settings.admin,
+        budget_bytes=settings.max_store_bytes,
+    )
+    async with new_session() as session:
+        upstream = LlamaServer(session, settings.upstream, settings.upstream_api_key)
+        examination = Examination(
+            subject, upstream, rewrite=rewrite, free_bytes=free_bytes, note=note
+        )
+        return await examination.run()

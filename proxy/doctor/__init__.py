@@ -1,0 +1,1 @@
+"""Says in plain words whether caching will work here, and how well."""

@@ -1,0 +1,132 @@
+"""Finds out what a saved state of this model is good for, what it costs, and which checkpoints fit it."""
+
+import time
+
+from proxy.core.namespace import KnownNamespace, choose_namespace, is_same_canary
+from proxy.core.prefix import Namespace
+from proxy.core.probes import SelfTestResult
+from proxy.doctor.bench import Bench
+from proxy.doctor.facts import CostFacts, MemoryFacts, StoreFacts
+from proxy.driver.identity import Layout, canary_tokens, read_identity, static_key, tenant_namespace
+from proxy.driver.memory import NAMESPACES_PREFIX, namespaces_name, self_test_name, tenants_name
+from proxy.driver.self_test import SelfTest
+from proxy.errors import SaveRejected
+from proxy.store.inspection import IndexContent
+from proxy.upstream.replies import Props
+from proxy.upstream.state_file import SUPPORTED_VERSIONS, StateFile
+
+Canary = list[tuple[int, float]]
+_COST_TOKENS = 1100
+"""Of the shorter state; the other one is twice as long. Longer than most sliding windows."""
+
+
+class Model:
+    """The model that runs now, as its canary and a probe save show it."""
+
+    def __init__(self, static: str, canary: Canary, state: StateFile) -> None:
+        self.static = static
+        self.canary = canary
+        self.state = state
+
+    def namespace(self, index: IndexContent) -> Namespace | None:
+        """Return the namespace of this model's states, if the index knows it."""
+        known = index.value(namespaces_name(self.static), list[KnownNamespace]) or []
+        chosen = choose_namespace(known, self.canary)
+        return Namespace(chosen.id) if chosen else None
+
+
+async def identify_model(bench: Bench, props: Props) -> Model:
+    """Ask the model for its canary, and save that; raises UpstreamFault or SaveRejected."""
+    identity = await read_identity(bench.upstream, props)
+    bench.n_vocab = identity.n_vocab
+    tokens, _ = canary_tokens(identity)
+    slot_id = bench.empty[0]
+    bench.used.add(slot_id)
+    canary = await bench.upstream.canary(slot_id, tokens)
+    async with bench.saver.saved(slot_id) as saved:
+        state = saved.state
+    await bench.erase()
+    if state.tokens[: len(tokens)] != tokens:
+        raise SaveRejected("a slot did not hold what was evaluated in it: somebody else uses it")
+    layout: Layout = (state.version, state.layout)
+    return Model(static_key(identity, layout), canary, state)
+
+
+def examine_store(index: IndexContent, model: Model) -> StoreFacts:
+    """Return which of the checkpoints are of *model*."""
+    namespace = model.namespace(index)
+    usable = []
+    if namespace is not None:
+        tenants = {b"", *(index.value(tenants_name(namespace), list[bytes]) or [])}
+        ours = {tenant_namespace(namespace, tenant) for tenant in tenants}
+        usable = [c for c in index.checkpoints if c.namespace in ours]
+    return StoreFacts(
+        n_checkpoints=len(index.checkpoints),
+        size_bytes=sum(c.size_bytes for c in index.checkpoints),
+        n_usable=len(usable),
+        usable_bytes=sum(c.size_bytes for c in usable),
+        knows_model_otherwise=namespace is None and _knows_canary(index, model.canary),
+    )
+
+
+def _knows_canary(index: IndexContent, canary: Canary) -> bool:
+    return any(
+        is_same_canary(known.canary, canary)
+        for name in index.values
+        if name.startswith(NAMESPACES_PREFIX)
+        for known in index.value(name, list[KnownNamespace]) or []
+    )
+
+
+async def examine_memory(
+    bench: Bench, model: Model, index: IndexContent, build: str, n_ctx: int
+) -> MemoryFacts:
+    """Run the self-test, and look up what the index remembers of an earlier one; raises CacheFault."""
+    first, *others = bench.empty
+    bench.used.add(first)
+    test = SelfTest(bench.upstream, bench.saver, bench.n_vocab)
+    rule = await test.learn_rule(first, n_ctx)
+    restores_beside = None
+    if others and rule.can_restore:
+        bench.used.add(others[0])
+        restores_beside, _ = await test.try_beside(first, others[0])
+    await bench.erase()
+    namespace = model.namespace(index)
+    saves_points = bool(model.state.restore_points)
+    name = self_test_name(namespace, build, saves_context_checkpoints=saves_points)
+    remembered = index.value(name, SelfTestResult) if namespace else None
+    sections = model.state.layout or ()
+    return MemoryFacts(
+        file_version=model.state.version,
+        is_version_supported=model.state.version in SUPPORTED_VERSIONS,
+        sections=tuple(section.kind for section in sections),
+        rule=rule,
+        restores_beside=restores_beside,
+        remembered_rule=remembered.rule if remembered else None,
+    )
+
+
+async def examine_cost(bench: Bench, n_ctx: int) -> CostFacts:
+    """Save two lengths and restore the longer one; raises UpstreamFault or SaveRejected."""
+    slot_id, n_short = bench.empty[0], max(1, min(_COST_TOKENS, n_ctx // 4))
+    text = bench.text(8, 2 * n_short)
+    await bench.evaluate(slot_id, text[:n_short])
+    async with bench.saver.saved(slot_id) as saved:
+        shorter = saved.state
+    timings = await bench.upstream.evaluate(slot_id, text)
+    async with bench.saver.saved(slot_id) as saved:
+        began = time.monotonic()
+        await bench.upstream.restore(slot_id, saved.file_name)
+        restore_seconds = time.monotonic() - began
+    await bench.erase()
+    longer = saved.state
+    bytes_per_token = max(0, longer.state_end - shorter.state_end) / n_short
+    n_points = len(longer.restore_points)
+    return CostFacts(
+        fixed_bytes=max(0, round(shorter.state_end - bytes_per_token * n_short)),
+        bytes_per_token=bytes_per_token,
+        context_checkpoint_bytes=(longer.size_bytes - longer.state_end) // max(1, n_points),
+        save_bytes_per_second=saved.n_written / max(1e-6, saved.seconds),
+        restore_bytes_per_second=saved.n_written / max(1e-6, restore_seconds),
+        evaluate_tokens_per_second=timings.prompt_n / max(1e-3, timings.prompt_ms) * 1000,
+    )

@@ -1,0 +1,38 @@
+"""Asks a proxy that uses the directory how it is doing, at its admin listener."""
+
+import aiohttp
+import msgspec
+
+from proxy.doctor.facts import ProxyFacts
+
+_SECONDS = 10.0
+_ANY_ADDRESS = ("", "0.0.0.0", "[::]")
+
+
+class _Reason(msgspec.Struct):
+    reason: str
+
+
+class _Health(msgspec.Struct):
+    state: str
+    rule: str = ""
+    reasons: list[_Reason] = []
+
+
+async def ask_proxy(session: aiohttp.ClientSession, admin: str, lock: str) -> ProxyFacts:
+    """Return what GET /health at *admin* (HOST:PORT) says, or that nobody answers there."""
+    host, _, port = admin.rpartition(":")
+    url = f"http://{'127.0.0.1' if host in _ANY_ADDRESS else host}:{port}/health"
+    try:
+        async with session.get(url, timeout=aiohttp.ClientTimeout(total=_SECONDS)) as reply:
+            health = msgspec.json.decode(await reply.read(), type=_Health)
+    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+        return ProxyFacts(admin=admin, lock=lock)
+    return ProxyFacts(
+        admin=admin,
+        lock=lock,
+        answers=True,
+        is_caching=health.state != "forwarding",
+        rule=health.rule,
+        reasons=tuple(each.reason for each in health.reasons),
+    )

@@ -1,0 +1,175 @@
+"""doctor before a scripted llama-server: what the real one cannot be made to show, and interruptions."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.commands.doctor import examine
+from proxy.commands.options import EXIT_CUT_SHORT
+from proxy.config import Settings
+from proxy.doctor.facts import Contact, Facts
+from proxy.doctor.findings import findings_of
+from proxy.doctor.verdict import Severity, exit_status
+from tests.fakes.faults import Faults
+from tests.fakes.llama_server import FakeLlamaServer
+from tests.fakes.slots import Memory
+
+REPOSITORY = Path(__file__).parents[2]
+WAIT_SECONDS = 60.0
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "slots"
+    path.mkdir(mode=0o700)
+    return path
+
+
+@pytest.fixture
+async def server(directory: Path) -> AsyncIterator[FakeLlamaServer]:
+    async with FakeLlamaServer(directory) as server:
+        yield server
+
+
+def settings_for(server: FakeLlamaServer) -> Settings:
+    path = str(server.directory)
+    return Settings(upstream=server.base_url, slot_save_path=path, max_store_bytes=1 << 20)
+
+
+async def diagnose(server: FakeLlamaServer) -> tuple[Facts, dict[str, str]]:
+    """Return the facts, and text and cure of all that is not well."""
+    facts = await examine(settings_for(server))
+    assert os.listdir(server.directory) == []
+    assert [slot.tokens for slot in server.slots] == [[]] * server.n_slots
+    return facts, {
+        f.topic: f"{f.text} -> {f.cure}"
+        for f in findings_of(facts)
+        if f.severity is not Severity.OK
+    }
+
+
+async def test_scripted_server_is_approved(server: FakeLlamaServer) -> None:
+    facts, problems = await diagnose(server)
+    assert (problems, facts.failures) == ({}, ())
+
+
+@pytest.mark.parametrize(
+    ("faults", "contact", "cure"),
+    [
+        (Faults(is_loading=True), Contact.LOADING, "answers 200"),
+        (Faults(refuse={"props": 404}), Contact.NOT_LLAMA_SERVER, "--api-prefix"),
+        (Faults(props={"total_slots": 0}), Contact.NO_SLOTS, "runs one model"),
+        (Faults(drop={"props"}), Contact.UNREACHABLE, "--upstream URL"),
+    ],
+)
+async def test_server_that_cannot_be_examined_is_named(
+    server: FakeLlamaServer, faults: Faults, contact: Contact, cure: str
+) -> None:
+    server.faults = faults
+    facts, problems = await diagnose(server)
+    assert facts.server.contact is contact
+    assert exit_status(findings_of(facts)) == 2
+    assert cure in problems["llama-server"]
+
+
+async def test_server_that_cannot_write_is_named(server: FakeLlamaServer) -> None:
+    server.faults.refuse["save"] = 500
+    facts, problems = await diagnose(server)
+    assert exit_status(findings_of(facts)) == 2
+    assert "could not save" in problems["directory"]
+    assert "write there" in problems["directory"] and "not full" in problems["directory"]
+
+
+async def test_server_whose_restarts_cannot_be_told_is_named(server: FakeLlamaServer) -> None:
+    server.faults.props["media_marker"] = "<always the same>"
+    server.faults.refuse["metrics"] = 501
+    facts, problems = await diagnose(server)
+    assert exit_status(findings_of(facts)) == 2
+    assert "--metrics" in problems["llama-server"]
+
+
+async def test_server_that_restores_to_no_use_is_named(directory: Path) -> None:
+    async with FakeLlamaServer(directory, memory=Memory.NOTHING) as server:
+        facts, problems = await diagnose(server)
+    assert exit_status(findings_of(facts)) == 2
+    assert "evaluates every token again" in problems["memory rule"]
+
+
+async def test_window_that_has_to_be_repaired_is_named(directory: Path) -> None:
+    async with FakeLlamaServer(directory, memory=Memory.CUT_WINDOW, file_version=3) as server:
+        facts, problems = await diagnose(server)
+    assert exit_status(findings_of(facts)) == 1
+    assert list(problems) == ["memory rule"]
+    assert "End only" in problems["memory rule"]
+    assert "llama.cpp 0.7.0 or later" in problems["memory rule"]
+    assert "--swa-full" in problems["memory rule"]
+
+
+async def test_unknown_slot_file_version_is_named(directory: Path) -> None:
+    async with FakeLlamaServer(directory, file_version=5) as server:
+        facts, problems = await diagnose(server)
+    assert exit_status(findings_of(facts)) >= 1
+    assert "Version 5 is not known" in problems["slot files"]
+
+
+async def test_probe_that_fails_is_named_and_the_others_run(server: FakeLlamaServer) -> None:
+    server.faults.refuse["lora-adapters"] = 500
+    facts, problems = await diagnose(server)
+    assert exit_status(findings_of(facts)) == 1
+    assert "the model could not be examined" in problems["probe"]
+    assert facts.probe_save is not None and facts.probe_save.is_whole
+
+
+@pytest.mark.parametrize("place", ["save", "evaluate", "generate", "restore", "erase"])
+async def test_interrupted_examination_leaves_nothing_behind(
+    server: FakeLlamaServer, place: str
+) -> None:
+    gate = server.hold(place, 1)
+    task = asyncio.ensure_future(examine(settings_for(server)))
+    await gate.reached()
+    task.cancel()
+    server.release(place)
+    with suppress(asyncio.CancelledError):
+        await task
+    assert task.cancelled()
+    assert [slot.tokens for slot in server.slots] == [[], []]
+    assert os.listdir(server.directory) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_interrupted_command_leaves_nothing_behind(
+    server: FakeLlamaServer, number: int
+) -> None:
+    gate = server.hold("restore", 1)
+    command = [sys.executable, "-m", "proxy", "doctor", "--upstream", server.base_url]
+    process = await asyncio.create_subprocess_exec(
+        *(*command, "--slot-save-path", str(server.directory)),
+        cwd=REPOSITORY,
+        env=_environment(),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(WAIT_SECONDS):
+        await asyncio.wait({asyncio.ensure_future(_reached(gate))})
+        process.send_signal(number)
+        server.release("restore")
+        _, said = await process.communicate()
+    assert process.returncode == EXIT_CUT_SHORT, said
+    assert b"interrupted" in said and b"Traceback" not in said
+    assert [slot.tokens for slot in server.slots] == [[], []]
+    assert os.listdir(server.directory) == []
+
+
+async def _reached(gate: Any) -> None:
+    while not gate.n_reached:  # noqa: ASYNC110 - Gate.reached is not that patient
+        await asyncio.sleep(0.01)
+
+
+def _environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith("LLAMA_PREFIX_CACHE_")}

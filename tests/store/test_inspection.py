@@ -1,0 +1,68 @@
+"""Looking into a store from outside: it tells the same, and leaves no trace."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from proxy.errors import StoreFault, StoreLocked
+from proxy.store.index import Index
+from proxy.store.inspection import IndexContent, keep_proxies_out, read_index
+from proxy.store.store import CheckpointStore
+from tests.store.conftest import BUDGET, new_state, opened, run_of
+
+
+async def test_closed_store_is_read_as_it_was_written(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        checkpoint = await store.commit(new_state(store, run_of(300)))
+        await store.put_value("rule of something", ["any", "value"])
+    before = sorted(os.listdir(tmp_path))
+    content = read_index(tmp_path)
+    assert content.checkpoints == (checkpoint,)
+    assert content.value("rule of something", list[str]) == ["any", "value"]
+    assert content.value("rule of something", int) is None
+    assert content.value("nothing of the kind", int) is None
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_directory_without_an_index_reads_as_empty_and_stays_so(tmp_path: Path) -> None:
+    assert read_index(tmp_path) == IndexContent()
+    assert os.listdir(tmp_path) == []
+
+
+def test_index_of_another_format_is_refused(tmp_path: Path) -> None:
+    index = Index(tmp_path / "index")
+    index.put_value("format", 99)
+    index.close()
+    with pytest.raises(StoreFault, match="has format 99"):
+        read_index(tmp_path)
+
+
+def test_garbage_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "index").mkdir()
+    (tmp_path / "index" / "data.mdb").write_bytes(b"garbage" * 5000)
+    with pytest.raises(StoreFault, match="cannot be read"):
+        read_index(tmp_path)
+
+
+def test_open_store_is_noticed(tmp_path: Path) -> None:
+    with opened(tmp_path):
+        with pytest.raises(StoreLocked, match="another llama-prefix-cache"):
+            with keep_proxies_out(tmp_path):
+                pass
+
+
+def test_store_cannot_be_opened_meanwhile(tmp_path: Path) -> None:
+    with opened(tmp_path):
+        pass
+    with keep_proxies_out(tmp_path):
+        with pytest.raises(StoreLocked):
+            CheckpointStore(tmp_path, BUDGET)
+    with opened(tmp_path):
+        pass
+
+
+def test_no_lock_file_is_made_where_there_was_none(tmp_path: Path) -> None:
+    with keep_proxies_out(tmp_path):
+        pass
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,389 @@
+"""doctor's judgement: from facts to severity, words and cure. No server, no directory."""
+
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from proxy.core.model import Rule, RuleKind
+from proxy.doctor.facts import (
+    BehaviourFacts,
+    Contact,
+    CostFacts,
+    DirectoryFacts,
+    Facts,
+    MemoryFacts,
+    ProbeSaveFacts,
+    ProxyFacts,
+    ServerFacts,
+    SlotFacts,
+    StoreFacts,
+)
+from proxy.doctor.findings import findings_of, is_complete
+from proxy.doctor.report import json_report, report
+from proxy.doctor.verdict import Finding, Severity, exit_status, summary
+from proxy.doctor.words import counted, seconds, size
+from tests.unit.builders import ANY_PREFIX, END_ONLY, NOTHING, RESTORE_POINTS
+
+MIB, GIB = 1 << 20, 1 << 30
+OWN_UID = 1000
+
+SERVER = ServerFacts(
+    url="http://127.0.0.1:8080",
+    contact=Contact.ANSWERS,
+    build="b11669",
+    model="/models/a.gguf",
+    n_slots=2,
+    n_ctx=32768,
+    has_slot_save_path=True,
+)
+DIRECTORY = DirectoryFacts(
+    path="/states",
+    mode=0o700,
+    owner_uid=OWN_UID,
+    own_uid=OWN_UID,
+    free_bytes=100 * GIB,
+    budget_bytes=20 * GIB,
+)
+SAVED = ProbeSaveFacts(has_appeared=True, is_whole=True, mode=0o644, owner_uid=OWN_UID)
+MEMORY = MemoryFacts(
+    file_version=4, is_version_supported=True, sections=("attention",), rule=ANY_PREFIX
+)
+COST = CostFacts(
+    fixed_bytes=MIB,
+    bytes_per_token=4096,
+    context_checkpoint_bytes=2 * MIB,
+    save_bytes_per_second=1e9,
+    restore_bytes_per_second=1e9,
+    evaluate_tokens_per_second=500,
+)
+BEHAVIOUR = BehaviourFacts(keeps_idle_slots=True, prefers_similar_slot=True, has_ram_cache=False)
+HEALTHY = Facts(
+    server=SERVER,
+    directory=DIRECTORY,
+    slots=SlotFacts(n_empty=2, n_held=0, n_busy=0),
+    probe_save=SAVED,
+    store=StoreFacts(),
+    behaviour=BEHAVIOUR,
+    memory=MEMORY,
+    cost=COST,
+)
+SLIDING = ("attention", "attention")
+LIMIT, BLOCKER = Severity.LIMIT, Severity.BLOCKER
+
+
+def server(**changes: Any) -> Facts:
+    return replace(HEALTHY, server=replace(SERVER, **changes))
+
+
+def directory(**changes: Any) -> Facts:
+    return replace(HEALTHY, directory=replace(DIRECTORY, **changes))
+
+
+def saved(**changes: Any) -> Facts:
+    return replace(HEALTHY, probe_save=replace(SAVED, **changes))
+
+
+def memory(rule: Rule, *, version: int = 4, sections: tuple[str, ...] = ("attention",)) -> Facts:
+    found = replace(MEMORY, file_version=version, sections=sections, rule=rule)
+    return replace(HEALTHY, memory=found)
+
+
+def behaviour(**changes: Any) -> Facts:
+    return replace(HEALTHY, behaviour=replace(BEHAVIOUR, **changes))
+
+
+def proxy(**changes: Any) -> Facts:
+    found = ProxyFacts(admin="127.0.0.1:8082", lock="another one uses /states", **changes)
+    return Facts(server=SERVER, directory=DIRECTORY, proxy=found)
+
+
+def problems(facts: Facts) -> list[Finding]:
+    return [finding for finding in findings_of(facts) if finding.severity is not Severity.OK]
+
+
+def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
+    findings = findings_of(HEALTHY)
+    assert problems(HEALTHY) == []
+    assert [f.topic for f in findings] == [
+        *("llama-server", "slots", "idle slots", "RAM cache", "similarity", "slot files"),
+        *("memory rule", "cost", "checkpoints", "directory", "permissions", "disk space"),
+    ]
+    assert exit_status(findings) == 0
+    assert summary(findings, is_complete=is_complete(HEALTHY)) == "Caching will work."
+
+
+@pytest.mark.parametrize(
+    ("facts", "severity", "topic", "said", "cure"),
+    [
+        (
+            server(contact=Contact.UNREACHABLE, detail="cannot connect"),
+            *(BLOCKER, "llama-server", "Nothing answers", "--upstream URL"),
+        ),
+        (
+            server(contact=Contact.LOADING),
+            *(BLOCKER, "llama-server", "loading", "/health answers 200"),
+        ),
+        (
+            server(contact=Contact.KEY_MISSING),
+            *(BLOCKER, "llama-server", "none was given", "--upstream-api-key KEY"),
+        ),
+        (
+            server(contact=Contact.KEY_WRONG),
+            *(BLOCKER, "llama-server", "refused this one", "--upstream-api-key KEY"),
+        ),
+        (
+            server(contact=Contact.NOT_LLAMA_SERVER, detail="404"),
+            *(BLOCKER, "llama-server", "not a llama-server", "--api-prefix"),
+        ),
+        (
+            server(contact=Contact.NO_SLOTS),
+            BLOCKER,
+            "llama-server",
+            "router",
+            "one model (-m FILE)",
+        ),
+        (
+            server(has_slot_save_path=False),
+            *(BLOCKER, "llama-server", "without --slot-save-path", "--slot-save-path /states"),
+        ),
+        (
+            server(has_slot_save_path=None, detail="403"),
+            *(
+                BLOCKER,
+                "llama-server",
+                "does not take orders",
+                "--upstream URL, not that of a proxy",
+            ),
+        ),
+        (
+            server(is_restart_visible=False),
+            *(BLOCKER, "llama-server", "guesswork", "LLAMA_MEDIA_MARKER"),
+        ),
+        (server(is_asleep=True), LIMIT, "llama-server", "asleep", "--sleep-idle-seconds"),
+        (
+            behaviour(keeps_idle_slots=False),
+            *(BLOCKER, "idle slots", "cleared", "-np 2 --cache-ram 0 (or --no-cache-idle-slots)"),
+        ),
+        (behaviour(has_ram_cache=True), LIMIT, "RAM cache", "is on", "--cache-ram 0"),
+        (behaviour(prefers_similar_slot=False), LIMIT, "similarity", "Off", "without -sps 0"),
+        (
+            memory(END_ONLY, version=3, sections=("attention", "recurrent")),
+            *(LIMIT, "memory rule", "End only", "llama.cpp 0.7.0 or later"),
+        ),
+        (
+            memory(END_ONLY, sections=("recurrent",)),
+            *(LIMIT, "memory rule", "End only", "without --ctx-checkpoints 0"),
+        ),
+        (
+            memory(END_ONLY, version=3, sections=SLIDING),
+            *(LIMIT, "memory rule", "End only", "or with --swa-full"),
+        ),
+        (
+            memory(NOTHING, version=3, sections=SLIDING),
+            *(BLOCKER, "memory rule", "every token again", "--swa-full (it takes more memory)"),
+        ),
+        (
+            memory(NOTHING, sections=SLIDING),
+            *(BLOCKER, "memory rule", "every token again", "--ctx-checkpoints 0"),
+        ),
+        (memory(NOTHING), BLOCKER, "memory rule", "every token again", "Restart llama-server"),
+        (
+            replace(HEALTHY, memory=replace(MEMORY, restores_beside=False)),
+            *(LIMIT, "memory rule", "do not both continue", "-np 1"),
+        ),
+        (
+            replace(HEALTHY, memory=replace(MEMORY, file_version=5, is_version_supported=False)),
+            *(LIMIT, "slot files", "Version 5", "newer llama-prefix-cache"),
+        ),
+        (
+            replace(HEALTHY, cost=replace(COST, save_bytes_per_second=1e6)),
+            *(LIMIT, "cost", "stops all slots for 109 s", "faster disk"),
+        ),
+        (
+            replace(HEALTHY, store=StoreFacts(n_checkpoints=3, size_bytes=GIB)),
+            *(LIMIT, "checkpoints", "all of another model", "delete /states/index"),
+        ),
+        (
+            replace(HEALTHY, store=StoreFacts(n_checkpoints=3, knows_model_otherwise=True)),
+            *(LIMIT, "checkpoints", "another cache layout", "-np, -kvu, -fa"),
+        ),
+        (
+            replace(HEALTHY, store=StoreFacts(problem="the index cannot be read")),
+            *(BLOCKER, "checkpoints", "cannot be read", "as the user who made it"),
+        ),
+        (
+            directory(problem="Permission denied"),
+            *(BLOCKER, "directory", "uid 1000 cannot use /states", "chown USER /states"),
+        ),
+        (
+            saved(is_whole=False, refusal="500"),
+            *(BLOCKER, "directory", "could not save", "chmod 2770 /states"),
+        ),
+        (
+            saved(is_whole=False, has_appeared=False, left_behind="lpc-1.saving"),
+            *(BLOCKER, "directory", "writes elsewhere", "--slot-save-path /states"),
+        ),
+        (
+            saved(is_whole=False, problem="Permission denied", mode=0o600),
+            *(BLOCKER, "directory", "mode 600", "umask 007"),
+        ),
+        (saved(is_whole=False), BLOCKER, "directory", "is not what", "local disk"),
+        (
+            saved(left_behind="lpc-1.saving"),
+            *(BLOCKER, "directory", "cannot remove", "Remove /states/lpc-1.saving"),
+        ),
+        (directory(mode=0o755), LIMIT, "permissions", "Every user", "chmod 700 /states"),
+        (directory(mode=0o2775), LIMIT, "permissions", "Every user", "chmod 2770 /states"),
+        (
+            replace(saved(owner_uid=7), directory=replace(DIRECTORY, mode=0o770)),
+            *(LIMIT, "permissions", "different users", "chmod 2770 /states"),
+        ),
+        (
+            directory(free_bytes=MIB),
+            *(BLOCKER, "disk space", "nearly full: 1.0 MiB free", "another disk"),
+        ),
+        (
+            directory(free_bytes=10 * GIB, used_bytes=5 * GIB),
+            *(LIMIT, "disk space", "10 GiB free", "--max-store-bytes 14336MiB"),
+        ),
+        (
+            replace(HEALTHY, failures=("the cost of a state could not be examined: 500",)),
+            *(LIMIT, "probe", "could not be examined", "nobody else uses"),
+        ),
+        (proxy(), LIMIT, "running proxy", "none answers at 127.0.0.1:8082", "--admin HOST:PORT"),
+        (
+            proxy(answers=True, reasons=("llama-server has no --slot-save-path",)),
+            *(BLOCKER, "running proxy", "no --slot-save-path", "stop the proxy"),
+        ),
+        (proxy(answers=True), LIMIT, "running proxy", "does not cache yet", "/health"),
+    ],
+)
+def test_problem_is_named_with_its_cure(
+    facts: Facts, severity: Severity, topic: str, said: str, cure: str
+) -> None:
+    (finding,) = problems(facts)
+    assert (finding.severity, finding.topic) == (severity, topic)
+    assert said in finding.text
+    assert cure in finding.cure
+    assert exit_status(findings_of(facts)) == severity
+
+
+def test_worst_finding_decides() -> None:
+    facts = replace(behaviour(keeps_idle_slots=False, has_ram_cache=True), store=StoreFacts())
+    assert exit_status(findings_of(facts)) == 2
+    assert summary(findings_of(facts), is_complete=True) == "Caching will not work."
+
+
+def test_without_an_empty_slot_nothing_good_is_promised() -> None:
+    facts = Facts(
+        server=SERVER,
+        directory=DIRECTORY,
+        slots=SlotFacts(n_empty=0, n_held=1, n_busy=1),
+        store=StoreFacts(),
+    )
+    (finding,) = problems(facts)
+    assert "0 empty, 1 holding work, 1 busy" in finding.text
+    assert "/slots/N?action=erase" in finding.cure
+    assert exit_status(findings_of(facts)) == 1
+    assert "not everything" in summary(findings_of(facts), is_complete=is_complete(facts))
+
+
+def test_proxy_that_caches_is_proof_enough() -> None:
+    facts = proxy(answers=True, is_caching=True, rule="restore points")
+    assert problems(facts) == []
+    assert is_complete(facts)
+    (finding,) = [f for f in findings_of(facts) if f.topic == "running proxy"]
+    assert "restore points" in finding.text
+
+
+@pytest.mark.parametrize("n_slots", [1, 2])
+def test_what_could_not_be_told_is_said_and_no_problem(n_slots: int) -> None:
+    facts = replace(server(n_slots=n_slots), behaviour=BehaviourFacts())
+    told = {f.topic: f.text for f in findings_of(facts)}
+    assert problems(facts) == []
+    assert "Could not be told" in told["RAM cache"]
+    assert ("one slot" in told["similarity"]) == (n_slots == 1)
+    assert ("Could not be told" in told["idle slots"]) == (n_slots == 2)
+
+
+def test_own_checkpoints_beside_foreign_ones_are_no_problem() -> None:
+    store = StoreFacts(n_checkpoints=5, size_bytes=GIB, n_usable=2, usable_bytes=MIB)
+    facts = replace(HEALTHY, store=store)
+    assert problems(facts) == []
+    assert "5 checkpoints (1.0 GiB); 2 (1.0 MiB) fit" in text_of(facts, "checkpoints")
+
+
+def test_two_users_who_share_a_group_are_no_problem() -> None:
+    facts = replace(saved(owner_uid=7), directory=replace(DIRECTORY, mode=0o2770))
+    assert problems(facts) == []
+
+
+def test_root_is_told_that_its_rights_prove_little() -> None:
+    assert "run doctor as the user who runs the proxy" in text_of(
+        directory(own_uid=0), "permissions"
+    )
+
+
+def test_cost_is_told_with_and_without_context_checkpoints() -> None:
+    text = text_of(HEALTHY, "cost")
+    assert "40 MiB for 10,000 tokens, up to 104 MiB with 32 context checkpoints" in text
+    assert "stops all slots for 0.11 s" in text
+    assert "instead of 20 s of evaluation" in text
+
+
+def test_shortest_state_of_a_rule_is_told() -> None:
+    facts = memory(Rule(RuleKind.RESTORE_POINTS, 2200), sections=SLIDING)
+    assert "under 2,200 tokens" in text_of(facts, "memory rule")
+    assert "under" not in text_of(memory(RESTORE_POINTS), "memory rule")
+
+
+def test_other_remembered_rule_is_told_and_mends_itself() -> None:
+    facts = replace(HEALTHY, memory=replace(MEMORY, remembered_rule=NOTHING))
+    assert problems(facts) == []
+    assert any("remembers another one, nothing" in f.text for f in findings_of(facts))
+
+
+def test_what_follows_from_cleared_slots_is_not_told_twice() -> None:
+    cleared = behaviour(keeps_idle_slots=False)
+    facts = replace(cleared, memory=replace(MEMORY, restores_beside=False))
+    assert problems(facts) == problems(cleared)
+
+
+def text_of(facts: Facts, topic: str) -> str:
+    (text,) = [finding.text for finding in findings_of(facts) if finding.topic == topic]
+    return text
+
+
+def test_report_begins_with_the_verdict_and_is_plain_in_a_pipe() -> None:
+    lines = report(behaviour(has_ram_cache=True), Console(highlight=False)).splitlines()
+    assert lines[0] == "Caching will work, with limits."
+    assert any(
+        line.lstrip().startswith("-> Start llama-server with --cache-ram 0") for line in lines
+    )
+    assert not [line for line in lines if "\x1b" in line or line != line.rstrip()]
+
+
+def test_report_is_coloured_on_a_terminal() -> None:
+    console = Console(force_terminal=True, width=60, highlight=False, color_system="standard")
+    assert "\x1b[" in report(HEALTHY, console)
+
+
+def test_json_report_says_the_same() -> None:
+    content = msgspec.json.decode(json_report(behaviour(has_ram_cache=True)))
+    (problem,) = [f for f in content["findings"] if f["severity"] != "ok"]
+    assert (content["exit_status"], problem["severity"]) == (1, "limit")
+    assert problem["cure"] == "Start llama-server with --cache-ram 0"
+    assert content["facts"]["memory"]["rule"]["kind"] == "any prefix"
+
+
+def test_numbers_are_told_in_plain_words() -> None:
+    assert [size(n) for n in (12, 1536, 20 * MIB, 3 * GIB)] == [
+        *("12 bytes", "1.5 KiB", "20 MiB", "3.0 GiB")
+    ]
+    assert [seconds(s) for s in (0.001, 0.25, 3.14159, 340.2)] == [
+        *("less than 0.01 s", "0.25 s", "3.1 s", "340 s")
+    ]
+    assert [counted(n, "slot") for n in (1, 2)] == ["1 slot", "2 slots"]
