@@ -3,13 +3,23 @@
 import aiohttp
 import msgspec
 
+from proxy.core.degradation import DegradationKind
 from proxy.doctor.facts import ProxyFacts
 
 _SECONDS = 10.0
 _ANY_ADDRESS = ("", "0.0.0.0", "[::]")
 
 
+_PASSING = (
+    DegradationKind.ATTACHING,
+    DegradationKind.LOADING,
+    DegradationKind.SELF_TEST_PENDING,
+)
+"""They end by themselves, so they are nothing to mend."""
+
+
 class _Reason(msgspec.Struct):
+    kind: str
     reason: str
 
 
@@ -34,5 +44,5 @@ async def ask_proxy(session: aiohttp.ClientSession, admin: str, lock: str) -> Pr
         answers=True,
         is_caching=health.state != "forwarding",
         rule=health.rule,
-        reasons=tuple(each.reason for each in health.reasons),
+        reasons=tuple(each.reason for each in health.reasons if each.kind not in _PASSING),
     )

@@ -379,6 +379,16 @@ async def test_running_proxy_is_asked_and_its_slots_left_alone(
     assert "--admin HOST:PORT" in without_admin.problems()["running proxy"]
 
 
+async def test_running_proxy_that_only_forwards_is_quoted(
+    start_rig: StartRig, directory: Path
+) -> None:
+    async with start_rig("hybrid", has_slot_save_path=False) as rig:
+        admin = rig.admin_url.removeprefix("http://")
+        found = await diagnose(rig.server, directory, admin=admin)
+    assert found.exit_status == 2
+    assert "without --slot-save-path" in found.problems()["running proxy"]
+
+
 async def test_proxy_taken_for_llama_server_is_named(
     start_rig: StartRig, new_server: NewServer, tmp_path: Path
 ) -> None:
