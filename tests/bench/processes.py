@@ -126,7 +126,7 @@ class Stack:
         slots = folder / "slots"
         slots.mkdir()
         model = model_path(kind, size, DEFAULT_MODEL_FOLDER)
-        self.server = LlamaServer(model, slots, log_path=folder / "llama-server.log")
+        self.server = LlamaServer(model, slots, log_path=folder / "llama-server.log", n_threads=2)
         leftovers.callback(self.server.kill)
         self.proxy: ProxyProcess | None = None
         if has_proxy:

@@ -30,7 +30,7 @@ POLL_INTERVAL_SECONDS = 0.05
 LOG_TAIL_LINES = 20
 
 # A fixed context and no RAM cache: every reuse a test sees comes from a slot.
-BASE_ARGUMENTS = ("--cache-ram", "0", "--metrics", "--fit", "off", "-fa", "on", "-t", "2")
+BASE_ARGUMENTS = ("--cache-ram", "0", "--metrics", "--fit", "off", "-fa", "on")
 
 
 class LlamaServerError(Exception):
@@ -76,12 +76,18 @@ class LlamaServer:
         port: int | None = None,
         binary: Path | None = None,
         log_path: Path | None = None,
+        n_threads: int = 1,
     ) -> None:
-        """Describe the process; `n_ctx` is shared out evenly between the slots."""
+        """Describe the process; `n_ctx` is shared out evenly between the slots.
+
+        llama-server's threads spin while they wait for each other, so that a second one makes a tiny
+        model many times slower as soon as anything else wants the processor.
+        """
         self.model = model
         self.slot_save_path = slot_save_path
         self.n_slots = n_slots
         self.n_ctx = n_ctx
+        self.n_threads = n_threads
         self.extra_args = tuple(extra_args)
         self.port = port or find_free_port()
         self.binary = binary or find_llama_server()
@@ -103,6 +109,7 @@ class LlamaServer:
         command = [str(self.binary), "--model", str(self.model.resolve())]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["-np", str(self.n_slots), "-c", str(self.n_ctx), *BASE_ARGUMENTS]
+        command += ["-t", str(self.n_threads)]
         if self.slot_save_path is not None:
             command += ["--slot-save-path", str(self.slot_save_path.resolve())]
         return [*command, *self.extra_args]

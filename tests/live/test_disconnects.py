@@ -13,6 +13,7 @@ from tests.live.conftest import StartRig
 
 N_REQUESTS = 500
 N_AT_ONCE = 6
+HUNG_SECONDS = 300.0
 TOOLS = tools(2)
 CONVERSATIONS = [agent_requests(3, 1, header=[system(120)], seed=100 * i) for i in range(4)]
 
@@ -21,7 +22,7 @@ def next_body(chance: random.Random) -> tuple[str, dict[str, Any]]:
     messages = chance.choice(chance.choice(CONVERSATIONS))
     stream = chance.random() < 0.7
     n_tokens = chance.choice([1, 8, 60])
-    if chance.random() < 0.1:
+    if chance.random() < 0.2:
         body = {"messages": [messages[1]], "max_tokens": n_tokens, "stream": stream}
         return "/v1/messages", body
     body = {"messages": messages, "tools": TOOLS, "max_tokens": n_tokens, "stream": stream}
@@ -31,7 +32,7 @@ def next_body(chance: random.Random) -> tuple[str, dict[str, Any]]:
 async def visit(rig: Rig, client: aiohttp.ClientSession, chance: random.Random) -> str:
     """Send one request and leave it at a random moment, or see it through."""
     path, body = next_body(chance)
-    patience_seconds = chance.choice([0.001, 0.005, 0.02, 0.05, 0.2, 60, 60])
+    patience_seconds = chance.choice([0.001, 0.005, 0.02, 0.05, 0.2, HUNG_SECONDS, HUNG_SECONDS])
     try:
         async with asyncio.timeout(patience_seconds):
             async with client.post(rig.base_url + path, json=body) as reply:
@@ -40,7 +41,7 @@ async def visit(rig: Rig, client: aiohttp.ClientSession, chance: random.Random) 
                 assert b'"error"' not in content, content
                 return "served"
     except TimeoutError:
-        assert patience_seconds < 60, "a request hung"
+        assert patience_seconds < HUNG_SECONDS, "a request hung"
         return "left"
 
 
