@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from proxy.front.admin import Admin
 from proxy.front.handlers import Front
 from proxy.log import get_logger
 from proxy.metrics import Metrics
+from proxy.store.budget import Limits
 from proxy.store.store import CheckpointStore
 from proxy.upstream.llama_server import LlamaServer, new_session
 
@@ -46,7 +47,8 @@ class Running:
 def open_store(settings: Settings) -> tuple[CheckpointStore | None, str | None]:
     """Return the store, or why there is none; raises StoreLocked if another proxy has it."""
     try:
-        return CheckpointStore(Path(settings.slot_save_path), settings.max_store_bytes), None
+        limits = Limits(settings.max_store_bytes, settings.min_free_bytes)
+        store = CheckpointStore(Path(settings.slot_save_path), limits)
     except StoreLocked:
         raise
     except (StoreFault, OSError) as fault:
@@ -54,6 +56,13 @@ def open_store(settings: Settings) -> tuple[CheckpointStore | None, str | None]:
             "the store cannot be opened: nothing is cached", reason=str(fault)
         )
         return None, str(fault)
+    get_logger("store").info(
+        "store opened",
+        directory=settings.slot_save_path,
+        checkpoint_bytes=store.size_bytes,
+        **asdict(store.report),
+    )
+    return store, None
 
 
 @asynccontextmanager
@@ -155,5 +164,8 @@ async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 def _watch_store(metrics: Metrics, store: CheckpointStore | None) -> None:
     if store is not None:
+        metrics.watch_counts(
+            "evictions", "Checkpoints deleted, by reason.", "reason", lambda: store.removals
+        )
         metrics.watch("checkpoints", "Checkpoints in the store.", lambda: len(store))
         metrics.watch("checkpoint_bytes", "Bytes of all checkpoints.", lambda: store.size_bytes)

@@ -46,6 +46,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     max_store_bytes: Annotated[
         int, Meta(ge=1 << 20, description="Disk budget for checkpoints, such as 20GiB.")
     ] = 20 << 30
+    min_free_bytes: Annotated[
+        int, Meta(ge=0, description="Free space that saves leave on the disk, such as 2GiB.")
+    ] = 2 << 30
     idle_save_seconds: Annotated[
         float, Meta(gt=0, description="A slot idle for this long is saved.")
     ] = 10.0

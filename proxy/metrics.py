@@ -1,6 +1,8 @@
 """Every Prometheus metric, in one place: base units, bounded labels, help a user understands."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -10,9 +12,27 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 PREFIX = "llama_prefix_cache"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+@dataclass(frozen=True)
+class _Counts(Collector):
+    """What somebody else counts."""
+
+    name: str
+    help_text: str
+    label: str
+    read: Callable[[], Mapping[Any, int]]
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(self.name, self.help_text, labels=[self.label])
+        for key, count in self.read().items():
+            family.add_metric([str(key)], count)
+        yield family
 
 
 class Metrics:
@@ -46,7 +66,11 @@ class Metrics:
         self.cache_faults = self._counter(
             "cache_faults", "Faults that cost a request its speed, by what was being done.", "stage"
         )
-        self.evictions = self._counter("evictions", "Checkpoints deleted, by reason.", "reason")
+        self.saves_skipped = self._counter(
+            "saves_skipped",
+            "Saves not begun or not kept for want of room, by what limits it.",
+            "reason",
+        )
         self.lookup_seconds = self._histogram("lookup_seconds", "Time to plan a request.")
         self.restore_seconds = self._histogram("restore_seconds", "Time of a checkpoint restore.")
         self.save_seconds = self._histogram("save_seconds", "Time of a checkpoint save.")
@@ -57,6 +81,12 @@ class Metrics:
     def watch(self, name: str, help_text: str, read: Callable[[], float]) -> None:
         """Add a gauge whose value is read at each scrape."""
         Gauge(f"{PREFIX}_{name}", help_text, registry=self.registry).set_function(read)
+
+    def watch_counts(
+        self, name: str, help_text: str, label: str, read: Callable[[], Mapping[Any, int]]
+    ) -> None:
+        """Add a counter, one series for each key, whose values are read at each scrape."""
+        self.registry.register(_Counts(f"{PREFIX}_{name}", help_text, label, read))
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)

@@ -10,9 +10,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from proxy.core.model import Rule, RuleKind, SlotId
+from proxy.core.model import NO_CUTS, Cuts, Rule, RuleKind, SlotId
 from proxy.core.prefix import Namespace, TokenIds, common_prefix_length
 from proxy.core.restore import highest_point
+
+MAX_CONTEXT_CHECKPOINTS = 32
+"""llama-server's default (--ctx-checkpoints)."""
+_POINTS_PER_EVALUATION = 3
+"""A prompt adds no more: at the last user message, a batch before its end, and at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,20 +43,22 @@ class Unknown:
 class Known:
     """The slot holds `tokens` and then `n_tail` generated tokens whose ids were not reported.
 
-    `restore_points` are context checkpoints believed to be in its memory, ascending. `turn_start` is
-    the last one of the conversation, `last_cut` where the prompt was last cut (0: nowhere).
+    `restore_points` are context checkpoints believed to be in its memory, ascending. `header` and
+    `turn_start` are those of the conversation, `last_cut` where its prompt was last cut (0: nowhere).
     `n_saved` tokens of it are covered by a checkpoint in the store; `shape` is the kind of request that
-    the tokens were predicted for.
+    the tokens were predicted for. There are no more than `n_points_at_most` context checkpoints.
     """
 
     tokens: TokenIds
     namespace: Namespace
     n_tail: int = 0
     restore_points: tuple[int, ...] = ()
+    header: int = 0
     turn_start: int = 0
     last_cut: int = 0
     n_saved: int = 0
     shape: str = ""
+    n_points_at_most: int = MAX_CONTEXT_CHECKPOINTS
 
     @property
     def n_tokens(self) -> int:
@@ -184,7 +191,7 @@ def after_evaluation(
     tokens: TokenIds,
     namespace: Namespace,
     *,
-    turn_start: int = 0,
+    cuts: Cuts = NO_CUTS,
     n_generated: int = 0,
     shape: str = "",
 ) -> Known:
@@ -206,16 +213,31 @@ def after_evaluation(
         namespace=namespace,
         n_tail=max(0, n_generated - 1),
         restore_points=tuple(points[-MAX_BELIEVED_POINTS:]),
-        turn_start=turn_start or (_kept(old.turn_start, n_kept) if old else 0),
+        header=_kept(cuts.header, len(tokens)) or (_kept(old.header, n_kept) if old else 0),
+        turn_start=_kept(cuts.turn_start, len(tokens))
+        or (_kept(old.turn_start, n_kept) if old else 0),
         last_cut=_kept(old.last_cut, n_kept) if old else 0,
         n_saved=min(old.n_saved, n_kept) if old else 0,
         shape=shape,
+        n_points_at_most=min(
+            MAX_CONTEXT_CHECKPOINTS, _points_at_most(before) + _POINTS_PER_EVALUATION
+        ),
     )
 
 
+def _points_at_most(content: Content) -> int:
+    match content:
+        case Empty():
+            return 0
+        case Known():
+            return content.n_points_at_most
+        case Unknown():
+            return MAX_CONTEXT_CHECKPOINTS
+
+
 MAX_BELIEVED_POINTS = 12
-"""llama-server keeps 32 context checkpoints by default and adds up to three a request; older ones are
-believed only until a save has told."""
+"""Of the context checkpoints that llama-server may keep; older ones are believed only until a save has
+told."""
 
 
 def _kept(n_cut: int, n_kept: int) -> int:

@@ -7,6 +7,7 @@ namespace all of it belongs to.
 
 import asyncio
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +17,21 @@ import xxhash
 from proxy.core.model import CheckpointKind, SlotId
 from proxy.core.namespace import CANARY_TOKENS, KnownNamespace, choose_namespace
 from proxy.core.prefix import Namespace, TokenIds, token_ids
-from proxy.core.slots import TAINTED, Content, Empty, Known, SlotTable
+from proxy.core.slots import (
+    MAX_CONTEXT_CHECKPOINTS,
+    TAINTED,
+    Content,
+    Empty,
+    Known,
+    SlotTable,
+)
 from proxy.driver.attachment import Attachment
 from proxy.driver.leases import LeaseDesk
-from proxy.driver.memory import known_tenants, owner_of
+from proxy.driver.memory import known_sizes, known_tenants, owner_of
+from proxy.driver.room import Room
 from proxy.driver.services import Services
 from proxy.driver.slot_work import RewriteStateFile, new_state
-from proxy.errors import CacheFault, StoreFault, UpstreamRefused
+from proxy.errors import CacheFault, NoRoom, StoreFault, UpstreamRefused
 from proxy.store.store import CheckpointStore
 from proxy.upstream.fingerprint import fingerprint_model
 from proxy.upstream.replies import Props
@@ -32,7 +41,7 @@ from proxy.upstream.state_sections import Section
 
 @dataclass(frozen=True, slots=True)
 class _Adopted:
-    """A slot's content as its save told it; the file waits for its namespace."""
+    """A slot's content as its save told it; the file, and the room for it, wait for its namespace."""
 
     slot_id: SlotId
     file_name: str
@@ -83,25 +92,24 @@ class Attacher:
 
     async def _identify(self, attachment: Attachment, props: Props, *, may_adopt: bool) -> None:
         store, table = self._services.store, attachment.desk.table
+        room = Room(self._services, attachment)
         adopted: list[_Adopted] = []
-        try:
+        async with AsyncExitStack() as files:
             for busy_slot in await self._busy_slots():
                 table.lease(SlotId(busy_slot), time.monotonic())
             if may_adopt:
-                await self._adopt_slots(store, table, adopted)
+                await self._adopt_slots(room, table, adopted, files)
             else:
                 await self._erase_slots(table)
             slot_id = await self._empty_slot(table, adopted)
-            attachment.model_namespace = await self._find_namespace(store, table, slot_id, props)
+            attachment.model_namespace = await self._find_namespace(room, table, slot_id, props)
             attachment.tenants = known_tenants(store, attachment)
+            attachment.sizes.extend(known_sizes(store, attachment))
             for item in adopted:
                 await self._commit(store, attachment, item)
-        finally:
-            for item in adopted:
-                await store.discard(item.file_name)
 
     async def _find_namespace(
-        self, store: CheckpointStore, table: SlotTable, slot_id: SlotId, props: Props
+        self, room: Room, table: SlotTable, slot_id: SlotId, props: Props
     ) -> Namespace:
         """Ask the model for its canary in an empty slot, and leave that slot empty."""
         identity = await self._read_identity(props)
@@ -109,26 +117,31 @@ class Attacher:
         table.set_content(slot_id, TAINTED)
         canary = await self._upstream.canary(slot_id, tokens)
         await self._disturb(table, tokens)
-        layout = await self._probe_layout(store, slot_id, tokens)
+        layout = await self._probe_layout(room, slot_id, tokens)
         await self._upstream.erase(slot_id)
         table.set_content(slot_id, Empty())
         static = xxhash.xxh3_128_hexdigest(msgspec.json.encode([identity, layout]))
-        return await self._namespace(store, static, canary)
+        return await self._namespace(self._services.store, static, canary)
 
     async def _adopt_slots(
-        self, store: CheckpointStore, table: SlotTable, adopted: list[_Adopted]
+        self, room: Room, table: SlotTable, adopted: list[_Adopted], files: AsyncExitStack
     ) -> None:
-        """Save every idle slot that holds something, and note in *adopted* what each one holds."""
-        for slot in table:
-            if slot.is_leased:
-                continue
-            name = store.files.new_temporary_name()
-            state = await self._save(store, slot.id, name)
-            if state.tokens:
-                adopted.append(_Adopted(slot.id, name, state))
-            else:
-                await store.discard(name)
-                table.set_content(slot.id, Empty())
+        """Save every idle slot that holds something, and note in *adopted* what each one holds.
+
+        Leaving *files* deletes what was not committed. A slot that there is no room for stays tainted.
+        """
+        for slot in table.free():
+            async with AsyncExitStack() as file:
+                try:
+                    name = await file.enter_async_context(room.for_slot(slot.content))
+                    state = await self._save(room, slot.id, name)
+                except NoRoom:
+                    continue
+                if state.tokens:
+                    adopted.append(_Adopted(slot.id, name, state))
+                    files.push_async_exit(file.pop_all())
+                else:
+                    table.set_content(slot.id, Empty())
 
     async def _erase_slots(self, table: SlotTable) -> None:
         for slot in table:
@@ -142,27 +155,21 @@ class Attacher:
         except UpstreamRefused:
             return set()  # --no-slots: a save of a busy slot just waits for it
 
-    async def _save(self, store: CheckpointStore, slot_id: SlotId, name: str) -> StateFile:
-        try:
-            return await self._save_and_read(store, slot_id, name)
-        except CacheFault:
-            await store.discard(name)
-            raise
-
-    async def _save_and_read(self, store: CheckpointStore, slot_id: SlotId, name: str) -> StateFile:
+    async def _save(self, room: Room, slot_id: SlotId, name: str) -> StateFile:
         try:
             saved = await self._upstream.save(slot_id, name)
         except UpstreamRefused as refusal:
             if refusal.status == 501:
                 raise StoreFault("llama-server has no --slot-save-path") from refusal
             raise
-        path = store.files.path(name)
+        path = self._services.store.files.path(name)
         state = await asyncio.to_thread(self._read, path)
         if state is None or len(state.tokens) != saved.n_saved:
             raise StoreFault(
                 f"llama-server saved a slot, but not to {path.parent}: its --slot-save-path "
                 "must be this directory, as the proxy sees it"
             )
+        await room.settle(name, state, saved.n_written)
         return state
 
     def _read(self, path: Path) -> StateFile | None:
@@ -175,16 +182,20 @@ class Attacher:
             raise StoreFault(f"{path} cannot be read: {error.strerror}") from error
 
     async def _empty_slot(self, table: SlotTable, adopted: list[_Adopted]) -> SlotId:
-        """Return an empty slot, emptying the smallest adopted one if there is none."""
+        """Return an empty slot, emptying the smallest adopted one if there is none.
+
+        Where there was no room to adopt any, one of them is lost.
+        """
         for slot in table:
             if isinstance(slot.content, Empty):
                 return slot.id
-        if not adopted:
+        smallest = sorted(adopted, key=lambda item: len(item.state.tokens))
+        candidates = [item.slot_id for item in smallest] or [slot.id for slot in table.free()]
+        if not candidates:
             raise UpstreamRefused(503, "every slot is busy; the model cannot be identified yet")
-        smallest = min(adopted, key=lambda item: len(item.state.tokens))
-        await self._upstream.erase(smallest.slot_id)
-        table.set_content(smallest.slot_id, Empty())
-        return smallest.slot_id
+        await self._upstream.erase(candidates[0])
+        table.set_content(candidates[0], Empty())
+        return candidates[0]
 
     async def _read_identity(self, props: Props) -> _Identity:
         meta = await self._upstream.model_meta()
@@ -209,14 +220,11 @@ class Attacher:
                 return
 
     async def _probe_layout(
-        self, store: CheckpointStore, slot_id: SlotId, tokens: TokenIds
+        self, room: Room, slot_id: SlotId, tokens: TokenIds
     ) -> tuple[int, tuple[Section, ...] | None]:
         """Save a slot that holds *tokens*; return the file version and the cache's layout."""
-        name = store.files.new_temporary_name()
-        try:
-            state = await self._save(store, slot_id, name)
-        finally:
-            await store.discard(name)
+        async with room.for_probe(len(tokens)) as name:
+            state = await self._save(room, slot_id, name)
         if state.tokens[: len(tokens)] != tokens:
             raise StoreFault(
                 "llama-server clears idle slots, so there is nothing to save: start it with an explicit "
@@ -250,5 +258,6 @@ class Attacher:
                 namespace,
                 restore_points=state.restore_points,
                 n_saved=len(state.tokens),
+                n_points_at_most=len(state.restore_points) or MAX_CONTEXT_CHECKPOINTS,
             )
             table.set_content(item.slot_id, held)

@@ -1,12 +1,16 @@
 """What the proxy knows about the llama-server process it is attached to."""
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 
 import xxhash
 
 from proxy.core.model import NO_RULE, Rates, Rule
 from proxy.core.prefix import Namespace
+from proxy.core.state_size import StateSize
 from proxy.driver.leases import LeaseDesk
+
+_MAX_SIZES = 256
 
 
 @dataclass
@@ -15,7 +19,7 @@ class Attachment:
 
     `model_namespace` is None where nothing may be saved or restored; `reasons` then says why.
     `rule` is *nothing* until the self-test has spoken. `disabled_shapes` are kinds of requests whose
-    tokens the proxy predicted wrongly.
+    tokens the proxy predicted wrongly. `sizes` are those of the states that it has saved lately.
     """
 
     process_id: str
@@ -27,6 +31,7 @@ class Attachment:
     reasons: list[str] = field(default_factory=list)
     disabled_shapes: set[str] = field(default_factory=set)
     tenants: set[bytes] = field(default_factory=set)
+    sizes: deque[StateSize] = field(default_factory=lambda: deque(maxlen=_MAX_SIZES))
 
     @property
     def can_cache(self) -> bool:

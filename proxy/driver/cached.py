@@ -5,10 +5,10 @@ lease -> restore the checkpoint -> stop at cuts -> send -> confirm the hit -> re
 
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 
-from proxy.core.model import Candidate, CheckpointKind, Prompt, RuleKind
-from proxy.core.plan import Plan, Restore, Situation, plan_request, promising
+from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt, RuleKind
+from proxy.core.plan import Plan, Restore, Situation, most_useful, plan_request, promising
 from proxy.core.slots import TAINTED, Content, Known, Unknown, after_evaluation
 from proxy.core.write_back import is_write_back_due
 from proxy.driver.abandoned import wind_up
@@ -17,7 +17,7 @@ from proxy.driver.leases import Choice, DeskClosed, Lease
 from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.services import Services
 from proxy.driver.session import Session
-from proxy.errors import UpstreamFault
+from proxy.errors import StoreFault, UpstreamFault
 from proxy.log import get_logger
 from proxy.upstream.bodies import GenerationBody, pin
 from proxy.upstream.replies import Timings
@@ -48,12 +48,14 @@ class CachedRequest:
         self._prompt = prompt
         self._is_current = is_current
         self._arrived = time.monotonic()
+        self._kept = ExitStack()
 
     async def serve(self, send: Send) -> None:
         """Serve the request; raises what *send* raises, and DeskClosed before anything was sent."""
+        self._note_asked()
         with (
+            self._kept,
             await self._attachment.desk.lease(self._choose, may_be_passed=True) as lease,
-            self._keeping(lease.reason),
         ):
             account = Account(lease.reason, self._prompt.n_tokens)
             account.queued_seconds = time.monotonic() - self._arrived
@@ -61,6 +63,7 @@ class CachedRequest:
                 await self._require_current()
             try:
                 can_reuse = await self._prepare(lease, account)
+                self._kept.close()
                 account.prepared_seconds = time.monotonic() - self._arrived
                 slot_id = lease.reason.slot_id
                 answer = await send(
@@ -84,14 +87,20 @@ class CachedRequest:
         if not await self._is_current():
             raise DeskClosed
 
-    def _keeping(self, plan: Plan) -> AbstractContextManager[object]:
-        if isinstance(plan.start, Restore):
-            return self._services.store.keep(plan.start.checkpoint)
-        return nullcontext()
+    def _note_asked(self) -> None:
+        try:
+            self._services.store.note_asked(self._prompt.namespace, self._prompt.tokens)
+        except StoreFault as fault:
+            self._services.faults.record("lookup", fault)
 
     def _choose(self) -> Choice[Plan] | None:
-        """Plan the request over the slots and checkpoints as they are now."""
+        """Plan the request over the slots and checkpoints as they are now.
+
+        What the plan restores is kept from eviction in the same step. While the request has to wait,
+        that is what it would restore if it found no live slot.
+        """
         began = time.perf_counter()
+        self._kept.close()
         attachment = self._attachment
         now = Situation(
             attachment.rule,
@@ -101,8 +110,17 @@ class CachedRequest:
             attachment.n_ctx,
         )
         plan = plan_request(self._prompt, now)
+        if plan is None:
+            wanted = most_useful(now.rule, now.candidates, self._prompt.n_tokens)
+            self._keep(wanted.checkpoint if wanted else None)
+        elif isinstance(plan.start, Restore):
+            self._keep(plan.start.checkpoint)
         self._services.metrics.lookup_seconds.observe(time.perf_counter() - began)
         return Choice((plan.slot_id,), plan) if plan else None
+
+    def _keep(self, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is not None:
+            self._kept.enter_context(self._services.store.keep(checkpoint))
 
     def _candidates(self) -> tuple[Candidate, ...]:
         rule, prompt = self._attachment.rule, self._prompt
@@ -190,7 +208,7 @@ class CachedRequest:
             before,
             prompt.tokens,
             namespace,
-            turn_start=prompt.cuts.turn_start,
+            cuts=prompt.cuts,
             n_generated=timings.predicted_n,
             shape=prompt.shape,
         )

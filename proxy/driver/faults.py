@@ -19,11 +19,19 @@ class Faults:
         """Count a fault; log it if the same one was not logged before."""
         self._metrics.cache_faults.labels(stage).inc()
         reason = str(error) or type(error).__name__
-        if (stage, reason) in self._seen:
-            return
-        if len(self._seen) < _MAX_REMEMBERED:
+        if self._is_new(stage, reason):
+            is_foreseen = isinstance(error, CacheFault)
+            self._log.warning(
+                "cache fault", stage=stage, reason=reason, exc_info=None if is_foreseen else error
+            )
+
+    def say_once(self, event: str, kind: str, error: CacheFault) -> None:
+        """Log what is no fault but should be known; not again for the same *kind*."""
+        if self._is_new(event, kind):
+            self._log.warning(event, reason=str(error))
+
+    def _is_new(self, stage: str, reason: str) -> bool:
+        is_new = (stage, reason) not in self._seen
+        if is_new and len(self._seen) < _MAX_REMEMBERED:
             self._seen.add((stage, reason))
-        is_foreseen = isinstance(error, CacheFault)
-        self._log.warning(
-            "cache fault", stage=stage, reason=reason, exc_info=None if is_foreseen else error
-        )
+        return is_new

@@ -14,7 +14,8 @@ from proxy.driver.abandoned import outlast
 from proxy.driver.attach import Attacher
 from proxy.driver.attachment import Attachment
 from proxy.driver.leases import Lease
-from proxy.driver.memory import known_rule, remember_rule
+from proxy.driver.memory import known_rule, remember_rule, remember_sizes
+from proxy.driver.room import Room
 from proxy.driver.self_test import SelfTest
 from proxy.driver.services import Services
 from proxy.driver.session import Session
@@ -182,13 +183,15 @@ class Lifecycle:
         attachment, store = session.attachment, self._services.store
         (slot_id,) = lease.slot_ids
         attachment.desk.table.set_content(slot_id, Unknown(can_be_adopted=False))
-        test = SelfTest(self._upstream, store.files, slot_id, self._rewrite)
+        room = Room(self._services, attachment)
+        test = SelfTest(self._upstream, store.files, room, slot_id, self._rewrite)
         try:
             meta = await self._upstream.model_meta()
             rule = await test.run(attachment.n_ctx, meta.n_vocab)
             await session.work.erase(slot_id)
             if rule.can_restore:  # that nothing can be restored may have been a disturbance
                 await remember_rule(store, attachment, props.build_info, rule)
+                await remember_sizes(store, attachment)
         except (CacheFault, OSError) as fault:
             self._services.faults.record("self-test", fault)
             attachment.reasons.append(f"the self-test failed: {fault}")

@@ -11,6 +11,7 @@ from itertools import takewhile
 from proxy.core.model import NO_RULE, Rule, RuleKind, SlotId
 from proxy.core.prefix import TokenIds, token_ids
 from proxy.core.restore import highest_point
+from proxy.driver.room import Room
 from proxy.driver.slot_work import RewriteStateFile
 from proxy.store.state_files import StateFiles
 from proxy.upstream.llama_server import LlamaServer
@@ -73,34 +74,38 @@ class SelfTest:
     """Probes one leased, empty slot; whoever holds the lease erases it afterwards."""
 
     def __init__(
-        self, upstream: LlamaServer, files: StateFiles, slot_id: SlotId, rewrite: RewriteStateFile
+        self,
+        upstream: LlamaServer,
+        files: StateFiles,
+        room: Room,
+        slot_id: SlotId,
+        rewrite: RewriteStateFile,
     ) -> None:
         self._upstream = upstream
         self._files = files
+        self._room = room
         self._slot_id = slot_id
         self._rewrite = rewrite
 
     async def run(self, n_ctx: int, n_vocab: int) -> Rule:
-        """Return the learned rule; raises UpstreamFault, or OSError if a file cannot be read."""
+        """Return the learned rule; raises CacheFault, or OSError if a file cannot be read."""
         text = token_ids((i * 7919 + 1237) % max(2, min(n_vocab, 30011)) for i in range(5000))
         lengths = [n for n in PROBE_LENGTHS if n + _N_MORE < n_ctx]
         return judge([await self._probe(text, n_tokens) for n_tokens in lengths])
 
     async def _probe(self, text: TokenIds, n_tokens: int) -> Probe:
         await self._upstream.evaluate(self._slot_id, text[:n_tokens])
-        name = self._files.new_temporary_name()
-        try:
-            await self._upstream.save(self._slot_id, name)
+        async with self._room.for_probe(n_tokens) as name:
+            saved = await self._upstream.save(self._slot_id, name)
             self._rewrite(self._files.path(name))
             state = read_state_file(self._files.path(name))
+            await self._room.settle(name, state, saved.n_written)
             diverging = None
             if n_tokens <= _DIVERGING_UP_TO:
                 other = text[: n_tokens - N_BACK] + text[-N_BACK:]
                 diverging = await self._reused(name, other)
             # Extended last: the next length then continues from a state that is still whole.
             extended = await self._reused(name, text[: n_tokens + _N_MORE])
-        finally:
-            self._files.remove(name)
         return Probe(
             n_tokens,
             state.has_every_position,

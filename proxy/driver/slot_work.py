@@ -11,16 +11,24 @@ from dataclasses import replace
 from pathlib import Path
 
 from proxy.core.cuts import Stop
-from proxy.core.eviction import superseded
-from proxy.core.model import Checkpoint, CheckpointKind, Prompt, SlotId
+from proxy.core.eviction import Removal, superseded
+from proxy.core.model import NO_CUTS, Checkpoint, CheckpointKind, Cuts, Prompt, SlotId
 from proxy.core.plan import Restore
 from proxy.core.prefix import BLOCK_TOKENS, Namespace, TokenIds
 from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, after_evaluation
 from proxy.core.write_back import at_savable_point, is_write_back_due
 from proxy.driver.attachment import Attachment
+from proxy.driver.room import Room
 from proxy.driver.services import Services
-from proxy.errors import CacheFault, SaveRejected, StoreFault, UpstreamFault, UpstreamRefused
-from proxy.store.store import NewState
+from proxy.errors import (
+    CacheFault,
+    NoRoom,
+    SaveRejected,
+    StoreFault,
+    UpstreamFault,
+    UpstreamRefused,
+)
+from proxy.store.new_state import NewState
 from proxy.upstream.llama_server import Headers
 from proxy.upstream.replies import Saved, SlotStatus, Timings
 from proxy.upstream.state_file import StateFile, read_state_file
@@ -34,7 +42,11 @@ def keep_as_saved(path: Path) -> None:
 
 
 def new_state(
-    temporary_name: str, namespace: Namespace, kind: CheckpointKind, state: StateFile
+    temporary_name: str,
+    namespace: Namespace,
+    kind: CheckpointKind,
+    state: StateFile,
+    cuts: Cuts = NO_CUTS,
 ) -> NewState:
     """Return what the store is to commit of a saved and checked file."""
     return NewState(
@@ -44,6 +56,7 @@ def new_state(
         state.tokens,
         state.restore_points,
         state.has_every_position,
+        cuts,
     )
 
 
@@ -59,6 +72,7 @@ class SlotWork:
         self._table = attachment.desk.table
         self._metrics = services.metrics
         self._rewrite = rewrite
+        self._room = Room(services, attachment)
 
     async def slot_states(self) -> list[SlotStatus]:
         """Return llama-server's own view of its slots; raises UpstreamFault."""
@@ -82,7 +96,7 @@ class SlotWork:
                 await self._load(slot_id, checkpoint)
         except StoreFault:
             self._metrics.restores.labels("missing").inc()
-            await self._services.store.remove(checkpoint)
+            await self._services.store.remove(checkpoint, Removal.BROKEN)
             raise
         except UpstreamFault as fault:
             self._metrics.restores.labels("refused").inc()
@@ -91,7 +105,13 @@ class SlotWork:
             raise
         self._metrics.restores.labels("done").inc()
         restored = Known(
-            tokens, namespace, 0, checkpoint.restore_points, n_saved=checkpoint.n_tokens
+            tokens,
+            namespace,
+            restore_points=checkpoint.restore_points,
+            header=checkpoint.header,
+            turn_start=checkpoint.turn_start,
+            n_saved=checkpoint.n_tokens,
+            n_points_at_most=len(checkpoint.restore_points),
         )
         self._table.set_content(slot_id, restored)
 
@@ -120,9 +140,8 @@ class SlotWork:
         self._table.set_content(slot_id, Unknown(prompt.namespace))
         tokens = prompt.tokens[: stop.n_tokens]
         timings = await self._upstream.evaluate(slot_id, tokens, headers)
-        turn_start = prompt.cuts.turn_start if prompt.cuts.turn_start <= stop.n_tokens else 0
         content = after_evaluation(
-            before, tokens, prompt.namespace, turn_start=turn_start, shape=prompt.shape
+            before, tokens, prompt.namespace, cuts=prompt.cuts, shape=prompt.shape
         )
         self._table.set_content(slot_id, replace(content, last_cut=stop.n_tokens))
         return timings
@@ -139,8 +158,12 @@ class SlotWork:
         if not is_write_back_due(self._attachment.rule, self._table[slot_id].content):
             return None
         try:
-            await self._cut_back(slot_id)
-            return await self._save(slot_id, kind, is_just_predicted)
+            async with self._room.for_slot(self._table[slot_id].content) as name:
+                await self._cut_back(slot_id)
+                return await self._save(slot_id, kind, name, is_just_predicted)
+        except NoRoom:
+            self._give_up(slot_id)
+            return None
         except CacheFault as fault:
             self._metrics.saves.labels("failed").inc()
             self._services.faults.record("save", fault)
@@ -168,23 +191,20 @@ class SlotWork:
         self._table.set_content(slot_id, target)
 
     async def _save(
-        self, slot_id: SlotId, kind: CheckpointKind, is_just_predicted: bool
+        self, slot_id: SlotId, kind: CheckpointKind, name: str, is_just_predicted: bool
     ) -> Checkpoint | None:
         """Save a slot as it stands, check the file and commit it; raises CacheFault."""
         content = self._table[slot_id].content
-        name = self._services.store.files.new_temporary_name()
-        try:
-            began = time.monotonic()
-            saved = await self._upstream.save(slot_id, name)
-            seconds = time.monotonic() - began
-            state = await asyncio.to_thread(self._read_saved, name, saved)
-            self._require_expected(slot_id, content, state, is_just_predicted)
-            self._require_same_process()
-            self._metrics.save_seconds.observe(seconds)
-            self._attachment.learn(save_bytes_per_second=saved.n_written / seconds)
-            return await self._commit(slot_id, content, kind, name, state)
-        finally:
-            await self._services.store.discard(name)
+        began = time.monotonic()
+        saved = await self._upstream.save(slot_id, name)
+        seconds = time.monotonic() - began
+        state = await asyncio.to_thread(self._read_saved, name, saved)
+        await self._room.settle(name, state, saved.n_written)
+        self._require_expected(slot_id, content, state, is_just_predicted)
+        self._require_same_process()
+        self._metrics.save_seconds.observe(seconds)
+        self._attachment.learn(save_bytes_per_second=saved.n_written / seconds)
+        return await self._commit(slot_id, content, kind, name, state)
 
     def _read_saved(self, name: str, saved: Saved) -> StateFile:
         path = self._services.store.files.path(name)
@@ -203,8 +223,6 @@ class SlotWork:
         self, slot_id: SlotId, content: Content, state: StateFile, is_just_predicted: bool
     ) -> None:
         """Hold a saved file against what the slot was believed to hold; the file is the truth."""
-        if state.size_bytes > self._services.store.max_bytes:
-            raise SaveRejected(f"{state.size_bytes} bytes are more than the whole budget")
         if state.n_media or -1 in state.tokens:
             self._table.set_content(slot_id, TAINTED)
             raise SaveRejected("the slot holds media")
@@ -235,7 +253,8 @@ class SlotWork:
         if len(state.tokens) < BLOCK_TOKENS or store.holds(namespace, state.tokens):
             self._note_saved(slot_id, content, namespace, state)
             return None
-        checkpoint = await store.commit(new_state(name, namespace, kind, state))
+        cuts = Cuts(content.header, content.turn_start) if isinstance(content, Known) else NO_CUTS
+        checkpoint = await store.commit(new_state(name, namespace, kind, state, cuts))
         self._note_saved(slot_id, content, namespace, state)
         self._metrics.saves.labels("done").inc()
         await self._tidy(checkpoint, state.tokens)
@@ -251,6 +270,7 @@ class SlotWork:
             n_tail=0,
             restore_points=state.restore_points or old.restore_points,
             n_saved=len(state.tokens),
+            n_points_at_most=len(state.restore_points) or old.n_points_at_most,
         )
         self._table.set_content(slot_id, now_held)
 
@@ -267,7 +287,4 @@ class SlotWork:
         store = self._services.store
         older = await asyncio.to_thread(lambda: list(store.find(newer.namespace, tokens)))
         for checkpoint in superseded(self._attachment.rule, newer, older):
-            await store.remove(checkpoint)
-            self._metrics.evictions.labels("superseded").inc()
-        for _ in await store.evict():
-            self._metrics.evictions.labels("budget").inc()
+            await store.remove(checkpoint, Removal.SUPERSEDED)

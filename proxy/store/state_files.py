@@ -7,6 +7,7 @@ Only names that this module makes are ever touched: whatever else lies in the di
 import os
 import re
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,6 +53,10 @@ class StateFiles:
         for entry in self.directory.iterdir():
             if _OURS.fullmatch(entry.name):
                 yield entry.name
+
+    def free_bytes(self) -> int:
+        """Return how much the disk still takes; OSError if the directory is gone."""
+        return shutil.disk_usage(self.directory).free
 
     def seal(self, temporary: str, final: str) -> FileFacts:
         """Make a checked temporary file durable under its final name."""
