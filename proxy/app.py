@@ -24,6 +24,7 @@ from proxy.driver.tasks import Tasks
 from proxy.driver.write_back import WriteBack
 from proxy.errors import StoreFault, StoreLocked
 from proxy.front.admin import Admin
+from proxy.front.checkpoints import Checkpoints
 from proxy.front.handlers import Front
 from proxy.log import get_logger
 from proxy.metrics import Metrics
@@ -115,7 +116,7 @@ async def _serve(
     clients = web.Application(client_max_size=settings.max_body_bytes)
     clients.router.add_route("*", "/{path:.*}", front.handle)
     operators = web.Application()
-    operators.add_routes(admin.routes())
+    operators.add_routes([*admin.routes(), *Checkpoints(lifecycle, store).routes()])
     # In reverse order of leaving: stop listening, then save, then stop watching.
     async with _background(lifecycle.watch()), _background(write_back.run()):
         try:

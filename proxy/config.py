@@ -36,9 +36,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         ),
     ]
     listen: Annotated[Address, Meta(description="HOST:PORT for clients.")] = "127.0.0.1:8081"
-    admin: Annotated[Address, Meta(description="HOST:PORT for /health and /metrics.")] = (
-        "127.0.0.1:8082"
-    )
+    admin: Annotated[Address, Meta(description="HOST:PORT for operators.")] = "127.0.0.1:8082"
     upstream_api_key: Annotated[
         str | None,
         Meta(description="llama-server's --api-key, for the proxy's own calls."),

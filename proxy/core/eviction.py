@@ -1,11 +1,11 @@
 """Which checkpoints go when there is no room, and which a newer one makes needless.
 
-Owns: what a checkpoint is worth, `choose_victims` and `superseded`. Pure; must never log, unlink or
-read the clock.
+Owns: a checkpoint's value, `choose_victims` and `superseded`. Pure; must never log, unlink or read the
+clock.
 
-A checkpoint is worth the seconds of evaluation that losing it would cost: those of the tokens that
+The value is the seconds of evaluation that losing a checkpoint would cost: those of the tokens that
 nothing else that is kept could give, halved for every half-life since a request last came that way.
-The lowest standing goes first, then the least worth per byte.
+The lowest standing goes first, then the least value per byte.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -50,7 +50,7 @@ class Removal(StrEnum):
 
 
 class Standing(IntEnum):
-    """How firmly a checkpoint stands; a lower one goes first, whatever it is worth."""
+    """How firmly a checkpoint stands; a lower one goes first, whatever its value."""
 
     QUARANTINED = 0
     ORDINARY = 1
@@ -62,7 +62,7 @@ class Standing(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Present:
-    """What worth depends on besides the checkpoints: the clock, the rates, the model that is served.
+    """What value depends on besides the checkpoints: the clock, the rates, the model that is served.
 
     Without `namespaces` it is not known what llama-server serves, and every model counts fully.
     """
@@ -74,7 +74,7 @@ class Present:
 
 @dataclass(frozen=True, slots=True)
 class Exempt:
-    """Checkpoints that are not ranked by their worth alone; those in use do not go at all."""
+    """Checkpoints that are not ranked by their value alone; those in use do not go at all."""
 
     in_use: Collection[CheckpointId] = ()
     quarantined: Collection[CheckpointId] = ()
@@ -86,7 +86,7 @@ NOTHING_EXEMPT = Exempt()
 Rank = tuple[Standing, float, float, CheckpointId]
 
 
-def worth_seconds(checkpoint: Checkpoint, stretches: Iterable[Stretch], present: Present) -> float:
+def value_seconds(checkpoint: Checkpoint, stretches: Iterable[Stretch], present: Present) -> float:
     """Return the expected seconds that losing the *stretches* of a checkpoint would cost."""
     n_tokens = sum(s.n_tokens * _likelihood(s.asked_at, present.now) for s in stretches)
     share = OTHER_MODEL_SHARE if _is_of_other_model(checkpoint, present) else 1.0
@@ -138,9 +138,9 @@ def choose_victims(
 
     def rank(checkpoint: Checkpoint) -> Rank:
         stretches = lineage.only_in(checkpoint.id, gone)
-        worth = worth_seconds(checkpoint, stretches, present) / max(1, checkpoint.size_bytes)
+        value = value_seconds(checkpoint, stretches, present) / max(1, checkpoint.size_bytes)
         place = standing(checkpoint, stretches, present, exempt)
-        return place, worth, checkpoint.last_used_at, checkpoint.id
+        return place, value, checkpoint.last_used_at, checkpoint.id
 
     if n_bytes_to_free <= 0:
         return []

@@ -52,7 +52,7 @@ class CachedRequest:
 
     async def serve(self, send: Send) -> None:
         """Serve the request; raises what *send* raises, and DeskClosed before anything was sent."""
-        self._note_asked()
+        self._note_arrival()
         with (
             self._kept,
             await self._attachment.desk.lease(self._choose, may_be_passed=True) as lease,
@@ -87,11 +87,14 @@ class CachedRequest:
         if not await self._is_current():
             raise DeskClosed
 
-    def _note_asked(self) -> None:
+    def _note_arrival(self) -> None:
+        """Tell the store what is asked for; whoever comes to a queue is not planned at once."""
         try:
             self._services.store.note_asked(self._prompt.namespace, self._prompt.tokens)
         except StoreFault as fault:
             self._services.faults.record("lookup", fault)
+        if self._attachment.desk.n_waiting:
+            self._keep_most_useful(self._candidates())
 
     def _choose(self) -> Choice[Plan] | None:
         """Plan the request over the slots and checkpoints as they are now.
@@ -111,16 +114,19 @@ class CachedRequest:
         )
         plan = plan_request(self._prompt, now)
         if plan is None:
-            wanted = most_useful(now.rule, now.candidates, self._prompt.n_tokens)
-            self._keep(wanted.checkpoint if wanted else None)
+            self._keep_most_useful(now.candidates)
         elif isinstance(plan.start, Restore):
             self._keep(plan.start.checkpoint)
         self._services.metrics.lookup_seconds.observe(time.perf_counter() - began)
         return Choice((plan.slot_id,), plan) if plan else None
 
-    def _keep(self, checkpoint: Checkpoint | None) -> None:
-        if checkpoint is not None:
-            self._kept.enter_context(self._services.store.keep(checkpoint))
+    def _keep_most_useful(self, candidates: tuple[Candidate, ...]) -> None:
+        wanted = most_useful(self._attachment.rule, candidates, self._prompt.n_tokens)
+        if wanted is not None:
+            self._keep(wanted.checkpoint)
+
+    def _keep(self, checkpoint: Checkpoint) -> None:
+        self._kept.enter_context(self._services.store.keep(checkpoint))
 
     def _candidates(self) -> tuple[Candidate, ...]:
         rule, prompt = self._attachment.rule, self._prompt

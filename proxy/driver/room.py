@@ -24,7 +24,7 @@ _MOST_SHARE = 2
 
 
 def present_of(attachment: Attachment | None) -> Present:
-    """Return what the worth of checkpoints depends on now."""
+    """Return what the value of checkpoints depends on now."""
     if attachment is None:
         return Present(time.time())
     namespaces = frozenset(attachment.tenant_namespace(t) for t in {b"", *attachment.tenants})

@@ -1,4 +1,4 @@
-"""All checkpoints in memory: their records, who uses them, and what they are worth.
+"""All checkpoints in memory: their records, who uses them, and their value.
 
 Nothing here waits or touches a file: whatever is chosen is also marked in the same step.
 """
@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from proxy.core.eviction import Exempt, Present, choose_victims, worth_seconds
+from proxy.core.eviction import Exempt, Present, choose_victims, value_seconds
 from proxy.core.lineage import Gone, Lineage
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.prefix import PrefixHash
@@ -49,11 +49,11 @@ class Catalogue:
         """Bytes of files that are being deleted and may still be there."""
         return sum(checkpoint.size_bytes for checkpoint, _ in self._going.values())
 
-    def worth(self, present: Present) -> dict[CheckpointId, float]:
+    def values(self, present: Present) -> dict[CheckpointId, float]:
         """Return the seconds that losing each checkpoint would cost."""
         nothing = Gone()
         return {
-            c.id: worth_seconds(c, self._lineage.only_in(c.id, nothing), present)
+            c.id: value_seconds(c, self._lineage.only_in(c.id, nothing), present)
             for c in self._records.values()
         }
 

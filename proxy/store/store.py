@@ -96,9 +96,9 @@ class CheckpointStore:
     def get(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
         return self._catalogue.get(checkpoint_id)
 
-    def worth(self, present: Present) -> dict[CheckpointId, float]:
+    def values(self, present: Present) -> dict[CheckpointId, float]:
         """Return the seconds that losing each checkpoint would cost."""
-        return self._catalogue.worth(present)
+        return self._catalogue.values(present)
 
     def find(self, namespace: Namespace, tokens: TokenIds) -> Iterator[Candidate]:
         """Yield the checkpoints that share at least a block with *tokens*, longest prefix first.

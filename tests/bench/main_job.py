@@ -3,13 +3,14 @@
 Prints the tables of docs/benchmarks.md on stdout and says on stderr what it is doing. Exit status 1 if
 a bar is missed. Machines that do something else meanwhile spoil the times, not the counts.
 
-python -m tests.bench.main_job [reuse] [first-token] [correctness] [overhead]
+python -m tests.bench.main_job [reuse] [first-token] [correctness] [overhead] [budget]
 """
 
 import argparse
 import sys
 from contextlib import ExitStack
 
+from tests.bench.budget import measure_budget
 from tests.bench.correctness import measure_correctness
 from tests.bench.first_token import measure_first_token
 from tests.bench.interrupts import run_to_the_end
@@ -19,7 +20,7 @@ from tests.bench.request_log import RequestLog
 from tests.bench.reuse import ReuseBenchmark
 from tests.bench.section import Section
 
-PARTS = ("reuse", "first-token", "correctness", "overhead")
+PARTS = ("reuse", "first-token", "correctness", "overhead", "budget")
 
 
 async def measure(part: str, leftovers: ExitStack, log: RequestLog) -> list[Section]:
@@ -31,6 +32,8 @@ async def measure(part: str, leftovers: ExitStack, log: RequestLog) -> list[Sect
             return [await measure_first_token(leftovers)]
         case "correctness":
             return [await measure_correctness(leftovers, log)]
+        case "budget":
+            return [await measure_budget(leftovers)]
         case _:
             return [await measure_overhead(leftovers, log)]
 

@@ -17,7 +17,7 @@ from proxy.core.eviction import (
     choose_victims,
     standing,
     superseded,
-    worth_seconds,
+    value_seconds,
 )
 from proxy.core.lineage import Gone, Lineage
 from proxy.core.model import (
@@ -65,11 +65,11 @@ class Shelf:
         self.checkpoints.append(made)
         return made
 
-    def worth(self, of: Checkpoint, present: Present = Present(NOW)) -> float:  # noqa: B008
+    def value(self, of: Checkpoint, present: Present = Present(NOW)) -> float:  # noqa: B008
         """Return the tokens that losing a checkpoint would cost."""
         stretches = self.lineage.only_in(of.id, Gone())
         rate = present.rates.evaluate_tokens_per_second
-        return worth_seconds(of, stretches, present) * rate
+        return value_seconds(of, stretches, present) * rate
 
     def victims(self, n_bytes: int, present: Present = Present(NOW), **exempt: Any) -> list[int]:  # noqa: B008
         chosen = choose_victims(self.checkpoints, n_bytes, self.lineage, present, Exempt(**exempt))
@@ -84,61 +84,61 @@ def suffixed(n_header: int, mark: int, n_own: int) -> TokenIds:
     return token_ids([*range(n_header), *range(mark * 100_000, mark * 100_000 + n_own)])
 
 
-def test_worth_is_what_no_other_checkpoint_gives() -> None:
+def test_value_is_what_no_other_checkpoint_gives() -> None:
     shelf = Shelf()
     first = shelf.put(suffixed(1280, 1, 640), has_every_position=True)
-    assert shelf.worth(first) == 1920
+    assert shelf.value(first) == 1920
     shelf.put(suffixed(1280, 2, 256), has_every_position=True)
-    assert shelf.worth(first) == 640
+    assert shelf.value(first) == 640
     shelf.put(suffixed(1280, 1, 512), has_every_position=True)
-    assert shelf.worth(first) == 128
+    assert shelf.value(first) == 128
 
 
-def test_worth_of_a_state_that_another_repeats_is_nothing() -> None:
+def test_value_of_a_state_that_another_repeats_is_nothing() -> None:
     shelf = Shelf()
     older = shelf.put(run_of(1280), restore_points=(1276,))
-    assert shelf.worth(older) == 1280
+    assert shelf.value(older) == 1280
     shelf.put(run_of(2560), restore_points=(1280, 2556))
-    assert shelf.worth(older) == 0
+    assert shelf.value(older) == 0
 
 
-def test_worth_of_a_state_that_ends_where_a_longer_one_cannot_continue_is_all_of_it() -> None:
+def test_value_of_a_state_that_ends_where_a_longer_one_cannot_continue_is_all_of_it() -> None:
     shelf = Shelf()
     header = shelf.put(run_of(1280), kind=CheckpointKind.HEADER)
     conversations = [shelf.put(suffixed(1280, mark, 256)) for mark in (1, 2, 3)]
-    assert shelf.worth(header) == 1280
-    assert [shelf.worth(c) for c in conversations] == [256, 256, 256]
+    assert shelf.value(header) == 1280
+    assert [shelf.value(c) for c in conversations] == [256, 256, 256]
 
 
-def test_worth_of_the_only_state_with_the_headers_point_includes_the_header() -> None:
+def test_value_of_the_only_state_with_the_headers_point_includes_the_header() -> None:
     shelf = Shelf()
     first = shelf.put(run_of(2560), restore_points=(1280, 2556), header=1280)
     shelf.put(run_of(3840), restore_points=(2560, 3836), header=1280)
-    assert shelf.worth(first) == 1280
+    assert shelf.value(first) == 1280
 
 
-def test_worth_halves_with_every_half_life_since_a_request_came_that_way() -> None:
+def test_value_halves_with_every_half_life_since_a_request_came_that_way() -> None:
     shelf = Shelf()
     stored = shelf.put(run_of(1280), has_every_position=True)
-    assert shelf.worth(stored, Present(NOW + HALF_LIFE_SECONDS)) == 640
+    assert shelf.value(stored, Present(NOW + HALF_LIFE_SECONDS)) == 640
     shelf.lineage.note_asked(hash_prefixes(stored.namespace, run_of(5000)), NOW + HALF_LIFE_SECONDS)
-    assert shelf.worth(stored, Present(NOW + HALF_LIFE_SECONDS)) == 1280
+    assert shelf.value(stored, Present(NOW + HALF_LIFE_SECONDS)) == 1280
 
 
-def test_worth_of_another_models_state_is_a_share() -> None:
+def test_value_of_another_models_state_is_a_share() -> None:
     shelf = Shelf()
     ours = shelf.put(run_of(1280))
     theirs = shelf.put(run_of(1280), namespace=OTHER_NAMESPACE)
     present = Present(NOW, namespaces=frozenset({NAMESPACE}))
-    assert shelf.worth(theirs, present) == OTHER_MODEL_SHARE * shelf.worth(ours, present)
+    assert shelf.value(theirs, present) == OTHER_MODEL_SHARE * shelf.value(ours, present)
 
 
-def test_worth_is_seconds_by_the_measured_rate() -> None:
+def test_value_is_seconds_by_the_measured_rate() -> None:
     shelf = Shelf()
     stored = shelf.put(run_of(1280))
     stretches = shelf.lineage.only_in(stored.id, Gone())
     present = Present(NOW, Rates(evaluate_tokens_per_second=100.0))
-    assert worth_seconds(stored, stretches, present) == 12.8
+    assert value_seconds(stored, stretches, present) == 12.8
 
 
 def test_choose_victims_within_the_budget_chooses_none() -> None:
@@ -166,7 +166,7 @@ def test_choose_victims_keeps_one_of_two_that_repeat_each_other() -> None:
     """Each alone is worth next to nothing; once one is gone, the other is worth everything."""
     shelf = Shelf()
     twins = [shelf.put(suffixed(2560, mark, 0), has_every_position=True) for mark in (1, 2)]
-    assert [shelf.worth(twin) for twin in twins] == [0, 0]
+    assert [shelf.value(twin) for twin in twins] == [0, 0]
     shelf.put(suffixed(0, 7, 1280), has_every_position=True)
     assert shelf.all_in_order() in ([0, 2, 1], [1, 2, 0])
 
@@ -252,21 +252,21 @@ def test_choose_victims_of_anything_frees_enough_and_nothing_in_use_or_pinned(
 
 
 @given(shelves(), st.data())
-def test_worth_only_grows_as_others_go_and_shrinks_with_time(
+def test_value_only_grows_as_others_go_and_shrinks_with_time(
     shelf: Shelf, data: st.DataObject
 ) -> None:
     one = data.draw(st.sampled_from(shelf.checkpoints))
     others = [c for c in shelf.checkpoints if c.id != one.id]
-    gone, worths, places = Gone(), [], []
+    gone, values, places = Gone(), [], []
     for other in (None, *data.draw(st.permutations(others))):
         if other is not None:
             gone.update(shelf.lineage.points(other.id))
         stretches = shelf.lineage.only_in(one.id, gone)
-        worths.append(worth_seconds(one, stretches, Present(NOW)))
+        values.append(value_seconds(one, stretches, Present(NOW)))
         places.append(standing(one, stretches, Present(NOW), Exempt()))
-        assert worth_seconds(one, stretches, Present(NOW + 60)) <= worths[-1]
-    assert worths == sorted(worths) and places == sorted(places)
-    assert worths[-1] > 0  # alone, every state is worth something
+        assert value_seconds(one, stretches, Present(NOW + 60)) <= values[-1]
+    assert values == sorted(values) and places == sorted(places)
+    assert values[-1] > 0  # alone, every state is worth something
 
 
 @given(shelves(), st.data())

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "proxy.front": {"proxy.driver", "proxy.core", "proxy.upstream", "proxy.errors"}
     | {"proxy.metrics", "proxy.log", "proxy.front"},
     "proxy.front.admin": {"proxy.store"},
+    "proxy.front.checkpoints": {"proxy.store"},
     "proxy.config": {"proxy.errors"},
     "proxy.errors": set(),
     "proxy.metrics": set(),
