@@ -134,7 +134,10 @@ def _continuing(checkpoint: Checkpoint) -> "range | frozenset[int]":
 def _destinations(checkpoint: Checkpoint) -> tuple[tuple[int, CheckpointKind], ...]:
     """Return the places that requests come back to, ascending, as far as the state holds them."""
     points = (*checkpoint.restore_points, checkpoint.n_tokens)
-    places = {checkpoint.n_tokens // BLOCK_TOKENS: checkpoint.kind}
+    # What was generated behind a turn's start is no turn's start.
+    has_cuts = checkpoint.header or checkpoint.turn_start
+    at_end = CheckpointKind.CONVERSATION if has_cuts else checkpoint.kind
+    places = {checkpoint.n_tokens // BLOCK_TOKENS: at_end}
     for n_cut, kind in (
         (checkpoint.turn_start, CheckpointKind.TURN_START),
         (checkpoint.header, CheckpointKind.HEADER),

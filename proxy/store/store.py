@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,20 +42,16 @@ class CheckpointStore:
         self.removals = Counter({reason: 0 for reason in Removal})
         self._budget = Budget(limits)
         self._catalogue = Catalogue()
-        self._lock_descriptor = opening.lock(directory)
-        try:
-            self.index = Index(directory / "index")
+        with ExitStack() as undo:
+            self._lock_descriptor = opening.lock(directory)
+            undo.callback(os.close, self._lock_descriptor)
             try:
+                self.index = Index(directory / "index")
+                undo.callback(self.index.close)
                 self.report = self._open()
-            except BaseException:
-                self.index.close()
-                raise
-        except OSError as error:
-            os.close(self._lock_descriptor)
-            raise StoreFault(f"{directory}: {error}") from error
-        except BaseException:
-            os.close(self._lock_descriptor)
-            raise
+            except OSError as error:
+                raise StoreFault(f"{directory}: {error}") from error
+            undo.pop_all()
         self._writer = Writer()
 
     def _open(self) -> opening.CheckReport:
@@ -136,7 +132,7 @@ class CheckpointStore:
         Raises StoreFault if its file is not the one that was committed.
         """
         with self.keep(checkpoint):
-            self._require_unchanged(checkpoint)
+            self.files.require_unchanged(checkpoint.file_name, checkpoint.file_stamp)
             yield checkpoint
             self._catalogue.touch(checkpoint.id)
 
@@ -150,14 +146,6 @@ class CheckpointStore:
     def quarantine(self, checkpoint: Checkpoint) -> None:
         """Offer a checkpoint no more while this process runs; eviction takes it first."""
         self._catalogue.quarantine(checkpoint.id)
-
-    def _require_unchanged(self, checkpoint: Checkpoint) -> None:
-        try:
-            stamp = self.files.stamp(checkpoint.file_name)
-        except OSError as error:
-            raise StoreFault(f"{checkpoint.file_name}: {error.strerror}") from error
-        if stamp != checkpoint.file_stamp:
-            raise StoreFault(f"{checkpoint.file_name} was replaced since it was saved")
 
     async def pin(self, checkpoint_id: CheckpointId, *, is_pinned: bool) -> Checkpoint | None:
         """Keep a checkpoint whatever happens, or no longer; None if it is gone."""

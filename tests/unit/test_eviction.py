@@ -188,6 +188,15 @@ def test_choose_victims_leaves_a_live_turn_start_longer_than_more_valuable_work(
     assert shelf.victims(1 << 60, later) == [start.id, 1]
 
 
+def test_choose_victims_protects_a_turn_start_and_not_what_was_generated_behind_it() -> None:
+    shelf = Shelf()
+    points = (1276, 6396)
+    shelf.put(run_of(6400), kind=CheckpointKind.TURN_START, restore_points=points, turn_start=1280)
+    shelf.put(run_of(1408), restore_points=(1276, 1400), is_pinned=True)
+    shelf.put(suffixed(0, 1, 12800))
+    assert shelf.all_in_order() == [0, 2]
+
+
 @pytest.mark.parametrize("n_conversations", [1, 200])
 def test_choose_victims_keeps_the_header_to_the_last(n_conversations: int) -> None:
     shelf = Shelf()
