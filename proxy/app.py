@@ -5,7 +5,7 @@ import contextlib
 import stat
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from proxy.driver.learning import Learning
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.prompts import PromptReader
 from proxy.driver.report import Report
+from proxy.driver.room import Room
 from proxy.driver.saving import RewriteStateFile, Saver, keep_as_saved
 from proxy.driver.services import Services
 from proxy.driver.session import Session
@@ -32,8 +33,11 @@ from proxy.driver.tasks import Tasks
 from proxy.driver.write_back import WriteBack
 from proxy.errors import StoreFault, StoreLocked
 from proxy.front.admin import Admin
+from proxy.front.checkpoints import Checkpoints
 from proxy.front.handlers import Front
+from proxy.log import get_logger
 from proxy.metrics import Metrics
+from proxy.store.budget import Limits
 from proxy.store.state_files import is_private
 from proxy.store.store import CheckpointStore
 from proxy.upstream.llama_server import LlamaServer, new_session
@@ -57,7 +61,8 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
     directory = Path(settings.slot_save_path)
     try:
         mode = stat.S_IMODE(directory.stat().st_mode)
-        store = CheckpointStore(directory, settings.max_store_bytes)
+        limits = Limits(settings.max_store_bytes, settings.min_free_bytes)
+        store = CheckpointStore(directory, limits)
     except StoreLocked:
         raise
     except (StoreFault, OSError) as fault:
@@ -65,6 +70,12 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
         return None
     if not is_private(mode):
         degradations.begin(DegradationKind.DIRECTORY_IS_OPEN, f"{directory} has mode {mode:04o}")
+    get_logger("store").info(
+        "store opened",
+        directory=settings.slot_save_path,
+        checkpoint_bytes=store.size_bytes,
+        **asdict(store.report),
+    )
     return store
 
 
@@ -101,7 +112,7 @@ async def _serve(
     saver = Saver(services, rewrite)
 
     def new_session_of(attachment: Attachment) -> Session:
-        work = SlotWork(services, attachment, saver)
+        work = SlotWork(services, attachment, Room(services, attachment, saver))
         return Session(attachment, PromptReader(services.upstream), work)
 
     attacher = Attacher(
@@ -127,7 +138,7 @@ async def _serve(
     clients = web.Application(client_max_size=settings.max_body_bytes)
     clients.router.add_route("*", "/{path:.*}", front.handle)
     operators = web.Application()
-    operators.add_routes(admin.routes())
+    operators.add_routes([*admin.routes(), *Checkpoints(lifecycle, services.opened_store).routes()])
     # In reverse order of leaving: stop listening, then save, then stop watching.
     async with _background(lifecycle.watch()), _background(write_back.run()):
         try:

@@ -64,7 +64,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     admin: Annotated[
         Address,
         Meta(
-            description="HOST:PORT for /health and /metrics.",
+            description="HOST:PORT for /health, /metrics and /checkpoints.",
             extra=_more("For operators, not for clients: it asks for no key."),
         ),
     ] = "127.0.0.1:8082"
@@ -91,9 +91,20 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Meta(
             ge=1 << 20,
             description="Disk budget for checkpoints, such as 20GiB.",
-            extra=_more("The least recently used ones go first."),
+            extra=_more(
+                "Those that are being written count. What would cost least to evaluate again for its "
+                "size goes first."
+            ),
         ),
     ] = 20 << 30
+    min_free_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Free space that saves leave on the disk, such as 2GiB.",
+            extra=_more("Checkpoints go for it, too; without it nothing is saved."),
+        ),
+    ] = 2 << 30
     idle_save_seconds: Annotated[
         float,
         Meta(

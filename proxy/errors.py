@@ -29,6 +29,14 @@ class StoreLocked(StoreFault):
     """Another proxy has the directory."""
 
 
+class NoRoom(CacheFault):
+    """A state is not saved because there is no room for it; `reason` is one of a few words."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class UpstreamFault(CacheFault):
     """A call that the proxy made on its own behalf failed."""
 

@@ -20,6 +20,7 @@ from prometheus_client import (
 from prometheus_client.metrics import MetricWrapperBase
 
 from proxy.core.degradation import DegradationKind
+from proxy.core.eviction import Removal
 from proxy.core.model import Outcome, RuleKind
 from proxy.core.slots import SlotState
 
@@ -34,7 +35,7 @@ STAGES = (
     *("attach", "self-test", "lifecycle", "tokenize", "lookup", "erase", "prepare", "placement"),
     *("settle", "save", "unattended action"),
 )
-EVICTION_REASONS = ("superseded", "budget")
+SAVES_SKIPPED = (Removal.BUDGET, Removal.FREE_SPACE, "larger than the budget")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +132,14 @@ class Metrics:
         self.save_seconds = self._histogram("save_seconds", "Time of a checkpoint save.")
         self.evictions = self._counter(
             "evictions",
-            "Checkpoints deleted: superseded by a newer one, or over the budget.",
-            reason=EVICTION_REASONS,
+            "Checkpoints deleted: over the budget, for free space on the disk, superseded by a newer one, "
+            "or broken (the file was gone or replaced).",
+            reason=Removal,
+        )
+        self.saves_skipped = self._counter(
+            "saves_skipped",
+            "Saves not begun or not kept for want of room, by what limits it.",
+            reason=SAVES_SKIPPED,
         )
 
     def _define_llama_server(self) -> None:

@@ -46,6 +46,7 @@ class DegradationKind(StrEnum):
     IDLE_SLOTS_LOSE = "idle slots lose tokens"
 
     SAVES_FAIL = "saves fail"
+    NO_ROOM = "no room for states"
     RESTORES_REFUSED = "restores refused"
     RESTORES_NOT_REUSED = "restores not reused"
     ERASES_REFUSED = "erases refused"
@@ -161,6 +162,12 @@ EXPLANATIONS: dict[DegradationKind, Explanation] = {
     _K.SAVES_FAIL: Explanation(
         "The last save failed, so that work is lost when its slot is used for something else.",
         "Look at the error; most often the disk is full. It ends with the next save that succeeds.",
+        State.DEGRADED,
+    ),
+    _K.NO_ROOM: Explanation(
+        "There is no room for another state, so work is lost when its slot is used for something else.",
+        "Raise max_store_bytes, free disk space (min_free_bytes), or unpin checkpoints. It ends with the "
+        "next save that finds room.",
         State.DEGRADED,
     ),
     _K.RESTORES_REFUSED: Explanation(

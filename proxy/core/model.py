@@ -4,7 +4,7 @@ Owns: the nouns (rule, checkpoint, prompt, cut). Everything here is frozen; noth
 opens, logs or reads a clock.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import NewType
 
@@ -57,7 +57,9 @@ class Checkpoint:
     end of the state, `n_tokens`, is not among them. `has_every_position` is true if the file holds
     attention state for all n_tokens positions and nothing recurrent, so that it can be cut anywhere.
     `file_stamp` is (inode, mtime_ns) of the file as it was when its content was verified. The tokens
-    behind the first `n_prompt` were generated; 0 if that is not known.
+    behind the first `n_prompt` were generated; 0 if that is not known. `header` and `turn_start` are cuts
+    of the prompt, in tokens, 0 where they are not known. A pinned checkpoint is kept until an operator
+    unpins it.
     """
 
     id: CheckpointId
@@ -73,6 +75,9 @@ class Checkpoint:
     created_at: float
     last_used_at: float
     n_prompt: int = 0
+    header: int = 0
+    turn_start: int = 0
+    is_pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +102,16 @@ class Cuts:
         return self.turn_start > 0 and self.turn_start == self.message_end
 
 
+NO_CUTS = Cuts()
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A request's prompt as llama-server will see it; `shape` is the kind of request it came from."""
 
     tokens: TokenIds
     namespace: Namespace
-    cuts: Cuts = field(default_factory=Cuts)
+    cuts: Cuts = NO_CUTS
     shape: str = ""
 
     @property

@@ -234,6 +234,15 @@ def promising(
     return tuple(kept)
 
 
+def most_useful(rule: Rule, candidates: Iterable[Candidate], n_prompt: int) -> Candidate | None:
+    """Return the candidate that spares a prompt most; what it needs if it finds no live slot."""
+    return max(
+        candidates,
+        key=lambda c: usable_tokens(rule, c.checkpoint, c.n_common, n_prompt),
+        default=None,
+    )
+
+
 def choose_slot_for_bypass(slots: Iterable[Slot], namespace: Namespace) -> Slot | None:
     """Return the free slot for a request whose prompt is not known, or None if there is none.
 

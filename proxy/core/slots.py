@@ -11,9 +11,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
-from proxy.core.model import Rule, RuleKind, SlotId
+from proxy.core.model import NO_CUTS, Cuts, Rule, RuleKind, SlotId
 from proxy.core.prefix import Namespace, TokenIds, common_prefix_length
 from proxy.core.restore import highest_point
+
+MAX_CONTEXT_CHECKPOINTS = 32
+"""llama-server's default (--ctx-checkpoints)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +43,25 @@ class Unknown:
 class Known:
     """The slot holds `tokens` and then `n_tail` generated tokens whose ids were not reported.
 
-    `restore_points` are context checkpoints believed to be in its memory, ascending. `turn_start` is
-    the last one of the conversation, `last_cut` where the prompt was last cut (0: nowhere).
+    `restore_points` are context checkpoints believed to be in its memory, ascending. `header` and
+    `turn_start` are those of the conversation, `last_cut` where its prompt was last cut (0: nowhere).
     `n_saved` tokens of it are covered by a checkpoint in the store; `shape` is the kind of request that
     the tokens were predicted for. The first `n_restored` came from a file that lacks positions: what
-    lies behind them is whole, but they cannot be continued before their end.
+    lies behind them is whole, but they cannot be continued before their end. There are no more than
+    `n_points_at_most` context checkpoints.
     """
 
     tokens: TokenIds
     namespace: Namespace
     n_tail: int = 0
     restore_points: tuple[int, ...] = ()
+    header: int = 0
     turn_start: int = 0
     last_cut: int = 0
     n_saved: int = 0
     shape: str = ""
     n_restored: int = 0
+    n_points_at_most: int = MAX_CONTEXT_CHECKPOINTS
 
     @property
     def n_tokens(self) -> int:
@@ -216,7 +222,7 @@ def after_evaluation(
     tokens: TokenIds,
     namespace: Namespace,
     *,
-    turn_start: int = 0,
+    cuts: Cuts = NO_CUTS,
     n_generated: int = 0,
     shape: str = "",
     n_believed: int = 10,
@@ -241,12 +247,27 @@ def after_evaluation(
         namespace=namespace,
         n_tail=max(0, n_generated - 1),
         restore_points=tuple(points[-n_believed:]) if n_believed else (),
-        turn_start=turn_start or (_kept(old.turn_start, n_kept) if old else 0),
+        header=_kept(cuts.header, len(tokens)) or (_kept(old.header, n_kept) if old else 0),
+        turn_start=_kept(cuts.turn_start, len(tokens))
+        or (_kept(old.turn_start, n_kept) if old else 0),
         last_cut=_kept(old.last_cut, n_kept) if old else 0,
         n_saved=min(old.n_saved, n_kept) if old else 0,
         shape=shape,
         n_restored=_kept(n_restored, n_kept) if old else min(n_restored, len(tokens)),
+        n_points_at_most=min(
+            MAX_CONTEXT_CHECKPOINTS, _points_at_most(before) + CHECKPOINTS_PER_REQUEST
+        ),
     )
+
+
+def _points_at_most(content: Content) -> int:
+    match content:
+        case Empty():
+            return 0
+        case Known():
+            return content.n_points_at_most
+        case Unknown():
+            return MAX_CONTEXT_CHECKPOINTS
 
 
 CHECKPOINTS_PER_REQUEST = 3

@@ -5,7 +5,7 @@ Owns: which slots those are, and that they are empty again afterwards, whatever 
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,7 +13,7 @@ from proxy.core.model import SlotId
 from proxy.core.prefix import TokenIds, token_ids
 from proxy.doctor.directory import ProbeFiles, ProbeStore, probe_save
 from proxy.doctor.facts import ProbeSaveFacts, SlotFacts
-from proxy.driver.saving import RewriteStateFile, Saver
+from proxy.driver.saving import RewriteStateFile, SavedSlot, Saver
 from proxy.errors import CacheFault, UpstreamFault, UpstreamRefused
 from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.replies import SlotStatus
@@ -43,6 +43,10 @@ class Bench:
     first_save: ProbeSaveFacts | None = None
     used: set[SlotId] = field(default_factory=set)
     _unfinished: set[asyncio.Future[Any]] = field(default_factory=set)
+
+    def probe_save(self, slot_id: SlotId, n_tokens: int) -> AbstractAsyncContextManager[SavedSlot]:
+        """Save a slot for the self-test; the file is deleted on leaving."""
+        return self.saver.saved(slot_id)
 
     @property
     def facts(self) -> SlotFacts:

@@ -84,7 +84,7 @@ async def examine_memory(
     """Run the self-test, and look up what the index remembers of an earlier one; raises CacheFault."""
     first, *others = bench.empty
     bench.used.add(first)
-    test = SelfTest(bench.upstream, bench.saver, bench.n_vocab)
+    test = SelfTest(bench.upstream, bench.probe_save, bench.n_vocab)
     rule = await test.learn_rule(first, n_ctx)
     restores_beside = None
     if others and rule.can_restore:

@@ -14,15 +14,24 @@ from proxy.core.degradation import DegradationKind
 from proxy.core.model import CheckpointKind, SlotId
 from proxy.core.namespace import KnownNamespace, choose_namespace
 from proxy.core.prefix import Namespace, TokenIds
-from proxy.core.slots import TAINTED, Content, Empty, Known, SlotTable, n_believed_points
+from proxy.core.slots import (
+    MAX_CONTEXT_CHECKPOINTS,
+    TAINTED,
+    Content,
+    Empty,
+    Known,
+    SlotTable,
+    n_believed_points,
+)
 from proxy.driver.attachment import Attachment
 from proxy.driver.degradations import CannotCache
 from proxy.driver.identity import canary_tokens, read_identity, static_key
 from proxy.driver.leases import LeaseDesk
-from proxy.driver.memory import known_tenants, namespaces_name, owner_of
+from proxy.driver.memory import known_sizes, known_tenants, namespaces_name, owner_of
+from proxy.driver.room import Room
 from proxy.driver.saving import SavedSlot, Saver
 from proxy.driver.services import Services
-from proxy.errors import CacheFault, SaveRejected, UpstreamRefused
+from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamRefused
 from proxy.store.store import CheckpointStore
 from proxy.upstream.replies import Props
 from proxy.upstream.state_file import StateFile
@@ -78,21 +87,25 @@ class Attacher:
 
     async def _identify(self, attachment: Attachment, props: Props, *, may_adopt: bool) -> None:
         store, table = self._services.store, attachment.desk.table
+        room = Room(self._services, attachment, self._saver)
         async with AsyncExitStack() as files:
             for busy_slot in await self._busy_slots():
                 table.lease(SlotId(busy_slot), time.monotonic())
             adopted: Adopted = {}
             if may_adopt:
-                adopted = await self._adopt_slots(table, files)
+                adopted = await self._adopt_slots(room, table, files)
             else:
                 await self._erase_slots(table)
             slot_id = await self._empty_slot(table, adopted)
-            await self._find_namespace(attachment, slot_id, props)
+            await self._find_namespace(room, attachment, slot_id, props)
             attachment.tenants = known_tenants(store, attachment)
+            attachment.sizes.extend(known_sizes(store, attachment))
             for adopted_id, saved in adopted.items():
                 await self._commit(store, attachment, adopted_id, saved)
 
-    async def _find_namespace(self, attachment: Attachment, slot_id: SlotId, props: Props) -> None:
+    async def _find_namespace(
+        self, room: Room, attachment: Attachment, slot_id: SlotId, props: Props
+    ) -> None:
         """Ask the model for its canary in an empty slot, and leave that slot empty."""
         table = attachment.desk.table
         identity = await read_identity(self._upstream, props)
@@ -100,24 +113,31 @@ class Attacher:
         table.set_content(slot_id, TAINTED)
         canary = await self._upstream.canary(slot_id, tokens)
         await self._disturb(table, last)
-        probe = await self._probe_save(slot_id, tokens)
+        probe = await self._probe_save(room, slot_id, tokens)
         await self._upstream.erase(slot_id)
         table.set_content(slot_id, Empty())
         static = static_key(identity, (probe.version, probe.layout))
         attachment.saves_context_checkpoints = bool(probe.restore_points)
         attachment.model_namespace = await self._namespace(self._services.store, static, canary)
 
-    async def _adopt_slots(self, table: SlotTable, files: AsyncExitStack) -> Adopted:
-        """Save every idle slot that holds something; the files live as long as *files*."""
+    async def _adopt_slots(self, room: Room, table: SlotTable, files: AsyncExitStack) -> Adopted:
+        """Save every idle slot that holds something; the files live as long as *files*.
+
+        A slot that there is no room for stays tainted.
+        """
         adopted: Adopted = {}
-        for slot in table:
-            if slot.is_leased:
-                continue
-            saved = await files.enter_async_context(self._saver.saved(slot.id))
-            if saved.state.tokens:
-                adopted[slot.id] = saved
-            else:
-                table.set_content(slot.id, Empty())
+        for slot in table.free():
+            async with AsyncExitStack() as file:
+                try:
+                    name = await file.enter_async_context(room.for_slot(slot.content))
+                    saved = await room.save(slot.id, name)
+                except NoRoom:
+                    continue
+                if saved.state.tokens:
+                    adopted[slot.id] = saved
+                    files.push_async_exit(file.pop_all())
+                else:
+                    table.set_content(slot.id, Empty())
         return adopted
 
     async def _erase_slots(self, table: SlotTable) -> None:
@@ -133,16 +153,20 @@ class Attacher:
             return set()  # --no-slots: a save of a busy slot just waits for it
 
     async def _empty_slot(self, table: SlotTable, adopted: Adopted) -> SlotId:
-        """Return an empty slot, emptying the smallest adopted one if there is none."""
+        """Return an empty slot, emptying the smallest adopted one if there is none.
+
+        Where there was no room to adopt any, one of them is lost.
+        """
         for slot in table:
             if isinstance(slot.content, Empty):
                 return slot.id
-        if not adopted:
+        smallest = sorted(adopted, key=lambda slot_id: len(adopted[slot_id].state.tokens))
+        candidates = smallest or [slot.id for slot in table.free()]
+        if not candidates:
             raise CannotCache(DegradationKind.EVERY_SLOT_BUSY)
-        smallest = min(adopted, key=lambda slot_id: len(adopted[slot_id].state.tokens))
-        await self._upstream.erase(smallest)
-        table.set_content(smallest, Empty())
-        return smallest
+        await self._upstream.erase(candidates[0])
+        table.set_content(candidates[0], Empty())
+        return candidates[0]
 
     async def _disturb(self, table: SlotTable, tokens: TokenIds) -> None:
         """Run another empty slot for a token, upon which some servers clear all idle ones."""
@@ -152,9 +176,9 @@ class Attacher:
                 await self._upstream.erase(slot.id)
                 return
 
-    async def _probe_save(self, slot_id: SlotId, tokens: TokenIds) -> StateFile:
+    async def _probe_save(self, room: Room, slot_id: SlotId, tokens: TokenIds) -> StateFile:
         """Save a slot that holds *tokens*; return what the file says of this server."""
-        async with self._saver.saved(slot_id) as saved:
+        async with room.probe(slot_id, len(tokens)) as saved:
             state = saved.state
         if not state.tokens:
             raise CannotCache(DegradationKind.IDLE_SLOTS_CLEARED)
@@ -195,5 +219,6 @@ class Attacher:
                 n_saved=len(state.tokens),
                 # An earlier proxy may have restored it.
                 n_restored=0 if state.has_every_position else len(state.tokens),
+                n_points_at_most=len(state.restore_points) or MAX_CONTEXT_CHECKPOINTS,
             )
             table.set_content(slot_id, held)

@@ -1,5 +1,6 @@
 """What the proxy knows about the llama-server process it is attached to."""
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -8,10 +9,13 @@ from proxy.core.degradation import DegradationKind
 from proxy.core.model import NO_RULE, Rates, Rule
 from proxy.core.prefix import Namespace
 from proxy.core.probes import SelfTestResult
+from proxy.core.state_size import StateSize
 from proxy.driver.degradations import CannotCache, Degradations
 from proxy.driver.identity import tenant_namespace
 from proxy.driver.leases import LeaseDesk
 from proxy.errors import CacheFault
+
+_MAX_SIZES = 256
 
 
 @dataclass
@@ -24,6 +28,7 @@ class Attachment:
     `n_believed_points` context checkpoints of a live slot are counted on, the newest.
     `saves_context_checkpoints` says what the probe save showed: it depends on flags that llama-server
     does not tell, and so does the rule.
+    `sizes` are those of the states that it has saved lately.
     """
 
     process_id: str
@@ -42,6 +47,7 @@ class Attachment:
     tenants: set[bytes] = field(default_factory=set)
     n_contradictions: int = 0
     n_contradictions_allowed: int = 2
+    sizes: deque[StateSize] = field(default_factory=lambda: deque(maxlen=_MAX_SIZES))
 
     @property
     def can_cache(self) -> bool:

@@ -5,11 +5,11 @@ lease -> restore the checkpoint -> stop at cuts -> send -> confirm the hit -> re
 
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 
 from proxy.core.degradation import DegradationKind
-from proxy.core.model import Candidate, CheckpointKind, Prompt, RuleKind
-from proxy.core.plan import Plan, Restore, Situation, plan_request, promising
+from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt, RuleKind
+from proxy.core.plan import Plan, Restore, Situation, most_useful, plan_request, promising
 from proxy.core.slots import TAINTED, Content, Known, Unknown, after_evaluation, restored_tokens
 from proxy.core.write_back import is_write_back_due
 from proxy.driver.abandoned import wind_up
@@ -18,7 +18,7 @@ from proxy.driver.leases import Choice, DeskClosed, Lease
 from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.services import Services
 from proxy.driver.session import Session
-from proxy.errors import UpstreamFault
+from proxy.errors import StoreFault, UpstreamFault
 from proxy.log import get_logger
 from proxy.upstream.bodies import GenerationBody, pin
 from proxy.upstream.replies import Timings
@@ -49,12 +49,14 @@ class CachedRequest:
         self._prompt = prompt
         self._is_current = is_current
         self._arrived = time.monotonic()
+        self._kept = ExitStack()
 
     async def serve(self, send: Send) -> None:
         """Serve the request; raises what *send* raises, and DeskClosed before anything was sent."""
+        self._note_arrival()
         with (
+            self._kept,
             await self._attachment.desk.lease(self._choose, may_be_passed=True) as lease,
-            self._keeping(lease.reason),
         ):
             account = Account(lease.reason, self._prompt.n_tokens)
             account.queued_seconds = time.monotonic() - self._arrived
@@ -62,6 +64,7 @@ class CachedRequest:
                 await self._require_current()
             try:
                 can_reuse = await self._prepare(lease, account)
+                self._kept.close()
                 account.prepared_seconds = time.monotonic() - self._arrived
                 slot_id = lease.reason.slot_id
                 answer = await send(
@@ -85,14 +88,23 @@ class CachedRequest:
         if not await self._is_current():
             raise DeskClosed
 
-    def _keeping(self, plan: Plan) -> AbstractContextManager[object]:
-        if isinstance(plan.start, Restore):
-            return self._services.store.keep(plan.start.checkpoint)
-        return nullcontext()
+    def _note_arrival(self) -> None:
+        """Tell the store what is asked for; whoever comes to a queue is not planned at once."""
+        try:
+            self._services.store.note_asked(self._prompt.namespace, self._prompt.tokens)
+        except StoreFault as fault:
+            self._services.faults.record("lookup", fault)
+        if self._attachment.desk.n_waiting:
+            self._keep_most_useful(self._candidates())
 
     def _choose(self) -> Choice[Plan] | None:
-        """Plan the request over the slots and checkpoints as they are now."""
+        """Plan the request over the slots and checkpoints as they are now.
+
+        What the plan restores is kept from eviction in the same step. While the request has to wait,
+        that is what it would restore if it found no live slot.
+        """
         began = time.perf_counter()
+        self._kept.close()
         attachment = self._attachment
         now = Situation(
             attachment.rule,
@@ -102,8 +114,20 @@ class CachedRequest:
             attachment.n_ctx,
         )
         plan = plan_request(self._prompt, now)
+        if plan is None:
+            self._keep_most_useful(now.candidates)
+        elif isinstance(plan.start, Restore):
+            self._keep(plan.start.checkpoint)
         self._services.metrics.lookup_seconds.observe(time.perf_counter() - began)
         return Choice((plan.slot_id,), plan) if plan else None
+
+    def _keep_most_useful(self, candidates: tuple[Candidate, ...]) -> None:
+        wanted = most_useful(self._attachment.rule, candidates, self._prompt.n_tokens)
+        if wanted is not None:
+            self._keep(wanted.checkpoint)
+
+    def _keep(self, checkpoint: Checkpoint) -> None:
+        self._kept.enter_context(self._services.store.keep(checkpoint))
 
     def _candidates(self) -> tuple[Candidate, ...]:
         rule, prompt = self._attachment.rule, self._prompt
@@ -197,7 +221,7 @@ class CachedRequest:
             before,
             prompt.tokens,
             namespace,
-            turn_start=prompt.cuts.turn_start,
+            cuts=prompt.cuts,
             n_generated=timings.predicted_n,
             shape=prompt.shape,
             n_believed=self._attachment.n_believed_points,

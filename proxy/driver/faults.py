@@ -23,11 +23,14 @@ class Faults:
         """Count a fault; log it if the same one was not logged before."""
         self.count(stage)
         reason = str(error) or type(error).__name__
-        if (stage, reason) in self._seen:
-            return
-        if len(self._seen) < _MAX_REMEMBERED:
+        if self._is_new(stage, reason):
+            is_foreseen = isinstance(error, CacheFault)
+            self._log.warning(
+                "cache fault", stage=stage, reason=reason, exc_info=None if is_foreseen else error
+            )
+
+    def _is_new(self, stage: str, reason: str) -> bool:
+        is_new = (stage, reason) not in self._seen
+        if is_new and len(self._seen) < _MAX_REMEMBERED:
             self._seen.add((stage, reason))
-        is_foreseen = isinstance(error, CacheFault)
-        self._log.warning(
-            "cache fault", stage=stage, reason=reason, exc_info=None if is_foreseen else error
-        )
+        return is_new

@@ -43,10 +43,18 @@ def _is_rule(kind: RuleKind) -> Callable[[Attachment], float]:
 
 
 def _connect_store(metrics: Metrics, store: CheckpointStore) -> None:
+    count_evictions(metrics, store)
     metrics.checkpoints.set_function(lambda: len(store))
     metrics.checkpoint_bytes.set_function(lambda: store.size_bytes)
-    metrics.checkpoint_limit_bytes.set(store.max_bytes)
+    metrics.checkpoint_limit_bytes.set(store.limits.max_bytes)
     metrics.disk_free_bytes.set_function(lambda: _free_bytes(store))
+
+
+def count_evictions(metrics: Metrics, store: CheckpointStore) -> None:
+    """Count what the store removes, what it removed when it was opened included."""
+    for reason, n_removed in store.removals.items():
+        metrics.evictions.labels(reason).inc(n_removed)
+    store.on_removal = lambda reason: metrics.evictions.labels(reason).inc()
 
 
 def _free_bytes(store: CheckpointStore) -> float:

@@ -11,7 +11,8 @@ from proxy.core.probes import SelfTestResult
 from proxy.core.slots import Empty, Unknown
 from proxy.driver.attachment import Attachment
 from proxy.driver.leases import Lease
-from proxy.driver.memory import known_self_test, remember_self_test
+from proxy.driver.memory import known_self_test, remember_self_test, remember_sizes
+from proxy.driver.room import Room
 from proxy.driver.saving import Saver
 from proxy.driver.self_test import SelfTest
 from proxy.driver.services import Services
@@ -82,6 +83,7 @@ class Learning:
             result = await self._run(session, slot_id)
             if result.rule.can_restore:  # that nothing can be restored may have been a disturbance
                 await remember_self_test(self._services.store, attachment, result)
+                await remember_sizes(self._services.store, attachment)
         except CacheFault as fault:
             self._services.metrics.self_tests.labels("failed").inc()
             if attachment.is_caching:  # by the rule known before, which stays
@@ -108,7 +110,8 @@ class Learning:
         await work.erase(slot_id)
         attachment.desk.table.set_content(slot_id, Unknown(can_be_adopted=False))
         n_vocab = (await self._upstream.model_meta()).n_vocab
-        test = SelfTest(self._upstream, self._saver, n_vocab)
+        room = Room(self._services, attachment, self._saver)
+        test = SelfTest(self._upstream, room.probe, n_vocab)
         rule = await test.learn_rule(slot_id, attachment.n_ctx)
         result = SelfTestResult(rule)
         if rule.kind is not RuleKind.NOTHING:

@@ -1,7 +1,8 @@
-"""What the index remembers of a model from one process to the next: its self-test and its tenants."""
+"""What the index remembers of a model from one process to the next: its self-test, tenants and sizes."""
 
 from proxy.core.prefix import Namespace, TokenIds
 from proxy.core.probes import SelfTestResult
+from proxy.core.state_size import StateSize
 from proxy.driver.attachment import Attachment
 from proxy.store.store import CheckpointStore
 
@@ -68,3 +69,16 @@ def _self_test_name_of(attachment: Attachment) -> str:
         attachment.build,
         saves_context_checkpoints=attachment.saves_context_checkpoints,
     )
+
+
+def known_sizes(store: CheckpointStore, attachment: Attachment) -> list[StateSize]:
+    """Return the sizes of the states that the self-test of this model has saved."""
+    return store.index.value(_sizes_name(attachment), list[StateSize]) or []
+
+
+async def remember_sizes(store: CheckpointStore, attachment: Attachment) -> None:
+    await store.put_value(_sizes_name(attachment), list(attachment.sizes))
+
+
+def _sizes_name(attachment: Attachment) -> str:
+    return f"sizes {(attachment.model_namespace or b'').hex()}"

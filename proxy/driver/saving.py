@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Protocol
 
 from proxy.core.degradation import DegradationKind
-from proxy.core.model import CheckpointKind, SlotId
+from proxy.core.model import NO_CUTS, CheckpointKind, Cuts, SlotId
 from proxy.core.prefix import Namespace
+from proxy.core.slots import Content, Known
 from proxy.driver.degradations import CannotCache
 from proxy.errors import SaveRejected, UpstreamRefused
+from proxy.store.new_state import NewState
 from proxy.store.state_files import StateFiles
-from proxy.store.store import NewState
 from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.replies import Saved
 from proxy.upstream.state_file import StateFile, read_state_file
@@ -42,8 +43,11 @@ class SavedSlot:
     n_written: int
     seconds: float
 
-    def new_state(self, namespace: Namespace, kind: CheckpointKind, n_prompt: int = 0) -> NewState:
-        """Return what the store is to commit; *n_prompt* of its tokens were not generated."""
+    def new_state(
+        self, namespace: Namespace, kind: CheckpointKind, content: Content | None = None
+    ) -> NewState:
+        """Return what the store is to commit of a slot that was believed to hold *content*."""
+        known = content if isinstance(content, Known) else None
         return NewState(
             self.file_name,
             namespace,
@@ -51,7 +55,8 @@ class SavedSlot:
             self.state.tokens,
             self.state.restore_points,
             self.state.has_every_position,
-            n_prompt,
+            cuts=Cuts(known.header, known.turn_start) if known else NO_CUTS,
+            n_prompt=len(known.tokens) if known else 0,
         )
 
 
@@ -92,11 +97,12 @@ class Saver:
         store = self._services.store
         name = store.files.new_temporary_name()
         try:
-            yield await self._save(slot_id, name)
+            yield await self.save(slot_id, name)
         finally:
             await store.discard(name)
 
-    async def _save(self, slot_id: SlotId, name: str) -> SavedSlot:
+    async def save(self, slot_id: SlotId, name: str) -> SavedSlot:
+        """Save a slot to a file that the caller deletes or commits; raises as `saved` does."""
         began = time.monotonic()
         try:
             reply = await self._services.upstream.save(slot_id, name)

@@ -6,11 +6,13 @@ repeat it, stop before its end or leave it. Then two slots restore the longest s
 """
 
 import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 
 from proxy.core.model import Rule, SlotId
 from proxy.core.prefix import TokenIds, common_prefix_length, token_ids
 from proxy.core.probes import Probe, Trial, diverging_tells, is_hopeless, judge
-from proxy.driver.saving import Saver
+from proxy.driver.saving import SavedSlot
 from proxy.errors import UpstreamRefused
 from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.state_file import StateFile
@@ -22,12 +24,16 @@ BACK_TOKENS = 20
 _DIVERGING_UP_TO_TOKENS = 2200
 
 
+ProbeSave = Callable[[SlotId, int], AbstractAsyncContextManager[SavedSlot]]
+"""Saves a slot that holds so many tokens; the file is deleted on leaving."""
+
+
 class SelfTest:
     """Probes leased, empty slots; whoever holds the leases erases them afterwards."""
 
-    def __init__(self, upstream: LlamaServer, saver: Saver, n_vocab: int) -> None:
+    def __init__(self, upstream: LlamaServer, probe_save: ProbeSave, n_vocab: int) -> None:
         self._upstream = upstream
-        self._saver = saver
+        self._probe_save = probe_save
         n_longest = PROBE_LENGTHS[-1] + 3 * _MORE_TOKENS
         self._text = token_ids(
             (i * 7919 + 1237) % max(2, min(n_vocab, 30011)) for i in range(n_longest)
@@ -50,7 +56,7 @@ class SelfTest:
         Returns whether both continued from it, and whether each kept its tokens while the other ran.
         """
         pair = (slot_id, other_id)
-        async with self._saver.saved(slot_id) as saved:
+        async with self._probe_save(slot_id, PROBE_LENGTHS[-1] + _MORE_TOKENS) as saved:
             n_tokens = len(saved.state.tokens)
             try:
                 await asyncio.gather(*(self._restore(each, saved.file_name) for each in pair))
@@ -67,7 +73,7 @@ class SelfTest:
 
     async def _probe(self, slot_id: SlotId, n_tokens: int) -> Probe:
         await self._upstream.evaluate(slot_id, self._text[:n_tokens])
-        async with self._saver.saved(slot_id) as saved:
+        async with self._probe_save(slot_id, n_tokens) as saved:
             state = saved.state
             trials = [
                 await self._try(slot_id, saved.file_name, n_tokens, request)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from proxy.core.cuts import Stop
 from proxy.core.degradation import DegradationKind
-from proxy.core.eviction import superseded
+from proxy.core.eviction import Removal, superseded
 from proxy.core.model import Checkpoint, CheckpointKind, Prompt, SlotId
 from proxy.core.plan import Restore
 from proxy.core.prefix import BLOCK_TOKENS, Namespace, TokenIds
@@ -25,9 +25,17 @@ from proxy.core.slots import (
 )
 from proxy.core.write_back import at_savable_point, is_write_back_due
 from proxy.driver.attachment import Attachment
-from proxy.driver.saving import SavedSlot, Saver
+from proxy.driver.room import Room
+from proxy.driver.saving import SavedSlot
 from proxy.driver.services import Services
-from proxy.errors import CacheFault, SaveRejected, StoreFault, UpstreamFault, UpstreamRefused
+from proxy.errors import (
+    CacheFault,
+    NoRoom,
+    SaveRejected,
+    StoreFault,
+    UpstreamFault,
+    UpstreamRefused,
+)
 from proxy.upstream.llama_server import Headers
 from proxy.upstream.replies import SlotStatus, Timings
 from proxy.upstream.state_file import StateFile
@@ -36,13 +44,13 @@ from proxy.upstream.state_file import StateFile
 class SlotWork:
     """Does to slots what plans say."""
 
-    def __init__(self, services: Services, attachment: Attachment, saver: Saver) -> None:
+    def __init__(self, services: Services, attachment: Attachment, room: Room) -> None:
         self._services = services
         self._upstream = services.upstream
         self._attachment = attachment
         self._table = attachment.desk.table
         self._metrics = services.metrics
-        self._saver = saver
+        self._room = room
 
     async def slot_states(self) -> list[SlotStatus]:
         """Return llama-server's own view of its slots; raises UpstreamFault."""
@@ -69,7 +77,7 @@ class SlotWork:
                     await self._load(slot_id, checkpoint)
         except StoreFault:
             self._metrics.restores.labels("missing").inc()
-            await self._services.store.remove(checkpoint)
+            await self._services.store.remove(checkpoint, Removal.BROKEN)
             raise
         except UpstreamFault as fault:
             self._metrics.restores.labels("refused").inc()
@@ -82,8 +90,11 @@ class SlotWork:
             tokens,
             namespace,
             restore_points=checkpoint.restore_points,
+            header=checkpoint.header,
+            turn_start=checkpoint.turn_start,
             n_saved=checkpoint.n_tokens,
             n_restored=0 if checkpoint.has_every_position else checkpoint.n_tokens,
+            n_points_at_most=len(checkpoint.restore_points),
         )
         self._table.set_content(slot_id, restored)
 
@@ -113,12 +124,11 @@ class SlotWork:
         self._table.set_content(slot_id, Unknown(prompt.namespace, n_restored=n_restored))
         tokens = prompt.tokens[: stop.n_tokens]
         timings = await self._upstream.evaluate(slot_id, tokens, headers)
-        turn_start = prompt.cuts.turn_start if prompt.cuts.turn_start <= stop.n_tokens else 0
         content = after_evaluation(
             before,
             tokens,
             prompt.namespace,
-            turn_start=turn_start,
+            cuts=prompt.cuts,
             shape=prompt.shape,
             n_believed=self._attachment.n_believed_points,
         )
@@ -138,8 +148,12 @@ class SlotWork:
             return None
         try:
             with self._attachment.watching(DegradationKind.SAVES_FAIL, CacheFault):
-                await self._cut_back(slot_id)
-                return await self._save(slot_id, kind, is_just_predicted)
+                async with self._room.for_slot(self._table[slot_id].content) as name:
+                    await self._cut_back(slot_id)
+                    return await self._save(slot_id, kind, name, is_just_predicted)
+        except NoRoom:
+            self._give_up(slot_id)
+            return None
         except CacheFault:
             self._metrics.saves.labels("failed").inc()
             self._services.faults.count("save")
@@ -169,23 +183,21 @@ class SlotWork:
         self._table.set_content(slot_id, target)
 
     async def _save(
-        self, slot_id: SlotId, kind: CheckpointKind, is_just_predicted: bool
+        self, slot_id: SlotId, kind: CheckpointKind, name: str, is_just_predicted: bool
     ) -> Checkpoint | None:
         """Save a slot as it stands, check the file and commit it; raises CacheFault."""
         content = self._table[slot_id].content
-        async with self._saver.saved(slot_id) as saved:
-            self._require_expected(slot_id, content, saved.state, is_just_predicted)
-            self._require_same_process()
-            self._metrics.save_seconds.observe(saved.seconds)
-            self._attachment.learn(save_bytes_per_second=saved.n_written / saved.seconds)
-            return await self._commit(slot_id, content, kind, saved)
+        saved = await self._room.save(slot_id, name)
+        self._require_expected(slot_id, content, saved.state, is_just_predicted)
+        self._require_same_process()
+        self._metrics.save_seconds.observe(saved.seconds)
+        self._attachment.learn(save_bytes_per_second=saved.n_written / saved.seconds)
+        return await self._commit(slot_id, content, kind, saved)
 
     def _require_expected(
         self, slot_id: SlotId, content: Content, state: StateFile, is_just_predicted: bool
     ) -> None:
         """Hold a saved file against what the slot was believed to hold; the file is the truth."""
-        if state.size_bytes > self._services.store.max_bytes:
-            raise SaveRejected(f"{state.size_bytes} bytes are more than the whole budget")
         if state.n_media or -1 in state.tokens:
             self._table.set_content(slot_id, TAINTED)
             raise SaveRejected("the slot holds media")
@@ -216,8 +228,7 @@ class SlotWork:
         if len(state.tokens) < BLOCK_TOKENS or store.holds(namespace, state.tokens):
             self._note_saved(slot_id, content, namespace, state)
             return None
-        n_prompt = len(content.tokens) if isinstance(content, Known) else 0
-        checkpoint = await store.commit(saved.new_state(namespace, kind, n_prompt))
+        checkpoint = await store.commit(saved.new_state(namespace, kind, content))
         self._note_saved(slot_id, content, namespace, state)
         self._metrics.saves.labels("done").inc()
         self._metrics.saved_bytes.inc(checkpoint.size_bytes)
@@ -236,6 +247,7 @@ class SlotWork:
             n_tail=0,
             restore_points=state.restore_points or old.restore_points,
             n_saved=len(state.tokens),
+            n_points_at_most=len(state.restore_points) or old.n_points_at_most,
         )
         self._table.set_content(slot_id, now_held)
 
@@ -252,7 +264,4 @@ class SlotWork:
         store = self._services.store
         older = await asyncio.to_thread(lambda: list(store.find(newer.namespace, tokens)))
         for checkpoint in superseded(self._attachment.rule, newer, older):
-            await store.remove(checkpoint)
-            self._metrics.evictions.labels("superseded").inc()
-        for _ in await store.evict():
-            self._metrics.evictions.labels("budget").inc()
+            await store.remove(checkpoint, Removal.SUPERSEDED)

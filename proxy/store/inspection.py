@@ -18,7 +18,7 @@ import msgspec
 from proxy.core.model import Checkpoint
 from proxy.errors import StoreFault, StoreLocked
 from proxy.store.index import FORMAT_VERSION
-from proxy.store.store import LOCK_NAME
+from proxy.store.opening import LOCK_NAME
 
 T = TypeVar("T")
 

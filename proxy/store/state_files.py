@@ -79,6 +79,15 @@ class StateFiles:
         status = self.path(name).stat()
         return status.st_ino, status.st_mtime_ns
 
+    def require_unchanged(self, name: str, expected: tuple[int, int]) -> None:
+        """Raise StoreFault if a file is gone or not the one that was stamped."""
+        try:
+            stamp = self.stamp(name)
+        except OSError as error:
+            raise StoreFault(f"{name}: {error.strerror}") from error
+        if stamp != expected:
+            raise StoreFault(f"{name} was replaced since it was saved")
+
     def checksum(self, name: str) -> str:
         with self.path(name).open("rb") as file:
             return _checksum(file.fileno())

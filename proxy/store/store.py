@@ -1,107 +1,101 @@
-"""The checkpoint store: index and files kept consistent, whatever crashes when.
+"""The checkpoint store: index and files kept consistent and within their budget, whatever crashes when.
 
 Files first, then the index entry; entry gone first, then the file. All writes run on one thread.
-Records are mirrored in memory, so that a lookup reads LMDB only for prefix hashes and tokens.
+Room is made before a file is written: whoever wants to save reserves its bytes first.
 """
 
-import asyncio
-import fcntl
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
-from proxy.core.eviction import choose_victims
-from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind
-from proxy.core.prefix import BLOCK_TOKENS, Namespace, TokenIds, hash_prefixes
-from proxy.errors import StoreFault, StoreLocked
+from proxy.core.eviction import Present, Removal
+from proxy.core.model import Candidate, Checkpoint, CheckpointId
+from proxy.core.prefix import BLOCK_TOKENS, Namespace, TokenIds, hash_prefixes, token_ids
+from proxy.errors import NoRoom, StoreFault
+from proxy.store import new_state, opening
+from proxy.store.budget import Budget, Claim, Limits
+from proxy.store.catalogue import Catalogue
 from proxy.store.index import Index
+from proxy.store.new_state import NewState
 from proxy.store.state_files import StateFiles
+from proxy.store.writer import Writer
 
-T = TypeVar("T")
-
-LOCK_NAME = ".llama-prefix-cache.lock"
 MAX_COMPARED = 512
 """How many checkpoints one lookup compares token by token, at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class NewState:
-    """A checked temporary state file, about to become a checkpoint."""
-
-    temporary_name: str
-    namespace: Namespace
-    kind: CheckpointKind
-    tokens: TokenIds
-    restore_points: tuple[int, ...]
-    has_every_position: bool
-    n_prompt: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CheckReport:
-    """What an opening check found and removed."""
-
-    n_checkpoints: int
-    n_entries_without_file: int
-    n_files_without_entry: int
 
 
 class CheckpointStore:
     """All checkpoints under one --slot-save-path."""
 
-    def __init__(self, directory: Path, max_bytes: int) -> None:
-        """Lock and open the store in *directory*.
+    def __init__(self, directory: Path, limits: Limits) -> None:
+        """Lock and open the store in *directory*, and bring it within its budget.
 
         Raises StoreLocked if another proxy has it, StoreFault if the index cannot be read.
         """
         self.files = StateFiles(directory)
-        self.max_bytes = max_bytes
-        self._lock_descriptor = _lock(directory)
-        try:
-            self.index = Index(directory / "index")
+        self.limits = limits
+        self.removals = Counter({reason: 0 for reason in Removal})
+        self.on_removal: Callable[[Removal], None] = lambda _: None
+        self._budget = Budget(limits)
+        self._catalogue = Catalogue()
+        with ExitStack() as undo:
+            self._lock_descriptor = opening.lock(directory)
+            undo.callback(os.close, self._lock_descriptor)
             try:
-                self._records = {c.id: c for c in self.index.all()}
-                self.report = self._check()
-            except BaseException:
-                self.index.close()
-                raise
-        except OSError as error:
-            os.close(self._lock_descriptor)
-            raise StoreFault(f"{directory}: {error}") from error
-        except BaseException:
-            os.close(self._lock_descriptor)
-            raise
-        self._in_use: Counter[CheckpointId] = Counter()
-        self._touched: set[CheckpointId] = set()
-        self._quarantined: set[CheckpointId] = set()
-        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-writer")
+                self.index = Index(directory / "index")
+                undo.callback(self.index.close)
+                self.report = self._open()
+            except OSError as error:
+                raise StoreFault(f"{directory}: {error}") from error
+            undo.pop_all()
+        self._writer = Writer()
+
+    def _open(self) -> opening.CheckReport:
+        intact, report = opening.check(self.index, self.files)
+        for checkpoint in intact:
+            tokens = self.index.tokens(checkpoint.id) or token_ids(())
+            self._catalogue.enter(checkpoint, hash_prefixes(checkpoint.namespace, tokens))
+        n_too_many = self.size_bytes - self.limits.max_bytes
+        victims = self._catalogue.victims(n_too_many, Present(time.time()))
+        for victim in victims:
+            opening.remove(self.index, self.files, victim)
+            self._catalogue.take(victim.id)
+            self._catalogue.forget(victim.id)
+        self.removals[Removal.BUDGET] += len(victims)
+        self.removals[Removal.BROKEN] += report.n_entries_without_file
+        return replace(report, n_checkpoints=len(self), n_over_budget=len(victims))
 
     def close(self) -> None:
         """Write what is pending and release the directory."""
-        self._writer.shutdown(wait=True)
+        self._writer.close()
         try:
             with suppress(StoreFault):
-                self.index.update(self._take_touched())
+                self.index.update(self._catalogue.take_touched())
             self.index.close()
         finally:
             os.close(self._lock_descriptor)
 
     def __len__(self) -> int:
-        return len(self._records)
+        return len(self._catalogue)
 
     def __iter__(self) -> Iterator[Checkpoint]:
-        return iter(tuple(self._records.values()))
+        return iter(self._catalogue)
 
     @property
     def size_bytes(self) -> int:
-        return sum(c.size_bytes for c in self._records.values())
+        return self._catalogue.size_bytes
+
+    def get(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
+        return self._catalogue.get(checkpoint_id)
+
+    def values(self, present: Present) -> dict[CheckpointId, float]:
+        """Return the seconds that losing each checkpoint would cost."""
+        return self._catalogue.values(present)
 
     def find(self, namespace: Namespace, tokens: TokenIds) -> Iterator[Candidate]:
         """Yield the checkpoints that share at least a block with *tokens*, longest prefix first.
@@ -111,11 +105,11 @@ class CheckpointStore:
         # Those of one block are in no order; a whole block is the least that separates groups.
         group: list[Candidate] = []
         for checkpoint_id in self.index.reaching(hash_prefixes(namespace, tokens))[:MAX_COMPARED]:
-            checkpoint = self._records.get(checkpoint_id)
+            checkpoint = self._catalogue.get(checkpoint_id)
             if checkpoint is None or checkpoint.namespace != namespace:
                 continue
             n_common = self.index.common_prefix(checkpoint_id, tokens)
-            if n_common is None or checkpoint_id in self._quarantined:
+            if n_common is None or self._catalogue.is_quarantined(checkpoint_id):
                 continue
             candidate = Candidate(checkpoint, n_common)
             if group and candidate.n_common // BLOCK_TOKENS < group[0].n_common // BLOCK_TOKENS:
@@ -124,14 +118,13 @@ class CheckpointStore:
             group.append(candidate)
         yield from sorted(group, key=lambda c: -c.n_common)
 
-    @contextmanager
-    def keep(self, checkpoint: Checkpoint) -> Iterator[None]:
+    def note_asked(self, namespace: Namespace, tokens: TokenIds) -> None:
+        """Note that a request has this prompt: what it shares with checkpoints is alive."""
+        self._catalogue.note_asked(hash_prefixes(namespace, tokens))
+
+    def keep(self, checkpoint: Checkpoint) -> AbstractContextManager[None]:
         """Keep a checkpoint from eviction between its choice and its restore."""
-        self._in_use[checkpoint.id] += 1
-        try:
-            yield
-        finally:
-            self._in_use[checkpoint.id] -= 1
+        return self._catalogue.keep(checkpoint.id)
 
     @contextmanager
     def using(self, checkpoint: Checkpoint) -> Iterator[Checkpoint]:
@@ -140,9 +133,9 @@ class CheckpointStore:
         Raises StoreFault if its file is not the one that was committed.
         """
         with self.keep(checkpoint):
-            self._require_unchanged(checkpoint)
+            self.files.require_unchanged(checkpoint.file_name, checkpoint.file_stamp)
             yield checkpoint
-            self._touch(checkpoint.id)
+            self._catalogue.touch(checkpoint.id)
 
     def holds(self, namespace: Namespace, tokens: TokenIds) -> bool:
         """Return whether a checkpoint of exactly these tokens is there."""
@@ -152,140 +145,107 @@ class CheckpointStore:
         )
 
     def quarantine(self, checkpoint: Checkpoint) -> None:
-        """Offer a checkpoint no more while this process runs; eviction takes it in its turn."""
-        self._quarantined.add(checkpoint.id)
+        """Offer a checkpoint no more while this process runs; eviction takes it first."""
+        self._catalogue.quarantine(checkpoint.id)
 
-    def _require_unchanged(self, checkpoint: Checkpoint) -> None:
+    async def pin(self, checkpoint_id: CheckpointId, *, is_pinned: bool) -> Checkpoint | None:
+        """Keep a checkpoint whatever happens, or no longer; None if it is gone."""
+        record = self._catalogue.set_pinned(checkpoint_id, is_pinned=is_pinned)
+        if record is not None:
+            await self._writer.write(partial(self.index.update, [record]))
+        return record
+
+    async def reserve(self, claim: Claim) -> str:
+        """Make room for a file; return the temporary name under which it is to be written.
+
+        The bytes stay reserved until that name is committed or discarded. Raises NoRoom, and nothing
+        was removed, if what may go does not suffice.
+        """
+        name = self.files.new_temporary_name()
+        self._budget.reserve(name, claim)
+        await self._make_room(name, claim)
+        return name
+
+    async def settle(self, temporary_name: str, n_bytes: int) -> None:
+        """Count a reserved file as large as it was written; raises NoRoom if that is too large."""
+        await self._make_room(temporary_name, self._budget.settle(temporary_name, n_bytes))
+
+    async def _make_room(self, name: str, claim: Claim) -> None:
         try:
-            stamp = self.files.stamp(checkpoint.file_name)
+            free_bytes = self.files.free_bytes() + self._catalogue.going_bytes
+            shortage = self._budget.shortage(claim, self.size_bytes, free_bytes)
+            victims = self._catalogue.victims(shortage.n_bytes, claim.present, claim.replaces)
+            if sum(v.size_bytes for v in victims) < shortage.n_bytes:
+                raise NoRoom(
+                    shortage.reason,
+                    f"no room under the limit of {shortage.reason}: the rest is in use or pinned",
+                )
+            await self._remove(victims, shortage.reason)
         except OSError as error:
-            raise StoreFault(f"{checkpoint.file_name}: {error.strerror}") from error
-        if stamp != checkpoint.file_stamp:
-            raise StoreFault(f"{checkpoint.file_name} was replaced since it was saved")
-
-    def _touch(self, checkpoint_id: CheckpointId) -> None:
-        record = self._records.get(checkpoint_id)
-        if record:
-            self._records[checkpoint_id] = replace(record, last_used_at=time.time())
-            self._touched.add(checkpoint_id)
+            self._budget.release(name)
+            raise StoreFault(f"{self.files.directory}: {error.strerror}") from error
+        except BaseException:
+            self._budget.release(name)
+            raise
 
     async def commit(self, state: NewState) -> Checkpoint:
         """Seal a state's file and enter it in the index; raises StoreFault if either fails."""
-        work = partial(self._commit, state, self._take_touched())
-        return await self._write(work, then=self._enter)
+        hashes = hash_prefixes(state.namespace, state.tokens)
 
-    def _enter(self, checkpoint: Checkpoint) -> None:
-        self._records[checkpoint.id] = checkpoint
+        def enter(checkpoint: Checkpoint) -> None:
+            self._catalogue.enter(checkpoint, hashes)
+            self._budget.release(state.temporary_name)
 
-    def _commit(self, state: NewState, touched: list[Checkpoint]) -> Checkpoint:
-        final_name = self.files.new_final_name()
-        facts = self.files.seal(state.temporary_name, final_name)
-        now = time.time()
-        checkpoint = Checkpoint(
-            id=CheckpointId(int(final_name[4:20], 16) >> 1),
-            namespace=state.namespace,
-            kind=state.kind,
-            n_tokens=len(state.tokens),
-            restore_points=state.restore_points,
-            has_every_position=state.has_every_position,
-            file_name=final_name,
-            size_bytes=facts.size_bytes,
-            file_stamp=facts.stamp,
-            checksum=facts.checksum,
-            created_at=now,
-            last_used_at=now,
-            n_prompt=state.n_prompt,
+        touched = self._catalogue.take_touched()
+        work = partial(new_state.commit, self.index, self.files, state, hashes, touched)
+        return await self._writer.write(work, then=enter)
+
+    async def remove(self, checkpoint: Checkpoint, reason: Removal) -> None:
+        """Delete a checkpoint, entry first; nothing happens if it is gone, pinned or in use.
+
+        A broken one goes in any case: nobody can use it.
+        """
+        current = self._catalogue.get(checkpoint.id)
+        is_kept = current is not None and (
+            current.is_pinned or self._catalogue.is_in_use(checkpoint.id)
         )
-        try:
-            self.index.put(checkpoint, state.tokens, hash_prefixes(state.namespace, state.tokens))
-        except StoreFault:
-            self.files.remove(final_name)
-            raise
-        with suppress(StoreFault):
-            self.index.update(touched)
-        return checkpoint
+        if current is not None and (reason is Removal.BROKEN or not is_kept):
+            await self._remove([current], reason)
 
-    async def remove(self, checkpoint: Checkpoint) -> None:
-        """Delete a checkpoint, entry first; nothing happens if it is in use or gone."""
-        if self._in_use[checkpoint.id] or self._records.pop(checkpoint.id, None) is None:
-            return
-        try:
-            await self._write(partial(self._remove, checkpoint))
-        except StoreFault:
-            self._records[checkpoint.id] = checkpoint
-            raise
+    async def _remove(self, checkpoints: Iterable[Checkpoint], reason: Removal) -> None:
+        """Take checkpoints out at once and delete them; return when their files are gone.
 
-    def _remove(self, checkpoint: Checkpoint) -> None:
-        tokens = self.index.tokens(checkpoint.id)
-        hashes = hash_prefixes(checkpoint.namespace, tokens) if tokens is not None else []
-        self.index.delete(checkpoint.id, hashes)
-        self.files.remove(checkpoint.file_name)
+        Waits for removals of others that are under way, too: their room may have been counted on.
+        """
+        taken = [c for c in checkpoints if self._catalogue.take(c.id)]
+        try:
+            while taken:
+                await self._delete(taken.pop(), reason)
+        finally:
+            for checkpoint in taken:
+                self._catalogue.put_back(checkpoint.id)
+        if self._catalogue.going_bytes:
+            await self._writer.write(lambda: None)
+
+    async def _delete(self, checkpoint: Checkpoint, reason: Removal) -> None:
+        def forget(_: object) -> None:
+            self._catalogue.forget(checkpoint.id)
+            self.removals[reason] += 1
+            self.on_removal(reason)
+
+        try:
+            work = partial(opening.remove, self.index, self.files, checkpoint)
+            await self._writer.write(work, then=forget)
+        except StoreFault:
+            self._catalogue.put_back(checkpoint.id)
+            raise
 
     async def discard(self, temporary_name: str) -> None:
         """Delete a temporary file that did not become a checkpoint."""
-        await self._write(partial(self.files.remove, temporary_name))
-
-    async def evict(self) -> list[Checkpoint]:
-        """Bring the store within its budget; return what went."""
-        in_use = {i for i, n in self._in_use.items() if n}
-        victims = choose_victims(self, self.size_bytes - self.max_bytes, in_use)
-        for victim in victims:
-            await self.remove(victim)
-        return victims
+        await self._writer.write(
+            partial(self.files.remove, temporary_name),
+            then=lambda _: self._budget.release(temporary_name),
+        )
 
     async def put_value(self, name: str, value: object) -> None:
-        await self._write(partial(self.index.put_value, name, value))
-
-    def _take_touched(self) -> list[Checkpoint]:
-        touched, self._touched = self._touched, set()
-        return [self._records[i] for i in touched if i in self._records]
-
-    async def _write(
-        self, work: Callable[[], T], *, then: Callable[[T], object] = lambda _: None
-    ) -> T:
-        """Do *work* on the writer thread and *then* on this one, even if the caller is cancelled."""
-        written = asyncio.get_running_loop().run_in_executor(self._writer, work)
-        written.add_done_callback(lambda w: w.exception() or then(w.result()))
-        try:
-            return await asyncio.shield(written)
-        except OSError as error:
-            raise StoreFault(str(error)) from error
-
-    def _check(self) -> CheckReport:
-        """Remove entries whose file is gone or not the same, and files that no entry names."""
-        broken = [c for c in self._records.values() if not self._is_intact(c)]
-        for checkpoint in broken:
-            del self._records[checkpoint.id]
-            self._remove(checkpoint)
-        named = {c.file_name for c in self._records.values()}
-        orphans = [name for name in self.files.names() if name not in named]
-        for name in orphans:
-            self.files.remove(name)
-        return CheckReport(len(self._records), len(broken), len(orphans))
-
-    def _is_intact(self, checkpoint: Checkpoint) -> bool:
-        try:
-            stamp = self.files.stamp(checkpoint.file_name)
-            if stamp == checkpoint.file_stamp:
-                return True
-            # A copied or restored directory has new inodes: its content decides.
-            if self.files.checksum(checkpoint.file_name) != checkpoint.checksum:
-                return False
-        except OSError:
-            return False
-        self._records[checkpoint.id] = replace(checkpoint, file_stamp=stamp)
-        self.index.update([self._records[checkpoint.id]])
-        return True
-
-
-def _lock(directory: Path) -> int:
-    try:
-        descriptor = os.open(directory / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as error:
-        raise StoreFault(f"{directory}: {error}") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(descriptor)
-        raise StoreLocked(f"another llama-prefix-cache uses {directory}") from error
-    return descriptor
+        await self._writer.write(partial(self.index.put_value, name, value))

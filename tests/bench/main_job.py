@@ -10,6 +10,7 @@ import argparse
 import sys
 from contextlib import ExitStack
 
+from tests.bench.budget import measure_budget
 from tests.bench.correctness import measure_correctness
 from tests.bench.first_contact import measure_first_contact
 from tests.bench.first_token import measure_first_token
@@ -21,7 +22,7 @@ from tests.bench.restarts import measure_restarts
 from tests.bench.reuse import ReuseBenchmark
 from tests.bench.section import Section
 
-PARTS = ("reuse", "first-token", "correctness", "overhead", "first-contact", "run")
+PARTS = ("reuse", "first-token", "correctness", "overhead", "first-contact", "run", "budget")
 
 
 async def measure(part: str, leftovers: ExitStack, log: RequestLog) -> list[Section]:
@@ -37,6 +38,8 @@ async def measure(part: str, leftovers: ExitStack, log: RequestLog) -> list[Sect
             return [await measure_first_contact(leftovers)]
         case "run":
             return [await measure_restarts(leftovers)]
+        case "budget":
+            return [await measure_budget(leftovers)]
         case _:
             return [await measure_overhead(leftovers, log)]
 

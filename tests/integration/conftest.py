@@ -19,6 +19,7 @@ SETTINGS = (
     "drain_seconds",
     "max_requests",
     "max_store_bytes",
+    "min_free_bytes",
     "max_body_bytes",
     "upstream_api_key",
     "share_between_api_keys",

@@ -118,7 +118,12 @@ class Rig:
             slot_save_path=str(self.server.directory),
             listen="127.0.0.1:0",
             admin="127.0.0.1:0",
-            **{"idle_save_seconds": 0.04, "drain_seconds": 2.0, **self.options},
+            **{
+                "min_free_bytes": 0,
+                "idle_save_seconds": 0.04,
+                "drain_seconds": 2.0,
+                **self.options,
+            },
         )
         self.running = await self._proxy.enter_async_context(run_proxy(settings))
         if waits:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from proxy.core.degradation import DegradationKind
 from proxy.upstream import llama_server
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
@@ -151,12 +152,20 @@ async def test_save_that_never_answers_is_given_up_and_its_file_swept(
 
 async def test_budget_smaller_than_a_state_keeps_the_store_empty(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1, n_ctx=32_000, max_store_bytes=1 << 20) as rig:
-        await rig.post("/completion", {"prompt": [7] * 25_000, "n_predict": 0})
-        await saves_failed(rig)
+        n_saves = len(rig.server.seen_at("save"))
+        with capture_logs() as logs:
+            for n_tokens in (25_000, 25_100, 25_200):
+                await rig.post("/completion", {"prompt": [7] * n_tokens, "n_predict": 0})
+                await rig.settled()
         assert rig.checkpoints == []
+        assert rig.sample("saves_skipped_total", reason="larger than the budget") == 3
+        assert len(rig.server.seen_at("save")) == n_saves + 1, "it is known after the first"
+        assert rig.sample("cache_faults_total", stage="save") == 0
+        told = [line for line in logs if line.get("kind") == DegradationKind.NO_ROOM]
+        assert [line["event"] for line in told] == ["degradation"]
 
 
-async def test_store_over_its_budget_evicts_the_oldest(start_rig: StartRig) -> None:
+async def test_store_over_its_budget_evicts_what_is_worth_least(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1, n_ctx=32_000, max_store_bytes=1 << 20) as rig:
         for first in range(5):
             tokens = [100 * first + i % 97 for i in range(6000)]

@@ -9,11 +9,13 @@ import pytest
 
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind
 from proxy.core.prefix import Namespace, TokenIds, token_ids
-from proxy.store.store import CheckpointStore, NewState
+from proxy.store.budget import Limits
+from proxy.store.new_state import NewState
+from proxy.store.store import CheckpointStore
 
 NAMESPACE = Namespace(b"n" * 16)
 OTHER_NAMESPACE = Namespace(b"o" * 16)
-BUDGET = 1 << 20
+BUDGET = Limits(1 << 20)
 
 Commit = Callable[..., Awaitable[Checkpoint]]
 
@@ -54,8 +56,8 @@ def names_in(directory: Path) -> set[str]:
 
 
 @contextmanager
-def opened(directory: Path, max_bytes: int = BUDGET) -> Iterator[CheckpointStore]:
-    store = CheckpointStore(directory, max_bytes)
+def opened(directory: Path, limits: Limits = BUDGET) -> Iterator[CheckpointStore]:
+    store = CheckpointStore(directory, limits)
     try:
         yield store
     finally:

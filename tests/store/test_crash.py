@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from proxy.core.eviction import Removal
 from proxy.core.model import CheckpointId
 from proxy.errors import StoreFault
 from proxy.store.index import Index
@@ -61,7 +62,7 @@ def named(step: Any) -> str:
 
 def abandon(store: CheckpointStore) -> None:
     """Let go of a store as a dying process does: nothing more is written."""
-    store._writer.shutdown(wait=True)
+    store._writer.close()
     store.index.close()
     os.close(store._lock_descriptor)
 
@@ -109,7 +110,7 @@ async def test_crash_in_remove_leaves_a_store_that_opens_and_serves(
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, crash if when == "before" else after(getattr(owner, name)))
         with pytest.raises(Crash):
-            await store.remove(going)
+            await store.remove(going, Removal.BUDGET)
     abandon(store)
     check_reopened(tmp_path, {kept.id}, may_have=1)
 
@@ -122,7 +123,7 @@ async def test_crash_after_the_entry_is_deleted_does_not_bring_it_back(
     with monkeypatch.context() as patch:
         patch.setattr(StateFiles, "remove", crash)
         with pytest.raises(Crash):
-            await store.remove(going)
+            await store.remove(going, Removal.BUDGET)
     abandon(store)
     check_reopened(tmp_path, set(), may_have=0)
 
@@ -206,7 +207,7 @@ async def test_remove_that_fails_leaves_memory_and_disk_agreeing(
     with monkeypatch.context() as patch:
         patch.setattr(Index, "delete", fail)
         with pytest.raises(StoreFault):
-            await store.remove(checkpoint)
+            await store.remove(checkpoint, Removal.BUDGET)
     assert {c.id for c in store} == {c.id for c in store.index.all()}
-    await store.remove(checkpoint)
+    await store.remove(checkpoint, Removal.BUDGET)
     assert names_in(store.files.directory) == set()

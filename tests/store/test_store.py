@@ -10,12 +10,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from proxy.core.eviction import Removal
 from proxy.core.model import CheckpointId, CheckpointKind
 from proxy.core.prefix import Namespace, PrefixHash, TokenIds, hash_prefixes, token_ids
 from proxy.errors import StoreFault, StoreLocked
+from proxy.store.budget import Limits
 from proxy.store.index import Index
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import (
+    BUDGET,
     NAMESPACE,
     OTHER_NAMESPACE,
     branch,
@@ -96,8 +99,8 @@ async def test_find_on_a_hash_collision_tells_how_little_is_common(
 async def test_remove_takes_entry_and_file(store: CheckpointStore) -> None:
     kept = await store.commit(new_state(store, run_of(300)))
     gone = await store.commit(new_state(store, run_of(600)))
-    await store.remove(gone)
-    await store.remove(gone)
+    await store.remove(gone, Removal.BUDGET)
+    await store.remove(gone, Removal.BUDGET)
     assert [c.checkpoint for c in found(store, run_of(900))] == [kept]
     assert names_in(store.files.directory) == {kept.file_name}
     assert len(store) == 1 and [c.id for c in store.index.all()] == [kept.id]
@@ -105,7 +108,8 @@ async def test_remove_takes_entry_and_file(store: CheckpointStore) -> None:
 
 async def test_remove_leaves_no_prefix_hash_behind(store: CheckpointStore) -> None:
     kept = await store.commit(new_state(store, run_of(300)))
-    await store.remove(await store.commit(new_state(store, run_of(600))))
+    gone = await store.commit(new_state(store, run_of(600)))
+    await store.remove(gone, Removal.BUDGET)
     assert store.index.reaching(hash_prefixes(NAMESPACE, run_of(900))) == [kept.id]
 
 
@@ -181,42 +185,10 @@ async def test_using_a_checkpoint_keeps_it_from_removal_until_the_last_user_left
     with store.using(checkpoint):
         with store.using(checkpoint):
             pass
-        await store.remove(checkpoint)
+        await store.remove(checkpoint, Removal.BUDGET)
         assert len(store) == 1
-    await store.remove(checkpoint)
+    await store.remove(checkpoint, Removal.BUDGET)
     assert len(store) == 0
-
-
-# Eviction.
-
-
-async def test_evict_within_the_budget_does_nothing(store: CheckpointStore) -> None:
-    await store.commit(new_state(store, run_of(300)))
-    assert await store.evict() == []
-
-
-async def test_evict_over_the_budget_takes_the_least_recently_used(tmp_path: Path) -> None:
-    with opened(tmp_path, max_bytes=250) as store:
-        first, second, third = [
-            await store.commit(new_state(store, run_of(300, start=i * 1000), content=b"x" * 100))
-            for i in range(3)
-        ]
-        with store.using(first):
-            pass
-        assert [c.id for c in await store.evict()] == [second.id]
-        assert {c.id for c in store} == {first.id, third.id}
-        assert store.size_bytes == 200
-        assert names_in(tmp_path) == {first.file_name, third.file_name}
-
-
-async def test_evict_never_takes_one_in_use(tmp_path: Path) -> None:
-    with opened(tmp_path, max_bytes=1) as store:
-        used = await store.commit(new_state(store, run_of(300)))
-        idle = await store.commit(new_state(store, run_of(300, start=1000)))
-        with store.using(used):
-            assert [c.id for c in await store.evict()] == [idle.id]
-            assert store.files.path(used.file_name).exists()
-        assert [c.id for c in await store.evict()] == [used.id]
 
 
 # Opening.
@@ -268,7 +240,7 @@ async def test_open_removes_entries_without_file_and_files_without_entry(tmp_pat
 def test_second_opener_is_locked_out_and_changes_nothing(store: CheckpointStore) -> None:
     temporary = new_state(store, run_of(300)).temporary_name
     with pytest.raises(StoreLocked, match="another llama-prefix-cache uses"):
-        CheckpointStore(store.files.directory, 1 << 20)
+        CheckpointStore(store.files.directory, BUDGET)
     assert temporary in names_in(store.files.directory)
 
 
@@ -289,11 +261,10 @@ async def test_foreign_files_in_the_directory_are_untouched(tmp_path: Path) -> N
     for name in foreign:
         (tmp_path / name).write_bytes(b"keep me")
     (tmp_path / "folder").mkdir()
-    with opened(tmp_path, max_bytes=1) as store:
+    with opened(tmp_path) as store:
         await store.commit(new_state(store, run_of(300)))
-        await store.evict()
-    with opened(tmp_path):
-        pass
+    with opened(tmp_path, Limits(1)) as store:
+        assert len(store) == 0
     assert all((tmp_path / name).read_bytes() == b"keep me" for name in foreign)
     assert (tmp_path / "folder").is_dir()
 
@@ -305,7 +276,7 @@ def test_open_with_an_unreadable_index_raises_store_fault_and_frees_the_lock(
     (tmp_path / "index").mkdir()
     (tmp_path / "index" / "data.mdb").write_bytes(content)
     with pytest.raises(StoreFault):
-        CheckpointStore(tmp_path, 1 << 20)
+        CheckpointStore(tmp_path, BUDGET)
     shutil.rmtree(tmp_path / "index")
     with opened(tmp_path) as store:
         assert len(store) == 0
@@ -314,7 +285,7 @@ def test_open_with_an_unreadable_index_raises_store_fault_and_frees_the_lock(
 def test_open_with_an_index_that_is_a_file_raises_store_fault(tmp_path: Path) -> None:
     (tmp_path / "index").write_bytes(b"")
     with pytest.raises(StoreFault):
-        CheckpointStore(tmp_path, 1 << 20)
+        CheckpointStore(tmp_path, BUDGET)
 
 
 async def test_open_with_another_format_version_raises_store_fault(tmp_path: Path) -> None:
@@ -322,7 +293,7 @@ async def test_open_with_another_format_version_raises_store_fault(tmp_path: Pat
         checkpoint = await store.commit(new_state(store, run_of(300)))
         await store.put_value("format", 999)
     with pytest.raises(StoreFault, match="format 999"):
-        CheckpointStore(tmp_path, 1 << 20)
+        CheckpointStore(tmp_path, BUDGET)
     assert names_in(tmp_path) == {checkpoint.file_name}
 
 
@@ -335,7 +306,7 @@ async def test_open_with_an_unreadable_record_raises_store_fault_and_keeps_the_f
             transaction.put(b"\0" * 8, msgspec.msgpack.encode({"not": "a checkpoint"}))
     for _ in range(2):
         with pytest.raises(StoreFault):
-            CheckpointStore(tmp_path, 1 << 20)
+            CheckpointStore(tmp_path, BUDGET)
     assert names_in(tmp_path) == {checkpoint.file_name}
 
 
@@ -355,7 +326,7 @@ def test_open_where_an_orphan_cannot_be_removed_still_opens_or_raises_store_faul
 
 def test_open_of_a_missing_directory_raises_store_fault(tmp_path: Path) -> None:
     with pytest.raises(StoreFault):
-        CheckpointStore(tmp_path / "gone", 1 << 20)
+        CheckpointStore(tmp_path / "gone", BUDGET)
 
 
 # Who may read it.
@@ -395,7 +366,7 @@ def test_path_of_a_name_that_is_not_ours_raises_store_fault(
 def hold_writer(store: CheckpointStore) -> threading.Event:
     """Keep the store's writer thread busy until the returned event is set."""
     event = threading.Event()
-    store._writer.submit(event.wait)
+    store._writer._thread.submit(event.wait)
     return event
 
 
@@ -435,7 +406,7 @@ async def test_remove_whose_caller_is_cancelled_is_whole_or_not_at_all(
 ) -> None:
     checkpoint = await store.commit(new_state(store, run_of(300)))
     go_on = hold_writer(store)
-    task = asyncio.get_running_loop().create_task(store.remove(checkpoint))
+    task = asyncio.get_running_loop().create_task(store.remove(checkpoint, Removal.BUDGET))
     await asyncio.sleep(0)
     task.cancel()
     await asyncio.sleep(0)

@@ -2,62 +2,294 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.cuts import SLACK_TOKENS
-from proxy.core.eviction import SMALL_LOSS_TOKENS, choose_victims, superseded
-from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, Rule, RuleKind
+from proxy.core.eviction import (
+    HALF_LIFE_SECONDS,
+    LIVE_SECONDS,
+    OTHER_MODEL_SHARE,
+    SMALL_LOSS_TOKENS,
+    Exempt,
+    Present,
+    choose_victims,
+    standing,
+    superseded,
+    value_seconds,
+)
+from proxy.core.lineage import Gone, Lineage
+from proxy.core.model import (
+    Candidate,
+    Checkpoint,
+    CheckpointId,
+    CheckpointKind,
+    Rates,
+    Rule,
+    RuleKind,
+)
+from proxy.core.prefix import TokenIds, hash_prefixes, token_ids
 from proxy.core.restore import usable_tokens
 from tests.unit.builders import (
     ANY_PREFIX,
     END_ONLY,
+    NAMESPACE,
     NOTHING,
+    OTHER_NAMESPACE,
     RESTORE_POINTS,
     candidate,
     checkpoint,
+    run_of,
 )
 
 NEWER = CheckpointId(99)
 
 
-def aged(*last_used: float, size_bytes: int = 100) -> list[Checkpoint]:
-    return [
-        checkpoint(1, id=CheckpointId(i), last_used_at=t, size_bytes=size_bytes)
-        for i, t in enumerate(last_used)
-    ]
+NOW = 1_000_000.0
+
+
+class Shelf:
+    """Checkpoints with real tokens, and what their lineage makes of them."""
+
+    def __init__(self) -> None:
+        self.lineage = Lineage()
+        self.checkpoints: list[Checkpoint] = []
+
+    def put(self, tokens: TokenIds, **changes: Any) -> Checkpoint:
+        made = checkpoint(
+            len(tokens),
+            **{"id": CheckpointId(len(self.checkpoints)), "last_used_at": NOW} | changes,
+        )
+        self.lineage.add(made, hash_prefixes(made.namespace, tokens))
+        self.checkpoints.append(made)
+        return made
+
+    def value(self, of: Checkpoint, present: Present = Present(NOW)) -> float:  # noqa: B008
+        """Return the tokens that losing a checkpoint would cost."""
+        stretches = self.lineage.only_in(of.id, Gone())
+        rate = present.rates.evaluate_tokens_per_second
+        return value_seconds(of, stretches, present) * rate
+
+    def victims(self, n_bytes: int, present: Present = Present(NOW), **exempt: Any) -> list[int]:  # noqa: B008
+        chosen = choose_victims(self.checkpoints, n_bytes, self.lineage, present, Exempt(**exempt))
+        return [v.id for v in chosen]
+
+    def all_in_order(self, **exempt: Any) -> list[int]:
+        return self.victims(1 << 60, **exempt)
+
+
+def suffixed(n_header: int, mark: int, n_own: int) -> TokenIds:
+    """Return a conversation: a header that all share, then tokens of its own."""
+    return token_ids([*range(n_header), *range(mark * 100_000, mark * 100_000 + n_own)])
+
+
+def test_value_is_what_no_other_checkpoint_gives() -> None:
+    shelf = Shelf()
+    first = shelf.put(suffixed(1280, 1, 640), has_every_position=True)
+    assert shelf.value(first) == 1920
+    shelf.put(suffixed(1280, 2, 256), has_every_position=True)
+    assert shelf.value(first) == 640
+    shelf.put(suffixed(1280, 1, 512), has_every_position=True)
+    assert shelf.value(first) == 128
+
+
+def test_value_of_a_state_that_another_repeats_is_nothing() -> None:
+    shelf = Shelf()
+    older = shelf.put(run_of(1280), restore_points=(1276,))
+    assert shelf.value(older) == 1280
+    shelf.put(run_of(2560), restore_points=(1280, 2556))
+    assert shelf.value(older) == 0
+
+
+def test_value_of_a_state_that_ends_where_a_longer_one_cannot_continue_is_all_of_it() -> None:
+    shelf = Shelf()
+    header = shelf.put(run_of(1280), kind=CheckpointKind.HEADER)
+    conversations = [shelf.put(suffixed(1280, mark, 256)) for mark in (1, 2, 3)]
+    assert shelf.value(header) == 1280
+    assert [shelf.value(c) for c in conversations] == [256, 256, 256]
+
+
+def test_value_of_the_only_state_with_the_headers_point_includes_the_header() -> None:
+    shelf = Shelf()
+    first = shelf.put(run_of(2560), restore_points=(1280, 2556), header=1280)
+    shelf.put(run_of(3840), restore_points=(2560, 3836), header=1280)
+    assert shelf.value(first) == 1280
+
+
+def test_value_halves_with_every_half_life_since_a_request_came_that_way() -> None:
+    shelf = Shelf()
+    stored = shelf.put(run_of(1280), has_every_position=True)
+    assert shelf.value(stored, Present(NOW + HALF_LIFE_SECONDS)) == 640
+    shelf.lineage.note_asked(hash_prefixes(stored.namespace, run_of(5000)), NOW + HALF_LIFE_SECONDS)
+    assert shelf.value(stored, Present(NOW + HALF_LIFE_SECONDS)) == 1280
+
+
+def test_value_of_another_models_state_is_a_share() -> None:
+    shelf = Shelf()
+    ours = shelf.put(run_of(1280))
+    theirs = shelf.put(run_of(1280), namespace=OTHER_NAMESPACE)
+    present = Present(NOW, namespaces=frozenset({NAMESPACE}))
+    assert shelf.value(theirs, present) == OTHER_MODEL_SHARE * shelf.value(ours, present)
+
+
+def test_value_is_seconds_by_the_measured_rate() -> None:
+    shelf = Shelf()
+    stored = shelf.put(run_of(1280))
+    stretches = shelf.lineage.only_in(stored.id, Gone())
+    present = Present(NOW, Rates(evaluate_tokens_per_second=100.0))
+    assert value_seconds(stored, stretches, present) == 12.8
 
 
 def test_choose_victims_within_the_budget_chooses_none() -> None:
-    assert choose_victims(aged(1, 2, 3), 0, ()) == []
-    assert choose_victims(aged(1, 2, 3), -500, ()) == []
+    shelf = Shelf()
+    shelf.put(run_of(1280))
+    assert shelf.victims(0) == shelf.victims(-500) == []
 
 
-def test_choose_victims_takes_the_least_recently_used_first() -> None:
-    assert [v.id for v in choose_victims(aged(3, 1, 2), 150, ())] == [1, 2]
+def test_choose_victims_takes_the_least_worth_per_byte_first() -> None:
+    shelf = Shelf()
+    shelf.put(suffixed(0, 1, 1280), size_bytes=1000)
+    shelf.put(suffixed(0, 2, 2560), size_bytes=4000)
+    shelf.put(suffixed(0, 3, 1280), size_bytes=500)
+    assert shelf.all_in_order() == [1, 0, 2]
 
 
-def test_choose_victims_passes_over_those_in_use() -> None:
-    assert [v.id for v in choose_victims(aged(1, 2, 3), 100, {CheckpointId(0)})] == [1]
+def test_choose_victims_of_equals_takes_the_longest_unasked_first() -> None:
+    shelf = Shelf()
+    for mark, age in enumerate((10.0, 500.0, 200.0)):
+        shelf.put(suffixed(0, mark, 1280), last_used_at=NOW - age)
+    assert shelf.all_in_order() == [1, 2, 0]
 
 
-@given(
-    st.lists(st.tuples(st.integers(1, 50), st.integers(0, 9)), max_size=8),
-    st.integers(-10, 300),
-    st.sets(st.integers(0, 7).map(CheckpointId)),
-)
-def test_choose_victims_of_anything_frees_enough_and_nothing_in_use(
-    shapes: list[tuple[int, int]], n_bytes: int, in_use: set[CheckpointId]
+def test_choose_victims_keeps_one_of_two_that_repeat_each_other() -> None:
+    """Each alone is worth next to nothing; once one is gone, the other is worth everything."""
+    shelf = Shelf()
+    twins = [shelf.put(suffixed(2560, mark, 0), has_every_position=True) for mark in (1, 2)]
+    assert [shelf.value(twin) for twin in twins] == [0, 0]
+    shelf.put(suffixed(0, 7, 1280), has_every_position=True)
+    assert shelf.all_in_order() in ([0, 2, 1], [1, 2, 0])
+
+
+def test_choose_victims_takes_the_quarantined_first_and_the_replaced_last() -> None:
+    shelf = Shelf()
+    for mark in range(3):
+        shelf.put(suffixed(0, mark, 1280 * (mark + 1)))
+    order = shelf.all_in_order(quarantined={CheckpointId(2)}, being_replaced={CheckpointId(0)})
+    assert order == [2, 1, 0]
+
+
+def test_choose_victims_leaves_a_live_turn_start_longer_than_more_valuable_work() -> None:
+    shelf = Shelf()
+    start = shelf.put(run_of(640), kind=CheckpointKind.TURN_START, turn_start=640)
+    shelf.put(suffixed(0, 1, 12800))
+    assert shelf.all_in_order() == [1, start.id]
+    later = Present(NOW + LIVE_SECONDS + 1)
+    assert shelf.victims(1 << 60, later) == [start.id, 1]
+
+
+def test_choose_victims_protects_a_turn_start_and_not_what_was_generated_behind_it() -> None:
+    shelf = Shelf()
+    points = (1276, 6396)
+    shelf.put(run_of(6400), kind=CheckpointKind.TURN_START, restore_points=points, turn_start=1280)
+    shelf.put(run_of(1408), restore_points=(1276, 1400), is_pinned=True)
+    shelf.put(suffixed(0, 1, 12800))
+    assert shelf.all_in_order() == [0, 2]
+
+
+@pytest.mark.parametrize("n_conversations", [1, 200])
+def test_choose_victims_keeps_the_header_to_the_last(n_conversations: int) -> None:
+    shelf = Shelf()
+    header = shelf.put(run_of(1280), kind=CheckpointKind.HEADER, header=1280, size_bytes=10_000)
+    for mark in range(n_conversations):
+        shelf.put(suffixed(1280, 1 + mark, 12800), header=1280, size_bytes=100)
+    assert shelf.all_in_order()[-1] == header.id
+
+
+def test_choose_victims_under_restore_points_keeps_a_state_with_the_headers_point() -> None:
+    shelf = Shelf()
+    for mark in range(50):
+        n_own = 1280 + 128 * (mark % 7)
+        points = (1280, 1280 + n_own - 4)
+        shelf.put(suffixed(1280, mark, n_own), restore_points=points, header=1280)
+    last = shelf.all_in_order()[-1]
+    [kept] = [c for c in shelf.checkpoints if c.id == last]
+    assert shelf.victims(49 * 1000) == shelf.all_in_order()[:-1]
+    assert 1280 in kept.restore_points
+
+
+@st.composite
+def shelves(draw: st.DrawFn) -> Shelf:
+    """Return conversations that share headers, of all kinds and ages."""
+    shelf = Shelf()
+    for mark in range(draw(st.integers(1, 7))):
+        n_header, n_own = 128 * draw(st.integers(0, 4)), 128 * draw(st.integers(1, 6))
+        n_tokens = n_header + n_own
+        shelf.put(
+            suffixed(n_header, mark % draw(st.integers(1, 3)), n_own),
+            kind=draw(KINDS),
+            size_bytes=draw(st.integers(1, 50)),
+            last_used_at=NOW - draw(st.sampled_from([0, 60, 4000, 90_000])),
+            restore_points=tuple(p for p in (n_header, n_tokens - 4) if p),
+            has_every_position=draw(st.booleans()),
+            header=n_header,
+            turn_start=draw(st.sampled_from([0, n_tokens - 4])),
+            is_pinned=draw(st.booleans()),
+        )
+    return shelf
+
+
+KINDS = st.sampled_from(CheckpointKind)
+IDS = st.sets(st.integers(0, 6).map(CheckpointId))
+
+
+@given(shelves(), st.integers(-10, 300), IDS, IDS, IDS)
+def test_choose_victims_of_anything_frees_enough_and_nothing_in_use_or_pinned(
+    shelf: Shelf, n_bytes: int, in_use: set[Any], quarantined: set[Any], replaced: set[Any]
 ) -> None:
-    stored = [
-        checkpoint(1, id=CheckpointId(i), size_bytes=size, last_used_at=float(t))
-        for i, (size, t) in enumerate(shapes)
-    ]
-    victims = choose_victims(stored, n_bytes, in_use)
+    exempt = Exempt(in_use, quarantined, replaced)
+    victims = choose_victims(shelf.checkpoints, n_bytes, shelf.lineage, Present(NOW), exempt)
+    evictable = [c for c in shelf.checkpoints if c.id not in in_use and not c.is_pinned]
     freed = sum(v.size_bytes for v in victims)
-    assert not {v.id for v in victims} & in_use
-    assert freed >= n_bytes or len(victims) == len([c for c in stored if c.id not in in_use])
+    assert {v.id for v in victims} <= {c.id for c in evictable}
+    assert len({v.id for v in victims}) == len(victims)
+    assert freed >= n_bytes or len(victims) == len(evictable)
     assert not victims or freed - victims[-1].size_bytes < n_bytes
+    free_to_go = [c.id for c in evictable if c.id not in replaced]
+    if {v.id for v in victims} & replaced:
+        assert set(free_to_go) <= {v.id for v in victims}
+
+
+@given(shelves(), st.data())
+def test_value_only_grows_as_others_go_and_shrinks_with_time(
+    shelf: Shelf, data: st.DataObject
+) -> None:
+    one = data.draw(st.sampled_from(shelf.checkpoints))
+    others = [c for c in shelf.checkpoints if c.id != one.id]
+    gone, values, places = Gone(), [], []
+    for other in (None, *data.draw(st.permutations(others))):
+        if other is not None:
+            gone.update(shelf.lineage.points(other.id))
+        stretches = shelf.lineage.only_in(one.id, gone)
+        values.append(value_seconds(one, stretches, Present(NOW)))
+        places.append(standing(one, stretches, Present(NOW), Exempt()))
+        assert value_seconds(one, stretches, Present(NOW + 60)) <= values[-1]
+    assert values == sorted(values) and places == sorted(places)
+    assert values[-1] > 0  # alone, every state is worth something
+
+
+@given(shelves(), st.data())
+def test_lineage_forgets_what_is_removed(shelf: Shelf, data: st.DataObject) -> None:
+    kept = data.draw(st.sampled_from(shelf.checkpoints))
+    tokens_only = Lineage()
+    for each in shelf.checkpoints:
+        if each.id != kept.id:
+            shelf.lineage.remove(each.id)
+    hashes = shelf.lineage.remove(kept.id)
+    tokens_only.add(kept, hashes)
+    shelf.lineage.add(kept, hashes)
+    assert shelf.lineage._blocks.keys() == tokens_only._blocks.keys()
+    assert shelf.lineage.only_in(kept.id, Gone()) == tokens_only.only_in(kept.id, Gone())
 
 
 def superseded_ids(rule: Rule, newer: Checkpoint, *older: Candidate) -> list[int]:
@@ -117,6 +349,12 @@ def test_superseded_of_a_state_without_points_is_none_under_restore_points() -> 
     assert superseded_ids(RESTORE_POINTS, newer, candidate(2000, 2000)) == []
 
 
+def test_superseded_of_a_pinned_state_is_none() -> None:
+    newer = checkpoint(300, id=NEWER, has_every_position=True)
+    older = candidate(100, 100, has_every_position=True, is_pinned=True)
+    assert superseded_ids(ANY_PREFIX, newer, older) == []
+
+
 def test_superseded_by_itself_is_none() -> None:
     newer = checkpoint(100, id=NEWER, has_every_position=True)
     assert superseded_ids(ANY_PREFIX, newer, Candidate(newer, 100)) == []
@@ -143,7 +381,6 @@ def test_superseded_turn_start_goes_only_when_a_later_turn_start_repeats_it() ->
     assert superseded_ids(RESTORE_POINTS, next_turn, older) == [1]
 
 
-KINDS = st.sampled_from(CheckpointKind)
 POINTS = st.sets(st.integers(1, 100), max_size=4).map(lambda p: tuple(sorted(p)))
 
 

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     | {"proxy.metrics", "proxy.log", "proxy.front"},
     "proxy.doctor": {"proxy.core", "proxy.store", "proxy.upstream", "proxy.driver"}
     | {"proxy.errors", "proxy.doctor"},
+    "proxy.front.checkpoints": {"proxy.store"},
     "proxy.config": {"proxy.errors"},
     "proxy.errors": set(),
     "proxy.metrics": {"proxy.core"},

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.model import Rule, RuleKind, SlotId
+from proxy.core.model import Cuts, Rule, RuleKind, SlotId
 from proxy.core.prefix import common_prefix_length, token_ids
 from proxy.core.slots import (
     CONTEXT_CHECKPOINT_MARGIN,
@@ -90,7 +90,7 @@ def test_live_reuse_of_anything_never_promises_more_than_is_common(
 
 
 def test_after_evaluation_in_an_empty_slot_knows_the_prompt_and_one_restore_point() -> None:
-    held = after_evaluation(Empty(), run_of(100), NAMESPACE, turn_start=80)
+    held = after_evaluation(Empty(), run_of(100), NAMESPACE, cuts=Cuts(turn_start=80))
     assert held.tokens == run_of(100)
     assert held.restore_points == (100 - CONTEXT_CHECKPOINT_MARGIN,)
     assert (held.turn_start, held.n_tail, held.n_saved) == (80, 0, 0)

@@ -1,0 +1,93 @@
+"""How many bytes the store may take, those of files that are still being written included.
+
+Owns: the two limits and what is reserved under them. Nothing here waits or looks at a disk, so that
+what fits is reserved in the same step.
+"""
+
+from dataclasses import dataclass, field
+
+from proxy.core.eviction import Present, Removal
+from proxy.core.model import CheckpointId
+from proxy.errors import NoRoom
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """At most `max_bytes` of state files, and at least `min_free_bytes` left free on their disk."""
+
+    max_bytes: int
+    min_free_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What room is made for: a file of at most *n_bytes*, seen from the *present*.
+
+    `replaces` are the checkpoints that it will make needless. A `passing` file is deleted as soon as it
+    was looked at; the free space may be short for so long.
+    """
+
+    n_bytes: int
+    present: Present
+    replaces: frozenset[CheckpointId] = frozenset()
+    is_passing: bool = False
+
+
+@dataclass(slots=True)
+class _Reserved:
+    claim: Claim
+    n_bytes: int
+    is_written: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """So many bytes have to go, and which limit says so."""
+
+    n_bytes: int
+    reason: Removal
+
+
+@dataclass
+class Budget:
+    """The limits, and the reservations of files that are no checkpoints yet, by file name."""
+
+    limits: Limits
+    _reserved: dict[str, _Reserved] = field(default_factory=dict)
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(r.n_bytes for r in self._reserved.values())
+
+    def reserve(self, name: str, claim: Claim) -> None:
+        """Count a file that is about to be written; raises NoRoom if it is too large in any case."""
+        self._require_possible(claim.n_bytes)
+        self._reserved[name] = _Reserved(claim, claim.n_bytes)
+
+    def settle(self, name: str, n_bytes: int) -> Claim:
+        """Count a file as it was written; return what was claimed for it."""
+        reserved = self._reserved[name]
+        reserved.n_bytes, reserved.is_written = n_bytes, True
+        self._require_possible(n_bytes)
+        return reserved.claim
+
+    def release(self, name: str) -> None:
+        """Count a file no more: it is a checkpoint now, or gone."""
+        self._reserved.pop(name, None)
+
+    def shortage(self, claim: Claim, stored_bytes: int, free_bytes: int) -> Shortage:
+        """Return what is missing for all reservations, *claim*'s included, to fit."""
+        over_budget = stored_bytes + self.reserved_bytes - self.limits.max_bytes
+        unwritten_bytes = sum(r.n_bytes for r in self._reserved.values() if not r.is_written)
+        wanted_bytes = unwritten_bytes + (0 if claim.is_passing else self.limits.min_free_bytes)
+        short_of_free = wanted_bytes - free_bytes
+        if short_of_free > max(0, over_budget):
+            return Shortage(short_of_free, Removal.FREE_SPACE)
+        return Shortage(over_budget, Removal.BUDGET)
+
+    def _require_possible(self, n_bytes: int) -> None:
+        if n_bytes > self.limits.max_bytes:
+            raise NoRoom(
+                "larger than the budget",
+                f"a state of {n_bytes:,} bytes is more than max_store_bytes ({self.limits.max_bytes:,})",
+            )

@@ -1,0 +1,84 @@
+"""The admin listener's checkpoints: listed, pinned, and out of a browser's reach."""
+
+from typing import Any
+
+from tests.integration.conftest import StartRig
+from tests.integration.rig import Rig
+
+
+async def ask(rig: Rig, method: str, path: str, **headers: str) -> tuple[int, Any]:
+    url = f"http://127.0.0.1:{rig.running.admin_port}{path}"
+    async with rig.client.request(method, url, headers=headers) as reply:
+        is_json = reply.content_type == "application/json"
+        return reply.status, await (reply.json() if is_json else reply.text())
+
+
+async def listed(rig: Rig) -> list[dict[str, Any]]:
+    status, content = await ask(rig, "GET", "/checkpoints")
+    assert status == 200
+    checkpoints: list[dict[str, Any]] = content["checkpoints"]
+    return checkpoints
+
+
+async def test_checkpoints_are_listed_the_most_valuable_first(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        assert await listed(rig) == []
+        for n_tokens in (500, 900):
+            prompt = [n_tokens + i % 97 for i in range(n_tokens)]
+            await rig.post("/completion", {"prompt": prompt, "n_predict": 0})
+            await rig.settled()
+        found = await listed(rig)
+        assert [(c["n_tokens"], c["kind"]) for c in found] == [
+            (900, "conversation"),
+            (500, "conversation"),
+        ]
+        assert found[0]["value_seconds"] > found[1]["value_seconds"] > 0
+        assert all(c["size_bytes"] > 0 and not c["is_pinned"] for c in found)
+        assert all(c["created_at"] <= c["last_used_at"] for c in found)
+
+
+async def test_pinned_checkpoint_outlives_a_full_store_and_a_restart(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, n_ctx=32_000, max_store_bytes=1 << 20) as rig:
+        for first in range(6):
+            tokens = [100 * first + i % 97 for i in range(6000)]
+            await rig.post("/completion", {"prompt": tokens, "n_predict": 0})
+            await rig.settled()
+            if first == 0:
+                [pinned] = await listed(rig)
+                path = f"/checkpoints/{pinned['id']}/pin"
+                assert await ask(rig, "PUT", path) == (200, {"id": pinned["id"], "is_pinned": True})
+        assert rig.sample("evictions_total", reason="budget") > 0
+        assert pinned["id"] in [c["id"] for c in await listed(rig)]
+        await rig.stop_proxy()
+        await rig.start_proxy()
+        assert [c["id"] for c in await listed(rig) if c["is_pinned"]] == [pinned["id"]]
+        assert await ask(rig, "DELETE", path) == (200, {"id": pinned["id"], "is_pinned": False})
+        assert not any(c["is_pinned"] for c in await listed(rig))
+
+
+async def test_pin_of_a_checkpoint_that_is_not_there_is_404(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        for checkpoint_id in ("0123456789abcdef", "nonsense", "-1", "f" * 40):
+            status, _ = await ask(rig, "PUT", f"/checkpoints/{checkpoint_id}/pin")
+            assert status == 404
+
+
+async def test_browsers_are_refused(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        await rig.chat("a")
+        await rig.settled()
+        [stored] = await listed(rig)
+        for method in ("PUT", "DELETE"):
+            path = f"/checkpoints/{stored['id']}/pin"
+            status, _ = await ask(rig, method, path, Origin="http://example.org")
+            assert status == 403
+        assert not (await listed(rig))[0]["is_pinned"]
+
+
+async def test_checkpoints_without_a_store_are_503(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        await rig.stop_proxy()
+        (rig.server.directory / "index").rename(rig.server.directory / "old")
+        (rig.server.directory / "index").write_bytes(b"")
+        await rig.start_proxy()
+        assert (await ask(rig, "GET", "/checkpoints"))[0] == 503

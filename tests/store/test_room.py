@@ -1,0 +1,289 @@
+"""Room in the store: the budget and the free space hold before anything is written."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from proxy.core.eviction import Present, Removal
+from proxy.core.model import Checkpoint, CheckpointId
+from proxy.errors import NoRoom, StoreFault
+from proxy.store.budget import Claim, Limits
+from proxy.store.index import Index
+from proxy.store.new_state import NewState
+from proxy.store.state_files import StateFiles
+from proxy.store.store import CheckpointStore
+from tests.store.conftest import names_in, new_state, opened, run_of
+from tests.store.test_store import hold_writer
+
+SIZE = 100
+
+
+def claim(n_bytes: int = SIZE, **changes: Any) -> Claim:
+    return Claim(n_bytes, Present(time.time()), **changes)
+
+
+def bytes_in(directory: Path) -> int:
+    return sum((directory / name).stat().st_size for name in names_in(directory))
+
+
+async def save(store: CheckpointStore, mark: int, size_bytes: int = SIZE) -> Checkpoint:
+    """Save a state as the driver does: reserve, write, settle, commit."""
+    name = await store.reserve(claim())
+    store.files.path(name).write_bytes(b"x" * size_bytes)
+    await store.settle(name, size_bytes)
+    unnamed = new_state(store, run_of(300, start=1000 * mark))
+    await store.discard(unnamed.temporary_name)
+    state = NewState(name, unnamed.namespace, unnamed.kind, unnamed.tokens, (), False)
+    return await store.commit(state)
+
+
+async def test_reserve_within_the_limits_removes_nothing(tmp_path: Path) -> None:
+    with opened(tmp_path, Limits(3 * SIZE)) as store:
+        for mark in range(3):
+            await save(store, mark)
+        assert len(store) == 3 and not +store.removals
+        assert store.size_bytes == bytes_in(tmp_path) == 3 * SIZE
+
+
+async def test_reserve_makes_room_before_anything_is_written(tmp_path: Path) -> None:
+    with opened(tmp_path, Limits(3 * SIZE)) as store:
+        first, *_ = [await save(store, mark) for mark in range(3)]
+        name = await store.reserve(claim())
+        assert bytes_in(tmp_path) == 2 * SIZE
+        assert store.get(first.id) is None
+        assert +store.removals == {Removal.BUDGET: 1}
+        await store.discard(name)
+
+
+async def test_reservations_of_concurrent_saves_add_up(tmp_path: Path) -> None:
+    with opened(tmp_path, Limits(4 * SIZE)) as store:
+        for mark in range(4):
+            await save(store, mark)
+        await asyncio.gather(*(store.reserve(claim()) for _ in range(3)))
+        assert bytes_in(tmp_path) == SIZE
+        with pytest.raises(NoRoom, match="in use or pinned"):
+            await store.reserve(claim(2 * SIZE))
+        assert len(store) == 1, "what does not suffice is not removed"
+
+
+async def test_reservation_is_free_again_after_discard_and_after_commit(tmp_path: Path) -> None:
+    with opened(tmp_path, Limits(SIZE)) as store:
+        for _ in range(3):
+            await store.discard(await store.reserve(claim()))
+        stored = await save(store, 1)
+        assert [c.id for c in store] == [stored.id]
+        await store.discard(await store.reserve(claim()))
+        assert len(store) == 0
+
+
+async def test_reserve_returns_only_when_the_files_are_gone(tmp_path: Path) -> None:
+    with opened(tmp_path, Limits(SIZE)) as store:
+        await save(store, 1)
+        go_on = hold_writer(store)
+        reserving = asyncio.ensure_future(store.reserve(claim()))
+        await asyncio.sleep(0.02)
+        assert not reserving.done() and bytes_in(tmp_path) == SIZE
+        assert len(store) == 0, "but nobody finds it any more"
+        go_on.set()
+        await reserving
+        assert bytes_in(tmp_path) == 0
+
+
+async def test_reserve_waits_for_removals_that_others_began(tmp_path: Path) -> None:
+    with opened(tmp_path, Limits(SIZE)) as store:
+        stored = await save(store, 1)
+        go_on = hold_writer(store)
+        removing = asyncio.ensure_future(store.remove(stored, Removal.SUPERSEDED))
+        await asyncio.sleep(0)
+        reserving = asyncio.ensure_future(store.reserve(claim()))
+        await asyncio.sleep(0.02)
+        assert not reserving.done()
+        go_on.set()
+        await asyncio.gather(removing, reserving)
+        assert bytes_in(tmp_path) == 0
+
+
+async def test_reserve_of_more_than_the_budget_is_refused_and_removes_nothing(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path, Limits(2 * SIZE)) as store:
+        await save(store, 1)
+        with pytest.raises(NoRoom) as refused:
+            await store.reserve(claim(2 * SIZE + 1))
+        assert refused.value.reason == "larger than the budget"
+        assert len(store) == 1
+        await store.reserve(claim(2 * SIZE))
+
+
+async def test_settle_of_a_larger_file_makes_more_room_at_once(tmp_path: Path) -> None:
+    with opened(tmp_path, Limits(3 * SIZE)) as store:
+        for mark in range(2):
+            await save(store, mark)
+        await save(store, 2, 2 * SIZE)
+        assert store.size_bytes == bytes_in(tmp_path) == 3 * SIZE
+        assert len(store) == 2
+
+
+async def test_settle_of_a_file_larger_than_the_budget_keeps_everything_else(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path, Limits(3 * SIZE)) as store:
+        await save(store, 1)
+        with pytest.raises(NoRoom, match="more than max_store_bytes"):
+            await save(store, 2, 4 * SIZE)
+        assert len(store) == 1
+
+
+async def test_room_is_never_made_of_what_is_in_use_or_pinned(tmp_path: Path) -> None:
+    with opened(tmp_path, Limits(3 * SIZE)) as store:
+        used, pinned, idle = [await save(store, mark) for mark in range(3)]
+        await store.pin(pinned.id, is_pinned=True)
+        with store.keep(used):
+            await store.discard(await store.reserve(claim()))
+            assert {c.id for c in store} == {used.id, pinned.id}
+            with pytest.raises(NoRoom) as refused:
+                await store.reserve(claim(2 * SIZE))
+            assert refused.value.reason == "budget"
+        assert store.get(idle.id) is None
+        await store.discard(await store.reserve(claim(2 * SIZE)))
+        assert [c.id for c in store] == [pinned.id]
+
+
+async def test_what_the_new_state_replaces_goes_only_if_nothing_else_suffices(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path, Limits(2 * SIZE)) as store:
+        older, other = [await save(store, mark) for mark in range(2)]
+        replaces = frozenset({older.id})
+        await store.discard(await store.reserve(claim(replaces=replaces)))
+        assert [c.id for c in store] == [older.id]
+        assert store.get(other.id) is None
+        await store.discard(await store.reserve(claim(2 * SIZE, replaces=replaces)))
+        assert len(store) == 0
+
+
+async def test_reserve_whose_removals_fail_leaves_everything_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise StoreFault("full")
+
+    with opened(tmp_path, Limits(2 * SIZE)) as store:
+        ids = {(await save(store, mark)).id for mark in range(2)}
+        with monkeypatch.context() as patch:
+            patch.setattr(Index, "delete", fail)
+            with pytest.raises(StoreFault, match="full"):
+                await store.reserve(claim(2 * SIZE))
+        assert {c.id for c in store} == ids == {c.id for c in store.index.all()}
+        await store.discard(await store.reserve(claim(2 * SIZE)))
+
+
+async def test_reserve_whose_caller_is_cancelled_gives_its_bytes_back(tmp_path: Path) -> None:
+    with opened(tmp_path, Limits(2 * SIZE)) as store:
+        for mark in range(2):
+            await save(store, mark)
+        go_on = hold_writer(store)
+        reserving = asyncio.ensure_future(store.reserve(claim(2 * SIZE)))
+        await asyncio.sleep(0.02)
+        reserving.cancel()
+        await asyncio.wait([reserving])
+        go_on.set()
+        await store.discard(await store.reserve(claim(2 * SIZE)))
+        assert {c.id for c in store.index.all()} == {c.id for c in store} == set()
+
+
+# Free space.
+
+
+def give_free(monkeypatch: pytest.MonkeyPatch, directory: Path, n_bytes: int) -> None:
+    """Let the disk have so much space for the store and what is left beside it."""
+    monkeypatch.setattr(StateFiles, "free_bytes", lambda _: n_bytes - bytes_in(directory))
+
+
+async def test_free_space_is_left_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, Limits(100 * SIZE, min_free_bytes=5 * SIZE)) as store:
+        give_free(monkeypatch, tmp_path, 8 * SIZE)
+        for mark in range(3):
+            await save(store, mark)
+        name = await store.reserve(claim())
+        assert bytes_in(tmp_path) == 2 * SIZE
+        assert +store.removals == {Removal.FREE_SPACE: 1}
+        other = await store.reserve(claim())
+        assert bytes_in(tmp_path) == SIZE, "what another save will write counts"
+        with pytest.raises(NoRoom) as refused:
+            await store.reserve(claim(2 * SIZE))
+        assert refused.value.reason == "free space"
+        assert len(store) == 1
+        for reserved in (name, other):
+            await store.discard(reserved)
+
+
+async def test_a_passing_file_may_use_the_space_that_is_to_stay_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, Limits(100 * SIZE, min_free_bytes=5 * SIZE)) as store:
+        give_free(monkeypatch, tmp_path, 2 * SIZE)
+        with pytest.raises(NoRoom):
+            await store.reserve(claim())
+        await store.discard(await store.reserve(claim(is_passing=True)))
+
+
+# Opening and pins.
+
+
+async def test_open_with_a_smaller_budget_brings_the_store_within_it(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        for mark in range(5):
+            await save(store, mark)
+        [pinned, *_] = store
+        await store.pin(pinned.id, is_pinned=True)
+    with opened(tmp_path, Limits(2 * SIZE)) as store:
+        assert bytes_in(tmp_path) == store.size_bytes == 2 * SIZE
+        assert store.get(pinned.id) is not None
+        assert (store.report.n_checkpoints, store.report.n_over_budget) == (2, 3)
+        assert store.removals[Removal.BUDGET] == 3
+        assert len(store.index.all()) == 2
+
+
+async def test_pin_is_durable_and_can_be_taken_back(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        stored = await save(store, 1)
+        assert await store.pin(CheckpointId(stored.id + 1), is_pinned=True) is None
+        pinned = await store.pin(stored.id, is_pinned=True)
+        assert pinned is not None and pinned.is_pinned
+    with opened(tmp_path) as store:
+        assert [c.is_pinned for c in store] == [True]
+        await store.remove(stored, Removal.SUPERSEDED)
+        assert len(store) == 1
+        await store.pin(stored.id, is_pinned=False)
+        await store.remove(stored, Removal.SUPERSEDED)
+        assert len(store) == 0
+
+
+async def test_broken_checkpoint_is_removed_whoever_keeps_it(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        stored = await save(store, 1)
+        await store.pin(stored.id, is_pinned=True)
+        with store.keep(stored):
+            await store.remove(stored, Removal.BROKEN)
+        assert len(store) == 0
+        assert +store.removals == {Removal.BROKEN: 1}
+
+
+async def test_records_without_the_newer_fields_are_read(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        stored = await save(store, 1)
+        record = msgspec.msgpack.decode(msgspec.msgpack.encode(stored))
+        for name in ("header", "turn_start", "is_pinned"):
+            del record[name]
+        with store.index._env.begin(write=True, db=store.index._checkpoints) as transaction:
+            key = stored.id.to_bytes(8, "big")
+            transaction.put(key, msgspec.msgpack.encode(record))
+    with opened(tmp_path) as store:
+        assert [(c.id, c.is_pinned) for c in store] == [(stored.id, False)]

@@ -1,0 +1,69 @@
+"""How large a state is expected to be: never too small, where states are what they were measured to be."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.slots import (
+    MAX_CONTEXT_CHECKPOINTS,
+    TAINTED,
+    Empty,
+    Known,
+    Unknown,
+    after_evaluation,
+)
+from proxy.core.state_size import StateSize, expected_bytes, extent_of
+from tests.unit.builders import NAMESPACE, run_of
+
+EXTENTS = st.tuples(st.integers(1, 100_000), st.integers(0, 32))
+
+
+def test_expected_bytes_of_a_state_like_one_seen_is_its_size() -> None:
+    assert expected_bytes([StateSize(7000, 6, 1_300_000)], 7000, 6) == 1_300_001
+    assert expected_bytes([StateSize(7000, 6, 1_300_000)], 500, 2) == 1_300_001
+
+
+def test_expected_bytes_where_nothing_was_seen_is_unknown() -> None:
+    assert expected_bytes([], 100, 3) is None
+
+
+def test_expected_bytes_of_a_model_without_context_checkpoints_does_not_count_them() -> None:
+    assert expected_bytes([StateSize(1000, 0, 5000)], 2000, 32) == 10_001
+
+
+@given(
+    st.lists(EXTENTS, min_size=1, max_size=6),
+    EXTENTS,
+    st.tuples(st.integers(0, 10**7), st.integers(0, 10**5), st.integers(0, 10**6)),
+)
+def test_expected_bytes_is_an_upper_bound(
+    seen: list[tuple[int, int]], wanted: tuple[int, int], parts: tuple[int, int, int]
+) -> None:
+    extra, per_token, per_point = parts
+
+    def really(n_tokens: int, n_points: int) -> int:
+        # The fixed part holds at least what a context checkpoint copies.
+        return extra + per_point * (1 + n_points) + per_token * n_tokens
+
+    has_points = any(n_points for _, n_points in seen)
+    n_tokens, n_points = wanted if has_points else (wanted[0], 0)
+    sizes = [StateSize(*extent, really(*extent)) for extent in seen]
+    expected = expected_bytes(sizes, n_tokens, n_points)
+    assert expected is not None and expected >= really(n_tokens, n_points)
+
+
+def test_extent_of_a_slot_counts_every_evaluation_since_it_was_known() -> None:
+    first = after_evaluation(Empty(), run_of(1000), NAMESPACE, n_generated=9)
+    assert extent_of(first) == (1008, 3)
+    assert extent_of(after_evaluation(first, run_of(1200), NAMESPACE)) == (1200, 6)
+    restored = Known(run_of(100), NAMESPACE, n_points_at_most=31)
+    assert extent_of(after_evaluation(restored, run_of(200), NAMESPACE)) == (
+        200,
+        MAX_CONTEXT_CHECKPOINTS,
+    )
+
+
+def test_extent_of_a_slot_that_nobody_knows_is_unknown() -> None:
+    assert extent_of(Empty()) is None
+    assert extent_of(TAINTED) is None
+    abandoned = Unknown(NAMESPACE, likely=run_of(500))
+    assert extent_of(abandoned) == (500, MAX_CONTEXT_CHECKPOINTS)
