@@ -20,9 +20,17 @@ from proxy.doctor.report import json_report, report
 from proxy.doctor.verdict import exit_status
 from proxy.driver.saving import RewriteStateFile, keep_as_saved
 from proxy.errors import SettingsError
+from proxy.store.budget import Limits
 from proxy.upstream.llama_server import LlamaServer, new_session
 
-_SETTINGS = ("upstream", "slot_save_path", "upstream_api_key", "admin", "max_store_bytes")
+_SETTINGS = (
+    "upstream",
+    "slot_save_path",
+    "upstream_api_key",
+    "admin",
+    "max_store_bytes",
+    "min_free_bytes",
+)
 """Those that doctor has flags for; the others are taken from a file and ignored."""
 
 
@@ -72,7 +80,7 @@ async def examine(
         has_key=settings.upstream_api_key is not None,
         directory=Path(settings.slot_save_path),
         admin=settings.admin,
-        budget_bytes=settings.max_store_bytes,
+        limits=Limits(settings.max_store_bytes, settings.min_free_bytes),
     )
     async with new_session() as session:
         upstream = LlamaServer(session, settings.upstream, settings.upstream_api_key)

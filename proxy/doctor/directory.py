@@ -10,6 +10,7 @@ from pathlib import Path
 from proxy.core.model import SlotId
 from proxy.doctor.facts import DirectoryFacts, ProbeSaveFacts
 from proxy.errors import StateFileMalformed, UpstreamRefused
+from proxy.store.budget import Limits
 from proxy.store.state_files import StateFiles
 from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.replies import Saved
@@ -61,11 +62,16 @@ class ProbeStore:
 
 
 def examine_directory(
-    files: ProbeFiles, budget_bytes: int, free_bytes: FreeBytes = free_bytes_of
+    files: ProbeFiles, limits: Limits, free_bytes: FreeBytes = free_bytes_of
 ) -> DirectoryFacts:
     """Make, list, read and remove a file; look at permissions and free space."""
     path = files.directory
-    facts = DirectoryFacts(path=str(path), own_uid=os.geteuid(), budget_bytes=budget_bytes)
+    facts = DirectoryFacts(
+        path=str(path),
+        own_uid=os.geteuid(),
+        budget_bytes=limits.max_bytes,
+        min_free_bytes=limits.min_free_bytes,
+    )
     try:
         status = path.stat()
         facts = replace(

@@ -111,18 +111,20 @@ def _space_findings(directory: DirectoryFacts, cost: CostFacts | None) -> Iterat
     free = directory.free_bytes
     if free is None:
         return
-    needed = cost.largest_state_bytes(USUAL_TOKENS) if cost else LEAST_FREE_BYTES
+    state_bytes = cost.largest_state_bytes(USUAL_TOKENS) if cost else LEAST_FREE_BYTES
+    needed = directory.min_free_bytes + state_bytes
     budget_left = max(0, directory.budget_bytes - directory.used_bytes)
     if free < needed:
         yield blocker(
             SPACE,
             f"The disk is nearly full: {size(free)} free; a state of {USUAL_TOKENS:,} tokens may need"
-            f" {size(needed)}.",
+            f" {size(state_bytes)}, and {size(directory.min_free_bytes)} are left free"
+            " (--min-free-bytes).",
             f"Free some space, or use another disk: a new --slot-save-path for llama-server and here"
             f" (now {directory.path}).",
         )
-    elif free < budget_left:
-        can_have = (directory.used_bytes + free * 9 // 10) >> 20
+    elif (usable := free - directory.min_free_bytes) < budget_left:
+        can_have = (directory.used_bytes + usable * 9 // 10) >> 20
         yield limit(
             SPACE,
             f"{size(free)} free, but --max-store-bytes allows {size(budget_left)} more: the disk would"

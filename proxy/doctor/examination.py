@@ -18,6 +18,7 @@ from proxy.doctor.memory import Model, examine_cost, examine_memory, examine_sto
 from proxy.doctor.running_proxy import ask_proxy
 from proxy.driver.saving import RewriteStateFile, keep_as_saved
 from proxy.errors import CacheFault, StoreFault, StoreLocked, UpstreamFault, UpstreamRefused
+from proxy.store.budget import Limits
 from proxy.store.inspection import IndexContent, keep_proxies_out, read_index
 from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.replies import Props
@@ -34,7 +35,7 @@ class Subject:
     has_key: bool
     directory: Path
     admin: str
-    budget_bytes: int
+    limits: Limits
 
 
 class Examination:
@@ -64,7 +65,7 @@ class Examination:
         server, props = await self._contact()
         facts = Facts(
             server=server,
-            directory=examine_directory(files, subject.budget_bytes, self._free_bytes),
+            directory=examine_directory(files, subject.limits, self._free_bytes),
         )
         if props is None:
             return facts

@@ -52,6 +52,8 @@ class DirectoryFacts:
     """Why this process cannot use it; empty if a file could be made, listed, read and removed."""
     free_bytes: int | None = None
     budget_bytes: int = 0
+    min_free_bytes: int = 0
+    """What the proxy leaves free on the disk; without it nothing is saved."""
     used_bytes: int = 0
     """What checkpoints take already, of the budget."""
 

@@ -22,11 +22,11 @@ from tests.lab.server import (
     request,
 )
 
-READY_SECONDS = 120.0
-STOP_SECONDS = 90.0
+READY_SECONDS = 300.0
+STOP_SECONDS = 300.0
 _POLL_SECONDS = 0.05
 
-LLAMA_SERVER_ARGUMENTS = ("-c", "16384", "-t", "2", "--fit", "off", "-fa", "on")
+LLAMA_SERVER_ARGUMENTS = ("-c", "16384", "-t", "1", "--fit", "off", "-fa", "on")
 
 
 class RunProcess:
@@ -71,7 +71,7 @@ class RunProcess:
             self._process = subprocess.Popen(
                 self.command,
                 cwd=REPOSITORY,
-                env={**inherited, **self._environment},
+                env={**inherited, "LLAMA_PREFIX_CACHE_MIN_FREE_BYTES": "0", **self._environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

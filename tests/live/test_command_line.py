@@ -36,7 +36,7 @@ def serving(
     """Run `python -m proxy serve` until the block is left; yield the URLs of its two listeners."""
     urls = {name: f"127.0.0.1:{find_free_port()}" for name in ("listen", "admin")}
     command = [sys.executable, "-m", "proxy", "serve", "--upstream", server.base_url]
-    command += ["--slot-save-path", str(directory)]
+    command += ["--slot-save-path", str(directory), "--min-free-bytes", "0"]
     command += [part for name, address in urls.items() for part in (f"--{name}", address)]
     with log.open("ab") as output:
         process = subprocess.Popen([*command, *more], stderr=output, cwd=REPOSITORY)
@@ -45,7 +45,7 @@ def serving(
         yield {name: f"http://{address}" for name, address in urls.items()}
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0, log.read_text()
+        assert process.wait(300) == 0, log.read_text()
 
 
 def get(url: str) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def test_wrong_setting_is_refused_at_start(arguments: list[str], complaint: str)
     command = [sys.executable, "-m", "proxy", "serve", *arguments]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("LLAMA_PREFIX_CACHE_")}
     result = subprocess.run(
-        command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=30
+        command, capture_output=True, text=True, cwd=REPOSITORY, env=environment, timeout=300
     )
     assert result.returncode == 2
     assert complaint in result.stderr

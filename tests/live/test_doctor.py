@@ -82,6 +82,7 @@ async def diagnose(server: LlamaServer, directory: Path, **options: Any) -> Diag
         upstream=server.base_url,
         slot_save_path=str(directory),
         max_store_bytes=options.pop("max_store_bytes", 64 << 20),
+        min_free_bytes=options.pop("min_free_bytes", 0),
         upstream_api_key=options.pop("api_key", None),
         admin=options.pop("admin", "127.0.0.1:9"),
     )
@@ -260,6 +261,9 @@ async def test_disk_that_is_nearly_full_is_named(new_server: NewServer, director
         tight = await diagnose(
             server, directory, free_bytes=lambda _: 512 << 20, max_store_bytes=budget
         )
+        reserved = await diagnose(server, directory, min_free_bytes=1 << 60)
+    assert reserved.exit_status == 2
+    assert "(--min-free-bytes)" in reserved.problems()["disk space"]
     assert full.exit_status == 2
     assert "nearly full: 64 KiB free" in full.problems()["disk space"]
     assert "use another disk" in full.problems()["disk space"]
@@ -419,7 +423,9 @@ def test_command_prints_a_report_and_takes_the_configuration_of_serve(
     config = tmp_path / "config.yaml"
     with new_server("hybrid") as server:
         settings = {"upstream": server.base_url, "slot_save_path": str(directory)}
-        config.write_text(yaml.safe_dump({**settings, "max_store_bytes": "64MiB"}))
+        config.write_text(
+            yaml.safe_dump({**settings, "max_store_bytes": "64MiB", "min_free_bytes": 0})
+        )
         result = run_doctor("--config", str(config))
     assert (result.returncode, result.stderr) == (0, "")
     first, _, *lines = result.stdout.splitlines()

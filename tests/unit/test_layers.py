@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "proxy.app": {"proxy"},
     "proxy.commands": {"proxy.commands", "proxy.app", "proxy.config", "proxy.core", "proxy.errors"}
     | {"proxy.log", "proxy.run", "proxy.upstream"},
-    "proxy.commands.doctor": {"proxy.doctor", "proxy.driver"},
+    "proxy.commands.doctor": {"proxy.doctor", "proxy.driver", "proxy.store"},
     "proxy.__main__": {"proxy"},
 }
 CORE_PACKAGES = (sys.stdlib_module_names | {"xxhash", "msgspec", "proxy"}) - {
