@@ -151,6 +151,6 @@ def test_readme_names_only_options_and_targets_that_exist() -> None:
         if command[0] == "make":
             assert command[1] in targets
         else:
-            assert command[1] in ("serve", "run")
+            assert command[1] in ("serve", "run", "doctor")
             own = command[: command.index("--")] if command[1] == "run" else command
             assert {part for part in own if part.startswith("--")} <= options
