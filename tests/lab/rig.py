@@ -34,7 +34,7 @@ class Rig:
             slot_save_path=str(directory),
             listen="127.0.0.1:0",
             admin="127.0.0.1:0",
-            **{"min_free_bytes": 0, "idle_save_seconds": 0.2, "drain_seconds": 5.0, **settings},
+            **{"min_free_bytes": 0, "idle_save_seconds": 0.05, "drain_seconds": 5.0, **settings},
         )
         self.running: Running
         self._stack = AsyncExitStack()

@@ -11,8 +11,8 @@ from tests.lab.rig import Rig
 from tests.live.conftest import KINDS, StartRig
 
 SLACK_TOKENS = 32
-HEADER = [system(900)]
-TOOLS = tools()
+HEADER = [system(450)]
+TOOLS = tools(6)
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
 
