@@ -142,6 +142,8 @@ def _destinations(checkpoint: Checkpoint) -> tuple[tuple[int, CheckpointKind], .
         (checkpoint.turn_start, CheckpointKind.TURN_START),
         (checkpoint.header, CheckpointKind.HEADER),
     ):
+        if n_cut > checkpoint.n_tokens:
+            continue
         point = n_cut if checkpoint.has_every_position else highest_point(points, n_cut)
         if point >= max(BLOCK_TOKENS, n_cut - BLOCK_TOKENS):
             places[point // BLOCK_TOKENS] = kind

@@ -190,13 +190,14 @@ def must_be_erased(
 ) -> bool:
     """Return whether llama-server must not reuse what a slot holds for *tokens* (None: not known).
 
-    That is another tenant's tokens, or a restored state that would have to be cut before its end. Most
-    servers refuse to; with --swa-full they cut it, although the file has no more than a window.
+    That is another tenant's tokens, or a restored state without all positions that would have to be cut
+    before its end. A server that saves context checkpoints refuses to; with --swa-full it cuts the state,
+    although the file has no more than a window.
     """
     if holds_foreign_tokens(content, namespace):
         return True
     n_restored = restored_tokens(content)
-    if rule.kind is not RuleKind.END_ONLY or n_restored == 0:
+    if rule.kind is RuleKind.RESTORE_POINTS or n_restored == 0:
         return False
     if tokens is None or not isinstance(content, Known):
         return True

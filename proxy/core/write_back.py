@@ -23,9 +23,20 @@ def at_savable_point(rule: Rule, content: Known) -> Known | None:
         case RuleKind.END_ONLY:
             if not content.last_cut:
                 return None
-            return replace(content, tokens=content.tokens[: content.last_cut], n_tail=0)
+            return _cut_to(content, content.last_cut)
         case RuleKind.RESTORE_POINTS | RuleKind.ANY_PREFIX:
             return content
+
+
+def _cut_to(content: Known, n_tokens: int) -> Known:
+    """Return *content* without what lies behind its first *n_tokens*, cuts included."""
+    return replace(
+        content,
+        tokens=content.tokens[:n_tokens],
+        n_tail=0,
+        header=content.header if content.header <= n_tokens else 0,
+        turn_start=content.turn_start if content.turn_start <= n_tokens else 0,
+    )
 
 
 def is_write_back_due(rule: Rule, content: Content) -> bool:

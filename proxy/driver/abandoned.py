@@ -7,7 +7,7 @@ given back too early would be restored by us and then overwritten by the dead re
 
 import asyncio
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from proxy.core.model import CheckpointKind, SlotId
 from proxy.core.write_back import is_write_back_due
@@ -25,7 +25,7 @@ async def wind_up(session: Session, slot_id: SlotId, n_tokens: int) -> None:
 
     Clients that gave up waiting send the same prompt again; what was evaluated of it must not be lost.
     """
-    await outlast(session, [slot_id], n_tokens)
+    await outlast(session, lambda: [slot_id], n_tokens)
     desk = session.attachment.desk
     content = desk.table[slot_id].content
     # During a placement another request may be running there already.
@@ -33,8 +33,12 @@ async def wind_up(session: Session, slot_id: SlotId, n_tokens: int) -> None:
         await session.work.write_back(slot_id, CheckpointKind.CONVERSATION)
 
 
-async def outlast(session: Session, slot_ids: Collection[SlotId], n_tokens: int = 0) -> None:
+async def outlast(
+    session: Session, slot_ids: Callable[[], Collection[SlotId]], n_tokens: int = 0
+) -> None:
     """Return when a request of *n_tokens* abandoned in one of the slots neither runs nor ever will.
+
+    *slot_ids* are asked for at each look, for slots may still join an abandoned placement.
 
     That a slot was busy and is idle again proves nothing: it may have been the request before.
     """
@@ -47,9 +51,9 @@ async def outlast(session: Session, slot_ids: Collection[SlotId], n_tokens: int 
         await asyncio.sleep(_LOOK_SECONDS)
 
 
-async def _is_busy(session: Session, slot_ids: Collection[SlotId]) -> bool:
+async def _is_busy(session: Session, slot_ids: Callable[[], Collection[SlotId]]) -> bool:
     try:
         states = await session.work.slot_states()
     except UpstreamFault:
         return False  # --no-slots, or llama-server is gone: there is nothing more to see
-    return any(state.is_processing for state in states if state.id in slot_ids)
+    return any(state.is_processing for state in states if state.id in slot_ids())

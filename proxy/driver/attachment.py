@@ -13,7 +13,7 @@ from proxy.core.state_size import StateSize
 from proxy.driver.degradations import CannotCache, Degradations
 from proxy.driver.identity import tenant_namespace
 from proxy.driver.leases import LeaseDesk
-from proxy.errors import CacheFault
+from proxy.errors import CacheFault, NoRoom
 
 _MAX_SIZES = 256
 
@@ -69,11 +69,15 @@ class Attachment:
 
     @contextmanager
     def watching(self, kind: DegradationKind, *faults: type[CacheFault]) -> Iterator[None]:
-        """Begin a degradation if one of *faults* leaves the block, end it if none does."""
+        """Begin a degradation if one of *faults* leaves the block, end it if none does.
+
+        For want of room nothing has failed: NoRoom counts only where it is named.
+        """
         try:
             yield
         except faults as fault:
-            self.degrade(kind, str(fault))
+            if not isinstance(fault, NoRoom) or NoRoom in faults:
+                self.degrade(kind, str(fault))
             raise
         self.recover(kind)
 

@@ -9,7 +9,15 @@ from contextlib import ExitStack
 
 from proxy.core.degradation import DegradationKind
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt, RuleKind
-from proxy.core.plan import Plan, Restore, Situation, most_useful, plan_request, promising
+from proxy.core.plan import (
+    Plan,
+    Restore,
+    Situation,
+    most_useful,
+    must_be_erased,
+    plan_request,
+    promising,
+)
 from proxy.core.slots import TAINTED, Content, Known, Unknown, after_evaluation, restored_tokens
 from proxy.core.write_back import is_write_back_due
 from proxy.driver.abandoned import wind_up
@@ -150,7 +158,11 @@ class CachedRequest:
             await self._services.finish(
                 lease, work.write_back(plan.slot_id, CheckpointKind.CONVERSATION)
             )
-        if plan.erases and not await self._erase(lease, account):
+        # That save may have found what nobody may reuse.
+        content = self._attachment.desk.table[plan.slot_id].content
+        prompt, rule = self._prompt, self._attachment.rule
+        erases = plan.erases or must_be_erased(rule, content, prompt.namespace, prompt.tokens)
+        if erases and not await self._erase(lease, account):
             return False
         try:
             if isinstance(plan.start, Restore):

@@ -17,7 +17,6 @@ from proxy.driver.saving import Saver
 from proxy.driver.self_test import SelfTest
 from proxy.driver.services import Services
 from proxy.driver.session import Session
-from proxy.errors import CacheFault
 from proxy.log import get_logger
 
 
@@ -81,16 +80,17 @@ class Learning:
         attachment = session.attachment
         try:
             result = await self._run(session, slot_id)
-            if result.rule.can_restore:  # that nothing can be restored may have been a disturbance
-                await remember_self_test(self._services.store, attachment, result)
-                await remember_sizes(self._services.store, attachment)
-        except CacheFault as fault:
+            # That nothing can be restored may have been a disturbance: the next start measures again.
+            remembered = result if result.rule.can_restore else None
+            await remember_self_test(self._services.store, attachment, remembered)
+            await remember_sizes(self._services.store, attachment)
+        except Exception as error:
             self._services.metrics.self_tests.labels("failed").inc()
             if attachment.is_caching:  # by the rule known before, which stays
-                self._services.faults.record("self-test", fault)
+                self._services.faults.record("self-test", error)
             else:
                 self._services.faults.count("self-test")
-                attachment.fail_self_test(str(fault))
+                attachment.fail_self_test(str(error) or type(error).__name__)
             return
         self._services.metrics.self_tests.labels(result.rule.kind).inc()
         self._publish(attachment, result)
@@ -106,9 +106,10 @@ class Learning:
         attachment, work = session.attachment, session.work
         await work.write_back(
             slot_id, CheckpointKind.CONVERSATION
-        )  # nothing is due of an empty slot
+        )  # of an empty slot nothing is due
         await work.erase(slot_id)
         attachment.desk.table.set_content(slot_id, Unknown(can_be_adopted=False))
+        attachment.desk.reconsider()  # nobody need wait for what this slot held
         n_vocab = (await self._upstream.model_meta()).n_vocab
         room = Room(self._services, attachment, self._saver)
         test = SelfTest(self._upstream, room.probe, n_vocab)
@@ -116,7 +117,7 @@ class Learning:
         result = SelfTestResult(rule)
         if rule.kind is not RuleKind.NOTHING:
             result = await self._try_beside(session, test, slot_id, result)
-        await work.erase(slot_id)
+        await work.erase(slot_id)  # raises if the process that was measured is gone
         return result
 
     async def _try_beside(
@@ -124,8 +125,9 @@ class Learning:
     ) -> SelfTestResult:
         """Try two slots at once if another one is empty and nobody wants it."""
         other = self._lease_empty(session, without=slot_id)
-        if other is None:
-            return result
+        if other is None:  # what an earlier test found of two slots is still the best that is known
+            known = session.attachment.self_test or result
+            return SelfTestResult(result.rule, known.restores_beside, known.keeps_idle)
         with other:
             (other_id,) = other.slot_ids
             session.attachment.desk.table.set_content(other_id, Unknown(can_be_adopted=False))
@@ -136,7 +138,11 @@ class Learning:
     def _publish(self, attachment: Attachment, result: SelfTestResult) -> None:
         attachment.set_rule(result.rule)
         attachment.self_test = result
-        if result.restores_beside is False:
-            attachment.degrade(DegradationKind.RESTORES_DISTURB)
-        if result.keeps_idle is False:
-            attachment.degrade(DegradationKind.IDLE_SLOTS_LOSE)
+        for is_so, kind in (
+            (result.restores_beside, DegradationKind.RESTORES_DISTURB),
+            (result.keeps_idle, DegradationKind.IDLE_SLOTS_LOSE),
+        ):
+            if is_so:
+                attachment.recover(kind)
+            elif is_so is False:
+                attachment.degrade(kind)

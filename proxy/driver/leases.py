@@ -10,7 +10,7 @@ idle slot may be the one, so nothing else is granted meanwhile, and slots that c
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -53,13 +53,18 @@ class Lease(Generic[C]):
     def __init__(self, desk: "LeaseDesk", choice: Choice[C]) -> None:
         self._desk = desk
         self._held = set(choice.slot_ids)
-        self._is_abandoned = False
+        self._is_handed_over = False
         self.slot_ids = choice.slot_ids
         self.reason = choice.reason
 
     @property
     def held(self) -> tuple[SlotId, ...]:
-        """The slots not given back yet."""
+        """The slots that its request may use: neither given back nor handed over."""
+        return () if self._is_handed_over else tuple(self._held)
+
+    @property
+    def reserved(self) -> tuple[SlotId, ...]:
+        """The slots that nobody else may use, whoever they were handed over to."""
         return tuple(self._held)
 
     def __enter__(self) -> "Lease[C]":
@@ -73,16 +78,20 @@ class Lease(Generic[C]):
     ) -> None:
         self.release()
 
-    def release(self, *slot_ids: SlotId) -> None:
-        """Give back the named slots, or all; again is harmless."""
-        given_back = self._held & set(slot_ids or self._held)
+    def release(self) -> None:
+        """Give back all slots that were not handed over; again is harmless."""
+        self.give_up(self.held)
+
+    def give_up(self, slot_ids: Iterable[SlotId]) -> None:
+        """Give back some of the slots."""
+        given_back = self._held & set(slot_ids)
         self._held -= given_back
         self._desk.give_back(self, given_back)
 
     def join(self, slot_id: SlotId) -> None:
         """Take a slot that came free during this placement."""
         self._held.add(slot_id)
-        if self._is_abandoned:
+        if self._is_handed_over:
             # Whether the abandoned request ran there will never be known.
             self._desk.table.set_content(slot_id, TAINTED)
             self._desk.table.close_lease(slot_id)
@@ -91,11 +100,8 @@ class Lease(Generic[C]):
         """Leave the slots to *task*: they are given back when it ends, whatever becomes of us."""
         for slot_id in self._held:
             self._desk.table.close_lease(slot_id)
-        successor = Lease(self._desk, Choice(tuple(self._held), self.reason))
-        successor._is_abandoned = True
-        self._held = set()
-        self._desk.succeed(self, successor)
-        task.add_done_callback(lambda _: successor.release())
+        self._is_handed_over = True
+        task.add_done_callback(lambda _: self.give_up(self._held))
 
 
 class LeaseDesk:
@@ -163,13 +169,7 @@ class LeaseDesk:
             self._placement = None
         for slot_id in used:
             self.table.note_running(slot_id)
-        lease.release(*(set(lease.held) - set(used)))
-        self._grant()
-
-    def succeed(self, lease: Lease[Any], successor: Lease[Any]) -> None:
-        """Let *successor* stand for *lease*, which was handed over."""
-        if self._placement is lease:
-            self._placement = successor
+        lease.give_up(set(lease.held) - set(used))
 
     def take_over(self, slot_id: SlotId) -> Lease[None]:
         """Return the lease of a slot that was found in somebody else's use."""
@@ -180,9 +180,13 @@ class LeaseDesk:
         self.table.note_running(slot_id)
         self._grant()
 
+    def reconsider(self) -> None:
+        """Ask those who wait again: what a slot holds has changed."""
+        self._grant()
+
     def give_back(self, lease: Lease[Any], slot_ids: set[SlotId]) -> None:
         """Free slots of *lease*; while another lease is a placement, they join that one instead."""
-        if self._placement is lease and not lease.held:
+        if self._placement is lease and not lease.reserved:
             self._placement = None
         for slot_id in slot_ids:
             self.table.release(slot_id, time.monotonic())

@@ -7,6 +7,7 @@ every request, where it costs no time.
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from proxy.core.degradation import OF_PROCESS, DegradationKind
 from proxy.driver.abandoned import outlast
@@ -47,6 +48,7 @@ class Lifecycle:
         self._look: asyncio.Task[None] | None = None
         self._is_retry_due = False
         self._may_adopt = True
+        self._n_state_changes = 0
         self.current: Session | None = None
         self._reported = ""
         self._degradations.begin(DegradationKind.ATTACHING)
@@ -64,6 +66,7 @@ class Lifecycle:
 
     async def attach_again(self) -> None:
         """Forget the session: a client changed adapters or slots, and nothing known holds any more."""
+        self._n_state_changes += 1
         self._may_adopt = False
         self._lose(DegradationKind.ATTACHING)
         await self._look_for(ATTACH_WAIT_SECONDS)
@@ -135,9 +138,14 @@ class Lifecycle:
 
     async def _attach(self, props: Props, process_id: str) -> None:
         self._close()
-        attachment = await self._attacher.attach(props, process_id, may_adopt=self._may_adopt)
-        self._may_adopt = self._may_adopt or attachment.can_cache
         before = self._degradations.kinds & OF_PROCESS  # attaching, or what the last try came to
+        n_changes = -1
+        while (
+            n_changes != self._n_state_changes
+        ):  # what was learned before a change is not true any more
+            n_changes = self._n_state_changes
+            attachment = await self._attacher.attach(props, process_id, may_adopt=self._may_adopt)
+        self._may_adopt = self._may_adopt or attachment.can_cache
         if obstacle := attachment.obstacle:
             attachment.degrade(obstacle.kind, obstacle.detail)
             before -= {obstacle.kind}
@@ -154,7 +162,7 @@ class Lifecycle:
         desk = session.attachment.desk
         for slot in desk.table:
             if slot.is_leased:
-                ended = self._services.tasks.start(outlast(session, [slot.id]))
+                ended = self._services.tasks.start(outlast(session, partial(list, [slot.id])))
                 desk.take_over(slot.id).hand_over(ended)
 
     def _report(self, attachment: Attachment, props: Props) -> None:

@@ -51,8 +51,9 @@ def known_self_test(store: CheckpointStore, attachment: Attachment) -> SelfTestR
 
 
 async def remember_self_test(
-    store: CheckpointStore, attachment: Attachment, result: SelfTestResult
+    store: CheckpointStore, attachment: Attachment, result: SelfTestResult | None
 ) -> None:
+    """Remember what a self-test has found, or with None that nothing is known."""
     await store.put_value(_self_test_name_of(attachment), result)
 
 

@@ -35,6 +35,7 @@ from proxy.errors import (
     StoreFault,
     UpstreamFault,
     UpstreamRefused,
+    UpstreamUnreachable,
 )
 from proxy.upstream.llama_server import Headers
 from proxy.upstream.replies import SlotStatus, Timings
@@ -59,10 +60,18 @@ class SlotWork:
 
     async def erase(self, slot_id: SlotId) -> None:
         """Empty a slot; raises UpstreamFault."""
+        self._require_same_process()
         self._table.set_content(slot_id, Unknown(can_be_adopted=False))
         with self._attachment.watching(DegradationKind.ERASES_REFUSED, UpstreamFault):
             await self._upstream.erase(slot_id)
         self._table.set_content(slot_id, Empty())
+
+    async def overwrite(self, slot_id: SlotId, namespace: Namespace) -> None:
+        """Replace what a slot holds by a single token, where it cannot be erased; raises UpstreamFault."""
+        self._require_same_process()
+        self._table.set_content(slot_id, TAINTED)
+        await self._upstream.overwrite(slot_id)
+        self._table.set_content(slot_id, Unknown(namespace, can_be_adopted=False))
 
     async def restore(self, slot_id: SlotId, namespace: Namespace, start: Restore) -> None:
         """Load a checkpoint into a slot; raises CacheFault, and the slot is then empty or unknown."""
@@ -100,7 +109,7 @@ class SlotWork:
 
     def _require_same_process(self) -> None:
         if self._attachment.desk.is_closed:
-            raise StoreFault("llama-server was replaced meanwhile")
+            raise UpstreamUnreachable("llama-server was replaced meanwhile")
 
     async def _load(self, slot_id: SlotId, checkpoint: Checkpoint) -> None:
         self._table.set_content(slot_id, Unknown(can_be_adopted=False))
@@ -159,6 +168,12 @@ class SlotWork:
             self._services.faults.count("save")
             self._give_up(slot_id)
             return None
+        except Exception as error:
+            # Nobody who needs the slot may fail because it could not be saved.
+            self._metrics.saves.labels("failed").inc()
+            self._services.faults.record("save", error)
+            self._give_up(slot_id)
+            return None
 
     def _give_up(self, slot_id: SlotId) -> None:
         """Do not try to save the same content again; the slot's next request makes it worth a try."""
@@ -175,6 +190,7 @@ class SlotWork:
         target = at_savable_point(self._attachment.rule, content)
         if target is None or target.n_tokens == content.n_tokens:
             return
+        self._require_same_process()
         unknown = Unknown(content.namespace, n_restored=content.n_restored)
         self._table.set_content(slot_id, unknown)
         timings = await self._upstream.evaluate(slot_id, target.tokens)
@@ -187,6 +203,7 @@ class SlotWork:
     ) -> Checkpoint | None:
         """Save a slot as it stands, check the file and commit it; raises CacheFault."""
         content = self._table[slot_id].content
+        self._require_same_process()
         saved = await self._room.save(slot_id, name)
         self._require_expected(slot_id, content, saved.state, is_just_predicted)
         self._require_same_process()

@@ -11,6 +11,7 @@ from proxy.driver.leases import Choice, Lease
 from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.services import Services
 from proxy.driver.session import Session
+from proxy.driver.slot_work import SlotWork
 from proxy.errors import UpstreamFault
 from proxy.upstream.bodies import GenerationBody, pin, taints_slot
 
@@ -41,7 +42,19 @@ async def _clear(
             await services.finish(lease, work.erase(slot_id))
         except UpstreamFault:
             services.faults.count("erase")
-            return False
+            return await _overwrite(services, lease, work, slot_id, namespace)
+    return True
+
+
+async def _overwrite(
+    services: Services, lease: Lease[None], work: SlotWork, slot_id: SlotId, namespace: Namespace
+) -> bool:
+    """Put one token into a slot that cannot be erased, for /v1/messages cannot be told to reuse nothing."""
+    try:
+        await services.finish(lease, work.overwrite(slot_id, namespace))
+    except UpstreamFault:
+        services.faults.count("erase")
+        return False
     return True
 
 
@@ -53,9 +66,12 @@ def mark_unknown(
 ) -> None:
     """Note that only llama-server knows what these slots hold; no lookup could find it in a file."""
     is_tainted = body is not None and taints_slot(body)
-    content = TAINTED if is_tainted else Unknown(namespace, can_be_adopted=False)
+    table, rule = session.attachment.desk.table, session.attachment.rule
     for slot_id in slot_ids:
-        session.attachment.desk.table.set_content(slot_id, content)
+        # A slot that joined a placement was never cleared: what it held may be part of what it holds.
+        is_unclear = must_be_erased(rule, table[slot_id].content, namespace)
+        content = Unknown(namespace, can_be_adopted=False)
+        table.set_content(slot_id, TAINTED if is_tainted or is_unclear else content)
 
 
 def abandon(
@@ -69,7 +85,7 @@ def abandon(
     if not lease.held:
         return  # a slot action took the lease along before anything was sent
     mark_unknown(session, lease.held, namespace, body)
-    lease.hand_over(services.tasks.start(outlast(session, lease.held)))
+    lease.hand_over(services.tasks.start(outlast(session, lambda: lease.reserved)))
 
 
 async def serve_pinned(

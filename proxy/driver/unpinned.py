@@ -2,13 +2,16 @@
 
 It chooses among the slots that are idle *to it*. So such a request waits until every slot that others
 lease is really running their request (one that is being restored for somebody looks idle too) and takes
-all free slots, and those that come free, until /slots shows which one was chosen.
+all free slots, and those that come free, until /slots shows which one was chosen. Where it must not land
+in a slot that another request leaves behind, such as another tenant's, it waits until all are free.
 """
 
 import asyncio
 
 from proxy.core.model import SlotId
+from proxy.core.plan import must_be_erased
 from proxy.core.prefix import Namespace
+from proxy.core.slots import Slot
 from proxy.driver.leases import Choice, Lease
 from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.services import Services
@@ -16,6 +19,7 @@ from proxy.driver.session import Session
 from proxy.driver.uncached import abandon, clear_way, mark_unknown
 from proxy.errors import UpstreamFault
 from proxy.upstream.bodies import GenerationBody, n_completions, without_reuse
+from proxy.upstream.routes import is_task_for_each_input
 
 _FIRST_LOOK_SECONDS = 0.01
 _LAST_LOOK_SECONDS = 0.5
@@ -41,6 +45,8 @@ class UnpinnedRequest:
         self._body = body
         n_slots = 1 if body is None else n_completions(body)
         self._n_slots = min(n_slots, len(self._desk.table))
+        # Embeddings and reranking are one task for each input: all slots are held to the end.
+        self._is_one_task = body is not None and not is_task_for_each_input(request.path)
         self._namespace: Namespace = session.attachment.tenant_namespace(request.tenant)
         self._before: LastTasks | None = None
         self._is_placed = False
@@ -54,7 +60,8 @@ class UnpinnedRequest:
             try:
                 is_clear = await clear_way(self._services, self._session, lease, self._namespace)
                 self._before = await self._last_tasks()
-                placement = self._services.tasks.start(self._await_placement(lease))
+                if self._is_one_task:
+                    placement = self._services.tasks.start(self._await_placement(lease))
                 answer = await send(self._raw(reuses=is_clear), lambda: None)
                 used = await self._used(lease)
             except BaseException:
@@ -75,8 +82,15 @@ class UnpinnedRequest:
     def _choose(self) -> Choice[None] | None:
         slots = tuple(self._desk.table)
         free = tuple(slot.id for slot in slots if not slot.is_leased)
-        can_be_placed = all(slot.is_running for slot in slots if slot.is_leased)
+        can_be_placed = all(self._can_join(slot) for slot in slots if slot.is_leased)
         return Choice(free, None) if can_be_placed and len(free) >= self._n_slots else None
+
+    def _can_join(self, slot: Slot) -> bool:
+        """Return whether the request may even be placed into a slot that somebody uses, at its end."""
+        attachment = self._session.attachment
+        if not slot.is_running or len(attachment.tenants) > 1:
+            return False  # whose tokens it will hold then is not known yet
+        return not must_be_erased(attachment.rule, slot.content, self._namespace)
 
     async def _await_placement(self, lease: Lease[None]) -> None:
         """Give back the slots that llama-server did not choose as soon as it has chosen."""

@@ -165,6 +165,11 @@ class LlamaServer:
         body = {"prompt": tokens.tolist(), "n_predict": 0, "cache_prompt": True, "n_cache_reuse": 0}
         return await self._call("POST", "/completion", Evaluated, body, seconds=None)
 
+    async def overwrite(self, slot_id: SlotId) -> None:
+        """Make a slot hold one token, and nothing of what it held."""
+        body = {"prompt": [0], "n_predict": 0, "id_slot": slot_id, "cache_prompt": False}
+        await self._call("POST", "/completion", Evaluated, body, seconds=None)
+
     async def canary(self, slot_id: SlotId, tokens: TokenIds) -> list[tuple[int, float]]:
         """Evaluate *tokens* from nothing; return the ten likeliest next tokens with log-probabilities."""
         body = {

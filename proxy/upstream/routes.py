@@ -48,6 +48,11 @@ def generation_route(method: str, path: str) -> Route | None:
     return _BY_PATH.get(path) if method == "POST" else None
 
 
+def is_task_for_each_input(path: str) -> bool:
+    """Return whether a request of this route becomes as many tasks as it has inputs."""
+    return any(word in path for word in ("embedding", "rerank"))
+
+
 def changes_server_state(method: str, path: str) -> bool:
     """Return whether a request changes slots or adapters behind the proxy's back."""
     return method == "POST" and (path.startswith("/slots/") or path == "/lora-adapters")

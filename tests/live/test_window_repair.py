@@ -207,15 +207,26 @@ async def test_conversation_goes_on_from_repaired_files_with_equal_answers(
         assert distance(warm, cold) <= LOGPROB_BAR
 
 
-async def test_restored_window_is_never_cut_where_the_server_would(start_rig: StartRig) -> None:
+LONGER_THAN_PROBED = ("--override-kv", "gemma3.attention.sliding_window=int:5000")
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "n_tokens", "rule"),
+    [((), 2300, "end only"), (LONGER_THAN_PROBED, 6000, "any prefix")],
+    ids=["window is probed", "window is longer than every probe"],
+)
+async def test_restored_window_is_never_cut_where_the_server_would(
+    start_rig: StartRig, extra_args: tuple[str, ...], n_tokens: int, rule: str
+) -> None:
     """With --swa-full llama-server cuts what was restored, although the file has only a window."""
-    async with start_rig("swa", n_slots=1, extra_args=("--swa-full",)) as rig:
-        tokens = prompt(2300)
+    async with start_rig("swa", n_slots=1, extra_args=("--swa-full", *extra_args)) as rig:
+        assert (await rig.health())["rule"] == rule
+        tokens = prompt(n_tokens)
         await rig.post("/completion", {"prompt": tokens, "n_predict": 0})
         await rig.restart()
         extended = await rig.post("/completion", {"prompt": [*tokens, 5, 6, 7], "n_predict": 0})
-        assert n_reused(extended) >= 2299
-        body = {"prompt": [*tokens[:2000], *[7] * 100], "n_predict": 8, "temperature": 0}
+        assert n_reused(extended) >= n_tokens - 1
+        body = {"prompt": [*tokens[:-300], *[7] * 100], "n_predict": 8, "temperature": 0}
         cut = await rig.post("/completion", body | {"n_probs": 10})
         cold = await rig.post("/completion", body | {"n_probs": 10, "cache_prompt": False})
         assert distance(cut, cold) <= LOGPROB_BAR

@@ -92,7 +92,7 @@ async def test_newcomer_does_not_overtake_one_who_waits_for_more_slots() -> None
     first.release()
     both = await soon(wants_both)
     assert both.held and not newcomer.done()
-    both.release(TWO)
+    both.give_up([TWO])
     assert (await soon(newcomer)).slot_ids == (TWO,)
 
 
@@ -200,7 +200,7 @@ async def test_hand_over_to_a_task_that_fails_gives_the_slot_back(is_cancelled: 
 async def test_hand_over_after_a_partial_release_passes_on_the_rest() -> None:
     desk = desk_of(2)
     lease = await desk.lease(both_slots(desk))
-    lease.release(ONE)
+    lease.give_up([ONE])
     task = asyncio.get_running_loop().create_task(asyncio.sleep(0))
     lease.hand_over(task)
     assert [slot.id for slot in desk.table.free()] == [ONE]
@@ -312,3 +312,24 @@ async def test_abandoned_placement_taints_the_slots_that_come_free_meanwhile() -
     await soon(task)
     await asyncio.sleep(0)
     assert n_free(desk) == 2 and not desk.is_placing
+
+
+async def test_placement_that_uses_every_slot_keeps_them() -> None:
+    desk = desk_of(1)
+    with await placement(desk) as placing:
+        desk.end_placement(placing, [ONE])
+        assert (placing.held, n_free(desk), desk.is_placing) == ((ONE,), 0, False)
+    assert n_free(desk) == 1
+
+
+async def test_slot_that_joins_an_abandoned_placement_is_reserved_with_it() -> None:
+    desk = desk_of(2)
+    running, placing = await desk.lease(any_slot(desk)), await placement(desk)
+    let_go = asyncio.Event()
+    placing.hand_over(asyncio.get_running_loop().create_task(let_go.wait()))
+    running.release()
+    assert (placing.held, set(placing.reserved)) == ((), {ONE, TWO})
+    let_go.set()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert n_free(desk) == 2

@@ -368,9 +368,14 @@ def test_must_be_erased_what_would_be_cut_before_the_end_of_a_restored_state(
     assert must_be_erased(END_ONLY, content, NAMESPACE, tokens) is must_be
 
 
-@pytest.mark.parametrize("rule", [ANY_PREFIX, RESTORE_POINTS, NOTHING])
-def test_must_be_erased_is_nothing_that_the_server_refuses_to_cut_itself(rule: Rule) -> None:
-    assert not must_be_erased(rule, RESTORED, NAMESPACE, branch(100, 1000))
+@pytest.mark.parametrize("rule", [ANY_PREFIX, NOTHING])
+def test_must_be_erased_what_lacks_positions_whatever_shorter_probes_have_shown(rule: Rule) -> None:
+    assert must_be_erased(rule, RESTORED, NAMESPACE, branch(100, 1000))
+    assert not must_be_erased(rule, RESTORED, NAMESPACE, branch(600, 1000))
+
+
+def test_must_be_erased_is_nothing_that_the_server_refuses_to_cut_itself() -> None:
+    assert not must_be_erased(RESTORE_POINTS, RESTORED, NAMESPACE, branch(100, 1000))
 
 
 def test_plan_erases_a_restored_slot_instead_of_cutting_it() -> None:

@@ -8,6 +8,7 @@ from proxy.upstream.routes import (
     changes_server_state,
     error_shape,
     generation_route,
+    is_task_for_each_input,
 )
 
 
@@ -69,3 +70,11 @@ def test_changes_server_state_of_slots_and_adapters_is_true(
 )
 def test_error_shape_is_that_of_the_clients_api(path: str, shape: ErrorShape) -> None:
     assert error_shape(path) is shape
+
+
+@pytest.mark.parametrize(
+    ("path", "is_so"),
+    [("/v1/embeddings", True), ("/rerank", True), ("/v1/messages", False), ("/completion", False)],
+)
+def test_route_with_a_task_for_each_input_is_known(path: str, is_so: bool) -> None:
+    assert is_task_for_each_input(path) is is_so

@@ -1,0 +1,101 @@
+"""What nobody foresaw must not reach a client, and what is found on the way must still count."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from proxy.core.degradation import DegradationKind
+from proxy.core.slots import Known
+from proxy.driver.self_test import SelfTest
+from proxy.store.budget import Limits
+from proxy.store.catalogue import Catalogue
+from tests.integration.conftest import StartRig
+from tests.integration.rig import question, until
+
+
+def broken(*args: Any, **kwargs: Any) -> Any:
+    raise IndexError("nobody foresaw this")
+
+
+async def test_save_that_breaks_in_an_unforeseen_way_is_not_the_clients_fault(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        monkeypatch.setattr(Catalogue, "victims", broken)
+        assert (await rig.chat(question("b"))).status == 200
+        assert rig.sample("saves_total", result="failed") == 1
+
+
+async def test_self_test_that_breaks_in_an_unforeseen_way_is_named(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SelfTest, "learn_rule", broken)
+    async with start_rig(n_slots=1) as rig:
+        assert await rig.reasons() == [DegradationKind.SELF_TEST_FAILED]
+        assert (await rig.chat("a")).status == 200
+
+
+async def test_slot_that_a_save_finds_tainted_is_erased_before_it_is_used(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        rig.server.faults.saves_other_tokens = True
+        n_seen = len(rig.server.seen)
+        await rig.chat("b")
+        places = [seen.place for seen in rig.server.seen[n_seen:]]
+        assert places.index("save") < places.index("erase") < places.index("generate")
+
+
+async def test_want_of_room_is_not_called_a_failing_save(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        assert rig.running.store is not None
+        rig.running.store._budget.limits = Limits(1000, 0)
+        await rig.chat("a")
+        await until(lambda: sum(rig.sample("saves_skipped_total", reason=r) for r in ROOM_REASONS))
+        assert await rig.reasons() == [DegradationKind.NO_ROOM]
+
+
+ROOM_REASONS = ("budget", "larger than the budget")
+
+
+async def test_request_does_not_wait_for_a_self_test_beside_a_free_slot(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        await rig.chat(question("b", 500))
+        await until(lambda: rig.n_occupied() == 0)
+        assert rig.attachment is not None
+        save = rig.server.hold("save", n_calls=1)
+        rig.attachment.n_contradictions = rig.attachment.n_contradictions_allowed
+        await save.reached()
+        again = rig.begin_chat("a")
+        await rig.waiting(1)  # its slot is being saved
+        evaluate = rig.server.hold("evaluate", n_calls=1)
+        save.open()
+        await evaluate.reached()
+        assert (await again).status == 200
+        evaluate.open()
+
+
+async def test_adapters_that_change_during_first_contact_are_not_forgotten(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2, allow_state_changes=True) as rig:
+        await rig.chat("a")
+        await rig.settled()
+        await rig.stop_proxy()
+        canary = rig.server.hold("generate", n_calls=1)
+        await rig.start_proxy(waits=False)
+        await canary.reached()
+        changed = asyncio.ensure_future(rig.post("/lora-adapters", []))
+        await until(lambda: rig.running.lifecycle._n_state_changes)
+        canary.open()
+        await changed
+        await rig.looked()
+        assert rig.attachment is not None
+        held = [slot.content for slot in rig.attachment.desk.table]
+        assert not any(isinstance(content, Known) for content in held)
