@@ -18,23 +18,20 @@ from proxy.core.plan import (
     plan_request,
     promising,
 )
-from proxy.core.slots import TAINTED, Content, Known, Unknown, after_evaluation, restored_tokens
+from proxy.core.slots import TAINTED, Known, Unknown, restored_tokens
 from proxy.core.write_back import is_write_back_due
 from proxy.driver.abandoned import wind_up
 from proxy.driver.account import Account
+from proxy.driver.confirmation import Confirmation
 from proxy.driver.leases import Choice, DeskClosed, Lease
 from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.services import Services
 from proxy.driver.session import Session
 from proxy.errors import StoreFault, UpstreamFault
-from proxy.log import get_logger
 from proxy.upstream.bodies import GenerationBody, pin
-from proxy.upstream.replies import Timings
 
 _LONG_WAIT_SECONDS = 0.05
 """After waiting this long for a slot, llama-server may be another process."""
-_MIN_MEASURED_TOKENS = 64
-"""A shorter evaluation says more of the round trip than of the rate."""
 
 
 class CachedRequest:
@@ -58,6 +55,7 @@ class CachedRequest:
         self._is_current = is_current
         self._arrived = time.monotonic()
         self._kept = ExitStack()
+        self._confirmation = Confirmation(services, session.attachment, request.id, prompt)
 
     async def serve(self, send: Send) -> None:
         """Serve the request; raises what *send* raises, and DeskClosed before anything was sent."""
@@ -83,7 +81,7 @@ class CachedRequest:
                 self._abandon(lease)
                 raise
             try:
-                self._settle(lease.reason, answer, account)
+                self._confirmation.settle(lease.reason, answer, account)
                 self._keep_turn_start(lease)
                 self._report(answer, account)
             except Exception as error:
@@ -201,79 +199,6 @@ class CachedRequest:
             self._attachment.desk.table.set_content(slot_id, content)
             winding_up = wind_up(self._session, slot_id, self._prompt.n_tokens)
             lease.hand_over(self._services.tasks.start(winding_up))
-
-    def _settle(self, plan: Plan, answer: Answer, account: Account) -> None:
-        """Hold the reply against the plan, and record what the slot holds now."""
-        table = self._attachment.desk.table
-        before = table[plan.slot_id].content
-        held: Content = Unknown(self._prompt.namespace, n_restored=restored_tokens(before))
-        if answer.timings is None and 400 <= answer.status < 500:
-            return  # refused before the slot was touched (server-context.cpp, send_error at launch)
-        if answer.timings is not None:
-            account.add(answer.timings)
-            held = self._held(before, answer.timings, account)
-        table.set_content(plan.slot_id, held)
-
-    def _held(self, before: Content, timings: Timings, account: Account) -> Content:
-        prompt, namespace = self._prompt, self._prompt.namespace
-        if timings.cache_n + timings.prompt_n != prompt.n_tokens:
-            self._disagree(timings)
-            return Unknown(namespace, n_restored=restored_tokens(before))
-        self._confirm(account)
-        if account.is_drift:
-            return TAINTED
-        if prompt.n_tokens + timings.predicted_n >= self._attachment.n_ctx:
-            # At the end of the context it may have been shifted: such states are not exact.
-            return TAINTED
-        if timings.prompt_n >= _MIN_MEASURED_TOKENS and timings.prompt_ms > 0:
-            self._attachment.learn(
-                evaluate_tokens_per_second=1000 * timings.prompt_n / timings.prompt_ms
-            )
-        return after_evaluation(
-            before,
-            prompt.tokens,
-            namespace,
-            cuts=prompt.cuts,
-            n_generated=timings.predicted_n,
-            shape=prompt.shape,
-            n_believed=self._attachment.n_believed_points,
-        )
-
-    def _disagree(self, timings: Timings) -> None:
-        self._services.metrics.tokenization_disagreements.inc()
-        self._attachment.disable_shape(self._prompt.shape)
-        get_logger("cache").warning(
-            "tokenization disagreement: requests of this shape are served uncached",
-            id=self._request.id,
-            shape=self._prompt.shape,
-            n_predicted=self._prompt.n_tokens,
-            n_really=timings.cache_n + timings.prompt_n,
-        )
-
-    def _confirm(self, account: Account) -> None:
-        metrics, start = self._services.metrics, account.plan.start
-        if account.n_restored and not account.is_ineffective_restore:
-            self._attachment.recover(DegradationKind.RESTORES_NOT_REUSED)
-        if account.is_ineffective_restore and isinstance(start, Restore):
-            self._attachment.degrade(
-                DegradationKind.RESTORES_NOT_REUSED,
-                f"{account.n_reused} of {start.n_reused} tokens of {start.checkpoint.file_name}",
-            )
-            metrics.restore_ineffective.inc()
-            self._attachment.n_contradictions += 1
-            if not self._attachment.desk.is_closed:
-                self._services.store.quarantine(start.checkpoint)
-            get_logger("cache").warning(
-                "a restore was not reused: the checkpoint is quarantined",
-                id=self._request.id,
-                expected=start.n_reused,
-                confirmed=account.n_reused,
-                file=start.checkpoint.file_name,
-            )
-        if account.is_drift:
-            metrics.drift.inc()
-        if account.is_short:
-            metrics.live_reuse_short.inc()
 
     def _keep_turn_start(self, lease: Lease[Plan]) -> None:
         """Save the first state of a user turn at once: llama-server drops that point in a tool loop."""
