@@ -43,10 +43,11 @@ class Output:
 
     def _pass_through(self, source: int) -> None:
         while chunk := os.read(source, _CHUNK_BYTES):
-            first, *more = chunk.split(b"\n")
-            self._lines[-1] += first
-            self._lines.extend(more)
-            _write(chunk)
+            *whole, rest = (self._lines.pop() + chunk).split(b"\n")
+            self._lines.extend((*whole, rest))
+            # Whole lines only: our own go to the same place.
+            _write(b"".join(line + b"\n" for line in whole))
+        _write(self._lines[-1])
         os.close(source)
 
 
