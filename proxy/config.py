@@ -213,12 +213,14 @@ def complete_settings(merged: dict[str, Any]) -> Settings:
     if "slot_save_path" not in merged:
         raise SettingsError("slot_save_path is missing: give llama-server's --slot-save-path")
     settings = _convert(merged, "settings", strict=False)
+    path = str(Path(settings.slot_save_path).expanduser())
+    settings = msgspec.structs.replace(settings, slot_save_path=path)
     _require_directory(settings.slot_save_path)
     return settings
 
 
 def _convert(values: dict[str, Any], source: str, *, strict: bool) -> Settings:
-    sized = {name: _parse_size(name, value) for name, value in values.items()}
+    sized = {name: _parse_size(source, name, value) for name, value in values.items()}
     try:
         return msgspec.convert(sized, Settings, strict=strict)
     except msgspec.ValidationError as error:
@@ -248,15 +250,18 @@ def describe(name: str) -> tuple[str, Any]:
     return description, annotation
 
 
-def _parse_size(name: str, value: Any) -> Any:
+def _parse_size(source: str, name: str, value: Any) -> Any:
     """Return a `_bytes` setting written as 20GiB in bytes; anything else as it is."""
     if not name.endswith("_bytes") or not isinstance(value, str):
         return value
     number, suffix = value.strip()[:-3], value.strip()[-3:]
     try:
         return int(float(number) * _SUFFIXES[suffix]) if suffix in _SUFFIXES else int(value)
-    except (ValueError, OverflowError):
-        return value
+    except (ValueError, OverflowError) as error:
+        raise SettingsError(
+            f"{source}: {value!r} is not a size, at `{name}`: write bytes, or such as 20GiB "
+            f"({', '.join(_SUFFIXES)})"
+        ) from error
 
 
 def _read_file(file: Path) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
     own_path = merged.get("slot_save_path")
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     wanted = Wanted(
-        slot_save_path=str(Path(own_path).absolute()) if own_path else None,
+        slot_save_path=str(Path(own_path).expanduser().absolute()) if own_path else None,
         default_slot_save_path=str(Path(cache, "llama-prefix-cache").absolute()),
         free_port=find_free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
@@ -99,13 +99,12 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
 
 
 def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
-    """Return the settings that fit a launch; makes the directory if nobody named one."""
+    """Return the settings that fit a launch; makes the directory if it is not there."""
     directory = Path(launch.slot_save_path)
-    if launch.is_default_path:
-        try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise SettingsError(f"{directory}: {error.strerror}") from error
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"{directory}: {error.strerror}") from error
     values = {
         **merged,
         "slot_save_path": str(directory),

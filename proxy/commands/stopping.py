@@ -20,7 +20,8 @@ class Stopping:
         self._task = asyncio.current_task()
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's wish
+            # SIGHUP is ignored at nohup's wish; SIGINT merely for shells that start us with an "&".
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._tell)
 
     def _tell(self) -> None:

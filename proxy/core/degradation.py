@@ -166,8 +166,8 @@ EXPLANATIONS: dict[DegradationKind, Explanation] = {
     ),
     _K.NO_ROOM: Explanation(
         "There is no room for another state, so work is lost when its slot is used for something else.",
-        "Raise max_store_bytes, free disk space (min_free_bytes), or unpin checkpoints. It ends with the "
-        "next save that finds room.",
+        "If it names the budget, raise max_store_bytes or unpin checkpoints; if free space, free some or "
+        "lower min_free_bytes. Tried again every 30 seconds; it ends with the next save that finds room.",
         State.DEGRADED,
     ),
     _K.RESTORES_REFUSED: Explanation(

@@ -55,7 +55,6 @@ class Launch:
     port: int = 0
     api_prefix: str = ""
     slot_save_path: str = ""
-    is_default_path: bool = False
     n_context_checkpoints: int = 32
     api_key: str | None = None
     api_key_file: str | None = None
@@ -107,7 +106,6 @@ def _place_states(
         )
     theirs = given.get(name)
     if theirs is None:
-        launch.is_default_path = wanted.slot_save_path is None
         launch.slot_save_path = wanted.slot_save_path or wanted.default_slot_save_path
         _add(launch, known, name, launch.slot_save_path)
         return

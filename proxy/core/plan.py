@@ -41,7 +41,7 @@ class Why(StrEnum):
     LIVE_CHEAPER = "a checkpoint holds more, but costs more to restore than to evaluate the rest"
     RESTORE_LONGEST = "a checkpoint holds more than any free slot"
     RESTORE_ELSEWHERE = "going on in the live slot would displace more than a restore costs"
-    NOTHING_FOUND = "no free slot and no checkpoint holds a usable prefix"
+    NOTHING_FOUND = "neither a free slot nor a checkpoint holds a usable prefix"
     NOTHING_RESTORABLE = "no free slot holds a usable prefix, and nothing can be restored"
     NOTHING_WORTH_IT = "evaluating is cheaper than any restore"
     NOTHING_DISPLACED = "going on in a live slot would displace more than it saves"

@@ -4,11 +4,13 @@ import math
 from collections.abc import Callable
 
 from proxy.core.degradation import State
-from proxy.core.model import RuleKind
+from proxy.core.eviction import Removal
+from proxy.core.model import Checkpoint, RuleKind
 from proxy.core.slots import SlotState, state_of
 from proxy.driver.attachment import Attachment
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.services import Services
+from proxy.log import get_logger
 from proxy.metrics import Metrics
 from proxy.store.store import CheckpointStore
 
@@ -54,7 +56,18 @@ def count_evictions(metrics: Metrics, store: CheckpointStore) -> None:
     """Count what the store removes, what it removed when it was opened included."""
     for reason, n_removed in store.removals.items():
         metrics.evictions.labels(reason).inc(n_removed)
-    store.on_removal = lambda reason: metrics.evictions.labels(reason).inc()
+
+    def note(checkpoint: Checkpoint, reason: Removal) -> None:
+        metrics.evictions.labels(reason).inc()
+        get_logger("store").info(
+            "checkpoint removed",
+            reason=reason.value,
+            kind=checkpoint.kind.value,
+            n_tokens=checkpoint.n_tokens,
+            size_bytes=checkpoint.size_bytes,
+        )
+
+    store.on_removal = note
 
 
 def _free_bytes(store: CheckpointStore) -> float:

@@ -173,7 +173,7 @@ class Lifecycle:
                 build=props.build_info,
                 slots=props.total_slots,
                 caches=attachment.can_cache,
-                rule=attachment.rule.kind.value,
+                rule=attachment.rule.kind.value if attachment.self_test else "not measured yet",
             )
         self._reported = attachment.process_id
 

@@ -19,7 +19,9 @@ from proxy.errors import NoRoom
 from proxy.store.budget import Claim
 
 _GUESS_SHARE = 16
-"""Where nothing is known of a model's states, this part of the budget is set aside for one."""
+_GUESS_BYTES = 256 << 20
+"""Where nothing is known of a model's states, this part of the budget is set aside for one, but no more
+than so many bytes and half of what is free: the file itself then tells."""
 _MOST_SHARE = 2
 """An extrapolation reserves no more than this part of the budget; the file itself then tells."""
 
@@ -98,11 +100,18 @@ class Room:
     def _expected_bytes(self, extent: tuple[int, int] | None) -> int:
         max_bytes = self._services.store.limits.max_bytes
         sizes = self._sizes()
-        largest_seen = max((s.size_bytes for s in sizes), default=max_bytes // _GUESS_SHARE)
+        largest_seen = max((s.size_bytes for s in sizes), default=self._guess_bytes(max_bytes))
         expected = expected_bytes(sizes, *extent) if extent else None
         if expected is None:
             return min(largest_seen, max_bytes)
         return min(expected, max(largest_seen, max_bytes // _MOST_SHARE))
+
+    def _guess_bytes(self, max_bytes: int) -> int:
+        try:
+            free_bytes = self._services.store.files.free_bytes()
+        except OSError:
+            free_bytes = 0
+        return min(max_bytes // _GUESS_SHARE, _GUESS_BYTES, free_bytes // 2)
 
     def _sizes(self) -> list[StateSize]:
         """Return the sizes of this model's states; before it is identified, those of all models'."""

@@ -52,6 +52,7 @@ class SlotWork:
         self._table = attachment.desk.table
         self._metrics = services.metrics
         self._room = room
+        self._postponed: dict[SlotId, tuple[Content, Content]] = {}
 
     async def slot_states(self) -> list[SlotStatus]:
         """Return llama-server's own view of its slots; raises UpstreamFault."""
@@ -161,7 +162,9 @@ class SlotWork:
                     await self._cut_back(slot_id)
                     return await self._save(slot_id, kind, name, is_just_predicted)
         except NoRoom:
+            before = self._table[slot_id].content
             self._give_up(slot_id)
+            self._postponed[slot_id] = before, self._table[slot_id].content
             return None
         except CacheFault:
             self._metrics.saves.labels("failed").inc()
@@ -174,6 +177,13 @@ class SlotWork:
             self._services.faults.record("save", error)
             self._give_up(slot_id)
             return None
+
+    def take_up_postponed(self) -> None:
+        """Let saves that there was no room for be due again, where the slot still holds the same."""
+        for slot_id, (before, given_up) in self._postponed.items():
+            if self._table[slot_id].content is given_up and not self._table[slot_id].is_leased:
+                self._table.set_content(slot_id, before)
+        self._postponed.clear()
 
     def _give_up(self, slot_id: SlotId) -> None:
         """Do not try to save the same content again; the slot's next request makes it worth a try."""

@@ -9,8 +9,11 @@ from proxy.core.write_back import is_write_back_due
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.session import Session
 from proxy.driver.tasks import Tasks
+from proxy.log import get_logger
 
 _LOOK_SECONDS = 0.5
+ROOM_RETRY_SECONDS = 30.0
+"""How often what there was no room for is tried again."""
 
 
 class WriteBack:
@@ -23,15 +26,26 @@ class WriteBack:
 
     async def run(self) -> None:
         """Save slots that have been idle long enough, until cancelled."""
+        retried_at = time.monotonic()
         while True:
+            if time.monotonic() - retried_at >= ROOM_RETRY_SECONDS:
+                retried_at = time.monotonic()
+                self._take_up_postponed()
             await asyncio.sleep(min(_LOOK_SECONDS, self._idle_save_seconds / 2 or _LOOK_SECONDS))
             idle_since = time.monotonic() - self._idle_save_seconds
             self._begin_saves(idle_since)
 
     async def drain(self, seconds: float) -> None:
-        """Save every dirty slot now, in at most *seconds*."""
+        """Save every dirty slot now, in at most *seconds*, and say what could not be saved."""
+        self._take_up_postponed()
         if saves := self._begin_saves(time.monotonic()):
             await asyncio.wait(saves, timeout=seconds)
+            n_saved = sum(task.done() and task.result() is not None for task in saves)
+            get_logger("main").info("slots saved", n_saved=n_saved, n_dirty=len(saves))
+
+    def _take_up_postponed(self) -> None:
+        if session := self._lifecycle.current:
+            session.work.take_up_postponed()
 
     def _begin_saves(self, idle_since: float) -> list["asyncio.Task[object]"]:
         session = self._lifecycle.current

@@ -40,7 +40,7 @@ class CheckpointStore:
         self.files = StateFiles(directory)
         self.limits = limits
         self.removals = Counter({reason: 0 for reason in Removal})
-        self.on_removal: Callable[[Removal], None] = lambda _: None
+        self.on_removal: Callable[[Checkpoint, Removal], None] = lambda *_: None
         self._budget = Budget(limits)
         self._catalogue = Catalogue()
         with ExitStack() as undo:
@@ -174,11 +174,15 @@ class CheckpointStore:
         try:
             free_bytes = self.files.free_bytes() + self._catalogue.going_bytes
             shortage = self._budget.shortage(claim, self.size_bytes, free_bytes)
+            if claim.is_passing and shortage.reason is Removal.FREE_SPACE:
+                return  # what is looked at and deleted is not worth a checkpoint: let the write fail
             victims = self._catalogue.victims(shortage.n_bytes, claim.present, claim.replaces)
             if sum(v.size_bytes for v in victims) < shortage.n_bytes:
                 raise NoRoom(
                     shortage.reason,
-                    f"no room under the limit of {shortage.reason}: the rest is in use or pinned",
+                    f"{shortage.n_bytes:,} bytes more are needed ({shortage.reason}) than may go: "
+                    f"{free_bytes:,} are free, checkpoints have {self.size_bytes:,}, "
+                    "and the rest is in use or pinned",
                 )
             await self._remove(victims, shortage.reason)
         except OSError as error:
@@ -231,7 +235,7 @@ class CheckpointStore:
         def forget(_: object) -> None:
             self._catalogue.forget(checkpoint.id)
             self.removals[reason] += 1
-            self.on_removal(reason)
+            self.on_removal(checkpoint, reason)
 
         try:
             work = partial(opening.remove, self.index, self.files, checkpoint)

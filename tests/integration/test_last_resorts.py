@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from proxy.core.degradation import DegradationKind
 from proxy.core.slots import Known
@@ -99,3 +100,22 @@ async def test_adapters_that_change_during_first_contact_are_not_forgotten(
         assert rig.attachment is not None
         held = [slot.content for slot in rig.attachment.desk.table]
         assert not any(isinstance(content, Known) for content in held)
+
+
+async def test_work_that_there_was_no_room_for_is_saved_when_there_is(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        store = rig.running.store
+        assert store is not None
+        limits = store._budget.limits
+        store._budget.limits = Limits(limits.max_bytes, 1 << 60)
+        await rig.chat("a")
+        await until(lambda: rig.sample("saves_skipped_total", reason="free space"))
+        assert rig.checkpoints == []
+        store._budget.limits = limits
+        with capture_logs() as logs:
+            await rig.stop_proxy()
+        assert {"n_saved": 1, "n_dirty": 1}.items() <= next(
+            line for line in logs if line["event"] == "slots saved"
+        ).items()
+        await rig.start_proxy()
+        assert len(rig.checkpoints) == 1

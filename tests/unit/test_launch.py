@@ -33,7 +33,7 @@ def test_plan_launch_of_a_bare_command_adds_everything() -> None:
         "--slot-save-path /cache --port 50123 -np 1 --cache-ram 0 --ctx-checkpoints 8 --metrics"
     )
     assert (made.upstream, made.slot_save_path) == ("http://127.0.0.1:50123", "/cache")
-    assert made.is_default_path and made.n_context_checkpoints == 8
+    assert made.n_context_checkpoints == 8
     assert (made.conflicts, made.warnings) == ([], [])
     assert "-np N" in made.notes[0]
 
@@ -52,7 +52,7 @@ def test_plan_launch_keeps_what_the_user_gave() -> None:
     assert made.added == []
     assert (made.upstream, made.slot_save_path) == ("http://127.0.0.1:9000", "/mine")
     assert (made.host, made.n_context_checkpoints) == ("0.0.0.0", 16)
-    assert not made.is_default_path and made.warnings == []
+    assert made.warnings == []
     assert "1/2 of the context" in made.notes[0]
 
 
@@ -72,7 +72,6 @@ def test_plan_launch_without_slot_saves_is_a_conflict() -> None:
 def test_plan_launch_finds_the_one_directory(own: str, theirs: str, expected: str) -> None:
     made = launch(own=own, **({"slot_save_path": theirs} if theirs else {}))
     assert (made.slot_save_path, made.conflicts) == (expected, [])
-    assert not made.is_default_path
     assert ("--slot-save-path" in made.added) == (theirs is None)
 
 
