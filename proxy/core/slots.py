@@ -16,7 +16,7 @@ from proxy.core.prefix import Namespace, TokenIds, common_prefix_length
 from proxy.core.restore import highest_point
 
 MAX_CONTEXT_CHECKPOINTS = 32
-"""llama-server's default (--ctx-checkpoints)."""
+"""llama-server's default of --ctx-checkpoints: how many a slot, and so a state file, has at most."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
 from collections.abc import Iterator
 
 from proxy.core.model import Rule, RuleKind
+from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.doctor.directory_findings import USUAL_TOKENS
-from proxy.doctor.facts import MAX_CONTEXT_CHECKPOINTS, CostFacts, Facts, MemoryFacts, StoreFacts
+from proxy.doctor.facts import CostFacts, Facts, MemoryFacts, StoreFacts
 from proxy.doctor.verdict import Finding, blocker, limit, ok
 from proxy.doctor.words import counted, seconds, size
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from proxy.core.model import Rule
-
-MAX_CONTEXT_CHECKPOINTS = 32
-"""llama-server's default of --ctx-checkpoints: how many a slot, and so a state file, has at most."""
+from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 
 
 class Contact(StrEnum):

@@ -166,15 +166,13 @@ class SlotWork:
             self._give_up(slot_id)
             self._postponed[slot_id] = before, self._table[slot_id].content
             return None
-        except CacheFault:
-            self._metrics.saves.labels("failed").inc()
-            self._services.faults.count("save")
-            self._give_up(slot_id)
-            return None
         except Exception as error:
-            # Nobody who needs the slot may fail because it could not be saved.
+            # Nobody who needs the slot may fail because it could not be saved, foreseen or not.
             self._metrics.saves.labels("failed").inc()
-            self._services.faults.record("save", error)
+            if isinstance(error, CacheFault):
+                self._services.faults.count("save")  # /health tells of it
+            else:
+                self._services.faults.record("save", error)
             self._give_up(slot_id)
             return None
 

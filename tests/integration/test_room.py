@@ -74,6 +74,7 @@ async def test_request_that_leaves_the_queue_keeps_nothing(start_rig: StartRig) 
         waiting.cancel()
         await rig.waiting(0)
         await store.discard(await store.reserve(all_of(store)))
+        assert len(store) == 0
         gate.open()
         await busy
 
