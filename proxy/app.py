@@ -14,6 +14,7 @@ from aiohttp import web
 from proxy import __version__
 from proxy.config import Settings, split_address
 from proxy.core.degradation import DegradationKind
+from proxy.driver.arrivals import Arrivals
 from proxy.driver.attach import Attacher
 from proxy.driver.attachment import Attachment
 from proxy.driver.cache import Cache
@@ -28,6 +29,7 @@ from proxy.driver.room import Room
 from proxy.driver.saving import RewriteStateFile, Saver, keep_as_saved
 from proxy.driver.services import Services
 from proxy.driver.session import Session
+from proxy.driver.slot_saves import SlotSaves
 from proxy.driver.slot_work import SlotWork
 from proxy.driver.tasks import Tasks
 from proxy.driver.write_back import WriteBack
@@ -112,8 +114,13 @@ async def _serve(
     saver = Saver(services, rewrite)
 
     def new_session_of(attachment: Attachment) -> Session:
-        work = SlotWork(services, attachment, Room(services, attachment, saver))
-        return Session(attachment, PromptReader(services.upstream), work)
+        return Session(
+            attachment,
+            PromptReader(services.upstream, shares_headers=len(attachment.desk.table) > 1),
+            SlotWork(services, attachment),
+            SlotSaves(services, attachment, Room(services, attachment, saver)),
+            Arrivals(attachment.desk),
+        )
 
     attacher = Attacher(
         services,

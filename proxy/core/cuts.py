@@ -1,7 +1,7 @@
 """Where a prompt is cut first, and why.
 
 Owns: which of a prompt's stable cuts are worth a stop on the way. Must never know how a cut is found
-(by rendering) or made (by evaluating the prefix alone).
+(by rendering, or by what prompts share) or made (by evaluating the prefix alone).
 
 A stop at a cut costs no tokens: llama-server evaluates `ids[:cut]`, then the request continues there.
 What it buys depends on the rule:
@@ -9,7 +9,8 @@ What it buys depends on the rule:
 - restore points: llama-server makes a context checkpoint just before the end of every prompt, so a
   stop plants one at the cut, which every later save of that slot carries;
 - end only: the state at the cut is the only one that a later request can continue, so it is saved
-  there, or the slot can be rewound to it for a few tokens when it is saved later.
+  there, or the slot can be rewound to it for a few tokens when it is saved later;
+- any rule: a state that is saved at the cut can be restored into other slots while this one goes on.
 """
 
 from collections.abc import Iterable
@@ -21,6 +22,9 @@ from proxy.core.restore import usable_tokens
 
 SLACK_TOKENS = 16
 """A cut counts as covered by a restore point this close below it."""
+
+MIN_BRANCH_TOKENS = 64
+"""Where prompts share so many tokens more than can be reused, a stop is made for the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +43,50 @@ def is_covered(rule: Rule, candidates: Iterable[Candidate], n_cut: int) -> bool:
     )
 
 
+def branch_of(rule: Rule, n_shared: int, n_prompt: int, n_reused: int) -> int:
+    """Return where a prompt branches off from one seen before, 0 if that place can be reused already.
+
+    It shares its first *n_shared* tokens with an earlier prompt, and *n_reused* of them are reused.
+    """
+    needs_point = rule.kind in (RuleKind.RESTORE_POINTS, RuleKind.END_ONLY)
+    is_inside = BLOCK_TOKENS <= n_shared < n_prompt - 1
+    return n_shared if needs_point and is_inside and n_shared > n_reused + MIN_BRANCH_TOKENS else 0
+
+
 def choose_stops(
-    rule: Rule, cuts: Cuts, candidates: tuple[Candidate, ...], n_reused: int
+    rule: Rule,
+    cuts: Cuts,
+    candidates: tuple[Candidate, ...],
+    n_reused: int,
+    *,
+    shares_header: bool = False,
 ) -> tuple[Stop, ...]:
-    """Return the stops, ascending, for a prompt whose evaluation begins at *n_reused*."""
-    if rule.kind not in (RuleKind.RESTORE_POINTS, RuleKind.END_ONLY):
+    """Return the stops, ascending, for a prompt whose evaluation begins at *n_reused*.
+
+    With *shares_header* the header is saved as soon as it is evaluated, for requests in other slots.
+    """
+    if not rule.can_restore:
         return ()
-    saves = rule.kind is RuleKind.END_ONLY
+    is_end_only = rule.kind is RuleKind.END_ONLY
+    wanted = [(cuts.header, CheckpointKind.HEADER, is_end_only or shares_header)]
+    if rule.kind is not RuleKind.ANY_PREFIX:
+        wanted.append((cuts.turn_start, CheckpointKind.TURN_START, is_end_only))
+        wanted.append((cuts.branch, CheckpointKind.BRANCH, is_end_only))
+    elif not shares_header:
+        return ()
     stops: dict[int, Stop] = {}
-    if saves and _is_ahead(cuts.message_end, n_reused):
+    if is_end_only and _is_ahead(cuts.message_end, n_reused):
         stops[cuts.message_end] = Stop(cuts.message_end)
-    for n_cut, kind in (
-        (cuts.turn_start, CheckpointKind.TURN_START),
-        (cuts.header, CheckpointKind.HEADER),
-    ):
+    for n_cut, kind, is_saved in wanted:
         if _is_ahead(n_cut, n_reused) and not is_covered(rule, candidates, n_cut):
-            stops[n_cut] = Stop(n_cut, kind if saves else None)
+            if kind is not CheckpointKind.BRANCH or not _is_near(n_cut, stops):
+                stops[n_cut] = Stop(n_cut, kind if is_saved else None)
     return tuple(stops[n] for n in sorted(stops))
 
 
 def _is_ahead(n_cut: int, n_reused: int) -> bool:
     return n_cut >= BLOCK_TOKENS and n_cut > n_reused + SLACK_TOKENS
+
+
+def _is_near(n_cut: int, stops: Iterable[int]) -> bool:
+    return any(abs(n_cut - stop) <= SLACK_TOKENS for stop in stops)

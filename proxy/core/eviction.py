@@ -1,7 +1,6 @@
-"""Which checkpoints go when there is no room, and which a newer one makes needless.
+"""Which checkpoints go when there is no room.
 
-Owns: a checkpoint's value, `choose_victims` and `superseded`. Pure; must never log, unlink or read the
-clock.
+Owns: a checkpoint's value and `choose_victims`. Pure; must never log, unlink or read the clock.
 
 The value is the seconds of evaluation that losing a checkpoint would cost: those of the tokens that
 nothing else that is kept could give, halved for every half-life since a request last came that way.
@@ -13,23 +12,17 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from heapq import heapify, heappop, heappush
 
-from proxy.core.cuts import SLACK_TOKENS
 from proxy.core.lineage import Gone, Lineage, Stretch
 from proxy.core.model import (
-    Candidate,
     Checkpoint,
     CheckpointId,
     CheckpointKind,
-    Rates,
-    Rule,
-    RuleKind,
 )
 from proxy.core.prefix import Namespace
-from proxy.core.restore import highest_point
+from proxy.core.rates import Rates
 
-SMALL_LOSS_TOKENS = 256
-"""So many generated tokens of an older state may be lost with it: they seldom come back as they were.
-Of its prompt only SLACK_TOKENS may: that is what another conversation with the same header goes on with."""
+MIN_PROTECTED_TOKENS = 256
+"""A cut protects a state that alone can give so many tokens before it."""
 
 HALF_LIFE_SECONDS = 6 * 3600.0
 """Work is taken up again within the day or hardly at all: the next morning a state counts a quarter."""
@@ -89,9 +82,14 @@ Rank = tuple[Standing, float, float, CheckpointId]
 
 def value_seconds(checkpoint: Checkpoint, stretches: Iterable[Stretch], present: Present) -> float:
     """Return the expected seconds that losing the *stretches* of a checkpoint would cost."""
-    n_tokens = sum(s.n_tokens * _likelihood(s.asked_at, present.now) for s in stretches)
+    seconds, n_end = 0.0, checkpoint.n_tokens
+    for stretch in stretches:
+        evaluation_seconds = present.rates.evaluation_seconds(
+            max(0, n_end - stretch.n_tokens), n_end
+        )
+        seconds += evaluation_seconds * _likelihood(stretch.asked_at, present.now)
     share = OTHER_MODEL_SHARE if _is_of_other_model(checkpoint, present) else 1.0
-    return share * n_tokens / present.rates.evaluate_tokens_per_second
+    return share * seconds
 
 
 def _likelihood(asked_at: float, now: float) -> float:
@@ -115,7 +113,7 @@ def standing(
     only_here = {
         s.leads_to
         for s in stretches
-        if s.n_tokens >= SMALL_LOSS_TOKENS and present.now - s.asked_at <= LIVE_SECONDS
+        if s.n_tokens >= MIN_PROTECTED_TOKENS and present.now - s.asked_at <= LIVE_SECONDS
     }
     if CheckpointKind.HEADER in only_here:
         return Standing.LIVE_HEADER
@@ -174,61 +172,3 @@ def _in_rank_order(
             heappush(heap, current)
         else:
             yield checkpoint
-
-
-def superseded(rule: Rule, newer: Checkpoint, older: Iterable[Candidate]) -> list[Checkpoint]:
-    """Return those of *older* that *newer* makes needless.
-
-    An *older* one's n_common says how much of it the newer one repeats. A header is kept always; a
-    turn start until a later turn's start repeats it; a pinned one in any case.
-    """
-    kept = [c for c in older if c.checkpoint.id != newer.id]
-    gone = []
-    # From the longest on: llama-server drops its oldest context checkpoints, which only the first of a
-    # conversation's files still have; those between are repeated by their neighbours.
-    for found in sorted(kept, key=lambda c: -c.checkpoint.n_tokens):
-        others = [c for c in kept if c is not found]
-        if _may_go(newer, found.checkpoint) and _repeats(rule, newer, found, others):
-            kept = others
-            gone.append(found.checkpoint)
-    return gone
-
-
-def _may_go(newer: Checkpoint, older: Checkpoint) -> bool:
-    if older.is_pinned:
-        return False
-    match older.kind:
-        case CheckpointKind.HEADER:
-            return False
-        case CheckpointKind.TURN_START:
-            return newer.kind is CheckpointKind.TURN_START
-        case CheckpointKind.CONVERSATION:
-            return True
-
-
-def _repeats(rule: Rule, newer: Checkpoint, found: Candidate, others: Iterable[Candidate]) -> bool:
-    older, n_common = found.checkpoint, found.n_common
-    match rule.kind:
-        case RuleKind.ANY_PREFIX:
-            n_lost = older.n_tokens - n_common
-            n_prompt_lost = (older.n_prompt or older.n_tokens) - n_common
-            is_little = n_lost <= SMALL_LOSS_TOKENS and n_prompt_lost <= SLACK_TOKENS
-            return newer.has_every_position and is_little
-        case RuleKind.RESTORE_POINTS:
-            known = [Candidate(newer, newer.n_tokens), *others]
-            return bool(older.restore_points) and all(
-                point <= n_common and any(_has_point(c, point) for c in known)
-                for point in older.restore_points
-            )
-        case RuleKind.END_ONLY:
-            # The state at a turn's start serves every later request of that turn that diverges.
-            is_whole = n_common == older.n_tokens < newer.n_tokens
-            return is_whole and older.kind is CheckpointKind.CONVERSATION
-        case RuleKind.NOTHING:
-            return False
-
-
-def _has_point(found: Candidate, point: int) -> bool:
-    """Return whether a state can be continued at *point* or just before it."""
-    reachable = min(point, found.n_common)
-    return highest_point(found.checkpoint.restore_points, reachable) >= point - SLACK_TOKENS

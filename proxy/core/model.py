@@ -46,6 +46,7 @@ class CheckpointKind(StrEnum):
 
     HEADER = "header"
     TURN_START = "turn start"
+    BRANCH = "branch"
     CONVERSATION = "conversation"
 
 
@@ -58,8 +59,8 @@ class Checkpoint:
     attention state for all n_tokens positions and nothing recurrent, so that it can be cut anywhere.
     `file_stamp` is (inode, mtime_ns) of the file as it was when its content was verified. The tokens
     behind the first `n_prompt` were generated; 0 if that is not known. `header` and `turn_start` are cuts
-    of the prompt, in tokens, 0 where they are not known. A pinned checkpoint is kept until an operator
-    unpins it.
+    of the prompt, in tokens, 0 where they are not known; `marks` are other places, ascending, that requests
+    may come back to. A pinned checkpoint is kept until an operator unpins it.
     """
 
     id: CheckpointId
@@ -78,6 +79,7 @@ class Checkpoint:
     header: int = 0
     turn_start: int = 0
     is_pinned: bool = False
+    marks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +92,15 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Stable cuts of one prompt, in tokens; 0 where there is none."""
+    """Stable cuts of one prompt, in tokens; 0 where there is none.
+
+    `branch` is where it leaves a prompt that was seen before, if nothing can be continued there.
+    """
 
     header: int = 0
     turn_start: int = 0
     message_end: int = 0
+    branch: int = 0
 
     @property
     def begins_turn(self) -> bool:
@@ -127,12 +133,3 @@ class Outcome(StrEnum):
     MISS = "miss"
     BYPASS = "bypass"
     DEGRADED = "degraded"
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Measured speeds of this server; the defaults only rank options until it has been measured."""
-
-    evaluate_tokens_per_second: float = 500.0
-    restore_bytes_per_second: float = 1e9
-    save_bytes_per_second: float = 1e9

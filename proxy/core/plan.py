@@ -1,37 +1,44 @@
 """What to do for one request: which slot, what to restore into it, where to stop on the way.
 
 Owns: the choice among live slots, stored checkpoints and nothing, by estimated seconds. Pure: tokens,
-slots, checkpoints, rule and rates come in, a plan goes out; None means that no slot is free.
+slots, checkpoints, rule and rates come in, a plan goes out; None means to wait.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from proxy.core.cuts import SLACK_TOKENS, Stop, choose_stops
-from proxy.core.model import Candidate, Checkpoint, Prompt, Rates, Rule, RuleKind, SlotId
-from proxy.core.prefix import Namespace, TokenIds, common_prefix_length
-from proxy.core.restore import usable_tokens
-from proxy.core.slots import (
-    Content,
-    Empty,
-    Known,
-    Reuse,
-    Slot,
-    Unknown,
-    live_reuse,
-    promised_tokens,
-    restored_tokens,
+from proxy.core.cuts import Stop, branch_of, choose_stops
+from proxy.core.displacement import NOTHING_DISPLACED, Occupant, displace
+from proxy.core.erasure import must_be_erased
+from proxy.core.model import (
+    NO_CUTS,
+    Candidate,
+    CheckpointId,
+    Cuts,
+    Prompt,
+    Rule,
+    SlotId,
 )
-
-MAX_LOST_TOKENS = SLACK_TOKENS
-"""A slot that loses more unsaved work than this to another request is saved first. A save may take
-longer than evaluating a few hundred tokens, but it happens once, and they would be missing every time
-the conversation comes back from disk."""
+from proxy.core.options import Option, Restore, UseLive
+from proxy.core.prefix import Namespace, TokenIds, common_prefix_length
+from proxy.core.rates import Rates
+from proxy.core.restore import usable_tokens
+from proxy.core.slots import Known, Reuse, Slot, live_reuse, promised_tokens
 
 WORTH_WAITING_TOKENS = 64
 """A prompt waits for a slot that is being saved (llama-server stalls meanwhile anyway) or let go of by
 an abandoned request (a second or so) if that slot spares it more tokens than this."""
+
+WORTH_WAITING_SHARE = 0.75
+"""It waits for a state that another request will save soon if all is done in this share of the time."""
+
+SHARED_HEADER_SAVES = 4.0
+"""A header is saved on the way if evaluating it takes so many times as long as saving it: another
+request in another slot may need it before this one is answered."""
+
+N_ALTERNATIVES = 3
+"""So many of the plans that were not chosen are told."""
 
 
 class Why(StrEnum):
@@ -41,6 +48,7 @@ class Why(StrEnum):
     LIVE_CHEAPER = "a checkpoint holds more, but costs more to restore than to evaluate the rest"
     RESTORE_LONGEST = "a checkpoint holds more than any free slot"
     RESTORE_ELSEWHERE = "going on in the live slot would displace more than a restore costs"
+    RESTORE_SHORTER = "a longer checkpoint costs more to restore than to evaluate the rest"
     NOTHING_FOUND = "neither a free slot nor a checkpoint holds a usable prefix"
     NOTHING_RESTORABLE = "no free slot holds a usable prefix, and nothing can be restored"
     NOTHING_WORTH_IT = "evaluating is cheaper than any restore"
@@ -48,79 +56,167 @@ class Why(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class UseLive:
-    """Continue from what the slot already holds (perhaps nothing)."""
+class Plan:
+    """One request's way through one slot; `cuts` are the prompt's, with the branch that was found."""
 
-    reuse: Reuse
+    option: Option
+    stops: tuple[Stop, ...] = ()
+    cuts: Cuts = NO_CUTS
+    why: Why = Why.NOTHING_FOUND
+    alternatives: tuple[Option, ...] = ()
 
     @property
-    def n_reused(self) -> int:
-        return self.reuse.at_least
+    def slot_id(self) -> SlotId:
+        return self.option.slot_id
+
+    @property
+    def start(self) -> UseLive | Restore:
+        return self.option.start
+
+    @property
+    def saves_displaced(self) -> bool:
+        return self.option.displacement.saves
+
+    @property
+    def erases(self) -> bool:
+        return self.option.erases
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether it goes on in a slot that holds its conversation, and takes nothing from anybody."""
+        is_live = isinstance(self.start, UseLive) and self.start.n_reused > 0
+        return is_live and self.option.displacement == NOTHING_DISPLACED
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
-    """Load *checkpoint* into the slot; llama-server must then reuse n_reused tokens."""
+class Coming:
+    """A state of these tokens that a request on its way will have saved in so many seconds."""
 
-    checkpoint: Checkpoint
-    n_reused: int
-    n_common: int
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One request's way through one slot."""
-
-    slot_id: SlotId
-    start: UseLive | Restore
-    stops: tuple[Stop, ...]
-    saves_displaced: bool
-    erases: bool
-    seconds: float
-    why: Why = Why.NOTHING_FOUND
+    tokens: TokenIds
+    namespace: Namespace
+    ready_in_seconds: float
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """Everything a plan depends on besides the request itself."""
+    """Everything a plan depends on besides the request itself.
+
+    `n_shared` is the longest prefix that the prompt shares with any stored checkpoint, usable or not.
+    `occupants` say what each slot's state would cost; `warm` files are in the page cache. States that are
+    `coming` can be waited for.
+    """
 
     rule: Rule
     slots: tuple[Slot, ...]
     candidates: tuple[Candidate, ...]
     rates: Rates
     n_ctx: int
+    n_shared: int = 0
+    occupants: tuple[Occupant, ...] = ()
+    warm: Collection[CheckpointId] = ()
+    coming: tuple[Coming, ...] = ()
+    header_bytes: int = 0
+
+    def occupant(self, slot: Slot) -> Occupant:
+        return self.occupants[slot.id] if self.occupants else Occupant(slot.content)
 
 
 def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     """Return the cheapest plan over the free slots of *now*.
 
-    None means to wait: no slot is free, or one that soon will be already holds far more of the prompt.
+    None means to wait: no slot is free, one that soon will be already holds far more of the prompt, or
+    another request is about to save what this one needs.
     """
     options = [
-        _plan(prompt, now, slot, start)
+        _option(prompt, now, slot, start)
         for slot in now.slots
         if not slot.is_leased
         for start in _starts(prompt, now, slot)
     ]
     last_used = {slot.id: slot.used_at for slot in now.slots}
-    best = min(options, key=lambda p: (p.seconds, last_used[p.slot_id], p.slot_id), default=None)
+    options.sort(key=lambda o: (o.total_seconds, last_used[o.slot_id], o.slot_id))
+    best = options[0] if options else None
     n_best = best.start.n_reused if best else 0
     n_promised = max((_promised(prompt, now, s) for s in now.slots if s.is_closing), default=0)
-    if best is None or n_promised > n_best + WORTH_WAITING_TOKENS:
+    if best is None or n_promised > n_best + WORTH_WAITING_TOKENS or _waits(prompt, now, best):
         return None
-    return replace(best, why=_why(now.rule, best, options))
+    return _plan(prompt, now, options)
 
 
-def _why(rule: Rule, best: Plan, options: list[Plan]) -> Why:
-    """Return what decided for *best* among the *options*."""
-    starts = [option.start for option in options]
+def _plan(prompt: Prompt, now: Situation, options: list[Option]) -> Plan:
+    best = options[0]
+    n_reused = best.start.n_reused
+    n_shared = max(now.n_shared, *(_shared(prompt, slot) for slot in now.slots))
+    cuts = replace(prompt.cuts, branch=branch_of(now.rule, n_shared, prompt.n_tokens, n_reused))
+    return Plan(
+        best,
+        choose_stops(
+            now.rule,
+            cuts,
+            now.candidates,
+            n_reused,
+            shares_header=_shares_header(now, cuts, n_reused),
+        ),
+        cuts,
+        _why(now.rule, options),
+        tuple(_distinct(options[1:]))[:N_ALTERNATIVES],
+    )
+
+
+def _shared(prompt: Prompt, slot: Slot) -> int:
+    content = slot.content
+    if not isinstance(content, Known) or content.namespace != prompt.namespace:
+        return 0
+    return common_prefix_length(content.tokens, prompt.tokens)
+
+
+def _shares_header(now: Situation, cuts: Cuts, n_reused: int) -> bool:
+    """Return whether a header is worth a save before its own request is answered."""
+    evaluation_seconds = now.rates.evaluation_seconds(n_reused, cuts.header)
+    save_seconds = now.rates.save_seconds(now.header_bytes)
+    return len(now.slots) > 1 and evaluation_seconds > SHARED_HEADER_SAVES * save_seconds
+
+
+def _waits(prompt: Prompt, now: Situation, best: Option) -> bool:
+    """Return whether a state that is coming gets the prompt evaluated much sooner than *best*."""
+    return any(
+        _seconds_through(prompt, now, coming) < WORTH_WAITING_SHARE * best.seconds
+        for coming in now.coming
+        if coming.namespace == prompt.namespace
+        and common_prefix_length(coming.tokens, prompt.tokens) == len(coming.tokens)
+        and len(coming.tokens) > best.start.n_reused + WORTH_WAITING_TOKENS
+    )
+
+
+def _seconds_through(prompt: Prompt, now: Situation, coming: Coming) -> float:
+    restore_seconds = now.rates.restore_seconds(coming.size_bytes, is_warm=True)
+    rest_seconds = now.rates.evaluation_seconds(len(coming.tokens), prompt.n_tokens)
+    return coming.ready_in_seconds + restore_seconds + rest_seconds
+
+
+def _distinct(options: Iterable[Option]) -> Iterator[Option]:
+    """Yield the best option of each way to start."""
+    seen: set[object] = set()
+    for option in options:
+        start = option.start
+        way = start.checkpoint.id if isinstance(start, Restore) else (option.slot_id, "live")
+        if way not in seen:
+            seen.add(way)
+            yield option
+
+
+def _why(rule: Rule, options: list[Option]) -> Why:
+    """Return what decided for the first of the *options*."""
+    best, starts = options[0].start, [option.start for option in options]
     n_live = max(s.n_reused for s in starts if isinstance(s, UseLive))
     n_stored = max((s.n_reused for s in starts if isinstance(s, Restore)), default=0)
-    n_best = best.start.n_reused
-    if isinstance(best.start, Restore):
-        return Why.RESTORE_LONGEST if n_best > n_live else Why.RESTORE_ELSEWHERE
-    if n_best:
-        return Why.LIVE_LONGEST if n_best >= n_stored else Why.LIVE_CHEAPER
+    if isinstance(best, Restore):
+        if best.n_reused < n_stored:
+            return Why.RESTORE_SHORTER
+        return Why.RESTORE_LONGEST if best.n_reused > n_live else Why.RESTORE_ELSEWHERE
+    if best.n_reused:
+        return Why.LIVE_LONGEST if best.n_reused >= n_stored else Why.LIVE_CHEAPER
     if n_live:
         return Why.NOTHING_DISPLACED
     if n_stored:
@@ -144,126 +240,18 @@ def _starts(prompt: Prompt, now: Situation, slot: Slot) -> Iterator[UseLive | Re
             yield Restore(checkpoint, n_reused, min(candidate.n_common, prompt.n_tokens - 1))
 
 
-def _plan(prompt: Prompt, now: Situation, slot: Slot, start: UseLive | Restore) -> Plan:
-    n_lost = displaced_tokens(slot.content, prompt, start)
-    saves = n_lost > MAX_LOST_TOKENS and now.rule.can_restore
-    return Plan(
-        slot_id=slot.id,
-        start=start,
-        stops=choose_stops(now.rule, prompt.cuts, now.candidates, start.n_reused),
-        saves_displaced=saves,
-        erases=must_be_erased(now.rule, slot.content, prompt.namespace, prompt.tokens),
-        seconds=_seconds(prompt, now.rates, start, n_lost, saves),
-    )
-
-
-def _seconds(
-    prompt: Prompt, rates: Rates, start: UseLive | Restore, n_lost: int, saves: bool
-) -> float:
-    seconds = (prompt.n_tokens - start.n_reused) / rates.evaluate_tokens_per_second
+def _option(prompt: Prompt, now: Situation, slot: Slot, start: UseLive | Restore) -> Option:
+    n_kept = start.n_reused if isinstance(start, UseLive) else None
+    displacement = displace(now.occupant(slot), prompt, n_kept, now.rule, now.rates)
+    seconds = now.rates.evaluation_seconds(start.n_reused, prompt.n_tokens)
     if isinstance(start, Restore):
-        seconds += start.checkpoint.size_bytes / rates.restore_bytes_per_second
-    # What is displaced must be saved now, and restored or made again later.
-    return seconds + n_lost / rates.evaluate_tokens_per_second * (0.25 if saves else 1.0)
-
-
-def displaced_tokens(content: Content, prompt: Prompt, start: UseLive | Restore) -> int:
-    """Return how many tokens of unsaved work in a slot the plan would overwrite.
-
-    A prompt that goes beyond the slot's turn start is the same conversation moving on: what it drops
-    (old reasoning, a rewritten answer) nobody will ask for again.
-    """
-    if not isinstance(content, Known) or content.n_unsaved == 0:
-        return 0
-    if content.namespace != prompt.namespace:
-        return content.n_unsaved
-    n_common = common_prefix_length(content.tokens, prompt.tokens)
-    if isinstance(start, UseLive):
-        if n_common == len(content.tokens) or 0 < content.turn_start <= n_common + SLACK_TOKENS:
-            return 0
-        return min(content.n_unsaved, content.n_tokens - n_common)
-    return content.n_unsaved
-
-
-def must_be_erased(
-    rule: Rule, content: Content, namespace: Namespace, tokens: TokenIds | None = None
-) -> bool:
-    """Return whether llama-server must not reuse what a slot holds for *tokens* (None: not known).
-
-    That is another tenant's tokens, or a restored state without all positions that would have to be cut
-    before its end. A server that saves context checkpoints refuses to; with --swa-full it cuts the state,
-    although the file has no more than a window.
-    """
-    if holds_foreign_tokens(content, namespace):
-        return True
-    n_restored = restored_tokens(content)
-    if rule.kind is RuleKind.RESTORE_POINTS or n_restored == 0:
-        return False
-    if tokens is None or not isinstance(content, Known):
-        return True
-    return common_prefix_length(content.tokens, tokens) < n_restored
-
-
-def holds_foreign_tokens(content: Content, namespace: Namespace) -> bool:
-    """Return whether a slot holds tokens of another tenant, which llama-server would reuse."""
-    match content:
-        case Empty():
-            return False
-        case Known():
-            return content.namespace != namespace
-        case Unknown():
-            return content.tenant != namespace
-
-
-def promising(
-    rule: Rule, found: Iterable[Candidate], n_prompt: int, *, n_at_most: int = 32
-) -> tuple[Candidate, ...]:
-    """Return the usable ones of *found*, which come longest common prefix first.
-
-    The search ends once a candidate's whole common prefix is shorter than what a better one already
-    saves: none of the rest can save more.
-    """
-    kept: list[Candidate] = []
-    n_best = 0
-    for candidate in found:
-        if candidate.n_common < n_best or len(kept) == n_at_most:
-            break
-        n_usable = usable_tokens(rule, candidate.checkpoint, candidate.n_common, n_prompt)
-        if n_usable:
-            kept.append(candidate)
-            n_best = max(n_best, n_usable)
-    return tuple(kept)
-
-
-def most_useful(rule: Rule, candidates: Iterable[Candidate], n_prompt: int) -> Candidate | None:
-    """Return the candidate that spares a prompt most; what it needs if it finds no live slot."""
-    return max(
-        candidates,
-        key=lambda c: usable_tokens(rule, c.checkpoint, c.n_common, n_prompt),
-        default=None,
+        checkpoint = start.checkpoint
+        is_warm = checkpoint.id in now.warm
+        seconds += now.rates.restore_seconds(checkpoint.size_bytes, is_warm=is_warm)
+    return Option(
+        slot.id,
+        start,
+        seconds,
+        displacement,
+        must_be_erased(now.rule, slot.content, prompt.namespace, prompt.tokens),
     )
-
-
-def choose_slot_for_bypass(slots: Iterable[Slot], namespace: Namespace) -> Slot | None:
-    """Return the free slot for a request whose prompt is not known, or None if there is none.
-
-    First a slot that such a request of the same tenant used before (llama-server reuses what it can),
-    then an empty one, then the one whose loss costs least.
-    """
-
-    def rank(slot: Slot) -> tuple[bool, int, float]:
-        if isinstance(slot.content, Unknown) and slot.content.tenant == namespace:
-            return False, 0, -slot.used_at
-        return True, *_loss(slot)
-
-    return min((slot for slot in slots if not slot.is_leased), key=rank, default=None)
-
-
-def choose_slot_to_empty(slots: Iterable[Slot]) -> Slot | None:
-    """Return the free slot whose loss costs least, or None if there is none."""
-    return min((slot for slot in slots if not slot.is_leased), key=_loss, default=None)
-
-
-def _loss(slot: Slot) -> tuple[int, float]:
-    n_unsaved = slot.content.n_unsaved + 1 if isinstance(slot.content, Known) else 0
-    return n_unsaved, slot.used_at

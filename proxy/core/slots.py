@@ -45,8 +45,9 @@ class Known:
 
     `restore_points` are context checkpoints believed to be in its memory, ascending. `header` and
     `turn_start` are those of the conversation, `last_cut` where its prompt was last cut (0: nowhere).
-    `n_saved` tokens of it are covered by a checkpoint in the store; `shape` is the kind of request that
-    the tokens were predicted for. The first `n_restored` came from a file that lacks positions: what
+    `marks` are other places, ascending, that requests may come back to: where turns began, where prompts
+    branched. `n_saved` tokens of it are covered by a checkpoint in the store, which can be continued at
+    the `saved_points`; `shape` is the kind of request that the tokens were predicted for. The first `n_restored` came from a file that lacks positions: what
     lies behind them is whole, but they cannot be continued before their end. There are no more than
     `n_points_at_most` context checkpoints.
     """
@@ -58,7 +59,9 @@ class Known:
     header: int = 0
     turn_start: int = 0
     last_cut: int = 0
+    marks: tuple[int, ...] = ()
     n_saved: int = 0
+    saved_points: tuple[int, ...] = ()
     shape: str = ""
     n_restored: int = 0
     n_points_at_most: int = MAX_CONTEXT_CHECKPOINTS
@@ -251,13 +254,33 @@ def after_evaluation(
         turn_start=_kept(cuts.turn_start, len(tokens))
         or (_kept(old.turn_start, n_kept) if old else 0),
         last_cut=_kept(old.last_cut, n_kept) if old else 0,
+        marks=_marks(old, n_kept, cuts),
         n_saved=min(old.n_saved, n_kept) if old else 0,
+        saved_points=tuple(p for p in old.saved_points if p <= n_kept) if old else (),
         shape=shape,
         n_restored=_kept(n_restored, n_kept) if old else min(n_restored, len(tokens)),
         n_points_at_most=min(
             MAX_CONTEXT_CHECKPOINTS, _points_at_most(before) + CHECKPOINTS_PER_REQUEST
         ),
     )
+
+
+MAX_MARKS = 32
+"""More places than context checkpoints in a file are not kept."""
+
+
+def _marks(old: Known | None, n_kept: int, cuts: Cuts) -> tuple[int, ...]:
+    """Return where requests may come back to in a prompt that shares its first *n_kept* tokens with *old*.
+
+    A new user message is the place where a conversation forks: a summary or a title is asked for, a
+    subagent takes over, the user goes back and edits. What lies before it is then asked for again.
+    """
+    marks = {cuts.branch} if cuts.branch else set()
+    if old:
+        marks |= {mark for mark in (*old.marks, old.turn_start) if 0 < mark <= n_kept}
+        if cuts.begins_turn and n_kept:
+            marks.add(n_kept)
+    return tuple(sorted(marks - {cuts.header, cuts.turn_start}))[-MAX_MARKS:]
 
 
 def _points_at_most(content: Content) -> int:

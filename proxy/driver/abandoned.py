@@ -30,7 +30,7 @@ async def wind_up(session: Session, slot_id: SlotId, n_tokens: int) -> None:
     content = desk.table[slot_id].content
     # During a placement another request may be running there already.
     if not desk.is_placing and is_write_back_due(session.attachment.rule, content):
-        await session.work.write_back(slot_id, CheckpointKind.CONVERSATION)
+        await session.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
 
 
 async def outlast(

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from proxy.core.model import Outcome
-from proxy.core.plan import Plan, Restore
+from proxy.core.options import Option, Restore
+from proxy.core.plan import Plan
 from proxy.upstream.replies import Timings
 
 
@@ -71,19 +72,16 @@ class Account:
         is_restored = isinstance(self.plan.start, Restore) and not self.is_degraded
         return (self.n_reused or 0) if is_restored else 0
 
-    @property
-    def chosen(self) -> str:
-        if isinstance(self.plan.start, Restore):
-            return "restore"
-        return "live" if self.plan.start.n_reused else "nothing"
-
     def describe(self) -> dict[str, object]:
         """Return the account for the request's log line: what was chosen and why, and what came of it."""
         start = self.plan.start
         return {
             "slot": self.plan.slot_id,
-            "chosen": self.chosen,
+            "chosen": self.plan.option.kind,
             "why": self.plan.why.value,
+            "expected_seconds": round(self.plan.option.seconds, 4),
+            "displaced_seconds": round(self.plan.option.displacement.seconds, 4),
+            "alternatives": [_describe(option) for option in self.plan.alternatives],
             "n_prompt": self.n_prompt,
             "expected": start.n_reused,
             "confirmed": self.n_reused,
@@ -92,3 +90,12 @@ class Account:
             "queued_seconds": round(self.queued_seconds, 4),
             "prepared_seconds": round(self.prepared_seconds, 4),
         }
+
+
+def _describe(option: Option) -> str:
+    """Return an option that was not chosen in a few words, with what it would have cost."""
+    way = f"{option.kind} {option.start.n_reused}" if option.start.n_reused else option.kind
+    costs = f"{option.seconds:.3f} s"
+    if option.displacement.seconds:
+        costs += f" + {option.displacement.seconds:.3f} s displaced"
+    return f"{way} in slot {option.slot_id}: {costs}"

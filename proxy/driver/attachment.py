@@ -3,17 +3,19 @@
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from proxy.core.degradation import DegradationKind
-from proxy.core.model import NO_RULE, Rates, Rule
+from proxy.core.model import NO_RULE, Checkpoint, CheckpointId, Rule
 from proxy.core.prefix import Namespace
 from proxy.core.probes import SelfTestResult
-from proxy.core.state_size import StateSize
+from proxy.core.rates import Rates
+from proxy.core.slots import Content
+from proxy.core.state_size import StateSize, expected_bytes, extent_of
 from proxy.driver.degradations import CannotCache, Degradations
 from proxy.driver.identity import tenant_namespace
 from proxy.driver.leases import LeaseDesk
-from proxy.errors import CacheFault, NoRoom
+from proxy.errors import CacheFault, NoRoom, UpstreamUnreachable
 
 _MAX_SIZES = 256
 
@@ -43,6 +45,7 @@ class Attachment:
     rule: Rule = NO_RULE
     self_test: SelfTestResult | None = None
     rates: Rates = field(default_factory=Rates)
+    warm: set[CheckpointId] = field(default_factory=set)
     disabled_shapes: set[str] = field(default_factory=set)
     tenants: set[bytes] = field(default_factory=set)
     n_contradictions: int = 0
@@ -109,10 +112,28 @@ class Attachment:
             DegradationKind.RESTORES_NOT_REUSED,
         )
 
-    def learn(self, **measured: float) -> None:
-        """Move the named rates halfway towards what was just measured."""
-        moved = {name: (getattr(self.rates, name) + value) / 2 for name, value in measured.items()}
-        self.rates = replace(self.rates, **moved)
+    def require_same_process(self) -> None:
+        """Raise UpstreamUnreachable if llama-server was replaced since."""
+        if self.desk.is_closed:
+            raise UpstreamUnreachable("llama-server was replaced meanwhile")
+
+    def note_evaluation(self, n_from: int, n_to: int, seconds: float) -> None:
+        self.rates = self.rates.after_evaluation(n_from, n_to, seconds)
+
+    def note_restore(self, checkpoint: Checkpoint, seconds: float) -> None:
+        self.rates = self.rates.after_restore(checkpoint.size_bytes, seconds, is_warm=True)
+
+    def note_save(self, size_bytes: int, seconds: float) -> None:
+        self.rates = self.rates.after_save(size_bytes, seconds)
+
+    def bytes_of(self, n_tokens: int) -> int:
+        """Return how large the state of a prompt's first *n_tokens* will be at most; 0 if unknown."""
+        return expected_bytes(self.sizes, n_tokens, 2) or 0
+
+    def state_bytes(self, content: Content) -> int:
+        """Return how large the state of a slot will be at most; 0 while nothing like it was saved."""
+        extent = extent_of(content)
+        return (expected_bytes(self.sizes, *extent) or 0) if extent else 0
 
     def tenant_namespace(self, tenant: bytes) -> Namespace:
         """Return the namespace of one tenant of this model."""

@@ -6,22 +6,20 @@ lease -> restore the checkpoint -> stop at cuts -> send -> confirm the hit -> re
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from itertools import chain
 
+from proxy.core.candidates import most_useful, promising
 from proxy.core.degradation import DegradationKind
-from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt, RuleKind
-from proxy.core.plan import (
-    Plan,
-    Restore,
-    Situation,
-    most_useful,
-    must_be_erased,
-    plan_request,
-    promising,
-)
-from proxy.core.slots import TAINTED, Known, Unknown, restored_tokens
-from proxy.core.write_back import is_write_back_due
+from proxy.core.displacement import Occupant
+from proxy.core.erasure import must_be_erased
+from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt
+from proxy.core.options import Restore
+from proxy.core.plan import Plan, Situation, plan_request
+from proxy.core.slots import TAINTED, Unknown, restored_tokens
+from proxy.core.write_back import is_place_at_risk
 from proxy.driver.abandoned import wind_up
 from proxy.driver.account import Account
+from proxy.driver.arrivals import Arrival
 from proxy.driver.confirmation import Confirmation
 from proxy.driver.leases import Choice, DeskClosed, Lease
 from proxy.driver.requests import Answer, GenerationRequest, Send
@@ -69,7 +67,9 @@ class CachedRequest:
             if account.queued_seconds > _LONG_WAIT_SECONDS:
                 await self._require_current()
             try:
-                can_reuse = await self._prepare(lease, account)
+                arrival = self._arrival(lease.reason)
+                with self._session.arrivals.announced(lease.reason.slot_id, arrival):
+                    can_reuse = await self._prepare(lease, account)
                 self._kept.close()
                 account.prepared_seconds = time.monotonic() - self._arrived
                 slot_id = lease.reason.slot_id
@@ -82,7 +82,7 @@ class CachedRequest:
                 raise
             try:
                 self._confirmation.settle(lease.reason, answer, account)
-                self._keep_turn_start(lease)
+                self._keep_places(lease)
                 self._report(answer, account)
             except Exception as error:
                 # The client has its answer; what the slot holds is not worth failing for.
@@ -101,7 +101,7 @@ class CachedRequest:
         except StoreFault as fault:
             self._services.faults.record("lookup", fault)
         if self._attachment.desk.n_waiting:
-            self._keep_most_useful(self._candidates())
+            self._keep_most_useful(self._look_up()[0])
 
     def _choose(self) -> Choice[Plan] | None:
         """Plan the request over the slots and checkpoints as they are now.
@@ -111,21 +111,34 @@ class CachedRequest:
         """
         began = time.perf_counter()
         self._kept.close()
-        attachment = self._attachment
-        now = Situation(
-            attachment.rule,
-            tuple(attachment.desk.table),
-            self._candidates(),
-            attachment.rates,
-            attachment.n_ctx,
-        )
+        now = self._situation()
         plan = plan_request(self._prompt, now)
         if plan is None:
             self._keep_most_useful(now.candidates)
         elif isinstance(plan.start, Restore):
             self._keep(plan.start.checkpoint)
         self._services.metrics.lookup_seconds.observe(time.perf_counter() - began)
-        return Choice((plan.slot_id,), plan) if plan else None
+        return Choice((plan.slot_id,), plan, plan.is_warm) if plan else None
+
+    def _situation(self) -> Situation:
+        attachment, now = self._attachment, time.monotonic()
+        slots = tuple(attachment.desk.table)
+        candidates, n_shared = self._look_up()
+        return Situation(
+            attachment.rule,
+            slots,
+            candidates,
+            attachment.rates,
+            attachment.n_ctx,
+            n_shared,
+            tuple(
+                Occupant(s.content, attachment.state_bytes(s.content), now - s.used_at)
+                for s in slots
+            ),
+            attachment.warm,
+            self._session.arrivals.coming(),
+            attachment.bytes_of(self._prompt.cuts.header),
+        )
 
     def _keep_most_useful(self, candidates: tuple[Candidate, ...]) -> None:
         wanted = most_useful(self._attachment.rule, candidates, self._prompt.n_tokens)
@@ -135,27 +148,32 @@ class CachedRequest:
     def _keep(self, checkpoint: Checkpoint) -> None:
         self._kept.enter_context(self._services.store.keep(checkpoint))
 
-    def _candidates(self) -> tuple[Candidate, ...]:
+    def _look_up(self) -> tuple[tuple[Candidate, ...], int]:
+        """Return the usable checkpoints, and how much the prompt shares with any, usable or not."""
         rule, prompt = self._attachment.rule, self._prompt
         if not rule.can_restore:
-            return ()
+            return (), 0
         try:
             stored = self._services.store.find(prompt.namespace, prompt.tokens)
-            found = promising(rule, stored, prompt.n_tokens)
+            longest = next(stored, None)
+            found = (
+                ()
+                if longest is None
+                else promising(rule, chain([longest], stored), prompt.n_tokens)
+            )
         except Exception as fault:
             self._services.faults.record("lookup", fault)
             self._attachment.degrade(DegradationKind.LOOKUPS_FAIL, str(fault))
-            return ()
+            return (), 0
         self._attachment.recover(DegradationKind.LOOKUPS_FAIL)
-        return found
+        return found, longest.n_common if longest else 0
 
     async def _prepare(self, lease: Lease[Plan], account: Account) -> bool:
         """Bring the slot to where the plan wants it; return False if it may not be reused at all."""
         plan, work = lease.reason, self._session.work
         if plan.saves_displaced:
-            await self._services.finish(
-                lease, work.write_back(plan.slot_id, CheckpointKind.CONVERSATION)
-            )
+            save = self._session.saves.write_back(plan.slot_id, CheckpointKind.CONVERSATION)
+            await self._services.finish(lease, save)
         # That save may have found what nobody may reuse.
         content = self._attachment.desk.table[plan.slot_id].content
         prompt, rule = self._prompt, self._attachment.rule
@@ -184,9 +202,11 @@ class CachedRequest:
     async def _make_stops(self, lease: Lease[Plan], account: Account) -> None:
         plan, work, headers = lease.reason, self._session.work, self._request.headers
         for stop in plan.stops:
-            account.add(await work.stop(plan.slot_id, self._prompt, stop, headers))
+            stopped = work.stop(plan.slot_id, self._prompt, plan.cuts, stop, headers)
+            account.add(await stopped)
             if stop.save_as and not account.is_ineffective_restore:
-                save = work.write_back(plan.slot_id, stop.save_as, is_just_predicted=True)
+                saves = self._session.saves
+                save = saves.write_back(plan.slot_id, stop.save_as, is_just_predicted=True)
                 await self._services.finish(lease, save)
 
     def _abandon(self, lease: Lease[Plan]) -> None:
@@ -200,26 +220,36 @@ class CachedRequest:
             winding_up = wind_up(self._session, slot_id, self._prompt.n_tokens)
             lease.hand_over(self._services.tasks.start(winding_up))
 
-    def _keep_turn_start(self, lease: Lease[Plan]) -> None:
-        """Save the first state of a user turn at once: llama-server drops that point in a tool loop."""
+    def _keep_places(self, lease: Lease[Plan]) -> None:
+        """Save the slot if llama-server is about to drop a place that the conversation comes back to."""
         (slot_id,) = lease.slot_ids
-        rule, content = self._attachment.rule, self._attachment.desk.table[slot_id].content
-        if rule.kind is not RuleKind.RESTORE_POINTS or not self._prompt.cuts.begins_turn:
-            return
-        if self._attachment.desk.is_placing:
+        attachment = self._attachment
+        if attachment.desk.is_placing:
             return  # another request may be running in this slot already
-        if isinstance(content, Known) and is_write_back_due(rule, content):
-            work = self._session.work.write_back(
-                slot_id, CheckpointKind.TURN_START, is_just_predicted=True
+        content = attachment.desk.table[slot_id].content
+        if is_place_at_risk(attachment.rule, content, attachment.n_believed_points):
+            save = self._session.saves.write_back(
+                slot_id, CheckpointKind.CONVERSATION, is_just_predicted=True
             )
-            lease.hand_over(self._services.tasks.start(work))
+            lease.hand_over(self._services.tasks.start(save))
+
+    def _arrival(self, plan: Plan) -> Arrival | None:
+        """Return the first state that will be saved on the way, and when about."""
+        stop = next((stop for stop in plan.stops if stop.save_as), None)
+        if stop is None:
+            return None
+        rates, size_bytes = self._attachment.rates, self._attachment.bytes_of(stop.n_tokens)
+        seconds = plan.option.displacement.delay_seconds + rates.save_seconds(size_bytes)
+        seconds += rates.evaluation_seconds(plan.start.n_reused, stop.n_tokens)
+        tokens = self._prompt.tokens[: stop.n_tokens]
+        return Arrival(tokens, self._prompt.namespace, time.monotonic() + seconds, size_bytes)
 
     def _report(self, answer: Answer, account: Account) -> None:
-        metrics, cuts = self._services.metrics, self._prompt.cuts
+        metrics, cuts = self._services.metrics, account.plan.cuts
         metrics.prompt_tokens.labels("reused").inc(account.n_reused or 0)
         metrics.prompt_tokens.labels("evaluated").inc(account.n_evaluated)
         metrics.restored_tokens.inc(account.n_restored)
         metrics.evaluation_seconds.inc(account.evaluation_seconds)
         metrics.queue_seconds.observe(account.queued_seconds)
-        facts = {**account.describe(), "cuts": [cuts.header, cuts.turn_start]}
+        facts = {**account.describe(), "cuts": [cuts.header, cuts.turn_start, cuts.branch]}
         self._services.report.answered(self._request, answer, account.outcome, facts)

@@ -6,7 +6,8 @@ slot was known to hold is drift, and the slot is erased before its next use.
 
 from proxy.core.degradation import DegradationKind
 from proxy.core.model import Prompt
-from proxy.core.plan import Plan, Restore
+from proxy.core.options import Restore
+from proxy.core.plan import Plan
 from proxy.core.slots import TAINTED, Content, Unknown, after_evaluation, restored_tokens
 from proxy.driver.account import Account
 from proxy.driver.attachment import Attachment
@@ -14,9 +15,6 @@ from proxy.driver.requests import Answer
 from proxy.driver.services import Services
 from proxy.log import get_logger
 from proxy.upstream.replies import Timings
-
-_MIN_MEASURED_TOKENS = 64
-"""A shorter evaluation says more of the round trip than of the rate."""
 
 
 class Confirmation:
@@ -53,15 +51,12 @@ class Confirmation:
         if prompt.n_tokens + timings.predicted_n >= self._attachment.n_ctx:
             # At the end of the context it may have been shifted: such states are not exact.
             return TAINTED
-        if timings.prompt_n >= _MIN_MEASURED_TOKENS and timings.prompt_ms > 0:
-            self._attachment.learn(
-                evaluate_tokens_per_second=1000 * timings.prompt_n / timings.prompt_ms
-            )
+        self._attachment.note_evaluation(timings.cache_n, prompt.n_tokens, timings.prompt_ms / 1000)
         return after_evaluation(
             before,
             prompt.tokens,
             namespace,
-            cuts=prompt.cuts,
+            cuts=account.plan.cuts,
             n_generated=timings.predicted_n,
             shape=prompt.shape,
             n_believed=self._attachment.n_believed_points,

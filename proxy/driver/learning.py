@@ -4,9 +4,9 @@ A rule is measured once for a model and build. When restores that it promises ar
 server has changed under it (other flags, say), and it is measured again.
 """
 
+from proxy.core.bypass import choose_slot_to_empty
 from proxy.core.degradation import DegradationKind
 from proxy.core.model import CheckpointKind, RuleKind, SlotId
-from proxy.core.plan import choose_slot_to_empty
 from proxy.core.probes import SelfTestResult
 from proxy.core.slots import Empty, Unknown
 from proxy.driver.attachment import Attachment
@@ -104,9 +104,8 @@ class Learning:
 
     async def _run(self, session: Session, slot_id: SlotId) -> SelfTestResult:
         attachment, work = session.attachment, session.work
-        await work.write_back(
-            slot_id, CheckpointKind.CONVERSATION
-        )  # of an empty slot nothing is due
+        # Of an empty slot nothing is due.
+        await session.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
         await work.erase(slot_id)
         attachment.desk.table.set_content(slot_id, Unknown(can_be_adopted=False))
         attachment.desk.reconsider()  # nobody need wait for what this slot held

@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -28,15 +29,22 @@ class DeskClosed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Choice(Generic[C]):
-    """The slots a request takes, and why (its plan)."""
+    """The slots a request takes, and why (its plan).
+
+    `is_warm` says that it goes on with what they hold, so that nobody else could use them better.
+    """
 
     slot_ids: tuple[SlotId, ...]
     reason: C
+    is_warm: bool = False
 
 
 MAX_OVERTAKES = 8
 """A request that declines the free slots there are, because a better one soon will be, lets so many
-later ones pass; then everybody waits for it."""
+later ones pass; then everybody waits for it. So many pass, too, that a slot fits which it would empty."""
+
+MAX_LOOKED_AT = 8
+"""So many of those who wait are asked whether a slot fits them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -220,27 +228,55 @@ class LeaseDesk:
         for waiting in tuple(self._waiting):
             if self.is_placing:
                 return
-            if not waiting.granted.done() and not self._try_to_grant(waiting):
+            if waiting.granted.done():
+                self._waiting.remove(waiting)
+                continue
+            taker = self._try_to_grant(waiting)
+            if taker is None:
                 if waiting.n_passes == 0 or not self.table.free():
                     return
                 declined.append(waiting)
                 continue
-            self._waiting.remove(waiting)
+            self._waiting.remove(taker)
+            if taker is not waiting:
+                waiting.n_passes -= 1
+                return self._grant()
             for overtaken in declined:
                 overtaken.n_passes -= 1
             if any(overtaken.n_passes == 0 for overtaken in declined):
                 return
 
-    def _try_to_grant(self, waiting: _Waiting) -> bool:
+    def _try_to_grant(self, waiting: _Waiting) -> _Waiting | None:
+        """Grant the slots that *waiting* chooses; return who has them, None if it chooses none.
+
+        That is another who waits if they fit that one and would be emptied for *waiting*.
+        """
         try:
             choice = waiting.choose()
             if choice is None:
-                return False
-            lease = self._reserve(choice, is_placement=waiting.is_placement)
-            waiting.granted.set_result(lease)
+                return None
         except Exception as error:
             waiting.granted.set_exception(error)
-        return True
+            return waiting
+        if not choice.is_warm and waiting.n_passes > 0 and not waiting.is_placement:
+            if fitting := self._fitting(waiting, choice):
+                waiting, choice = fitting
+        waiting.granted.set_result(self._reserve(choice, is_placement=waiting.is_placement))
+        return waiting
+
+    def _fitting(
+        self, passed: _Waiting, wanted: Choice[Any]
+    ) -> tuple[_Waiting, Choice[Any]] | None:
+        """Return who behind *passed* would go on with what the *wanted* slots hold."""
+        behind = list(self._waiting)[self._waiting.index(passed) + 1 :][:MAX_LOOKED_AT]
+        for waiting in behind:
+            if waiting.is_placement or waiting.granted.done() or not waiting.n_passes:
+                continue
+            with suppress(Exception):  # whoever cannot choose is told so at its own turn
+                choice = waiting.choose()
+                if choice and choice.is_warm and set(choice.slot_ids) & set(wanted.slot_ids):
+                    return waiting, choice
+        return None
 
     def _abandon(self, waiting: _Waiting) -> None:
         # Cancelled between the grant and our waking up: the lease is ours to give back.

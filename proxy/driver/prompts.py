@@ -43,8 +43,10 @@ class _Rendered:
 class PromptReader:
     """Reads the prompts of one llama-server's requests."""
 
-    def __init__(self, upstream: LlamaServer) -> None:
+    def __init__(self, upstream: LlamaServer, *, shares_headers: bool = True) -> None:
+        """With *shares_headers* a header is found whatever the rule: other slots may want its state."""
         self._upstream = upstream
+        self._shares_headers = shares_headers
         self._cuts: LRUCache[bytes, TokenIds] = LRUCache(_N_REMEMBERED)
         self._tails: LRUCache[str, TokenIds] = LRUCache(_N_REMEMBERED)
 
@@ -64,9 +66,11 @@ class PromptReader:
             return Prompt(tokens, namespace, cuts)
         text = await self._upstream.apply_template(body.raw, headers)
         tokens = await self._upstream.tokenize(text, headers, add_special=True)
+        rendered = _Rendered(text, tokens)
+        if rule.kind is RuleKind.ANY_PREFIX and self._shares_headers:
+            return Prompt(tokens, namespace, Cuts(await self._header(rendered, body, headers)))
         if rule.kind in (RuleKind.ANY_PREFIX, RuleKind.NOTHING):
             return Prompt(tokens, namespace)
-        rendered = _Rendered(text, tokens)
         return Prompt(tokens, namespace, await self._find_cuts(rendered, body, headers, rule))
 
     async def _completion_tokens(self, body: GenerationBody, headers: Headers) -> TokenIds:

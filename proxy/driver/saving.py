@@ -57,6 +57,7 @@ class SavedSlot:
             self.state.has_every_position,
             cuts=Cuts(known.header, known.turn_start) if known else NO_CUTS,
             n_prompt=len(known.tokens) if known else 0,
+            marks=known.marks if known else (),
         )
 
 

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass
 
+from proxy.driver.arrivals import Arrivals
 from proxy.driver.attachment import Attachment
 from proxy.driver.prompts import PromptReader
+from proxy.driver.slot_saves import SlotSaves
 from proxy.driver.slot_work import SlotWork
 
 
@@ -14,3 +16,5 @@ class Session:
     attachment: Attachment
     reader: PromptReader
     work: SlotWork
+    saves: SlotSaves
+    arrivals: Arrivals

@@ -1,58 +1,35 @@
-"""The verbs on a leased slot: restore, stop at a cut, save, erase.
+"""The verbs on a leased slot: restore, stop at a cut, erase.
 
 Owns: the calls, the checks of their results, and what the slot table says afterwards. Must only be
 used by whoever holds the slot's lease. Every method leaves the table true, whatever fails.
 """
 
-import asyncio
 import time
 from dataclasses import replace
 
 from proxy.core.cuts import Stop
 from proxy.core.degradation import DegradationKind
-from proxy.core.eviction import Removal, superseded
-from proxy.core.model import Checkpoint, CheckpointKind, Prompt, SlotId
-from proxy.core.plan import Restore
-from proxy.core.prefix import BLOCK_TOKENS, Namespace, TokenIds
-from proxy.core.slots import (
-    TAINTED,
-    Content,
-    Empty,
-    Known,
-    Unknown,
-    after_evaluation,
-    restored_tokens,
-)
-from proxy.core.write_back import at_savable_point, is_write_back_due
+from proxy.core.eviction import Removal
+from proxy.core.model import Checkpoint, Cuts, Prompt, SlotId
+from proxy.core.options import Restore
+from proxy.core.prefix import Namespace
+from proxy.core.slots import TAINTED, Empty, Known, Unknown, after_evaluation, restored_tokens
 from proxy.driver.attachment import Attachment
-from proxy.driver.room import Room
-from proxy.driver.saving import SavedSlot
 from proxy.driver.services import Services
-from proxy.errors import (
-    CacheFault,
-    NoRoom,
-    SaveRejected,
-    StoreFault,
-    UpstreamFault,
-    UpstreamRefused,
-    UpstreamUnreachable,
-)
+from proxy.errors import StoreFault, UpstreamFault, UpstreamRefused
 from proxy.upstream.llama_server import Headers
 from proxy.upstream.replies import SlotStatus, Timings
-from proxy.upstream.state_file import StateFile
 
 
 class SlotWork:
     """Does to slots what plans say."""
 
-    def __init__(self, services: Services, attachment: Attachment, room: Room) -> None:
+    def __init__(self, services: Services, attachment: Attachment) -> None:
         self._services = services
         self._upstream = services.upstream
         self._attachment = attachment
         self._table = attachment.desk.table
         self._metrics = services.metrics
-        self._room = room
-        self._postponed: dict[SlotId, tuple[Content, Content]] = {}
 
     async def slot_states(self) -> list[SlotStatus]:
         """Return llama-server's own view of its slots; raises UpstreamFault."""
@@ -61,7 +38,7 @@ class SlotWork:
 
     async def erase(self, slot_id: SlotId) -> None:
         """Empty a slot; raises UpstreamFault."""
-        self._require_same_process()
+        self._attachment.require_same_process()
         self._table.set_content(slot_id, Unknown(can_be_adopted=False))
         with self._attachment.watching(DegradationKind.ERASES_REFUSED, UpstreamFault):
             await self._upstream.erase(slot_id)
@@ -69,14 +46,14 @@ class SlotWork:
 
     async def overwrite(self, slot_id: SlotId, namespace: Namespace) -> None:
         """Replace what a slot holds by a single token, where it cannot be erased; raises UpstreamFault."""
-        self._require_same_process()
+        self._attachment.require_same_process()
         self._table.set_content(slot_id, TAINTED)
         await self._upstream.overwrite(slot_id)
         self._table.set_content(slot_id, Unknown(namespace, can_be_adopted=False))
 
     async def restore(self, slot_id: SlotId, namespace: Namespace, start: Restore) -> None:
         """Load a checkpoint into a slot; raises CacheFault, and the slot is then empty or unknown."""
-        self._require_same_process()
+        self._attachment.require_same_process()
         checkpoint = start.checkpoint
         tokens = self._services.store.index.tokens(checkpoint.id)
         try:
@@ -102,15 +79,13 @@ class SlotWork:
             restore_points=checkpoint.restore_points,
             header=checkpoint.header,
             turn_start=checkpoint.turn_start,
+            marks=checkpoint.marks,
             n_saved=checkpoint.n_tokens,
+            saved_points=checkpoint.restore_points,
             n_restored=0 if checkpoint.has_every_position else checkpoint.n_tokens,
             n_points_at_most=len(checkpoint.restore_points),
         )
         self._table.set_content(slot_id, restored)
-
-    def _require_same_process(self) -> None:
-        if self._attachment.desk.is_closed:
-            raise UpstreamUnreachable("llama-server was replaced meanwhile")
 
     async def _load(self, slot_id: SlotId, checkpoint: Checkpoint) -> None:
         self._table.set_content(slot_id, Unknown(can_be_adopted=False))
@@ -123,12 +98,14 @@ class SlotWork:
             raise
         seconds = time.monotonic() - began
         self._metrics.restore_seconds.observe(seconds)
-        self._attachment.learn(restore_bytes_per_second=checkpoint.size_bytes / seconds)
+        self._attachment.note_restore(checkpoint, seconds)
         if reply.n_restored != checkpoint.n_tokens:
             raise UpstreamRefused(200, f"restored {reply.n_restored} of {checkpoint.n_tokens}")
 
-    async def stop(self, slot_id: SlotId, prompt: Prompt, stop: Stop, headers: Headers) -> Timings:
-        """Evaluate a prompt up to a cut; raises UpstreamFault."""
+    async def stop(
+        self, slot_id: SlotId, prompt: Prompt, cuts: Cuts, stop: Stop, headers: Headers
+    ) -> Timings:
+        """Evaluate a prompt up to one of its *cuts*; raises UpstreamFault."""
         before = self._table[slot_id].content
         n_restored = restored_tokens(before)
         self._table.set_content(slot_id, Unknown(prompt.namespace, n_restored=n_restored))
@@ -138,155 +115,9 @@ class SlotWork:
             before,
             tokens,
             prompt.namespace,
-            cuts=prompt.cuts,
+            cuts=cuts,
             shape=prompt.shape,
             n_believed=self._attachment.n_believed_points,
         )
         self._table.set_content(slot_id, replace(content, last_cut=stop.n_tokens))
         return timings
-
-    async def write_back(
-        self, slot_id: SlotId, kind: CheckpointKind, *, is_just_predicted: bool = False
-    ) -> Checkpoint | None:
-        """Save what a slot holds, cut back to where that helps; None if it is not saved.
-
-        Never raises a CacheFault: a save that fails costs nobody else anything. *is_just_predicted* says
-        that the request which put the tokens there still has the slot, so that other tokens in the file
-        mean that its prompt was tokenized differently.
-        """
-        if not is_write_back_due(self._attachment.rule, self._table[slot_id].content):
-            return None
-        try:
-            with self._attachment.watching(DegradationKind.SAVES_FAIL, CacheFault):
-                async with self._room.for_slot(self._table[slot_id].content) as name:
-                    await self._cut_back(slot_id)
-                    return await self._save(slot_id, kind, name, is_just_predicted)
-        except NoRoom:
-            before = self._table[slot_id].content
-            self._give_up(slot_id)
-            self._postponed[slot_id] = before, self._table[slot_id].content
-            return None
-        except Exception as error:
-            # Nobody who needs the slot may fail because it could not be saved, foreseen or not.
-            self._metrics.saves.labels("failed").inc()
-            if isinstance(error, CacheFault):
-                self._services.faults.count("save")  # /health tells of it
-            else:
-                self._services.faults.record("save", error)
-            self._give_up(slot_id)
-            return None
-
-    def take_up_postponed(self) -> None:
-        """Let saves that there was no room for be due again, where the slot still holds the same."""
-        for slot_id, (before, given_up) in self._postponed.items():
-            if self._table[slot_id].content is given_up and not self._table[slot_id].is_leased:
-                self._table.set_content(slot_id, before)
-        self._postponed.clear()
-
-    def _give_up(self, slot_id: SlotId) -> None:
-        """Do not try to save the same content again; the slot's next request makes it worth a try."""
-        match self._table[slot_id].content:
-            case Known() as content:
-                self._table.set_content(slot_id, replace(content, n_saved=content.n_tokens))
-            case Unknown() as content:
-                self._table.set_content(slot_id, replace(content, can_be_adopted=False))
-
-    async def _cut_back(self, slot_id: SlotId) -> None:
-        content = self._table[slot_id].content
-        if not isinstance(content, Known):
-            return
-        target = at_savable_point(self._attachment.rule, content)
-        if target is None or target.n_tokens == content.n_tokens:
-            return
-        self._require_same_process()
-        unknown = Unknown(content.namespace, n_restored=content.n_restored)
-        self._table.set_content(slot_id, unknown)
-        timings = await self._upstream.evaluate(slot_id, target.tokens)
-        self._metrics.prompt_tokens.labels("evaluated").inc(timings.prompt_n)
-        self._metrics.evaluation_seconds.inc(timings.prompt_ms / 1000)
-        self._table.set_content(slot_id, target)
-
-    async def _save(
-        self, slot_id: SlotId, kind: CheckpointKind, name: str, is_just_predicted: bool
-    ) -> Checkpoint | None:
-        """Save a slot as it stands, check the file and commit it; raises CacheFault."""
-        content = self._table[slot_id].content
-        self._require_same_process()
-        saved = await self._room.save(slot_id, name)
-        self._require_expected(slot_id, content, saved.state, is_just_predicted)
-        self._require_same_process()
-        self._metrics.save_seconds.observe(saved.seconds)
-        self._attachment.learn(save_bytes_per_second=saved.n_written / saved.seconds)
-        return await self._commit(slot_id, content, kind, saved)
-
-    def _require_expected(
-        self, slot_id: SlotId, content: Content, state: StateFile, is_just_predicted: bool
-    ) -> None:
-        """Hold a saved file against what the slot was believed to hold; the file is the truth."""
-        if state.n_media or -1 in state.tokens:
-            self._table.set_content(slot_id, TAINTED)
-            raise SaveRejected("the slot holds media")
-        if not isinstance(content, Known):
-            return
-        if not state.tokens:
-            self._table.set_content(slot_id, Empty())
-            self._metrics.drift.inc()
-            raise SaveRejected("the slot was empty: something has cleared it since")
-        if state.tokens[: len(content.tokens)] == content.tokens:
-            return
-        self._table.set_content(slot_id, TAINTED)
-        if is_just_predicted:
-            self._metrics.tokenization_disagreements.inc()
-            self._attachment.disable_shape(content.shape)
-            raise SaveRejected("the file's tokens are not those that were predicted")
-        self._metrics.drift.inc()
-        raise SaveRejected("the slot was used by somebody else: all traffic must go through here")
-
-    async def _commit(
-        self, slot_id: SlotId, content: Content, kind: CheckpointKind, saved: SavedSlot
-    ) -> Checkpoint | None:
-        state, namespace = saved.state, self._namespace_of(content)
-        if namespace is None or not state.tokens:
-            self._table.set_content(slot_id, Empty() if not state.tokens else content)
-            return None
-        store = self._services.store
-        if len(state.tokens) < BLOCK_TOKENS or store.holds(namespace, state.tokens):
-            self._note_saved(slot_id, content, namespace, state)
-            return None
-        checkpoint = await store.commit(saved.new_state(namespace, kind, content))
-        self._note_saved(slot_id, content, namespace, state)
-        self._metrics.saves.labels("done").inc()
-        self._metrics.saved_bytes.inc(checkpoint.size_bytes)
-        await self._tidy(checkpoint, state.tokens)
-        return checkpoint
-
-    def _note_saved(
-        self, slot_id: SlotId, content: Content, namespace: Namespace, state: StateFile
-    ) -> None:
-        old = content
-        if not isinstance(old, Known):
-            old = Known(state.tokens, namespace, n_restored=restored_tokens(content))
-        now_held = replace(
-            old,
-            tokens=state.tokens,
-            n_tail=0,
-            restore_points=state.restore_points or old.restore_points,
-            n_saved=len(state.tokens),
-            n_points_at_most=len(state.restore_points) or old.n_points_at_most,
-        )
-        self._table.set_content(slot_id, now_held)
-
-    def _namespace_of(self, content: Content) -> Namespace | None:
-        if not self._attachment.can_cache:
-            return None
-        if isinstance(content, Known):
-            return content.namespace
-        if isinstance(content, Unknown) and content.can_be_adopted:
-            return content.tenant
-        return None
-
-    async def _tidy(self, newer: Checkpoint, tokens: TokenIds) -> None:
-        store = self._services.store
-        older = await asyncio.to_thread(lambda: list(store.find(newer.namespace, tokens)))
-        for checkpoint in superseded(self._attachment.rule, newer, older):
-            await store.remove(checkpoint, Removal.SUPERSEDED)

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterable
 
+from proxy.core.bypass import choose_slot_for_bypass
+from proxy.core.displacement import MAX_LOST_TOKENS
+from proxy.core.erasure import must_be_erased
 from proxy.core.model import CheckpointKind, SlotId
-from proxy.core.plan import MAX_LOST_TOKENS, choose_slot_for_bypass, must_be_erased
 from proxy.core.prefix import Namespace
 from proxy.core.slots import TAINTED, Known, Unknown
 from proxy.driver.abandoned import outlast
@@ -36,7 +38,7 @@ async def _clear(
     content = table[slot_id].content
     if isinstance(content, Known) and content.n_unsaved > MAX_LOST_TOKENS:
         kind = CheckpointKind.CONVERSATION
-        await services.finish(lease, work.write_back(slot_id, kind))
+        await services.finish(lease, session.saves.write_back(slot_id, kind))
     if must_be_erased(session.attachment.rule, table[slot_id].content, namespace):
         try:
             await services.finish(lease, work.erase(slot_id))

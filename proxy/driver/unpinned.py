@@ -8,8 +8,8 @@ in a slot that another request leaves behind, such as another tenant's, it waits
 
 import asyncio
 
+from proxy.core.erasure import must_be_erased
 from proxy.core.model import SlotId
-from proxy.core.plan import must_be_erased
 from proxy.core.prefix import Namespace
 from proxy.core.slots import Slot
 from proxy.driver.leases import Choice, Lease

@@ -24,6 +24,7 @@ class NewState:
     has_every_position: bool
     cuts: Cuts = NO_CUTS
     n_prompt: int = 0
+    marks: tuple[int, ...] = ()
 
 
 def commit(
@@ -56,6 +57,7 @@ def commit(
         header=state.cuts.header,
         turn_start=state.cuts.turn_start,
         n_prompt=state.n_prompt,
+        marks=state.marks,
     )
     try:
         index.put(checkpoint, state.tokens, hashes)
