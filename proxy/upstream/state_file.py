@@ -14,11 +14,13 @@ import os
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from proxy.core.prefix import TokenIds
 from proxy.errors import StateFileMalformed
 from proxy.upstream.state_sections import (
     CONTEXT_CHECKPOINTS_MAGIC,
+    CONTEXT_CHECKPOINTS_VERSION,
     FoundSection,
     Reader,
     Section,
@@ -31,16 +33,58 @@ _MAX_TOKENS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
+class ContextCheckpoint:
+    """A context checkpoint in a file: its positions, and where its bytes begin.
+
+    The bytes are three numbers (n_tokens, pos_min, pos_max) and the states of the model, of a draft
+    model and of speculation, each behind its length and mostly the last two empty.
+    """
+
+    n_tokens: int
+    pos_min: int
+    pos_max: int
+    offset: int
+    state_bytes: tuple[int, ...]
+
+    @property
+    def restore_point(self) -> int:
+        """At how many tokens llama-server continues from it.
+
+        server-context.cpp, the branch "restored context checkpoint".
+        """
+        return min(self.n_tokens, max(self.pos_min + 1, self.pos_max))
+
+    @property
+    def state_offset(self) -> int:
+        """Where the state of the model begins."""
+        return self.offset + 16 + 8
+
+    @property
+    def size_bytes(self) -> int:
+        return 16 + sum(8 + n_bytes for n_bytes in self.state_bytes)
+
+
+@dataclass(frozen=True, slots=True)
 class StateFile:
-    """What a state file says of itself; `sections` is None if they were not understood."""
+    """What a state file says of itself; `sections` is None if they were not understood.
+
+    The state ends at `state_end`; the context checkpoints behind it, in the file's order, end at
+    `context_checkpoints_end`. An appendix that is damaged or unknown counts as what follows them.
+    """
 
     version: int
     tokens: TokenIds
     n_media: int
     sections: tuple[FoundSection, ...] | None
-    restore_points: tuple[int, ...]
+    context_checkpoints: tuple[ContextCheckpoint, ...]
     state_end: int
+    context_checkpoints_end: int
     size_bytes: int
+
+    @property
+    def restore_points(self) -> tuple[int, ...]:
+        """The token counts at which the context checkpoints let llama-server continue, ascending."""
+        return tuple(sorted({c.restore_point for c in self.context_checkpoints}))
 
     @property
     def layout(self) -> tuple[Section, ...] | None:
@@ -68,28 +112,32 @@ def read_state_file(path: Path) -> StateFile:
     cannot be read.
     """
     with path.open("rb") as file:
-        reader = Reader(file, os.fstat(file.fileno()).st_size)
-        magic, version, n_words = reader.numbers("III")
-        if magic != MAGIC:
-            raise StateFileMalformed("does not begin with llama.cpp's magic number")
-        tokens, n_media = _read_tokens(reader, n_words)
-        sections, points, end = _read_state(reader, version, len(tokens))
-        return StateFile(version, tokens, n_media, sections, points, end, reader.size_bytes)
+        return read_state(file)
 
 
-def _read_state(
-    reader: Reader, version: int, n_tokens: int
-) -> tuple[tuple[FoundSection, ...] | None, tuple[int, ...], int]:
-    """Return the sections, the restore points and where the state ends; an opaque one ends the file."""
-    opaque = None, (), reader.size_bytes
-    if version not in SUPPORTED_VERSIONS:
-        return opaque
-    try:
-        sections = read_sections(reader, version, n_tokens)
-    except StateFileMalformed:
-        return opaque
+def read_state(file: BinaryIO) -> StateFile:
+    """Read an open state file, as `read_state_file` does."""
+    reader = Reader(file, os.fstat(file.fileno()).st_size)
+    magic, version, n_words = reader.numbers("III")
+    if magic != MAGIC:
+        raise StateFileMalformed("does not begin with llama.cpp's magic number")
+    tokens, n_media = _read_tokens(reader, n_words)
+    sections = _read_sections(reader, version, len(tokens))
     state_end = reader.position
-    return sections, _read_restore_points(reader), state_end
+    points = () if sections is None else _read_context_checkpoints(reader)
+    end = reader.position
+    return StateFile(version, tokens, n_media, sections, points, state_end, end, reader.size_bytes)
+
+
+def _read_sections(reader: Reader, version: int, n_tokens: int) -> tuple[FoundSection, ...] | None:
+    """Return the sections, None if they are not understood: then the state ends where the file does."""
+    try:
+        if version in SUPPORTED_VERSIONS:
+            return read_sections(reader, version, n_tokens)
+    except StateFileMalformed:
+        pass
+    reader.position = reader.size_bytes
+    return None
 
 
 def _read_tokens(reader: Reader, n_words: int) -> tuple[TokenIds, int]:
@@ -105,26 +153,28 @@ def _read_tokens(reader: Reader, n_words: int) -> tuple[TokenIds, int]:
     return words[3 : 3 + n_tokens], words[3 + n_tokens]
 
 
-def _read_restore_points(reader: Reader) -> tuple[int, ...]:
-    """Return the token counts at which the file's context checkpoints let llama-server continue.
-
-    From one at (n_tokens, pos_min, pos_max) it continues at the lower of n_tokens and
-    max(pos_min + 1, pos_max): server-context.cpp, the branch "restored context checkpoint".
-    """
+def _read_context_checkpoints(reader: Reader) -> tuple[ContextCheckpoint, ...]:
+    """Return the context checkpoints; of an appendix that cannot be read nothing is passed over."""
+    start = reader.position
     if reader.peek_u32() != CONTEXT_CHECKPOINTS_MAGIC:
         return ()
-    points = set()
     try:
         _, appendix_version, count = reader.numbers("III")
-        if appendix_version != 1:
-            return ()
-        for _ in range(count):
-            n_tokens, pos_min, pos_max = reader.numbers("qii")
-            for _ in ("target", "draft", "speculative"):
-                (n_bytes,) = reader.numbers("Q")
-                reader.skip(n_bytes)
-            points.add(min(n_tokens, max(pos_min + 1, pos_max)))
+        if appendix_version == CONTEXT_CHECKPOINTS_VERSION:
+            return tuple(_read_context_checkpoint(reader) for _ in range(count))
     except StateFileMalformed:
         # llama-server ignores a damaged appendix too, with a warning and a 200.
-        return ()
-    return tuple(sorted(points))
+        pass
+    reader.position = start
+    return ()
+
+
+def _read_context_checkpoint(reader: Reader) -> ContextCheckpoint:
+    offset = reader.position
+    n_tokens, pos_min, pos_max = reader.numbers("qii")
+    state_bytes = []
+    for _ in ("model", "draft model", "speculation"):
+        (n_bytes,) = reader.numbers("Q")
+        reader.skip(n_bytes)
+        state_bytes.append(n_bytes)
+    return ContextCheckpoint(n_tokens, pos_min, pos_max, offset, tuple(state_bytes))

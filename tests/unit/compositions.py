@@ -1,7 +1,7 @@
 """State files of both versions and every known composition, drawn at random: a model of what is written."""
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -12,10 +12,12 @@ from tests.unit.state_files import (
     F16_ROW,
     F32_ROW,
     Cell,
+    appendix,
     attention,
     cells_at,
-    context_checkpoints,
+    context_checkpoint,
     draft_state,
+    partial_state,
     recurrent,
     state_file,
     value,
@@ -46,6 +48,11 @@ class Attention:
             self.options["rotations"] if version >= 4 else (),
             (row,) * 2 * self.options["n_layers"],
         )
+
+    def at(self, n_tokens: int) -> "Attention":
+        """Return the section as it was at so many tokens."""
+        first = max(0, n_tokens - len(self.cells))
+        return replace(self, cells=cells_at(range(first, n_tokens)))
 
     def require_found(self, data: bytes, found: FoundSection) -> None:
         """Check that the parser says where everything lies."""
@@ -81,6 +88,9 @@ class Recurrent:
     def section(self, version: int) -> Section:
         return Section("recurrent", 1, False, self.n_layers, (), (F32_ROW,) * 2 * self.n_with_state)
 
+    def at(self, n_tokens: int) -> "Recurrent":
+        return replace(self, last_position=n_tokens - 1)
+
     def require_found(self, data: bytes, found: FoundSection) -> None:
         assert (found.n_cells, found.cells) == (1, None)
 
@@ -94,18 +104,30 @@ class Composition:
     sections: list[Attention | Recurrent]
     points: list[int] = field(default_factory=list)
     has_draft: bool = False
+    slot: int = 0
 
     def write(self) -> bytes:
-        return state_file(
-            words(self.tokens), *self._state(), *self._appendices(), version=self.version
-        )
+        return self.write_with([self.entry(point) for point in self.points])
+
+    def write_with(self, entries: list[bytes]) -> bytes:
+        """Return the file with these context checkpoints instead of its own."""
+        appendices = [appendix(*entries)] * bool(entries) + [draft_state()] * self.has_draft
+        return state_file(words(self.tokens), *self._state(), *appendices, version=self.version)
+
+    def entry(self, point: int) -> bytes:
+        """Return a context checkpoint: all of the state that is not there for every position."""
+        sections = self.sections[1:] if isinstance(self.sections[0], Attention) else self.sections
+        state = [section.at(point).write(self.version) for section in sections]
+        partial = partial_state(*state, sequence=self.slot)
+        return context_checkpoint(point, point - 1, point - 1, partial)
+
+    def at(self, n_tokens: int) -> "Composition":
+        """Return the file of an earlier save in the same conversation, without context checkpoints."""
+        sections = [section.at(n_tokens) for section in self.sections]
+        return replace(self, tokens=self.tokens[:n_tokens], sections=sections, points=[])
 
     def _state(self) -> list[bytes]:
         return [section.write(self.version) for section in self.sections]
-
-    def _appendices(self) -> list[bytes]:
-        points = context_checkpoints(*((p, p - 1, p - 1) for p in self.points))
-        return [points] * bool(self.points) + [draft_state()] * self.has_draft
 
     @property
     def state_end(self) -> int:
@@ -138,10 +160,13 @@ def recurrents(draw: st.DrawFn, n_tokens: int) -> Recurrent:
 
 @st.composite
 def compositions(
-    draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, lacking: tuple[int, int] = (0, MOST_TOKENS)
+    draw: st.DrawFn,
+    kinds: tuple[str, ...] = KINDS,
+    lacking: tuple[int, int] = (0, MOST_TOKENS),
+    versions: tuple[int, ...] = (3, 4),
 ) -> Composition:
     """Draw files of models with these kinds of memory, whose windows lack so many first tokens."""
-    kind, version = draw(st.sampled_from(kinds)), draw(st.sampled_from([3, 4]))
+    kind, version = draw(st.sampled_from(kinds)), draw(st.sampled_from(versions))
     n_tokens = draw(st.integers(4, MOST_TOKENS))
     sections: list[Attention | Recurrent] = []
     if kind != "recurrent":

@@ -97,11 +97,27 @@ def recurrent(last_position: int, *, n_layers: int = 4, n_with_state: int = 3) -
     return head + struct.pack("<II", 0, n_layers) + row * 2 * n_with_state
 
 
+def context_checkpoint(n_tokens: int, pos_min: int, pos_max: int, *states: bytes) -> bytes:
+    """Return one context checkpoint with the states of the model, of a draft model and of speculation."""
+    states = (*states, b"", b"", b"")[:3]
+    blobs = b"".join(struct.pack("<Q", len(state)) + state for state in states)
+    return struct.pack("<qii", n_tokens, pos_min, pos_max) + blobs
+
+
+def partial_state(*sections: bytes, sequence: int = 0) -> bytes:
+    """Return the model's state in a context checkpoint, made in the slot of that number."""
+    return struct.pack("<Ii", 0xAF143CD8, sequence) + b"".join(sections)
+
+
+def appendix(*entries: bytes, version: int = 1) -> bytes:
+    """Return the appendix with these context checkpoints."""
+    return b"SCKP" + struct.pack("<II", version, len(entries)) + b"".join(entries)
+
+
 def context_checkpoints(*entries: tuple[int, int, int], version: int = 1) -> bytes:
     """Return the appendix with one context checkpoint per (n_tokens, pos_min, pos_max)."""
-    blob = struct.pack("<Q", 5) + b"\x11" * 5
-    body = b"".join(struct.pack("<qii", *entry) + blob * 3 for entry in entries)
-    return b"SCKP" + struct.pack("<II", version, len(entries)) + body
+    blobs = (b"\x11" * 5,) * 3
+    return appendix(*(context_checkpoint(*entry, *blobs) for entry in entries), version=version)
 
 
 def draft_state() -> bytes:

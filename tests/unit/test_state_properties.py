@@ -27,4 +27,6 @@ def test_what_is_written_is_read_back_the_same(path: Path, composition: Composit
     for section, found in zip(composition.sections, state.sections, strict=True):
         section.require_found(data, found)
     assert list(state.restore_points) == composition.points
+    for point, entry in zip(composition.points, state.context_checkpoints, strict=True):
+        assert data[entry.offset : entry.offset + entry.size_bytes] == composition.entry(point)
     assert (state.state_end, state.size_bytes) == (composition.state_end, len(data))
