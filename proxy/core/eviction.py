@@ -20,11 +20,11 @@ from proxy.core.model import (
     Checkpoint,
     CheckpointId,
     CheckpointKind,
-    Rates,
     Rule,
     RuleKind,
 )
 from proxy.core.prefix import Namespace
+from proxy.core.rates import Rates
 from proxy.core.restore import highest_point
 
 SMALL_LOSS_TOKENS = 256
@@ -89,9 +89,12 @@ Rank = tuple[Standing, float, float, CheckpointId]
 
 def value_seconds(checkpoint: Checkpoint, stretches: Iterable[Stretch], present: Present) -> float:
     """Return the expected seconds that losing the *stretches* of a checkpoint would cost."""
-    n_tokens = sum(s.n_tokens * _likelihood(s.asked_at, present.now) for s in stretches)
-    share = OTHER_MODEL_SHARE if _is_of_other_model(checkpoint, present) else 1.0
-    return share * n_tokens / present.rates.evaluate_tokens_per_second
+    seconds = sum(
+        present.rates.evaluation_seconds(s.n_before, s.n_before + s.n_tokens)
+        * _likelihood(s.asked_at, present.now)
+        for s in stretches
+    )
+    return seconds * (OTHER_MODEL_SHARE if _is_of_other_model(checkpoint, present) else 1.0)
 
 
 def _likelihood(asked_at: float, now: float) -> float:

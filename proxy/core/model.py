@@ -82,10 +82,14 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A stored checkpoint and how many leading tokens it shares with a request, compared."""
+    """A stored checkpoint and how many leading tokens it shares with a request, compared.
+
+    `is_warm` says that its file is likely in the page cache.
+    """
 
     checkpoint: Checkpoint
     n_common: int
+    is_warm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +131,3 @@ class Outcome(StrEnum):
     MISS = "miss"
     BYPASS = "bypass"
     DEGRADED = "degraded"
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Measured speeds of this server; the defaults only rank options until it has been measured."""
-
-    evaluate_tokens_per_second: float = 500.0
-    restore_bytes_per_second: float = 1e9
-    save_bytes_per_second: float = 1e9

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from proxy.core.cuts import SLACK_TOKENS, Stop, choose_stops
-from proxy.core.model import Candidate, Checkpoint, Prompt, Rates, Rule, RuleKind, SlotId
+from proxy.core.model import Candidate, Checkpoint, Prompt, Rule, RuleKind, SlotId
 from proxy.core.prefix import Namespace, TokenIds, common_prefix_length
+from proxy.core.rates import Rates
 from proxy.core.restore import usable_tokens
 from proxy.core.slots import (
     Content,
@@ -65,6 +66,7 @@ class Restore:
     checkpoint: Checkpoint
     n_reused: int
     n_common: int
+    is_warm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,8 @@ def _starts(prompt: Prompt, now: Situation, slot: Slot) -> Iterator[UseLive | Re
         checkpoint = candidate.checkpoint
         n_reused = usable_tokens(now.rule, checkpoint, candidate.n_common, prompt.n_tokens)
         if n_reused and checkpoint.n_tokens < now.n_ctx:
-            yield Restore(checkpoint, n_reused, min(candidate.n_common, prompt.n_tokens - 1))
+            n_common = min(candidate.n_common, prompt.n_tokens - 1)
+            yield Restore(checkpoint, n_reused, n_common, candidate.is_warm)
 
 
 def _plan(prompt: Prompt, now: Situation, slot: Slot, start: UseLive | Restore) -> Plan:
@@ -160,11 +163,11 @@ def _plan(prompt: Prompt, now: Situation, slot: Slot, start: UseLive | Restore) 
 def _seconds(
     prompt: Prompt, rates: Rates, start: UseLive | Restore, n_lost: int, saves: bool
 ) -> float:
-    seconds = (prompt.n_tokens - start.n_reused) / rates.evaluate_tokens_per_second
+    seconds = rates.evaluation_seconds(start.n_reused, prompt.n_tokens)
     if isinstance(start, Restore):
-        seconds += start.checkpoint.size_bytes / rates.restore_bytes_per_second
+        seconds += rates.restore_seconds(start.checkpoint.size_bytes, is_warm=start.is_warm)
     # What is displaced must be saved now, and restored or made again later.
-    return seconds + n_lost / rates.evaluate_tokens_per_second * (0.25 if saves else 1.0)
+    return seconds + rates.evaluation_seconds(0, n_lost) * (0.25 if saves else 1.0)
 
 
 def displaced_tokens(content: Content, prompt: Prompt, start: UseLive | Restore) -> int:

@@ -3,17 +3,19 @@
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from proxy.core.degradation import DegradationKind
-from proxy.core.model import NO_RULE, Rates, Rule
+from proxy.core.model import NO_RULE, Rule
 from proxy.core.prefix import Namespace
 from proxy.core.probes import SelfTestResult
+from proxy.core.rates import Rates
 from proxy.core.state_size import StateSize
 from proxy.driver.degradations import CannotCache, Degradations
 from proxy.driver.identity import tenant_namespace
 from proxy.driver.leases import LeaseDesk
 from proxy.errors import CacheFault, NoRoom
+from proxy.upstream.replies import Timings
 
 _MAX_SIZES = 256
 
@@ -109,10 +111,10 @@ class Attachment:
             DegradationKind.RESTORES_NOT_REUSED,
         )
 
-    def learn(self, **measured: float) -> None:
-        """Move the named rates halfway towards what was just measured."""
-        moved = {name: (getattr(self.rates, name) + value) / 2 for name, value in measured.items()}
-        self.rates = replace(self.rates, **moved)
+    def learn_evaluation(self, timings: Timings) -> None:
+        """Note how long an evaluation took, as llama-server says."""
+        n_from, n_to = timings.cache_n, timings.cache_n + timings.prompt_n
+        self.rates = self.rates.after_evaluation(n_from, n_to, timings.prompt_ms / 1000)
 
     def tenant_namespace(self, tenant: bytes) -> Namespace:
         """Return the namespace of one tenant of this model."""

@@ -15,9 +15,6 @@ from proxy.driver.services import Services
 from proxy.log import get_logger
 from proxy.upstream.replies import Timings
 
-_MIN_MEASURED_TOKENS = 64
-"""A shorter evaluation says more of the round trip than of the rate."""
-
 
 class Confirmation:
     """Holds one request's reply against its plan."""
@@ -53,10 +50,7 @@ class Confirmation:
         if prompt.n_tokens + timings.predicted_n >= self._attachment.n_ctx:
             # At the end of the context it may have been shifted: such states are not exact.
             return TAINTED
-        if timings.prompt_n >= _MIN_MEASURED_TOKENS and timings.prompt_ms > 0:
-            self._attachment.learn(
-                evaluate_tokens_per_second=1000 * timings.prompt_n / timings.prompt_ms
-            )
+        self._attachment.learn_evaluation(timings)
         return after_evaluation(
             before,
             prompt.tokens,

@@ -114,6 +114,7 @@ class SlotWork:
 
     async def _load(self, slot_id: SlotId, checkpoint: Checkpoint) -> None:
         self._table.set_content(slot_id, Unknown(can_be_adopted=False))
+        is_warm = self._services.store.is_warm(checkpoint)
         began = time.monotonic()
         try:
             reply = await self._upstream.restore(slot_id, checkpoint.file_name)
@@ -123,7 +124,9 @@ class SlotWork:
             raise
         seconds = time.monotonic() - began
         self._metrics.restore_seconds.observe(seconds)
-        self._attachment.learn(restore_bytes_per_second=checkpoint.size_bytes / seconds)
+        self._attachment.rates = self._attachment.rates.after_restore(
+            checkpoint.size_bytes, seconds, is_warm=is_warm
+        )
         if reply.n_restored != checkpoint.n_tokens:
             raise UpstreamRefused(200, f"restored {reply.n_restored} of {checkpoint.n_tokens}")
 
@@ -134,6 +137,7 @@ class SlotWork:
         self._table.set_content(slot_id, Unknown(prompt.namespace, n_restored=n_restored))
         tokens = prompt.tokens[: stop.n_tokens]
         timings = await self._upstream.evaluate(slot_id, tokens, headers)
+        self._attachment.learn_evaluation(timings)
         content = after_evaluation(
             before,
             tokens,
@@ -216,7 +220,6 @@ class SlotWork:
         self._require_expected(slot_id, content, saved.state, is_just_predicted)
         self._require_same_process()
         self._metrics.save_seconds.observe(saved.seconds)
-        self._attachment.learn(save_bytes_per_second=saved.n_written / saved.seconds)
         return await self._commit(slot_id, content, kind, saved)
 
     def _require_expected(

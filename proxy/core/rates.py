@@ -1,0 +1,177 @@
+"""How long it takes to evaluate, restore and save on this server, learned from what it took.
+
+Owns: the cost functions and how they learn. Pure: a measurement goes in, other rates come out; must
+never know who measured or when. What nobody has measured yet only ranks options.
+
+A prediction is a sum of parts: one for the call itself and so much a token or byte. What a measurement
+misses it by is put on the parts in proportion to their shares of it, less the more they have been taught.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+POSITIONS = (1 << 10, 1 << 12, 1 << 14, 1 << 16, math.inf)
+"""Where the evaluation rate is learned anew: up to so many tokens in. Attention costs more further in."""
+
+MIN_TOKENS = 64
+MIN_BYTES = 64 << 10
+"""Less than this says more of the round trip than of the rate."""
+
+MAX_STEP = 4.0
+"""What one measurement can change a part by: the first one may have met a cold disk or a busy server."""
+
+MEMORY = 3.0
+"""So many large measurements are remembered: a later one changes a part by a quarter of what it missed."""
+
+_LARGE_TOKENS = 256
+_LARGE_BYTES = 256 << 10
+"""A measurement of so much counts half, a larger one more."""
+
+_LEAST_SECONDS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Seconds for one unit (a call, a token, a byte); `n_seen` measurements taught it, 0 is a default."""
+
+    seconds: float
+    n_seen: float = 0.0
+
+    def moved(self, miss: float, share: float, weight: float) -> "Part":
+        """Return the part after a measurement was *miss* times the prediction.
+
+        A miss beyond MAX_STEP is an outlier or a new truth: what was believed counts half from then on.
+        """
+        step = min(max(miss, 1 / MAX_STEP), MAX_STEP)
+        exponent = share * weight / (1 + min(self.n_seen, MEMORY)) if self.n_seen else weight
+        n_seen = self.n_seen + share * weight if step == miss else self.n_seen / 2
+        return Part(self.seconds * step**exponent, max(n_seen, 0.1))
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Saves, or restores of one sort: so long for the call and so long for each byte."""
+
+    call: Part
+    byte: Part
+
+    def seconds(self, size_bytes: int) -> float:
+        return self.call.seconds + size_bytes * self.byte.seconds
+
+    def after(self, size_bytes: int, seconds: float) -> "Transfer":
+        """Return what is known after a transfer of *size_bytes* took *seconds*."""
+        if size_bytes < MIN_BYTES or seconds <= 0:
+            return self
+        weight = size_bytes / (size_bytes + _LARGE_BYTES)
+        parts, amounts = (self.call, self.byte), (1.0, float(size_bytes))
+        return Transfer(*_taught(parts, amounts, seconds, weight))
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The rate, the call left out; 0 until it was measured."""
+        return 1 / self.byte.seconds if self.byte.n_seen else 0.0
+
+
+def _transfer(bytes_per_second: float) -> Transfer:
+    return Transfer(Part(0.005, 1.0), Part(1 / bytes_per_second))
+
+
+_DEFAULT_TOKEN = Part(1 / 500)
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Measured speeds of this server; the defaults only rank options until it has been measured."""
+
+    evaluation_call: Part = Part(0.005, 1.0)
+    tokens: tuple[Part, Part, Part, Part, Part] = (_DEFAULT_TOKEN,) * 5
+    cold_restore: Transfer = _transfer(5e8)
+    warm_restore: Transfer = _transfer(2e9)
+    save: Transfer = _transfer(1e9)
+
+    def evaluation_seconds(self, n_from: int, n_to: int) -> float:
+        """Return how long it takes to evaluate the tokens behind the first *n_from*, up to *n_to*."""
+        if n_to <= n_from:
+            return 0.0
+        parts = zip(self._believed(), _amounts(n_from, n_to), strict=True)
+        return self.evaluation_call.seconds + sum(part.seconds * n for part, n in parts)
+
+    def restore_seconds(self, size_bytes: int, *, is_warm: bool) -> float:
+        """Return how long a restore takes; *is_warm* says that the file is in the page cache."""
+        warm = self.warm_restore.seconds(size_bytes)
+        cold = self.cold_restore.seconds(size_bytes)
+        # What only one of them was measured for bounds the other.
+        if is_warm:
+            return warm if self.warm_restore.byte.n_seen else min(warm, cold)
+        return cold if self.cold_restore.byte.n_seen else max(warm, cold)
+
+    def save_seconds(self, size_bytes: int) -> float:
+        return self.save.seconds(size_bytes)
+
+    def after_evaluation(self, n_from: int, n_to: int, seconds: float) -> "Rates":
+        """Return the rates after evaluating from *n_from* to *n_to* took *seconds*."""
+        n_tokens = n_to - n_from
+        if n_tokens < MIN_TOKENS or seconds <= 0:
+            return self
+        weight = n_tokens / (n_tokens + _LARGE_TOKENS)
+        parts = (self.evaluation_call, *self._believed())
+        call, *tokens = _taught(parts, (1.0, *_amounts(n_from, n_to)), seconds, weight)
+        reached = zip(self.tokens, tokens, _amounts(n_from, n_to), strict=True)
+        a, b, c, d, e = (new if n >= MIN_TOKENS else old for old, new, n in reached)
+        return replace(self, evaluation_call=call, tokens=(a, b, c, d, e))
+
+    def after_restore(self, size_bytes: int, seconds: float, *, is_warm: bool) -> "Rates":
+        """Return the rates after a restore of *size_bytes* took *seconds*."""
+        if is_warm:
+            return replace(self, warm_restore=self.warm_restore.after(size_bytes, seconds))
+        return replace(self, cold_restore=self.cold_restore.after(size_bytes, seconds))
+
+    def after_save(self, size_bytes: int, seconds: float) -> "Rates":
+        """Return the rates after a save of *size_bytes* took *seconds*."""
+        return replace(self, save=self.save.after(size_bytes, seconds))
+
+    def tokens_per_second(self, position: float) -> float:
+        """Return the rate up to one of POSITIONS, the call left out; 0 until it was measured."""
+        part = self.tokens[POSITIONS.index(position)]
+        return 1 / part.seconds if part.n_seen else 0.0
+
+    def _believed(self) -> list[Part]:
+        """Return the parts of all positions: one never measured is what its measured neighbours are."""
+        measured = [i for i, part in enumerate(self.tokens) if part.n_seen]
+        return [
+            part if part.n_seen or not measured else Part(self._between(i, measured))
+            for i, part in enumerate(self.tokens)
+        ]
+
+    def _between(self, index: int, measured: Sequence[int]) -> float:
+        below = max((i for i in measured if i < index), default=min(measured))
+        above = min((i for i in measured if i > index), default=max(measured))
+        low, high = self.tokens[below].seconds, self.tokens[above].seconds
+        if below == above:
+            return low
+        # The positions grow by factors, and so may the seconds.
+        return float(low * (high / low) ** ((index - below) / (above - below)))
+
+
+def _amounts(n_from: int, n_to: int) -> list[float]:
+    """Return how many of the tokens from *n_from* to *n_to* lie in each stretch of positions."""
+    begins = (0, *POSITIONS)
+    stretches = zip(begins, POSITIONS, strict=False)
+    return [max(0, min(n_to, end) - max(n_from, begin)) for begin, end in stretches]
+
+
+def _taught(
+    parts: Sequence[Part], amounts: Sequence[float], seconds: float, weight: float
+) -> list[Part]:
+    """Return *parts*, moved towards what makes *amounts* of them take *seconds*."""
+    each = [part.seconds * amount for part, amount in zip(parts, amounts, strict=True)]
+    predicted = sum(each)
+    miss = max(seconds, _LEAST_SECONDS) / predicted
+    shares = [part_seconds / predicted for part_seconds in each]
+    # Where shares are s, moving the logarithm of each part by s / sum(s * s) makes up for the whole miss.
+    squares = sum(share * share for share in shares)
+    return [
+        part.moved(miss, min(1.0, share / squares), weight) if share else part
+        for part, share in zip(parts, shares, strict=True)
+    ]
