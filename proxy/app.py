@@ -24,6 +24,7 @@ from proxy.driver.gauges import connect_gauges
 from proxy.driver.learning import Learning
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.prompts import PromptReader
+from proxy.driver.remembering import Remembering
 from proxy.driver.report import Report
 from proxy.driver.room import Room
 from proxy.driver.saving import RewriteStateFile, Saver, keep_as_saved
@@ -147,7 +148,12 @@ async def _serve(
     operators = web.Application()
     operators.add_routes([*admin.routes(), *Checkpoints(lifecycle, services.opened_store).routes()])
     # In reverse order of leaving: stop listening, then save, then stop watching.
-    async with _background(lifecycle.watch()), _background(write_back.run()):
+    remembering = Remembering(services, lifecycle)
+    async with (
+        _background(remembering.run()),
+        _background(lifecycle.watch()),
+        _background(write_back.run()),
+    ):
         try:
             async with (
                 _listen(operators, settings.admin, 1.0) as admin_port,

@@ -4,6 +4,7 @@ All series exist from the start, at zero, so that a rate is right from the first
 docs/metrics.md is made from here.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
@@ -22,6 +23,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from proxy.core.degradation import DegradationKind
 from proxy.core.eviction import Removal
 from proxy.core.model import Outcome, RuleKind
+from proxy.core.rates import POSITIONS
 from proxy.core.slots import SlotState
 
 M = TypeVar("M", bound=MetricWrapperBase)
@@ -33,8 +35,9 @@ SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.0
 UNANSWERED = ("client left", "llama-server gone", "queue full", "other")
 STAGES = (
     *("attach", "self-test", "lifecycle", "tokenize", "lookup", "erase", "prepare", "placement"),
-    *("settle", "save", "unattended action"),
+    *("settle", "save", "unattended action", "remember"),
 )
+POSITION_LABELS = {p: "none" if p == math.inf else str(p) for p in POSITIONS}
 SAVES_SKIPPED = (Removal.BUDGET, Removal.FREE_SPACE, "larger than the budget")
 
 
@@ -158,6 +161,22 @@ class Metrics:
         self.rule_end_tokens = self._gauge(
             "rule_end_tokens",
             "The shortest state that can be continued at its very end, part of the learned rule.",
+        )
+        self.evaluation_tokens_per_second = self._gauge(
+            "evaluation_tokens_per_second",
+            "How fast prompt tokens are evaluated up to so many tokens into the prompt (none: further in), "
+            "as measured lately; 0 until then.",
+            up_to=POSITION_LABELS.values(),
+        )
+        self.restore_bytes_per_second = self._gauge(
+            "restore_bytes_per_second",
+            "How fast checkpoints are restored, as measured lately, from the page cache (warm) or from "
+            "the disk (cold); 0 until then.",
+            file=("warm", "cold"),
+        )
+        self.save_bytes_per_second = self._gauge(
+            "save_bytes_per_second",
+            "How fast checkpoints are saved, as measured lately; 0 until then.",
         )
         self.self_tests = self._counter(
             "self_tests",

@@ -82,14 +82,12 @@ Rank = tuple[Standing, float, float, CheckpointId]
 
 def value_seconds(checkpoint: Checkpoint, stretches: Iterable[Stretch], present: Present) -> float:
     """Return the expected seconds that losing the *stretches* of a checkpoint would cost."""
-    seconds, n_end = 0.0, checkpoint.n_tokens
-    for stretch in stretches:
-        evaluation_seconds = present.rates.evaluation_seconds(
-            max(0, n_end - stretch.n_tokens), n_end
-        )
-        seconds += evaluation_seconds * _likelihood(stretch.asked_at, present.now)
-    share = OTHER_MODEL_SHARE if _is_of_other_model(checkpoint, present) else 1.0
-    return share * seconds
+    seconds = sum(
+        present.rates.evaluation_seconds(s.n_before, s.n_before + s.n_tokens)
+        * _likelihood(s.asked_at, present.now)
+        for s in stretches
+    )
+    return seconds * (OTHER_MODEL_SHARE if _is_of_other_model(checkpoint, present) else 1.0)
 
 
 def _likelihood(asked_at: float, now: float) -> float:

@@ -33,9 +33,11 @@ class _Block:
 class Stretch:
     """Tokens that would have to be evaluated again without a checkpoint.
 
-    `leads_to` says what lies at their end, `asked_at` when a request last came through there.
+    `n_before` tokens lie before them, `leads_to` says what lies at their end, `asked_at` when a request
+    last came through there.
     """
 
+    n_before: int
     n_tokens: int
     leads_to: CheckpointKind
     asked_at: float
@@ -106,7 +108,8 @@ class Lineage:
                 n_begin -= 1
             if n_begin < n_end:
                 asked_at = self._blocks[path.hashes[n_end - 1]].asked_at
-                stretches.append(Stretch((n_end - n_begin) * BLOCK_TOKENS, leads_to, asked_at))
+                n_tokens = (n_end - n_begin) * BLOCK_TOKENS
+                stretches.append(Stretch(n_begin * BLOCK_TOKENS, n_tokens, leads_to, asked_at))
             n_before = n_end
         return stretches
 

@@ -84,10 +84,14 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A stored checkpoint and how many leading tokens it shares with a request, compared."""
+    """A stored checkpoint and how many leading tokens it shares with a request, compared.
+
+    `is_warm` says that its file is likely in the page cache.
+    """
 
     checkpoint: Checkpoint
     n_common: int
+    is_warm: bool = False
 
 
 @dataclass(frozen=True, slots=True)

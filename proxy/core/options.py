@@ -28,6 +28,7 @@ class Restore:
     checkpoint: Checkpoint
     n_reused: int
     n_common: int
+    is_warm: bool = False
 
 
 @dataclass(frozen=True, slots=True)

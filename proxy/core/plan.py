@@ -4,7 +4,7 @@ Owns: the choice among live slots, stored checkpoints and nothing, by estimated 
 slots, checkpoints, rule and rates come in, a plan goes out; None means to wait.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -14,7 +14,6 @@ from proxy.core.erasure import must_be_erased
 from proxy.core.model import (
     NO_CUTS,
     Candidate,
-    CheckpointId,
     Cuts,
     Prompt,
     Rule,
@@ -103,7 +102,7 @@ class Situation:
     """Everything a plan depends on besides the request itself.
 
     `n_shared` is the longest prefix that the prompt shares with any stored checkpoint, usable or not.
-    `occupants` say what each slot's state would cost; `warm` files are in the page cache. States that are
+    `occupants` say what each slot's state would cost; States that are
     `coming` can be waited for.
     """
 
@@ -114,7 +113,6 @@ class Situation:
     n_ctx: int
     n_shared: int = 0
     occupants: tuple[Occupant, ...] = ()
-    warm: Collection[CheckpointId] = ()
     coming: tuple[Coming, ...] = ()
     header_bytes: int = 0
 
@@ -237,7 +235,8 @@ def _starts(prompt: Prompt, now: Situation, slot: Slot) -> Iterator[UseLive | Re
         checkpoint = candidate.checkpoint
         n_reused = usable_tokens(now.rule, checkpoint, candidate.n_common, prompt.n_tokens)
         if n_reused and checkpoint.n_tokens < now.n_ctx:
-            yield Restore(checkpoint, n_reused, min(candidate.n_common, prompt.n_tokens - 1))
+            n_common = min(candidate.n_common, prompt.n_tokens - 1)
+            yield Restore(checkpoint, n_reused, n_common, candidate.is_warm)
 
 
 def _option(prompt: Prompt, now: Situation, slot: Slot, start: UseLive | Restore) -> Option:
@@ -246,8 +245,7 @@ def _option(prompt: Prompt, now: Situation, slot: Slot, start: UseLive | Restore
     seconds = now.rates.evaluation_seconds(start.n_reused, prompt.n_tokens)
     if isinstance(start, Restore):
         checkpoint = start.checkpoint
-        is_warm = checkpoint.id in now.warm
-        seconds += now.rates.restore_seconds(checkpoint.size_bytes, is_warm=is_warm)
+        seconds += now.rates.restore_seconds(checkpoint.size_bytes, is_warm=start.is_warm)
     return Option(
         slot.id,
         start,

@@ -47,9 +47,9 @@ class Known:
     `turn_start` are those of the conversation, `last_cut` where its prompt was last cut (0: nowhere).
     `marks` are other places, ascending, that requests may come back to: where turns began, where prompts
     branched. `n_saved` tokens of it are covered by a checkpoint in the store, which can be continued at
-    the `saved_points`; `shape` is the kind of request that the tokens were predicted for. The first `n_restored` came from a file that lacks positions: what
-    lies behind them is whole, but they cannot be continued before their end. There are no more than
-    `n_points_at_most` context checkpoints.
+    the `saved_points`; `shape` is the kind of request that the tokens were predicted for. The first
+    `n_restored` came from a file that lacks positions: what lies behind them is whole, but they cannot be
+    continued before their end. There are no more than `n_points_at_most` context checkpoints.
     """
 
     tokens: TokenIds

@@ -27,7 +27,13 @@ from proxy.driver.attachment import Attachment
 from proxy.driver.degradations import CannotCache
 from proxy.driver.identity import canary_tokens, read_identity, static_key
 from proxy.driver.leases import LeaseDesk
-from proxy.driver.memory import known_sizes, known_tenants, namespaces_name, owner_of
+from proxy.driver.memory import (
+    known_rates,
+    known_sizes,
+    known_tenants,
+    namespaces_name,
+    owner_of,
+)
 from proxy.driver.room import Room
 from proxy.driver.saving import SavedSlot, Saver
 from proxy.driver.services import Services
@@ -100,6 +106,7 @@ class Attacher:
             await self._find_namespace(room, attachment, slot_id, props)
             attachment.tenants = known_tenants(store, attachment)
             attachment.sizes.extend(known_sizes(store, attachment))
+            attachment.rates = known_rates(store, attachment)
             for adopted_id, saved in adopted.items():
                 await self._commit(store, attachment, adopted_id, saved)
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from proxy.core.degradation import DegradationKind
-from proxy.core.model import NO_RULE, Checkpoint, CheckpointId, Rule
+from proxy.core.model import NO_RULE, Rule
 from proxy.core.prefix import Namespace
 from proxy.core.probes import SelfTestResult
 from proxy.core.rates import Rates
@@ -16,6 +16,7 @@ from proxy.driver.degradations import CannotCache, Degradations
 from proxy.driver.identity import tenant_namespace
 from proxy.driver.leases import LeaseDesk
 from proxy.errors import CacheFault, NoRoom, UpstreamUnreachable
+from proxy.upstream.replies import Timings
 
 _MAX_SIZES = 256
 
@@ -45,7 +46,6 @@ class Attachment:
     rule: Rule = NO_RULE
     self_test: SelfTestResult | None = None
     rates: Rates = field(default_factory=Rates)
-    warm: set[CheckpointId] = field(default_factory=set)
     disabled_shapes: set[str] = field(default_factory=set)
     tenants: set[bytes] = field(default_factory=set)
     n_contradictions: int = 0
@@ -117,14 +117,10 @@ class Attachment:
         if self.desk.is_closed:
             raise UpstreamUnreachable("llama-server was replaced meanwhile")
 
-    def note_evaluation(self, n_from: int, n_to: int, seconds: float) -> None:
-        self.rates = self.rates.after_evaluation(n_from, n_to, seconds)
-
-    def note_restore(self, checkpoint: Checkpoint, seconds: float) -> None:
-        self.rates = self.rates.after_restore(checkpoint.size_bytes, seconds, is_warm=True)
-
-    def note_save(self, size_bytes: int, seconds: float) -> None:
-        self.rates = self.rates.after_save(size_bytes, seconds)
+    def learn_evaluation(self, timings: Timings) -> None:
+        """Note how long an evaluation took, as llama-server says."""
+        n_from, n_to = timings.cache_n, timings.cache_n + timings.prompt_n
+        self.rates = self.rates.after_evaluation(n_from, n_to, timings.prompt_ms / 1000)
 
     def bytes_of(self, n_tokens: int) -> int:
         """Return how large the state of a prompt's first *n_tokens* will be at most; 0 if unknown."""

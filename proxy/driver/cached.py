@@ -135,7 +135,6 @@ class CachedRequest:
                 Occupant(s.content, attachment.state_bytes(s.content), now - s.used_at)
                 for s in slots
             ),
-            attachment.warm,
             self._session.arrivals.coming(),
             attachment.bytes_of(self._prompt.cuts.header),
         )

@@ -51,7 +51,7 @@ class Confirmation:
         if prompt.n_tokens + timings.predicted_n >= self._attachment.n_ctx:
             # At the end of the context it may have been shifted: such states are not exact.
             return TAINTED
-        self._attachment.note_evaluation(timings.cache_n, prompt.n_tokens, timings.prompt_ms / 1000)
+        self._attachment.learn_evaluation(timings)
         return after_evaluation(
             before,
             prompt.tokens,

@@ -11,7 +11,7 @@ from proxy.driver.attachment import Attachment
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.services import Services
 from proxy.log import get_logger
-from proxy.metrics import Metrics
+from proxy.metrics import POSITION_LABELS, Metrics
 from proxy.store.store import CheckpointStore
 
 
@@ -30,6 +30,19 @@ def _connect_attachment(metrics: Metrics, lifecycle: Lifecycle) -> None:
 
     metrics.waiting_requests.set_function(of_attachment(lambda a: a.desk.n_waiting))
     metrics.rule_end_tokens.set_function(of_attachment(lambda a: a.rule.end_holds_from))
+    for position, label in POSITION_LABELS.items():
+        metrics.evaluation_tokens_per_second.labels(label).set_function(
+            of_attachment(_rate_up_to(position))
+        )
+    warm, cold = (
+        metrics.restore_bytes_per_second.labels("warm"),
+        metrics.restore_bytes_per_second.labels("cold"),
+    )
+    warm.set_function(of_attachment(lambda a: a.rates.warm_restore.bytes_per_second))
+    cold.set_function(of_attachment(lambda a: a.rates.cold_restore.bytes_per_second))
+    metrics.save_bytes_per_second.set_function(
+        of_attachment(lambda a: a.rates.save.bytes_per_second)
+    )
     for state in SlotState:
         metrics.slots.labels(state).set_function(of_attachment(_n_slots_in(state)))
     for kind in RuleKind:
@@ -38,6 +51,10 @@ def _connect_attachment(metrics: Metrics, lifecycle: Lifecycle) -> None:
 
 def _n_slots_in(state: SlotState) -> Callable[[Attachment], float]:
     return lambda attachment: sum(state_of(slot) is state for slot in attachment.desk.table)
+
+
+def _rate_up_to(position: float) -> Callable[[Attachment], float]:
+    return lambda attachment: attachment.rates.tokens_per_second(position)
 
 
 def _is_rule(kind: RuleKind) -> Callable[[Attachment], float]:

@@ -111,7 +111,7 @@ class Learning:
         attachment.desk.reconsider()  # nobody need wait for what this slot held
         n_vocab = (await self._upstream.model_meta()).n_vocab
         room = Room(self._services, attachment, self._saver)
-        test = SelfTest(self._upstream, room.probe, n_vocab)
+        test = SelfTest(self._upstream, room.probe, n_vocab, attachment.learn_evaluation)
         rule = await test.learn_rule(slot_id, attachment.n_ctx)
         result = SelfTestResult(rule)
         if rule.kind is not RuleKind.NOTHING:

@@ -1,7 +1,11 @@
-"""What the index remembers of a model from one process to the next: its self-test, tenants and sizes."""
+"""What the index remembers of a model from one process to the next.
+
+Its self-test, tenants, sizes and rates.
+"""
 
 from proxy.core.prefix import Namespace, TokenIds
 from proxy.core.probes import SelfTestResult
+from proxy.core.rates import Rates
 from proxy.core.state_size import StateSize
 from proxy.driver.attachment import Attachment
 from proxy.store.store import CheckpointStore
@@ -83,3 +87,16 @@ async def remember_sizes(store: CheckpointStore, attachment: Attachment) -> None
 
 def _sizes_name(attachment: Attachment) -> str:
     return f"sizes {(attachment.model_namespace or b'').hex()}"
+
+
+def known_rates(store: CheckpointStore, attachment: Attachment) -> Rates:
+    """Return how fast this model on this build was when it was last served here."""
+    return store.index.value(_rates_name(attachment), Rates) or Rates()
+
+
+async def remember_rates(store: CheckpointStore, attachment: Attachment) -> None:
+    await store.put_value(_rates_name(attachment), attachment.rates)
+
+
+def _rates_name(attachment: Attachment) -> str:
+    return f"rates {(attachment.model_namespace or b'').hex()} {attachment.build}"

@@ -75,6 +75,7 @@ class Room:
         n_bytes = max(saved.n_written, state.size_bytes)  # a repair makes a file longer
         size = StateSize(len(state.tokens), len(state.restore_points), n_bytes)
         self._attachment.sizes.append(size)
+        self._attachment.rates = self._attachment.rates.after_save(saved.n_written, saved.seconds)
         with self._refusals_told():
             await self._services.store.settle(name, state.size_bytes)
         return saved

@@ -15,6 +15,7 @@ from proxy.core.probes import Probe, Trial, diverging_tells, is_hopeless, judge
 from proxy.driver.saving import SavedSlot
 from proxy.errors import UpstreamRefused
 from proxy.upstream.llama_server import LlamaServer
+from proxy.upstream.replies import Timings
 from proxy.upstream.state_file import StateFile
 
 SHORT_TOKENS = 64
@@ -31,8 +32,15 @@ ProbeSave = Callable[[SlotId, int], AbstractAsyncContextManager[SavedSlot]]
 class SelfTest:
     """Probes leased, empty slots; whoever holds the leases erases them afterwards."""
 
-    def __init__(self, upstream: LlamaServer, probe_save: ProbeSave, n_vocab: int) -> None:
+    def __init__(
+        self,
+        upstream: LlamaServer,
+        probe_save: ProbeSave,
+        n_vocab: int,
+        note_evaluation: Callable[[Timings], None] = lambda _: None,
+    ) -> None:
         self._upstream = upstream
+        self._note_evaluation = note_evaluation
         self._probe_save = probe_save
         n_longest = PROBE_LENGTHS[-1] + 3 * _MORE_TOKENS
         self._text = token_ids(
@@ -72,7 +80,7 @@ class SelfTest:
         return (await self._upstream.evaluate(slot_id, text)).cache_n
 
     async def _probe(self, slot_id: SlotId, n_tokens: int) -> Probe:
-        await self._upstream.evaluate(slot_id, self._text[:n_tokens])
+        self._note_evaluation(await self._upstream.evaluate(slot_id, self._text[:n_tokens]))
         async with self._probe_save(slot_id, n_tokens) as saved:
             state = saved.state
             trials = [

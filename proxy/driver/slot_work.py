@@ -89,6 +89,7 @@ class SlotWork:
 
     async def _load(self, slot_id: SlotId, checkpoint: Checkpoint) -> None:
         self._table.set_content(slot_id, Unknown(can_be_adopted=False))
+        is_warm = self._services.store.is_warm(checkpoint)
         began = time.monotonic()
         try:
             reply = await self._upstream.restore(slot_id, checkpoint.file_name)
@@ -98,7 +99,9 @@ class SlotWork:
             raise
         seconds = time.monotonic() - began
         self._metrics.restore_seconds.observe(seconds)
-        self._attachment.note_restore(checkpoint, seconds)
+        self._attachment.rates = self._attachment.rates.after_restore(
+            checkpoint.size_bytes, seconds, is_warm=is_warm
+        )
         if reply.n_restored != checkpoint.n_tokens:
             raise UpstreamRefused(200, f"restored {reply.n_restored} of {checkpoint.n_tokens}")
 
@@ -111,6 +114,8 @@ class SlotWork:
         self._table.set_content(slot_id, Unknown(prompt.namespace, n_restored=n_restored))
         tokens = prompt.tokens[: stop.n_tokens]
         timings = await self._upstream.evaluate(slot_id, tokens, headers)
+        self._attachment.learn_evaluation(timings)
+        self._attachment.learn_evaluation(timings)
         content = after_evaluation(
             before,
             tokens,

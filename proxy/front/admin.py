@@ -8,10 +8,12 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from proxy.core.degradation import EXPLANATIONS
+from proxy.core.rates import Rates
 from proxy.core.slots import SlotTable, state_of
 from proxy.driver.degradations import Degradation
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.services import Services
+from proxy.metrics import POSITION_LABELS
 
 
 class Admin:
@@ -38,6 +40,7 @@ class Admin:
             body["rule"] = attachment.rule.kind.value
             body["slots"] = describe_slots(attachment.desk.table)
             body["waiting"] = attachment.desk.n_waiting
+            body["rates"] = describe_rates(attachment.rates)
         if store is not None:
             body["checkpoints"] = len(store)
             body["checkpoint_bytes"] = store.size_bytes
@@ -61,6 +64,21 @@ def describe(degradation: Degradation) -> dict[str, str]:
 def describe_slots(table: SlotTable) -> dict[str, int]:
     """Return how many slots are leased, and how many of the others hold what."""
     return dict(Counter(state_of(slot).value for slot in table))
+
+
+def describe_rates(rates: Rates) -> dict[str, object]:
+    """Return how fast llama-server was measured to be; what was not measured yet is 0."""
+    return {
+        "evaluation_tokens_per_second": {
+            label: round(rates.tokens_per_second(position), 1)
+            for position, label in POSITION_LABELS.items()
+        },
+        "restore_bytes_per_second": {
+            "warm": round(rates.warm_restore.bytes_per_second),
+            "cold": round(rates.cold_restore.bytes_per_second),
+        },
+        "save_bytes_per_second": round(rates.save.bytes_per_second),
+    }
 
 
 def _moment(seconds: float) -> str:

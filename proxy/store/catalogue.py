@@ -13,12 +13,14 @@ from proxy.core.eviction import Exempt, Present, choose_victims, value_seconds
 from proxy.core.lineage import Gone, Lineage
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.prefix import PrefixHash
+from proxy.store.warmth import WarmFiles, page_cache_bytes
 
 
 class Catalogue:
     """The records of the checkpoints that may be offered."""
 
     def __init__(self) -> None:
+        self._warm = WarmFiles(page_cache_bytes())
         self._records: dict[CheckpointId, Checkpoint] = {}
         self._going: dict[CheckpointId, tuple[Checkpoint, Sequence[PrefixHash]]] = {}
         self._lineage = Lineage()
@@ -71,6 +73,7 @@ class Catalogue:
     def take(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
         """Take a checkpoint out, so that nobody finds it while it is removed; None if it is gone."""
         checkpoint = self._records.pop(checkpoint_id, None)
+        self._warm.forget(checkpoint_id)
         if checkpoint is not None:
             self._going[checkpoint_id] = checkpoint, self._lineage.remove(checkpoint_id)
         return checkpoint
@@ -104,9 +107,19 @@ class Catalogue:
         """Note that a request begins with these prefixes, wherever it finds their state."""
         self._lineage.note_asked(hashes, time.time())
 
+    def note_read(self, checkpoint: Checkpoint) -> None:
+        """Note that the file of a checkpoint was just written or read."""
+        if checkpoint.id in self._records:
+            self._warm.note(checkpoint)
+
+    def is_warm(self, checkpoint_id: CheckpointId) -> bool:
+        """Return whether the file of a checkpoint is likely in the page cache."""
+        return checkpoint_id in self._warm
+
     def touch(self, checkpoint_id: CheckpointId) -> None:
         """Note that a checkpoint was restored."""
         if record := self._records.get(checkpoint_id):
+            self._warm.note(record)
             self._records[checkpoint_id] = replace(record, last_used_at=time.time())
             self._touched.add(checkpoint_id)
 

@@ -111,7 +111,7 @@ class CheckpointStore:
             n_common = self.index.common_prefix(checkpoint_id, tokens)
             if n_common is None or self._catalogue.is_quarantined(checkpoint_id):
                 continue
-            candidate = Candidate(checkpoint, n_common)
+            candidate = Candidate(checkpoint, n_common, self._catalogue.is_warm(checkpoint_id))
             if group and candidate.n_common // BLOCK_TOKENS < group[0].n_common // BLOCK_TOKENS:
                 yield from sorted(group, key=lambda c: -c.n_common)
                 group = []
@@ -136,6 +136,10 @@ class CheckpointStore:
             self.files.require_unchanged(checkpoint.file_name, checkpoint.file_stamp)
             yield checkpoint
             self._catalogue.touch(checkpoint.id)
+
+    def is_warm(self, checkpoint: Checkpoint) -> bool:
+        """Return whether the file of a checkpoint is likely in the page cache."""
+        return self._catalogue.is_warm(checkpoint.id)
 
     def holds(self, namespace: Namespace, tokens: TokenIds) -> bool:
         """Return whether a checkpoint of exactly these tokens is there."""
@@ -198,6 +202,7 @@ class CheckpointStore:
 
         def enter(checkpoint: Checkpoint) -> None:
             self._catalogue.enter(checkpoint, hashes)
+            self._catalogue.note_read(checkpoint)
             self._budget.release(state.temporary_name)
 
         touched = self._catalogue.take_touched()

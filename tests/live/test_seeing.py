@@ -52,3 +52,24 @@ async def test_restored_conversation_is_seen_in_metrics_and_health(start_rig: St
         assert sample(rig, "rule", rule="restore points") == 1
         assert (await rig.health())["state"] == "caching"
         assert (await rig.health())["reasons"] == []
+
+
+async def test_rates_are_learned_shown_and_remembered(start_rig: StartRig) -> None:
+    async with start_rig("full") as rig:
+        await rig.chat(MESSAGES[0], tools=TOOLS)
+        await rig.settled()
+        learned = (await rig.health())["rates"]
+        assert learned["evaluation_tokens_per_second"]["1024"] > 0
+        assert learned["evaluation_tokens_per_second"]["none"] == 0  # nothing was that long
+        assert learned["save_bytes_per_second"] > 0
+        shown = sample(rig, "evaluation_tokens_per_second", up_to="1024")
+        assert round(shown, 1) == learned["evaluation_tokens_per_second"]["1024"]
+        before = rig.running.lifecycle.current
+        await rig.restart()
+        after = rig.running.lifecycle.current
+        assert before is not None and after is not None and before is not after
+        # First contact saves a probe, which may already have taught more of saving.
+        assert after.attachment.rates.tokens == before.attachment.rates.tokens
+        await rig.chat(MESSAGES[1], tools=TOOLS)
+        assert (await rig.health())["rates"]["restore_bytes_per_second"]["cold"] > 0
+        assert (await rig.health())["rates"]["restore_bytes_per_second"]["warm"] == 0

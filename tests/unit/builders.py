@@ -4,6 +4,7 @@ from typing import Any
 
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, Rule, RuleKind
 from proxy.core.prefix import Namespace, TokenIds, token_ids
+from proxy.core.rates import Part, Rates, Transfer
 
 NAMESPACE = Namespace(b"n" * 16)
 OTHER_NAMESPACE = Namespace(b"o" * 16)
@@ -12,6 +13,13 @@ ANY_PREFIX = Rule(RuleKind.ANY_PREFIX)
 RESTORE_POINTS = Rule(RuleKind.RESTORE_POINTS)
 END_ONLY = Rule(RuleKind.END_ONLY)
 NOTHING = Rule(RuleKind.NOTHING)
+
+
+def steady(tokens_per_second: float = 500.0, cold_bytes_per_second: float = 1e9) -> Rates:
+    """Return rates that are the same at every position and size, and calls that cost nothing."""
+    call, token = Part(0.0, 1.0), Part(1 / tokens_per_second, 1.0)
+    transfer = Transfer(call, Part(1 / cold_bytes_per_second, 1.0))
+    return Rates(call, (token,) * 5, transfer, transfer, transfer)
 
 
 def run_of(n_tokens: int, start: int = 0) -> TokenIds:

@@ -1,5 +1,6 @@
 """Which checkpoints go, and which never do."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +26,6 @@ from proxy.core.model import (
     Checkpoint,
     CheckpointId,
     CheckpointKind,
-    Rates,
     Rule,
     RuleKind,
 )
@@ -41,6 +41,7 @@ from tests.unit.builders import (
     candidate,
     checkpoint,
     run_of,
+    steady,
 )
 
 NEWER = CheckpointId(99)
@@ -68,8 +69,7 @@ class Shelf:
     def value(self, of: Checkpoint, present: Present = Present(NOW)) -> float:  # noqa: B008
         """Return the tokens that losing a checkpoint would cost."""
         stretches = self.lineage.only_in(of.id, Gone())
-        rate = present.rates.evaluate_tokens_per_second
-        return value_seconds(of, stretches, present) * rate
+        return value_seconds(of, stretches, replace(present, rates=steady(1.0)))
 
     def victims(self, n_bytes: int, present: Present = Present(NOW), **exempt: Any) -> list[int]:  # noqa: B008
         chosen = choose_victims(self.checkpoints, n_bytes, self.lineage, present, Exempt(**exempt))
@@ -137,8 +137,7 @@ def test_value_is_seconds_by_the_measured_rate() -> None:
     shelf = Shelf()
     stored = shelf.put(run_of(1280))
     stretches = shelf.lineage.only_in(stored.id, Gone())
-    present = Present(NOW, Rates(evaluate_tokens_per_second=100.0))
-    assert value_seconds(stored, stretches, present) == 12.8
+    assert value_seconds(stored, stretches, Present(NOW, steady(100.0))) == pytest.approx(12.8)
 
 
 def test_choose_victims_within_the_budget_chooses_none() -> None:

@@ -13,7 +13,6 @@ from proxy.core.model import (
     CheckpointKind,
     Cuts,
     Prompt,
-    Rates,
     Rule,
     RuleKind,
     SlotId,
@@ -32,6 +31,7 @@ from proxy.core.plan import (
     promising,
 )
 from proxy.core.prefix import common_prefix_length, token_ids
+from proxy.core.rates import Rates
 from proxy.core.restore import usable_tokens
 from proxy.core.slots import Content, Empty, Known, Reuse, Slot, Unknown
 from tests.unit.builders import (

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from proxy.core.model import Candidate, Prompt, Rates, Rule, SlotId
+from proxy.core.model import Candidate, Prompt, Rule, SlotId
 from proxy.core.plan import Situation, Why, plan_request
 from proxy.core.slots import Content, Empty, Known, Slot
 from tests.unit.builders import (
@@ -15,9 +15,10 @@ from tests.unit.builders import (
     branch,
     candidate,
     run_of,
+    steady,
 )
 
-RATES = Rates(500.0, 1e6, 1e9)
+RATES = steady(500.0, 1e6)
 BIG_BYTES, SMALL_BYTES = 10**9, 1000
 
 
