@@ -53,7 +53,9 @@ class Player:
 
     async def _play_stage(self, stage: Stage) -> None:
         began = time.monotonic()
-        async with aiohttp.ClientSession() as http, asyncio.TaskGroup() as tasks:
+        # llama-server closes connections when it likes, and a POST that meets a closed one fails.
+        connector = aiohttp.TCPConnector(force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as http, asyncio.TaskGroup() as tasks:
             for client in stage.clients:
                 tasks.create_task(self._play_client(http, client))
         self._played.seconds += time.monotonic() - began
