@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,16 +42,31 @@ def proxy_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith("LLAMA_PREFIX_CACHE_")}
 
 
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """How the processes are started; `launcher` is the Python module that serves, with its arguments."""
+
+    n_slots: int = 2
+    n_ctx: int = 65536
+    n_threads: int = 2
+    server_arguments: tuple[str, ...] = ()
+    launcher: tuple[str, ...] = ("proxy", "serve")
+    proxy_options: tuple[str, ...] = ()
+
+
 class ProxyProcess:
     """One proxy with default settings; the same object can be started again, on the same ports."""
 
-    def __init__(self, upstream: str, directory: Path, log_path: Path) -> None:
+    def __init__(
+        self, upstream: str, directory: Path, log_path: Path, setup: Setup | None = None
+    ) -> None:
         self.log_path = log_path
+        setup = setup or Setup()
         listen, admin = (f"127.0.0.1:{find_free_port()}" for _ in range(2))
         self.base_url, self._admin_url = f"http://{listen}", f"http://{admin}"
-        self._command = [sys.executable, "-m", "proxy", "serve", "--upstream", upstream]
+        self._command = [sys.executable, "-m", *setup.launcher, "--upstream", upstream]
         self._command += ["--slot-save-path", str(directory), "--listen", listen]
-        self._command += ["--admin", admin]
+        self._command += ["--admin", admin, *setup.proxy_options]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -94,6 +110,12 @@ class ProxyProcess:
             await self._wait_until("idle", _is_idle)
             await asyncio.sleep(SETTLED_SECONDS)
 
+    async def metrics(self) -> str:
+        """Return what GET /metrics says."""
+        async with aiohttp.ClientSession() as client:
+            async with client.get(self._admin_url + "/metrics") as reply:
+                return await reply.text()
+
     async def _wait_until(self, state: str, holds: Callable[[Health], bool]) -> None:
         health = None
         try:
@@ -121,16 +143,33 @@ def _is_idle(health: Health) -> bool:
 class Stack:
     """One llama-server in a temporary directory of its own, with the proxy before it or without."""
 
-    def __init__(self, kind: str, size: str, leftovers: ExitStack, *, has_proxy: bool) -> None:
+    def __init__(
+        self,
+        kind: str,
+        size: str,
+        leftovers: ExitStack,
+        *,
+        has_proxy: bool,
+        setup: Setup | None = None,
+    ) -> None:
+        setup = setup or Setup()
         folder = Path(leftovers.enter_context(tempfile.TemporaryDirectory(prefix="prefix-cache-")))
-        slots = folder / "slots"
-        slots.mkdir(mode=0o700)
-        model = model_path(kind, size, DEFAULT_MODEL_FOLDER)
-        self.server = LlamaServer(model, slots, log_path=folder / "llama-server.log", n_threads=2)
+        self.slots = folder / "slots"
+        self.slots.mkdir(mode=0o700)
+        self.server = LlamaServer(
+            model_path(kind, size, DEFAULT_MODEL_FOLDER),
+            self.slots,
+            n_slots=setup.n_slots,
+            n_ctx=setup.n_ctx,
+            extra_args=setup.server_arguments,
+            log_path=folder / "llama-server.log",
+            n_threads=setup.n_threads,
+        )
         leftovers.callback(self.server.kill)
         self.proxy: ProxyProcess | None = None
         if has_proxy:
-            self.proxy = ProxyProcess(self.server.base_url, slots, folder / "proxy.log")
+            log_path = folder / "proxy.log"
+            self.proxy = ProxyProcess(self.server.base_url, self.slots, log_path, setup)
             leftovers.callback(self.proxy.kill)
 
     @property

@@ -1,0 +1,32 @@
+"""Repeatable text: passages of the Python standard library's source, which the vocabulary was trained on.
+
+Deterministic for one Python version, and without the network. Passages of different seeds begin
+differently.
+"""
+
+import functools
+import sysconfig
+from pathlib import Path
+
+MODULES = """
+    argparse ast calendar configparser copy csv dataclasses datetime difflib dis doctest enum
+    fractions ftplib gettext heapq inspect ipaddress locale mailbox optparse pathlib pdb pickle
+    platform plistlib pprint random shutil smtplib socket statistics string subprocess tarfile
+    tempfile textwrap threading tokenize traceback turtle typing uuid zipfile
+""".split()
+_STRIDE = 1_000_003
+"""Prime, so that successive seeds begin far apart, and none twice."""
+
+
+@functools.cache
+def corpus() -> str:
+    """Return the source of all modules, one after the other."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    return "".join((folder / f"{name}.py").read_text(encoding="utf-8") for name in MODULES)
+
+
+def passage(seed: int, n_characters: int) -> str:
+    """Return *n_characters* of source; the first line says which, so no two seeds begin alike."""
+    text = corpus()
+    begin = seed * _STRIDE % (len(text) - n_characters)
+    return f"# part {seed}\n{text[begin : begin + n_characters]}"[:n_characters]

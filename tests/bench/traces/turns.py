@@ -1,0 +1,73 @@
+"""Traces of single users: short chats, branches, and a large store of facts."""
+
+from tests.bench.traces.session import Session, header
+from tests.bench.traces.text import passage
+from tests.bench.traces.trace import NO_HEADER, Header, Request, Trace, one_client
+
+N_CHATS = 24
+STATIC_CHARACTERS = 355_000
+"""About 100,000 tokens."""
+N_QUESTIONS = 10
+
+
+def short() -> Trace:
+    """Chats of 30 to 100 tokens whose answers come back as they were given.
+
+    Half of them one after the other, the others by turns.
+    """
+    one_by_one = [_chat(n) for n in range(N_CHATS // 2)]
+    by_turns = [_chat(n) for n in range(N_CHATS // 2, N_CHATS)]
+    requests = [request for chat in one_by_one for request in chat]
+    for first in range(0, len(by_turns), 3):
+        group = by_turns[first : first + 3]
+        n_longest = max(len(chat) for chat in group)
+        requests += [chat[n] for n in range(n_longest) for chat in group if n < len(chat)]
+    return Trace("short", (one_client(requests),), slots=(2,))
+
+
+def _chat(number: int) -> list[Request]:
+    session = Session(f"c{number}", NO_HEADER, 20_000 + 10 * number)
+    requests = [session.ask(70 + 15 * (number % 5)).request()]
+    for _ in range(1 + number % 2):
+        requests.append(session.real_answer().ask(60).request())
+    return requests
+
+
+def branch() -> Trace:
+    """A session that is regenerated, edited and taken back."""
+    first = Session("b", header(0, 9000), 6000)
+    requests, marks = [], []
+    for _ in range(4):
+        marks.append(first.n_messages)
+        requests.append(first.ask().request())
+        requests.append(first.call(2000).request())
+        first.answer()
+    requests += [requests[-1], requests[-1]]  # regenerated twice
+    edited = first.fork("edited", marks[2])
+    requests += _turns(edited, 2)
+    back = first.fork("back", marks[2] + 4)  # two turns back, behind the second answer
+    requests += _turns(back, 2)
+    requests += _turns(first, 1)
+    requests += _turns(edited, 1)
+    return Trace("branch", (one_client(requests),))
+
+
+def _turns(session: Session, n_turns: int) -> list[Request]:
+    requests = []
+    for _ in range(n_turns):
+        requests.append(session.ask().request())
+        requests.append(session.call(2000).request())
+        session.answer()
+    return requests
+
+
+def memory_store() -> Trace:
+    """Questions about 100,000 tokens of facts, each in a conversation of its own."""
+    content = "Answer from these notes.\n" + passage(1, STATIC_CHARACTERS)
+    facts = Header({"role": "system", "content": content})
+    questions = [
+        Session(f"q{n + 1}", facts, 7000 + n).ask(200).request() for n in range(2 * N_QUESTIONS)
+    ]
+    first, second = questions[:N_QUESTIONS], questions[N_QUESTIONS:]
+    stages = (one_client(first), one_client(second, restarts=True))
+    return Trace("memory-store", stages, n_ctx=122_880)
