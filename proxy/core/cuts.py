@@ -13,15 +13,17 @@ What it buys depends on the rule:
 - any rule: a state that is saved at the cut can be restored into other slots while this one goes on.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from proxy.core.model import Candidate, CheckpointKind, Cuts, Rule, RuleKind
-from proxy.core.prefix import BLOCK_TOKENS
 from proxy.core.restore import usable_tokens
 
 SLACK_TOKENS = 16
 """A cut counts as covered by a restore point this close below it."""
+
+MIN_CUT_TOKENS = 64
+"""A shorter prefix is not worth the round trip of a stop."""
 
 MIN_BRANCH_TOKENS = 64
 """Where prompts share so many tokens more than can be reused, a stop is made for the next one."""
@@ -49,7 +51,7 @@ def branch_of(rule: Rule, n_shared: int, n_prompt: int, n_reused: int) -> int:
     It shares its first *n_shared* tokens with an earlier prompt, and *n_reused* of them are reused.
     """
     needs_point = rule.kind in (RuleKind.RESTORE_POINTS, RuleKind.END_ONLY)
-    is_inside = BLOCK_TOKENS <= n_shared < n_prompt - 1
+    is_inside = MIN_CUT_TOKENS <= n_shared < n_prompt - 1
     return n_shared if needs_point and is_inside and n_shared > n_reused + MIN_BRANCH_TOKENS else 0
 
 
@@ -67,25 +69,37 @@ def choose_stops(
     """
     if not rule.can_restore:
         return ()
-    is_end_only = rule.kind is RuleKind.END_ONLY
-    wanted = [(cuts.header, CheckpointKind.HEADER, is_end_only or shares_header)]
-    if rule.kind is not RuleKind.ANY_PREFIX:
-        wanted.append((cuts.turn_start, CheckpointKind.TURN_START, is_end_only))
-        wanted.append((cuts.branch, CheckpointKind.BRANCH, is_end_only))
-    elif not shares_header:
-        return ()
     stops: dict[int, Stop] = {}
-    if is_end_only and _is_ahead(cuts.message_end, n_reused):
-        stops[cuts.message_end] = Stop(cuts.message_end)
-    for n_cut, kind, is_saved in wanted:
-        if _is_ahead(n_cut, n_reused) and not is_covered(rule, candidates, n_cut):
-            if kind is not CheckpointKind.BRANCH or not _is_near(n_cut, stops):
-                stops[n_cut] = Stop(n_cut, kind if is_saved else None)
+    for n_cut, save_as in _wanted(rule, cuts, shares_header=shares_header):
+        is_near = save_as is None and _is_near(n_cut, stops)
+        if _is_ahead(n_cut, n_reused) and not is_near and not is_covered(rule, candidates, n_cut):
+            stops[n_cut] = Stop(n_cut, save_as)
+    if rule.kind is RuleKind.END_ONLY and _is_ahead(cuts.message_end, n_reused):
+        stops.setdefault(cuts.message_end, Stop(cuts.message_end))
     return tuple(stops[n] for n in sorted(stops))
 
 
+def _wanted(
+    rule: Rule, cuts: Cuts, *, shares_header: bool
+) -> Iterator[tuple[int, CheckpointKind | None]]:
+    """Yield the cuts to stop at, the most important first, and what is saved there."""
+    is_end_only = rule.kind is RuleKind.END_ONLY
+    if is_end_only or shares_header:
+        yield cuts.header, CheckpointKind.HEADER
+    elif rule.kind is RuleKind.RESTORE_POINTS:
+        yield cuts.header, None
+    if is_end_only:
+        yield cuts.turn_start, CheckpointKind.TURN_START
+        yield cuts.branch, CheckpointKind.BRANCH
+    elif rule.kind is RuleKind.RESTORE_POINTS:
+        yield cuts.turn_start, None
+        # Conversations fork where a user message begins; under *end only* that is not worth a file.
+        yield cuts.last_turn_end, None
+        yield cuts.branch, None
+
+
 def _is_ahead(n_cut: int, n_reused: int) -> bool:
-    return n_cut >= BLOCK_TOKENS and n_cut > n_reused + SLACK_TOKENS
+    return n_cut >= MIN_CUT_TOKENS and n_cut > n_reused + SLACK_TOKENS
 
 
 def _is_near(n_cut: int, stops: Iterable[int]) -> bool:

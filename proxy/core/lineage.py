@@ -13,7 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from proxy.core.model import Checkpoint, CheckpointId, CheckpointKind
-from proxy.core.prefix import BLOCK_TOKENS, PrefixHash
+from proxy.core.prefix import (
+    BLOCK_TOKENS,
+    FIRST_BLOCK_TOKENS,
+    PrefixHash,
+    count_blocks,
+    end_of_block,
+)
 from proxy.core.restore import highest_point
 
 Gone = Counter[PrefixHash]
@@ -108,8 +114,9 @@ class Lineage:
                 n_begin -= 1
             if n_begin < n_end:
                 asked_at = self._blocks[path.hashes[n_end - 1]].asked_at
-                n_tokens = (n_end - n_begin) * BLOCK_TOKENS
-                stretches.append(Stretch(n_begin * BLOCK_TOKENS, n_tokens, leads_to, asked_at))
+                n_before_tokens = end_of_block(n_begin)
+                n_tokens = end_of_block(n_end) - n_before_tokens
+                stretches.append(Stretch(n_before_tokens, n_tokens, leads_to, asked_at))
             n_before = n_end
         return stretches
 
@@ -129,9 +136,9 @@ class Lineage:
 def _continuing(checkpoint: Checkpoint) -> "range | frozenset[int]":
     """Return after how many blocks a state can be continued, whatever it is restored for."""
     if checkpoint.has_every_position:
-        return range(1, checkpoint.n_tokens // BLOCK_TOKENS + 1)
+        return range(1, count_blocks(checkpoint.n_tokens) + 1)
     points = (*checkpoint.restore_points, checkpoint.n_tokens)
-    return frozenset(point // BLOCK_TOKENS for point in points)
+    return frozenset(count_blocks(point) for point in points)
 
 
 def _destinations(checkpoint: Checkpoint) -> tuple[tuple[int, CheckpointKind], ...]:
@@ -140,7 +147,7 @@ def _destinations(checkpoint: Checkpoint) -> tuple[tuple[int, CheckpointKind], .
     # What was generated behind a turn's start is no turn's start.
     has_cuts = checkpoint.header or checkpoint.turn_start
     at_end = CheckpointKind.CONVERSATION if has_cuts else checkpoint.kind
-    places = {checkpoint.n_tokens // BLOCK_TOKENS: at_end}
+    places = {count_blocks(checkpoint.n_tokens): at_end}
     for n_cut, kind in (
         (checkpoint.turn_start, CheckpointKind.TURN_START),
         (checkpoint.header, CheckpointKind.HEADER),
@@ -148,6 +155,6 @@ def _destinations(checkpoint: Checkpoint) -> tuple[tuple[int, CheckpointKind], .
         if n_cut > checkpoint.n_tokens:
             continue
         point = n_cut if checkpoint.has_every_position else highest_point(points, n_cut)
-        if point >= max(BLOCK_TOKENS, n_cut - BLOCK_TOKENS):
-            places[point // BLOCK_TOKENS] = kind
+        if point >= max(FIRST_BLOCK_TOKENS, n_cut - BLOCK_TOKENS):
+            places[count_blocks(point)] = kind
     return tuple(sorted((n_blocks, kind) for n_blocks, kind in places.items() if n_blocks))

@@ -98,13 +98,15 @@ class Candidate:
 class Cuts:
     """Stable cuts of one prompt, in tokens; 0 where there is none.
 
-    `branch` is where it leaves a prompt that was seen before, if nothing can be continued there.
+    At `last_turn_end` the user message begins that is the newest of the prompt. `branch` is where it
+    leaves a prompt that was seen before, if nothing can be continued there.
     """
 
     header: int = 0
     turn_start: int = 0
     message_end: int = 0
     branch: int = 0
+    last_turn_end: int = 0
 
     @property
     def begins_turn(self) -> bool:

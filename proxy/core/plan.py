@@ -17,12 +17,13 @@ from proxy.core.model import (
     Cuts,
     Prompt,
     Rule,
+    RuleKind,
     SlotId,
 )
 from proxy.core.options import Option, Restore, UseLive
 from proxy.core.prefix import Namespace, TokenIds, common_prefix_length
 from proxy.core.rates import Rates
-from proxy.core.restore import usable_tokens
+from proxy.core.restore import highest_point, usable_tokens
 from proxy.core.slots import Known, Reuse, Slot, live_reuse, promised_tokens
 
 WORTH_WAITING_TOKENS = 64
@@ -89,12 +90,22 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """A state of these tokens that a request on its way will have saved in so many seconds."""
+    """A state of these tokens that will be saved in so many seconds; `points` are as in Checkpoint."""
 
     tokens: TokenIds
     namespace: Namespace
     ready_in_seconds: float
     size_bytes: int
+    points: tuple[int, ...] = ()
+
+    def usable_tokens(self, rule: Rule, prompt: Prompt) -> int:
+        """Return how many tokens it will spare a prompt."""
+        if self.namespace != prompt.namespace:
+            return 0
+        n_common = min(common_prefix_length(self.tokens, prompt.tokens), prompt.n_tokens - 1)
+        if rule.kind is RuleKind.ANY_PREFIX or n_common == len(self.tokens):
+            return n_common
+        return highest_point(self.points, n_common)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,19 +189,15 @@ def _shares_header(now: Situation, cuts: Cuts, n_reused: int) -> bool:
 
 def _waits(prompt: Prompt, now: Situation, best: Option) -> bool:
     """Return whether a state that is coming gets the prompt evaluated much sooner than *best*."""
-    return any(
-        _seconds_through(prompt, now, coming) < WORTH_WAITING_SHARE * best.seconds
-        for coming in now.coming
-        if coming.namespace == prompt.namespace
-        and common_prefix_length(coming.tokens, prompt.tokens) == len(coming.tokens)
-        and len(coming.tokens) > best.start.n_reused + WORTH_WAITING_TOKENS
-    )
-
-
-def _seconds_through(prompt: Prompt, now: Situation, coming: Coming) -> float:
-    restore_seconds = now.rates.restore_seconds(coming.size_bytes, is_warm=True)
-    rest_seconds = now.rates.evaluation_seconds(len(coming.tokens), prompt.n_tokens)
-    return coming.ready_in_seconds + restore_seconds + rest_seconds
+    for coming in now.coming:
+        n_usable = coming.usable_tokens(now.rule, prompt)
+        restore_seconds = now.rates.restore_seconds(coming.size_bytes, is_warm=True)
+        rest_seconds = now.rates.evaluation_seconds(n_usable, prompt.n_tokens)
+        seconds = coming.ready_in_seconds + restore_seconds + rest_seconds
+        is_longer = n_usable > best.start.n_reused + WORTH_WAITING_TOKENS
+        if is_longer and seconds < WORTH_WAITING_SHARE * best.seconds:
+            return True
+    return False
 
 
 def _distinct(options: Iterable[Option]) -> Iterator[Option]:

@@ -22,7 +22,10 @@ Namespace = NewType("Namespace", bytes)
 """16 bytes naming everything that must match before tokens are compared."""
 
 BLOCK_TOKENS = 128
-"""Only full blocks are hashed, so a shared prefix shorter than this is never found."""
+FIRST_BLOCK_TOKENS = 16
+"""Only full blocks are hashed. The first 128 tokens are eight short ones, for the sake of titles and short
+chats: a shared prefix of less than 16 tokens is never found."""
+_N_FIRST_BLOCKS = BLOCK_TOKENS // FIRST_BLOCK_TOKENS
 
 
 def token_ids(values: Iterable[int]) -> TokenIds:
@@ -42,15 +45,30 @@ def tokens_from_bytes(data: bytes) -> TokenIds:
     return tokens
 
 
+def count_blocks(n_tokens: int) -> int:
+    """Return how many full blocks *n_tokens* tokens have."""
+    if n_tokens < BLOCK_TOKENS:
+        return n_tokens // FIRST_BLOCK_TOKENS
+    return _N_FIRST_BLOCKS - 1 + n_tokens // BLOCK_TOKENS
+
+
+def end_of_block(n_blocks: int) -> int:
+    """Return how many tokens the first *n_blocks* blocks have."""
+    if n_blocks < _N_FIRST_BLOCKS:
+        return n_blocks * FIRST_BLOCK_TOKENS
+    return (n_blocks - _N_FIRST_BLOCKS + 1) * BLOCK_TOKENS
+
+
 def hash_prefixes(namespace: Namespace, tokens: TokenIds) -> list[PrefixHash]:
     """Return the hash of each prefix of 1, 2, 3, ... full blocks, within *namespace*."""
     running = xxhash.xxh3_128(namespace)
     data = memoryview(tokens).cast("B")
-    block_bytes = BLOCK_TOKENS * tokens.itemsize
-    hashes = []
-    for end in range(block_bytes, len(data) + 1, block_bytes):
-        running.update(data[end - block_bytes : end])
+    hashes, begin = [], 0
+    for n_blocks in range(1, count_blocks(len(tokens)) + 1):
+        end = end_of_block(n_blocks) * tokens.itemsize
+        running.update(data[begin:end])
         hashes.append(PrefixHash(running.digest()))
+        begin = end
     return hashes
 
 

@@ -275,12 +275,10 @@ def _marks(old: Known | None, n_kept: int, cuts: Cuts) -> tuple[int, ...]:
     A new user message is the place where a conversation forks: a summary or a title is asked for, a
     subagent takes over, the user goes back and edits. What lies before it is then asked for again.
     """
-    marks = {cuts.branch} if cuts.branch else set()
+    marks = {cuts.branch, cuts.last_turn_end}
     if old:
-        marks |= {mark for mark in (*old.marks, old.turn_start) if 0 < mark <= n_kept}
-        if cuts.begins_turn and n_kept:
-            marks.add(n_kept)
-    return tuple(sorted(marks - {cuts.header, cuts.turn_start}))[-MAX_MARKS:]
+        marks |= {mark for mark in (*old.marks, old.turn_start) if mark <= n_kept}
+    return tuple(sorted(marks - {0, cuts.header, cuts.turn_start}))[-MAX_MARKS:]
 
 
 def _points_at_most(content: Content) -> int:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from proxy.core.cuts import SLACK_TOKENS
 from proxy.core.model import Rule, RuleKind
-from proxy.core.prefix import BLOCK_TOKENS
+from proxy.core.prefix import FIRST_BLOCK_TOKENS
 from proxy.core.rates import Rates
 from proxy.core.restore import highest_point
 from proxy.core.slots import Content, Known, Unknown
@@ -23,17 +23,22 @@ class Worth:
 
     save_seconds: float
     evaluation_seconds: float
+    is_first: bool = False
 
     @property
     def is_worth_it(self) -> bool:
-        return self.save_seconds <= N_RETURNS * self.evaluation_seconds
+        """Whether the save pays for itself; a conversation's first one at once, for it may end there."""
+        n_returns = 1 if self.is_first else N_RETURNS
+        return self.save_seconds <= n_returns * self.evaluation_seconds
 
 
 def worth_of(content: Known, n_unsaved: int, size_bytes: int, rates: Rates) -> Worth:
     """Return what it costs to save a slot of *size_bytes*, and to evaluate its *n_unsaved* last tokens."""
     n_saved = max(0, content.n_tokens - n_unsaved)
     return Worth(
-        rates.save_seconds(size_bytes), rates.evaluation_seconds(n_saved, content.n_tokens)
+        rates.save_seconds(size_bytes),
+        rates.evaluation_seconds(n_saved, content.n_tokens),
+        is_first=content.n_saved == 0,
     )
 
 
@@ -75,7 +80,7 @@ def is_write_back_due(rule: Rule, content: Content) -> bool:
     savable = at_savable_point(rule, content)
     return (
         savable is not None
-        and savable.n_tokens >= max(BLOCK_TOKENS, _shortest_useful(rule))
+        and savable.n_tokens >= max(FIRST_BLOCK_TOKENS, _shortest_useful(rule))
         and savable.n_unsaved > SLACK_TOKENS
     )
 
@@ -96,7 +101,7 @@ def is_place_at_risk(rule: Rule, content: Content, n_believed: int) -> bool:
         _is_oldest(content.restore_points, place, n_believed)
         and highest_point(content.saved_points, place) < place - SLACK_TOKENS
         for place in (content.header, content.turn_start, *content.marks[-1:])
-        if place >= BLOCK_TOKENS
+        if place >= FIRST_BLOCK_TOKENS
     )
 
 

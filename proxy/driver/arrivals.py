@@ -1,7 +1,8 @@
 """States that requests on their way are about to save, for others to wait for.
 
 Two requests with the same new header come at the same moment: the first evaluates and saves it, the
-second waits for that instead of evaluating it again beside the first.
+second waits for that instead of evaluating it again beside the first. Or a slot is being saved for one
+request just when the next one of its conversation comes.
 """
 
 import time
@@ -9,13 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from proxy.core.model import SlotId
 from proxy.core.plan import Coming
 from proxy.core.prefix import Namespace, TokenIds
 from proxy.driver.leases import LeaseDesk
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Arrival:
     """A state of *tokens* that will be saved at about *expected_at* on the monotonic clock."""
 
@@ -23,6 +23,7 @@ class Arrival:
     namespace: Namespace
     expected_at: float
     size_bytes: int
+    points: tuple[int, ...] = ()
 
 
 class Arrivals:
@@ -30,25 +31,25 @@ class Arrivals:
 
     def __init__(self, desk: LeaseDesk) -> None:
         self._desk = desk
-        self._arrivals: dict[SlotId, Arrival] = {}
+        self._arrivals: list[Arrival] = []
 
     @contextmanager
-    def announced(self, slot_id: SlotId, arrival: Arrival | None) -> Iterator[None]:
+    def announced(self, arrival: Arrival | None) -> Iterator[None]:
         """Let others wait for a state while the block runs; then it is there, or never will be."""
         if arrival is None:
             yield
             return
-        self._arrivals[slot_id] = arrival
+        self._arrivals.append(arrival)
         try:
             yield
         finally:
-            del self._arrivals[slot_id]
+            self._arrivals.remove(arrival)
             self._desk.reconsider()
 
     def coming(self) -> tuple[Coming, ...]:
         """Return what can be waited for now; what is overdue still counts as about to come."""
         now = time.monotonic()
         return tuple(
-            Coming(a.tokens, a.namespace, max(0.0, a.expected_at - now), a.size_bytes)
-            for a in self._arrivals.values()
+            Coming(a.tokens, a.namespace, max(0.0, a.expected_at - now), a.size_bytes, a.points)
+            for a in self._arrivals
         )

@@ -15,7 +15,7 @@ from proxy.core.erasure import must_be_erased
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt
 from proxy.core.options import Restore
 from proxy.core.plan import Plan, Situation, plan_request
-from proxy.core.slots import TAINTED, Unknown, restored_tokens
+from proxy.core.slots import TAINTED, Known, Unknown, restored_tokens
 from proxy.core.write_back import is_place_at_risk
 from proxy.driver.abandoned import wind_up
 from proxy.driver.account import Account
@@ -67,8 +67,7 @@ class CachedRequest:
             if account.queued_seconds > _LONG_WAIT_SECONDS:
                 await self._require_current()
             try:
-                arrival = self._arrival(lease.reason)
-                with self._session.arrivals.announced(lease.reason.slot_id, arrival):
+                with self._session.arrivals.announced(self._arrival(lease.reason)):
                     can_reuse = await self._prepare(lease, account)
                 self._kept.close()
                 account.prepared_seconds = time.monotonic() - self._arrived
@@ -172,7 +171,8 @@ class CachedRequest:
         plan, work = lease.reason, self._session.work
         if plan.saves_displaced:
             save = self._session.saves.write_back(plan.slot_id, CheckpointKind.CONVERSATION)
-            await self._services.finish(lease, save)
+            with self._session.arrivals.announced(self._displaced(plan)):
+                await self._services.finish(lease, save)
         # That save may have found what nobody may reuse.
         content = self._attachment.desk.table[plan.slot_id].content
         prompt, rule = self._prompt, self._attachment.rule
@@ -231,6 +231,16 @@ class CachedRequest:
                 slot_id, CheckpointKind.CONVERSATION, is_just_predicted=True
             )
             lease.hand_over(self._services.tasks.start(save))
+
+    def _displaced(self, plan: Plan) -> Arrival | None:
+        """Return the state that is saved before the plan takes its slot."""
+        content = self._attachment.desk.table[plan.slot_id].content
+        if not isinstance(content, Known):
+            return None
+        size_bytes = self._attachment.state_bytes(content)
+        expected_at = time.monotonic() + self._attachment.rates.save_seconds(size_bytes)
+        points = content.restore_points
+        return Arrival(content.tokens, content.namespace, expected_at, size_bytes, points)
 
     def _arrival(self, plan: Plan) -> Arrival | None:
         """Return the first state that will be saved on the way, and when about."""

@@ -85,9 +85,10 @@ class PromptReader:
         last_user = last_user_index(body)
         begins_turn = last_user == len(body.messages) - 1
         wants_message_end = begins_turn or rule.kind is RuleKind.END_ONLY
-        header, message_end = await asyncio.gather(
+        header, message_end, last_turn_end = await asyncio.gather(
             self._header(rendered, body, headers),
             self._message_end(rendered, body, headers) if wants_message_end else _nowhere(),
+            self._last_turn_end(rendered, body, headers) if begins_turn else _nowhere(),
         )
         if last_user is None:
             return Cuts(header, 0, message_end)
@@ -95,7 +96,7 @@ class PromptReader:
         key = _digest(b"turn start", rendering_key(body, messages))
         if begins_turn:
             self._cuts[key] = rendered.tokens[:message_end]
-            return Cuts(header, message_end, message_end)
+            return Cuts(header, message_end, message_end, last_turn_end=last_turn_end)
         if key not in self._cuts and rule.kind is RuleKind.END_ONLY:
             head = with_messages(body, messages, generation_prompt=False)
             self._cuts[key] = rendered.tokens[: await self._cut_before(rendered, head, headers)]
@@ -104,6 +105,16 @@ class PromptReader:
     def _remembered(self, key: bytes, tokens: TokenIds) -> int:
         known = self._cuts.get(key)
         return len(known) if known is not None and tokens[: len(known)] == known else 0
+
+    async def _last_turn_end(
+        self, rendered: _Rendered, body: GenerationBody, headers: Headers
+    ) -> int:
+        """Return where the newest message begins; 0 if only the header is before it."""
+        before = body.messages[:-1]
+        if len(before) <= len(leading_system(body)):
+            return 0
+        plain = with_messages(body, before, generation_prompt=False)
+        return await self._cut_before(rendered, plain, headers)
 
     async def _message_end(
         self, rendered: _Rendered, body: GenerationBody, headers: Headers

@@ -10,7 +10,7 @@ from dataclasses import replace
 from proxy.core.degradation import DegradationKind
 from proxy.core.eviction import Removal
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind, SlotId
-from proxy.core.prefix import BLOCK_TOKENS, Namespace
+from proxy.core.prefix import FIRST_BLOCK_TOKENS, Namespace
 from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, restored_tokens
 from proxy.core.supersession import superseded
 from proxy.core.write_back import at_savable_point, is_write_back_due
@@ -143,7 +143,7 @@ class SlotSaves:
             return None
         store = self._services.store
         relatives = await asyncio.to_thread(lambda: list(store.find(namespace, state.tokens)))
-        if len(state.tokens) < BLOCK_TOKENS or _holds(relatives, len(state.tokens)):
+        if len(state.tokens) < FIRST_BLOCK_TOKENS or _holds(relatives, len(state.tokens)):
             self._note_saved(slot_id, content, namespace, state, None)
             return None
         thinned = Thinned(saved)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from proxy.core.eviction import Present, Removal
 from proxy.core.model import Candidate, Checkpoint, CheckpointId
-from proxy.core.prefix import BLOCK_TOKENS, Namespace, TokenIds, hash_prefixes, token_ids
+from proxy.core.prefix import Namespace, TokenIds, count_blocks, hash_prefixes, token_ids
 from proxy.errors import NoRoom, StoreFault
 from proxy.store import new_state, opening
 from proxy.store.budget import Budget, Claim, Limits
@@ -112,7 +112,7 @@ class CheckpointStore:
             if n_common is None or self._catalogue.is_quarantined(checkpoint_id):
                 continue
             candidate = Candidate(checkpoint, n_common, self._catalogue.is_warm(checkpoint_id))
-            if group and candidate.n_common // BLOCK_TOKENS < group[0].n_common // BLOCK_TOKENS:
+            if group and count_blocks(candidate.n_common) < count_blocks(group[0].n_common):
                 yield from sorted(group, key=lambda c: -c.n_common)
                 group = []
             group.append(candidate)
