@@ -1,0 +1,154 @@
+"""Thinning and grafting on a real llama-server: what is kept is used, and answers like a cold run."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from proxy.upstream.context_checkpoints import select_context_checkpoints
+from proxy.upstream.state_file import read_state_file
+from tests.lab.models import model_path
+from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.live.test_window_repair import LOGPROB_BAR, Bench, distance, n_reused, prompt
+
+KINDS = ("swa", "recurrent", "hybrid", "hybrid_no_mrope")
+N_KEPT_BY_SERVER = 4
+OTHER_SHAPES = {
+    "swa": ("swa", ("-ctk", "q8_0")),
+    "recurrent": ("hybrid", ()),
+    "hybrid": ("recurrent", ()),
+    "hybrid_no_mrope": ("hybrid", ()),
+}
+"""For each kind a model and flags that give the same restore points, but of another shape."""
+LENGTHS = (900, 1500, 2100, 2700)
+END = 3000
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    directory = tmp_path_factory.mktemp("slots")
+    model = model_path(request.param, "tiny", DEFAULT_MODEL_FOLDER)
+    server = LlamaServer(model, directory, n_slots=2, n_ctx=16384)
+    server.start()
+    try:
+        yield Bench(server, directory)
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def forgetful(bench: Bench, tmp_path: Path) -> Iterator[Bench]:
+    """The same model on a server that keeps few context checkpoints."""
+    few = ("--ctx-checkpoints", str(N_KEPT_BY_SERVER))
+    server = LlamaServer(bench.server.model, tmp_path, n_slots=2, n_ctx=16384, extra_args=few)
+    server.start()
+    try:
+        yield Bench(server, tmp_path)
+    finally:
+        server.stop()
+
+
+def grown(bench: Bench, *lengths: int, name: str, slot: int = 0) -> Path:
+    """Return the file of a slot in which a prompt has grown to these lengths, one after the other."""
+    bench.post(f"/slots/{slot}?action=erase", {})
+    for n_tokens in lengths:
+        bench.complete(prompt(n_tokens), n_predict=0, id_slot=slot)
+    bench.post(f"/slots/{slot}?action=save", {"filename": name})
+    return bench.directory / name
+
+
+def diverging_at(n_tokens: int) -> list[int]:
+    return [*prompt(n_tokens), *range(50, 90)]
+
+
+def require_continued_at(bench: Bench, file: Path, point: int, tokens: list[int]) -> None:
+    """Check that a restored file is continued at a restore point, and answers like a cold run."""
+    warm = bench.restored(file.name, tokens)
+    cold = bench.cold(tokens)
+    assert n_reused(warm) == point
+    assert n_reused(cold) == 0
+    assert warm["content"] == cold["content"]
+    assert distance(warm, cold) <= LOGPROB_BAR
+
+
+def test_thinned_file_is_continued_at_each_point_kept_and_at_its_end(bench: Bench) -> None:
+    whole = grown(bench, *LENGTHS, END, name="whole")
+    state = read_state_file(whole)
+    early, late = (max(p for p in state.restore_points if p < n) for n in (900, 2100))
+    thin = whole.with_name("thin")
+    shutil.copyfile(whole, thin)
+    assert select_context_checkpoints(thin, {early, late}, {}) == {early, late}
+    assert thin.stat().st_size == state.state_end + 12 + sum(
+        c.size_bytes for c in state.context_checkpoints if c.restore_point in {early, late}
+    )
+    require_continued_at(bench, thin, late, diverging_at(late + 7))
+    require_continued_at(bench, thin, late, diverging_at(2690))
+    require_continued_at(bench, thin, early, diverging_at(late - 100))
+    require_continued_at(bench, thin, 0, diverging_at(early - 100))
+    require_continued_at(bench, thin, END, prompt(END + 300))
+
+
+def test_file_without_any_context_checkpoint_is_continued_at_its_end_only(bench: Bench) -> None:
+    file = grown(bench, *LENGTHS, END, name="bare")
+    assert select_context_checkpoints(file, (), {}) == set()
+    assert file.stat().st_size == read_state_file(file).state_end
+    require_continued_at(bench, file, END, prompt(END + 300))
+    require_continued_at(bench, file, 0, diverging_at(2000))
+
+
+@pytest.mark.parametrize("slot", [0, 1], ids=["same slot", "other slot"])
+def test_dropped_point_is_grafted_from_an_older_file(forgetful: Bench, slot: int) -> None:
+    older = grown(forgetful, 900, name="older", slot=slot)
+    point = max(read_state_file(older).restore_points)
+    newer = grown(forgetful, 900, *range(1000, END, 200), END, name="newer")
+    own = read_state_file(newer).restore_points
+    assert len(own) <= N_KEPT_BY_SERVER
+    assert point not in own
+    tokens = diverging_at(point + 3)
+    require_continued_at(forgetful, newer, max(p for p in own if p < point), tokens)
+    assert select_context_checkpoints(newer, own[-1:], {point: older}) == {point, own[-1]}
+    require_continued_at(forgetful, newer, point, tokens)
+    require_continued_at(forgetful, newer, own[-1], diverging_at(own[-1] + 2))
+    require_continued_at(forgetful, newer, END, prompt(END + 300))
+
+
+def test_graft_stays_in_the_slot_and_is_saved_again(forgetful: Bench) -> None:
+    """So a file carries it on for as long as llama-server has room for it in its list."""
+    older = grown(forgetful, 900, name="older")
+    point = max(read_state_file(older).restore_points)
+    newer = grown(forgetful, 900, *range(1000, END, 200), END, name="newer")
+    select_context_checkpoints(newer, (), {point: older})
+    forgetful.restored(newer.name, prompt(END + 300))
+    forgetful.post("/slots/0?action=save", {"filename": "next"})
+    next_file = newer.with_name("next")
+    assert point in read_state_file(next_file).restore_points
+    require_continued_at(forgetful, next_file, point, diverging_at(point + 3))
+
+
+def test_donor_that_does_not_fit_is_left_out_and_the_file_still_restores(
+    bench: Bench, tmp_path: Path
+) -> None:
+    older = grown(bench, 900, name="older")
+    point = max(read_state_file(older).restore_points)
+    newer = grown(bench, *range(1500, END + 1, 300), name="newer")
+    last = max(read_state_file(newer).restore_points)
+    cut = tmp_path / "cut"
+    cut.write_bytes(older.read_bytes()[:-1])
+    other = of_another_shape(bench, tmp_path)
+    assert point in read_state_file(other).restore_points
+    for donor in (cut, other, tmp_path / "gone"):
+        assert select_context_checkpoints(newer, {last}, {point: donor}) == {last}
+        require_continued_at(bench, newer, last, diverging_at(last + 2))
+    assert select_context_checkpoints(newer, {last}, {point: older}) == {point, last}
+    require_continued_at(bench, newer, point, diverging_at(point + 3))
+
+
+def of_another_shape(bench: Bench, directory: Path) -> Path:
+    """Return a file of the same tokens as "older", from another model or with another cache type."""
+    kind, flags = OTHER_SHAPES[bench.server.model.stem.removesuffix("-tiny")]
+    model = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER)
+    with LlamaServer(model, directory, n_ctx=16384, extra_args=flags) as server:
+        return grown(Bench(server, directory), 900, name="other")
