@@ -132,7 +132,8 @@ def _rewrite(path: Path, file: BinaryIO, state: StateFile, entries: Sequence[Ent
     # What is chosen is put together aside, as it comes in part from where it will go to.
     with TemporaryFile(dir=path.parent) as aside, path.open("r+b") as target:
         if entries:
-            aside.write(struct.pack("<III", *_head(len(entries))))
+            head = CONTEXT_CHECKPOINTS_MAGIC, CONTEXT_CHECKPOINTS_VERSION, len(entries)
+            aside.write(struct.pack("<III", *head))
         for source, entry in entries:
             _copy(source, entry.offset, entry.size_bytes, aside)
         rest = state.size_bytes - state.context_checkpoints_end
@@ -141,10 +142,6 @@ def _rewrite(path: Path, file: BinaryIO, state: StateFile, entries: Sequence[Ent
         target.seek(state.state_end)
         _copy(aside, 0, n_bytes, target)
         target.truncate()
-
-
-def _head(count: int) -> tuple[int, int, int]:
-    return CONTEXT_CHECKPOINTS_MAGIC, CONTEXT_CHECKPOINTS_VERSION, count
 
 
 def _copy(source: BinaryIO, offset: int, n_bytes: int, target: BinaryIO) -> None:
