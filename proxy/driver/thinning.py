@@ -16,6 +16,7 @@ from proxy.driver.attachment import Attachment
 from proxy.driver.saving import SavedSlot
 from proxy.driver.services import Services
 from proxy.errors import StateFileMalformed
+from proxy.store.state_files import StateFiles
 from proxy.upstream.context_checkpoints import select_context_checkpoints
 from proxy.upstream.state_file import StateFile, read_state_file
 
@@ -49,7 +50,7 @@ class Thinner:
             return Thinned(saved)
         try:
             state = await self._rewrite(saved.file_name, selection, relatives)
-        except (StateFileMalformed, PermissionError) as fault:
+        except StateFileMalformed as fault:
             self._services.faults.record("thin", fault)
             return Thinned(saved, is_whole=False)
         await self._services.store.settle(saved.file_name, state.size_bytes)
@@ -66,10 +67,17 @@ class Thinner:
             for point, donor_id in selection.grafted.items():
                 kept.enter_context(store.keep(donors[donor_id]))
                 grafted[point] = store.files.path(donors[donor_id].file_name)
-            path = store.files.path(file_name)
-            return await asyncio.to_thread(_select, path, selection, grafted)
+            return await asyncio.to_thread(_select, store.files, file_name, selection, grafted)
 
 
-def _select(path: Path, selection: Selection, grafted: dict[int, Path]) -> StateFile:
-    select_context_checkpoints(path, selection.own, grafted)
+def _select(
+    files: StateFiles, name: str, selection: Selection, grafted: dict[int, Path]
+) -> StateFile:
+    path = files.path(name)
+    try:
+        select_context_checkpoints(path, selection.own, grafted)
+    except PermissionError:
+        # llama-server runs under another uid: the directory is shared, its files are not.
+        files.take_over(name)
+        select_context_checkpoints(path, selection.own, grafted)
     return read_state_file(path)
