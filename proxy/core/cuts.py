@@ -25,6 +25,9 @@ SLACK_TOKENS = 16
 MIN_CUT_TOKENS = 64
 """A shorter prefix is not worth the round trip of a stop."""
 
+MIN_STRIDE_TOKENS = 32
+"""Two context checkpoints are planted no closer than this: the lower one serves both."""
+
 MIN_BRANCH_TOKENS = 64
 """Where prompts share so many tokens more than can be reused, a stop is made for the next one."""
 
@@ -70,37 +73,38 @@ def choose_stops(
     if not rule.can_restore:
         return ()
     stops: dict[int, Stop] = {}
-    for n_cut, save_as in _wanted(rule, cuts, shares_header=shares_header):
-        is_near = save_as is None and _is_near(n_cut, stops)
-        if _is_ahead(n_cut, n_reused) and not is_near and not is_covered(rule, candidates, n_cut):
+    for n_cut, save_as in _saved(rule, cuts, shares_header=shares_header):
+        if _is_ahead(n_cut, n_reused) and not is_covered(rule, candidates, n_cut):
             stops[n_cut] = Stop(n_cut, save_as)
     if rule.kind is RuleKind.END_ONLY and _is_ahead(cuts.message_end, n_reused):
         stops.setdefault(cuts.message_end, Stop(cuts.message_end))
+    if rule.kind is RuleKind.RESTORE_POINTS:
+        for n_cut in _planted(rule, cuts):
+            n_before = max((n for n in (n_reused, *stops) if n <= n_cut), default=0)
+            is_far = n_cut >= n_before + MIN_STRIDE_TOKENS
+            if _is_ahead(n_cut, n_reused) and is_far and not is_covered(rule, candidates, n_cut):
+                stops[n_cut] = Stop(n_cut)
     return tuple(stops[n] for n in sorted(stops))
 
 
-def _wanted(
-    rule: Rule, cuts: Cuts, *, shares_header: bool
-) -> Iterator[tuple[int, CheckpointKind | None]]:
-    """Yield the cuts to stop at, the most important first, and what is saved there."""
-    is_end_only = rule.kind is RuleKind.END_ONLY
-    if is_end_only or shares_header:
+def _saved(rule: Rule, cuts: Cuts, *, shares_header: bool) -> Iterator[tuple[int, CheckpointKind]]:
+    """Yield the cuts at which the slot is saved, the most important first."""
+    if rule.kind is RuleKind.END_ONLY or shares_header:
         yield cuts.header, CheckpointKind.HEADER
-    elif rule.kind is RuleKind.RESTORE_POINTS:
-        yield cuts.header, None
-    if is_end_only:
+    if rule.kind is RuleKind.END_ONLY:
         yield cuts.turn_start, CheckpointKind.TURN_START
         yield cuts.branch, CheckpointKind.BRANCH
-    elif rule.kind is RuleKind.RESTORE_POINTS:
-        yield cuts.turn_start, None
-        # Conversations fork where a user message begins; under *end only* that is not worth a file.
-        yield cuts.last_turn_end, None
-        yield cuts.branch, None
+
+
+def _planted(rule: Rule, cuts: Cuts) -> list[int]:
+    """Return the cuts at which a context checkpoint is planted, ascending.
+
+    Where a prompt's end does not hold (a window that is not full), a stop costs a few tokens: there only
+    what other prompts share is worth one.
+    """
+    in_turn = [n for n in (cuts.last_turn_end, cuts.turn_start) if n >= rule.end_holds_from]
+    return sorted({cuts.header, cuts.branch, *in_turn} - {0})
 
 
 def _is_ahead(n_cut: int, n_reused: int) -> bool:
     return n_cut >= MIN_CUT_TOKENS and n_cut > n_reused + SLACK_TOKENS
-
-
-def _is_near(n_cut: int, stops: Iterable[int]) -> bool:
-    return any(abs(n_cut - stop) <= SLACK_TOKENS for stop in stops)

@@ -26,6 +26,9 @@ from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.routes import Route
 
 _N_REMEMBERED = 256
+_OTHER_TEXTS = ("1 header", "Zheader")
+"""What users may write otherwise: no text begins like both."""
+
 _SEARCHED_TOKENS = 24
 """How far back from the end of a shared header its last special token is looked for."""
 
@@ -109,12 +112,22 @@ class PromptReader:
     async def _last_turn_end(
         self, rendered: _Rendered, body: GenerationBody, headers: Headers
     ) -> int:
-        """Return where the newest message begins; 0 if only the header is before it."""
+        """Return where the text of the newest message begins; 0 if only the header is before it.
+
+        That is where a rendering with another text differs. Without that message the turn before it would
+        be rendered as one that still runs, by some templates with its reasoning.
+        """
         before = body.messages[:-1]
         if len(before) <= len(leading_system(body)):
             return 0
-        plain = with_messages(body, before, generation_prompt=False)
-        return await self._cut_before(rendered, plain, headers)
+        others = [{"role": "user", "content": text} for text in _OTHER_TEXTS]
+        cuts = [
+            await self._cut_before(
+                rendered, with_messages(body, [*before, other], generation_prompt=False), headers
+            )
+            for other in others
+        ]
+        return min(cuts)
 
     async def _message_end(
         self, rendered: _Rendered, body: GenerationBody, headers: Headers
@@ -168,7 +181,7 @@ class PromptReader:
                     ),
                     headers,
                 )
-                for user in ("1 header", "Zheader")
+                for user in _OTHER_TEXTS
             )
         )
         shared = texts[0][: common_prefix_length(*texts)]
