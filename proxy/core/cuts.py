@@ -78,12 +78,11 @@ def choose_stops(
             stops[n_cut] = Stop(n_cut, save_as)
     if rule.kind is RuleKind.END_ONLY and _is_ahead(cuts.message_end, n_reused):
         stops.setdefault(cuts.message_end, Stop(cuts.message_end))
-    if rule.kind is RuleKind.RESTORE_POINTS:
-        for n_cut in _planted(rule, cuts):
-            n_before = max((n for n in (n_reused, *stops) if n <= n_cut), default=0)
-            is_far = n_cut >= n_before + MIN_STRIDE_TOKENS
-            if _is_ahead(n_cut, n_reused) and is_far and not is_covered(rule, candidates, n_cut):
-                stops[n_cut] = Stop(n_cut)
+    for n_cut in _planted(rule, cuts):
+        n_before = max((n for n in (n_reused, *stops) if n <= n_cut), default=0)
+        is_far = n_cut >= n_before + MIN_STRIDE_TOKENS
+        if _is_ahead(n_cut, n_reused) and is_far and not is_covered(rule, candidates, n_cut):
+            stops[n_cut] = Stop(n_cut)
     return tuple(stops[n] for n in sorted(stops))
 
 
@@ -100,8 +99,13 @@ def _planted(rule: Rule, cuts: Cuts) -> list[int]:
     """Return the cuts at which a context checkpoint is planted, ascending.
 
     Where a prompt's end does not hold (a window that is not full), a stop costs a few tokens: there only
-    what other prompts share is worth one.
+    what other prompts share is worth one. Under *end only* the files do not carry it, but the live slot
+    has it: the place where a conversation forks is not worth a file of its own there.
     """
+    if rule.kind is RuleKind.ANY_PREFIX:
+        return []
+    if rule.kind is RuleKind.END_ONLY:
+        return [cuts.last_turn_end] if cuts.last_turn_end else []
     in_turn = [n for n in (cuts.last_turn_end, cuts.turn_start) if n >= rule.end_holds_from]
     return sorted({cuts.header, cuts.branch, *in_turn} - {0})
 
