@@ -6,6 +6,7 @@ import stat
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,21 +109,21 @@ async def run_proxy(
             store.close()
 
 
+def _new_session(services: Services, saver: Saver, attachment: Attachment) -> Session:
+    return Session(
+        attachment,
+        PromptReader(services.upstream, shares_headers=len(attachment.desk.table) > 1),
+        SlotWork(services, attachment),
+        SlotSaves(services, attachment, Room(services, attachment, saver)),
+        Arrivals(attachment.desk),
+    )
+
+
 @asynccontextmanager
 async def _serve(
     settings: Settings, services: Services, rewrite: RewriteStateFile
 ) -> AsyncIterator[Running]:
     saver = Saver(services, rewrite)
-
-    def new_session_of(attachment: Attachment) -> Session:
-        return Session(
-            attachment,
-            PromptReader(services.upstream, shares_headers=len(attachment.desk.table) > 1),
-            SlotWork(services, attachment),
-            SlotSaves(services, attachment, Room(services, attachment, saver)),
-            Arrivals(attachment.desk),
-        )
-
     attacher = Attacher(
         services,
         saver,
@@ -130,7 +131,7 @@ async def _serve(
         n_context_checkpoints=settings.context_checkpoints,
     )
     learning = Learning(services, saver)
-    lifecycle = Lifecycle(services, attacher, new_session_of, learning)
+    lifecycle = Lifecycle(services, attacher, partial(_new_session, services, saver), learning)
     cache = Cache(services, lifecycle)
     write_back = WriteBack(lifecycle, services.tasks, settings.idle_save_seconds)
     front = Front(

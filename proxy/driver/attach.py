@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 import xxhash
 
 from proxy.core.degradation import DegradationKind
+from proxy.core.evaluation import n_believed_points
 from proxy.core.model import CheckpointKind, SlotId
 from proxy.core.namespace import KnownNamespace, choose_namespace
 from proxy.core.prefix import Namespace, TokenIds
@@ -21,7 +22,6 @@ from proxy.core.slots import (
     Empty,
     Known,
     SlotTable,
-    n_believed_points,
 )
 from proxy.driver.attachment import Attachment
 from proxy.driver.degradations import CannotCache

@@ -5,10 +5,11 @@ slot was known to hold is drift, and the slot is erased before its next use.
 """
 
 from proxy.core.degradation import DegradationKind
+from proxy.core.evaluation import after_evaluation
 from proxy.core.model import Prompt
 from proxy.core.options import Restore
 from proxy.core.plan import Plan
-from proxy.core.slots import TAINTED, Content, Unknown, after_evaluation, restored_tokens
+from proxy.core.slots import TAINTED, Content, Unknown, restored_tokens
 from proxy.driver.account import Account
 from proxy.driver.attachment import Attachment
 from proxy.driver.requests import Answer

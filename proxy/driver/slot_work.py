@@ -9,11 +9,12 @@ from dataclasses import replace
 
 from proxy.core.cuts import Stop
 from proxy.core.degradation import DegradationKind
+from proxy.core.evaluation import after_evaluation
 from proxy.core.eviction import Removal
 from proxy.core.model import Checkpoint, Cuts, Prompt, SlotId
 from proxy.core.options import Restore
 from proxy.core.prefix import Namespace
-from proxy.core.slots import TAINTED, Empty, Known, Unknown, after_evaluation, restored_tokens
+from proxy.core.slots import TAINTED, Empty, Known, Unknown, restored_tokens
 from proxy.driver.attachment import Attachment
 from proxy.driver.services import Services
 from proxy.errors import StoreFault, UpstreamFault, UpstreamRefused

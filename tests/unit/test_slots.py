@@ -4,19 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.core.evaluation import (
+    CONTEXT_CHECKPOINT_MARGIN,
+    after_evaluation,
+    n_believed_points,
+)
 from proxy.core.model import Cuts, Rule, RuleKind, SlotId
 from proxy.core.prefix import common_prefix_length, token_ids
 from proxy.core.slots import (
-    CONTEXT_CHECKPOINT_MARGIN,
     Content,
     Empty,
     Known,
     Reuse,
     SlotTable,
     Unknown,
-    after_evaluation,
     live_reuse,
-    n_believed_points,
 )
 from tests.unit.builders import (
     ANY_PREFIX,

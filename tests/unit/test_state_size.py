@@ -3,13 +3,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.core.evaluation import after_evaluation
 from proxy.core.slots import (
     MAX_CONTEXT_CHECKPOINTS,
     TAINTED,
     Empty,
     Known,
     Unknown,
-    after_evaluation,
 )
 from proxy.core.state_size import StateSize, expected_bytes, extent_of
 from tests.unit.builders import NAMESPACE, run_of
