@@ -1,70 +1,122 @@
 """Plays traces and prints what they cost: `make bench TRACE=interleaved MODEL=hybrid`.
 
-python -m tests.bench.traces [--trace NAME ...] [--model KIND ...] [--size SIZE] [--slots N ...]
-                             [--variant VARIANT ...] [--verbose]
+Results are kept in .lab/bench-results.jsonl and taken from there as long as nothing they depend on has
+changed, so that an interrupted run goes on where it was. Exit status 1 if a bar is missed.
+
+python -m tests.bench.traces [--trace NAME ...] [--model KIND ...] [--size SIZE ...] [--slots N ...]
+                             [--variant VARIANT ...] [--times N] [--again] [--verbose]
 """
 
 import argparse
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
 from tests.bench.interrupts import run_to_the_end
+from tests.bench.processes import ProxyError
 from tests.bench.progress import tell
-from tests.bench.rigs import KINDS
+from tests.bench.traces.bars import all_sections
 from tests.bench.traces.catalogue import TRACES
+from tests.bench.traces.chat import ChatFailed
 from tests.bench.traces.measure import Measurement
+from tests.bench.traces.outcomes import Outcomes
+from tests.bench.traces.plan import KINDS, Choice, Planned, plan
 from tests.bench.traces.report import requests_table, results_table
-from tests.bench.traces.result import ALONE, THROUGH_PROXY, Case, Result, Variant
+from tests.bench.traces.result import ALONE, THROUGH_PROXY, Case, Failure, Result
+from tests.bench.traces.stored import StoredResults
+from tests.lab.models import SIZES
+from tests.lab.server import LlamaServerError
 
-VARIANTS: tuple[Variant, ...] = (*THROUGH_PROXY, *ALONE)
+FAILURES = (ChatFailed, ProxyError, LlamaServerError)
 
 
-async def measure(case: Case) -> Result:
+async def measure(case: Case) -> Result | Failure:
     """Measure one case on processes of its own, which are gone afterwards."""
-    tell(str(case))
     with ExitStack() as leftovers:
         folder = leftovers.enter_context(tempfile.TemporaryDirectory(prefix="prefix-cache-"))
         measurement = Measurement(case, leftovers, Path(folder))
         try:
             return await measurement.run()
-        except BaseException:
+        except* FAILURES as failures:
             print(measurement.stack.log_tail(), file=sys.stderr)
-            raise
+            reasons = [str(failure) for failure in _flatten(failures)]
+    return Failure(case, reasons[0])
+
+
+def _flatten(group: BaseExceptionGroup[Exception]) -> list[Exception]:
+    found: list[Exception] = []
+    for one in group.exceptions:
+        found += _flatten(one) if isinstance(one, BaseExceptionGroup) else [one]
+    return found
+
+
+class Run:
+    """Measures what is planned, as far as it was not measured before."""
+
+    def __init__(self, stored: StoredResults, *, again: bool, verbose: bool) -> None:
+        self._stored, self._again, self._verbose = stored, again, verbose
+
+    async def outcomes(self, planned: list[Planned]) -> list[Result | Failure]:
+        """Return the results of all cases, and print each request if wanted."""
+        found: list[Result | Failure] = []
+        for number, one in enumerate(planned, start=1):
+            before = f"{number} of {len(planned)}: {one.case}"
+            results: list[Result] = [] if self._again else self._stored.find(one.case)
+            found += results[: one.n_times]
+            for time in range(len(results), one.n_times):
+                tell(before + (f", {time + 1} of {one.n_times} times" if one.n_times > 1 else ""))
+                outcome = await measure(one.case)
+                if isinstance(outcome, Result):
+                    self._stored.add(outcome)
+                found.append(outcome)
+            if self._verbose:
+                _print_requests(found[-1])
+        return found
+
+
+def _print_requests(outcome: Result | Failure) -> None:
+    if isinstance(outcome, Result):
+        print(f"## {outcome.case}\n\n{requests_table(outcome)}", flush=True)
 
 
 async def run(arguments: argparse.Namespace) -> int:
     """Measure and print; return the exit status."""
-    results = []
-    for case in _cases(arguments):
-        result = await measure(case)
-        results.append(result)
-        if arguments.verbose:
-            print(f"## {case}\n\n{requests_table(result)}\n", flush=True)
-    print(results_table(results))
-    return 0
-
-
-def _cases(arguments: argparse.Namespace) -> list[Case]:
-    return [
-        Case(trace, kind, arguments.size, n_slots, variant)
-        for trace in arguments.trace
-        for n_slots in arguments.slots or TRACES[trace]().slots
-        for kind in arguments.model
-        for variant in arguments.variant
-    ]
+    choice = Choice(
+        arguments.trace,
+        arguments.model,
+        arguments.size,
+        arguments.slots,
+        arguments.variant,
+        arguments.times,
+    )
+    new_run = Run(StoredResults(), again=arguments.again, verbose=arguments.verbose)
+    outcomes = await new_run.outcomes(plan(choice))
+    print(results_table(o for o in outcomes if isinstance(o, Result)))
+    sections = all_sections(Outcomes(outcomes))
+    for section in sections:
+        print(section.markdown() + "\n")
+    n_missed = sum(section.n_missed for section in sections)
+    tell(f"done, {n_missed} bars missed")
+    return 1 if n_missed else 0
 
 
 def main() -> int:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description="Play traces of many sessions.")
-    parser.add_argument("--trace", nargs="+", choices=TRACES, default=list(TRACES))
-    parser.add_argument("--model", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--size", choices=("tiny", "small"), default="tiny")
-    parser.add_argument("--slots", nargs="+", type=int)
-    parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=["proxy"])
-    parser.add_argument("--verbose", action="store_true", help="every request, too")
+    allowed: dict[str, Iterable[str]] = {
+        "trace": TRACES,
+        "model": KINDS,
+        "size": SIZES,
+        "variant": (*THROUGH_PROXY, *ALONE),
+    }
+    for name, values in allowed.items():
+        parser.add_argument(f"--{name}", nargs="+", choices=tuple(values), default=())
+    parser.add_argument("--slots", nargs="+", type=int, default=())
+    parser.add_argument("--times", type=int, default=0, help="results wanted of each case")
+    parser.add_argument("--again", action="store_true", help="measure what is known, too")
+    parser.add_argument("--verbose", action="store_true", help="every request")
     arguments = parser.parse_args()
     return run_to_the_end(lambda leftovers: run(arguments))
 

@@ -7,12 +7,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from proxy.upstream.state_file import read_state_file
 from tests.bench.processes import Setup, Stack
 from tests.bench.traces.catalogue import TRACES
 from tests.bench.traces.exact import exact_new_tokens
 from tests.bench.traces.metrics import Counters, add_up, read_counters
 from tests.bench.traces.play import Played, Player, Sent
-from tests.bench.traces.result import Case, RequestCost, Result
+from tests.bench.traces.result import Case, KeptState, RequestCost, Result
 from tests.bench.traces.tokens import read_exchanges
 
 RAM_CACHE_MIB = 8192
@@ -43,16 +44,15 @@ class Measurement:
         played = await Player(self.stack).play(self._trace)
         requests = await asyncio.to_thread(self._costs, played)
         counters = add_up(self._counters_left(), before)
-        n_kept_bytes = sum(path.stat().st_size for path in self.stack.slots.glob("lpc-*"))
+        kept = [_read_kept(path) for path in sorted(self.stack.slots.glob("lpc-*"))]
         await self.stack.stop()
         return Result(
             case=self._case,
             n_evaluated=played.n_evaluated,
-            n_exact=sum(request.n_exact for request in requests),
             seconds=played.seconds,
             n_written_bytes=int(counters.get(SAVED_BYTES, 0)),
-            n_kept_bytes=n_kept_bytes,
             counters=counters,
+            kept=kept,
             requests=requests,
         )
 
@@ -98,6 +98,12 @@ def _setup(case: Case, n_ctx: int, folder: Path) -> Setup:
         launcher=(LAUNCHER, str(folder), *stripped),
         proxy_options=("--log-format", "json"),
     )
+
+
+def _read_kept(path: Path) -> KeptState:
+    state = read_state_file(path)
+    points = state.restore_points
+    return KeptState(len(state.tokens), state.size_bytes, state.state_end, points)
 
 
 def _cost(sent: Sent, n_prompt: int, n_exact: int, lines: deque[dict[str, Any]]) -> RequestCost:

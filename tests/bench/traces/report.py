@@ -1,7 +1,6 @@
 """Tables of results, as text for a terminal or markdown alike. Pure."""
 
 from collections.abc import Iterable, Sequence
-from statistics import quantiles
 
 from tests.bench.traces.result import RequestCost, Result
 
@@ -22,7 +21,7 @@ def results_table(results: Iterable[Result]) -> str:
 
 def _row(result: Result) -> tuple[str, ...]:
     case = result.case
-    p50, p95 = first_token_quantiles(result)
+    p50, p95 = result.first_token_quantiles()
     return (
         *(case.trace, case.kind, str(case.n_slots), case.variant),
         *(f"{result.n_evaluated:,}", f"{result.n_exact:,}", f"{result.ratio:.3f}"),
@@ -31,21 +30,26 @@ def _row(result: Result) -> tuple[str, ...]:
     )
 
 
-def first_token_quantiles(result: Result) -> tuple[float, float]:
-    """Return the median and the 95th percentile of the seconds to the first token."""
-    seconds = [request.first_token_seconds for request in result.requests]
-    cut = quantiles(seconds, n=20, method="inclusive")
-    return cut[9], cut[18]
-
-
 def requests_table(result: Result) -> str:
-    """Return one line for each request, in the order of sending."""
-    return align([REQUEST_COLUMNS, *map(_request_row, result.requests)])
+    """Return one line for each request, in the order of sending, and what happened besides them."""
+    table = align([REQUEST_COLUMNS, *map(_request_row, result.requests)])
+    n_besides = result.n_evaluated - sum(map(_evaluated, result.requests))
+    lines = [f"  {name} {value:,.0f}" for name, value in result.counters.items()]
+    kept = [
+        f"  kept: {state.n_tokens} tokens, {state.size_bytes:,} bytes ({state.state_bytes:,} without "
+        f"context checkpoints), restore points {list(state.restore_points)}"
+        for state in result.kept
+    ]
+    return "\n".join([table, f"evaluated besides requests: {n_besides}", *lines, *kept]) + "\n"
+
+
+def _evaluated(cost: RequestCost) -> int:
+    return int(cost.log.get("evaluated", cost.n_evaluated))
 
 
 def _request_row(cost: RequestCost) -> tuple[str, ...]:
     log = cost.log
-    n_evaluated = log.get("evaluated", cost.n_evaluated)
+    n_evaluated = _evaluated(cost)
     return (
         *(cost.label, f"{cost.n_prompt}", f"{cost.n_exact}", f"{n_evaluated}"),
         f"{n_evaluated - cost.n_exact}",

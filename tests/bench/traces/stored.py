@@ -1,0 +1,69 @@
+"""Results that were measured before, so that an interrupted run can be continued.
+
+A result is taken again only for the very inputs it was measured with: trace, model file, llama-server,
+and, behind the proxy, the proxy's source.
+"""
+
+import functools
+import hashlib
+import subprocess
+from pathlib import Path
+
+import msgspec
+
+from tests.bench.traces.catalogue import TRACES
+from tests.bench.traces.result import Case, Result
+from tests.lab.models import model_path
+from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, find_llama_server
+
+RESULTS_FILE = REPOSITORY / ".lab" / "bench-results.jsonl"
+
+
+class Stored(msgspec.Struct):
+    """One line of the file; `inputs` is a digest."""
+
+    inputs: str
+    result: Result
+
+
+class StoredResults:
+    """The results in one file."""
+
+    def __init__(self, file: Path = RESULTS_FILE) -> None:
+        self._file = file
+
+    def find(self, case: Case) -> list[Result]:
+        """Return what was measured of a case with the same inputs, oldest first."""
+        inputs = _inputs_of(case)
+        return [s.result for s in self._read() if s.inputs == inputs and s.result.case == case]
+
+    def add(self, result: Result) -> None:
+        with self._file.open("ab") as file:
+            file.write(msgspec.json.encode(Stored(_inputs_of(result.case), result)) + b"\n")
+
+    def _read(self) -> list[Stored]:
+        if not self._file.exists():
+            return []
+        decoder = msgspec.json.Decoder(Stored)
+        return [decoder.decode(line) for line in self._file.read_bytes().splitlines()]
+
+
+def _inputs_of(case: Case) -> str:
+    model = model_path(case.kind, case.size, DEFAULT_MODEL_FOLDER).stat()
+    parts = [TRACES[case.trace]().digest(), model.st_size, model.st_mtime_ns, _server_version()]
+    if case.has_proxy:
+        parts.append(_proxy_digest())
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _server_version() -> str:
+    command = [str(find_llama_server()), "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout + done.stderr
+
+
+@functools.cache
+def _proxy_digest() -> str:
+    sources = sorted((REPOSITORY / "proxy").rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
