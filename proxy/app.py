@@ -65,7 +65,9 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
     directory = Path(settings.slot_save_path)
     try:
         mode = stat.S_IMODE(directory.stat().st_mode)
-        limits = Limits(settings.max_store_bytes, settings.min_free_bytes)
+        limits = Limits(
+            settings.max_store_bytes, settings.min_free_bytes, settings.max_write_bytes_per_day
+        )
         store = CheckpointStore(directory, limits)
     except StoreLocked:
         raise

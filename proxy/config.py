@@ -13,9 +13,9 @@ import yaml
 from msgspec import Meta
 
 from proxy.errors import SettingsError
+from proxy.sizes import parse_size
 
 ENVIRONMENT_PREFIX = "LLAMA_PREFIX_CACHE_"
-_SUFFIXES = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 _PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 Address = Annotated[str, Meta(title="HOST:PORT", pattern=rf"^([^:]*|\[[0-9a-fA-F:]+\]):{_PORT}$")]
@@ -105,6 +105,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             extra=_more("Checkpoints go for it, too; without it nothing is saved."),
         ),
     ] = 2 << 30
+    max_write_bytes_per_day: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="What saves may write within 24 hours, such as 50GiB; 0 is no limit.",
+            extra=_more(
+                "Flash wears out by being written to. Once less than half is left, what spares few seconds "
+                "of evaluation for its bytes is not saved any more; restarts do not reset the count."
+            ),
+        ),
+    ] = 0
     idle_save_seconds: Annotated[
         float,
         Meta(
@@ -220,7 +231,7 @@ def complete_settings(merged: dict[str, Any]) -> Settings:
 
 
 def _convert(values: dict[str, Any], source: str, *, strict: bool) -> Settings:
-    sized = {name: _parse_size(source, name, value) for name, value in values.items()}
+    sized = {name: parse_size(source, name, value) for name, value in values.items()}
     try:
         return msgspec.convert(sized, Settings, strict=strict)
     except msgspec.ValidationError as error:
@@ -248,20 +259,6 @@ def describe(name: str) -> tuple[str, Any]:
             description = description or getattr(meta, "description", None) or ""
         annotation = get_args(annotation)[0]
     return description, annotation
-
-
-def _parse_size(source: str, name: str, value: Any) -> Any:
-    """Return a `_bytes` setting written as 20GiB in bytes; anything else as it is."""
-    if not name.endswith("_bytes") or not isinstance(value, str):
-        return value
-    number, suffix = value.strip()[:-3], value.strip()[-3:]
-    try:
-        return int(float(number) * _SUFFIXES[suffix]) if suffix in _SUFFIXES else int(value)
-    except (ValueError, OverflowError) as error:
-        raise SettingsError(
-            f"{source}: {value!r} is not a size, at `{name}`: write bytes, or such as 20GiB "
-            f"({', '.join(_SUFFIXES)})"
-        ) from error
 
 
 def _read_file(file: Path) -> dict[str, Any]:

@@ -29,6 +29,9 @@ class StoreLocked(StoreFault):
     """Another proxy has the directory."""
 
 
+WRITE_BUDGET = "write budget"
+
+
 class NoRoom(CacheFault):
     """A state is not saved because there is no room for it; `reason` is one of a few words."""
 

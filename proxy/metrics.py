@@ -38,7 +38,7 @@ STAGES = (
     *("settle", "save", "unattended action", "remember"),
 )
 POSITION_LABELS = {p: "none" if p == math.inf else str(p) for p in POSITIONS}
-SAVES_SKIPPED = (Removal.BUDGET, Removal.FREE_SPACE, "larger than the budget")
+SAVES_SKIPPED = (Removal.BUDGET, Removal.FREE_SPACE, "larger than the budget", "write budget")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +132,18 @@ class Metrics:
             "saves", "Checkpoint saves by result.", result=("done", "failed")
         )
         self.saved_bytes = self._counter("saved_bytes", "Size of the checkpoints saved.")
+        self.written_bytes = self._counter(
+            "written_bytes",
+            "What llama-server wrote into the directory: checkpoints, and what was not kept.",
+        )
+        self.written_last_day_bytes = self._gauge(
+            "written_last_day_bytes",
+            "What it wrote there within the last 24 hours, before restarts included.",
+        )
+        self.write_limit_bytes = self._gauge(
+            "write_limit_bytes",
+            "The budget for 24 hours, max_write_bytes_per_day; 0 if there is none.",
+        )
         self.save_seconds = self._histogram("save_seconds", "Time of a checkpoint save.")
         self.evictions = self._counter(
             "evictions",
@@ -141,7 +153,8 @@ class Metrics:
         )
         self.saves_skipped = self._counter(
             "saves_skipped",
-            "Saves not begun or not kept for want of room, by what limits it.",
+            "Saves not begun or not kept for want of room, by what limits it; write budget: not worth "
+            "what is left of max_write_bytes_per_day.",
             reason=SAVES_SKIPPED,
         )
 
@@ -214,6 +227,10 @@ class Metrics:
         self.build_info = self._gauge(
             "build_info", "1; the version of the proxy is the label.", version=()
         )
+
+    def total(self, counter: str, **labels: str) -> float:
+        """Return what a counter has come to."""
+        return self.registry.get_sample_value(f"{PREFIX}_{counter}_total", labels) or 0.0
 
     def exposition(self) -> bytes:
         return generate_latest(self.registry)

@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from proxy.config import ENVIRONMENT_PREFIX, Settings, describe
+from proxy.sizes import is_size
 
 EXIT_USAGE = 2
 """A setting or a flag is wrong, or two contradict each other."""
@@ -50,11 +51,15 @@ def _setting_option(
     is_flag = type_ is bool
     return click.option(
         "--" + field.name.replace("_", "-"),
-        metavar=None if is_flag else field.name.rpartition("_")[2].upper(),
+        metavar=None if is_flag else _metavar(field.name),
         is_flag=is_flag,
         default=None,
         help=(description or own_description) + (f" [{field.default}]" if has_default else ""),
     )
+
+
+def _metavar(name: str) -> str:
+    return "BYTES" if is_size(name) else name.rpartition("_")[2].upper()
 
 
 def fail(complaint: object, status: int) -> NoReturn:

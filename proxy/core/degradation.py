@@ -47,6 +47,7 @@ class DegradationKind(StrEnum):
 
     SAVES_FAIL = "saves fail"
     NO_ROOM = "no room for states"
+    WRITE_BUDGET_SPENT = "write budget spent"
     RESTORES_REFUSED = "restores refused"
     RESTORES_NOT_REUSED = "restores not reused"
     ERASES_REFUSED = "erases refused"
@@ -168,6 +169,13 @@ EXPLANATIONS: dict[DegradationKind, Explanation] = {
         "There is no room for another state, so work is lost when its slot is used for something else.",
         "If it names the budget, raise max_store_bytes or unpin checkpoints; if free space, free some or "
         "lower min_free_bytes. Tried again every 30 seconds; it ends with the next save that finds room.",
+        State.DEGRADED,
+    ),
+    _K.WRITE_BUDGET_SPENT: Explanation(
+        "Little or nothing is left of what may be written in a day, so that what is not worth it is lost "
+        "when its slot is used for something else.",
+        "None needed: what was written 24 hours ago counts no more. Raise max_write_bytes_per_day if that "
+        "happens every day. It ends with the next save that half of it is left for.",
         State.DEGRADED,
     ),
     _K.RESTORES_REFUSED: Explanation(

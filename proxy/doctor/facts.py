@@ -92,6 +92,8 @@ class ProxyFacts:
     is_caching: bool = False
     rule: str = ""
     reasons: tuple[str, ...] = ()
+    written_last_day_bytes: int = 0
+    max_write_bytes_per_day: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

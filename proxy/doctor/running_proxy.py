@@ -23,10 +23,16 @@ class _Reason(msgspec.Struct):
     reason: str
 
 
+class _Writes(msgspec.Struct):
+    bytes_last_day: int = 0
+    max_bytes_per_day: int = 0
+
+
 class _Health(msgspec.Struct):
     state: str
     rule: str = ""
     reasons: list[_Reason] = []
+    writes: _Writes = _Writes()
 
 
 async def ask_proxy(session: aiohttp.ClientSession, admin: str, lock: str) -> ProxyFacts:
@@ -45,4 +51,6 @@ async def ask_proxy(session: aiohttp.ClientSession, admin: str, lock: str) -> Pr
         is_caching=health.state != "forwarding",
         rule=health.rule,
         reasons=tuple(each.reason for each in health.reasons if each.kind not in _PASSING),
+        written_last_day_bytes=health.writes.bytes_last_day,
+        max_write_bytes_per_day=health.writes.max_bytes_per_day,
     )

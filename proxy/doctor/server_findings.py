@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from proxy.doctor.facts import BehaviourFacts, Contact, Facts, ProxyFacts, ServerFacts, SlotFacts
 from proxy.doctor.verdict import Finding, blocker, limit, ok
-from proxy.doctor.words import counted
+from proxy.doctor.words import counted, size
 
 SERVER, SLOTS, IDLE_SLOTS = "llama-server", "slots", "idle slots"
 RAM_CACHE, SIMILARITY, PROXY = "RAM cache", "similarity", "running proxy"
@@ -159,8 +159,8 @@ def proxy_finding(proxy: ProxyFacts) -> Finding:
     if proxy.is_caching:
         return ok(
             PROXY,
-            f"It caches; memory rule: {proxy.rule}. Its slots were left alone. To examine them too,"
-            " stop it and run doctor again.",
+            f"It caches; memory rule: {proxy.rule}. {_written(proxy)} Its slots were left alone. To"
+            " examine them too, stop it and run doctor again.",
         )
     if proxy.reasons:
         return blocker(
@@ -173,6 +173,11 @@ def proxy_finding(proxy: ProxyFacts) -> Finding:
         "It does not cache yet: it has not attached to llama-server, or its self-test is running.",
         f"Look again in a minute: curl http://{proxy.admin}/health",
     )
+
+
+def _written(proxy: ProxyFacts) -> str:
+    budget = f" of {size(proxy.max_write_bytes_per_day)}" if proxy.max_write_bytes_per_day else ""
+    return f"Written within 24 hours: {size(proxy.written_last_day_bytes)}{budget}."
 
 
 def failure_findings(facts: Facts) -> Iterator[Finding]:

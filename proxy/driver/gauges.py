@@ -66,6 +66,9 @@ def _connect_store(metrics: Metrics, store: CheckpointStore) -> None:
     metrics.checkpoints.set_function(lambda: len(store))
     metrics.checkpoint_bytes.set_function(lambda: store.size_bytes)
     metrics.checkpoint_limit_bytes.set(store.limits.max_bytes)
+    store.writes.on_write = metrics.written_bytes.inc
+    metrics.written_last_day_bytes.set_function(lambda: store.writes.last_day_bytes)
+    metrics.write_limit_bytes.set(store.writes.max_bytes_per_day)
     metrics.disk_free_bytes.set_function(lambda: _free_bytes(store))
 
 

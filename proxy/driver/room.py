@@ -10,18 +10,20 @@ from contextlib import asynccontextmanager, contextmanager
 from proxy.core.degradation import DegradationKind
 from proxy.core.eviction import Present
 from proxy.core.model import CheckpointId, SlotId
+from proxy.core.plan import promising
+from proxy.core.restore import usable_tokens
 from proxy.core.slots import Content, Known
 from proxy.core.state_size import StateSize, expected_bytes, extent_of
 from proxy.driver.attachment import Attachment
 from proxy.driver.saving import SavedSlot, Saver
 from proxy.driver.services import Services
-from proxy.errors import NoRoom
+from proxy.errors import WRITE_BUDGET, NoRoom
 from proxy.store.budget import Claim
 
 _GUESS_SHARE = 16
 _GUESS_BYTES = 256 << 20
 """Where nothing is known of a model's states, this part of the budget is set aside for one, but no more
-than so many bytes and half of what is free: the file itself then tells."""
+than so many bytes and half of what is free or may be written: the file itself then tells."""
 _MOST_SHARE = 2
 """An extrapolation reserves no more than this part of the budget; the file itself then tells."""
 
@@ -53,6 +55,7 @@ class Room:
             self._expected_bytes(extent_of(content)),
             present_of(self._attachment),
             self._replaced_by(content),
+            spared_seconds=self._spared_seconds(content),
         )
         async with self._reserved(claim) as name:
             yield name
@@ -92,11 +95,16 @@ class Room:
     @contextmanager
     def _refusals_told(self) -> Iterator[None]:
         try:
-            with self._attachment.watching(DegradationKind.NO_ROOM, NoRoom):
-                yield
+            yield
         except NoRoom as refusal:
+            is_over = refusal.reason == WRITE_BUDGET
+            kind = DegradationKind.WRITE_BUDGET_SPENT if is_over else DegradationKind.NO_ROOM
+            self._attachment.degrade(kind, str(refusal))
             self._services.metrics.saves_skipped.labels(refusal.reason).inc()
             raise
+        self._attachment.recover(DegradationKind.NO_ROOM)
+        if self._services.store.writes.has_plenty:
+            self._attachment.recover(DegradationKind.WRITE_BUDGET_SPENT)
 
     def _expected_bytes(self, extent: tuple[int, int] | None) -> int:
         max_bytes = self._services.store.limits.max_bytes
@@ -108,11 +116,14 @@ class Room:
         return min(expected, max(largest_seen, max_bytes // _MOST_SHARE))
 
     def _guess_bytes(self, max_bytes: int) -> int:
+        store = self._services.store
         try:
-            free_bytes = self._services.store.files.free_bytes()
+            free_bytes = store.files.free_bytes()
         except OSError:
             free_bytes = 0
-        return min(max_bytes // _GUESS_SHARE, _GUESS_BYTES, free_bytes // 2)
+        left_bytes = store.writes.left_bytes
+        may_write_bytes = free_bytes if left_bytes is None else min(free_bytes, max(0, left_bytes))
+        return min(max_bytes // _GUESS_SHARE, _GUESS_BYTES, may_write_bytes // 2)
 
     def _sizes(self) -> list[StateSize]:
         """Return the sizes of this model's states; before it is identified, those of all models'."""
@@ -122,6 +133,20 @@ class Room:
             *self._attachment.sizes,
             *(StateSize(c.n_tokens, len(c.restore_points), c.size_bytes) for c in stored),
         ]
+
+    def _spared_seconds(self, content: Content) -> float | None:
+        """Return how long it takes to evaluate what no checkpoint has of a slot; None if unknown.
+
+        It is not asked for where what may be written is not limited.
+        """
+        if not isinstance(content, Known) or not self._services.store.writes.max_bytes_per_day:
+            return None
+        rule, n_tokens = self._attachment.rule, content.n_tokens
+        found = promising(
+            rule, self._services.store.find(content.namespace, content.tokens), n_tokens + 1
+        )
+        covered = (usable_tokens(rule, c.checkpoint, c.n_common, n_tokens + 1) for c in found)
+        return self._attachment.rates.evaluation_seconds(max(covered, default=0), n_tokens)
 
     def _replaced_by(self, content: Content) -> frozenset[CheckpointId]:
         """Return the checkpoint that shares most with *content*: most often its own older state.

@@ -44,7 +44,28 @@ class Admin:
         if store is not None:
             body["checkpoints"] = len(store)
             body["checkpoint_bytes"] = store.size_bytes
+            body["writes"] = {
+                "bytes_last_day": store.writes.last_day_bytes,
+                "max_bytes_per_day": store.writes.max_bytes_per_day,
+                **self._bytes_per_token(),
+            }
         return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+    def _bytes_per_token(self) -> dict[str, float | None]:
+        """Return what was written for each token that was reused, and for each that was restored.
+
+        Both since the proxy started; None while there was none.
+        """
+        total = self._services.metrics.total
+        n_bytes = total("written_bytes")
+        n_tokens = {
+            "reused": total("prompt_tokens", source="reused"),
+            "restored": total("restored_tokens"),
+        }
+        return {
+            f"bytes_per_{how}_token": round(n_bytes / n, 1) if n else None
+            for how, n in n_tokens.items()
+        }
 
     async def metrics(self, request: web.Request) -> web.Response:
         headers = {"Content-Type": CONTENT_TYPE_LATEST}

@@ -8,29 +8,40 @@ from dataclasses import dataclass, field
 
 from proxy.core.eviction import Present, Removal
 from proxy.core.model import CheckpointId
+from proxy.core.write_budget import Wanted
 from proxy.errors import NoRoom
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """At most `max_bytes` of state files, and at least `min_free_bytes` left free on their disk."""
+    """At most `max_bytes` of state files, and at least `min_free_bytes` left free on their disk.
+
+    No more than `max_write_bytes_per_day` are written within 24 hours; 0 is no limit.
+    """
 
     max_bytes: int
     min_free_bytes: int = 0
+    max_write_bytes_per_day: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
     """What room is made for: a file of at most *n_bytes*, seen from the *present*.
 
-    `replaces` are the checkpoints that it will make needless. A `passing` file is deleted as soon as it
-    was looked at; the free space may be short for so long.
+    `replaces` are the checkpoints that it will make needless, `spared_seconds` what it would take to
+    evaluate what only this file will have (None: not known). A `passing` file is deleted as soon as it was
+    looked at; the free space may be short for so long, and what may be written in a day does not limit it.
     """
 
     n_bytes: int
     present: Present
     replaces: frozenset[CheckpointId] = frozenset()
     is_passing: bool = False
+    spared_seconds: float | None = None
+
+    @property
+    def wanted(self) -> Wanted:
+        return Wanted(self.n_bytes, self.spared_seconds)
 
 
 @dataclass(slots=True)
@@ -59,6 +70,15 @@ class Budget:
     def reserved_bytes(self) -> int:
         return sum(r.n_bytes for r in self._reserved.values())
 
+    @property
+    def unwritten_bytes(self) -> int:
+        return sum(r.n_bytes for r in self._reserved.values() if not r.is_written)
+
+    def unwritten(self, name: str) -> Claim | None:
+        """Return what was claimed for a file, unless it was settled or released."""
+        reserved = self._reserved.get(name)
+        return None if reserved is None or reserved.is_written else reserved.claim
+
     def reserve(self, name: str, claim: Claim) -> None:
         """Count a file that is about to be written; raises NoRoom if it is too large in any case."""
         self._require_possible(claim.n_bytes)
@@ -78,8 +98,9 @@ class Budget:
     def shortage(self, claim: Claim, stored_bytes: int, free_bytes: int) -> Shortage:
         """Return what is missing for all reservations, *claim*'s included, to fit."""
         over_budget = stored_bytes + self.reserved_bytes - self.limits.max_bytes
-        unwritten_bytes = sum(r.n_bytes for r in self._reserved.values() if not r.is_written)
-        wanted_bytes = unwritten_bytes + (0 if claim.is_passing else self.limits.min_free_bytes)
+        wanted_bytes = self.unwritten_bytes + (
+            0 if claim.is_passing else self.limits.min_free_bytes
+        )
         short_of_free = wanted_bytes - free_bytes
         if short_of_free > max(0, over_budget):
             return Shortage(short_of_free, Removal.FREE_SPACE)

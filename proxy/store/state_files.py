@@ -79,6 +79,13 @@ class StateFiles:
         status = self.path(name).stat()
         return status.st_ino, status.st_mtime_ns
 
+    def size_bytes(self, name: str) -> int:
+        """Return the size of a file; 0 if it is gone."""
+        try:
+            return self.path(name).stat().st_size
+        except OSError:
+            return 0
+
     def require_unchanged(self, name: str, expected: tuple[int, int]) -> None:
         """Raise StoreFault if a file is gone or not the one that was stamped."""
         try:

@@ -23,6 +23,7 @@ from proxy.store.catalogue import Catalogue
 from proxy.store.index import Index
 from proxy.store.new_state import NewState
 from proxy.store.state_files import StateFiles
+from proxy.store.write_ledger import WriteLedger
 from proxy.store.writer import Writer
 
 MAX_COMPARED = 512
@@ -54,6 +55,7 @@ class CheckpointStore:
                 raise StoreFault(f"{directory}: {error}") from error
             undo.pop_all()
         self._writer = Writer()
+        self.writes = WriteLedger(self.index, limits.max_write_bytes_per_day)
 
     def _open(self) -> opening.CheckReport:
         intact, report = opening.check(self.index, self.files)
@@ -165,6 +167,8 @@ class CheckpointStore:
         The bytes stay reserved until that name is committed or discarded. Raises NoRoom, and nothing
         was removed, if what may go does not suffice.
         """
+        if not claim.is_passing:
+            self.writes.require(claim.wanted, self._budget.unwritten_bytes)
         name = self.files.new_temporary_name()
         self._budget.reserve(name, claim)
         await self._make_room(name, claim)
@@ -172,6 +176,7 @@ class CheckpointStore:
 
     async def settle(self, temporary_name: str, n_bytes: int) -> None:
         """Count a reserved file as large as it was written; raises NoRoom if that is too large."""
+        await self._count_written(temporary_name, n_bytes)
         await self._make_room(temporary_name, self._budget.settle(temporary_name, n_bytes))
 
     async def _make_room(self, name: str, claim: Claim) -> None:
@@ -251,10 +256,18 @@ class CheckpointStore:
 
     async def discard(self, temporary_name: str) -> None:
         """Delete a temporary file that did not become a checkpoint."""
+        await self._count_written(temporary_name, self.files.size_bytes(temporary_name))
         await self._writer.write(
             partial(self.files.remove, temporary_name),
             then=lambda _: self._budget.release(temporary_name),
         )
+
+    async def _count_written(self, name: str, n_bytes: int) -> None:
+        """Count what llama-server has written to a reserved file, once."""
+        claim = self._budget.unwritten(name)
+        if claim is not None and n_bytes:
+            with suppress(StoreFault):  # then it is counted until this process ends
+                await self._writer.write(self.writes.note(n_bytes, claim.wanted))
 
     async def put_value(self, name: str, value: object) -> None:
         await self._writer.write(partial(self.index.put_value, name, value))

@@ -10,9 +10,9 @@ import msgspec
 from msgspec import Meta
 
 from proxy.config import ENVIRONMENT_PREFIX, Settings
+from proxy.sizes import UNITS, is_size
 
 WIDTH = 104
-UNITS = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
 BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
 EXAMPLE_HEAD = """\
@@ -52,8 +52,8 @@ class Setting:
             return "null"
         if isinstance(value, bool):
             return str(value).lower()
-        if self.name.endswith("_bytes") and value:
-            unit = next((u for u, n_bytes in UNITS.items() if value % n_bytes == 0), "")
+        if is_size(self.name) and value:
+            unit = next((u for u, n_bytes in reversed(UNITS.items()) if value % n_bytes == 0), "")
             return f"{value // UNITS.get(unit, 1)}{unit}"
         return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -76,7 +76,7 @@ def _kind(name: str, type_: Any) -> str:
     if isinstance(type_, UnionType):
         kinds = [_kind(name, part) for part in get_args(type_) if part is not type(None)]
         return " or ".join([*kinds, "nothing"])
-    if name.endswith("_bytes"):
+    if is_size(name):
         return "bytes or a size such as 5GiB"
     words = {bool: "true or false", int: "whole number", float: "number", str: "text"}
     return words.get(type_, str(type_))

@@ -1,8 +1,10 @@
 """Room is never made of what a request is about to use, and the client does not notice if there is none."""
 
 import time
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from proxy.core.eviction import Present, Removal
 from proxy.core.model import Checkpoint
@@ -134,3 +136,71 @@ async def test_slots_found_at_first_contact_without_room_are_not_adopted(
         assert rig.checkpoints == []
         assert rig.sample("saves_skipped_total", reason="free space") == 1
         assert await complete(rig, 1) == 0
+
+
+def write_refusals(rig: Rig) -> float:
+    return rig.sample("saves_skipped_total", reason="write budget")
+
+
+@pytest.mark.parametrize("memory", [Memory.ANY_PREFIX, Memory.RESTORE_POINTS])
+async def test_write_budget_stops_saves_and_says_so_while_requests_are_served(
+    start_rig: StartRig, memory: Memory
+) -> None:
+    options: dict[str, Any] = {"memory": memory, "n_slots": 1, "n_ctx": 32_000}
+    async with start_rig(**options, max_write_bytes_per_day=1 << 20) as rig:
+        with capture_logs() as logs:
+            for number in range(1, 8):
+                assert (await complete(rig, number)) == 0
+                await rig.settled()
+        written = rig.sample("written_last_day_bytes")
+        assert 0 < written <= 1 << 20
+        assert rig.sample("written_bytes_total") == written
+        n_kept = len(rig.checkpoints)
+        assert n_kept > 0 and write_refusals(rig) > 0
+        assert rig.sample("cache_faults_total", stage="save") == 0
+        assert (await rig.health())["writes"]["bytes_last_day"] == written
+        assert (await rig.health())["writes"]["max_bytes_per_day"] == 1 << 20
+        assert await rig.reasons() == ["write budget spent"]
+        told = [line for line in logs if line.get("kind") == "write budget spent"]
+        assert [line["event"] for line in told] == ["degradation"]
+        assert await complete(rig, 1) > N_TOKENS - 10, "what was saved before is still restored"
+        await rig.settled()
+        await rig.stop_proxy()
+        await rig.start_proxy()
+        await rig.attached()
+        assert rig.sample("written_last_day_bytes") >= written
+        assert len(rig.checkpoints) == n_kept
+
+
+async def test_without_a_write_budget_writes_are_counted_and_never_refused(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, n_ctx=32_000) as rig:
+        await store_with(rig, 1, 2, 3)
+        assert await complete(rig, 1) == N_TOKENS
+        assert write_refusals(rig) == 0
+        writes = (await rig.health())["writes"]
+        assert writes["max_bytes_per_day"] == 0
+        assert writes["bytes_last_day"] == rig.sample("written_bytes_total")
+        per_token = rig.sample("written_bytes_total") / N_TOKENS
+        assert writes["bytes_per_restored_token"] == pytest.approx(per_token, abs=0.1)
+
+
+async def test_scarce_write_budget_goes_to_new_work_before_long_states_with_little_new(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, n_ctx=32_000) as rig:
+        store, [first] = await store_with(rig, 1)
+        await rig.stop_proxy()
+        rig.options["max_write_bytes_per_day"] = store.writes.last_day_bytes + 9 * first.size_bytes
+        await rig.start_proxy()
+        store, _ = await store_with(rig, 2, 3, 4, 5)
+        assert write_refusals(rig) == 0 and not store.writes.has_plenty
+        n_saved = len(store)
+        longer = {"prompt": [*prompt(5), 5, *range(7000, 7100)], "n_predict": 0}
+        assert (await rig.post("/completion", longer)).n_reused >= N_TOKENS
+        await rig.settled()
+        assert (len(store), write_refusals(rig)) == (n_saved, 1)
+        await complete(rig, 6)
+        await rig.settled()
+        assert (len(store), write_refusals(rig)) == (n_saved + 1, 1)

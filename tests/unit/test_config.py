@@ -74,6 +74,11 @@ def test_size_with_a_unit_is_read_in_every_source(
         assert settings.max_store_bytes == n_bytes
 
 
+def test_size_per_day_is_read_with_a_unit_too(tmp_path: Path) -> None:
+    assert load(tmp_path, {"max_write_bytes_per_day": "50GiB"}).max_write_bytes_per_day == 50 << 30
+    assert load(tmp_path).max_write_bytes_per_day == 0
+
+
 @pytest.mark.parametrize(
     "written", ["20GB", "GiB", "much", "-1GiB", "0", "1KiB", "nanGiB", "infGiB", "1e999GiB", ""]
 )

@@ -292,11 +292,16 @@ def test_without_an_empty_slot_nothing_good_is_promised() -> None:
 
 
 def test_proxy_that_caches_is_proof_enough() -> None:
-    facts = proxy(answers=True, is_caching=True, rule="restore points")
+    written: dict[str, Any] = {
+        "written_last_day_bytes": 3 << 30,
+        "max_write_bytes_per_day": 50 << 30,
+    }
+    facts = proxy(answers=True, is_caching=True, rule="restore points", **written)
     assert problems(facts) == []
     assert is_complete(facts)
     (finding,) = [f for f in findings_of(facts) if f.topic == "running proxy"]
     assert "restore points" in finding.text
+    assert "3.0 GiB of 50 GiB" in finding.text
 
 
 @pytest.mark.parametrize("n_slots", [1, 2])

@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "proxy.doctor": {"proxy.core", "proxy.store", "proxy.upstream", "proxy.driver"}
     | {"proxy.errors", "proxy.doctor"},
     "proxy.front.checkpoints": {"proxy.store"},
-    "proxy.config": {"proxy.errors"},
+    "proxy.config": {"proxy.errors", "proxy.sizes"},
+    "proxy.sizes": {"proxy.errors"},
     "proxy.errors": set(),
     "proxy.metrics": {"proxy.core"},
     "proxy.log": set(),
@@ -32,7 +33,7 @@ MAY_IMPORT = {
     "proxy.run.guard": set(),
     "proxy.app": {"proxy"},
     "proxy.commands": {"proxy.commands", "proxy.app", "proxy.config", "proxy.core", "proxy.errors"}
-    | {"proxy.log", "proxy.run", "proxy.upstream"},
+    | {"proxy.log", "proxy.run", "proxy.sizes", "proxy.upstream"},
     "proxy.commands.doctor": {"proxy.doctor", "proxy.driver", "proxy.store"},
     "proxy.__main__": {"proxy"},
 }
