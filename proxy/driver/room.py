@@ -7,10 +7,10 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from proxy.core.candidates import promising
 from proxy.core.degradation import DegradationKind
 from proxy.core.eviction import Present
 from proxy.core.model import CheckpointId, SlotId
-from proxy.core.plan import promising
 from proxy.core.restore import usable_tokens
 from proxy.core.slots import Content, Known
 from proxy.core.state_size import StateSize, expected_bytes, extent_of

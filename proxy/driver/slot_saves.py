@@ -152,7 +152,7 @@ class SlotSaves:
         checkpoint = await store.commit(thinned.saved.new_state(namespace, kind, content))
         self._note_saved(slot_id, content, namespace, state, checkpoint)
         self._metrics.saves.labels("done").inc()
-        self._metrics.saved_bytes.inc(saved.n_written)
+        self._metrics.saved_bytes.inc(checkpoint.size_bytes)
         if thinned.is_whole:
             await self._tidy(checkpoint, relatives)
         return checkpoint
