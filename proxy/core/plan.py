@@ -30,8 +30,9 @@ WORTH_WAITING_TOKENS = 64
 """A prompt waits for a slot that is being saved (llama-server stalls meanwhile anyway) or let go of by
 an abandoned request (a second or so) if that slot spares it more tokens than this."""
 
-WORTH_WAITING_SHARE = 0.75
-"""It waits for a state that another request will save soon if all is done in this share of the time."""
+WORTH_WAITING_SHARE = 1.5
+"""It waits for a state that another request will save soon if all is done in this many times what it would
+take alone: evaluating the same beside the other one, both would take twice as long."""
 
 SHARED_HEADER_SAVES = 4.0
 """A header is saved on the way if evaluating it takes so many times as long as saving it: another

@@ -5,47 +5,14 @@ from typing import Any
 import pytest
 
 from proxy.driver.saving import keep_as_saved
-from tests.lab.conversation import Message, agent_requests, system, tools
+from tests.lab.conversation import agent_requests, system
 from tests.lab.older_builds import strip_context_checkpoints
-from tests.lab.rig import Rig
 from tests.live.conftest import KINDS, StartRig
+from tests.live.ledger import SLACK_TOKENS, Ledger
 
-SLACK_TOKENS = 32
 HEADER = [system(450)]
-TOOLS = tools(6)
 
 pytestmark = pytest.mark.parametrize("kind", KINDS)
-
-
-class Ledger:
-    """Knows every prompt sent so far, and what a perfect cache would have to evaluate for the next."""
-
-    def __init__(self, rig: Rig) -> None:
-        self.rig = rig
-        self.sequences: list[list[int]] = []
-
-    async def tokens(self, messages: list[Message]) -> list[int]:
-        body: dict[str, Any] = {"messages": messages, "tools": TOOLS}
-        rendered = await self.rig.post("/apply-template", body)
-        content = {"content": rendered["prompt"], "add_special": True, "parse_special": True}
-        return list((await self.rig.post("/tokenize", content))["tokens"])
-
-    async def ask(self, messages: list[Message]) -> tuple[int, int, int]:
-        """Send a request; return its new tokens, those evaluated for it, and its prompt's length."""
-        tokens = await self.tokens(messages)
-        n_known = max((_n_common(tokens, s) for s in self.sequences), default=0)
-        before = await self.rig.evaluated()
-        reply = await self.rig.chat(messages, tools=TOOLS)
-        n_evaluated = await self.rig.evaluated() - before
-        text = reply["choices"][0]["message"].get("content") or ""
-        self.sequences.append(tokens)
-        assert reply["usage"]["prompt_tokens"] == len(tokens), text
-        return len(tokens) - n_known, n_evaluated, len(tokens)
-
-
-def _n_common(left: list[int], right: list[int]) -> int:
-    pairs = zip(left, right, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 async def test_conversation_after_restart_evaluates_only_new_tokens(

@@ -1,0 +1,42 @@
+"""What a perfect cache would have to evaluate, and what llama-server really evaluates."""
+
+from typing import Any
+
+from proxy.core.prefix import TokenIds, common_prefix_length, token_ids
+from tests.lab.conversation import Message, tools
+from tests.lab.rig import Rig
+
+SLACK_TOKENS = 32
+TOOLS = tools(6)
+
+
+class Ledger:
+    """Knows every prompt sent so far, and what a perfect cache would have to evaluate for the next."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.sequences: list[TokenIds] = []
+
+    async def tokens(self, messages: list[Message]) -> TokenIds:
+        """Return a request's prompt as llama-server will see it."""
+        body: dict[str, Any] = {"messages": messages, "tools": TOOLS}
+        rendered = await self.rig.post("/apply-template", body)
+        content = {"content": rendered["prompt"], "add_special": True, "parse_special": True}
+        return token_ids((await self.rig.post("/tokenize", content))["tokens"])
+
+    async def enter(self, messages: list[Message]) -> int:
+        """Remember a request; return how many of its tokens no earlier one began with."""
+        tokens = await self.tokens(messages)
+        n_known = max((common_prefix_length(tokens, s) for s in self.sequences), default=0)
+        self.sequences.append(tokens)
+        return len(tokens) - n_known
+
+    async def ask(self, messages: list[Message]) -> tuple[int, int, int]:
+        """Send a request; return its new tokens, those evaluated for it, and its prompt's length."""
+        n_new = await self.enter(messages)
+        before = await self.rig.evaluated()
+        reply = await self.rig.chat(messages, tools=TOOLS)
+        n_evaluated = await self.rig.evaluated() - before
+        n_prompt = len(self.sequences[-1])
+        assert reply["usage"]["prompt_tokens"] == n_prompt
+        return n_new, n_evaluated, n_prompt

@@ -1,0 +1,163 @@
+"""Many conversations on few slots, on a real llama-server: nothing that was evaluated is lost."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.lab.conversation import (
+    Message,
+    agent_requests,
+    answer,
+    prose,
+    system,
+    tool_call,
+    tool_result,
+    user,
+)
+from tests.lab.rig import Rig
+from tests.live.conftest import KINDS, StartRig
+from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
+
+HEADER = [system(450)]
+NEVER_IDLE: dict[str, Any] = {"idle_save_seconds": 3600.0}
+"""Nothing is saved but for a reason that the test gives."""
+
+
+def stored(rig: Rig) -> list[Any]:
+    return list(rig.running.store or ())
+
+
+async def chat(rig: Rig, messages: list[Message], **fields: Any) -> None:
+    await rig.chat(messages, **{"tools": TOOLS, "max_tokens": 4, **fields})
+
+
+async def evaluated(rig: Rig) -> int:
+    """Return llama-server's count once no slot is leased; some stay dirty."""
+    async with asyncio.timeout(300):
+        while any(s.is_leased for s in rig.running.lifecycle.current.attachment.desk.table):  # type: ignore[union-attr] # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    return await asyncio.to_thread(rig.server.evaluated_tokens)
+
+
+class Counted:
+    """Asks without waiting for write-backs, and holds each cost against what is new."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self._ledger = Ledger(rig)
+
+    async def ask(self, messages: list[Message]) -> tuple[int, int]:
+        """Send a request; return its new tokens and those evaluated for it."""
+        n_new = await self._ledger.enter(messages)
+        before = await evaluated(self._rig)
+        await chat(self._rig, messages)
+        return n_new, await evaluated(self._rig) - before
+
+    async def ask_in_turn(self, conversations: list[list[list[Message]]]) -> None:
+        for requests in zip(*conversations, strict=True):
+            for messages in requests:
+                n_new, n_evaluated = await self.ask(messages)
+                assert n_evaluated <= n_new + SLACK_TOKENS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_conversations_by_turns_on_one_slot_evaluate_only_what_is_new(
+    start_rig: StartRig, kind: str
+) -> None:
+    conversations = [agent_requests(2, 2, header=HEADER, seed=100 * i) for i in range(3)]
+    async with start_rig(kind, n_slots=1, **NEVER_IDLE) as rig:
+        await Counted(rig).ask_in_turn(conversations)
+
+
+@pytest.mark.parametrize("kind", ["swa", "recurrent", "hybrid"])
+@pytest.mark.parametrize("context_checkpoints", [32, 8])
+async def test_start_of_a_turn_outlives_a_tool_loop_that_llama_server_forgets_it_in(
+    start_rig: StartRig, kind: str, context_checkpoints: int
+) -> None:
+    first, *loop, second = agent_requests(2, 20, header=HEADER)[:22]
+    flags = ("--ctx-checkpoints", str(context_checkpoints))
+    options = {**NEVER_IDLE, "context_checkpoints": context_checkpoints, "extra_args": flags}
+    async with start_rig(kind, n_slots=1, **options) as rig:
+        counted = Counted(rig)
+        for messages in (first, *loop, second):
+            n_new, n_evaluated = await counted.ask(messages)
+            assert n_evaluated <= n_new + SLACK_TOKENS
+
+
+@pytest.mark.parametrize("kind", ["full", "swa", "recurrent", "hybrid"])
+async def test_conversation_keeps_one_file_with_the_few_points_that_are_worth_it(
+    start_rig: StartRig, kind: str
+) -> None:
+    async with start_rig(kind, n_slots=1) as rig:
+        for messages in agent_requests(4, 3, header=HEADER):
+            await chat(rig, messages)
+            await rig.settled()
+        (only,) = stored(rig)
+        if kind != "full":
+            places = {only.header, only.turn_start, only.n_prompt, *only.marks}
+            assert 3 <= len(only.restore_points) <= len(places)
+            for place in (only.header, only.turn_start, only.n_prompt):
+                assert any(place - SLACK_TOKENS <= p <= place for p in only.restore_points)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_header_that_changes_half_way_shares_its_stable_part(
+    start_rig: StartRig, kind: str
+) -> None:
+    """The second prompt that comes this way finds where it leaves the first; the third gains by it."""
+    async with start_rig(kind, n_slots=1) as rig:
+        ledger = Ledger(rig)
+        costs = []
+        for day in range(4):
+            text = f"{prose(7, 300)}\nToday is day {day}.\n{prose(8, 60)}"
+            costs.append(await ledger.ask([{"role": "system", "content": text}, user(day)]))
+        for n_new, n_evaluated, n_prompt in costs[2:]:
+            assert n_new < n_prompt - 512
+            assert n_evaluated <= n_new + SLACK_TOKENS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n_slots", [1, 2])
+async def test_titles_after_every_turn_cost_the_conversation_nothing(
+    start_rig: StartRig, kind: str, n_slots: int
+) -> None:
+    async with start_rig(kind, n_slots=n_slots, **NEVER_IDLE) as rig:
+        counted = Counted(rig)
+        for number, messages in enumerate(agent_requests(3, 1, header=HEADER)):
+            n_new, n_evaluated = await counted.ask(messages)
+            assert n_evaluated <= n_new + SLACK_TOKENS
+            title = [{"role": "system", "content": "Name the task."}, user(50 + number)]
+            await chat(rig, title, tools=[])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_conversation_goes_on_after_a_fork_of_it_has_had_the_slot(
+    start_rig: StartRig, kind: str
+) -> None:
+    """A summary is asked for at the end of all that was said, and does not become part of it."""
+    requests = agent_requests(3, 2, header=HEADER)
+    async with start_rig(kind, n_slots=1, **NEVER_IDLE) as rig:
+        counted = Counted(rig)
+        for messages in requests[:6]:
+            await counted.ask(messages)
+        fork = [*requests[5], answer(10), user(900)]
+        for call in range(4):
+            await counted.ask(fork)
+            fork += [tool_call(900 + call), tool_result(900 + call)]
+        n_new, n_evaluated = await counted.ask(requests[6])
+        assert n_evaluated <= n_new + SLACK_TOKENS
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_requests_with_the_same_new_header_at_once_evaluate_it_once(
+    start_rig: StartRig, kind: str
+) -> None:
+    async with start_rig(kind, n_slots=2, **NEVER_IDLE) as rig:
+        await chat(rig, [system(200, seed=3), user(1)], tools=[])  # what evaluating costs is known
+        ledger = Ledger(rig)
+        requests = [[system(900, seed=5), user(seed)] for seed in (1, 2)]
+        n_new = sum([await ledger.enter(messages) for messages in requests])
+        before = await evaluated(rig)
+        await asyncio.gather(*(chat(rig, messages) for messages in requests))
+        assert await evaluated(rig) - before <= n_new + 2 * SLACK_TOKENS
