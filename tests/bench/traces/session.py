@@ -93,7 +93,7 @@ class Session:
         self._add({**message, "reasoning_content": self._text(n_reasoning), "tool_calls": calls})
         for name in ids:
             text = self._text(n_characters)
-            self._add({"role": "tool", "tool_call_id": name, "content": text})
+            self._add({"role": "tool", "tool_call_id": f"call_{name}", "content": text})
         return self
 
     def _add(self, message: Message) -> "Session":
