@@ -57,8 +57,18 @@ type: $(SETUP)
 docs: $(SETUP)
 	$(BIN)/python -m tests.documents
 
+# All of docs/benchmarks.md (an hour), or only traces: make bench TRACE=interleaved MODEL=hybrid.
+# Also SIZE, SLOTS, VARIANT, TIMES=N for several runs, AGAIN=1, VERBOSE=1 for every request.
+ONE := $(TRACE)$(MODEL)$(SIZE)$(SLOTS)$(VARIANT)
 bench: $(SETUP) llama-server models
-	$(BIN)/python -m tests.bench.main_job
+ifeq ($(ONE),)
+	@status=0; $(BIN)/python -m tests.bench.main_job --document || status=$$?; \
+	  $(BIN)/python -m tests.bench.traces --document $(AGAIN:%=--again) || status=$$?; exit $$status
+else
+	@$(BIN)/python -m tests.bench.traces $(TRACE:%=--trace %) $(MODEL:%=--model %) \
+	  $(SIZE:%=--size %) $(SLOTS:%=--slots %) $(VARIANT:%=--variant %) $(TIMES:%=--times %) \
+	  $(AGAIN:%=--again) $(VERBOSE:%=--verbose)
+endif
 
 clean:
 	rm -rf $(VENV) $(LAB) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,9 +1,10 @@
 """Measures the main job on a real llama-server: `make bench`.
 
-Prints the tables of docs/benchmarks.md on stdout and says on stderr what it is doing. Exit status 1 if
-a bar is missed. Machines that do something else meanwhile spoil the times, not the counts.
+Prints its tables of docs/benchmarks.md on stdout, with --document writes them there as well, and says on
+stderr what it is doing. Exit status 1 if a bar is missed. Machines that do something else meanwhile spoil
+the times, not the counts.
 
-python -m tests.bench.main_job [PART ...]
+python -m tests.bench.main_job [--document] [PART ...]
 """
 
 import argparse
@@ -12,6 +13,7 @@ from contextlib import ExitStack
 
 from tests.bench.budget import measure_budget
 from tests.bench.correctness import measure_correctness
+from tests.bench.document import document
 from tests.bench.first_contact import measure_first_contact
 from tests.bench.first_token import measure_first_token
 from tests.bench.interrupts import run_to_the_end
@@ -44,14 +46,17 @@ async def measure(part: str, leftovers: ExitStack, log: RequestLog) -> list[Sect
             return [await measure_overhead(leftovers, log)]
 
 
-async def run(parts: list[str], leftovers: ExitStack) -> int:
-    """Measure and print; return the exit status."""
+async def run(parts: list[str], leftovers: ExitStack, *, documents: bool) -> int:
+    """Measure, print and document; return the exit status."""
     log = RequestLog()
     n_missed = 0
     for part in parts:
-        for section in await measure(part, leftovers, log):
+        sections = await measure(part, leftovers, log)
+        for section in sections:
             print(section.markdown() + "\n", flush=True)
             n_missed += section.n_missed
+        if documents:
+            document(part, sections)
     tell(f"done, {n_missed} bars missed")
     return 1 if n_missed else 0
 
@@ -60,10 +65,12 @@ def main() -> int:
     """Run the parts that the command line names; all by default."""
     parser = argparse.ArgumentParser(description="Measure the main job.")
     parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
-    parts = parser.parse_args().parts or list(PARTS)
+    parser.add_argument("--document", action="store_true", help="write docs/benchmarks.md")
+    arguments = parser.parse_args()
+    parts = arguments.parts or list(PARTS)
     if unknown := set(parts) - set(PARTS):
         parser.error(f"not a part: {', '.join(unknown)}; parts: {', '.join(PARTS)}")
-    return run_to_the_end(lambda leftovers: run(parts, leftovers))
+    return run_to_the_end(lambda leftovers: run(parts, leftovers, documents=arguments.document))
 
 
 if __name__ == "__main__":

@@ -19,13 +19,14 @@ class Section:
         self.n_missed += is_met is False
         self.rows.append((*(_cell(cell) for cell in cells), verdict))
 
-    def markdown(self) -> str:
+    def markdown(self, level: int = 3) -> str:
+        """Return the table under a heading of *level*."""
         head = (*self.columns, "met")
         # Numbers are right-aligned; a column is numeric if its first cell begins with a digit.
         numeric = [cell[:1].isdigit() for cell in self.rows[0]] if self.rows else []
         rules = ["---:" if is_numeric else "---" for is_numeric in numeric]
         lines = [_line(head), _line(rules), *(_line(row) for row in self.rows)]
-        return "\n".join([f"### {self.title}", "", self._verdict(), "", *lines])
+        return "\n".join([f"{'#' * level} {self.title}", "", self._verdict(), "", *lines])
 
     def _verdict(self) -> str:
         if not self.bar:

@@ -5,6 +5,7 @@ changed, so that an interrupted run goes on where it was. Exit status 1 if a bar
 
 python -m tests.bench.traces [--trace NAME ...] [--model KIND ...] [--size SIZE ...] [--slots N ...]
                              [--variant VARIANT ...] [--times N] [--again] [--verbose]
+                             [--document]
 """
 
 import argparse
@@ -14,11 +15,14 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
+from tests.bench.document import DOCUMENT, document
 from tests.bench.interrupts import run_to_the_end
 from tests.bench.processes import ProxyError
 from tests.bench.progress import tell
+from tests.bench.section import Section
 from tests.bench.traces.bars import all_sections
 from tests.bench.traces.catalogue import TRACES
+from tests.bench.traces.chart import draw, rows_of
 from tests.bench.traces.chat import ChatFailed
 from tests.bench.traces.measure import Measurement
 from tests.bench.traces.outcomes import Outcomes
@@ -29,6 +33,7 @@ from tests.bench.traces.stored import StoredResults
 from tests.lab.models import SIZES
 from tests.lab.server import LlamaServerError
 
+CHART, CHART_KIND = DOCUMENT.with_name("benchmarks-traces.svg"), "hybrid"
 FAILURES = (ChatFailed, ProxyError, LlamaServerError)
 
 
@@ -97,9 +102,17 @@ async def run(arguments: argparse.Namespace) -> int:
     sections = all_sections(Outcomes(outcomes))
     for section in sections:
         print(section.markdown() + "\n")
+    if arguments.document:
+        _document(Outcomes(outcomes), sections)
     n_missed = sum(section.n_missed for section in sections)
     tell(f"done, {n_missed} bars missed")
     return 1 if n_missed else 0
+
+
+def _document(outcomes: Outcomes, sections: list[Section]) -> None:
+    document("traces", sections, level=3)
+    title = f"Tokens evaluated, {CHART_KIND} model, in multiples of what an exact cache evaluates"
+    CHART.write_text(draw(title, rows_of(outcomes, CHART_KIND)))
 
 
 def main() -> int:
@@ -112,11 +125,14 @@ def main() -> int:
         "variant": (*THROUGH_PROXY, *ALONE),
     }
     for name, values in allowed.items():
-        parser.add_argument(f"--{name}", nargs="+", choices=tuple(values), default=())
-    parser.add_argument("--slots", nargs="+", type=int, default=())
+        parser.add_argument(
+            f"--{name}", nargs="+", action="extend", choices=tuple(values), default=[]
+        )
+    parser.add_argument("--slots", nargs="+", action="extend", type=int, default=[])
     parser.add_argument("--times", type=int, default=0, help="results wanted of each case")
     parser.add_argument("--again", action="store_true", help="measure what is known, too")
     parser.add_argument("--verbose", action="store_true", help="every request")
+    parser.add_argument("--document", action="store_true", help="write docs/benchmarks.md")
     arguments = parser.parse_args()
     return run_to_the_end(lambda leftovers: run(arguments))
 

@@ -43,22 +43,22 @@ def fresh() -> Trace:
 
 def interleaved() -> Trace:
     """Three sessions with the same header, taking turns up to 16,000 tokens each."""
-    return Trace("interleaved", (one_client(_taking_turns(6, 3700)),))
+    return Trace("interleaved", (one_client(_taking_turns(6, 4200)),))
 
 
 def grown() -> Trace:
     """Three sessions with the same header, taking turns up to 38,000 tokens each."""
-    return Trace("grown", (one_client(_taking_turns(12, 8000)),), n_ctx=49152)
+    return Trace("grown", (one_client(_taking_turns(12, 8000, n_said=700)),), n_ctx=49152)
 
 
-def _taking_turns(n_turns: int, n_characters: int) -> list[Request]:
+def _taking_turns(n_turns: int, n_characters: int, *, n_said: int = 0) -> list[Request]:
     """Return sessions that take turns request by request: a task, then tool results."""
     names = "abc"[:N_SESSIONS]
     shared = header(0, HEADER_CHARACTERS)
     sessions = [Session(name, shared, 1000 * (i + 1)) for i, name in enumerate(names)]
     requests = [session.ask().request() for session in sessions]
     for _ in range(n_turns - 1):
-        requests += [session.call(n_characters).request() for session in sessions]
+        requests += [session.call(n_characters, n_said=n_said).request() for session in sessions]
     return requests
 
 

@@ -51,12 +51,12 @@ async def chat(client: aiohttp.ClientSession, base_url: str, body: dict[str, Any
 
 def read_chunks(chunks: Iterable[bytes]) -> tuple[Message, dict[str, Any]]:
     """Return the assistant's message as a client puts it together, and the timings; raises ChatFailed."""
-    *events, last = chunks
+    *events, last = [b"", *chunks]
     if last != b"[DONE]":
         raise ChatFailed(f"the stream ended early: {last.decode(errors='replace')}")
     texts = {"reasoning_content": "", "content": ""}
     timings: dict[str, Any] = {}
-    for event in map(json.loads, events):
+    for event in map(json.loads, filter(None, events)):
         if "error" in event:
             raise ChatFailed(f"broke off: {event}")
         timings = event.get("timings", timings)

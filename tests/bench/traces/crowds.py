@@ -30,13 +30,14 @@ def _child(name: str, child: Header, seed: int) -> list[Request]:
 
 
 def titles() -> Trace:
-    """A session whose every turn is followed by a small request with a header of its own."""
+    """A session with a small request, which has a header of its own, in or after every turn."""
     session = Session("t", header(0, HEADER_CHARACTERS // 2), 9000)
-    requests = []
+    requests: list[Request] = []
     for turn in range(8):
-        requests.append(session.ask().request())
-        requests.append(_title(turn, 9500 + turn))
-        requests.append(session.call(2000).request())
+        title = [_title(turn, 9500 + turn)]
+        in_turn, after_turn = (title, []) if turn % 2 else ([], title)
+        requests += [session.ask().request(), *in_turn]
+        requests += [session.call(2000).request(), *after_turn]
         session.answer()
     return Trace("titles", (one_client(requests),), slots=(1, 2, 4))
 

@@ -53,7 +53,7 @@ def _everything(choice: Choice) -> Iterator[Planned]:
                         case = Case(name, kind, size, n_slots, variant)
                         has_luck = name == "mixed" and case.has_proxy
                         yield Planned(case, N_TIMES_MIXED if has_luck else 1)
-    if "small" not in choice.sizes:
+    if not (choice.traces or choice.kinds or choice.sizes):
         yield from _small()
 
 

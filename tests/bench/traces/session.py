@@ -79,23 +79,21 @@ class Session:
         return self._add({"role": "assistant", "answer_to": f"{self.name}.{self._n_requests}"})
 
     def call(
-        self, n_characters: int, *, n_calls: int = 1, n_reasoning: int = REASONING_CHARACTERS
+        self,
+        n_characters: int,
+        *,
+        n_calls: int = 1,
+        n_said: int = 0,
+        n_reasoning: int = REASONING_CHARACTERS,
     ) -> "Session":
-        """Add a message with tool calls, and their results of *n_characters* each."""
+        """Add a message that says something and calls tools, and results of *n_characters* each."""
         ids = [f"{self.name}-{len(self._messages)}-{i}" for i in range(n_calls)]
         calls = [_tool_call(name, i) for i, name in enumerate(ids)]
-        reasoning = self._text(n_reasoning)
-        self._add(
-            {
-                "role": "assistant",
-                "content": "",
-                "reasoning_content": reasoning,
-                "tool_calls": calls,
-            }
-        )
+        message = {"role": "assistant", "content": self._text(n_said) if n_said else ""}
+        self._add({**message, "reasoning_content": self._text(n_reasoning), "tool_calls": calls})
         for name in ids:
             text = self._text(n_characters)
-            self._add({"role": "tool", "tool_call_id": name, "content": text})
+            self._add({"role": "tool", "tool_call_id": f"call_{name}", "content": text})
         return self
 
     def _add(self, message: Message) -> "Session":

@@ -7,6 +7,8 @@ and, behind the proxy, the proxy's source.
 import functools
 import hashlib
 import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -34,21 +36,31 @@ class StoredResults:
 
     def find(self, case: Case) -> list[Result]:
         """Return what was measured of a case with the same inputs, oldest first."""
-        inputs = _inputs_of(case)
+        inputs = inputs_of(case)
         return [s.result for s in self._read() if s.inputs == inputs and s.result.case == case]
 
     def add(self, result: Result) -> None:
+        line = msgspec.json.encode(Stored(inputs_of(result.case), result))
         with self._file.open("ab") as file:
-            file.write(msgspec.json.encode(Stored(_inputs_of(result.case), result)) + b"\n")
+            # First the line end: what was being written before may have been cut off.
+            file.write(b"\n" + line)
 
     def _read(self) -> list[Stored]:
         if not self._file.exists():
             return []
-        decoder = msgspec.json.Decoder(Stored)
-        return [decoder.decode(line) for line in self._file.read_bytes().splitlines()]
+        return list(_decode(self._file.read_bytes().splitlines()))
 
 
-def _inputs_of(case: Case) -> str:
+def _decode(lines: list[bytes]) -> Iterator[Stored]:
+    """Yield what can be read; lines of other versions of the benchmark, or cut off, are passed over."""
+    decoder = msgspec.json.Decoder(Stored)
+    for line in lines:
+        with suppress(msgspec.MsgspecError):
+            yield decoder.decode(line)
+
+
+def inputs_of(case: Case) -> str:
+    """Return a digest of all that a result depends on but the harness."""
     model = model_path(case.kind, case.size, DEFAULT_MODEL_FOLDER).stat()
     parts = [TRACES[case.trace]().digest(), model.st_size, model.st_mtime_ns, _server_version()]
     if case.has_proxy:

@@ -1,10 +1,10 @@
 """Repeatable text: passages of the Python standard library's source, which the vocabulary was trained on.
 
-Deterministic for one Python version, and without the network. Passages of different seeds begin
-differently.
+Deterministic for one Python version, and without the network.
 """
 
 import functools
+import re
 import sysconfig
 from pathlib import Path
 
@@ -16,6 +16,9 @@ MODULES = """
 """.split()
 _STRIDE = 1_000_003
 """Prime, so that successive seeds begin far apart, and none twice."""
+_WORD = re.compile(r"\b[A-Za-z]{3}")
+_LONGEST_GAP = 10_000
+"""There is a word in every stretch of this length."""
 
 
 @functools.cache
@@ -26,7 +29,8 @@ def corpus() -> str:
 
 
 def passage(seed: int, n_characters: int) -> str:
-    """Return *n_characters* of source; the first line says which, so no two seeds begin alike."""
+    """Return *n_characters* of source, from the beginning of a word on."""
     text = corpus()
-    begin = seed * _STRIDE % (len(text) - n_characters)
-    return f"# part {seed}\n{text[begin : begin + n_characters]}"[:n_characters]
+    begin = seed * _STRIDE % (len(text) - n_characters - _LONGEST_GAP)
+    begin = next(_WORD.finditer(text, begin)).start()
+    return text[begin : begin + n_characters]

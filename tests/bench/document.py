@@ -1,0 +1,28 @@
+"""Puts what was measured into docs/benchmarks.md.
+
+A measured part stands between `<!-- measured: NAME -->` and `<!-- end -->`; what stands outside is
+written by hand, and kept.
+"""
+
+import re
+from collections.abc import Iterable
+
+from tests.bench.section import Section
+from tests.lab.server import REPOSITORY
+
+DOCUMENT = REPOSITORY / "docs" / "benchmarks.md"
+
+
+def document(name: str, sections: Iterable[Section], *, level: int = 2) -> None:
+    """Write *sections* into the document, under headings of *level*; raises KeyError without a place."""
+    measured = "\n\n".join(section.markdown(level) for section in sections)
+    DOCUMENT.write_text(put(DOCUMENT.read_text(), name, measured))
+
+
+def put(text: str, name: str, measured: str) -> str:
+    """Return *text* with *measured* in the place of that name; raises KeyError if there is none."""
+    place = re.compile(rf"(<!-- measured: {re.escape(name)} -->\n).*?(<!-- end -->)", re.DOTALL)
+    filled, n_places = place.subn(lambda m: f"{m[1]}\n{measured}\n\n{m[2]}", text)
+    if n_places != 1:
+        raise KeyError(f"{n_places} places for {name!r}")
+    return filled
