@@ -18,8 +18,9 @@ MIN_TOKENS = 64
 MIN_BYTES = 64 << 10
 """Less than this says more of the round trip than of the rate."""
 
-MAX_STEP = 4.0
-"""What one measurement can change a part by: the first one may have met a cold disk or a busy server."""
+MAX_STEP = 16.0
+"""What one measurement can change a part by at first, a quarter of that once it is well known: any
+measurement may have met a cold disk or a busy server."""
 
 MEMORY = 3.0
 """So many large measurements are remembered: a later one changes a part by a quarter of what it missed."""
@@ -41,10 +42,13 @@ class Part:
     def moved(self, miss: float, share: float, weight: float) -> "Part":
         """Return the part after a measurement was *miss* times the prediction.
 
-        A miss beyond MAX_STEP is an outlier or a new truth: what was believed counts half from then on.
+        A miss beyond the largest step is an outlier or a new truth: what was believed counts half from
+        then on.
         """
-        step = min(max(miss, 1 / MAX_STEP), MAX_STEP)
-        exponent = share * weight / (1 + min(self.n_seen, MEMORY)) if self.n_seen else weight
+        certainty = 1 + min(self.n_seen, MEMORY)
+        largest = MAX_STEP / certainty
+        step = min(max(miss, 1 / largest), largest)
+        exponent = share * weight / certainty if self.n_seen else weight
         n_seen = self.n_seen + share * weight if step == miss else self.n_seen / 2
         return Part(self.seconds * step**exponent, max(n_seen, 0.1))
 

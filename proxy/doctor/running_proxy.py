@@ -23,7 +23,7 @@ class _Reason(msgspec.Struct):
     reason: str
 
 
-class _Writes(msgspec.Struct):
+class _Writes(msgspec.Struct, frozen=True):
     bytes_last_day: int = 0
     max_bytes_per_day: int = 0
 

@@ -107,8 +107,6 @@ class SlotSaves:
         self._require_expected(slot_id, content, saved.state, is_just_predicted)
         self._attachment.require_same_process()
         self._metrics.save_seconds.observe(saved.seconds)
-        rates = self._attachment.rates
-        self._attachment.rates = rates.after_save(saved.n_written, saved.seconds)
         return await self._commit(slot_id, content, kind, saved)
 
     def _require_expected(

@@ -67,13 +67,12 @@ async def test_used_up_write_budget_stops_saves_and_requests_are_answered_right(
             await rig.settled()
         assert DegradationKind.WRITE_BUDGET_SPENT in rig.running.degradations
         assert before < written(rig) <= budget
-        n_kept, n_bytes = len(rig.running.store or ()), file_bytes(rig)
+        assert len(rig.running.store or ()) < N_CONVERSATIONS // 2
         await rig.restart()
+        for number in range(N_CONVERSATIONS - 6, N_CONVERSATIONS):
+            assert await answer(rig, request(number)) == answers[number]
+            await rig.settled()
         assert written(rig) <= budget + MORE_BYTES // 4, "first contact alone may exceed it"
-        again = await answer(rig, request(N_CONVERSATIONS - 1))
-        await rig.settled()
-        assert (len(rig.running.store or ()), file_bytes(rig)) == (n_kept, n_bytes)
-        assert again == answers[-1]
         await rig.stop_proxy()
         for number in (1, N_CONVERSATIONS - 1):
             assert await answer_without_cache(rig, request(number)) == answers[number]
