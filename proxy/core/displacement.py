@@ -10,7 +10,7 @@ from proxy.core.model import Prompt, Rule
 from proxy.core.prefix import common_prefix_length
 from proxy.core.rates import Rates
 from proxy.core.slots import Content, Known
-from proxy.core.write_back import worth_of
+from proxy.core.write_back import is_write_back_due, worth_of
 
 MAX_LOST_TOKENS = SLACK_TOKENS
 """A slot that loses no more unsaved work than this to another request is not saved for it."""
@@ -64,7 +64,8 @@ def displace(
     if n_lost == 0 and n_reused is not None and is_continued(content, prompt):
         return NOTHING_DISPLACED
     worth = worth_of(content, n_lost, occupant.size_bytes, rates)
-    saves = rule.can_restore and n_lost > MAX_LOST_TOKENS and worth.is_worth_it
+    is_savable = n_lost > MAX_LOST_TOKENS and is_write_back_due(rule, content)
+    saves = is_savable and worth.is_worth_it
     delay_seconds = worth.save_seconds if saves else 0.0
     has_file = rule.can_restore and (saves or content.n_saved > 0)
     remade_seconds = rates.evaluation_seconds(n_reused or 0, content.n_tokens)

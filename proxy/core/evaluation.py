@@ -53,7 +53,7 @@ def after_evaluation(
         turn_start=_kept(cuts.turn_start, len(tokens))
         or (_kept(old.turn_start, n_kept) if old else 0),
         last_cut=_kept(old.last_cut, n_kept) if old else 0,
-        marks=_marks(old, n_kept, cuts),
+        marks=_marks(old, n_kept, cuts, len(tokens)),
         n_saved=min(old.n_saved, n_kept) if old else 0,
         saved_points=tuple(p for p in old.saved_points if p <= n_kept) if old else (),
         shape=shape,
@@ -68,13 +68,14 @@ MAX_MARKS = 32
 """More places than context checkpoints in a file are not kept."""
 
 
-def _marks(old: Known | None, n_kept: int, cuts: Cuts) -> tuple[int, ...]:
+def _marks(old: Known | None, n_kept: int, cuts: Cuts, n_tokens: int) -> tuple[int, ...]:
     """Return where requests may come back to in a prompt that shares its first *n_kept* tokens with *old*.
 
     A new user message is the place where a conversation forks: a summary or a title is asked for, a
-    subagent takes over, the user goes back and edits. What lies before it is then asked for again.
+    subagent takes over, the user goes back and edits. What lies before it is then asked for again. Of the
+    prompt only *n_tokens* are evaluated so far.
     """
-    marks = {cuts.branch, cuts.last_turn_end}
+    marks = {mark for mark in (cuts.branch, cuts.last_turn_end) if mark <= n_tokens}
     if old:
         marks |= {mark for mark in (*old.marks, old.turn_start) if mark <= n_kept}
     return tuple(sorted(marks - {0, cuts.header, cuts.turn_start}))[-MAX_MARKS:]

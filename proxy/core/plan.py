@@ -17,13 +17,12 @@ from proxy.core.model import (
     Cuts,
     Prompt,
     Rule,
-    RuleKind,
     SlotId,
 )
 from proxy.core.options import Option, Restore, UseLive
 from proxy.core.prefix import Namespace, TokenIds, common_prefix_length
 from proxy.core.rates import Rates
-from proxy.core.restore import highest_point, usable_tokens
+from proxy.core.restore import usable_tokens
 from proxy.core.slots import Known, Reuse, Slot, live_reuse, promised_tokens
 
 WORTH_WAITING_TOKENS = 64
@@ -91,22 +90,29 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """A state of these tokens that will be saved in so many seconds; `points` are as in Checkpoint."""
+    """A state of these tokens that will be saved in so many seconds."""
 
     tokens: TokenIds
     namespace: Namespace
     ready_in_seconds: float
     size_bytes: int
-    points: tuple[int, ...] = ()
+    restore_points: tuple[int, ...] = ()
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def has_every_position(self) -> bool:
+        """What is asked only where a server's states can be cut anywhere."""
+        return True
 
     def usable_tokens(self, rule: Rule, prompt: Prompt) -> int:
         """Return how many tokens it will spare a prompt."""
         if self.namespace != prompt.namespace:
             return 0
-        n_common = min(common_prefix_length(self.tokens, prompt.tokens), prompt.n_tokens - 1)
-        if rule.kind is RuleKind.ANY_PREFIX or n_common == len(self.tokens):
-            return n_common
-        return highest_point(self.points, n_common)
+        n_common = common_prefix_length(self.tokens, prompt.tokens)
+        return usable_tokens(rule, self, n_common, prompt.n_tokens)
 
 
 @dataclass(frozen=True, slots=True)

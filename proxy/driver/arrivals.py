@@ -23,7 +23,7 @@ class Arrival:
     namespace: Namespace
     expected_at: float
     size_bytes: int
-    points: tuple[int, ...] = ()
+    restore_points: tuple[int, ...] = ()
 
 
 class Arrivals:
@@ -50,6 +50,12 @@ class Arrivals:
         """Return what can be waited for now; what is overdue still counts as about to come."""
         now = time.monotonic()
         return tuple(
-            Coming(a.tokens, a.namespace, max(0.0, a.expected_at - now), a.size_bytes, a.points)
-            for a in self._arrivals
+            Coming(
+                arrival.tokens,
+                arrival.namespace,
+                max(0.0, arrival.expected_at - now),
+                arrival.size_bytes,
+                arrival.restore_points,
+            )
+            for arrival in self._arrivals
         )

@@ -16,7 +16,7 @@ from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt
 from proxy.core.options import Restore
 from proxy.core.plan import Plan, Situation, plan_request
 from proxy.core.slots import TAINTED, Known, Unknown, restored_tokens
-from proxy.core.write_back import is_place_at_risk
+from proxy.core.write_back import at_savable_point, is_place_at_risk
 from proxy.driver.abandoned import wind_up
 from proxy.driver.account import Account
 from proxy.driver.arrivals import Arrival
@@ -234,13 +234,16 @@ class CachedRequest:
 
     def _displaced(self, plan: Plan) -> Arrival | None:
         """Return the state that is saved before the plan takes its slot."""
-        content = self._attachment.desk.table[plan.slot_id].content
+        attachment = self._attachment
+        content = attachment.desk.table[plan.slot_id].content
         if not isinstance(content, Known):
             return None
-        size_bytes = self._attachment.state_bytes(content)
-        expected_at = time.monotonic() + self._attachment.rates.save_seconds(size_bytes)
-        points = content.restore_points
-        return Arrival(content.tokens, content.namespace, expected_at, size_bytes, points)
+        saved = at_savable_point(attachment.rule, content)
+        if saved is None:
+            return None
+        size_bytes = attachment.state_bytes(saved)
+        expected_at = time.monotonic() + attachment.rates.save_seconds(size_bytes)
+        return Arrival(saved.tokens, saved.namespace, expected_at, size_bytes, saved.restore_points)
 
     def _arrival(self, plan: Plan) -> Arrival | None:
         """Return the first state that will be saved on the way, and when about."""

@@ -116,7 +116,6 @@ class SlotWork:
         tokens = prompt.tokens[: stop.n_tokens]
         timings = await self._upstream.evaluate(slot_id, tokens, headers)
         self._attachment.learn_evaluation(timings)
-        self._attachment.learn_evaluation(timings)
         content = after_evaluation(
             before,
             tokens,

@@ -2,8 +2,11 @@
 
 import pytest
 
+from proxy.core.cuts import Stop
+from proxy.core.displacement import Displacement
 from proxy.core.model import SlotId
-from proxy.core.plan import Plan, Restore, UseLive
+from proxy.core.options import Option, Restore, UseLive
+from proxy.core.plan import Plan
 from proxy.core.slots import Reuse
 from proxy.driver.account import Account
 from proxy.upstream.replies import Timings
@@ -14,7 +17,7 @@ LIVE = UseLive(Reuse(800, 850))
 
 
 def account(start: Restore | UseLive, *replies: Timings) -> Account:
-    result = Account(Plan(SlotId(0), start, (), False, False, 0.0), n_prompt=1000)
+    result = Account(Plan(Option(SlotId(0), start, 0.0)), n_prompt=1000)
     for timings in replies:
         result.add(timings)
     return result
@@ -70,3 +73,32 @@ def test_short_is_less_reuse_than_a_live_slot_was_believed_to_hold() -> None:
     assert account(LIVE, Timings(799, 201)).is_short
     assert not account(LIVE, Timings(800, 200)).is_short
     assert not account(RESTORE, Timings(0, 1000)).is_short
+
+
+def test_restored_tokens_are_those_that_a_reply_confirms() -> None:
+    assert account(RESTORE, Timings(900, 100)).n_restored == 900
+    assert account(RESTORE, Timings(500, 500)).n_restored == 500
+    assert account(RESTORE).n_restored == 0
+    assert account(LIVE, Timings(800, 200)).n_restored == 0
+    degraded = account(RESTORE, Timings(900, 100))
+    degraded.is_degraded = True
+    assert degraded.n_restored == 0
+
+
+def test_description_tells_what_was_chosen_and_what_else_there_was() -> None:
+    option = Option(SlotId(1), RESTORE, 0.25, Displacement(50, saves=True, seconds=0.5))
+    others = (
+        Option(SlotId(0), LIVE, 0.4, Displacement(seconds=1.0)),
+        Option(SlotId(2), UseLive(Reuse()), 2.0),
+    )
+    kept = Account(Plan(option, (Stop(950),), alternatives=others), n_prompt=1000)
+    kept.add(Timings(900, 50))
+    kept.add(Timings(950, 50))
+    told = kept.describe()
+    assert (told["chosen"], told["slot"], told["stops"]) == ("restore", 1, [950])
+    assert (told["expected"], told["confirmed"], told["evaluated"]) == (900, 900, 100)
+    assert (told["expected_seconds"], told["displaced_seconds"]) == (0.25, 0.5)
+    assert told["alternatives"] == [
+        "live 800 in slot 0: 0.400 s + 1.000 s displaced",
+        "nothing in slot 2: 2.000 s",
+    ]

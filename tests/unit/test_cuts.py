@@ -1,12 +1,22 @@
 """Where a prompt is stopped on the way, and what is saved there."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.cuts import SLACK_TOKENS, Stop, choose_stops, is_covered
+from proxy.core.cuts import (
+    MIN_BRANCH_TOKENS,
+    MIN_CUT_TOKENS,
+    MIN_STRIDE_TOKENS,
+    SLACK_TOKENS,
+    Stop,
+    branch_of,
+    choose_stops,
+    is_covered,
+)
 from proxy.core.model import CheckpointKind, Cuts, Rule, RuleKind
-from proxy.core.prefix import BLOCK_TOKENS
 from tests.unit.builders import ANY_PREFIX, END_ONLY, NOTHING, RESTORE_POINTS, candidate
 
 CUTS = Cuts(header=1000, turn_start=2000, message_end=3000)
@@ -39,9 +49,9 @@ def test_choose_stops_at_a_turn_start_that_ends_the_prompt_saves_it_once() -> No
     assert choose_stops(END_ONLY, cuts, (), 0) == (Stop(500, CheckpointKind.TURN_START),)
 
 
-def test_choose_stops_at_a_cut_shorter_than_a_block_is_not_worth_it() -> None:
-    cuts = Cuts(header=BLOCK_TOKENS - 1, turn_start=BLOCK_TOKENS)
-    assert choose_stops(RESTORE_POINTS, cuts, (), 0) == (Stop(BLOCK_TOKENS),)
+def test_choose_stops_at_a_short_cut_is_not_worth_it() -> None:
+    cuts = Cuts(header=MIN_CUT_TOKENS - 1, turn_start=MIN_CUT_TOKENS)
+    assert choose_stops(RESTORE_POINTS, cuts, (), 0) == (Stop(MIN_CUT_TOKENS),)
 
 
 def test_choose_stops_at_a_cut_that_a_checkpoint_covers_leaves_it_out() -> None:
@@ -58,20 +68,92 @@ def test_is_covered_at_the_very_end_of_a_state_is_true() -> None:
     assert not is_covered(END_ONLY, [candidate(1001, 1001)], 1000)
 
 
+def test_choose_stops_under_restore_points_plants_points_where_conversations_fork() -> None:
+    cuts = replace(CUTS, last_turn_end=1800, branch=1400)
+    stops = choose_stops(RESTORE_POINTS, cuts, (), 0)
+    assert stops == (Stop(1000), Stop(1400), Stop(1800), Stop(2000))
+
+
+def test_choose_stops_under_end_only_saves_a_branch_and_plants_where_the_turn_before_ends() -> None:
+    """The live slot has that point, although no file will."""
+    cuts = replace(CUTS, last_turn_end=1800, branch=1400)
+    assert choose_stops(END_ONLY, cuts, (), 0) == (
+        Stop(1000, CheckpointKind.HEADER),
+        Stop(1400, CheckpointKind.BRANCH),
+        Stop(1800),
+        Stop(2000, CheckpointKind.TURN_START),
+        Stop(3000),
+    )
+
+
+def test_choose_stops_of_two_close_cuts_plants_the_lower_one() -> None:
+    cuts = Cuts(header=1000, turn_start=1000 + MIN_STRIDE_TOKENS - 1)
+    assert choose_stops(RESTORE_POINTS, cuts, (), 0) == (Stop(1000),)
+    cuts = Cuts(header=1000, branch=1000 - MIN_STRIDE_TOKENS + 1)
+    assert choose_stops(RESTORE_POINTS, cuts, (), 0) == (Stop(cuts.branch),)
+    apart = Cuts(header=1000, turn_start=1000 + MIN_STRIDE_TOKENS)
+    assert choose_stops(RESTORE_POINTS, apart, (), 0) == (Stop(1000), Stop(apart.turn_start))
+
+
+def test_choose_stops_within_the_window_plants_only_what_prompts_share() -> None:
+    rule = Rule(RuleKind.RESTORE_POINTS, end_holds_from=2500)
+    cuts = replace(CUTS, last_turn_end=1800, branch=1400)
+    assert choose_stops(rule, cuts, (), 0) == (Stop(1000), Stop(1400))
+
+
+@pytest.mark.parametrize("rule", [ANY_PREFIX, RESTORE_POINTS, END_ONLY])
+def test_choose_stops_that_share_the_header_save_it(rule: Rule) -> None:
+    stops = choose_stops(rule, Cuts(header=1000), (), 0, shares_header=True)
+    assert stops == (Stop(1000, CheckpointKind.HEADER),)
+    stored = candidate(1000, 1000)
+    assert choose_stops(rule, Cuts(header=1000), (stored,), 0, shares_header=True) == ()
+    assert choose_stops(rule, Cuts(header=1000), (), 1000, shares_header=True) == ()
+
+
+def test_choose_stops_without_a_rule_shares_no_header() -> None:
+    assert choose_stops(NOTHING, CUTS, (), 0, shares_header=True) == ()
+
+
 @given(
     st.sampled_from(RuleKind),
-    st.builds(Cuts, *[st.integers(0, 4000)] * 3),
+    st.builds(Cuts, *[st.integers(0, 4000)] * 5),
     st.integers(0, 4000),
+    st.booleans(),
 )
 def test_choose_stops_of_anything_ascend_beyond_what_is_reused(
-    kind: RuleKind, cuts: Cuts, n_reused: int
+    kind: RuleKind, cuts: Cuts, n_reused: int, shares_header: bool
 ) -> None:
-    stops = choose_stops(Rule(kind), cuts, (), n_reused)
+    stops = choose_stops(Rule(kind), cuts, (), n_reused, shares_header=shares_header)
     lengths = [stop.n_tokens for stop in stops]
     assert lengths == sorted(set(lengths))
-    assert all(n > n_reused for n in lengths)
-    assert set(lengths) <= {cuts.header, cuts.turn_start, cuts.message_end}
-    assert kind is RuleKind.END_ONLY or not any(stop.save_as for stop in stops)
+    assert all(n > n_reused + SLACK_TOKENS and n >= MIN_CUT_TOKENS for n in lengths)
+    named = {cuts.header, cuts.turn_start, cuts.message_end, cuts.branch, cuts.last_turn_end}
+    assert set(lengths) <= named
+    saved = {stop.save_as for stop in stops} - {None}
+    assert (
+        kind is RuleKind.END_ONLY
+        or saved <= {CheckpointKind.HEADER}
+        and shares_header >= bool(saved)
+    )
+
+
+@pytest.mark.parametrize("rule", [RESTORE_POINTS, END_ONLY])
+def test_branch_is_where_more_is_shared_than_can_be_reused(rule: Rule) -> None:
+    assert branch_of(rule, 600, 1000, 0) == 600
+    assert branch_of(rule, 600, 1000, 600 - MIN_BRANCH_TOKENS - 1) == 600
+    assert branch_of(rule, 600, 1000, 600 - MIN_BRANCH_TOKENS) == 0
+    assert branch_of(rule, MIN_CUT_TOKENS - 1, 1000, 0) == 0
+
+
+def test_branch_of_a_prompt_that_is_all_shared_is_none() -> None:
+    assert branch_of(RESTORE_POINTS, 998, 1000, 0) == 998
+    assert branch_of(RESTORE_POINTS, 999, 1000, 0) == 0
+    assert branch_of(RESTORE_POINTS, 1000, 1000, 0) == 0
+
+
+@pytest.mark.parametrize("rule", [ANY_PREFIX, NOTHING])
+def test_branch_where_no_place_need_be_kept_is_none(rule: Rule) -> None:
+    assert branch_of(rule, 600, 1000, 0) == 0
 
 
 def test_begins_turn_of_a_prompt_that_ends_with_the_user_is_true() -> None:

@@ -1,12 +1,11 @@
 """The choice of slot and start for one request."""
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from proxy.core.cuts import MIN_BRANCH_TOKENS, MIN_STRIDE_TOKENS, Stop
+from proxy.core.displacement import MAX_LOST_TOKENS, NOTHING_DISPLACED, Occupant
 from proxy.core.model import (
     Candidate,
     CheckpointId,
@@ -17,22 +16,15 @@ from proxy.core.model import (
     RuleKind,
     SlotId,
 )
+from proxy.core.options import Option, Restore, UseLive
 from proxy.core.plan import (
-    MAX_LOST_TOKENS,
-    Plan,
-    Restore,
+    N_ALTERNATIVES,
+    SHARED_HEADER_SAVES,
     Situation,
-    UseLive,
-    choose_slot_for_bypass,
-    displaced_tokens,
-    holds_foreign_tokens,
-    must_be_erased,
     plan_request,
-    promising,
 )
-from proxy.core.prefix import common_prefix_length, token_ids
+from proxy.core.prefix import TokenIds
 from proxy.core.rates import Rates
-from proxy.core.restore import usable_tokens
 from proxy.core.slots import Content, Empty, Known, Reuse, Slot, Unknown
 from tests.unit.builders import (
     ANY_PREFIX,
@@ -43,140 +35,72 @@ from tests.unit.builders import (
     RESTORE_POINTS,
     branch,
     candidate,
-    checkpoint,
     run_of,
+    steady,
+)
+from tests.unit.situations import (
+    LONG_TOKENS,
+    MEASURED_RULES,
+    STEADY_RATES,
+    TINY_TOKENS,
+    UNUSED,
+    found_for,
+    known_contents,
+    live_slots,
+    plan,
+    stored_states,
 )
 
-UNUSED = UseLive(Reuse())
-
-
-def slots(*contents: Content) -> tuple[Slot, ...]:
-    return tuple(Slot(SlotId(i), c, used_at=float(i)) for i, c in enumerate(contents))
-
-
-def plan(n_prompt: int, rule: Rule, *contents: Content, **changes: Any) -> Plan:
-    """Return the plan for the prompt `run_of(n_prompt)`; there must be one."""
-    prompt = Prompt(run_of(n_prompt), NAMESPACE, changes.pop("cuts", Cuts()))
-    now = Situation(rule, slots(*contents), (), Rates(), 100_000)
-    made = plan_request(prompt, replace(now, **changes))
-    assert made is not None
-    return made
-
+RULES = (ANY_PREFIX, RESTORE_POINTS, END_ONLY, NOTHING)
 
 # The central property: whatever lies in the store and in the slots, nothing wrong is ever reused.
-
-TINY_TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(token_ids)
-MEASURED_RULES = st.builds(Rule, st.sampled_from(RuleKind), st.integers(0, 8))
-
-
-@st.composite
-def stored_states(draw: st.DrawFn) -> list[tuple[Candidate, Any]]:
-    """Return checkpoints with their tokens; what they share with the request comes later."""
-    states = []
-    for number in range(draw(st.integers(0, 5))):
-        tokens = draw(TINY_TOKENS)
-        state = checkpoint(
-            len(tokens),
-            id=CheckpointId(number),
-            restore_points=tuple(sorted(draw(st.sets(st.integers(1, len(tokens)), max_size=3)))),
-            has_every_position=draw(st.booleans()),
-            size_bytes=draw(st.integers(1, 10**6)),
-        )
-        states.append((Candidate(state, 0), tokens))
-    return states
-
-
-@st.composite
-def live_slots(draw: st.DrawFn) -> tuple[Slot, ...]:
-    content = st.one_of(
-        st.just(Empty()),
-        st.builds(Unknown, st.sampled_from([None, NAMESPACE, OTHER_NAMESPACE])),
-        st.builds(
-            Known,
-            TINY_TOKENS,
-            st.sampled_from([NAMESPACE, OTHER_NAMESPACE]),
-            st.integers(0, 3),
-            st.sets(st.integers(1, 14), max_size=3).map(lambda p: tuple(sorted(p))),
-        ),
-    )
-    return tuple(
-        Slot(
-            SlotId(i),
-            draw(content),
-            is_leased=draw(st.booleans()),
-            used_at=draw(st.floats(0, 9)),
-        )
-        for i in range(draw(st.integers(0, 3)))
-    )
 
 
 @settings(max_examples=400)
 @given(MEASURED_RULES, TINY_TOKENS, stored_states(), live_slots(), st.integers(1, 20))
 def test_plan_of_anything_reuses_only_equal_tokens_that_the_rule_allows(
     rule: Rule,
-    tokens: Any,
-    stored: list[tuple[Candidate, Any]],
+    tokens: TokenIds,
+    stored: list[tuple[Candidate, TokenIds]],
     held: tuple[Slot, ...],
     n_ctx: int,
 ) -> None:
-    candidates = tuple(
-        Candidate(c.checkpoint, common_prefix_length(own, tokens)) for c, own in stored
-    )
-    made = plan_request(
-        Prompt(tokens, NAMESPACE), Situation(rule, held, candidates, Rates(), n_ctx)
-    )
+    now = Situation(rule, held, found_for(tokens, stored), Rates(), n_ctx)
+    made = plan_request(Prompt(tokens, NAMESPACE), now)
     free = {slot.id: slot for slot in held if not slot.is_leased}
     if made is None:
         assert not free
         return
     assert made.slot_id in free
-    if isinstance(made.start, Restore):
-        used, n = made.start.checkpoint, made.start.n_reused
-        own = stored[used.id][1]
-        assert 0 < n < len(tokens)
-        assert own[:n] == tokens[:n]
+    for option in (made.option, *made.alternatives):
+        require_right(rule, tokens, option, dict(enumerate(own for _, own in stored)), free, n_ctx)
+
+
+def require_right(
+    rule: Rule,
+    tokens: TokenIds,
+    option: Option,
+    stored: dict[int, TokenIds],
+    free: dict[SlotId, Slot],
+    n_ctx: int,
+) -> None:
+    n, content = option.start.n_reused, free[option.slot_id].content
+    assert 0 <= n < len(tokens)
+    if isinstance(option.start, Restore):
+        used = option.start.checkpoint
+        assert 0 < n and stored[used.id][:n] == tokens[:n]
         assert used.n_tokens < n_ctx
         assert n == used.n_tokens or {
             RuleKind.ANY_PREFIX: used.has_every_position,
             RuleKind.RESTORE_POINTS: n in used.restore_points,
         }.get(rule.kind, False)
         assert rule.kind is not RuleKind.NOTHING
-    elif made.start.n_reused:
-        content = free[made.slot_id].content
+    elif n:
         assert isinstance(content, Known) and content.namespace == NAMESPACE
-        n = made.start.n_reused
-        assert content.tokens[:n] == tokens[:n] and n < len(tokens)
-
-
-@given(MEASURED_RULES, st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40)), max_size=8))
-def test_promising_of_sorted_candidates_keeps_one_of_the_best(
-    rule: Rule, shapes: list[tuple[int, int]]
-) -> None:
-    found = sorted(
-        (
-            candidate(n, min(n, n_common), restore_points=(n // 2,), has_every_position=n % 2 == 0)
-            for n, n_common in shapes
-        ),
-        key=lambda c: -c.n_common,
-    )
-    best = max((usable_tokens(rule, c.checkpoint, c.n_common, 30) for c in found), default=0)
-    kept = [usable_tokens(rule, c.checkpoint, c.n_common, 30) for c in promising(rule, found, 30)]
-    assert max(kept, default=0) == best
-    assert all(kept)
-
-
-def test_promising_stops_reading_when_nothing_longer_can_follow() -> None:
-    def found() -> Any:
-        yield candidate(1000, 1000)
-        yield candidate(900, 900)
-        raise AssertionError("read on")
-
-    assert len(promising(END_ONLY, found(), 2000, n_at_most=32)) == 1
-
-
-def test_promising_of_too_many_keeps_the_limit() -> None:
-    found = [candidate(1000, 1000, id=CheckpointId(i)) for i in range(9)]
-    assert len(promising(END_ONLY, found, 2000, n_at_most=4)) == 4
+        assert content.tokens[:n] == tokens[:n]
+        assert n in (*content.restore_points, len(content.tokens)) or rule.kind is ANY_PREFIX.kind
+    if isinstance(content, Known) and content.namespace != NAMESPACE:
+        assert option.erases
 
 
 # Which option wins.
@@ -258,124 +182,7 @@ def test_plan_over_another_tenants_slot_erases_it_first() -> None:
     assert not plan(1000, ANY_PREFIX, Known(run_of(1000), NAMESPACE)).erases
 
 
-def test_plan_stops_only_at_cuts_that_it_does_not_reuse() -> None:
-    cuts = Cuts(header=400, turn_start=800, message_end=950)
-    made = plan(1000, RESTORE_POINTS, Known(run_of(500), NAMESPACE), cuts=cuts)
-    assert [stop.n_tokens for stop in made.stops] == [800]
-
-
-# What a plan would overwrite.
-
-
-def displaced(content: Content, tokens: Any, start: UseLive | Restore = UNUSED) -> int:
-    return displaced_tokens(content, Prompt(tokens, NAMESPACE), start)
-
-
-@pytest.mark.parametrize("content", [Empty(), Unknown(), Known(run_of(9), NAMESPACE, n_saved=9)])
-def test_displaced_tokens_where_nothing_is_unsaved_is_zero(content: Content) -> None:
-    assert displaced(content, branch(0, 5)) == 0
-
-
-def test_displaced_tokens_of_another_tenant_are_all_that_is_unsaved() -> None:
-    assert displaced(Known(run_of(100), OTHER_NAMESPACE, n_saved=30), run_of(200)) == 70
-
-
-def test_displaced_tokens_of_a_continued_slot_are_zero() -> None:
-    assert displaced(Known(run_of(100), NAMESPACE, n_tail=50), run_of(200)) == 0
-
-
-def test_displaced_tokens_of_a_diverging_request_are_those_behind_the_divergence() -> None:
-    assert displaced(Known(run_of(100), NAMESPACE), branch(60, 200)) == 40
-    assert displaced(Known(run_of(100), NAMESPACE, n_saved=90), branch(60, 200)) == 10
-
-
-def test_displaced_tokens_of_a_turn_that_moves_on_are_zero() -> None:
-    dropped_reasoning = Known(run_of(1000), NAMESPACE, turn_start=600)
-    assert displaced(dropped_reasoning, branch(600, 1200)) == 0
-    assert displaced(dropped_reasoning, branch(300, 1200)) == 700
-
-
-def test_displaced_tokens_under_a_restore_are_all_that_is_unsaved() -> None:
-    restore = Restore(checkpoint(50), 50, 50)
-    assert displaced(Known(run_of(100), NAMESPACE, n_saved=40), run_of(200), restore) == 60
-
-
-# Requests whose prompt is not known.
-
-
-def test_choose_slot_for_bypass_with_no_free_slot_is_none() -> None:
-    leased = [Slot(SlotId(0), Empty(), is_leased=True)]
-    assert choose_slot_for_bypass(leased, NAMESPACE) is None
-
-
-def test_choose_slot_for_bypass_returns_to_the_tenants_latest_unknown_slot() -> None:
-    held = slots(Unknown(NAMESPACE), Empty(), Unknown(NAMESPACE), Unknown(OTHER_NAMESPACE))
-    chosen = choose_slot_for_bypass(held, NAMESPACE)
-    assert chosen is not None and chosen.id == 2
-
-
-def test_choose_slot_for_bypass_prefers_an_empty_slot_over_a_known_one() -> None:
-    chosen = choose_slot_for_bypass(slots(Known(run_of(9), NAMESPACE), Empty()), NAMESPACE)
-    assert chosen is not None and chosen.id == 1
-
-
-def test_choose_slot_for_bypass_among_known_slots_takes_the_least_unsaved() -> None:
-    held = slots(Known(run_of(500), NAMESPACE), Known(run_of(500), NAMESPACE, n_saved=490))
-    chosen = choose_slot_for_bypass(held, NAMESPACE)
-    assert chosen is not None and chosen.id == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "is_foreign"),
-    [
-        (Empty(), False),
-        (Known(run_of(3), NAMESPACE), False),
-        (Known(run_of(3), OTHER_NAMESPACE), True),
-        (Unknown(NAMESPACE), False),
-        (Unknown(OTHER_NAMESPACE), True),
-        (Unknown(None), True),
-    ],
-)
-def test_holds_foreign_tokens_unless_they_are_surely_ours(
-    content: Content, is_foreign: bool
-) -> None:
-    assert holds_foreign_tokens(content, NAMESPACE) is is_foreign
-
-
 RESTORED = Known(run_of(900), NAMESPACE, n_restored=600)
-
-
-@pytest.mark.parametrize(
-    ("content", "n_common", "must_be"),
-    [
-        (RESTORED, 900, False),
-        (RESTORED, 600, False),
-        (RESTORED, 599, True),
-        (RESTORED, 0, True),
-        (RESTORED, None, True),
-        (Known(run_of(900), NAMESPACE), 599, False),
-        (Known(run_of(900), NAMESPACE), None, False),
-        (Unknown(NAMESPACE, n_restored=600), 900, True),
-        (Unknown(NAMESPACE), 900, False),
-        (Empty(), None, False),
-        (Known(run_of(900), OTHER_NAMESPACE), 900, True),
-    ],
-)
-def test_must_be_erased_what_would_be_cut_before_the_end_of_a_restored_state(
-    content: Content, n_common: int | None, must_be: bool
-) -> None:
-    tokens = None if n_common is None else branch(n_common, 1000)
-    assert must_be_erased(END_ONLY, content, NAMESPACE, tokens) is must_be
-
-
-@pytest.mark.parametrize("rule", [ANY_PREFIX, NOTHING])
-def test_must_be_erased_what_lacks_positions_whatever_shorter_probes_have_shown(rule: Rule) -> None:
-    assert must_be_erased(rule, RESTORED, NAMESPACE, branch(100, 1000))
-    assert not must_be_erased(rule, RESTORED, NAMESPACE, branch(600, 1000))
-
-
-def test_must_be_erased_is_nothing_that_the_server_refuses_to_cut_itself() -> None:
-    assert not must_be_erased(RESTORE_POINTS, RESTORED, NAMESPACE, branch(100, 1000))
 
 
 def test_plan_erases_a_restored_slot_instead_of_cutting_it() -> None:
@@ -384,17 +191,179 @@ def test_plan_erases_a_restored_slot_instead_of_cutting_it() -> None:
     assert not plan(901, END_ONLY, RESTORED).erases
 
 
-@given(live_slots(), st.sampled_from([NAMESPACE, OTHER_NAMESPACE]))
-def test_choose_slot_for_bypass_of_anything_is_never_leased(
-    held: tuple[Slot, ...], namespace: Any
-) -> None:
-    chosen = choose_slot_for_bypass(held, namespace)
-    assume(held)
-    assert (chosen is None) == all(slot.is_leased for slot in held)
-    assert chosen is None or not chosen.is_leased
-
-
 def test_plan_kinds_of_checkpoint_do_not_matter_for_a_restore() -> None:
     for kind in CheckpointKind:
         made = plan(1000, END_ONLY, Empty(), candidates=(candidate(900, 900, kind=kind),))
         assert isinstance(made.start, Restore)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_plan_spares_the_conversation_that_was_used_last(rule: Rule) -> None:
+    held = [Known(branch(0, 2000), NAMESPACE, n_saved=2000) for _ in range(2)]
+    seen = tuple(Occupant(held[i], 1000, idle) for i, idle in enumerate((5.0, 3000.0)))
+    made = plan(500, rule, *held, occupants=seen)
+    assert made.slot_id == 1
+
+
+def test_plan_of_a_small_request_leaves_a_long_conversation_its_slot() -> None:
+    long = Known(run_of(9000), NAMESPACE, n_saved=9000)
+    seen = Occupant(Empty()), Occupant(long, size_bytes=10**9)
+    title = branch(200, 300)
+    made = plan(0, ANY_PREFIX, Empty(), long, tokens=title, occupants=seen, rates=steady())
+    assert made.slot_id == 0
+
+
+def test_plan_restores_elsewhere_what_it_would_cut_off_another_conversation() -> None:
+    """Two with the same header: the second goes on from the header's own state in a free slot."""
+    first = Known(run_of(9000), NAMESPACE, n_saved=9000, header=1000, turn_start=8000)
+    stored = candidate(1000, 1000, kind=CheckpointKind.HEADER, has_every_position=True)
+    seen = Occupant(first, size_bytes=10**9), Occupant(Empty())
+    new = branch(1000, 1500)
+    made = plan(0, ANY_PREFIX, first, Empty(), tokens=new, candidates=(stored,), occupants=seen)
+    assert (made.slot_id, type(made.start)) == (1, Restore)
+
+
+# What a plan is called.
+
+
+def test_is_warm_of_a_conversation_that_moves_on_is_true() -> None:
+    assert plan(1000, ANY_PREFIX, Known(run_of(900), NAMESPACE)).is_warm
+    dropped_reasoning = Known(branch(700, 900), NAMESPACE, turn_start=700, restore_points=(695,))
+    assert plan(1000, RESTORE_POINTS, dropped_reasoning).is_warm
+
+
+@pytest.mark.parametrize(
+    "content", [Empty(), Unknown(NAMESPACE), Known(branch(100, 900), NAMESPACE)]
+)
+def test_is_warm_of_a_slot_that_holds_something_else_is_false(content: Content) -> None:
+    assert not plan(1000, ANY_PREFIX, content).is_warm
+
+
+def test_is_warm_of_a_restore_is_false() -> None:
+    stored = candidate(900, 900)
+    assert not plan(1000, END_ONLY, Empty(), candidates=(stored,)).is_warm
+
+
+@given(MEASURED_RULES, LONG_TOKENS, known_contents(LONG_TOKENS), known_contents(LONG_TOKENS))
+def test_is_warm_of_anything_goes_on_and_takes_nothing_from_anybody(
+    rule: Rule, tokens: TokenIds, one: Known, other: Known
+) -> None:
+    made = plan(0, rule, one, other, tokens=tokens)
+    content = (one, other)[made.slot_id]
+    if made.is_warm:
+        assert isinstance(made.start, UseLive) and made.start.n_reused > 0
+        assert made.option.displacement == NOTHING_DISPLACED
+        assert content.namespace == NAMESPACE and not made.erases
+
+
+def test_alternatives_are_told_in_the_order_of_their_costs() -> None:
+    stored = [
+        candidate(n, n, id=CheckpointId(n), has_every_position=True) for n in (200, 400, 600, 800)
+    ]
+    made = plan(1000, ANY_PREFIX, Empty(), Empty(), candidates=tuple(stored))
+    told = [option.start.n_reused for option in (made.option, *made.alternatives)]
+    assert told == [800, 800, 600, 400]
+    assert [option.slot_id for option in made.alternatives] == [1, 0, 0]
+
+
+@given(MEASURED_RULES, TINY_TOKENS, stored_states(), live_slots(min_size=1), STEADY_RATES)
+def test_alternatives_of_anything_differ_and_are_not_cheaper_than_what_was_chosen(
+    rule: Rule,
+    tokens: TokenIds,
+    stored: list[tuple[Candidate, TokenIds]],
+    held: tuple[Slot, ...],
+    rates: Rates,
+) -> None:
+    now = Situation(rule, held, found_for(tokens, stored), rates, 100)
+    made = plan_request(Prompt(tokens, NAMESPACE), now)
+    if made is None:
+        return
+    costs = [option.total_seconds for option in (made.option, *made.alternatives)]
+    assert costs == sorted(costs)
+    assert len(made.alternatives) <= N_ALTERNATIVES
+    ways = [
+        o.start.checkpoint.id if isinstance(o.start, Restore) else f"live {o.slot_id}"
+        for o in made.alternatives
+    ]
+    assert len(set(ways)) == len(ways)
+    assert made.option not in made.alternatives
+    assert all(not now.slots[o.slot_id].is_leased for o in made.alternatives)
+
+
+# Where it stops on the way.
+
+
+def test_plan_stops_only_at_cuts_that_it_does_not_reuse() -> None:
+    cuts = Cuts(header=400, turn_start=800, message_end=950)
+    made = plan(1000, RESTORE_POINTS, Known(run_of(500), NAMESPACE), cuts=cuts)
+    assert [stop.n_tokens for stop in made.stops] == [800]
+
+
+@pytest.mark.parametrize(
+    ("rule", "stops"),
+    [
+        (RESTORE_POINTS, (Stop(600),)),
+        (END_ONLY, (Stop(600, CheckpointKind.BRANCH),)),
+        (ANY_PREFIX, ()),
+        (NOTHING, ()),
+    ],
+)
+def test_plan_stops_where_the_prompt_leaves_a_live_one(rule: Rule, stops: tuple[Stop, ...]) -> None:
+    made = plan(0, rule, Known(run_of(1000), NAMESPACE), tokens=branch(600, 1200))
+    assert (made.stops, made.cuts.branch) == (stops, 600 if stops else 0)
+
+
+def test_plan_stops_where_the_prompt_leaves_one_that_another_slot_is_running() -> None:
+    busy = Slot(SlotId(0), Known(run_of(1000), NAMESPACE), is_leased=True)
+    free = Slot(SlotId(1), Empty())
+    made = plan(0, RESTORE_POINTS, tokens=branch(600, 1200), slots=(busy, free))
+    assert made.stops == (Stop(600),)
+
+
+def test_plan_stops_where_the_prompt_leaves_a_stored_one() -> None:
+    made = plan(1200, END_ONLY, Empty(), n_shared=600)
+    assert made.stops == (Stop(600, CheckpointKind.BRANCH),)
+
+
+def test_plan_does_not_stop_where_another_tenants_prompt_is_left() -> None:
+    held = Known(run_of(1000), OTHER_NAMESPACE)
+    assert plan(0, RESTORE_POINTS, held, tokens=branch(600, 1200)).stops == ()
+
+
+def test_plan_does_not_stop_where_hardly_more_is_shared_than_can_be_reused() -> None:
+    held = Known(run_of(1000), NAMESPACE, restore_points=(600 - MIN_BRANCH_TOKENS,))
+    assert plan(0, RESTORE_POINTS, held, tokens=branch(600, 1200)).stops == ()
+    assert plan(0, RESTORE_POINTS, held, tokens=branch(601, 1200)).stops == (Stop(601),)
+
+
+@given(
+    st.sampled_from([RESTORE_POINTS, END_ONLY]),
+    LONG_TOKENS,
+    known_contents(LONG_TOKENS),
+    st.builds(Cuts, *[st.integers(0, 2000)] * 3),
+)
+def test_plan_for_anything_leaves_the_next_prompt_a_place_near_where_this_one_branched(
+    rule: Rule, tokens: TokenIds, held: Known, cuts: Cuts
+) -> None:
+    made = plan(0, rule, held, tokens=tokens, cuts=cuts)
+    if made.cuts.branch:
+        places = [stop.n_tokens for stop in made.stops if stop.save_as or rule is RESTORE_POINTS]
+        n_shared = made.cuts.branch
+        assert any(n_shared - MIN_STRIDE_TOKENS < place <= n_shared for place in places)
+
+
+def test_plan_saves_a_new_header_at_once_where_it_is_much_cheaper_than_evaluating_it() -> None:
+    """Other requests with it may come before this one is answered, and they have other slots."""
+    rates, cuts = steady(500.0, 1e6), Cuts(header=1000, turn_start=1200)
+    cheap = int(1e6 * 2.0 / SHARED_HEADER_SAVES)
+    for size_bytes, save_as in ((cheap - 1, CheckpointKind.HEADER), (cheap + 1, None)):
+        made = plan(
+            1300, RESTORE_POINTS, Empty(), Empty(), cuts=cuts, rates=rates, header_bytes=size_bytes
+        )
+        assert made.stops == (Stop(1000, save_as), Stop(1200))
+
+
+def test_plan_with_one_slot_shares_no_header() -> None:
+    cuts = Cuts(header=1000)
+    made = plan(1300, RESTORE_POINTS, Empty(), cuts=cuts, rates=steady())
+    assert made.stops == (Stop(1000),)

@@ -8,8 +8,11 @@ from hypothesis import strategies as st
 
 from proxy.core.prefix import (
     BLOCK_TOKENS,
+    FIRST_BLOCK_TOKENS,
     Namespace,
     common_prefix_length,
+    count_blocks,
+    end_of_block,
     hash_prefixes,
     token_ids,
     tokens_from_bytes,
@@ -40,27 +43,37 @@ def test_common_prefix_length_of_a_list_with_itself_is_its_length() -> None:
     assert common_prefix_length(run_of(5000), run_of(5000)) == 5000
 
 
-@pytest.mark.parametrize("n_tokens", [0, 1, 127, 128, 129, 255, 256, 1000])
-def test_hash_prefixes_counts_full_blocks_only(n_tokens: int) -> None:
-    assert len(hash_prefixes(NAMESPACE, run_of(n_tokens))) == n_tokens // BLOCK_TOKENS
+@pytest.mark.parametrize(
+    ("n_tokens", "n_blocks"),
+    [(0, 0), (15, 0), (16, 1), (127, 7), (128, 8), (129, 8), (255, 8), (256, 9), (1000, 14)],
+)
+def test_hash_prefixes_counts_full_blocks_only(n_tokens: int, n_blocks: int) -> None:
+    assert len(hash_prefixes(NAMESPACE, run_of(n_tokens))) == n_blocks
+    assert count_blocks(n_tokens) == n_blocks
 
 
-@given(st.integers(0, 5), st.integers(0, 5), st.integers(0, 127))
-def test_hash_prefixes_agree_exactly_on_the_shared_blocks(
-    n_blocks: int, n_more: int, n_into_block: int
-) -> None:
-    n_common = n_blocks * BLOCK_TOKENS + n_into_block
-    n_tokens = n_common + n_more * BLOCK_TOKENS + BLOCK_TOKENS
-    left = hash_prefixes(NAMESPACE, run_of(n_tokens))
-    right = hash_prefixes(NAMESPACE, branch(n_common, n_tokens))
+@given(st.integers(0, 5000))
+def test_count_blocks_of_any_number_of_tokens_ends_within_the_last_block(n_tokens: int) -> None:
+    n_blocks = count_blocks(n_tokens)
+    assert end_of_block(n_blocks) <= n_tokens < end_of_block(n_blocks + 1)
+    assert count_blocks(end_of_block(n_blocks)) == n_blocks
+    n_more = end_of_block(n_blocks + 1) - end_of_block(n_blocks)
+    assert n_more == (FIRST_BLOCK_TOKENS if n_tokens < BLOCK_TOKENS else BLOCK_TOKENS)
+
+
+@given(st.integers(0, 900), st.integers(1, 900))
+def test_hash_prefixes_agree_exactly_on_the_shared_blocks(n_common: int, n_more: int) -> None:
+    left = hash_prefixes(NAMESPACE, run_of(n_common + n_more))
+    right = hash_prefixes(NAMESPACE, branch(n_common, n_common + n_more))
+    n_blocks = count_blocks(n_common)
     assert left[:n_blocks] == right[:n_blocks]
     assert not set(left[n_blocks:]) & set(right[n_blocks:])
 
 
-def test_hash_prefixes_of_equal_blocks_differ_by_what_precedes_them() -> None:
-    same_block_twice = token_ids([*range(BLOCK_TOKENS)] * 2)
-    first, second = hash_prefixes(NAMESPACE, same_block_twice)
-    assert first != second
+@pytest.mark.parametrize("n_tokens", [FIRST_BLOCK_TOKENS, BLOCK_TOKENS])
+def test_hash_prefixes_of_equal_blocks_differ_by_what_precedes_them(n_tokens: int) -> None:
+    hashes = hash_prefixes(NAMESPACE, token_ids([*range(n_tokens)] * 3))
+    assert len(set(hashes)) == len(hashes) > 2
 
 
 @given(st.binary(max_size=32), st.binary(max_size=32), st.integers(1, 4))

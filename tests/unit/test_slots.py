@@ -4,15 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.evaluation import (
-    CONTEXT_CHECKPOINT_MARGIN,
-    after_evaluation,
-    n_believed_points,
-)
-from proxy.core.model import Cuts, Rule, RuleKind, SlotId
+from proxy.core.model import Rule, RuleKind, SlotId
 from proxy.core.prefix import common_prefix_length, token_ids
 from proxy.core.slots import (
-    Content,
     Empty,
     Known,
     Reuse,
@@ -89,91 +83,6 @@ def test_live_reuse_of_anything_never_promises_more_than_is_common(
     n_common = common_prefix_length(content.tokens, token_ids(asked))
     assert 0 <= reuse.at_least <= min(n_common, len(asked) - 1)
     assert reuse.at_least <= reuse.at_most <= min(n_common + n_tail, len(asked) - 1)
-
-
-def test_after_evaluation_in_an_empty_slot_knows_the_prompt_and_one_restore_point() -> None:
-    held = after_evaluation(Empty(), run_of(100), NAMESPACE, cuts=Cuts(turn_start=80))
-    assert held.tokens == run_of(100)
-    assert held.restore_points == (100 - CONTEXT_CHECKPOINT_MARGIN,)
-    assert (held.turn_start, held.n_tail, held.n_saved) == (80, 0, 0)
-
-
-@pytest.mark.parametrize(
-    ("before", "n_restored"),
-    [
-        (Known(run_of(200), NAMESPACE, n_restored=130), 130),
-        (Known(run_of(200), NAMESPACE, n_restored=131), 0),  # cut before it, so evaluated again
-        (Unknown(NAMESPACE, n_restored=130), 130),
-        (Unknown(NAMESPACE, n_restored=900), 300),
-        (Unknown(NAMESPACE), 0),
-        (Empty(), 0),
-    ],
-)
-def test_after_evaluation_knows_what_came_from_a_file_without_all_positions(
-    before: Content, n_restored: int
-) -> None:
-    assert after_evaluation(before, branch(130, 300), NAMESPACE).n_restored == n_restored
-
-
-def test_after_evaluation_of_a_tiny_prompt_believes_in_no_restore_point() -> None:
-    assert after_evaluation(Empty(), run_of(3), NAMESPACE).restore_points == ()
-
-
-def test_after_evaluation_the_last_sampled_token_is_not_in_the_slot() -> None:
-    assert after_evaluation(Empty(), run_of(100), NAMESPACE, n_generated=8).n_tokens == 107
-    assert after_evaluation(Empty(), run_of(100), NAMESPACE, n_generated=1).n_tokens == 100
-
-
-def test_after_evaluation_of_a_diverging_prompt_forgets_what_lay_behind() -> None:
-    before = Known(
-        run_of(200),
-        NAMESPACE,
-        n_tail=9,
-        restore_points=(50, 120, 195),
-        turn_start=150,
-        last_cut=100,
-        n_saved=200,
-    )
-    held = after_evaluation(before, branch(130, 300), NAMESPACE)
-    assert held.restore_points == (50, 120, 295)
-    assert (held.turn_start, held.last_cut, held.n_saved) == (0, 100, 130)
-
-
-def test_after_evaluation_of_a_longer_prompt_keeps_what_was_saved() -> None:
-    before = Known(run_of(200), NAMESPACE, turn_start=150, last_cut=180, n_saved=200)
-    held = after_evaluation(before, run_of(300), NAMESPACE)
-    assert (held.turn_start, held.last_cut, held.n_unsaved) == (150, 180, 100)
-
-
-def test_after_evaluation_over_another_tenants_tokens_inherits_nothing() -> None:
-    before = Known(run_of(200), OTHER_NAMESPACE, restore_points=(50,), n_saved=200)
-    held = after_evaluation(before, run_of(200), NAMESPACE)
-    assert (held.restore_points, held.n_saved, held.namespace) == ((195,), 0, NAMESPACE)
-
-
-def test_after_evaluation_many_times_believes_in_the_newest_points_only() -> None:
-    held: Empty | Known = Empty()
-    for n_tokens in range(100, 3100, 100):
-        held = after_evaluation(held, run_of(n_tokens), NAMESPACE, n_believed=n_believed_points(8))
-    assert isinstance(held, Known)
-    assert held.restore_points == (
-        2900 - CONTEXT_CHECKPOINT_MARGIN,
-        3000 - CONTEXT_CHECKPOINT_MARGIN,
-    )
-    assert after_evaluation(held, run_of(9000), NAMESPACE, n_believed=0).restore_points == ()
-
-
-@given(TOKENS, TOKENS, st.sets(st.integers(1, 20)), st.integers(0, 25), st.integers(0, 5))
-def test_after_evaluation_of_anything_believes_only_in_points_within_the_prompt(
-    held: list[int], asked: list[int], points: set[int], n_saved: int, n_generated: int
-) -> None:
-    before = Known(token_ids(held), NAMESPACE, 0, tuple(sorted(points)), n_saved=n_saved)
-    after = after_evaluation(before, token_ids(asked), NAMESPACE, n_generated=n_generated)
-    n_common = common_prefix_length(before.tokens, after.tokens)
-    newest = len(asked) - CONTEXT_CHECKPOINT_MARGIN
-    assert list(after.restore_points) == sorted(set(after.restore_points))
-    assert all(p in points and p <= n_common or p == newest for p in after.restore_points)
-    assert after.n_saved <= n_common
 
 
 def test_lease_of_a_free_slot_reserves_it() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from proxy.core.displacement import Occupant
 from proxy.core.model import Candidate, Prompt, Rule, SlotId
 from proxy.core.plan import Situation, Why, plan_request
 from proxy.core.slots import Content, Empty, Known, Slot
@@ -23,27 +24,29 @@ BIG_BYTES, SMALL_BYTES = 10**9, 1000
 
 
 def stored(n_tokens: int, size_bytes: int = SMALL_BYTES) -> tuple[Candidate, ...]:
-    return (candidate(n_tokens, n_tokens, size_bytes=size_bytes, has_every_position=True),)
+    fields = {"id": n_tokens, "size_bytes": size_bytes, "has_every_position": True}
+    return (candidate(n_tokens, n_tokens, **fields),)
 
 
 def held(n_tokens: int, **fields: Any) -> Known:
     return Known(run_of(n_tokens), NAMESPACE, n_saved=n_tokens, **fields)
 
 
-def unsaved(n_common: int) -> Known:
-    """A long conversation that nobody saved and that shares its beginning with the prompt."""
-    return Known(branch(n_common, 9000), NAMESPACE)
+def costly(n_common: int) -> Known:
+    """A long conversation that shares its beginning with the prompt and takes long to bring back."""
+    return Known(branch(n_common, 9000), NAMESPACE, n_saved=9000)
 
 
 CASES: dict[Why, tuple[Rule, tuple[Content, ...], tuple[Candidate, ...]]] = {
     Why.LIVE_LONGEST: (ANY_PREFIX, (held(900), Empty()), stored(800)),
     Why.LIVE_CHEAPER: (ANY_PREFIX, (held(800), Empty()), stored(900, BIG_BYTES)),
     Why.RESTORE_LONGEST: (ANY_PREFIX, (held(500), Empty()), stored(900)),
-    Why.RESTORE_ELSEWHERE: (ANY_PREFIX, (unsaved(900), Empty()), stored(900)),
+    Why.RESTORE_ELSEWHERE: (ANY_PREFIX, (costly(900), Empty()), stored(900)),
+    Why.RESTORE_SHORTER: (ANY_PREFIX, (Empty(),), (*stored(900, BIG_BYTES), *stored(800))),
     Why.NOTHING_FOUND: (RESTORE_POINTS, (Empty(),), ()),
     Why.NOTHING_RESTORABLE: (NOTHING, (Empty(),), stored(900)),
     Why.NOTHING_WORTH_IT: (ANY_PREFIX, (Empty(),), stored(900, BIG_BYTES)),
-    Why.NOTHING_DISPLACED: (ANY_PREFIX, (unsaved(200), Empty()), ()),
+    Why.NOTHING_DISPLACED: (ANY_PREFIX, (costly(200), Empty()), ()),
 }
 
 
@@ -52,6 +55,8 @@ def test_plan_says_why(why: Why) -> None:
     rule, contents, candidates = CASES[why]
     slots = tuple(Slot(SlotId(i), content) for i, content in enumerate(contents))
     prompt = Prompt(run_of(1000), NAMESPACE)
-    plan = plan_request(prompt, Situation(rule, slots, candidates, RATES, 100_000))
+    occupants = tuple(Occupant(content, BIG_BYTES) for content in contents)
+    now = Situation(rule, slots, candidates, RATES, 100_000, occupants=occupants)
+    plan = plan_request(prompt, now)
     assert plan is not None
     assert plan.why is why

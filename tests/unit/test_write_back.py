@@ -1,13 +1,31 @@
 """When a dirty slot is worth a file."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from proxy.core.cuts import SLACK_TOKENS
 from proxy.core.model import Rule, RuleKind
-from proxy.core.prefix import BLOCK_TOKENS
+from proxy.core.prefix import FIRST_BLOCK_TOKENS
 from proxy.core.slots import Content, Empty, Known, Unknown
-from proxy.core.write_back import at_savable_point, is_write_back_due
-from tests.unit.builders import ANY_PREFIX, END_ONLY, NAMESPACE, NOTHING, RESTORE_POINTS, run_of
+from proxy.core.write_back import (
+    N_RETURNS,
+    Worth,
+    at_savable_point,
+    is_place_at_risk,
+    is_write_back_due,
+    worth_of,
+)
+from tests.unit.builders import (
+    ANY_PREFIX,
+    END_ONLY,
+    NAMESPACE,
+    NOTHING,
+    RESTORE_POINTS,
+    run_of,
+    steady,
+)
 
 
 def held(n_tokens: int, n_tail: int = 0, n_saved: int = 0, last_cut: int = 0) -> Known:
@@ -34,9 +52,10 @@ def test_write_back_of_a_slot_that_a_file_nearly_covers_is_not_due() -> None:
     assert is_write_back_due(RESTORE_POINTS, held(1000, n_saved=999 - SLACK_TOKENS))
 
 
-def test_write_back_of_less_than_a_block_is_not_due() -> None:
-    assert not is_write_back_due(ANY_PREFIX, held(BLOCK_TOKENS - 1))
-    assert is_write_back_due(ANY_PREFIX, held(BLOCK_TOKENS))
+def test_write_back_of_what_could_not_be_found_again_is_not_due() -> None:
+    n_least = max(FIRST_BLOCK_TOKENS, SLACK_TOKENS + 1)
+    assert not is_write_back_due(ANY_PREFIX, held(n_least - 1))
+    assert is_write_back_due(ANY_PREFIX, held(n_least))
 
 
 def test_write_back_of_an_unknown_slot_is_due_if_it_can_be_adopted() -> None:
@@ -70,3 +89,83 @@ def test_savable_point_elsewhere_is_the_slot_as_it_stands() -> None:
     assert at_savable_point(RESTORE_POINTS, content) is content
     assert at_savable_point(ANY_PREFIX, content) is content
     assert at_savable_point(NOTHING, content) is None
+
+
+def test_savable_point_under_end_only_keeps_the_places_before_it() -> None:
+    content = Known(
+        run_of(1000), NAMESPACE, header=300, turn_start=950, last_cut=900, marks=(500, 900, 920)
+    )
+    saved = at_savable_point(END_ONLY, content)
+    assert saved is not None
+    assert (saved.header, saved.turn_start, saved.marks) == (300, 0, (500, 900))
+
+
+def test_worth_of_a_save_is_what_evaluating_the_unsaved_tokens_would_take() -> None:
+    rates = steady(500.0, 1e6)
+    content = held(1000, n_saved=600)
+    assert worth_of(content, 400, 2 * 10**6, rates) == Worth(2.0, 0.8)
+    assert worth_of(held(1000), 1000, 10**6, rates) == Worth(1.0, 2.0, is_first=True)
+    assert worth_of(held(1000), 5000, 10**6, rates) == Worth(1.0, 2.0, is_first=True)
+
+
+def test_is_worth_it_if_the_save_is_made_up_for_when_the_conversation_comes_back() -> None:
+    assert Worth(save_seconds=N_RETURNS * 0.5, evaluation_seconds=0.5).is_worth_it
+    assert not Worth(save_seconds=N_RETURNS * 0.5 + 0.1, evaluation_seconds=0.5).is_worth_it
+
+
+def test_is_worth_it_for_the_first_time_if_a_single_return_makes_up_for_the_save() -> None:
+    assert Worth(0.5, 0.5, is_first=True).is_worth_it
+    assert not Worth(0.6, 0.5, is_first=True).is_worth_it
+
+
+N_BELIEVED = 10
+
+
+def looped(n_calls: int, **fields: Any) -> Known:
+    """Return a turn that began at 500 and has seen so many calls of its tool loop."""
+    places: dict[str, Any] = {"header": 200, "turn_start": 500}
+    points = (195, 495, *range(595, 595 + 100 * n_calls, 100))
+    n_tokens = points[-1] + 5
+    return Known(run_of(n_tokens), NAMESPACE, restore_points=points, **(places | fields))
+
+
+def is_at_risk(content: Content, rule: Rule = RESTORE_POINTS) -> bool:
+    return is_place_at_risk(rule, content, N_BELIEVED)
+
+
+def test_place_at_risk_is_the_oldest_point_shortly_before_it_is_dropped() -> None:
+    n_newer = N_BELIEVED - 3
+    assert not is_at_risk(looped(n_newer - 2))
+    assert is_at_risk(looped(n_newer - 1))  # the header's
+    header_is_safe = looped(n_newer - 1, saved_points=(195,))
+    assert not is_at_risk(header_is_safe)
+    assert is_at_risk(replace(looped(n_newer), saved_points=(195,)))  # the turn start's
+
+
+def test_place_at_risk_that_a_file_can_be_continued_at_is_safe() -> None:
+    assert not is_at_risk(looped(20, saved_points=(195, 495)))
+    assert not is_at_risk(looped(20, saved_points=(195, 500 - SLACK_TOKENS)))
+    assert is_at_risk(looped(20, saved_points=(195, 500 - SLACK_TOKENS - 1)))
+
+
+def test_place_that_the_slot_has_lost_already_is_no_reason_to_save() -> None:
+    content = Known(
+        run_of(3000), NAMESPACE, restore_points=(2000, 2995), header=200, turn_start=500
+    )
+    assert not is_at_risk(content)
+
+
+def test_place_at_risk_may_be_the_newest_mark() -> None:
+    cuts = {"header": 0, "turn_start": 0}
+    assert is_at_risk(looped(20, marks=(500,), **cuts))
+    assert not is_at_risk(looped(20, marks=(500, 2590), **cuts))
+
+
+@pytest.mark.parametrize("rule", [ANY_PREFIX, END_ONLY, NOTHING])
+def test_place_is_never_at_risk_where_files_do_not_carry_points(rule: Rule) -> None:
+    assert not is_at_risk(looped(20), rule)
+
+
+@pytest.mark.parametrize("content", [Empty(), Unknown(), Unknown(NAMESPACE)])
+def test_place_of_a_slot_that_is_not_known_is_not_at_risk(content: Content) -> None:
+    assert not is_at_risk(content)

@@ -1,0 +1,116 @@
+"""What a plan is made from: slots and stored states, written short or drawn at random."""
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from proxy.core.model import (
+    Candidate,
+    CheckpointId,
+    CheckpointKind,
+    Cuts,
+    Prompt,
+    Rule,
+    RuleKind,
+    SlotId,
+)
+from proxy.core.options import UseLive
+from proxy.core.plan import Plan, Situation, plan_request
+from proxy.core.prefix import TokenIds, common_prefix_length, token_ids
+from proxy.core.rates import Rates
+from proxy.core.slots import Content, Empty, Known, Reuse, Slot, Unknown
+from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, checkpoint, run_of, steady
+
+UNUSED = UseLive(Reuse())
+
+
+def slots(*contents: Content) -> tuple[Slot, ...]:
+    return tuple(Slot(SlotId(i), c, used_at=float(i)) for i, c in enumerate(contents))
+
+
+def situation(rule: Rule, *contents: Content, **changes: Any) -> Situation:
+    return replace(Situation(rule, slots(*contents), (), Rates(), 100_000), **changes)
+
+
+def plan(n_prompt: int, rule: Rule, *contents: Content, **changes: Any) -> Plan:
+    """Return the plan for the prompt `run_of(n_prompt)`, or for `tokens`; there must be one."""
+    tokens = changes.pop("tokens", run_of(n_prompt))
+    prompt = Prompt(tokens, NAMESPACE, changes.pop("cuts", Cuts()))
+    made = plan_request(prompt, situation(rule, *contents, **changes))
+    assert made is not None
+    return made
+
+
+TINY_TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(token_ids)
+LONG_TOKENS = st.builds(
+    lambda n_common, n_more: branch(n_common, n_common + n_more),
+    st.integers(0, 1000),
+    st.integers(1, 1000),
+)
+MEASURED_RULES = st.builds(Rule, st.sampled_from(RuleKind), st.integers(0, 8))
+SIZES = st.integers(0, 10**6)
+STEADY_RATES = st.builds(steady, st.floats(1, 1e5), st.floats(1e3, 1e10))
+
+
+@st.composite
+def points_within(draw: st.DrawFn, n_tokens: int, max_size: int = 3) -> tuple[int, ...]:
+    """Draw restore points of a state: ascending, and none behind its end."""
+    return tuple(sorted(draw(st.sets(st.integers(1, n_tokens), max_size=max_size))))
+
+
+@st.composite
+def stored_states(draw: st.DrawFn) -> list[tuple[Candidate, TokenIds]]:
+    """Draw checkpoints with their tokens; what they share with the request comes later."""
+    states = []
+    for number in range(draw(st.integers(0, 5))):
+        tokens = draw(TINY_TOKENS)
+        state = checkpoint(
+            len(tokens),
+            id=CheckpointId(number),
+            kind=draw(st.sampled_from(CheckpointKind)),
+            restore_points=draw(points_within(len(tokens))),
+            has_every_position=draw(st.booleans()),
+            size_bytes=draw(SIZES),
+        )
+        states.append((Candidate(state, 0, draw(st.booleans())), tokens))
+    return states
+
+
+def found_for(tokens: TokenIds, states: list[tuple[Candidate, TokenIds]]) -> tuple[Candidate, ...]:
+    """Return stored states as they are found for a prompt: compared with it."""
+    return tuple(replace(c, n_common=common_prefix_length(own, tokens)) for c, own in states)
+
+
+@st.composite
+def known_contents(draw: st.DrawFn, tokens: st.SearchStrategy[TokenIds] = TINY_TOKENS) -> Known:
+    held = draw(tokens)
+    return Known(
+        held,
+        draw(st.sampled_from([NAMESPACE, OTHER_NAMESPACE])),
+        draw(st.integers(0, 3)),
+        draw(points_within(len(held))),
+        turn_start=draw(st.integers(0, len(held))),
+        last_cut=draw(st.integers(0, len(held))),
+        n_saved=draw(st.integers(0, len(held))),
+        n_restored=draw(st.integers(0, len(held))),
+    )
+
+
+def contents(tokens: st.SearchStrategy[TokenIds] = TINY_TOKENS) -> st.SearchStrategy[Content]:
+    unknown = st.builds(Unknown, st.sampled_from([None, NAMESPACE, OTHER_NAMESPACE]))
+    return st.one_of(st.just(Empty()), unknown, known_contents(tokens))
+
+
+@st.composite
+def live_slots(draw: st.DrawFn, min_size: int = 0) -> tuple[Slot, ...]:
+    """Draw slots, leased or free, known, empty or unknown."""
+    return tuple(
+        Slot(
+            SlotId(i),
+            draw(contents()),
+            is_leased=draw(st.booleans()),
+            used_at=draw(st.floats(0, 9)),
+        )
+        for i in range(draw(st.integers(min_size, 3)))
+    )

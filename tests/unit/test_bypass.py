@@ -1,0 +1,65 @@
+"""Which slot a request gets whose prompt is not known, and which one is emptied."""
+
+from collections.abc import Callable
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.bypass import choose_slot_for_bypass, choose_slot_to_empty
+from proxy.core.model import SlotId
+from proxy.core.prefix import Namespace
+from proxy.core.slots import Empty, Known, Slot, Unknown
+from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, run_of
+from tests.unit.situations import live_slots, slots
+
+
+def test_choose_slot_for_bypass_with_no_free_slot_is_none() -> None:
+    leased = [Slot(SlotId(0), Empty(), is_leased=True)]
+    assert choose_slot_for_bypass(leased, NAMESPACE) is None
+
+
+def test_choose_slot_for_bypass_returns_to_the_tenants_latest_unknown_slot() -> None:
+    held = slots(Unknown(NAMESPACE), Empty(), Unknown(NAMESPACE), Unknown(OTHER_NAMESPACE))
+    chosen = choose_slot_for_bypass(held, NAMESPACE)
+    assert chosen is not None and chosen.id == 2
+
+
+def test_choose_slot_for_bypass_prefers_an_empty_slot_over_a_known_one() -> None:
+    chosen = choose_slot_for_bypass(slots(Known(run_of(9), NAMESPACE), Empty()), NAMESPACE)
+    assert chosen is not None and chosen.id == 1
+
+
+def test_choose_slot_for_bypass_among_known_slots_takes_the_least_unsaved() -> None:
+    held = slots(Known(run_of(500), NAMESPACE), Known(run_of(500), NAMESPACE, n_saved=490))
+    chosen = choose_slot_for_bypass(held, NAMESPACE)
+    assert chosen is not None and chosen.id == 1
+
+
+def test_choose_slot_to_empty_takes_the_one_with_least_unsaved_work() -> None:
+    saved, dirty = Known(run_of(500), NAMESPACE, n_saved=500), Known(run_of(500), NAMESPACE)
+    chosen = choose_slot_to_empty(slots(dirty, saved))
+    assert chosen is not None and chosen.id == 1
+    chosen = choose_slot_to_empty(slots(saved, Unknown(NAMESPACE), Empty()))
+    assert chosen is not None and chosen.id == 1
+
+
+def test_choose_slot_to_empty_of_equals_takes_the_one_used_longest_ago() -> None:
+    chosen = choose_slot_to_empty(slots(Empty(), Empty()))
+    assert chosen is not None and chosen.id == 0
+
+
+CHOICES: list[Callable[[tuple[Slot, ...], Namespace], Slot | None]] = [
+    choose_slot_for_bypass,
+    lambda held, _: choose_slot_to_empty(held),
+]
+
+
+@given(live_slots(), st.sampled_from([NAMESPACE, OTHER_NAMESPACE]), st.sampled_from(CHOICES))
+def test_chosen_slot_of_anything_is_never_leased(
+    held: tuple[Slot, ...],
+    namespace: Namespace,
+    choose: Callable[[tuple[Slot, ...], Namespace], Slot | None],
+) -> None:
+    chosen = choose(held, namespace)
+    assert (chosen is None) == all(slot.is_leased for slot in held)
+    assert chosen is None or not chosen.is_leased

@@ -1,0 +1,197 @@
+"""What a request takes from the slot it goes to."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.displacement import (
+    HALF_LIFE_SECONDS,
+    MAX_LOST_TOKENS,
+    NOTHING_DISPLACED,
+    Displacement,
+    Occupant,
+    displace,
+    displaced_tokens,
+    is_continued,
+)
+from proxy.core.model import Prompt, Rule
+from proxy.core.prefix import TokenIds
+from proxy.core.rates import Rates
+from proxy.core.slots import Content, Empty, Known, Unknown
+from proxy.core.write_back import N_RETURNS, is_write_back_due
+from tests.unit.builders import (
+    ANY_PREFIX,
+    END_ONLY,
+    NAMESPACE,
+    NOTHING,
+    OTHER_NAMESPACE,
+    RESTORE_POINTS,
+    branch,
+    run_of,
+    steady,
+)
+from tests.unit.situations import LONG_TOKENS, MEASURED_RULES, SIZES, STEADY_RATES, known_contents
+
+RATES = steady(500.0, 1e6)
+
+
+def displaced(content: Content, tokens: TokenIds, *, goes_on: bool = True) -> int:
+    return displaced_tokens(content, Prompt(tokens, NAMESPACE), goes_on=goes_on)
+
+
+@pytest.mark.parametrize("content", [Empty(), Unknown(), Known(run_of(9), NAMESPACE, n_saved=9)])
+def test_displaced_tokens_where_nothing_is_unsaved_is_zero(content: Content) -> None:
+    assert displaced(content, branch(0, 5)) == 0
+    assert displaced(content, branch(0, 5), goes_on=False) == 0
+
+
+def test_displaced_tokens_of_another_tenant_are_all_that_is_unsaved() -> None:
+    assert displaced(Known(run_of(100), OTHER_NAMESPACE, n_saved=30), run_of(200)) == 70
+
+
+def test_displaced_tokens_of_a_continued_slot_are_zero() -> None:
+    assert displaced(Known(run_of(100), NAMESPACE, n_tail=50), run_of(200)) == 0
+
+
+def test_displaced_tokens_of_a_diverging_request_are_those_behind_the_divergence() -> None:
+    assert displaced(Known(run_of(100), NAMESPACE), branch(60, 200)) == 40
+    assert displaced(Known(run_of(100), NAMESPACE, n_saved=90), branch(60, 200)) == 10
+
+
+def test_displaced_tokens_of_a_turn_that_moves_on_are_zero() -> None:
+    dropped_reasoning = Known(run_of(1000), NAMESPACE, turn_start=600)
+    assert displaced(dropped_reasoning, branch(600, 1200)) == 0
+    assert displaced(dropped_reasoning, branch(300, 1200)) == 700
+
+
+def test_displaced_tokens_of_a_slot_that_is_filled_anew_are_all_that_is_unsaved() -> None:
+    assert displaced(Known(run_of(100), NAMESPACE, n_saved=40), run_of(200), goes_on=False) == 60
+
+
+def moved_out(
+    content: Content,
+    rule: Rule = RESTORE_POINTS,
+    *,
+    size_bytes: int = 1000,
+    idle_seconds: float = 0.0,
+    rates: Rates = RATES,
+) -> Displacement:
+    """Return what it costs a slot's owner that a request of somebody else's takes it."""
+    stranger = Prompt(branch(0, 500), NAMESPACE)
+    return displace(Occupant(content, size_bytes, idle_seconds), stranger, None, rule, rates)
+
+
+@pytest.mark.parametrize("content", [Empty(), Unknown(), Unknown(NAMESPACE)])
+def test_displace_of_what_nobody_knows_costs_nothing(content: Content) -> None:
+    assert moved_out(content) == NOTHING_DISPLACED
+
+
+def test_displace_of_unsaved_work_saves_it_and_brings_it_back_some_time() -> None:
+    made = moved_out(Known(run_of(1000), NAMESPACE), size_bytes=250_000)
+    assert made == Displacement(1000, saves=True, delay_seconds=0.25, seconds=0.5)
+
+
+def test_displace_of_saved_work_costs_a_restore_only() -> None:
+    made = moved_out(Known(run_of(1000), NAMESPACE, n_saved=1000), size_bytes=250_000)
+    assert made == Displacement(seconds=0.25)
+
+
+def test_displace_of_what_no_rule_can_bring_back_costs_evaluating_it_again() -> None:
+    made = moved_out(Known(run_of(1000), NAMESPACE), NOTHING)
+    assert made == Displacement(1000, seconds=2.0)
+
+
+def test_displace_of_little_unsaved_work_does_not_save_it() -> None:
+    held = Known(run_of(1000), NAMESPACE, n_saved=1000 - MAX_LOST_TOKENS)
+    assert not moved_out(held).saves
+    assert moved_out(replace(held, n_saved=held.n_saved - 1)).saves
+
+
+def test_displace_does_not_save_what_is_evaluated_in_less_time() -> None:
+    """A later save happens once and what it holds is missing each time; the first may be for nothing."""
+    grown = Known(run_of(1500), NAMESPACE, n_saved=1000)
+    limit_bytes = N_RETURNS * 10**6
+    assert moved_out(grown, size_bytes=limit_bytes).saves
+    assert not moved_out(grown, size_bytes=limit_bytes + 1).saves
+    new = Known(run_of(500), NAMESPACE)
+    assert moved_out(new, size_bytes=10**6).saves
+    assert not moved_out(new, size_bytes=10**6 + 1).saves
+
+
+def test_displace_under_end_only_does_not_count_on_a_save_without_a_cut() -> None:
+    held = Known(run_of(1000), NAMESPACE)
+    assert moved_out(held, END_ONLY) == Displacement(1000, seconds=2.0)
+    assert moved_out(replace(held, last_cut=900), END_ONLY).saves
+
+
+def test_displace_counts_half_of_what_comes_later_after_a_half_life() -> None:
+    held = Known(run_of(1000), NAMESPACE)
+    made = moved_out(held, size_bytes=250_000, idle_seconds=HALF_LIFE_SECONDS)
+    assert (made.delay_seconds, made.seconds) == (0.25, 0.375)
+
+
+def test_displace_that_goes_on_costs_what_it_does_not_keep() -> None:
+    held = Known(run_of(1000), NAMESPACE, n_saved=1000)
+    branching = Prompt(branch(600, 1200), NAMESPACE)
+    made = displace(Occupant(held, 10**9), branching, 600, ANY_PREFIX, RATES)
+    assert made == Displacement(seconds=0.8)
+
+
+HELD = known_contents(LONG_TOKENS)
+N_KEPT = st.one_of(st.none(), st.integers(0, 2000))
+
+
+@given(HELD, LONG_TOKENS, N_KEPT, MEASURED_RULES, SIZES, STEADY_RATES)
+def test_displace_of_anything_saves_only_what_a_save_can_bring_back(
+    content: Known,
+    tokens: TokenIds,
+    n_kept: int | None,
+    rule: Rule,
+    size_bytes: int,
+    rates: Rates,
+) -> None:
+    made = displace(Occupant(content, size_bytes), Prompt(tokens, NAMESPACE), n_kept, rule, rates)
+    assert made.saves <= (rule.can_restore and is_write_back_due(rule, content))
+    assert made.saves <= (made.n_lost > MAX_LOST_TOKENS)
+    assert (made.delay_seconds > 0) <= made.saves
+    assert 0 <= made.delay_seconds <= made.seconds
+
+
+@given(LONG_TOKENS, st.integers(0, 3000), st.integers(0, 99), MEASURED_RULES, SIZES, STEADY_RATES)
+def test_displace_of_a_conversation_that_moves_on_costs_nothing(
+    held: TokenIds, n_more: int, n_tail: int, rule: Rule, size_bytes: int, rates: Rates
+) -> None:
+    content = Known(held, NAMESPACE, n_tail)
+    prompt = Prompt(held + run_of(n_more), NAMESPACE)
+    assert is_continued(content, prompt)
+    made = displace(Occupant(content, size_bytes), prompt, len(held), rule, rates)
+    assert made == NOTHING_DISPLACED
+
+
+@given(
+    HELD,
+    LONG_TOKENS,
+    N_KEPT,
+    MEASURED_RULES,
+    SIZES,
+    STEADY_RATES,
+    *[st.floats(0, 1e6)] * 2,
+)
+def test_displace_of_what_has_been_idle_longer_never_costs_more(
+    content: Known,
+    tokens: TokenIds,
+    n_kept: int | None,
+    rule: Rule,
+    size_bytes: int,
+    rates: Rates,
+    idle_seconds: float,
+    more_seconds: float,
+) -> None:
+    prompt = Prompt(tokens, NAMESPACE)
+    early = displace(Occupant(content, size_bytes, idle_seconds), prompt, n_kept, rule, rates)
+    later_occupant = Occupant(content, size_bytes, idle_seconds + more_seconds)
+    later = displace(later_occupant, prompt, n_kept, rule, rates)
+    assert later.seconds <= early.seconds
+    assert replace(later, seconds=0.0) == replace(early, seconds=0.0)

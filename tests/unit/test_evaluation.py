@@ -1,0 +1,172 @@
+"""What a slot is believed to hold after a prompt was evaluated in it."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.evaluation import (
+    CONTEXT_CHECKPOINT_MARGIN,
+    MAX_MARKS,
+    after_evaluation,
+    n_believed_points,
+)
+from proxy.core.model import Cuts
+from proxy.core.prefix import common_prefix_length, token_ids
+from proxy.core.slots import Content, Empty, Known, Unknown
+from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, run_of
+
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20).map(token_ids)
+
+
+def test_after_evaluation_in_an_empty_slot_knows_the_prompt_and_one_restore_point() -> None:
+    held = after_evaluation(Empty(), run_of(100), NAMESPACE, cuts=Cuts(turn_start=80))
+    assert held.tokens == run_of(100)
+    assert held.restore_points == (100 - CONTEXT_CHECKPOINT_MARGIN,)
+    assert (held.turn_start, held.n_tail, held.n_saved) == (80, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("before", "n_restored"),
+    [
+        (Known(run_of(200), NAMESPACE, n_restored=130), 130),
+        (Known(run_of(200), NAMESPACE, n_restored=131), 0),  # cut before it, so evaluated again
+        (Unknown(NAMESPACE, n_restored=130), 130),
+        (Unknown(NAMESPACE, n_restored=900), 300),
+        (Unknown(NAMESPACE), 0),
+        (Empty(), 0),
+    ],
+)
+def test_after_evaluation_knows_what_came_from_a_file_without_all_positions(
+    before: Content, n_restored: int
+) -> None:
+    assert after_evaluation(before, branch(130, 300), NAMESPACE).n_restored == n_restored
+
+
+def test_after_evaluation_of_a_tiny_prompt_believes_in_no_restore_point() -> None:
+    assert after_evaluation(Empty(), run_of(3), NAMESPACE).restore_points == ()
+
+
+def test_after_evaluation_the_last_sampled_token_is_not_in_the_slot() -> None:
+    assert after_evaluation(Empty(), run_of(100), NAMESPACE, n_generated=8).n_tokens == 107
+    assert after_evaluation(Empty(), run_of(100), NAMESPACE, n_generated=1).n_tokens == 100
+
+
+def test_after_evaluation_of_a_diverging_prompt_forgets_what_lay_behind() -> None:
+    before = Known(
+        run_of(200),
+        NAMESPACE,
+        n_tail=9,
+        restore_points=(50, 120, 195),
+        turn_start=150,
+        last_cut=100,
+        n_saved=200,
+    )
+    held = after_evaluation(before, branch(130, 300), NAMESPACE)
+    assert held.restore_points == (50, 120, 295)
+    assert (held.turn_start, held.last_cut, held.n_saved) == (0, 100, 130)
+
+
+def test_after_evaluation_of_a_longer_prompt_keeps_what_was_saved() -> None:
+    before = Known(run_of(200), NAMESPACE, turn_start=150, last_cut=180, n_saved=200)
+    held = after_evaluation(before, run_of(300), NAMESPACE)
+    assert (held.turn_start, held.last_cut, held.n_unsaved) == (150, 180, 100)
+
+
+def test_after_evaluation_over_another_tenants_tokens_inherits_nothing() -> None:
+    before = Known(run_of(200), OTHER_NAMESPACE, restore_points=(50,), n_saved=200)
+    held = after_evaluation(before, run_of(200), NAMESPACE)
+    assert (held.restore_points, held.n_saved, held.namespace) == ((195,), 0, NAMESPACE)
+
+
+def test_after_evaluation_many_times_believes_in_the_newest_points_only() -> None:
+    held: Empty | Known = Empty()
+    for n_tokens in range(100, 3100, 100):
+        held = after_evaluation(held, run_of(n_tokens), NAMESPACE, n_believed=n_believed_points(8))
+    assert isinstance(held, Known)
+    assert held.restore_points == (
+        2900 - CONTEXT_CHECKPOINT_MARGIN,
+        3000 - CONTEXT_CHECKPOINT_MARGIN,
+    )
+    assert after_evaluation(held, run_of(9000), NAMESPACE, n_believed=0).restore_points == ()
+
+
+@given(TOKENS, TOKENS, st.sets(st.integers(1, 20)), st.integers(0, 25), st.integers(0, 5))
+def test_after_evaluation_of_anything_believes_only_in_points_within_the_prompt(
+    held: list[int], asked: list[int], points: set[int], n_saved: int, n_generated: int
+) -> None:
+    before = Known(token_ids(held), NAMESPACE, 0, tuple(sorted(points)), n_saved=n_saved)
+    before = replace(before, saved_points=before.restore_points)
+    after = after_evaluation(before, token_ids(asked), NAMESPACE, n_generated=n_generated)
+    n_common = common_prefix_length(before.tokens, after.tokens)
+    newest = len(asked) - CONTEXT_CHECKPOINT_MARGIN
+    assert list(after.restore_points) == sorted(set(after.restore_points))
+    assert all(p in points and p <= n_common or p == newest for p in after.restore_points)
+    assert after.n_saved <= n_common
+
+
+def test_after_evaluation_keeps_the_saved_points_of_what_is_left() -> None:
+    before = Known(run_of(1000), NAMESPACE, n_saved=1000, saved_points=(200, 600, 995))
+    assert after_evaluation(before, run_of(1100), NAMESPACE).saved_points == (200, 600, 995)
+    assert after_evaluation(before, branch(600, 1100), NAMESPACE).saved_points == (200, 600)
+    assert after_evaluation(before, run_of(1100), OTHER_NAMESPACE).saved_points == ()
+    assert after_evaluation(Unknown(NAMESPACE), run_of(1100), NAMESPACE).saved_points == ()
+
+
+def test_marks_of_a_new_turn_are_where_earlier_ones_began() -> None:
+    held: Content = Empty()
+    for turn_start in (500, 900, 1300):
+        cuts = Cuts(200, turn_start, turn_start, last_turn_end=turn_start - 40)
+        held = after_evaluation(held, run_of(turn_start + 3), NAMESPACE, cuts=cuts)
+    assert isinstance(held, Known)
+    assert held.marks == (460, 500, 860, 900, 1260)
+    assert (held.header, held.turn_start) == (200, 1300)
+
+
+def test_marks_in_a_tool_loop_stay_as_they_are() -> None:
+    cuts = Cuts(200, 900, 900, last_turn_end=860)
+    before = after_evaluation(Empty(), run_of(903), NAMESPACE, cuts=cuts)
+    after = after_evaluation(before, run_of(1500), NAMESPACE, cuts=Cuts(200, 900, 1400))
+    assert before.marks == after.marks == (860,)
+
+
+def test_marks_behind_the_place_where_a_prompt_leaves_the_slot_are_forgotten() -> None:
+    before = Known(run_of(2000), NAMESPACE, header=200, turn_start=1500, marks=(500, 900, 1100))
+    cuts = Cuts(header=200, turn_start=1000, branch=950)
+    after = after_evaluation(before, branch(950, 1200), NAMESPACE, cuts=cuts)
+    assert after.marks == (500, 900, 950)
+    elsewhere = after_evaluation(before, run_of(1200), OTHER_NAMESPACE, cuts=cuts)
+    assert elsewhere.marks == (950,)
+
+
+def test_marks_at_a_stop_do_not_run_ahead_of_it() -> None:
+    cuts = Cuts(header=200, turn_start=1000, branch=600, last_turn_end=950)
+    assert after_evaluation(Empty(), run_of(600), NAMESPACE, cuts=cuts).marks == (600,)
+
+
+def test_marks_of_a_very_long_conversation_are_the_newest() -> None:
+    marks = tuple(range(100, 100 + 10 * MAX_MARKS, 10))
+    before = Known(run_of(2000), NAMESPACE, turn_start=1900, marks=marks)
+    cuts = Cuts(turn_start=2100, message_end=2100)
+    after = after_evaluation(before, run_of(2103), NAMESPACE, cuts=cuts)
+    assert after.marks == (*marks[1:], 1900)
+
+
+POINTS = st.sets(st.integers(1, 20), max_size=4).map(lambda points: tuple(sorted(points)))
+CUTS = st.builds(Cuts, *[st.integers(0, 20)] * 5)
+
+
+@given(TOKENS, TOKENS, POINTS, st.integers(0, 20), CUTS)
+def test_marks_of_anything_ascend_and_are_old_ones_or_cuts(
+    held: list[int], asked: list[int], marks: tuple[int, ...], turn_start: int, cuts: Cuts
+) -> None:
+    before = Known(token_ids(held), NAMESPACE, turn_start=turn_start, marks=marks)
+    after = after_evaluation(before, token_ids(asked), NAMESPACE, cuts=cuts)
+    n_common = common_prefix_length(before.tokens, after.tokens)
+    old = {mark for mark in (*marks, turn_start) if mark <= n_common}
+    assert list(after.marks) == sorted(set(after.marks) - {0})
+    assert set(after.marks) <= old | {cuts.branch, cuts.last_turn_end}
+    assert max((after.header, after.turn_start, *after.marks)) <= len(asked)
+    assert old - {0, cuts.header, cuts.turn_start} <= set(after.marks)
+    assert not {cuts.header, cuts.turn_start} & set(after.marks)

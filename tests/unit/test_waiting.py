@@ -1,0 +1,115 @@
+"""Waiting for a state that somebody else is about to have."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.model import Candidate, Prompt, Rule, RuleKind, SlotId
+from proxy.core.plan import WORTH_WAITING_TOKENS, Coming, plan_request
+from proxy.core.prefix import TokenIds
+from proxy.core.restore import usable_tokens
+from proxy.core.slots import Content, Empty, Known, Slot
+from tests.unit.builders import (
+    ANY_PREFIX,
+    END_ONLY,
+    NAMESPACE,
+    NOTHING,
+    OTHER_NAMESPACE,
+    RESTORE_POINTS,
+    branch,
+    candidate,
+    checkpoint,
+    run_of,
+    steady,
+)
+from tests.unit.situations import (
+    MEASURED_RULES,
+    TINY_TOKENS,
+    found_for,
+    points_within,
+    situation,
+)
+
+RULES = (ANY_PREFIX, RESTORE_POINTS, END_ONLY, NOTHING)
+
+
+def coming(tokens: TokenIds, seconds: float = 1.0, **changes: Any) -> Coming:
+    made = Coming(tokens, NAMESPACE, seconds, 10**6)
+    return replace(made, **changes)
+
+
+def waits(rule: Rule, prompt: TokenIds, *contents: Content, **changes: Any) -> bool:
+    """Return whether a prompt waits although a slot is free; 500 tokens a second, restores a second."""
+    now = situation(rule, *contents, **({"rates": steady(500.0, 1e6)} | changes))
+    assert any(not slot.is_leased for slot in now.slots)
+    return plan_request(Prompt(prompt, NAMESPACE), now) is None
+
+
+@pytest.mark.parametrize("rule", [ANY_PREFIX, RESTORE_POINTS, END_ONLY])
+def test_plan_waits_for_a_header_that_another_request_is_evaluating(rule: Rule) -> None:
+    """Ten seconds alone; behind the other's header one to wait, one to restore and two to evaluate."""
+    assert waits(rule, run_of(5000), Empty(), coming=(coming(run_of(4000)),))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_plan_does_not_wait_where_that_takes_as_long(rule: Rule) -> None:
+    assert not waits(rule, run_of(5000), Empty(), coming=(coming(run_of(4000), 5.0),))
+
+
+def test_plan_does_not_wait_for_a_state_that_costs_more_to_restore_than_to_evaluate() -> None:
+    huge = coming(run_of(4000), size_bytes=8 * 10**6)
+    assert not waits(END_ONLY, run_of(5000), Empty(), coming=(huge,))
+
+
+def test_plan_does_not_wait_for_what_a_free_slot_or_a_checkpoint_holds_already() -> None:
+    state = coming(run_of(4000))
+    held = Known(run_of(4000), NAMESPACE)
+    assert not waits(END_ONLY, run_of(5000), held, coming=(state,))
+    stored = candidate(4000, 4000)
+    assert not waits(END_ONLY, run_of(5000), Empty(), coming=(state,), candidates=(stored,))
+    nearly = Known(run_of(4000 - WORTH_WAITING_TOKENS), NAMESPACE)
+    assert not waits(END_ONLY, run_of(4100), nearly, coming=(state,))
+
+
+def test_plan_does_not_wait_for_another_tenants_state() -> None:
+    theirs = coming(run_of(4000), namespace=OTHER_NAMESPACE)
+    assert not waits(ANY_PREFIX, run_of(5000), Empty(), coming=(theirs,))
+
+
+def test_plan_waits_for_a_slot_that_is_being_saved_and_holds_far_more() -> None:
+    closing = Slot(SlotId(0), Known(run_of(900), NAMESPACE), is_leased=True, is_closing=True)
+    free = Slot(SlotId(1), Empty())
+    assert waits(ANY_PREFIX, run_of(1000), slots=(closing, free))
+    assert not waits(ANY_PREFIX, run_of(1000), slots=(replace(closing, is_closing=False), free))
+    assert not waits(ANY_PREFIX, branch(WORTH_WAITING_TOKENS, 1000), slots=(closing, free))
+
+
+def test_usable_tokens_of_a_coming_state_that_diverges_are_those_up_to_a_point() -> None:
+    state = coming(run_of(1000), restore_points=(300, 700))
+    prompt = Prompt(branch(600, 2000), NAMESPACE)
+    assert state.usable_tokens(ANY_PREFIX, prompt) == 600
+    assert state.usable_tokens(RESTORE_POINTS, prompt) == 300
+    assert state.usable_tokens(END_ONLY, prompt) == 0
+    assert state.usable_tokens(NOTHING, prompt) == 0
+
+
+def test_usable_tokens_of_a_coming_state_within_the_window_are_none_at_its_end() -> None:
+    state, prompt = coming(run_of(1000)), Prompt(run_of(2000), NAMESPACE)
+    assert state.usable_tokens(Rule(RuleKind.END_ONLY, 1000), prompt) == 1000
+    assert state.usable_tokens(Rule(RuleKind.END_ONLY, 1001), prompt) == 0
+
+
+@given(MEASURED_RULES, TINY_TOKENS, TINY_TOKENS, st.data())
+def test_usable_tokens_of_a_coming_state_are_those_of_the_checkpoint_it_becomes(
+    rule: Rule, tokens: TokenIds, asked: TokenIds, data: st.DataObject
+) -> None:
+    points = data.draw(points_within(len(tokens)))
+    has_every_position = rule.kind is RuleKind.ANY_PREFIX
+    saved = checkpoint(len(tokens), restore_points=points, has_every_position=has_every_position)
+    [found] = found_for(asked, [(Candidate(saved, 0), tokens)])
+    expected = usable_tokens(rule, saved, found.n_common, len(asked))
+    state = coming(tokens, restore_points=points)
+    assert state.usable_tokens(rule, Prompt(asked, NAMESPACE)) == expected
