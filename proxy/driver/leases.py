@@ -255,13 +255,13 @@ class LeaseDesk:
             choice = waiting.choose()
             if choice is None:
                 return None
+            if not choice.is_warm and waiting.n_passes > 0 and not waiting.is_placement:
+                if fitting := self._fitting(waiting, choice):
+                    waiting, choice = fitting
+            lease = self._reserve(choice, is_placement=waiting.is_placement)
+            waiting.granted.set_result(lease)
         except Exception as error:
             waiting.granted.set_exception(error)
-            return waiting
-        if not choice.is_warm and waiting.n_passes > 0 and not waiting.is_placement:
-            if fitting := self._fitting(waiting, choice):
-                waiting, choice = fitting
-        waiting.granted.set_result(self._reserve(choice, is_placement=waiting.is_placement))
         return waiting
 
     def _fitting(
