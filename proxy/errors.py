@@ -61,6 +61,10 @@ class UpstreamRefused(UpstreamFault):
         self.message = message
 
 
+class NotConvertible(CacheFault):
+    """A request body cannot be brought into the chat form; the message says which part of it."""
+
+
 class SaveRejected(CacheFault):
     """A save answered 200 but its file is not what the reply or the plan says."""
 
