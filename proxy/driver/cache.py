@@ -21,7 +21,7 @@ from proxy.driver.uncached import serve_pinned
 from proxy.driver.unpinned import UnpinnedRequest
 from proxy.errors import UpstreamGone, UpstreamRefused
 from proxy.upstream.bodies import GenerationBody, bypass_reason, n_completions, parse_body
-from proxy.upstream.routes import Route
+from proxy.upstream.routes import honours_id_slot
 
 
 class _KeyRefused(Exception):
@@ -97,7 +97,7 @@ class Cache:
             self._report(request, answer, Outcome.BYPASS, reason)
             return answer
 
-        if body is None or request.route is Route.UNPINNED or n_completions(body) > 1:
+        if body is None or not honours_id_slot(request.route) or n_completions(body) > 1:
             unpinned = UnpinnedRequest(self._services, session, request, body)
             await unpinned.serve(send_and_report)
         else:

@@ -17,6 +17,7 @@ from proxy.core.prefix import Namespace, TokenIds, common_prefix_length
 from proxy.errors import UpstreamRefused
 from proxy.upstream.bodies import (
     GenerationBody,
+    as_chat_body,
     last_user_index,
     leading_system,
     rendering_key,
@@ -61,12 +62,13 @@ class PromptReader:
         namespace: Namespace,
         rule: Rule,
     ) -> Prompt:
-        """Return the prompt of a chat or completion request; raises UpstreamFault."""
+        """Return a request's prompt; raises UpstreamFault, and NotConvertible."""
         if route is Route.COMPLETION:
             tokens = await self._completion_tokens(body, headers)
             # A bare prompt has no messages; all but its last token is its stable part.
             cuts = Cuts(message_end=len(tokens) - 1) if rule.kind is RuleKind.END_ONLY else Cuts()
             return Prompt(tokens, namespace, cuts)
+        body = as_chat_body(route, body)
         text = await self._upstream.apply_template(body.raw, headers)
         tokens = await self._upstream.tokenize(text, headers, add_special=True)
         rendered = _Rendered(text, tokens)

@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 
 from proxy.core.model import SlotId
+from proxy.upstream.anthropic_body import chat_of_messages
+from proxy.upstream.responses_body import chat_of_responses
 from proxy.upstream.routes import Route
 
 SYSTEM_ROLES = ("system", "developer")
@@ -26,6 +28,12 @@ RENDERING_FIELDS = (
     "reasoning_format",
     "response_format",
     "json_schema",
+)
+_CONVERTED_FIELDS = (
+    "messages",
+    *RENDERING_FIELDS,
+    "add_generation_prompt",
+    "continue_final_message",
 )
 
 
@@ -54,6 +62,22 @@ def parse_body(raw: bytes) -> GenerationBody | None:
         return None
 
 
+def as_chat_body(route: Route, body: GenerationBody) -> GenerationBody:
+    """Return a body in the chat form that renders the same prompt; raises NotConvertible.
+
+    It is only for /apply-template: what a converted one does not need for that is left out.
+    """
+    match route:
+        case Route.MESSAGES:
+            chat = chat_of_messages(body.fields)
+        case Route.RESPONSES:
+            chat = chat_of_responses(body.fields)
+        case _:
+            return body
+    fields = {key: chat[key] for key in _CONVERTED_FIELDS if key in chat}
+    return GenerationBody(msgspec.json.encode(fields), fields)
+
+
 def n_completions(body: GenerationBody) -> int:
     """Return how many slots the request spreads over."""
     n = body.fields.get("n_cmpl")
@@ -64,7 +88,7 @@ def n_completions(body: GenerationBody) -> int:
 
 def bypass_reason(route: Route, body: GenerationBody | None) -> str | None:
     """Return why a request's prompt is not to be looked up, or None if it is."""
-    if route in (Route.PINNED, Route.UNPINNED):
+    if route not in (Route.CHAT, Route.COMPLETION):
         return f"{route} route"
     if body is None:
         return "body is not a JSON object"

@@ -11,10 +11,14 @@ class Route(StrEnum):
 
     CHAT = "chat"
     COMPLETION = "completion"
+    MESSAGES = "messages"
+    """Anthropic's Messages; llama-server drops id_slot and chooses the slot itself."""
+    RESPONSES = "responses"
+    """OpenAI's Responses; honours id_slot."""
     PINNED = "pinned"
     """Honours id_slot; its prompt is not read (yet)."""
     UNPINNED = "unpinned"
-    """llama-server chooses the slot itself: /v1/messages drops id_slot, the others never read it."""
+    """llama-server never reads id_slot and chooses the slot itself."""
 
 
 class ErrorShape(StrEnum):
@@ -25,9 +29,10 @@ class ErrorShape(StrEnum):
 _ROUTES = {
     Route.CHAT: ("/v1/chat/completions", "/chat/completions"),
     Route.COMPLETION: ("/v1/completions", "/completion", "/completions"),
-    Route.PINNED: ("/infill", "/v1/responses", "/responses"),
+    Route.MESSAGES: ("/v1/messages",),
+    Route.RESPONSES: ("/v1/responses", "/responses"),
+    Route.PINNED: ("/infill",),
     Route.UNPINNED: (
-        "/v1/messages",
         "/embedding",
         "/embeddings",
         "/v1/embeddings",
@@ -46,6 +51,11 @@ _BY_PATH = {path: route for route, paths in _ROUTES.items() for path in paths}
 def generation_route(method: str, path: str) -> Route | None:
     """Return what kind of generation a request is, or None if it touches no slot."""
     return _BY_PATH.get(path) if method == "POST" else None
+
+
+def honours_id_slot(route: Route) -> bool:
+    """Return whether the proxy can choose the slot of a request."""
+    return route not in (Route.MESSAGES, Route.UNPINNED)
 
 
 def is_task_for_each_input(path: str) -> bool:

@@ -167,7 +167,7 @@ def test_pin_of_any_body_changes_only_the_owned_fields(
 # Why a prompt is not looked up.
 
 
-@pytest.mark.parametrize("route", [Route.PINNED, Route.UNPINNED])
+@pytest.mark.parametrize("route", [Route.MESSAGES, Route.RESPONSES, Route.PINNED, Route.UNPINNED])
 def test_bypass_reason_of_a_route_whose_prompt_is_not_read_names_it(route: Route) -> None:
     assert bypass_reason(route, body(CHAT)) == f"{route} route"
 
