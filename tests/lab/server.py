@@ -200,8 +200,11 @@ class LlamaServer:
 def request(
     base_url: str, method: str, path: str, body: object = None, timeout_seconds: float = 300.0
 ) -> tuple[int, Any]:
-    """Send one request; return its status and parsed JSON (text, if it is not JSON)."""
-    data = None if body is None else json.dumps(body).encode()
+    """Send one request; return its status and parsed JSON (text, if it is not JSON).
+
+    A body in bytes is sent as it is.
+    """
+    data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     sent = urllib.request.Request(base_url + path, data=data, method=method)
     sent.add_header("Content-Type", "application/json")
     try:

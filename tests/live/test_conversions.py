@@ -1,0 +1,159 @@
+"""Prompts of /v1/messages and /v1/responses: what the proxy predicts is what llama-server evaluates."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from proxy.core.model import NO_RULE, Prompt, Rule
+from proxy.core.prefix import Namespace
+from proxy.driver.prompts import PromptReader
+from proxy.errors import NotConvertible, UpstreamRefused
+from proxy.upstream import llama_server
+from proxy.upstream.bodies import parse_body
+from proxy.upstream.routes import generation_route
+from proxy.upstream.state_file import read_state_file
+from tests.lab import generated_bodies, messages_bodies, responses_bodies
+from tests.lab.models import TEMPLATE_FOLDER, model_path
+from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+
+COUNT_PATHS = {
+    "/v1/messages": "/v1/messages/count_tokens",
+    "/v1/responses": "/v1/responses/input_tokens",
+}
+ACCEPTED = {"/v1/messages": messages_bodies.ACCEPTED, "/v1/responses": responses_bodies.ACCEPTED}
+REFUSED = {"/v1/messages": messages_bodies.REFUSED, "/v1/responses": responses_bodies.REFUSED}
+TEMPLATES = {
+    path.stem: path
+    for folder in (TEMPLATE_FOLDER, Path(__file__).with_name("templates"))
+    for path in sorted(folder.glob("*.jinja"))
+}
+
+few_examples = settings(max_examples=60, deadline=None)
+
+
+class Server:
+    """A llama-server with one slot, and what the proxy predicts of its prompts."""
+
+    def __init__(self, process: LlamaServer, directory: Path, template: str) -> None:
+        self.process = process
+        self.directory = directory
+        self.template = template
+
+    def predict(self, path: str, raw: bytes, rule: Rule = NO_RULE) -> Prompt | None:
+        """Return the prompt as the proxy reads it, or None if it cannot."""
+        try:
+            return asyncio.run(self._read(path, raw, rule))
+        except (NotConvertible, UpstreamRefused):
+            return None
+
+    async def _read(self, path: str, raw: bytes, rule: Rule) -> Prompt:
+        route, body = generation_route("POST", path), parse_body(raw)
+        assert route is not None and body is not None
+        async with llama_server.new_session() as session:
+            upstream = llama_server.LlamaServer(session, self.process.base_url, None)
+            return await PromptReader(upstream).read(route, body, {}, Namespace(b""), rule)
+
+    def count(self, path: str, raw: bytes) -> int | None:
+        """Return llama-server's own count, or None if it refuses the body."""
+        status, reply = self.process.request("POST", COUNT_PATHS[path], raw)
+        return int(reply["input_tokens"]) if status == 200 else None
+
+    def evaluate(self, path: str, raw: bytes) -> list[int] | None:
+        """Serve the request itself; return the tokens that its slot holds then, or None."""
+        if self.process.request("POST", path, raw)[0] != 200:
+            return None
+        saved = {"filename": "state"}
+        assert self.process.request("POST", "/slots/0?action=save", saved)[0] == 200
+        return list(read_state_file(self.directory / "state").tokens)
+
+    def disagreement(self, path: str, raw: bytes) -> str | None:
+        """Return what is wrong with the prediction for a body, if anything."""
+        predicted, count = self.predict(path, raw), self.count(path, raw)
+        n_predicted = None if predicted is None else predicted.n_tokens
+        if n_predicted != count:
+            return f"{n_predicted} tokens instead of {count}"
+        if predicted is None:
+            return None
+        evaluated = self.evaluate(path, raw)
+        # Such a body is refused for its sampling, after it was rendered.
+        same = evaluated is None or evaluated == list(predicted.tokens)
+        return None if same else "other tokens"
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def server(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    template = str(request.param)
+    directory = tmp_path_factory.mktemp(template)
+    process = LlamaServer(
+        model_path("full", "tiny", DEFAULT_MODEL_FOLDER),
+        directory,
+        n_slots=1,
+        extra_args=("--jinja", "--chat-template-file", str(TEMPLATES[template])),
+        log_path=directory / "llama-server.log",
+    )
+    with process:
+        yield Server(process, directory, template)
+
+
+def encoded(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, ensure_ascii=False).encode()
+
+
+@pytest.mark.parametrize("path", COUNT_PATHS)
+def test_prediction_for_bodies_of_clients_is_what_the_slot_holds(server: Server, path: str) -> None:
+    found = {
+        name: server.disagreement(path, encoded(body)) for name, body in ACCEPTED[path].items()
+    }
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+    if server.template == "mirror":
+        evaluated = (server.evaluate(path, encoded(body)) for body in ACCEPTED[path].values())
+        assert all(evaluated)
+
+
+@pytest.mark.parametrize("path", COUNT_PATHS)
+def test_body_that_the_server_refuses_is_not_predicted(server: Server, path: str) -> None:
+    for name, body in REFUSED[path].items():
+        assert server.count(path, encoded(body)) is None, name
+        assert server.predict(path, encoded(body)) is None, name
+
+
+@given(body=generated_bodies.messages_bodies)
+@few_examples
+def test_prediction_for_any_messages_body_is_what_the_slot_holds(
+    server: Server, body: dict[str, Any]
+) -> None:
+    assert server.disagreement("/v1/messages", encoded(body)) is None
+
+
+@given(body=generated_bodies.responses_bodies)
+@few_examples
+def test_prediction_for_any_responses_body_is_what_the_slot_holds(
+    server: Server, body: dict[str, Any]
+) -> None:
+    assert server.disagreement("/v1/responses", encoded(body)) is None
+
+
+NUMBERS = (
+    b"[1.0, 1e5, 1E+5, 1e15, 1e16, 9007199254740993.0, 0.1, 1e-4, 1e-5, 5e-324, 1.7976931348623157e308, -0,"
+    b" -0.0, 9223372036854775807, -9223372036854775808, 18446744073709551615, 18446744073709551616,"
+    b' -9223372036854775809, 123456789012345678901, "\\u00e9\\/\\u0000\\u007f\\u2028\\ud83d\\ude00\\b\\f"]'
+)
+
+
+def test_numbers_and_escapes_in_calls_are_written_as_the_server_writes_them(server: Server) -> None:
+    arguments = b'{"z": %s, "a": {"z": 1, "a": %s}, "z": {"again": 1.50}}' % (NUMBERS, NUMBERS)
+    raw = encoded(messages_bodies.after_call("ARGUMENTS", messages_bodies.result("t1", "ok")))
+    raw = raw.replace(b'"ARGUMENTS"', arguments)
+    raw = (
+        raw[:-1]
+        + b', "tools": [{"name": "f", "input_schema": {"enum": %s, "b": 1, "a": 2}}]}' % NUMBERS
+    )
+    assert server.count("/v1/messages", raw)
+    assert server.disagreement("/v1/messages", raw) is None
