@@ -135,8 +135,6 @@ def _tool(tool: Any) -> dict[str, Any]:
     function = {
         "name": text_of(tool, "name"),
         "description": text_of(tool, "description"),
-        "parameters": tool["input_schema"]
-        if isinstance(tool, dict) and "input_schema" in tool
-        else {},
+        "parameters": tool.get("input_schema", {}) if isinstance(tool, dict) else {},
     }
     return {"type": "function", "function": function}

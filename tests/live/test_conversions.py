@@ -2,14 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 
-from proxy.core.model import NO_RULE, Prompt, Rule
+from proxy.core.model import NO_RULE, Prompt, Rule, RuleKind
 from proxy.core.prefix import Namespace
 from proxy.driver.prompts import PromptReader
 from proxy.errors import NotConvertible, UpstreamRefused
@@ -33,7 +33,7 @@ TEMPLATES = {
     for path in sorted(folder.glob("*.jinja"))
 }
 
-few_examples = settings(max_examples=60, deadline=None)
+few_examples = settings(max_examples=40, deadline=None)
 
 
 class Server:
@@ -157,3 +157,41 @@ def test_numbers_and_escapes_in_calls_are_written_as_the_server_writes_them(serv
     )
     assert server.count("/v1/messages", raw)
     assert server.disagreement("/v1/messages", raw) is None
+
+
+def messages_session(task: str) -> list[dict[str, Any]]:
+    """Return the first request of a session of Claude Code, and the one after a tool call."""
+    m = messages_bodies
+    asked = m.user(m.text(task))
+    called = m.assistant(m.thinking("Look first."), m.call("t1", {"command": "ls"}))
+    steps = [[asked], [asked, called, m.user(m.result("t1", "a\nb"))]]
+    return [m.talk(*step, system=m.SYSTEM, tools=[m.BASH]) for step in steps]
+
+
+def responses_session(task: str) -> list[dict[str, Any]]:
+    """Return the first request of a session of codex, and the one after a tool call."""
+    r = responses_bodies
+    asked = r.user(r.part(task))
+    called = [r.reasoning([r.thought("Look first.")]), r.call("c1", '{"cmd":"ls"}')]
+    steps = [[asked], [asked, *called, r.output("c1", "a\nb")]]
+    return [r.asks(step, instructions="You are a coding agent.", tools=[r.SHELL]) for step in steps]
+
+
+@pytest.mark.parametrize("server", ["plain", "thinking", "tools_first"], indirect=True)
+@pytest.mark.parametrize(
+    ("path", "session"), [("/v1/messages", messages_session), ("/v1/responses", responses_session)]
+)
+def test_cuts_lie_where_the_next_request_and_the_next_session_agree(
+    server: Server, path: str, session: Callable[[str], list[dict[str, Any]]]
+) -> None:
+    first, after_call, other = (
+        server.predict(path, encoded(body), Rule(RuleKind.END_ONLY))
+        for body in [*session("Fix it."), session("Explain it.")[0]]
+    )
+    assert first and after_call and other
+    assert first.cuts.begins_turn
+    assert first.cuts.header == after_call.cuts.header == other.cuts.header > 50
+    assert first.tokens[: first.cuts.header] == other.tokens[: first.cuts.header]
+    assert after_call.cuts.turn_start == first.cuts.message_end > first.n_tokens - 8
+    assert after_call.tokens[: first.cuts.message_end] == first.tokens[: first.cuts.message_end]
+    assert after_call.cuts.message_end > after_call.n_tokens - 8
