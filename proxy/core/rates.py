@@ -18,6 +18,9 @@ MIN_TOKENS = 64
 MIN_BYTES = 64 << 10
 """Less than this says more of the round trip than of the rate."""
 
+_MIDDLES = (1 << 9, 5 << 9, 5 << 11, 5 << 13, 1 << 17)
+"""What stands for all positions of a stretch where one is concluded from others."""
+
 MAX_STEP = 16.0
 """What one measurement can change a part by at first, a quarter of that once it is well known: any
 measurement may have met a cold disk or a busy server."""
@@ -141,21 +144,29 @@ class Rates:
         return 1 / part.seconds if part.n_seen else 0.0
 
     def _believed(self) -> list[Part]:
-        """Return the parts of all positions: one never measured is what its measured neighbours are."""
+        """Return the parts of all positions, those never measured as the measured ones suggest."""
         measured = [i for i, part in enumerate(self.tokens) if part.n_seen]
         return [
-            part if part.n_seen or not measured else Part(self._between(i, measured))
+            part if part.n_seen or not measured else Part(self._suggested(i, measured))
             for i, part in enumerate(self.tokens)
         ]
 
-    def _between(self, index: int, measured: Sequence[int]) -> float:
-        below = max((i for i in measured if i < index), default=min(measured))
-        above = min((i for i in measured if i > index), default=max(measured))
-        low, high = self.tokens[below].seconds, self.tokens[above].seconds
-        if below == above:
-            return low
-        # The positions grow by factors, and so may the seconds.
-        return float(low * (high / low) ** ((index - below) / (above - below)))
+    def _suggested(self, index: int, measured: Sequence[int]) -> float:
+        """Return the seconds of a token at a position that was never measured.
+
+        It costs so much anywhere, and so much more for each token before it. That line goes through the
+        measured positions around it, or the last two before it; before all of them it is the nearest.
+        """
+        below = [i for i in measured if i < index]
+        nearest = below[-1] if below else measured[0]
+        other = next((i for i in measured if i > index), below[-2] if len(below) > 1 else nearest)
+        seconds, at = self.tokens[nearest].seconds, _MIDDLES[nearest]
+        if not below or other == nearest:
+            return seconds
+        slope = (self.tokens[other].seconds - seconds) / (_MIDDLES[other] - at)
+        if other < nearest:
+            slope = min(max(0.0, slope), seconds / at)
+        return seconds + slope * (_MIDDLES[index] - at)
 
 
 def _amounts(n_from: int, n_to: int) -> list[float]:

@@ -101,6 +101,20 @@ def test_evaluation_never_measured_that_far_in_is_as_slow_as_the_nearest_that_wa
     assert rates.tokens_per_second(POSITIONS[-1]) == 0
 
 
+def test_evaluation_never_measured_that_far_in_slows_down_as_it_did_before() -> None:
+    rates = taught((0, 1024), (1024, 4096), (4096, 16_384), times=10)
+    for n_from, n_to in ((30_000, 50_000), (120_000, 140_000)):
+        predicted = rates.evaluation_seconds(n_from, n_to)
+        assert predicted == pytest.approx(true_seconds(n_from, n_to), rel=0.3)
+
+
+def test_evaluation_never_measured_that_far_in_is_never_faster_than_before_it() -> None:
+    rates = Rates()
+    for _ in range(5):
+        rates = rates.after_evaluation(0, 1024, 10.0).after_evaluation(1024, 4096, 3.0)
+    assert rates.evaluation_seconds(100_000, 103_072) == pytest.approx(3.0, rel=0.05)
+
+
 def test_evaluation_never_measured_between_two_that_were_lies_between_them() -> None:
     rates = taught((0, 1024), (16_384, 65_536), times=5)
     early, late = rates.evaluation_seconds(0, 1024), rates.evaluation_seconds(20_000, 21_024)
