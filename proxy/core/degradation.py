@@ -53,6 +53,7 @@ class DegradationKind(StrEnum):
     ERASES_REFUSED = "erases refused"
     LOOKUPS_FAIL = "lookups fail"
     SLOTS_NOT_SHOWN = "slots not shown"
+    PLACED_ELSEWHERE = "placed elsewhere"
     TOKENIZED_OTHERWISE = "tokenized otherwise"
     SEVERAL_API_KEYS = "several API keys"
 

@@ -132,7 +132,8 @@ class Slot:
 
     `is_closing` says that its lease serves no request any more and ends by itself: a save is under way,
     or llama-server is letting go of a request whose client left. `is_running` says that llama-server is
-    known to run the lease's request, so that it will not place another one there.
+    known to run the lease's request, so that it will not place another one there. `destined` are the tokens
+    that the lease's request will put there, None if they are not known.
     """
 
     id: SlotId
@@ -141,6 +142,7 @@ class Slot:
     is_closing: bool = False
     is_running: bool = False
     used_at: float = 0.0
+    destined: TokenIds | None = None
 
 
 class SlotState(StrEnum):
@@ -193,12 +195,21 @@ class SlotTable:
     def release(self, slot_id: SlotId, now: float) -> None:
         """Give a slot back; it stays released if it was."""
         self._slots[slot_id] = replace(
-            self._slots[slot_id], is_leased=False, is_closing=False, is_running=False, used_at=now
+            self._slots[slot_id],
+            is_leased=False,
+            is_closing=False,
+            is_running=False,
+            used_at=now,
+            destined=None,
         )
 
     def close_lease(self, slot_id: SlotId) -> None:
         """Note that a leased slot will soon be free, with its content as good as it is now."""
         self._slots[slot_id] = replace(self._slots[slot_id], is_closing=True, is_running=False)
+
+    def destine(self, slot_id: SlotId, tokens: TokenIds) -> None:
+        """Note what the request that a slot is leased for will put there."""
+        self._slots[slot_id] = replace(self._slots[slot_id], destined=tokens)
 
     def note_running(self, slot_id: SlotId) -> None:
         """Note that llama-server runs the request that a slot is leased for."""

@@ -5,27 +5,23 @@ lease -> restore the checkpoint -> stop at cuts -> send -> confirm the hit -> re
 
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
-from itertools import chain
 
-from proxy.core.candidates import most_useful, promising
-from proxy.core.degradation import DegradationKind
-from proxy.core.displacement import Occupant
 from proxy.core.erasure import must_be_erased
-from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt
+from proxy.core.model import CheckpointKind, Prompt
 from proxy.core.options import Restore
-from proxy.core.plan import Plan, Situation, plan_request
+from proxy.core.plan import Plan
 from proxy.core.slots import TAINTED, Known, Unknown, restored_tokens
 from proxy.core.write_back import at_savable_point, is_place_at_risk
 from proxy.driver.abandoned import wind_up
 from proxy.driver.account import Account
 from proxy.driver.arrivals import Arrival
 from proxy.driver.confirmation import Confirmation
-from proxy.driver.leases import Choice, DeskClosed, Lease
+from proxy.driver.leases import DeskClosed, Lease
+from proxy.driver.planning import Planning
 from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.services import Services
 from proxy.driver.session import Session
-from proxy.errors import StoreFault, UpstreamFault
+from proxy.errors import UpstreamFault
 from proxy.upstream.bodies import GenerationBody, pin
 
 _LONG_WAIT_SECONDS = 0.05
@@ -52,16 +48,17 @@ class CachedRequest:
         self._prompt = prompt
         self._is_current = is_current
         self._arrived = time.monotonic()
-        self._kept = ExitStack()
+        self._planning = Planning(services, session, prompt)
         self._confirmation = Confirmation(services, session.attachment, request.id, prompt)
 
     async def serve(self, send: Send) -> None:
         """Serve the request; raises what *send* raises, and DeskClosed before anything was sent."""
-        self._note_arrival()
+        self._planning.note_arrival()
         with (
-            self._kept,
-            await self._attachment.desk.lease(self._choose, may_be_passed=True) as lease,
+            self._planning,
+            await self._attachment.desk.lease(self._planning.choose, may_be_passed=True) as lease,
         ):
+            self._attachment.desk.table.destine(lease.reason.slot_id, self._prompt.tokens)
             account = Account(lease.reason, self._prompt.n_tokens)
             account.queued_seconds = time.monotonic() - self._arrived
             if account.queued_seconds > _LONG_WAIT_SECONDS:
@@ -69,13 +66,9 @@ class CachedRequest:
             try:
                 with self._session.arrivals.announced(self._arrival(lease.reason)):
                     can_reuse = await self._prepare(lease, account)
-                self._kept.close()
+                self._planning.close()
                 account.prepared_seconds = time.monotonic() - self._arrived
-                slot_id = lease.reason.slot_id
-                answer = await send(
-                    pin(self._body, slot_id, reuses=can_reuse),
-                    lambda: self._attachment.desk.note_running(slot_id),
-                )
+                answer = await self._send(lease, account, send, can_reuse=can_reuse)
             except BaseException:
                 self._abandon(lease)
                 raise
@@ -86,85 +79,22 @@ class CachedRequest:
             except Exception as error:
                 # The client has its answer; what the slot holds is not worth failing for.
                 self._services.faults.record("settle", error)
-                self._attachment.desk.table.set_content(slot_id, TAINTED)
+                self._attachment.desk.table.set_content(lease.reason.slot_id, TAINTED)
+
+    async def _send(
+        self, lease: Lease[Plan], account: Account, send: Send, *, can_reuse: bool
+    ) -> Answer:
+        """Have the request served in the slot that is prepared for it."""
+        slot_id = lease.reason.slot_id
+        return await send(
+            pin(self._body, slot_id, reuses=can_reuse),
+            lambda: self._attachment.desk.note_running(slot_id),
+        )
 
     async def _require_current(self) -> None:
         """Raise DeskClosed if llama-server was replaced while the request waited."""
         if not await self._is_current():
             raise DeskClosed
-
-    def _note_arrival(self) -> None:
-        """Tell the store what is asked for; whoever comes to a queue is not planned at once."""
-        try:
-            self._services.store.note_asked(self._prompt.namespace, self._prompt.tokens)
-        except StoreFault as fault:
-            self._services.faults.record("lookup", fault)
-        if self._attachment.desk.n_waiting:
-            self._keep_most_useful(self._look_up()[0])
-
-    def _choose(self) -> Choice[Plan] | None:
-        """Plan the request over the slots and checkpoints as they are now.
-
-        What the plan restores is kept from eviction in the same step. While the request has to wait,
-        that is what it would restore if it found no live slot.
-        """
-        began = time.perf_counter()
-        self._kept.close()
-        now = self._situation()
-        plan = plan_request(self._prompt, now)
-        if plan is None:
-            self._keep_most_useful(now.candidates)
-        elif isinstance(plan.start, Restore):
-            self._keep(plan.start.checkpoint)
-        self._services.metrics.lookup_seconds.observe(time.perf_counter() - began)
-        return Choice((plan.slot_id,), plan, plan.is_warm) if plan else None
-
-    def _situation(self) -> Situation:
-        attachment, now = self._attachment, time.monotonic()
-        slots = tuple(attachment.desk.table)
-        candidates, n_shared = self._look_up()
-        return Situation(
-            attachment.rule,
-            slots,
-            candidates,
-            attachment.rates,
-            attachment.n_ctx,
-            n_shared,
-            tuple(
-                Occupant(s.content, attachment.state_bytes(s.content), now - s.used_at)
-                for s in slots
-            ),
-            self._session.arrivals.coming(),
-            attachment.bytes_of(self._prompt.cuts.header),
-        )
-
-    def _keep_most_useful(self, candidates: tuple[Candidate, ...]) -> None:
-        wanted = most_useful(self._attachment.rule, candidates, self._prompt.n_tokens)
-        if wanted is not None:
-            self._keep(wanted.checkpoint)
-
-    def _keep(self, checkpoint: Checkpoint) -> None:
-        self._kept.enter_context(self._services.store.keep(checkpoint))
-
-    def _look_up(self) -> tuple[tuple[Candidate, ...], int]:
-        """Return the usable checkpoints, and how much the prompt shares with any, usable or not."""
-        rule, prompt = self._attachment.rule, self._prompt
-        if not rule.can_restore:
-            return (), 0
-        try:
-            stored = self._services.store.find(prompt.namespace, prompt.tokens)
-            longest = next(stored, None)
-            found = (
-                ()
-                if longest is None
-                else promising(rule, chain([longest], stored), prompt.n_tokens)
-            )
-        except Exception as fault:
-            self._services.faults.record("lookup", fault)
-            self._attachment.degrade(DegradationKind.LOOKUPS_FAIL, str(fault))
-            return (), 0
-        self._attachment.recover(DegradationKind.LOOKUPS_FAIL)
-        return found, longest.n_common if longest else 0
 
     async def _prepare(self, lease: Lease[Plan], account: Account) -> bool:
         """Bring the slot to where the plan wants it; return False if it may not be reused at all."""

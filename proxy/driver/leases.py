@@ -10,8 +10,8 @@ idle slot may be the one, so nothing else is granted meanwhile, and slots that c
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, TypeVar
@@ -120,6 +120,7 @@ class LeaseDesk:
         self._max_waiting = max_waiting
         self._waiting: deque[_Waiting] = deque()
         self._placement: Lease[Any] | None = None
+        self._n_held = 0
         self._is_closed = False
 
     @property
@@ -130,7 +131,17 @@ class LeaseDesk:
     @property
     def is_placing(self) -> bool:
         """Whether llama-server may be about to run a request in any slot that is idle to it."""
-        return self._placement is not None
+        return self._placement is not None or self._n_held > 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Grant nothing while the block runs: llama-server is choosing a slot by what they hold."""
+        self._n_held += 1
+        try:
+            yield
+        finally:
+            self._n_held -= 1
+            self._grant()
 
     @property
     def n_waiting(self) -> int:
@@ -178,6 +189,12 @@ class LeaseDesk:
         for slot_id in used:
             self.table.note_running(slot_id)
         lease.give_up(set(lease.held) - set(used))
+
+    def lease_free(self, slot_id: SlotId) -> Lease[None] | None:
+        """Lease one slot if it is free, whoever waits; only for who holds the desk."""
+        if self._is_closed or self.table[slot_id].is_leased:
+            return None
+        return self._reserve(Choice((slot_id,), None))
 
     def take_over(self, slot_id: SlotId) -> Lease[None]:
         """Return the lease of a slot that was found in somebody else's use."""
