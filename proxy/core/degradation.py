@@ -204,6 +204,12 @@ EXPLANATIONS: dict[DegradationKind, Explanation] = {
         "Start llama-server without --no-slots.",
         State.DEGRADED,
     ),
+    _K.PLACED_ELSEWHERE: Explanation(
+        "llama-server gave a request to another slot than the one that was made ready for it.",
+        "Send all traffic through the proxy, and start llama-server without --slot-prompt-similarity. "
+        "It ends with the next such request that is placed as foreseen.",
+        State.DEGRADED,
+    ),
     _K.TOKENIZED_OTHERWISE: Explanation(
         "Requests of some shape have other tokens than predicted, and are served uncached.",
         "None; please report it, with the chat template and the fields of the request.",

@@ -1,8 +1,8 @@
 """Which slot llama-server will choose for a request that cannot name one.
 
-Owns: llama-server's rule (server-context.cpp, get_available_slot): among the idle slots the one whose tokens
-share the longest prefix with the prompt, the lowest id on ties, if that prefix is more than a tenth of
-the prompt; else the one used longest ago. Pure.
+Owns: llama-server's rule (server-context.cpp, get_available_slot): among the idle slots the one whose
+tokens share the longest prefix with the prompt, the lowest id on ties, if that prefix is more than a
+tenth of the prompt; else the one used longest ago. Pure.
 """
 
 from collections.abc import Iterable

@@ -17,11 +17,19 @@ from proxy.driver.memory import remember_tenant
 from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.services import Services
 from proxy.driver.session import Session
+from proxy.driver.similar import SimilarRequest
 from proxy.driver.uncached import serve_pinned
 from proxy.driver.unpinned import UnpinnedRequest
-from proxy.errors import UpstreamGone, UpstreamRefused
-from proxy.upstream.bodies import GenerationBody, bypass_reason, n_completions, parse_body
-from proxy.upstream.routes import honours_id_slot
+from proxy.errors import NotConvertible, UpstreamGone, UpstreamRefused
+from proxy.upstream.bodies import (
+    GenerationBody,
+    as_chat_body,
+    bypass_reason,
+    chat_reason,
+    n_completions,
+    parse_body,
+)
+from proxy.upstream.routes import Route, honours_id_slot
 
 
 class _KeyRefused(Exception):
@@ -72,16 +80,17 @@ class Cache:
 
     async def _serve_in(self, session: Session, request: GenerationRequest, send: Send) -> None:
         body = parse_body(request.raw)
-        reason = bypass_reason(request.route, body)
+        chat, reason = _chat_form(request.route, body)
         prompt = None
-        if reason is None and body is not None:
+        if chat is not None:
             (prompt, reason), is_current = await asyncio.gather(
-                self._read_prompt(session, request, body), self._lifecycle.is_still(session)
+                self._read_prompt(session, request, chat), self._lifecycle.is_still(session)
             )
             if not is_current:
                 raise DeskClosed
         if prompt is not None and body is not None:
-            cached = CachedRequest(
+            serving = SimilarRequest if request.route is Route.MESSAGES else CachedRequest
+            cached = serving(
                 self._services,
                 session,
                 request,
@@ -128,3 +137,18 @@ class Cache:
         if not prompt.n_tokens:
             return None, "empty prompt"
         return replace(prompt, shape=shape), None
+
+
+def _chat_form(
+    route: Route, body: GenerationBody | None
+) -> tuple[GenerationBody | None, str | None]:
+    """Return the body whose prompt can be read, or why there is none."""
+    reason = bypass_reason(route, body)
+    if reason is not None or body is None or route is Route.COMPLETION:
+        return (None, reason) if reason is not None else (body, None)
+    try:
+        chat = as_chat_body(route, body)
+    except NotConvertible as why:
+        return None, str(why)
+    reason = chat_reason(chat)
+    return (None, reason) if reason is not None else (chat, None)

@@ -16,8 +16,8 @@ from proxy.core.model import Cuts, Prompt, Rule, RuleKind
 from proxy.core.prefix import Namespace, TokenIds, common_prefix_length
 from proxy.errors import UpstreamRefused
 from proxy.upstream.bodies import (
+    SYSTEM_ROLES,
     GenerationBody,
-    as_chat_body,
     last_user_index,
     leading_system,
     rendering_key,
@@ -62,13 +62,12 @@ class PromptReader:
         namespace: Namespace,
         rule: Rule,
     ) -> Prompt:
-        """Return a request's prompt; raises UpstreamFault, and NotConvertible."""
+        """Return a prompt, that of a *body* in the chat form if it has messages; raises UpstreamFault."""
         if route is Route.COMPLETION:
             tokens = await self._completion_tokens(body, headers)
             # A bare prompt has no messages; all but its last token is its stable part.
             cuts = Cuts(message_end=len(tokens) - 1) if rule.kind is RuleKind.END_ONLY else Cuts()
             return Prompt(tokens, namespace, cuts)
-        body = as_chat_body(route, body)
         text = await self._upstream.apply_template(body.raw, headers)
         tokens = await self._upstream.tokenize(text, headers, add_special=True)
         rendered = _Rendered(text, tokens)
@@ -88,7 +87,9 @@ class PromptReader:
         self, rendered: _Rendered, body: GenerationBody, headers: Headers, rule: Rule
     ) -> Cuts:
         last_user = last_user_index(body)
-        begins_turn = last_user == len(body.messages) - 1
+        begins_turn = last_user is not None and all(
+            message.get("role") in SYSTEM_ROLES for message in body.messages[last_user + 1 :]
+        )
         wants_message_end = begins_turn or rule.kind is RuleKind.END_ONLY
         header, message_end, last_turn_end = await asyncio.gather(
             self._header(rendered, body, headers),

@@ -87,11 +87,16 @@ def n_completions(body: GenerationBody) -> int:
 
 
 def bypass_reason(route: Route, body: GenerationBody | None) -> str | None:
-    """Return why a request's prompt is not to be looked up, or None if it is."""
-    if route not in (Route.CHAT, Route.COMPLETION):
+    """Return why a request's prompt is not to be looked up, or None if it is.
+
+    What it says of messages is for the chat form to tell. llama-server drops all flags of /v1/messages.
+    """
+    if route in (Route.PINNED, Route.UNPINNED):
         return f"{route} route"
     if body is None:
         return "body is not a JSON object"
+    if route is Route.MESSAGES:
+        return None
     if n_completions(body) > 1:
         return "several completions"
     if body.fields.get("lora"):
@@ -100,10 +105,11 @@ def bypass_reason(route: Route, body: GenerationBody | None) -> str | None:
         return "n_cache_reuse in the request"
     if body.fields.get("cache_prompt") is False:
         return "cache_prompt is false"
-    return _chat_reason(body) if route is Route.CHAT else _prompt_reason(body)
+    return _prompt_reason(body) if route is Route.COMPLETION else None
 
 
-def _chat_reason(body: GenerationBody) -> str | None:
+def chat_reason(body: GenerationBody) -> str | None:
+    """Return why the prompt of a body in the chat form is not to be looked up, or None if it is."""
     messages = body.fields.get("messages")
     if not isinstance(messages, list) or not messages:
         return "no messages"
