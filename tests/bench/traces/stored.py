@@ -1,7 +1,7 @@
 """Results that were measured before, so that an interrupted run can be continued.
 
 A result is taken again only for the very inputs it was measured with: trace, model file, llama-server,
-and, behind the proxy, the proxy's source.
+how it was measured, and, behind the proxy, the proxy's source.
 """
 
 import functools
@@ -18,6 +18,8 @@ from tests.bench.traces.result import Case, Result
 from tests.lab.models import model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, find_llama_server
 
+MEASURING = ("exact.py", "measure.py", "measured_proxy.py", "play.py")
+"""The modules that results depend on."""
 RESULTS_FILE = REPOSITORY / ".lab" / "bench-results.jsonl"
 
 
@@ -60,11 +62,12 @@ def _decode(lines: list[bytes]) -> Iterator[Stored]:
 
 
 def inputs_of(case: Case) -> str:
-    """Return a digest of all that a result depends on but the harness."""
+    """Return a digest of all that a result depends on."""
     model = model_path(case.kind, case.size, DEFAULT_MODEL_FOLDER).stat()
     parts = [TRACES[case.trace]().digest(), model.st_size, model.st_mtime_ns, _server_version()]
+    parts.append(_digest(Path(__file__).parent, MEASURING))
     if case.has_proxy:
-        parts.append(_proxy_digest())
+        parts.append(_digest(REPOSITORY / "proxy", ("**/*.py",)))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -76,6 +79,6 @@ def _server_version() -> str:
 
 
 @functools.cache
-def _proxy_digest() -> str:
-    sources = sorted((REPOSITORY / "proxy").rglob("*.py"))
+def _digest(folder: Path, patterns: tuple[str, ...]) -> str:
+    sources = sorted(path for pattern in patterns for path in folder.glob(pattern))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
