@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -254,12 +255,11 @@ class LeaseDesk:
                     return
                 declined.append(waiting)
                 continue
+            for overtaken in islice(self._waiting, self._waiting.index(taker)):
+                overtaken.n_passes -= 1
             self._waiting.remove(taker)
             if taker is not waiting:
-                waiting.n_passes -= 1
                 return self._grant()
-            for overtaken in declined:
-                overtaken.n_passes -= 1
             if any(overtaken.n_passes == 0 for overtaken in declined):
                 return
 
@@ -284,15 +284,22 @@ class LeaseDesk:
     def _fitting(
         self, passed: _Waiting, wanted: Choice[Any]
     ) -> tuple[_Waiting, Choice[Any]] | None:
-        """Return who behind *passed* would go on with what the *wanted* slots hold."""
+        """Return who behind *passed* would go on with what the *wanted* slots hold.
+
+        Nobody passes a placement, nor who has been passed often enough.
+        """
         behind = list(self._waiting)[self._waiting.index(passed) + 1 :][:MAX_LOOKED_AT]
         for waiting in behind:
-            if waiting.is_placement or waiting.granted.done() or not waiting.n_passes:
+            if waiting.granted.done():
                 continue
+            if waiting.is_placement:
+                return None
             with suppress(Exception):  # whoever cannot choose is told so at its own turn
                 choice = waiting.choose()
                 if choice and choice.is_warm and set(choice.slot_ids) & set(wanted.slot_ids):
                     return waiting, choice
+            if waiting.n_passes == 0:
+                return None
         return None
 
     def _abandon(self, waiting: _Waiting) -> None:

@@ -1,54 +1,22 @@
 """Waiting for slots: in arrival order, and nothing is lost whatever is cancelled or fails."""
 
 import asyncio
-from collections.abc import Callable
-from typing import TypeVar
 
 import pytest
 
-from proxy.core.model import SlotId
-from proxy.core.slots import TAINTED, Empty, SlotTable
+from proxy.core.slots import TAINTED
 from proxy.driver.leases import Choice, DeskClosed, Lease, LeaseDesk
 from proxy.errors import TooManyRequests
-
-T = TypeVar("T")
-Choose = Callable[[], Choice[str] | None]
-ONE, TWO = SlotId(0), SlotId(1)
-
-
-def desk_of(n_slots: int, max_waiting: int = 10) -> LeaseDesk:
-    return LeaseDesk(SlotTable([Empty() for _ in range(n_slots)]), max_waiting)
-
-
-def any_slot(desk: LeaseDesk, reason: str = "") -> Choose:
-    def choose() -> Choice[str] | None:
-        free = desk.table.free()
-        return Choice((free[0].id,), reason) if free else None
-
-    return choose
-
-
-def both_slots(desk: LeaseDesk) -> Choose:
-    def choose() -> Choice[str] | None:
-        return Choice((ONE, TWO), "both") if len(desk.table.free()) == 2 else None
-
-    return choose
-
-
-async def queue(desk: LeaseDesk, choose: Choose) -> "asyncio.Task[Lease[str]]":
-    """Return a task that has begun to wait for a lease."""
-    task = asyncio.get_running_loop().create_task(desk.lease(choose))
-    await asyncio.sleep(0)
-    return task
-
-
-async def soon(task: "asyncio.Task[T]") -> T:
-    """Wait for *task*, but not for ever: a lost slot must fail a test, not hang it."""
-    return await asyncio.wait_for(task, 60)
-
-
-def n_free(desk: LeaseDesk) -> int:
-    return len(desk.table.free())
+from tests.unit.desks import (
+    ONE,
+    TWO,
+    any_slot,
+    both_slots,
+    desk_of,
+    n_free,
+    queue,
+    soon,
+)
 
 
 async def test_lease_of_a_free_slot_is_granted_at_once() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.model import Candidate, Prompt, Rule, RuleKind, SlotId
-from proxy.core.plan import WORTH_WAITING_TOKENS, Coming, plan_request
+from proxy.core.plan import WORTH_WAITING_SHARE, WORTH_WAITING_TOKENS, Coming, plan_request
 from proxy.core.prefix import TokenIds
 from proxy.core.restore import usable_tokens
 from proxy.core.slots import Content, Empty, Known, Slot
@@ -33,8 +33,6 @@ from tests.unit.situations import (
     situation,
 )
 
-RULES = (ANY_PREFIX, RESTORE_POINTS, END_ONLY, NOTHING)
-
 
 def coming(tokens: TokenIds, seconds: float = 1.0, **changes: Any) -> Coming:
     made = Coming(tokens, NAMESPACE, seconds, 10**6)
@@ -54,13 +52,26 @@ def test_plan_waits_for_a_header_that_another_request_is_evaluating(rule: Rule) 
     assert waits(rule, run_of(5000), Empty(), coming=(coming(run_of(4000)),))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_plan_does_not_wait_where_that_takes_as_long(rule: Rule) -> None:
-    assert not waits(rule, run_of(5000), Empty(), coming=(coming(run_of(4000), 5.0),))
+ALONE_SECONDS = 10.0
 
 
-def test_plan_does_not_wait_for_a_state_that_costs_more_to_restore_than_to_evaluate() -> None:
-    huge = coming(run_of(4000), size_bytes=8 * 10**6)
+@pytest.mark.parametrize("rule", [ANY_PREFIX, RESTORE_POINTS, END_ONLY])
+def test_plan_does_not_wait_where_that_takes_much_longer(rule: Rule) -> None:
+    """Two evaluate the same header side by side at half the speed, so some patience pays."""
+    most_seconds = WORTH_WAITING_SHARE * ALONE_SECONDS - 3.0
+    soon, late = coming(run_of(4000), most_seconds - 0.1), coming(run_of(4000), most_seconds + 0.1)
+    assert waits(rule, run_of(5000), Empty(), coming=(soon,))
+    assert not waits(rule, run_of(5000), Empty(), coming=(late,))
+    assert waits(rule, run_of(5000), Empty(), coming=(late, soon))
+
+
+def test_plan_does_not_wait_where_nothing_can_be_restored() -> None:
+    assert not waits(NOTHING, run_of(5000), Empty(), coming=(coming(run_of(4000)),))
+
+
+def test_plan_does_not_wait_for_a_state_that_costs_much_more_to_restore_than_to_evaluate() -> None:
+    huge_bytes = int(1e6 * WORTH_WAITING_SHARE * ALONE_SECONDS)
+    huge = coming(run_of(4000), size_bytes=huge_bytes)
     assert not waits(END_ONLY, run_of(5000), Empty(), coming=(huge,))
 
 

@@ -1,0 +1,85 @@
+"""A desk with slots that hold nothing, and requests that ask it for them."""
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from proxy.core.model import SlotId
+from proxy.core.slots import Empty, SlotTable
+from proxy.driver.leases import Choice, Lease, LeaseDesk
+
+T = TypeVar("T")
+Choose = Callable[[], Choice[str] | None]
+ONE, TWO = SlotId(0), SlotId(1)
+
+
+def desk_of(n_slots: int, max_waiting: int = 10) -> LeaseDesk:
+    return LeaseDesk(SlotTable([Empty() for _ in range(n_slots)]), max_waiting)
+
+
+def any_slot(desk: LeaseDesk, reason: str = "") -> Choose:
+    def choose() -> Choice[str] | None:
+        free = desk.table.free()
+        return Choice((free[0].id,), reason) if free else None
+
+    return choose
+
+
+def both_slots(desk: LeaseDesk) -> Choose:
+    def choose() -> Choice[str] | None:
+        return Choice((ONE, TWO), "both") if len(desk.table.free()) == 2 else None
+
+    return choose
+
+
+async def queue(desk: LeaseDesk, choose: Choose, **how: bool) -> "asyncio.Task[Lease[str]]":
+    """Return a task that has begun to wait for a lease."""
+    task = asyncio.get_running_loop().create_task(desk.lease(choose, **how))
+    await asyncio.sleep(0)
+    return task
+
+
+async def soon(task: "asyncio.Task[T]") -> T:
+    """Wait for *task*, but not for ever: a lost slot must fail a test, not hang it."""
+    return await asyncio.wait_for(task, 60)
+
+
+def n_free(desk: LeaseDesk) -> int:
+    return len(desk.table.free())
+
+
+def fitting(desk: LeaseDesk, slot_id: SlotId = ONE) -> Choose:
+    """Return who wants one slot only, and would go on with what it holds."""
+
+    def choose() -> Choice[str] | None:
+        return None if desk.table[slot_id].is_leased else Choice((slot_id,), "warm", is_warm=True)
+
+    return choose
+
+
+class Queue:
+    """Requests with names that use a slot for a moment, and in which order they had one."""
+
+    def __init__(self, desk: LeaseDesk) -> None:
+        self._desk = desk
+        self.so_far: list[str] = []
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def join(
+        self, name: str, choose: Choose, *, may_be_passed: bool = True, is_placement: bool = False
+    ) -> None:
+        async def use() -> None:
+            with await self._desk.lease(
+                choose, may_be_passed=may_be_passed, is_placement=is_placement
+            ):
+                self.so_far.append(name)
+                await asyncio.sleep(0)
+
+        self._tasks.append(asyncio.get_running_loop().create_task(use()))
+        await asyncio.sleep(0)
+
+    async def order(self) -> list[str]:
+        """Return the names of those who joined, in the order in which they had a slot."""
+        async with asyncio.timeout(60):
+            await asyncio.gather(*self._tasks)
+        return self.so_far

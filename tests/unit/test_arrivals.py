@@ -1,0 +1,90 @@
+"""States that are about to be saved, and who waits for them."""
+
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from proxy.core.plan import Coming
+from proxy.driver.arrivals import Arrival, Arrivals
+from proxy.driver.leases import Choice
+from tests.unit.builders import NAMESPACE, run_of
+from tests.unit.desks import ONE, TWO, Choose, desk_of, queue, soon
+
+
+def arrival(n_tokens: int = 1000, seconds: float = 1000.0) -> Arrival:
+    return Arrival(run_of(n_tokens), NAMESPACE, time.monotonic() + seconds, 5000, (100, 200))
+
+
+def test_announced_state_is_coming_while_the_block_runs() -> None:
+    arrivals = Arrivals(desk_of(1))
+    with arrivals.announced(arrival()):
+        [coming] = arrivals.coming()
+        assert (coming.tokens, coming.namespace) == (run_of(1000), NAMESPACE)
+        assert (coming.size_bytes, coming.restore_points) == (5000, (100, 200))
+        assert 0 < coming.ready_in_seconds <= 1000
+    assert arrivals.coming() == ()
+
+
+def test_announced_nothing_is_not_coming() -> None:
+    arrivals = Arrivals(desk_of(1))
+    with arrivals.announced(None):
+        assert arrivals.coming() == ()
+
+
+def test_announced_state_is_withdrawn_when_it_cannot_be_saved() -> None:
+    arrivals = Arrivals(desk_of(1))
+    with pytest.raises(KeyError):
+        with arrivals.announced(arrival()):
+            raise KeyError
+    assert arrivals.coming() == ()
+
+
+def test_announced_state_that_is_overdue_is_about_to_come() -> None:
+    arrivals = Arrivals(desk_of(1))
+    with arrivals.announced(arrival(seconds=-50.0)):
+        assert [coming.ready_in_seconds for coming in arrivals.coming()] == [0.0]
+
+
+def test_announced_states_of_several_requests_go_one_by_one() -> None:
+    arrivals = Arrivals(desk_of(3))
+    first, second, twin = ExitStack(), ExitStack(), ExitStack()
+    first.enter_context(arrivals.announced(arrival(300)))
+    second.enter_context(arrivals.announced(arrival(400)))
+    twin.enter_context(arrivals.announced(arrival(300)))
+    first.close()
+    assert [len(coming.tokens) for coming in arrivals.coming()] == [400, 300]
+    twin.close()
+    assert [len(coming.tokens) for coming in arrivals.coming()] == [400]
+    second.close()
+    assert arrivals.coming() == ()
+
+
+def patient(arrivals: Arrivals, seen: list[tuple[Coming, ...]]) -> Choose:
+    """Return who declines a free slot as long as something is coming."""
+
+    def choose() -> Choice[str] | None:
+        seen.append(arrivals.coming())
+        return None if seen[-1] else Choice((TWO,), "there")
+
+    return choose
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_who_waits_for_a_state_is_asked_again_once_it_is_there_or_never_will_be(
+    fails: bool,
+) -> None:
+    desk = desk_of(2)
+    arrivals, seen = Arrivals(desk), list[tuple[Coming, ...]]()
+    held = await desk.lease(lambda: Choice((ONE,), ""))
+    try:
+        with arrivals.announced(arrival()):
+            waiting = await queue(desk, patient(arrivals, seen), may_be_passed=True)
+            assert not waiting.done()
+            if fails:
+                raise KeyError
+    except KeyError:
+        pass
+    assert (await soon(waiting)).reason == "there"
+    assert seen[0] and not seen[-1]
+    held.release()
