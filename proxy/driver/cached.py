@@ -16,7 +16,8 @@ from proxy.driver.abandoned import wind_up
 from proxy.driver.account import Account
 from proxy.driver.arrivals import Arrival
 from proxy.driver.confirmation import Confirmation
-from proxy.driver.leases import DeskClosed, Lease
+from proxy.driver.lease import Lease
+from proxy.driver.leases import DeskClosed
 from proxy.driver.planning import Planning
 from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.services import Services

@@ -10,7 +10,7 @@ from proxy.core.model import CheckpointKind, RuleKind, SlotId
 from proxy.core.probes import SelfTestResult
 from proxy.core.slots import Empty, Unknown
 from proxy.driver.attachment import Attachment
-from proxy.driver.leases import Lease
+from proxy.driver.lease import Lease
 from proxy.driver.memory import known_self_test, remember_self_test, remember_sizes
 from proxy.driver.room import Room
 from proxy.driver.saving import Saver

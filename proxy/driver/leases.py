@@ -10,15 +10,15 @@ idle slot may be the one, so nothing else is granted meanwhile, and slots that c
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
-from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from proxy.core.model import SlotId
-from proxy.core.slots import TAINTED, SlotTable
+from proxy.core.slots import SlotTable
+from proxy.driver.lease import Choice, Lease
 from proxy.errors import TooManyRequests
 
 C = TypeVar("C")
@@ -26,18 +26,6 @@ C = TypeVar("C")
 
 class DeskClosed(Exception):
     """llama-server was replaced while a request waited for a slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice(Generic[C]):
-    """The slots a request takes, and why (its plan).
-
-    `is_warm` says that it goes on with what they hold, so that nobody else could use them better.
-    """
-
-    slot_ids: tuple[SlotId, ...]
-    reason: C
-    is_warm: bool = False
 
 
 MAX_OVERTAKES = 8
@@ -54,63 +42,6 @@ class _Waiting:
     granted: "asyncio.Future[Lease[Any]]"
     n_passes: int
     is_placement: bool
-
-
-class Lease(Generic[C]):
-    """The exclusive right to some slots; leaving the `with` block gives them back."""
-
-    def __init__(self, desk: "LeaseDesk", choice: Choice[C]) -> None:
-        self._desk = desk
-        self._held = set(choice.slot_ids)
-        self._is_handed_over = False
-        self.slot_ids = choice.slot_ids
-        self.reason = choice.reason
-
-    @property
-    def held(self) -> tuple[SlotId, ...]:
-        """The slots that its request may use: neither given back nor handed over."""
-        return () if self._is_handed_over else tuple(self._held)
-
-    @property
-    def reserved(self) -> tuple[SlotId, ...]:
-        """The slots that nobody else may use, whoever they were handed over to."""
-        return tuple(self._held)
-
-    def __enter__(self) -> "Lease[C]":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Give back all slots that were not handed over; again is harmless."""
-        self.give_up(self.held)
-
-    def give_up(self, slot_ids: Iterable[SlotId]) -> None:
-        """Give back some of the slots."""
-        given_back = self._held & set(slot_ids)
-        self._held -= given_back
-        self._desk.give_back(self, given_back)
-
-    def join(self, slot_id: SlotId) -> None:
-        """Take a slot that came free during this placement."""
-        self._held.add(slot_id)
-        if self._is_handed_over:
-            # Whether the abandoned request ran there will never be known.
-            self._desk.table.set_content(slot_id, TAINTED)
-            self._desk.table.close_lease(slot_id)
-
-    def hand_over(self, task: "asyncio.Task[Any]") -> None:
-        """Leave the slots to *task*: they are given back when it ends, whatever becomes of us."""
-        for slot_id in self._held:
-            self._desk.table.close_lease(slot_id)
-        self._is_handed_over = True
-        task.add_done_callback(lambda _: self.give_up(self._held))
 
 
 class LeaseDesk:

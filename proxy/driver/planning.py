@@ -14,7 +14,7 @@ from proxy.core.displacement import Occupant
 from proxy.core.model import Candidate, Checkpoint, Prompt
 from proxy.core.options import Restore
 from proxy.core.plan import Plan, Situation, plan_request
-from proxy.driver.leases import Choice
+from proxy.driver.lease import Choice
 from proxy.driver.services import Services
 from proxy.driver.session import Session
 from proxy.errors import StoreFault

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from proxy.driver.degradations import Degradations
 from proxy.driver.faults import Faults
-from proxy.driver.leases import Lease
+from proxy.driver.lease import Lease
 from proxy.driver.report import Report
 from proxy.driver.tasks import Tasks
 from proxy.errors import StoreFault

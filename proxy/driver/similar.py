@@ -15,7 +15,7 @@ from proxy.core.similarity import is_similar_enough, rivals
 from proxy.core.slots import TAINTED
 from proxy.driver.account import Account
 from proxy.driver.cached import CachedRequest
-from proxy.driver.leases import Lease
+from proxy.driver.lease import Lease
 from proxy.driver.requests import Answer, Send
 from proxy.errors import UpstreamFault
 

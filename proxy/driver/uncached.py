@@ -9,7 +9,7 @@ from proxy.core.model import CheckpointKind, SlotId
 from proxy.core.prefix import Namespace
 from proxy.core.slots import TAINTED, Known, Unknown
 from proxy.driver.abandoned import outlast
-from proxy.driver.leases import Choice, Lease
+from proxy.driver.lease import Choice, Lease
 from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.services import Services
 from proxy.driver.session import Session

@@ -12,7 +12,7 @@ from proxy.core.erasure import must_be_erased
 from proxy.core.model import SlotId
 from proxy.core.prefix import Namespace
 from proxy.core.slots import Slot
-from proxy.driver.leases import Choice, Lease
+from proxy.driver.lease import Choice, Lease
 from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.services import Services
 from proxy.driver.session import Session

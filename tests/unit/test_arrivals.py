@@ -7,7 +7,7 @@ import pytest
 
 from proxy.core.plan import Coming
 from proxy.driver.arrivals import Arrival, Arrivals
-from proxy.driver.leases import Choice
+from proxy.driver.lease import Choice
 from tests.unit.builders import NAMESPACE, run_of
 from tests.unit.desks import ONE, TWO, Choose, desk_of, queue, soon
 

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from proxy.core.slots import TAINTED
-from proxy.driver.leases import Choice, DeskClosed, Lease, LeaseDesk
+from proxy.driver.lease import Choice, Lease
+from proxy.driver.leases import DeskClosed, LeaseDesk
 from proxy.errors import TooManyRequests
 from tests.unit.desks import (
     ONE,

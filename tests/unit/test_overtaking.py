@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from proxy.driver.leases import MAX_LOOKED_AT, MAX_OVERTAKES, Choice
+from proxy.driver.lease import Choice
+from proxy.driver.leases import MAX_LOOKED_AT, MAX_OVERTAKES
 from tests.unit.desks import ONE, TWO, Queue, any_slot, desk_of, fitting, queue, soon
 
 
