@@ -1,4 +1,4 @@
-"""The queue for slots: served in arrival order, left without a trace."""
+"""The queue for slots: served in arrival order but for warm fits, left without a trace."""
 
 import asyncio
 from typing import Any
@@ -26,18 +26,31 @@ async def occupy(rig: Rig) -> tuple[Any, Any]:
     return gate, first
 
 
+async def order_of_service(rig: Rig, *names: str) -> list[str]:
+    """Have requests of these names come one after the other while the only slot is in use."""
+    gate, first = await occupy(rig)
+    asked = [first]
+    for n_waiting, name in enumerate(names, 1):
+        asked.append(rig.begin_chat(name))
+        await rig.waiting(n_waiting)
+    assert (await rig.health())["waiting"] == len(names)
+    gate.open()
+    await asyncio.gather(*asked)
+    return served(rig)
+
+
 async def test_requests_are_served_in_arrival_order(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1) as rig:
-        gate, first = await occupy(rig)
-        names = ["b", "c", "first", "d"]
-        asked = [first]
-        for n_waiting, name in enumerate(names, 1):
-            asked.append(rig.begin_chat(name))
-            await rig.waiting(n_waiting)
-        assert (await rig.health())["waiting"] == 4
-        gate.open()
-        await asyncio.gather(*asked)
-        assert served(rig) == ["first", *names]
+        names = ["b", "c", "a", "d"]
+        assert await order_of_service(rig, *names) == ["first", *names]
+
+
+async def test_request_that_goes_on_with_what_the_slot_holds_comes_first(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        order = await order_of_service(rig, "b", "c", "first", "d")
+        assert order == ["first", "first", "b", "c", "d"]
 
 
 async def test_client_that_leaves_the_queue_frees_its_place(start_rig: StartRig) -> None:

@@ -12,7 +12,14 @@ import pytest
 
 from proxy.core.eviction import Removal
 from proxy.core.model import CheckpointId, CheckpointKind
-from proxy.core.prefix import Namespace, PrefixHash, TokenIds, hash_prefixes, token_ids
+from proxy.core.prefix import (
+    FIRST_BLOCK_TOKENS,
+    Namespace,
+    PrefixHash,
+    TokenIds,
+    hash_prefixes,
+    token_ids,
+)
 from proxy.errors import StoreFault, StoreLocked
 from proxy.store.budget import Limits
 from proxy.store.index import Index
@@ -56,8 +63,8 @@ async def test_find_of_a_prompt_that_shares_less_than_a_block_yields_nothing(
     store: CheckpointStore,
 ) -> None:
     await store.commit(new_state(store, run_of(300)))
-    assert found(store, branch(127, 400)) == []
-    assert found(store, run_of(100)) == []
+    assert found(store, branch(FIRST_BLOCK_TOKENS - 1, 400)) == []
+    assert found(store, run_of(FIRST_BLOCK_TOKENS - 1)) == []
     assert found(store, token_ids([])) == []
 
 
