@@ -27,6 +27,7 @@ class Faults:
     n_bytes_lost: int = 0
     """How much shorter a saved file is than n_written says."""
     saves_other_tokens: bool = False
+    """A saved file has other tokens than the slot, and one fewer: as if somebody else had used it."""
     clears_idle_slots: bool = False
     """Empty every other idle slot when one starts to run, as -np unset with a RAM cache does."""
     restores_are_inert: bool = False

@@ -307,7 +307,7 @@ class FakeLlamaServer:
             return trouble
         state = slot.state()
         if self.faults.saves_other_tokens:
-            state.tokens[:] = [token + 1 for token in state.tokens]
+            state.tokens[:] = [token + 1 for token in state.tokens[:-1]]
         n_bytes = write_slot_file(path, state, self.file_version)
         if self.faults.n_bytes_lost:
             os.truncate(path, n_bytes - self.faults.n_bytes_lost)
