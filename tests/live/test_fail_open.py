@@ -125,22 +125,26 @@ async def test_restarted_server_is_noticed_and_the_conversation_restored(
 
 
 @pytest.mark.parametrize(
-    ("path", "shape"),
-    [("/v1/chat/completions", "openai"), ("/v1/messages", "anthropic"), ("/health", "openai")],
+    ("path", "shape", "status"),
+    [
+        ("/v1/chat/completions", "openai", 503),
+        ("/v1/messages", "anthropic", 503),
+        ("/health", "openai", 502),
+    ],
 )
 async def test_gone_server_is_named_in_the_shape_of_the_api(
-    start_rig: StartRig, path: str, shape: str
+    start_rig: StartRig, path: str, shape: str, status: int
 ) -> None:
-    async with start_rig("hybrid") as rig:
+    async with start_rig("hybrid", upstream_wait_seconds=0) as rig:
         await asyncio.to_thread(rig.server.kill)
         method = "GET" if path == "/health" else "POST"
         async with rig.client.request(
             method, rig.base_url + path, json={"messages": MESSAGES[0]}
         ) as reply:
             error = await reply.json()
-        assert reply.status == 502
+        assert (reply.status, reply.headers["Retry-After"]) == (status, "2")
         assert (error.get("type") == "error") == (shape == "anthropic")
-        assert "llama-server at" in error["error"]["message"]
+        assert "llama-prefix-cache: llama-server" in error["error"]["message"]
         await asyncio.to_thread(rig.server.start)
 
 
