@@ -199,6 +199,34 @@ async def test_full_queue_is_answered_with_retry_after(start_rig: StartRig) -> N
         assert statuses.count((503, "2")) == 4
 
 
+async def test_client_that_leaves_the_queue_frees_its_place(start_rig: StartRig) -> None:
+    async with start_rig("hybrid", n_slots=1, max_requests=2) as rig:
+        url = rig.base_url + "/v1/chat/completions"
+        endless = {"messages": MESSAGES[0], "stream": True, "max_tokens": 20_000}
+        async with rig.client.post(url, json=endless) as running:
+            await running.content.readany()
+            async with aiohttp.ClientSession() as leaver:
+                leaving = asyncio.ensure_future(leaver.post(url, json={"messages": MESSAGES[1]}))
+                await waiting(rig, 1)
+                async with rig.client.post(url, json={"messages": MESSAGES[1]}) as refused:
+                    assert refused.status == 503
+                    await refused.read()
+                leaving.cancel()
+                await asyncio.gather(leaving, return_exceptions=True)
+            await waiting(rig, 0)
+            staying = asyncio.ensure_future(ask(rig, 1))
+            await waiting(rig, 1)
+        assert await staying >= 0
+        await rig.settled()
+
+
+async def waiting(rig: Rig, n_requests: int) -> None:
+    """Wait until so many requests are in the queue."""
+    async with asyncio.timeout(60):
+        while (await rig.health())["waiting"] != n_requests:  # noqa: ASYNC110 - no event for it
+            await asyncio.sleep(0.01)
+
+
 async def test_tenants_share_nothing(start_rig: StartRig) -> None:
     def key(name: str) -> dict[str, str]:
         return {"Authorization": f"Bearer {name}"}
