@@ -15,6 +15,7 @@ from aiohttp import web
 from proxy import __version__
 from proxy.config import Settings, split_address
 from proxy.core.degradation import DegradationKind
+from proxy.driver.absence import Absence
 from proxy.driver.arrivals import Arrivals
 from proxy.driver.attach import Attacher
 from proxy.driver.attachment import Attachment
@@ -87,10 +88,14 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
 
 @asynccontextmanager
 async def run_proxy(
-    settings: Settings, *, rewrite: RewriteStateFile = keep_as_saved
+    settings: Settings,
+    *,
+    rewrite: RewriteStateFile = keep_as_saved,
+    is_llama_server_coming: bool = False,
 ) -> AsyncIterator[Running]:
     """Serve until the block is left, then finish, write back and close.
 
+    *is_llama_server_coming* says that it is being started, so that the first requests wait for it.
     Raises StoreLocked if another proxy uses the directory, OSError if a port is taken.
     """
     metrics = Metrics()
@@ -104,7 +109,8 @@ async def run_proxy(
             services = Services(
                 upstream, store, metrics, Faults(metrics), degradations, report, Tasks()
             )
-            async with _serve(settings, services, rewrite) as running:
+            absence = Absence(settings.upstream_wait_seconds, is_expected=is_llama_server_coming)
+            async with _serve(settings, services, rewrite, absence) as running:
                 yield running
     finally:
         if store is not None:
@@ -123,7 +129,7 @@ def _new_session(services: Services, saver: Saver, attachment: Attachment) -> Se
 
 @asynccontextmanager
 async def _serve(
-    settings: Settings, services: Services, rewrite: RewriteStateFile
+    settings: Settings, services: Services, rewrite: RewriteStateFile, absence: Absence
 ) -> AsyncIterator[Running]:
     saver = Saver(services, rewrite)
     attacher = Attacher(
@@ -133,7 +139,9 @@ async def _serve(
         n_context_checkpoints=settings.context_checkpoints,
     )
     learning = Learning(services, saver)
-    lifecycle = Lifecycle(services, attacher, partial(_new_session, services, saver), learning)
+    lifecycle = Lifecycle(
+        services, attacher, partial(_new_session, services, saver), learning, absence
+    )
     cache = Cache(services, lifecycle)
     write_back = WriteBack(lifecycle, services.tasks, settings.idle_save_seconds)
     front = Front(
@@ -162,15 +170,18 @@ async def _serve(
                 _listen(operators, settings.admin, 1.0) as admin_port,
                 _listen(clients, settings.listen, settings.drain_seconds) as port,
             ):
-                yield Running(
-                    port,
-                    admin_port,
-                    lifecycle,
-                    services.opened_store,
-                    services.metrics,
-                    write_back,
-                    services.degradations,
-                )
+                try:
+                    yield Running(
+                        port,
+                        admin_port,
+                        lifecycle,
+                        services.opened_store,
+                        services.metrics,
+                        write_back,
+                        services.degradations,
+                    )
+                finally:
+                    absence.give_up()
         finally:
             try:
                 await services.tasks.drain(settings.drain_seconds)

@@ -9,13 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
-import yaml
 from msgspec import Meta
 
 from proxy.errors import SettingsError
 from proxy.sizes import parse_size
-
-ENVIRONMENT_PREFIX = "LLAMA_PREFIX_CACHE_"
+from proxy.sources import read_environment, read_file
 
 _PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 Address = Annotated[str, Meta(title="HOST:PORT", pattern=rf"^([^:]*|\[[0-9a-fA-F:]+\]):{_PORT}$")]
@@ -132,6 +130,18 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             extra=_more("Waiting ones count; the 503 carries Retry-After."),
         ),
     ] = 256
+    upstream_wait_seconds: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="How long a request waits for a llama-server that is away or loading.",
+            extra=_more(
+                "In arrival order, and counted by max_requests; then it is told 503 with Retry-After. Once "
+                "llama-server has been unreachable for that long, requests fail at once, as they do if it "
+                "was never reached. Give more than a large model takes to load."
+            ),
+        ),
+    ] = 60.0
     max_body_bytes: Annotated[
         int,
         Meta(
@@ -198,13 +208,8 @@ def merge_settings(
     flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None
 ) -> dict[str, Any]:
     """Return what all sources set, each checked by itself; raises SettingsError."""
-    from_file = _read_file(file) if file else {}
-    from_environment = {
-        name: environment[key]
-        for name in NAMES
-        if (key := ENVIRONMENT_PREFIX + name.upper()) in environment
-    }
-    _refuse_unknown_environment(environment)
+    from_file = read_file(file) if file else {}
+    from_environment = read_environment(environment, NAMES)
     given = {name: value for name, value in flags.items() if value is not None}
     sources: list[tuple[str, dict[str, Any]]] = [
         (str(file), from_file),
@@ -259,25 +264,6 @@ def describe(name: str) -> tuple[str, Any]:
             description = description or getattr(meta, "description", None) or ""
         annotation = get_args(annotation)[0]
     return description, annotation
-
-
-def _read_file(file: Path) -> dict[str, Any]:
-    try:
-        content = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SettingsError(f"{file}: {error}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise SettingsError(f"{file}: expected `name: value` lines")
-    return content
-
-
-def _refuse_unknown_environment(environment: Mapping[str, str]) -> None:
-    known = {ENVIRONMENT_PREFIX + name.upper() for name in NAMES} | {ENVIRONMENT_PREFIX + "CONFIG"}
-    for key in environment:
-        if key.startswith(ENVIRONMENT_PREFIX) and key not in known:
-            raise SettingsError(f"environment: {key} is not a setting; allowed: {', '.join(NAMES)}")
 
 
 def _require_directory(path: str) -> None:

@@ -97,6 +97,17 @@ class UpstreamGone(ProxyError):
     type = "unavailable_error"
 
 
+class UpstreamNotReached(UpstreamGone):
+    """llama-server could not be connected to, so that nothing of the request was sent."""
+
+
+class UpstreamAbsent(ProxyError):
+    """llama-server was away, or loading its model, for longer than requests wait for it."""
+
+    status = 503
+    type = "unavailable_error"
+
+
 class TooManyRequests(ProxyError):
     """The queue for a slot is full."""
 

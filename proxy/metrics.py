@@ -77,7 +77,8 @@ class Metrics:
             reason=UNANSWERED,
         )
         self.waiting_requests = self._gauge(
-            "waiting_requests", "Generation requests that wait for a slot."
+            "waiting_requests",
+            "Generation requests that wait for a slot, or for llama-server to come back.",
         )
         self.prompt_tokens = self._counter(
             "prompt_tokens",

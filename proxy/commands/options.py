@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 import click
 import msgspec
 
-from proxy.config import ENVIRONMENT_PREFIX, Settings, describe
+from proxy.config import Settings, describe
 from proxy.sizes import is_size
+from proxy.sources import ENVIRONMENT_PREFIX
 
 EXIT_USAGE = 2
 """A setting or a flag is wrong, or two contradict each other."""

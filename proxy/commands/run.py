@@ -157,7 +157,7 @@ async def _run_until_told(
         running: asyncio.Task[None] | None = None
         try:
             # The proxy listens before llama-server is started, so that a taken port costs nothing.
-            async with run_proxy(settings):
+            async with run_proxy(settings, is_llama_server_coming=True):
                 log.info(
                     "serving",
                     listen=settings.listen,

@@ -89,10 +89,13 @@ EXPLANATIONS: dict[DegradationKind, Explanation] = {
         of_process=False,
     ),
     _K.UNREACHABLE: Explanation(
-        "llama-server does not answer; clients get 502.",
+        "llama-server does not answer. Requests wait for it, within upstream_wait_seconds.",
         "Start llama-server, or correct `upstream`.",
     ),
-    _K.LOADING: Explanation("llama-server is still loading its model.", _WAIT),
+    _K.LOADING: Explanation(
+        "llama-server is still loading its model. Requests wait for it, within upstream_wait_seconds.",
+        _WAIT,
+    ),
     _K.API_KEY_REFUSED: Explanation(
         "llama-server was started with --api-key, and the proxy has none for its own calls.",
         "Set upstream_api_key.",

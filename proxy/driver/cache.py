@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from proxy.core.model import Outcome, Prompt
+from proxy.driver.arrival_order import ArrivalOrder, Place
 from proxy.driver.cached import CachedRequest
 from proxy.driver.leases import DeskClosed
 from proxy.driver.lifecycle import Lifecycle
@@ -20,7 +21,7 @@ from proxy.driver.session import Session
 from proxy.driver.similar import SimilarRequest
 from proxy.driver.uncached import serve_pinned
 from proxy.driver.unpinned import UnpinnedRequest
-from proxy.errors import NotConvertible, UpstreamGone, UpstreamRefused
+from proxy.errors import NotConvertible, UpstreamGone, UpstreamNotReached, UpstreamRefused
 from proxy.upstream.bodies import (
     GenerationBody,
     as_chat_body,
@@ -42,23 +43,55 @@ class Cache:
     def __init__(self, services: Services, lifecycle: Lifecycle) -> None:
         self._services = services
         self._lifecycle = lifecycle
+        self._order = ArrivalOrder()
 
     async def serve(self, request: GenerationRequest, send: Send) -> None:
-        """Serve one request; what *send* raises passes through, cache faults do not."""
-        while True:
-            session = await self._lifecycle.session()
-            try:
-                if session is None:
-                    return await self._serve_unplaced(request, send)
-                return await self._serve_in(session, request, send)
-            except _KeyRefused:
-                answer = await send(request.raw, lambda: None)
-                return self._report(request, answer, Outcome.BYPASS, "the key was refused")
-            except DeskClosed:
+        """Serve one request; what *send* raises passes through, cache faults do not.
+
+        A request of which nothing was sent yet waits for a llama-server that is away. Raises
+        UpstreamAbsent if that takes too long.
+        """
+
+        async def send_and_watch(raw: bytes, on_start: Callable[[], None]) -> Answer:
+            answer = await send(raw, on_start)
+            if answer.is_broken:
                 self._lifecycle.poke()
-            except UpstreamGone:
-                self._lifecycle.poke()
-                raise
+            return answer
+
+        place = Place(request.arrived_at)
+        try:
+            while not await self._try_to_serve(request, send_and_watch, place):
+                self._order.join(place)
+        finally:
+            self._order.leave(place)
+
+    async def _try_to_serve(self, request: GenerationRequest, send: Send, place: Place) -> bool:
+        """Serve a request; return False if llama-server went away before anything was sent."""
+        if self._order or self._lifecycle.current is None:
+            self._order.join(place)
+        session = await self._lifecycle.session(place.since)
+        try:
+            if session is None:
+                self._order.leave(place)
+                await self._serve_unplaced(request, send)
+            else:
+                await self._serve_in(session, request, send, place)
+        except _KeyRefused:
+            self._order.leave(place)
+            answer = await send(request.raw, lambda: None)
+            self._report(request, answer, Outcome.BYPASS, "the key was refused")
+        except DeskClosed:
+            self._lifecycle.poke()
+            return False
+        except UpstreamNotReached:
+            if session is not None and await self._lifecycle.is_replaced(session):
+                return False
+            self._lifecycle.poke()
+            raise
+        except UpstreamGone:
+            self._lifecycle.poke()
+            raise
+        return True
 
     async def server_state_changed(self) -> None:
         """A client changed slots or adapters: nothing that was known holds any more."""
@@ -78,16 +111,17 @@ class Cache:
     ) -> None:
         self._services.report.answered(request, answer, outcome, {"why": why})
 
-    async def _serve_in(self, session: Session, request: GenerationRequest, send: Send) -> None:
+    async def _serve_in(
+        self, session: Session, request: GenerationRequest, send: Send, place: Place
+    ) -> None:
         body = parse_body(request.raw)
-        chat, reason = _chat_form(request.route, body)
-        prompt = None
-        if chat is not None:
-            (prompt, reason), is_current = await asyncio.gather(
-                self._read_prompt(session, request, chat), self._lifecycle.is_still(session)
-            )
-            if not is_current:
-                raise DeskClosed
+        (prompt, reason), is_current = await asyncio.gather(
+            self._read_prompt(session, request, body), self._lifecycle.is_still(session)
+        )
+        if not is_current:
+            raise DeskClosed
+        await self._order.turn(place)
+        self._order.leave(place)  # whoever is next comes to the desk after us
         if prompt is not None and body is not None:
             serving = SimilarRequest if request.route is Route.MESSAGES else CachedRequest
             cached = serving(
@@ -113,8 +147,12 @@ class Cache:
             await serve_pinned(self._services, session, request, body, send_and_report)
 
     async def _read_prompt(
-        self, session: Session, request: GenerationRequest, body: GenerationBody
+        self, session: Session, request: GenerationRequest, body: GenerationBody | None
     ) -> tuple[Prompt | None, str | None]:
+        """Return what llama-server will evaluate; None, and why, if that is not looked up."""
+        body, reason = _chat_form(request.route, body)
+        if body is None:
+            return None, reason
         attachment = session.attachment
         try:
             shape = body.shape(request.path)

@@ -28,7 +28,7 @@ def _connect_attachment(metrics: Metrics, lifecycle: Lifecycle) -> None:
     def of_attachment(read: Callable[[Attachment], float]) -> Callable[[], float]:
         return lambda: read(lifecycle.current.attachment) if lifecycle.current else 0.0
 
-    metrics.waiting_requests.set_function(of_attachment(lambda a: a.desk.n_waiting))
+    metrics.waiting_requests.set_function(lambda: lifecycle.n_waiting)
     metrics.rule_end_tokens.set_function(of_attachment(lambda a: a.rule.end_holds_from))
     for position, label in POSITION_LABELS.items():
         metrics.evaluation_tokens_per_second.labels(label).set_function(

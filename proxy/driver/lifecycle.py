@@ -2,7 +2,7 @@
 
 A restart can take a tenth of a second, so looking at /health misses it: what is watched is the
 process's own mark in /props, every second, after every connection error, and beside the tokenizing of
-every request, where it costs no time.
+every request, where it costs no time. While requests wait for it to come back, it is looked for more often.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from functools import partial
 
 from proxy.core.degradation import OF_PROCESS, DegradationKind
 from proxy.driver.abandoned import outlast
+from proxy.driver.absence import Absence
 from proxy.driver.attach import Attacher
 from proxy.driver.attachment import Attachment
 from proxy.driver.learning import Learning
@@ -21,6 +22,7 @@ from proxy.log import get_logger
 from proxy.upstream.replies import Props
 
 WATCH_SECONDS = 1.0
+RETURN_WATCH_SECONDS = 0.2
 RETRY_SECONDS = 15.0
 """How often an attachment that cannot cache is tried again, while no slot is in use."""
 ATTACH_WAIT_SECONDS = 30.0
@@ -36,6 +38,7 @@ class Lifecycle:
         attacher: Attacher,
         new_session: Callable[[Attachment], Session],
         learning: Learning,
+        absence: Absence,
     ) -> None:
         self._services = services
         self._degradations = services.degradations
@@ -43,6 +46,7 @@ class Lifecycle:
         self._attacher = attacher
         self._new_session = new_session
         self._learning = learning
+        self.absence = absence
         self._log = get_logger("lifecycle")
         self._poked = asyncio.Event()
         self._look: asyncio.Task[None] | None = None
@@ -53,10 +57,18 @@ class Lifecycle:
         self._reported = ""
         self._degradations.begin(DegradationKind.ATTACHING)
 
-    async def session(self) -> Session | None:
-        """Return the current session; if there is none, look once more, and wait a while for it."""
-        if self.current is None:
+    async def session(self, since: float) -> Session | None:
+        """Return the current session; if there is none, look once more, and wait a while for it.
+
+        Raises UpstreamAbsent if llama-server is away for too long; *since* is when the request began to
+        wait. None if it is there, but not attached.
+        """
+        while self.current is None:
             await self._look_for(ATTACH_WAIT_SECONDS)
+            if not self.absence.is_waited_for:
+                break
+            self.poke()
+            await self.absence.outlast(since)
         return self.current
 
     async def is_still(self, session: Session) -> bool:
@@ -64,12 +76,25 @@ class Lifecycle:
         await self._look_for(ATTACH_WAIT_SECONDS)
         return self.current is session
 
+    async def is_replaced(self, session: Session) -> bool:
+        """Look at llama-server after a failure; return whether *session* is over.
+
+        A look that was under way may have begun before the failure, so there are two.
+        """
+        return not (await self.is_still(session) and await self.is_still(session))
+
     async def attach_again(self) -> None:
         """Forget the session: a client changed adapters or slots, and nothing known holds any more."""
         self._n_state_changes += 1
         self._may_adopt = False
         self._lose(DegradationKind.ATTACHING)
         await self._look_for(ATTACH_WAIT_SECONDS)
+
+    @property
+    def n_waiting(self) -> int:
+        """How many requests wait for a slot, or for llama-server."""
+        n_for_slots = self.current.attachment.desk.n_waiting if self.current else 0
+        return n_for_slots + self.absence.n_waiting
 
     def poke(self) -> None:
         """Look at llama-server now: a connection to it has just failed."""
@@ -79,7 +104,8 @@ class Lifecycle:
         """Follow llama-server until cancelled."""
         since_retry = 0.0
         while True:
-            since_retry += WATCH_SECONDS
+            seconds = self._seconds_to_next_look()
+            since_retry += seconds
             self._is_retry_due = since_retry >= RETRY_SECONDS
             since_retry = 0.0 if self._is_retry_due else since_retry
             await self._look_for(None)
@@ -87,10 +113,13 @@ class Lifecycle:
                 self._learning.look_again(self.current)
             self._poked.clear()
             try:
-                async with asyncio.timeout(WATCH_SECONDS):
+                async with asyncio.timeout(seconds):
                     await self._poked.wait()
             except TimeoutError:
                 pass
+
+    def _seconds_to_next_look(self) -> float:
+        return min(WATCH_SECONDS, RETURN_WATCH_SECONDS) if self.absence.n_waiting else WATCH_SECONDS
 
     async def _look_for(self, seconds: float | None) -> None:
         """Wait for a look at llama-server, at most *seconds*; everybody shares one that is under way."""
@@ -100,7 +129,7 @@ class Lifecycle:
 
     async def _look_once(self) -> None:
         try:
-            props = await self._upstream.props()
+            props = await self._ask()
             if props.total_slots < 1:
                 self._lose(DegradationKind.NOT_A_LLAMA_SERVER, "no slots")
             else:
@@ -113,6 +142,21 @@ class Lifecycle:
             self._services.faults.record("lifecycle", error)
             if self.current is None:
                 self._lose(DegradationKind.ATTACH_FAILED, str(error) or type(error).__name__)
+
+    async def _ask(self) -> Props:
+        """Ask llama-server what it is, and note whether it is there at all."""
+        try:
+            props = await self._upstream.props()
+        except UpstreamSlow:
+            raise
+        except UpstreamRefused as refusal:
+            self.absence.note_answer(is_loading=refusal.status == 503)
+            raise
+        except UpstreamFault:
+            self.absence.note_unreachable()
+            raise
+        self.absence.note_answer()
+        return props
 
     async def _follow(self, props: Props) -> None:
         session = self.current

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from proxy.core.model import Outcome
 from proxy.driver.requests import Answer, GenerationRequest
-from proxy.errors import ProxyError, TooManyRequests, UpstreamGone
+from proxy.errors import ProxyError, TooManyRequests, UpstreamAbsent, UpstreamGone
 from proxy.log import get_logger
 from proxy.metrics import Metrics
 
@@ -64,7 +64,7 @@ def _why_unanswered(error: BaseException) -> str:
     match error:
         case asyncio.CancelledError() | ConnectionResetError():
             return "client left"
-        case UpstreamGone():
+        case UpstreamGone() | UpstreamAbsent():
             return "llama-server gone"
         case TooManyRequests():
             return "queue full"

@@ -39,8 +39,8 @@ class Admin:
             attachment = session.attachment
             body["rule"] = attachment.rule.kind.value
             body["slots"] = describe_slots(attachment.desk.table)
-            body["waiting"] = attachment.desk.n_waiting
             body["rates"] = describe_rates(attachment.rates)
+        body["waiting"] = self._lifecycle.n_waiting
         if store is not None:
             body["checkpoints"] = len(store)
             body["checkpoint_bytes"] = store.size_bytes

@@ -8,6 +8,12 @@ from proxy.upstream.routes import ErrorShape, error_shape
 
 HOP = "llama-prefix-cache"
 RETRY_AFTER_SECONDS = 2
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    403: "permission_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
 
 
 def error_response(path: str, error: ProxyError) -> web.Response:
@@ -37,6 +43,4 @@ def _body(path: str, error: ProxyError) -> dict[str, object]:
 
 
 def _anthropic_type(error: ProxyError) -> str:
-    return {403: "permission_error", 413: "request_too_large", 503: "overloaded_error"}.get(
-        error.status, "api_error"
-    )
+    return _ANTHROPIC_TYPES.get(error.status, "api_error")

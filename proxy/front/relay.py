@@ -10,7 +10,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from proxy.driver.requests import Answer
-from proxy.errors import UpstreamGone
+from proxy.errors import UpstreamGone, UpstreamNotReached
 from proxy.front.error_bodies import error_event
 from proxy.upstream.answers import AnswerReader
 from proxy.upstream.llama_server import LlamaServer, reason_of
@@ -33,6 +33,8 @@ _HOP_BY_HOP = frozenset(
         "x-conversation-id",
     )
 )
+
+_NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
 def end_to_end(
@@ -63,7 +65,8 @@ class Exchange:
         """Send the client's request with *body*, relay the answer, return what was seen of it.
 
         *on_start* is called when a stream begins: then llama-server has begun to work on it.
-        Raises UpstreamGone if there is no answer; one that breaks off ends in an error event.
+        Raises UpstreamGone if there is no answer, UpstreamNotReached if the request was not even sent;
+        an answer that breaks off ends in an error event.
         """
         try:
             async with self._upstream.session.request(
@@ -80,7 +83,8 @@ class Exchange:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if self.response is not None and self.response.prepared:
                 raise  # the client is gone, or _relay has told it
-            raise UpstreamGone(
+            is_unsent = isinstance(error, _NOT_CONNECTED)
+            raise (UpstreamNotReached if is_unsent else UpstreamGone)(
                 f"llama-server at {self._upstream.base_url}: {reason_of(error)}"
             ) from error
 

@@ -9,8 +9,9 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from proxy.config import ENVIRONMENT_PREFIX, Settings
+from proxy.config import Settings
 from proxy.sizes import UNITS, is_size
+from proxy.sources import ENVIRONMENT_PREFIX
 
 WIDTH = 104
 BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}

@@ -17,6 +17,7 @@ StartRig = Callable[..., AbstractAsyncContextManager[Rig]]
 SETTINGS = (
     "idle_save_seconds",
     "drain_seconds",
+    "upstream_wait_seconds",
     "max_requests",
     "max_store_bytes",
     "min_free_bytes",

@@ -21,16 +21,30 @@ async def occupy(rig: Rig, name: str = "first") -> Any:
     return asked
 
 
-async def test_loading_server_is_named_and_answers_for_itself(start_rig: StartRig) -> None:
+async def test_loading_server_is_named_and_waited_for(start_rig: StartRig) -> None:
     async with start_rig(faults=Faults(is_loading=True)) as rig:
-        reply = await rig.post(CHAT, {"messages": question("a")})
-        assert (reply.status, reply.content["error"]["message"]) == (503, "Loading model")
+        asked = rig.begin_chat("a")
+        await until(lambda: rig.running.lifecycle.n_waiting == 1)
         assert (await rig.health())["state"] == "forwarding"
         assert await rig.reasons() == ["llama-server is loading"]
         rig.server.faults.is_loading = False
+        assert (await asked).n_reused == 0
         await rig.attached()
         assert (await rig.health())["state"] == "caching"
-        assert (await rig.chat("a")).status == 200
+        assert (await rig.chat("a")).n_reused == 308
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_loading_for_too_long_is_told_in_the_shape_of_the_api(
+    start_rig: StartRig, path: str
+) -> None:
+    async with start_rig(faults=Faults(is_loading=True), upstream_wait_seconds=0.1) as rig:
+        reply = await rig.post(path, {"messages": question("a"), "max_tokens": 3})
+        assert (reply.status, reply.headers["Retry-After"]) == (503, "2")
+        error = reply.content["error"]
+        assert error["message"] == "llama-prefix-cache: llama-server is still loading its model"
+        kind = "overloaded_error" if path == "/v1/messages" else "unavailable_error"
+        assert (error["type"], rig.running.lifecycle.n_waiting) == (kind, 0)
 
 
 async def test_replaced_process_is_noticed_by_the_next_request(
@@ -59,12 +73,12 @@ async def test_requests_in_the_queue_are_served_by_the_new_process(start_rig: St
 
 
 async def test_dead_server_is_named_and_its_successor_used(start_rig: StartRig) -> None:
-    async with start_rig() as rig:
+    async with start_rig(upstream_wait_seconds=0) as rig:
         await rig.chat("a")
         await rig.settled()
         await rig.server.crash()
         reply = await rig.post(CHAT, {"messages": question("a")})
-        assert (reply.status, reply.headers["Retry-After"]) == (502, "2")
+        assert (reply.status, reply.headers["Retry-After"]) == (503, "2")
         assert reply.content["error"]["src"] == "llama-prefix-cache"
         assert (await rig.health())["state"] == "forwarding"
         assert await rig.reasons() == ["llama-server unreachable"]
@@ -75,12 +89,13 @@ async def test_dead_server_is_named_and_its_successor_used(start_rig: StartRig) 
 
 
 async def test_requests_in_the_queue_of_a_dead_server_are_told_so(start_rig: StartRig) -> None:
-    async with start_rig(n_slots=1) as rig:
+    async with start_rig(n_slots=1, upstream_wait_seconds=0.2) as rig:
         first = await occupy(rig)
         waiting = asyncio.ensure_future(rig.post(CHAT, {"messages": question("b")}))
         await rig.waiting(1)
         await rig.server.crash()
-        assert [(await first).status, (await waiting).status] == [502, 502]
+        assert [(await first).status, (await waiting).status] == [502, 503]
+        assert rig.sample("unanswered_requests_total", reason="llama-server gone") == 2
 
 
 async def test_process_dying_while_it_is_attached_is_left_for_the_next(

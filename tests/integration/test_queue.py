@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from tests.fakes.llama_server import Seen
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, Rig, hang_up, question, until
@@ -80,13 +82,20 @@ async def test_request_that_is_granted_a_slot_as_it_leaves_gives_it_back(
         assert (await rig.chat("next")).status == 200
 
 
-async def test_full_house_is_answered_with_retry_after(start_rig: StartRig) -> None:
+@pytest.mark.parametrize(
+    ("path", "kind"), [(CHAT, "unavailable_error"), ("/v1/messages", "overloaded_error")]
+)
+async def test_full_house_is_answered_with_retry_after(
+    start_rig: StartRig, path: str, kind: str
+) -> None:
     async with start_rig(n_slots=1, max_requests=2) as rig:
         gate, first = await occupy(rig)
         second = rig.begin_chat("second")
         await rig.waiting(1)
-        third = await rig.post(CHAT, {"messages": question("third")})
+        third = await rig.post(path, {"messages": question("third"), "max_tokens": 3})
         assert (third.status, third.headers["Retry-After"]) == (503, "2")
+        assert third.content["error"]["type"] == kind
+        assert rig.sample("unanswered_requests_total", reason="queue full") == 1
         await hang_up(second)
         await rig.waiting(0)
         fourth = rig.begin_chat("fourth")

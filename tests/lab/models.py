@@ -46,6 +46,11 @@ SIZES = {
     "small": Shape(
         n_layers=8, n_embd=512, n_ff=1024, n_heads=8, n_kv_heads=2, head_size=64, state_size=64
     ),
+    # Six of the hybrid's layers keep 8 states of 512 x 512 floats: 50 MB for each sequence and for each
+    # of its context checkpoints, as with a model of some 30 billion weights, but 19 MB of weights.
+    "heavy": Shape(
+        n_layers=8, n_embd=64, n_ff=128, n_heads=8, n_kv_heads=1, head_size=32, state_size=512
+    ),
 }
 
 

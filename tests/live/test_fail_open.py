@@ -125,22 +125,26 @@ async def test_restarted_server_is_noticed_and_the_conversation_restored(
 
 
 @pytest.mark.parametrize(
-    ("path", "shape"),
-    [("/v1/chat/completions", "openai"), ("/v1/messages", "anthropic"), ("/health", "openai")],
+    ("path", "shape", "status"),
+    [
+        ("/v1/chat/completions", "openai", 503),
+        ("/v1/messages", "anthropic", 503),
+        ("/health", "openai", 502),
+    ],
 )
 async def test_gone_server_is_named_in_the_shape_of_the_api(
-    start_rig: StartRig, path: str, shape: str
+    start_rig: StartRig, path: str, shape: str, status: int
 ) -> None:
-    async with start_rig("hybrid") as rig:
+    async with start_rig("hybrid", upstream_wait_seconds=0) as rig:
         await asyncio.to_thread(rig.server.kill)
         method = "GET" if path == "/health" else "POST"
         async with rig.client.request(
             method, rig.base_url + path, json={"messages": MESSAGES[0]}
         ) as reply:
             error = await reply.json()
-        assert reply.status == 502
+        assert (reply.status, reply.headers["Retry-After"]) == (status, "2")
         assert (error.get("type") == "error") == (shape == "anthropic")
-        assert "llama-server at" in error["error"]["message"]
+        assert "llama-prefix-cache: llama-server" in error["error"]["message"]
         await asyncio.to_thread(rig.server.start)
 
 
@@ -193,6 +197,34 @@ async def test_full_queue_is_answered_with_retry_after(start_rig: StartRig) -> N
         statuses = await asyncio.gather(*(status() for _ in range(6)))
         assert statuses.count((200, None)) == 2
         assert statuses.count((503, "2")) == 4
+
+
+async def test_client_that_leaves_the_queue_frees_its_place(start_rig: StartRig) -> None:
+    async with start_rig("hybrid", n_slots=1, max_requests=2) as rig:
+        url = rig.base_url + "/v1/chat/completions"
+        endless = {"messages": MESSAGES[0], "stream": True, "max_tokens": 20_000}
+        async with rig.client.post(url, json=endless) as running:
+            await running.content.readany()
+            async with aiohttp.ClientSession() as leaver:
+                leaving = asyncio.ensure_future(leaver.post(url, json={"messages": MESSAGES[1]}))
+                await waiting(rig, 1)
+                async with rig.client.post(url, json={"messages": MESSAGES[1]}) as refused:
+                    assert refused.status == 503
+                    await refused.read()
+                leaving.cancel()
+                await asyncio.gather(leaving, return_exceptions=True)
+            await waiting(rig, 0)
+            staying = asyncio.ensure_future(ask(rig, 1))
+            await waiting(rig, 1)
+        assert await staying >= 0
+        await rig.settled()
+
+
+async def waiting(rig: Rig, n_requests: int) -> None:
+    """Wait until so many requests are in the queue."""
+    async with asyncio.timeout(60):
+        while (await rig.health())["waiting"] != n_requests:  # noqa: ASYNC110 - no event for it
+            await asyncio.sleep(0.01)
 
 
 async def test_tenants_share_nothing(start_rig: StartRig) -> None:

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from proxy.config import ENVIRONMENT_PREFIX, NAMES, Settings, load_settings, split_address
+from proxy.config import NAMES, Settings, load_settings, split_address
 from proxy.errors import SettingsError
+from proxy.sources import ENVIRONMENT_PREFIX
 
 
 def load(

@@ -24,8 +24,9 @@ MAY_IMPORT = {
     "proxy.doctor": {"proxy.core", "proxy.store", "proxy.upstream", "proxy.driver"}
     | {"proxy.errors", "proxy.doctor"},
     "proxy.front.checkpoints": {"proxy.store"},
-    "proxy.config": {"proxy.errors", "proxy.sizes"},
+    "proxy.config": {"proxy.errors", "proxy.sizes", "proxy.sources"},
     "proxy.sizes": {"proxy.errors"},
+    "proxy.sources": {"proxy.errors"},
     "proxy.errors": set(),
     "proxy.metrics": {"proxy.core"},
     "proxy.log": set(),
@@ -34,6 +35,7 @@ MAY_IMPORT = {
     "proxy.app": {"proxy"},
     "proxy.commands": {"proxy.commands", "proxy.app", "proxy.config", "proxy.core", "proxy.errors"}
     | {"proxy.log", "proxy.run", "proxy.sizes", "proxy.upstream"},
+    "proxy.commands.options": {"proxy.sources"},
     "proxy.commands.doctor": {"proxy.doctor", "proxy.driver", "proxy.store"},
     "proxy.__main__": {"proxy"},
 }

@@ -1,0 +1,183 @@
+"""llama-server is away for a while: requests of which nothing was sent wait for it, within limits."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from proxy.app import run_proxy
+from proxy.config import Settings
+from proxy.driver import lifecycle
+from tests.integration.conftest import StartRig
+from tests.integration.rig import CHAT, COMPLETION, Reply, Rig, hang_up, question, until
+from tests.integration.test_queue import occupy, served
+from tests.lab.server import find_free_port
+
+
+async def waiting(rig: Rig, n_requests: int) -> None:
+    """Wait until so many requests wait for llama-server."""
+    await until(lambda: rig.running.lifecycle.absence.n_waiting == n_requests)
+
+
+def ask(rig: Rig, name: str, path: str = CHAT) -> "asyncio.Task[Reply]":
+    """Send a request that may be refused."""
+    body: dict[str, Any] = {"messages": question(name), "max_tokens": 3}
+    return asyncio.ensure_future(rig.post(path, body))
+
+
+async def test_queued_and_new_requests_are_answered_in_arrival_order(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        _, first = await occupy(rig)
+        asked = []
+        for n_waiting, name in enumerate(["b", "c"], 1):
+            asked.append(rig.begin_chat(name))
+            await rig.waiting(n_waiting)
+        await rig.server.crash()
+        await asyncio.gather(first, return_exceptions=True)
+        for n_waiting, name in enumerate(["d", "e"], 3):
+            asked.append(rig.begin_chat(name))
+            await waiting(rig, n_waiting)
+        assert ((await rig.health())["waiting"], rig.sample("waiting_requests")) == (4, 4)
+        # The first prompts to be read are the last to be known.
+        gate = rig.server.hold("tokenize", n_calls=2)
+        await rig.server.restart()
+        await until(lambda: gate.n_reached >= 4)
+        await asyncio.sleep(0.1)
+        gate.open()
+        replies = await asyncio.gather(*asked)
+        assert [reply.status for reply in replies] == [200] * 4
+        assert served(rig) == ["first", "b", "c", "d", "e"]
+        assert rig.sample("unanswered_requests_total", reason="llama-server gone") == 1
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_unprepared_request_waits_too(start_rig: StartRig, path: str) -> None:
+    async with start_rig() as rig:
+        await rig.server.crash()
+        asked = ask(rig, "a", path)
+        await waiting(rig, 1)
+        await rig.server.restart()
+        assert (await asked).status == 200
+
+
+async def test_request_that_could_not_be_sent_waits_too(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        monkeypatch.setattr(lifecycle, "WATCH_SECONDS", 60.0)
+        await asyncio.sleep(0.1)
+        gate = rig.server.hold("erase", n_calls=1)
+        await rig.chat("alice", key="alice")
+        asked = asyncio.ensure_future(rig.chat("bob", key="bob"))  # after the slot is erased
+        await gate.reached()
+        await rig.server.crash()
+        await waiting(rig, 1)
+        await rig.server.restart()
+        assert (await asked).n_reused == 0
+
+
+async def test_client_that_leaves_frees_its_place(start_rig: StartRig) -> None:
+    async with start_rig(max_requests=2) as rig:
+        await rig.server.crash()
+        leaving, staying = ask(rig, "leaving"), ask(rig, "staying")
+        await waiting(rig, 2)
+        refused = await ask(rig, "third")
+        assert (refused.status, refused.headers["Retry-After"]) == (503, "2")
+        assert "being served already" in refused.content["error"]["message"]
+        await hang_up(leaving)
+        await waiting(rig, 1)
+        fourth = ask(rig, "fourth")
+        await waiting(rig, 2)
+        await rig.server.restart()
+        assert [(await staying).status, (await fourth).status] == [200, 200]
+        assert len(rig.requests_seen()) == 2
+
+
+async def test_long_absence_fails_requests_at_once(start_rig: StartRig) -> None:
+    async with start_rig(upstream_wait_seconds=0.3) as rig:
+        await rig.server.crash()
+        first = await ask(rig, "a")
+        absence = rig.running.lifecycle.absence
+        assert (first.status, first.headers["Retry-After"]) == (503, "2")
+        later = ask(rig, "b", "/v1/messages")
+        await until(later.done)
+        assert (later.result().status, absence.n_waiting) == (503, 0)
+        error = later.result().content["error"]
+        assert error["message"] == "llama-prefix-cache: llama-server cannot be reached"
+        await rig.server.restart()
+        assert (await rig.chat("a")).status == 200
+        await rig.settled()
+        await rig.server.crash()
+        again = rig.begin_chat("a")
+        await waiting(rig, 1)  # this absence is a new one
+        await rig.server.restart()
+        assert (await again).n_reused == 308
+
+
+async def test_loading_counts_anew_for_each_request(start_rig: StartRig) -> None:
+    async with start_rig(upstream_wait_seconds=0.5) as rig:
+        await rig.server.crash()
+        rig.server.faults.is_loading = True
+        await rig.server.restart()
+        assert (await ask(rig, "a")).status == 503
+        later = ask(rig, "b")
+        await waiting(rig, 1)
+        rig.server.faults.is_loading = False
+        assert (await later).status == 200
+
+
+async def test_crash_while_it_is_attached_again_is_waited_out(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        await rig.server.crash()
+        asked = rig.begin_chat("a")
+        await waiting(rig, 1)
+        gate = rig.server.hold("lora-adapters")
+        await rig.server.restart()
+        await gate.reached()
+        await rig.server.crash()
+        await waiting(rig, 1)
+        rig.server.release("lora-adapters")
+        await rig.server.restart()
+        assert (await asked).n_reused == 0
+
+
+async def test_waiting_requests_do_not_hold_up_the_end(start_rig: StartRig) -> None:
+    async with start_rig(drain_seconds=30.0) as rig:
+        await rig.server.crash()
+        asked = ask(rig, "a")
+        await waiting(rig, 1)
+        async with asyncio.timeout(10):
+            await rig.stop_proxy()
+        assert (await asked).status == 503
+        await rig.server.restart()
+        await rig.start_proxy()
+
+
+@pytest.mark.parametrize("is_coming", [False, True])
+async def test_address_where_nothing_ever_answered_is_not_waited_for(
+    start_rig: StartRig, is_coming: bool
+) -> None:
+    async with start_rig() as rig:
+        await rig.stop_proxy()
+        upstream = f"http://127.0.0.1:{find_free_port()}"
+        settings = Settings(
+            upstream=upstream,
+            slot_save_path=str(rig.server.directory),
+            listen="127.0.0.1:0",
+            admin="127.0.0.1:0",
+        )
+        async with run_proxy(settings, is_llama_server_coming=is_coming) as rig.running:
+            asked = ask(rig, "a", COMPLETION)
+            if is_coming:
+                await waiting(rig, 1)
+                await hang_up(asked)
+            else:
+                assert (
+                    (await asked).status,
+                    f"llama-server at {upstream}" in str(await asked),
+                ) == (
+                    502,
+                    True,
+                )
+            await waiting(rig, 0)
+        await rig.start_proxy()

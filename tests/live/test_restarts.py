@@ -1,0 +1,166 @@
+"""llama-server is killed with requests in flight and in the queue: the queue is served by the next one."""
+
+import asyncio
+from typing import Any
+
+import aiohttp
+
+from tests.lab.conversation import agent_requests, system, tools
+from tests.lab.models import model_path
+from tests.lab.rig import Rig
+from tests.lab.server import DEFAULT_MODEL_FOLDER
+from tests.live.conftest import StartRig
+
+TOOLS = tools(2)
+CHAT = "/v1/chat/completions"
+CANARY_TOKENS = 128
+SLACK_TOKENS = 32
+CONVERSATIONS = [
+    agent_requests(2, 1, header=[system(150 + 50 * i)], seed=100 * i) for i in range(2)
+]
+
+
+def body(conversation: int, index: int) -> dict[str, Any]:
+    messages = CONVERSATIONS[conversation][index]
+    return {"messages": messages, "tools": TOOLS, "temperature": 0, "max_tokens": 12}
+
+
+async def begin_endless_stream(rig: Rig) -> "asyncio.Task[bytes]":
+    """Have the only slot used by a stream that does not end; return what the client will have read."""
+    began = asyncio.Event()
+
+    async def read() -> bytes:
+        seen = b""
+        endless = {"messages": CONVERSATIONS[0][0], "stream": True, "max_tokens": 50_000}
+        async with rig.client.post(rig.base_url + CHAT, json=endless) as reply:
+            async for chunk in reply.content.iter_any():
+                seen += chunk
+                began.set()
+        return seen
+
+    task = asyncio.ensure_future(read())
+    await began.wait()
+    return task
+
+
+async def await_waiting(rig: Rig, n_requests: int) -> None:
+    async with asyncio.timeout(60):
+        while rig.running.lifecycle.n_waiting != n_requests:  # noqa: ASYNC110 - no event for it
+            await asyncio.sleep(0.01)
+
+
+async def queue(rig: Rig, *which: tuple[int, int]) -> list["asyncio.Task[dict[str, Any]]"]:
+    """Send requests that find the slot in use or llama-server gone, one after the other."""
+    asked = []
+    for conversation, index in which:
+        n_waiting = rig.running.lifecycle.n_waiting
+        asked.append(asyncio.ensure_future(rig.post(CHAT, body(conversation, index))))
+        await await_waiting(rig, n_waiting + 1)
+    return asked
+
+
+def cold(rig: Rig, conversation: int, index: int) -> dict[str, Any]:
+    """Return llama-server's own answer to a request, nothing reused."""
+    alone = {**body(conversation, index), "cache_prompt": False}
+    return dict(rig.server.request("POST", CHAT, alone)[1])
+
+
+async def kill(rig: Rig, stream: "asyncio.Task[bytes]") -> None:
+    """Kill llama-server in mid-stream; the stream must say so."""
+    await asyncio.to_thread(rig.server.kill)
+    assert b"llama-server went away" in (await stream).splitlines()[-2]
+    async with asyncio.timeout(5):
+        while rig.running.lifecycle.current is not None:  # noqa: ASYNC110 - no event for it
+            await asyncio.sleep(0.01)
+
+
+def sample(rig: Rig, name: str, **labels: str) -> float:
+    value = rig.running.metrics.registry.get_sample_value
+    return value(f"llama_prefix_cache_{name}", labels) or 0.0
+
+
+async def test_queue_outlives_the_server_and_its_states_are_restored(start_rig: StartRig) -> None:
+    async with start_rig("hybrid", n_slots=1) as rig:
+        for conversation in (0, 1):
+            await rig.post(CHAT, body(conversation, 0))
+            await rig.settled()
+        stream = await begin_endless_stream(rig)
+        asked = await queue(rig, (0, 1), (1, 1))
+        await kill(rig, stream)
+        asked += await queue(rig, (0, 2))
+        assert (await rig.health())["waiting"] == 3
+        await asyncio.to_thread(rig.server.start)
+        replies = await asyncio.gather(*asked)
+        n_evaluated = await rig.evaluated()
+        assert sample(rig, "restores_total", result="done") >= 2
+        assert sample(rig, "self_tests_total", result="restore points") == 1
+        assert sample(rig, "unanswered_requests_total", reason="llama-server gone") == 1
+        alone = [cold(rig, *which) for which in ((0, 1), (1, 1), (0, 2))]
+        for reply, expected in zip(replies, alone, strict=True):
+            assert reply["choices"] == expected["choices"]
+            n_new = reply["usage"]["prompt_tokens"] - reply["timings"]["cache_n"]
+            assert n_new < expected["timings"]["prompt_n"] / 3
+        n_whole = sum(expected["timings"]["prompt_n"] for expected in alone)
+        assert n_evaluated < n_whole / 3 + CANARY_TOKENS
+
+
+async def test_other_model_on_the_same_port_has_states_of_its_own(start_rig: StartRig) -> None:
+    async with start_rig("hybrid", n_slots=1) as rig:
+        await rig.post(CHAT, body(0, 0))
+        await rig.settled()
+        first = rig.server.model
+        stream = await begin_endless_stream(rig)
+        asked = await queue(rig, (0, 1))
+        await kill(rig, stream)
+        rig.server.model = model_path("full", "tiny", DEFAULT_MODEL_FOLDER)
+        await asyncio.to_thread(rig.server.start)
+        (reply,) = await asyncio.gather(*asked)
+        assert (sample(rig, "restores_total", result="done"), reply["timings"]["cache_n"]) == (0, 0)
+        await rig.settled()
+        assert sample(rig, "self_tests_total", result="any prefix") == 1
+        assert (await rig.health())["rule"] == "any prefix"
+        assert reply["choices"] == cold(rig, 0, 1)["choices"]
+        await rig.post(CHAT, body(0, 1))  # the direct request is not the proxy's to know of
+        await rig.settled()
+
+        stream = await begin_endless_stream(rig)
+        asked = await queue(rig, (0, 1))
+        await kill(rig, stream)
+        rig.server.model = first
+        await asyncio.to_thread(rig.server.start)
+        (reply,) = await asyncio.gather(*asked)
+        assert sample(rig, "restores_total", result="done") >= 1
+        n_new = reply["usage"]["prompt_tokens"] - reply["timings"]["cache_n"]
+        assert n_new < reply["usage"]["prompt_tokens"] / 3
+        await rig.settled()
+        assert (await rig.health())["rule"] == "restore points"
+        assert reply["choices"] == cold(rig, 0, 1)["choices"]
+
+
+async def test_client_that_leaves_while_the_server_is_away_frees_its_place(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig("hybrid", n_slots=1, max_requests=3) as rig:
+        stream = await begin_endless_stream(rig)
+        asked = await queue(rig, (0, 1))
+        async with aiohttp.ClientSession() as leaver:
+            url = rig.base_url + CHAT
+            leaving = [asyncio.ensure_future(leaver.post(url, json=body(1, 1)))]
+            await await_waiting(rig, 2)
+            await kill(rig, stream)
+            leaving.append(asyncio.ensure_future(leaver.post(url, json=body(1, 0))))
+            await await_waiting(rig, 3)
+            async with rig.client.post(url, json=body(0, 0)) as refused:
+                assert (refused.status, refused.headers["Retry-After"]) == (503, "2")
+                await refused.read()
+            for task in leaving:
+                task.cancel()
+            await asyncio.gather(*leaving, return_exceptions=True)
+        await await_waiting(rig, 1)
+        asked += await queue(rig, (1, 1))
+        await asyncio.to_thread(rig.server.start)
+        assert [reply["object"] for reply in await asyncio.gather(*asked)] == [
+            "chat.completion"
+        ] * 2
+        await rig.settled()
+        assert sample(rig, "unanswered_requests_total", reason="client left") == 2
