@@ -1,8 +1,12 @@
 """What a perfect cache would have to evaluate, and what llama-server really evaluates."""
 
+import json
 from typing import Any
 
 from proxy.core.prefix import TokenIds, common_prefix_length, token_ids
+from proxy.upstream.bodies import as_chat_body, parse_body
+from proxy.upstream.routes import generation_route
+from tests.lab.apis import Api, Usage
 from tests.lab.conversation import Message, tools
 from tests.lab.rig import Rig
 
@@ -40,3 +44,43 @@ class Ledger:
         n_prompt = len(self.sequences[-1])
         assert reply["usage"]["prompt_tokens"] == n_prompt
         return n_new, n_evaluated, n_prompt
+
+
+class ApiLedger(Ledger):
+    """The same for another API than chat completions, streaming or not."""
+
+    def __init__(self, rig: Rig, api: Api, *, stream: bool = False, n_generated: int = 4) -> None:
+        super().__init__(rig)
+        self.api = api
+        self._fields: dict[str, Any] = {"stream": stream, **api.limit(n_generated)}
+
+    async def tokens(self, messages: list[Message]) -> TokenIds:
+        """Return a request's prompt as llama-server will see it, by its own count."""
+        body = self.api.ask(messages, TOOLS)
+        route, given = (
+            generation_route("POST", self.api.path),
+            parse_body(json.dumps(body).encode()),
+        )
+        assert route and given
+        rendered = await self.rig.post("/apply-template", as_chat_body(route, given).fields)
+        content = {"content": rendered["prompt"], "add_special": True, "parse_special": True}
+        tokens = token_ids((await self.rig.post("/tokenize", content))["tokens"])
+        counted = await self.rig.post(self.api.count_path, body)
+        assert counted["input_tokens"] == len(tokens)
+        return tokens
+
+    async def send(self, messages: list[Message], **fields: Any) -> Usage:
+        """Send a request; return what its answer says."""
+        body = self.api.ask(messages, TOOLS, **{**self._fields, **fields})
+        async with self.rig.client.post(self.rig.base_url + self.api.path, json=body) as reply:
+            content = await reply.read()
+            assert reply.status == 200, content
+            return self.api.read(content)
+
+    async def ask(self, messages: list[Message]) -> tuple[int, int, int]:
+        n_new = await self.enter(messages)
+        before = await self.rig.evaluated()
+        usage = await self.send(messages)
+        n_evaluated = await self.rig.evaluated() - before
+        assert usage.n_prompt == len(self.sequences[-1])
+        return n_new, n_evaluated, usage.n_prompt

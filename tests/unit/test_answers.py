@@ -1,6 +1,8 @@
 """Finding the timings in answers that pass by in pieces."""
 
 import json
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -114,3 +116,89 @@ def test_first_token_of_an_answer_that_comes_whole_is_not_known() -> None:
     reader = AnswerReader("application/json")
     reader.feed(JSON_ANSWER)
     assert not reader.has_token
+
+
+def events(*contents: dict[str, Any], named: bool = True) -> bytes:
+    """Return a stream as llama-server writes it."""
+    lines = [
+        (f"event: {content['type']}\n" if named else "") + f"data: {json.dumps(content)}\n\n"
+        for content in contents
+    ]
+    return "".join(lines).replace('": ', '":').encode()
+
+
+QUOTED = {"text": 'of "usage":{"input_tokens":1}, "type":"message_stop", "timings":{}'}
+ANTHROPIC_USAGE = {"cache_read_input_tokens": 1996, "input_tokens": 5, "output_tokens": 8}
+MESSAGE = {"type": "message", "content": [{"type": "text", **QUOTED}], "usage": ANTHROPIC_USAGE}
+MESSAGES_STREAM = events(
+    {"type": "message_start", "message": {"usage": {**ANTHROPIC_USAGE, "output_tokens": 0}}},
+    {"type": "content_block_delta", "index": 0, "delta": QUOTED},
+    {"type": "message_delta", "delta": {}, "usage": {"output_tokens": 3}},
+    {"type": "message_delta", "delta": {}, "usage": {"output_tokens": 8}},
+    {"type": "message_stop"},
+)
+OPENAI_USAGE = {
+    "input_tokens": 2001,
+    "output_tokens": 8,
+    "total_tokens": 2009,
+    "input_tokens_details": {"cached_tokens": 1996},
+}
+RESPONSE = {"object": "response", "output": [QUOTED], "usage": OPENAI_USAGE}
+RESPONSES_STREAM = events(
+    {"type": "response.created", "response": {"status": "in_progress"}},
+    {"type": "response.output_text.delta", "delta": QUOTED["text"]},
+    {"type": "response.completed", "response": RESPONSE, "timings": TIMINGS},
+)
+STREAMS = {
+    "chat": STREAM,
+    "messages": MESSAGES_STREAM,
+    "responses": RESPONSES_STREAM,
+    "responses without timings": RESPONSES_STREAM.replace(b'"timings"', b'"other"'),
+}
+
+
+@pytest.mark.parametrize("answer", [MESSAGE, RESPONSE])
+def test_usage_of_a_json_answer_without_timings_is_read(answer: dict[str, Any]) -> None:
+    timings = read("application/json; charset=utf-8", json.dumps(answer).encode())
+    assert timings == Timings(1996, 5, 0.0, 8)
+
+
+@pytest.mark.parametrize("api", STREAMS)
+@given(data=st.data())
+def test_stream_of_any_api_cut_anywhere_says_the_same(api: str, data: st.DataObject) -> None:
+    stream = STREAMS[api]
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(stream)))))
+    chunks = [stream[a:b] for a, b in pairwise([0, *cuts, len(stream)])]
+    timings = read("text/event-stream", *chunks)
+    assert timings is not None
+    assert (timings.cache_n, timings.prompt_n, timings.predicted_n) == (1996, 5, 8)
+
+
+@pytest.mark.parametrize("api", STREAMS)
+def test_stream_of_any_api_is_complete_with_its_last_event_only(api: str) -> None:
+    reader = AnswerReader("text/event-stream")
+    *before, last = STREAMS[api].rstrip(b"\n").split(b"\n\n")
+    reader.feed(b"\n\n".join(before) + b"\n\n")
+    assert not reader.is_complete
+    reader.feed(last + b"\n")
+    assert reader.is_complete
+    assert reader.timings() is not None
+
+
+@pytest.mark.parametrize("event", ["response.incomplete", "response.failed"])
+def test_response_that_ends_early_is_complete(event: str) -> None:
+    reader = AnswerReader("text/event-stream")
+    reader.feed(events({"type": event, "response": {"usage": OPENAI_USAGE}}))
+    assert reader.is_complete
+    assert reader.timings() == Timings(1996, 5, 0.0, 8)
+
+
+def test_messages_stream_that_breaks_off_confirms_nothing() -> None:
+    cut = MESSAGES_STREAM.index(b"event: message_delta")
+    assert read("text/event-stream", MESSAGES_STREAM[:cut]) is None
+
+
+def test_messages_stream_without_its_start_confirms_nothing() -> None:
+    """llama-server leaves it out when the first token is half a character."""
+    cut = MESSAGES_STREAM.index(b"event: content_block_delta")
+    assert read("text/event-stream", MESSAGES_STREAM[cut:]) is None

@@ -1,0 +1,125 @@
+"""Messages and Responses on a real llama-server: cached like chat completions, whatever the slot."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.lab.apis import MESSAGES, RESPONSES, Api
+from tests.lab.conversation import Message, answer, system, tool_call, tool_result, user
+from tests.lab.rig import Rig
+from tests.live.conftest import StartRig
+from tests.live.ledger import SLACK_TOKENS, ApiLedger
+
+KINDS = ("full", "swa", "recurrent", "hybrid")
+HEADER = [system(450)]
+NEVER_IDLE: dict[str, Any] = {"idle_save_seconds": 3600.0}
+"""Nothing is saved but for a reason that the test gives."""
+
+N_WORDS = 250
+"""Of each message: enough that evaluating it again is never cheaper than a restore."""
+
+
+def conversation(seed: int) -> list[list[Message]]:
+    """Return the messages of each request of two turns, with a call in each."""
+    messages = list(HEADER)
+    requests = []
+    for step in (seed, seed + 1):
+        messages.append(user(step, N_WORDS))
+        requests.append(list(messages))
+        messages += [tool_call(step), tool_result(step, N_WORDS)]
+        requests.append(list(messages))
+        messages.append(answer(step))
+    return requests
+
+
+both_apis = pytest.mark.parametrize("api", [MESSAGES, RESPONSES], ids=["messages", "responses"])
+
+
+def value(rig: Rig, name: str, **labels: str) -> float:
+    found = rig.running.metrics.registry.get_sample_value(f"llama_prefix_cache_{name}", labels)
+    return found or 0.0
+
+
+async def assert_as_foreseen(rig: Rig) -> None:
+    """Everything was cached, confirmed, and ran in the slot that was made ready for it."""
+    assert value(rig, "drift_total") == 0
+    assert value(rig, "restore_ineffective_total") == 0
+    assert value(rig, "tokenization_disagreements_total") == 0
+    for outcome in ("bypass", "degraded"):
+        assert value(rig, "requests_total", outcome=outcome) == 0
+    health = await rig.health()
+    assert (health["state"], health["reasons"]) == ("caching", [])
+
+
+class Confirmed:
+    """Asks, and holds what the proxy confirmed against llama-server's own counters."""
+
+    def __init__(self, ledger: ApiLedger) -> None:
+        self._ledger = ledger
+
+    async def ask(self, messages: list[Any]) -> None:
+        rig, before = self._ledger.rig, self._counted()
+        n_new, n_evaluated, n_prompt = await self._ledger.ask(messages)
+        assert n_evaluated <= n_new + SLACK_TOKENS
+        reused, evaluated = (a - b for a, b in zip(self._counted(), before, strict=True))
+        assert (evaluated, reused) == (n_evaluated, n_prompt - n_evaluated)
+        await assert_as_foreseen(rig)
+
+    def _counted(self) -> tuple[float, float]:
+        rig = self._ledger.rig
+        return (
+            value(rig, "prompt_tokens_total", source="reused"),
+            value(rig, "prompt_tokens_total", source="evaluated"),
+        )
+
+
+@both_apis
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("n_slots", [1, 2])
+async def test_conversations_by_turns_and_a_restart_evaluate_only_what_is_new(
+    start_rig: StartRig, api: Api, kind: str, stream: bool, n_slots: int
+) -> None:
+    conversations = [conversation(100), conversation(200)]
+    async with start_rig(kind, n_slots=n_slots) as rig:
+        confirmed = Confirmed(ApiLedger(rig, api, stream=stream))
+        for step, requests in enumerate(zip(*conversations, strict=True)):
+            if step == 2:
+                await rig.restart()
+            for messages in requests:
+                await confirmed.ask(messages)
+
+
+@both_apis
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n_slots", [1, 2, 4])
+async def test_conversations_at_once_evaluate_only_what_is_new(
+    start_rig: StartRig, api: Api, kind: str, n_slots: int
+) -> None:
+    conversations = [conversation(100 * i) for i in range(3)]
+    async with start_rig(kind, n_slots=n_slots, **NEVER_IDLE) as rig:
+        ledger = ApiLedger(rig, api, stream=True)
+        await ledger.send([*HEADER, user(9)])  # the header is known, and nothing else in common
+        for requests in zip(*conversations, strict=True):
+            n_new = sum([await ledger.enter(messages) for messages in requests])
+            before = value(rig, "prompt_tokens_total", source="evaluated")
+            await asyncio.gather(*(ledger.send(messages) for messages in requests))
+            n_evaluated = value(rig, "prompt_tokens_total", source="evaluated") - before
+            assert n_evaluated <= n_new + SLACK_TOKENS * len(requests)
+            await assert_as_foreseen(rig)
+
+
+@both_apis
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n_slots", [1, 2, 4])
+async def test_equal_prompts_at_once_are_all_served_where_they_should(
+    start_rig: StartRig, api: Api, kind: str, n_slots: int
+) -> None:
+    requests = conversation(1)
+    async with start_rig(kind, n_slots=n_slots, **NEVER_IDLE) as rig:
+        ledger = ApiLedger(rig, api)
+        for messages in requests:
+            usages = await asyncio.gather(*(ledger.send(messages) for _ in range(4)))
+            assert {usage.n_prompt for usage in usages} == {len(await ledger.tokens(messages))}
+            await assert_as_foreseen(rig)
