@@ -14,8 +14,12 @@ from proxy.stabilize.model import Edit, Facts, Form, FromBody, Json, Marks, Rewr
 from proxy.stabilize.names import Name
 from proxy.stabilize.tool_results import has_results
 
+_NO_REASONING = " "
+"""Said to have none, a template does not look for it in the text; llama-server leaves out an empty one."""
 
-def _inline(form: Form, body: Json, facts: Facts) -> Rewrite | None:
+
+def inline_reasoning(form: Form, body: Json, facts: Facts) -> Rewrite | None:
+    """Return the body with the reasoning of all answers before the newest user message in their text."""
     if facts.reasoning_marks is None:
         return None
     messages = messages_of(form, body)
@@ -48,7 +52,7 @@ def _is_all_results(message: Json) -> bool:
 
 def _inlined(message: Json, marks: Marks, path: str) -> Json | None:
     reasoning = message.get("reasoning_content")
-    if not isinstance(reasoning, str) or not reasoning:
+    if not isinstance(reasoning, str) or not reasoning.strip():
         return None
     content = message.get("content") or ""
     if isinstance(content, list):
@@ -60,7 +64,7 @@ def _inlined(message: Json, marks: Marks, path: str) -> Json | None:
     ends_in_calls = not content and message.get("tool_calls")
     end = marks.end_before_calls if ends_in_calls else marks.end
     kept = marks.begin + (reasoning.strip() if marks.strips else reasoning) + end
-    return {**message, "content": kept + content, "reasoning_content": ""}
+    return {**message, "content": kept + content, "reasoning_content": _NO_REASONING}
 
 
 def _as_it_is(message: Json, path: str) -> Json:
@@ -97,4 +101,6 @@ def _as_chat_call(block: Json) -> dict[str, Any]:
     return {"id": block["id"], "type": "function", "function": function}
 
 
-STABILIZER = FromBody(Name.INLINE_REASONING, frozenset({Form.ANTHROPIC, Form.CHAT}), _inline)
+STABILIZER = FromBody(
+    Name.INLINE_REASONING, frozenset({Form.ANTHROPIC, Form.CHAT}), inline_reasoning
+)

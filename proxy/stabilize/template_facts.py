@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from proxy.stabilize.model import Facts, Json, Marks
+from proxy.stabilize.model import Facts, Form, Json, Marks
+from proxy.stabilize.reasoning import inline_reasoning
 
 _ASKED = {"role": "user", "content": "Zaq asks"}
 _ASKED_AGAIN = {"role": "user", "content": "Zaq asks again"}
@@ -80,6 +81,20 @@ def read_facts(renderings: Mapping[Probe, str | None]) -> Facts:
         accepts_late_system=late is not None and late.find(_LATE) > late.find("Zaq asks again"),
         reasoning_marks=_read_marks(renderings),
     )
+
+
+def inlined_body(facts: Facts) -> dict[str, Any] | None:
+    """Return a body whose rendering shows whether the reasoning marks hold, if there are any."""
+    old = {"messages": [*_old(""), *_old(_TEXT)], "tools": [_TOOL]}
+    rewrite = inline_reasoning(Form.CHAT, old, facts)
+    return None if rewrite is None else rewrite.body
+
+
+def keeps_inlined(rendering: str | None, renderings: Mapping[Probe, str | None]) -> bool:
+    """Return whether the rendering of `inlined_body` begins as the turn did while it was running."""
+    running = renderings[Probe.RUNNING_CALL] or ""
+    turn = running[: running.find(str(_RESULT["content"]))]
+    return rendering is not None and rendering.startswith(turn) and rendering.count(_REASONING) == 2
 
 
 def _read_marks(renderings: Mapping[Probe, str | None]) -> Marks | None:
