@@ -11,9 +11,25 @@ from proxy.stabilize.names import Name
 from proxy.stabilize.stabilizing import stabilize
 from proxy.stabilize.template_facts import BODIES, inlined_body, keeps_inlined, read_facts
 from tests.lab.clients.mutation import Body, Mutation
-from tests.lab.server import LlamaServer
+from tests.lab.models import TEMPLATE_FOLDER, model_path
+from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 
 Message = dict[str, Any]
+
+TEMPLATES = ("plain", "thinking", "tools_first", "strict")
+"""Two with the system text first, two with the tools first; of each, one that refuses late system
+messages."""
+SYSTEM_FIRST = ("plain", "thinking")
+REFUSING = ("thinking", "strict")
+DROPPING_REASONING = ("thinking", "tools_first", "strict")
+
+
+def server_with(template: str) -> LlamaServer:
+    """Return a server, not yet started, that renders with one of the lab's templates."""
+    path = TEMPLATE_FOLDER / f"{template}.jinja"
+    model = model_path("full", "tiny", DEFAULT_MODEL_FOLDER)
+    arguments = ("--chat-template-file", str(path))
+    return LlamaServer(model, n_slots=1, n_ctx=4096, extra_args=arguments)
 
 
 def template_facts(server: LlamaServer) -> Facts:
