@@ -124,14 +124,13 @@ def rewrite_system_texts(
     name = {Form.ANTHROPIC: "system", Form.RESPONSES: "instructions"}.get(form)
     if name is not None and name in body:
         changed[name] = _rewrite_content(body[name], name, rewrite, edits)
-    if form is not Form.ANTHROPIC:
-        messages = messages_of(form, body)
-        leading = [
-            _rewrite_message(message, message_path(form, i), rewrite, edits)
-            for i, message in enumerate(messages[: n_leading_system(messages)])
-        ]
-        if leading:
-            changed[list_name(form)] = leading + messages[len(leading) :]
+    messages = messages_of(form, body)
+    leading = [
+        _rewrite_message(message, message_path(form, i), rewrite, edits)
+        for i, message in enumerate(messages[: n_leading_system(messages)])
+    ]
+    if leading:
+        changed[list_name(form)] = leading + messages[len(leading) :]
     return (changed if edits else body), tuple(edits)
 
 
