@@ -175,7 +175,7 @@ def conversation_request(form: Form, n_turns: int, request: Any) -> Any:
     tools = [
         {"name": name, "description": f"{name} while {mode}", "input_schema": {}} for name in names
     ]
-    messages = []
+    messages: list[dict[str, Any]] = []
     for i in range(n_turns + 1):
         reminder = f"\n<system-reminder>{plan}</system-reminder>" if plan and i == n_turns else ""
         messages.append({"role": "user", "content": f"Task {i}{reminder}"})
