@@ -1,20 +1,15 @@
 """Prompts of clients' requests as tokens of a real llama-server, and how much of one another keeps."""
 
-import json
-from collections.abc import Iterator
-from typing import Any
-
 from proxy.core.prefix import common_prefix_length, token_ids
 from proxy.stabilize.memory import Memory
 from proxy.stabilize.model import Facts, Form
 from proxy.stabilize.names import Name
 from proxy.stabilize.stabilizing import stabilize
 from proxy.stabilize.template_facts import BODIES, inlined_body, keeps_inlined, read_facts
+from proxy.upstream.anthropic_body import chat_of_messages
 from tests.lab.clients.mutation import Body, Mutation
 from tests.lab.models import TEMPLATE_FOLDER, model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
-
-Message = dict[str, Any]
 
 TEMPLATES = ("plain", "thinking", "tools_first", "strict")
 """Two with the system text first, two with the tools first; of each, one that refuses late system
@@ -44,7 +39,7 @@ def template_facts(server: LlamaServer) -> Facts:
 
 def render(server: LlamaServer, form: Form, body: Body) -> str | None:
     """Return the prompt, or None if the template refuses the request."""
-    chat = as_chat(body) if form is Form.ANTHROPIC else body
+    chat = chat_of_messages(body) if form is Form.ANTHROPIC else body
     status, reply = server.request("POST", "/apply-template", chat)
     if status == 200:
         return str(reply["prompt"])
@@ -88,54 +83,3 @@ def kept_share(
 def _before_answer(prompt: str) -> str:
     """Return a prompt without what only asks for the answer: templates reopen that differently."""
     return prompt[: prompt.rindex("<|im_start|>assistant")]
-
-
-def as_chat(body: Body) -> Body:
-    """Return an Anthropic body as llama-server converts it (server-chat.cpp), for what is used here."""
-    texts = [_with_masked_nonce(block["text"]) for block in body["system"]]
-    messages: list[Message] = [{"role": "system", "content": "".join(texts)}]
-    for message in body["messages"]:
-        messages += _chat_messages(message)
-    return {"messages": messages, "tools": [_chat_tool(tool) for tool in body["tools"]]}
-
-
-def _with_masked_nonce(text: str) -> str:
-    if not text.startswith("x-anthropic-billing-header:") or "cch=" not in text:
-        return text
-    start = text.index("cch=") + 4
-    return text[:start] + "fffff" + text[start + 5 :]
-
-
-def _chat_messages(message: Message) -> Iterator[Message]:
-    content = message["content"]
-    if isinstance(content, str):
-        yield message
-        return
-    texts = [block for block in content if block["type"] == "text"]
-    calls = [_chat_call(block) for block in content if block["type"] == "tool_use"]
-    reasoning = "".join(b["thinking"] for b in content if b["type"] == "thinking")
-    if texts or calls or reasoning:
-        more = {"tool_calls": calls, "reasoning_content": reasoning}
-        given = {key: value for key, value in more.items() if value}
-        yield {"role": message["role"], "content": texts or "", **given}
-    for block in content:
-        if block["type"] == "tool_result":
-            result = block["content"]
-            parts = [] if isinstance(result, str) else [p for p in result if p["type"] == "text"]
-            joined = result if isinstance(result, str) else "".join(p["text"] for p in parts)
-            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": joined}
-
-
-def _chat_call(block: Message) -> Message:
-    arguments = json.dumps(block["input"], separators=(",", ":"), ensure_ascii=False)
-    function = {"name": block["name"], "arguments": arguments}
-    return {"id": block["id"], "type": "function", "function": function}
-
-
-def _chat_tool(tool: Message) -> Message:
-    function = {
-        "name": tool["name"],
-        "description": tool["description"],
-        "parameters": tool["input_schema"],
-    }
-    return {"type": "function", "function": function}
