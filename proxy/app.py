@@ -13,7 +13,8 @@ from typing import Any
 from aiohttp import web
 
 from proxy import __version__
-from proxy.config import Settings, split_address
+from proxy.addresses import split_address
+from proxy.config import Settings
 from proxy.core.degradation import DegradationKind
 from proxy.driver.absence import Absence
 from proxy.driver.arrivals import Arrivals

@@ -11,12 +11,11 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
+from proxy.addresses import Address
 from proxy.errors import SettingsError
 from proxy.sizes import parse_size
 from proxy.sources import read_environment, read_file
-
-_PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
-Address = Annotated[str, Meta(title="HOST:PORT", pattern=rf"^([^:]*|\[[0-9a-fA-F:]+\]):{_PORT}$")]
+from proxy.stabilize.names import SWITCHES_PATTERN
 
 
 def _more(words: str) -> dict[str, str]:
@@ -178,6 +177,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             ),
         ),
     ] = False
+    stabilizers: Annotated[
+        str,
+        Meta(
+            title="`safe`, `all`, `none` and names, separated by commas",
+            pattern=SWITCHES_PATTERN,
+            description="Which rewrites of requests keep prompts from changing at their beginning.",
+            extra=_more("Such as `safe, sticky_date, -keep_tool_order`; see docs/stabilizers.md."),
+        ),
+    ] = "safe"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(
@@ -275,9 +283,3 @@ def _require_directory(path: str) -> None:
         raise SettingsError(
             f"slot_save_path: {path} is not a directory; create it and give it to llama-server too"
         )
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of HOST:PORT or [HOST]:PORT."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from proxy.addresses import split_address
 from proxy.app import run_proxy
 from proxy.commands.options import (
     EXIT_CUT_SHORT,
@@ -18,7 +19,7 @@ from proxy.commands.options import (
     setting_options,
 )
 from proxy.commands.stopping import Stopping
-from proxy.config import Settings, complete_settings, merge_settings, split_address
+from proxy.config import Settings, complete_settings, merge_settings
 from proxy.core.launch import Launch, Wanted, plan_launch
 from proxy.errors import LlamaServerDied, SettingsError, StoreLocked
 from proxy.log import configure_logging, get_logger

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.documents.settings import example_file, settings_table
-from tests.documents.tables import degradations_table, metrics_table
+from tests.documents.tables import degradations_table, metrics_table, stabilizers_table
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "deploy" / "config.example.yaml"
@@ -17,6 +17,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "settings": settings_table,
     "metrics": metrics_table,
     "degradations": degradations_table,
+    "stabilizers": stabilizers_table,
 }
 _PLACE = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -1,7 +1,8 @@
-"""The tables of metrics, and of what can be wrong, from the code that shows them."""
+"""The tables of metrics, stabilizers and of what can be wrong, from the code that has them."""
 
 from proxy.core.degradation import EXPLANATIONS
 from proxy.metrics import Metrics
+from proxy.stabilize.names import REASONS, SAFE
 
 
 def metrics_table() -> str:
@@ -20,4 +21,12 @@ def degradations_table() -> str:
     rows = ["| kind | state | what it means | cure |", "|---|---|---|---|"]
     for kind, about in EXPLANATIONS.items():
         rows.append(f"| {kind} | {about.leads_to} | {about.reason} | {about.cure} |")
+    return "\n".join(rows) + "\n"
+
+
+def stabilizers_table() -> str:
+    """Return every stabilizer with its reason, as a Markdown table."""
+    rows = ["| name | class | why |", "|---|---|---|"]
+    for name, reason in REASONS.items():
+        rows.append(f"| `{name}` | {'safe' if name in SAFE else 'opt-in'} | {reason} |")
     return "\n".join(rows) + "\n"

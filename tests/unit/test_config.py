@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from proxy.config import NAMES, Settings, load_settings, split_address
+from proxy.addresses import split_address
+from proxy.config import NAMES, Settings, load_settings
 from proxy.errors import SettingsError
 from proxy.sources import ENVIRONMENT_PREFIX
 

@@ -24,7 +24,10 @@ MAY_IMPORT = {
     "proxy.doctor": {"proxy.core", "proxy.store", "proxy.upstream", "proxy.driver"}
     | {"proxy.errors", "proxy.doctor"},
     "proxy.front.checkpoints": {"proxy.store"},
-    "proxy.config": {"proxy.errors", "proxy.sizes", "proxy.sources"},
+    "proxy.config": {"proxy.addresses", "proxy.errors", "proxy.sizes", "proxy.sources"}
+    | {"proxy.stabilize.names"},
+    "proxy.addresses": set(),
+    "proxy.stabilize": {"proxy.stabilize"},
     "proxy.sizes": {"proxy.errors"},
     "proxy.sources": {"proxy.errors"},
     "proxy.errors": set(),
@@ -34,7 +37,7 @@ MAY_IMPORT = {
     "proxy.run.guard": set(),
     "proxy.app": {"proxy"},
     "proxy.commands": {"proxy.commands", "proxy.app", "proxy.config", "proxy.core", "proxy.errors"}
-    | {"proxy.log", "proxy.run", "proxy.sizes", "proxy.upstream"},
+    | {"proxy.addresses", "proxy.log", "proxy.run", "proxy.sizes", "proxy.upstream"},
     "proxy.commands.options": {"proxy.sources"},
     "proxy.commands.doctor": {"proxy.doctor", "proxy.driver", "proxy.store"},
     "proxy.__main__": {"proxy"},
@@ -60,9 +63,9 @@ def lies_in(name: str, package: str) -> bool:
 
 
 def is_pure(name: str) -> bool:
-    """Whether a module only decides: the core, and the judgement of doctor's facts."""
+    """Whether a module only decides: core, stabilizers, and the judgement of doctor's facts."""
     judges = lies_in(name, "proxy.doctor") and name.endswith(("facts", "findings", "verdict"))
-    return judges or lies_in(name, "proxy.core")
+    return judges or any(lies_in(name, layer) for layer in ("proxy.core", "proxy.stabilize"))
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -1,0 +1,14 @@
+"""Settings that are an address to listen on, and how people write them."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+_PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
+Address = Annotated[str, Meta(title="HOST:PORT", pattern=rf"^([^:]*|\[[0-9a-fA-F:]+\]):{_PORT}$")]
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT or [HOST]:PORT."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)

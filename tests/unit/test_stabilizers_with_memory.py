@@ -1,0 +1,352 @@
+"""Stabilizers that look at earlier requests and answers."""
+
+import json
+from typing import Any
+
+import pytest
+
+from proxy.stabilize.arguments import choose_call, means_the_same
+from proxy.stabilize.memory import Lesson, Memory
+from proxy.stabilize.model import Facts, Form, Stabilized
+from proxy.stabilize.names import Name
+from proxy.stabilize.stabilizing import NO_FACTS, stabilize
+
+ANSWER = {"role": "assistant", "content": "Done."}
+
+
+class Sender:
+    """Sends the requests of a conversation, one after the other."""
+
+    def __init__(self, name: Name, *, form: Form = Form.CHAT) -> None:
+        self.name = name
+        self.form = form
+        self.memory = Memory()
+
+    def send(self, body: dict[str, Any], facts: Facts = NO_FACTS) -> dict[str, Any]:
+        result = stabilize(self.form, body, self.memory, {self.name}, facts)
+        assert result.failures == ()
+        self.memory.learn(result.lessons)
+        return result.body
+
+
+def user(*parts: str) -> dict[str, Any]:
+    if len(parts) == 1:
+        return {"role": "user", "content": parts[0]}
+    return {"role": "user", "content": [{"type": "text", "text": part} for part in parts]}
+
+
+# keep_tool_order
+
+
+def with_tools(*names: str, n_answers: int = 1, prompt: str = "Fix it.") -> dict[str, Any]:
+    return {
+        "system": "Be brief.",
+        "messages": [user(prompt), *[ANSWER, user("Go on.")] * n_answers],
+        "tools": [{"name": name, "description": name.upper()} for name in names],
+    }
+
+
+def order(body: dict[str, Any]) -> str:
+    return "".join(tool["name"] for tool in body["tools"])
+
+
+def test_tool_that_comes_later_goes_to_the_end_and_stays_there() -> None:
+    sender = Sender(Name.KEEP_TOOL_ORDER, form=Form.ANTHROPIC)
+    assert order(sender.send(with_tools(*"ace", n_answers=0))) == "ace"
+    assert order(sender.send(with_tools(*"acde"))) == "aced"
+    assert order(sender.send(with_tools(*"abcde"))) == "acedb"
+    assert order(sender.send(with_tools(*"abcde"))) == "acedb"
+    assert order(sender.send(with_tools(*"abce"))) == "aceb"
+
+
+def test_fresh_conversation_begins_with_the_tools_that_the_first_had() -> None:
+    sender = Sender(Name.KEEP_TOOL_ORDER, form=Form.ANTHROPIC)
+    sender.send(with_tools(*"ace", n_answers=0))
+    sender.send(with_tools(*"acde"))
+    assert order(sender.send(with_tools(*"ace", n_answers=0, prompt="Another."))) == "ace"
+    assert order(sender.send(with_tools(*"abcde", n_answers=0, prompt="A third."))) == "acedb"
+
+
+def test_conversations_that_begin_alike_are_told_apart_by_their_sessions() -> None:
+    sender = Sender(Name.KEEP_TOOL_ORDER, form=Form.ANTHROPIC)
+    for session, loaded in (("s1", "ab"), ("s2", "ac")):
+        sender.send(with_tools("a", n_answers=0), Facts(session=session))
+        sender.send(with_tools(*loaded), Facts(session=session))
+    bodies = [sender.send(with_tools(*"abc"), Facts(session=s)) for s in ("s1", "s2")]
+    assert [order(body) for body in bodies] == ["abc", "acb"]
+
+
+def test_order_is_never_learned_from_another_tenant() -> None:
+    sender = Sender(Name.KEEP_TOOL_ORDER, form=Form.ANTHROPIC)
+    sender.send(with_tools(*"cba", n_answers=0), Facts(tenant="one"))
+    assert order(sender.send(with_tools(*"abc", n_answers=0), Facts(tenant="two"))) == "abc"
+
+
+@pytest.mark.parametrize(
+    "tools", [[{"name": "a"}, {"name": "a"}], [{"description": "no name"}], "none", [1]]
+)
+def test_tools_of_unknown_shape_are_left_alone_and_reported(tools: Any) -> None:
+    body = {"messages": [user("Fix it.")], "tools": tools}
+    result = stabilize(Form.CHAT, body, Memory(), {Name.KEEP_TOOL_ORDER})
+    assert result.body is body and result.lessons == ()
+    assert [failure.stabilizer for failure in result.failures] == [Name.KEEP_TOOL_ORDER]
+
+
+# sticky_tool_text
+
+
+def with_task(description: str, n_answers: int = 1, **schema: Any) -> dict[str, Any]:
+    function = {"name": "task", "description": description, "parameters": schema}
+    return {
+        "messages": [user("Fix it."), *[ANSWER, user("Go on.")] * n_answers],
+        "tools": [{"type": "function", "function": function}],
+    }
+
+
+def test_tool_keeps_its_first_description() -> None:
+    sender = Sender(Name.STICKY_TOOL_TEXT)
+    first = with_task("plan", 0)
+    sender.send(first)
+    assert sender.send(with_task("build"))["tools"] == first["tools"]
+    assert sender.send(with_task("build", 2))["tools"] == first["tools"]
+
+
+def test_tool_with_other_parameters_is_another_tool() -> None:
+    sender = Sender(Name.STICKY_TOOL_TEXT)
+    sender.send(with_task("plan", 0))
+    other = with_task("build", type="object")
+    assert sender.send(other) is other
+
+
+def test_fresh_conversation_has_its_own_descriptions() -> None:
+    sender = Sender(Name.STICKY_TOOL_TEXT)
+    sender.send(with_task("plan", 0))
+    fresh = with_task("build", 0)
+    assert sender.send(fresh) is fresh
+    assert sender.send(with_task("plan"))["tools"] == fresh["tools"]
+
+
+# sticky_date
+
+
+def on(date: str, n_answers: int = 1) -> dict[str, Any]:
+    content = f"<env>\n  Working directory: /work\n  Today's date: {date}\n</env>\nBe brief."
+    messages = [user("Fix it."), *[ANSWER, user("Go on.")] * n_answers]
+    return {"messages": [{"role": "system", "content": content}, *messages]}
+
+
+def test_date_of_a_conversation_is_that_of_its_first_request() -> None:
+    sender = Sender(Name.STICKY_DATE)
+    first = sender.send(on("Sat Nov 21 2026", 0))
+    later = sender.send(on("Sun Nov 22 2026"))
+    assert later["messages"][0] == first["messages"][0]
+    assert sender.send(on("Mon Nov 23 2026", 2))["messages"][0] == first["messages"][0]
+
+
+def test_fresh_conversation_has_todays_date() -> None:
+    sender = Sender(Name.STICKY_DATE)
+    sender.send(on("Sat Nov 21 2026", 0))
+    fresh = on("Sun Nov 22 2026", 0)
+    assert sender.send(fresh) is fresh
+    assert sender.send(on("Mon Nov 23 2026"))["messages"][0] == fresh["messages"][0]
+
+
+def test_date_in_the_users_text_is_left_alone() -> None:
+    sender = Sender(Name.STICKY_DATE, form=Form.ANTHROPIC)
+    for day in ("21", "22"):
+        body = {"system": "S", "messages": [user(f"Today's date: Nov {day} 2026"), ANSWER]}
+        assert sender.send(body) is body
+
+
+# sticky_reminders
+
+PLAN = "<system-reminder>\nPlan only.\n</system-reminder>"
+BUILD = "<system-reminder>\nBuild.\n</system-reminder>"
+
+
+def test_reminder_stays_with_the_message_it_came_with() -> None:
+    sender = Sender(Name.STICKY_REMINDERS)
+    sender.send({"messages": [user("One.", PLAN)]})
+    body = {"messages": [user("One."), ANSWER, user("Two.", PLAN)]}
+    assert sender.send(body)["messages"] == [user("One.", PLAN), ANSWER, user("Two.", PLAN)]
+    body = {"messages": [user("One."), ANSWER, user("Two."), ANSWER, user("Three.", BUILD)]}
+    assert sender.send(body)["messages"] == [
+        *(user("One.", PLAN), ANSWER, user("Two.", PLAN), ANSWER, user("Three.", BUILD)),
+    ]
+
+
+def test_newest_message_is_sent_as_it_is() -> None:
+    sender = Sender(Name.STICKY_REMINDERS)
+    sender.send({"messages": [user("One.", PLAN)]})
+    again = {"messages": [user("One.")]}
+    assert sender.send(again) is again
+    later = {"messages": [user("One."), ANSWER, user("Two.")]}
+    assert sender.send(later) is later
+
+
+def test_message_with_the_same_words_at_another_place_is_another_message() -> None:
+    sender = Sender(Name.STICKY_REMINDERS)
+    sender.send({"messages": [user("Go on.", PLAN)]})
+    body = {"messages": [user("Else."), ANSWER, user("Go on."), ANSWER, user("Two.")]}
+    assert sender.send(body) is body
+
+
+# restore_tool_arguments
+
+
+@pytest.mark.parametrize(
+    ("written", "returned"),
+    [
+        ('{"b": 1, "a": 2}', {"a": 2, "b": 1}),
+        ('{"command": "cd /work/shop && make"}', {"command": "make"}),
+        ('{"command": "cd \'/my work\' && make"}', {"command": "make"}),
+        ('{"old": "x"}', {"replace_all": False, "old": "x"}),
+        ('{"edits": [{"old": "x"}]}', {"edits": [{"old": "x", "replace_all": False}]}),
+        ('{"offset": "1"}', {"offset": 1}),
+        ('{"wide": "true"}', {"wide": True}),
+        ('{"timeout": 20000.0}', {"timeout": 20000}),
+        ('{"path": "caf\\u00e9"}', {"path": "café"}),
+    ],
+)
+def test_arguments_that_a_client_rewrote_mean_the_same(
+    written: str, returned: dict[str, Any]
+) -> None:
+    assert means_the_same(json.loads(written), returned)
+
+
+@pytest.mark.parametrize(
+    ("written", "returned"),
+    [
+        ('{"a": 1}', {"a": 2}),
+        ('{"a": 1}', {}),
+        ('{"a": 1}', {"a": 1, "b": 2}),
+        ('{"a": 1}', {"a": True}),
+        ('{"a": true}', {"a": 1}),
+        ('{"a": 1}', {"a": "1"}),
+        ('{"a": "x"}', {"a": 1}),
+        ('{"a": "1e3"}', {"a": 1000}),
+        ('{"a": null}', {"a": False}),
+        ('{"old": "x"}', {"old": "x", "replace_all": True}),
+        ('{"old": "x", "replace_all": true}', {"old": "x", "replace_all": False}),
+        ('{"command": "cd /x && make"}', {"command": "make test"}),
+        ('{"command": "cd /x && cd /y && make"}', {"command": "make"}),
+        ('{"command": "cd /x; make"}', {"command": "make"}),
+        ('{"text": "cd /x && make"}', {"text": "make"}),
+        ('{"a": [1, 2]}', {"a": [2, 1]}),
+    ],
+)
+def test_arguments_that_a_user_may_have_edited_do_not_mean_the_same(
+    written: str, returned: dict[str, Any]
+) -> None:
+    assert not means_the_same(json.loads(written), returned)
+
+
+def test_call_is_chosen_only_if_it_is_certain() -> None:
+    one, two = ("run", '{"b":1,"a":2}'), ("run", '{"a":2.0,"b":1}')
+    assert choose_call([one], "run", '{"a":2,"b":1}') == one
+    assert choose_call([one, two], "run", '{"a":2,"b":1}') is None
+    assert choose_call([one, two], "run", '{"b": 1, "a": 2}') == one
+    assert choose_call([one, two], "run", two[1]) is None
+    assert choose_call([one], "walk", '{"a":2,"b":1}') is None
+    assert choose_call([("run", "{")], "run", "{}") is None
+    assert choose_call([one], "run", "{") is None
+    assert choose_call([], "run", "{}") is None
+
+
+def restored(form: Form, body: dict[str, Any], *made: tuple[str, str, str]) -> Stabilized:
+    memory = Memory()
+    for call in made:
+        memory.remember_call(*call)
+    return stabilize(form, body, memory, {Name.RESTORE_TOOL_ARGUMENTS})
+
+
+def test_anthropic_call_is_restored_as_the_model_wrote_it() -> None:
+    call = {"type": "tool_use", "id": "c1", "name": "Bash", "input": {"command": "make", "t": 1}}
+    body = {"messages": [user("Fix it."), {"role": "assistant", "content": [call]}]}
+    raw = '{"t": 1.0, "command": "cd /work && make"}'
+    result = restored(Form.ANTHROPIC, body, ("c1", "Bash", raw))
+    arguments = result.body["messages"][1]["content"][0]["input"]
+    assert json.dumps(arguments) == raw
+    (change,) = result.changes
+    assert change.path == "messages[1].content[0]"
+    assert change.before == ["Bash", '{"command":"make","t":1}'] and change.after == ["Bash", raw]
+
+
+def test_chat_call_is_restored_to_the_letter() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": '{"a":1}'}}
+    body = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+    result = restored(Form.CHAT, body, ("c1", "read", '{"a": 1}'))
+    function = result.body["messages"][0]["tool_calls"][0]["function"]
+    assert function == {"name": "read", "arguments": '{"a": 1}'}
+
+
+def test_responses_call_is_restored_to_the_letter() -> None:
+    item = {"type": "function_call", "call_id": "c1", "name": "read", "arguments": '{"a":1}'}
+    result = restored(Form.RESPONSES, {"input": [item]}, ("c1", "read", '{"a": 1}'))
+    assert result.body["input"] == [{**item, "arguments": '{"a": 1}'}]
+
+
+@pytest.mark.parametrize(
+    ("made_name", "raw", "is_restored"),
+    [("reed", '{"a": 1}', True), ("read", '{"a": 1}', False), ("reed", '{"a": ', False)],
+)
+def test_call_that_the_client_refused_is_restored_if_it_is_json(
+    made_name: str, raw: str, is_restored: bool
+) -> None:
+    function = {"name": "invalid", "arguments": '{"tool":"reed","error":"No such tool."}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    body = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+    result = restored(Form.CHAT, body, ("c1", made_name, raw))
+    sent = result.body["messages"][0]["tool_calls"][0]["function"]
+    assert sent == ({"name": made_name, "arguments": raw} if is_restored else function)
+
+
+def test_call_of_another_tenant_is_not_looked_at() -> None:
+    memory = Memory()
+    memory.remember_call("c1", "read", '{"a": 1}', tenant="one")
+    function = {"name": "read", "arguments": '{"a":1}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    body = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+    switches = {Name.RESTORE_TOOL_ARGUMENTS}
+    assert stabilize(Form.CHAT, body, memory, switches, Facts(tenant="two")).body is body
+    assert stabilize(Form.CHAT, body, memory, switches, Facts(tenant="one")).changes
+
+
+# the memory
+
+
+def test_memory_stays_within_its_bytes_and_forgets_what_was_learned_longest_ago() -> None:
+    memory = Memory(max_bytes=2000)
+    for i in range(20):
+        memory.learn([Lesson(f"key {i}", "x" * 100), Lesson("needed", "y")])
+    assert memory.size_bytes <= 2000
+    assert memory.get("needed") == "y" and memory.get("key 19") == "x" * 100
+    assert memory.get("key 0") is None
+    memory.learn([Lesson("huge", "x" * 3000)])
+    assert memory.get("huge") is None and memory.get("needed") == "y"
+
+
+def test_memory_survives_a_restart() -> None:
+    memory = Memory()
+    memory.remember_call("c1", "read", '{"a": 1}')
+    memory.learn([Lesson("key", ["a", 1])])
+    again = Memory.from_bytes(memory.to_bytes())
+    assert again.calls("c1") == [("read", '{"a": 1}')]
+    assert again.get("key") == ["a", 1] and again.size_bytes == memory.size_bytes
+
+
+def test_calls_under_one_id_are_kept_apart_and_only_the_last_few() -> None:
+    memory = Memory()
+    for i in (*range(12), 11):
+        memory.remember_call("functions.read:0", "read", f'{{"a": {i}}}')
+    assert memory.calls("functions.read:0") == [("read", f'{{"a": {i}}}') for i in range(4, 12)]
+
+
+def test_calls_that_a_conversation_still_sends_are_not_forgotten() -> None:
+    call = {"id": "c0", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+    body = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
+    memory = Memory(max_bytes=2000)
+    for i in range(30):
+        memory.remember_call(f"c{i}", "read", "{}")
+        memory.learn(stabilize(Form.CHAT, body, memory, {Name.RESTORE_TOOL_ARGUMENTS}).lessons)
+    assert memory.calls("c0") and not memory.calls("c1")
