@@ -17,7 +17,6 @@ from tests.bench.progress import tell
 from tests.bench.section import Section
 from tests.bench.stall import StallBenchmark
 from tests.bench.traces.measure import Measurement
-from tests.bench.traces.report import first_token_quantiles
 from tests.bench.traces.result import Case, Result, Variant
 from tests.lab.models import build_model
 from tests.lab.server import DEFAULT_MODEL_FOLDER
@@ -49,7 +48,7 @@ async def measure_agent(leftovers: ExitStack) -> Section:
 
 
 def _add(section: Section, result: Result, *, alone: Result) -> None:
-    p50, p95 = first_token_quantiles(result)
+    p50, p95 = result.first_token_quantiles()
     has_proxy = result.case.has_proxy
     sizes = (result.n_written_bytes, result.n_kept_bytes)
     section.add(
