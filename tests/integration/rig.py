@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 import aiohttp
+import pytest
 from yarl import URL
 
 from proxy.app import Running, run_proxy
@@ -40,6 +41,25 @@ def text(name: str, n_words: int = 300) -> str:
 def question(name: str, n_words: int = 300) -> list[dict[str, Any]]:
     """Return the messages of a conversation's first request."""
     return [{"role": "user", "content": text(name, n_words)}]
+
+
+Messages = list[dict[str, Any]]
+Form = Callable[[Messages], Messages]
+
+
+def with_image(messages: Messages) -> Messages:
+    """Return Anthropic messages of the same tokens whose prompt the proxy does not read."""
+    source = {"type": "base64", "media_type": "image/png", "data": ""}
+    image = {"type": "image", "source": source, "text": ""}
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}, image]}
+        for message in messages
+    ]
+
+
+MESSAGES_FORMS = pytest.mark.parametrize("form", [list, with_image], ids=["read", "not read"])
+"""Only if the prompt of a /v1/messages request is read is a slot prepared for it that is the most similar
+one; else llama-server may choose any."""
 
 
 def next_question(messages: list[dict[str, Any]], reply: "Reply") -> list[dict[str, Any]]:

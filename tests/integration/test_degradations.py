@@ -11,7 +11,16 @@ from proxy.core.degradation import EXPLANATIONS, DegradationKind
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, COMPLETION, Rig, hang_up, question, until
+from tests.integration.rig import (
+    CHAT,
+    COMPLETION,
+    MESSAGES_FORMS,
+    Form,
+    Rig,
+    hang_up,
+    question,
+    until,
+)
 
 
 async def test_healthy_proxy_has_no_reasons(start_rig: StartRig) -> None:
@@ -132,12 +141,14 @@ async def test_index_that_cannot_be_read_is_named(
         assert "lookups fail" not in await rig.reasons()
 
 
-async def test_slots_that_are_not_shown_are_named(start_rig: StartRig) -> None:
+@MESSAGES_FORMS
+async def test_slots_that_are_not_shown_are_named(start_rig: StartRig, form: Form) -> None:
     async with start_rig(faults=Faults(refuse={"slots": 501})) as rig:
-        await rig.post("/v1/messages", {"messages": question("a"), "max_tokens": 3})
+        body = {"messages": form(question("a")), "max_tokens": 3}
+        await rig.post("/v1/messages", body)
         assert await rig.reasons() == ["slots not shown"]
         rig.server.faults.refuse.clear()
-        await rig.post("/v1/messages", {"messages": question("a"), "max_tokens": 3})
+        await rig.post("/v1/messages", body)
         assert await rig.reasons() == []
 
 

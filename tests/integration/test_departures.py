@@ -6,7 +6,7 @@ import pytest
 
 from tests.fakes.faults import Gate
 from tests.integration.conftest import StartRig
-from tests.integration.rig import COMPLETION, Rig, hang_up, until
+from tests.integration.rig import COMPLETION, MESSAGES_FORMS, Form, Rig, hang_up, until
 
 
 async def leave_during(rig: Rig, place: str, name: str) -> Gate:
@@ -72,13 +72,14 @@ async def test_leaving_during_the_save_before_an_uncached_request_does_not_cut_i
         assert rig.checkpoints == [("conversation", 312)]
 
 
+@MESSAGES_FORMS
 async def test_leaving_during_the_save_before_a_messages_request_does_not_cut_it_short(
-    start_rig: StartRig,
+    start_rig: StartRig, form: Form
 ) -> None:
     async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
         await rig.chat("a")
         gate = rig.server.hold("save", n_calls=1)
-        body = {"messages": [{"role": "user", "content": " hello"}]}
+        body = {"messages": form([{"role": "user", "content": " hello"}])}
         asked = asyncio.ensure_future(rig.post("/v1/messages", body))
         await gate.reached()
         await hang_up(asked)

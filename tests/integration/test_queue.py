@@ -7,13 +7,14 @@ import pytest
 
 from tests.fakes.llama_server import Seen
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, Rig, hang_up, question, until
+from tests.integration.rig import CHAT, MESSAGES_FORMS, Form, Rig, hang_up, question, until
 
 
 def who(request: Seen) -> str:
     """Return the name of the conversation that a request belongs to."""
-    content: str = request.fields["messages"][0]["content"]
-    return content.split()[0].rstrip("0123456789")
+    content = request.fields["messages"][0]["content"]
+    text: str = content if isinstance(content, str) else content[0]["text"]
+    return text.split()[0].rstrip("0123456789")
 
 
 def served(rig: Rig) -> list[str]:
@@ -123,10 +124,11 @@ async def test_request_waiting_for_its_own_slot_reuses_it(start_rig: StartRig) -
         assert (await second).n_reused == 308
 
 
-async def test_unpinned_request_waits_its_turn_too(start_rig: StartRig) -> None:
+@MESSAGES_FORMS
+async def test_messages_request_waits_its_turn_too(start_rig: StartRig, form: Form) -> None:
     async with start_rig(n_slots=1) as rig:
         gate, first = await occupy(rig)
-        body = {"messages": question("claude"), "max_tokens": 3}
+        body = {"messages": form(question("claude")), "max_tokens": 3}
         messages = asyncio.ensure_future(rig.post("/v1/messages", body))
         await rig.waiting(1)
         last = rig.begin_chat("last")
@@ -136,10 +138,13 @@ async def test_unpinned_request_waits_its_turn_too(start_rig: StartRig) -> None:
         assert served(rig) == ["first", "claude", "last"]
 
 
-async def test_messages_request_gives_back_the_slots_it_did_not_get(start_rig: StartRig) -> None:
+@MESSAGES_FORMS
+async def test_messages_request_gives_back_the_slots_it_did_not_get(
+    start_rig: StartRig, form: Form
+) -> None:
     async with start_rig(n_slots=2) as rig:
         gate = rig.server.hold("generate", n_calls=1)
-        body = {"messages": question("claude"), "max_tokens": 3}
+        body = {"messages": form(question("claude")), "max_tokens": 3}
         messages = asyncio.ensure_future(rig.post("/v1/messages", body))
         await gate.reached()
         await until(lambda: rig.n_occupied() == 1)

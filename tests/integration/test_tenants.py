@@ -7,7 +7,7 @@ import pytest
 
 from tests.fakes.faults import Faults
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, Rig, hang_up, question
+from tests.integration.rig import CHAT, MESSAGES_FORMS, Form, Rig, hang_up, question
 
 
 def last_sent(rig: Rig) -> dict[str, Any]:
@@ -89,13 +89,18 @@ async def test_slot_that_cannot_be_erased_is_not_reused_by_an_uncached_request(
         assert (reply.status, reply.n_reused) == (200, 0)
 
 
-async def test_messages_request_finds_nothing_of_another_tenant(start_rig: StartRig) -> None:
+@MESSAGES_FORMS
+async def test_messages_request_finds_nothing_of_another_tenant(
+    start_rig: StartRig, form: Form
+) -> None:
     async with start_rig(n_slots=2) as rig:
         for name in "ab":
             await rig.chat(name, key="alice")
         await rig.settled()
-        reply = await rig.post("/v1/messages", {"messages": question("a")}, key="bob")
-        assert reply.content["usage"]["cache_read_input_tokens"] == 0
+        n_before = rig.server.n_evaluated
+        body = {"messages": form(question("a"))}
+        assert (await rig.post("/v1/messages", body, key="bob")).status == 200
+        assert rig.server.n_evaluated - n_before >= 309
 
 
 async def test_server_without_slot_actions_keeps_tenants_apart(start_rig: StartRig) -> None:
