@@ -35,6 +35,7 @@ from proxy.driver.services import Services
 from proxy.driver.session import Session
 from proxy.driver.slot_saves import SlotSaves
 from proxy.driver.slot_work import SlotWork
+from proxy.driver.stabilizing import Stabilizing
 from proxy.driver.tasks import Tasks
 from proxy.driver.write_back import WriteBack
 from proxy.errors import StoreFault, StoreLocked
@@ -43,6 +44,7 @@ from proxy.front.checkpoints import Checkpoints
 from proxy.front.handlers import Front
 from proxy.log import get_logger
 from proxy.metrics import Metrics
+from proxy.stabilize.names import parse_switches
 from proxy.store.budget import Limits
 from proxy.store.state_files import is_private
 from proxy.store.store import CheckpointStore
@@ -128,11 +130,9 @@ def _new_session(services: Services, saver: Saver, attachment: Attachment) -> Se
     )
 
 
-@asynccontextmanager
-async def _serve(
-    settings: Settings, services: Services, rewrite: RewriteStateFile, absence: Absence
-) -> AsyncIterator[Running]:
-    saver = Saver(services, rewrite)
+def _new_lifecycle(
+    settings: Settings, services: Services, saver: Saver, absence: Absence
+) -> Lifecycle:
     attacher = Attacher(
         services,
         saver,
@@ -140,10 +140,17 @@ async def _serve(
         n_context_checkpoints=settings.context_checkpoints,
     )
     learning = Learning(services, saver)
-    lifecycle = Lifecycle(
-        services, attacher, partial(_new_session, services, saver), learning, absence
-    )
-    cache = Cache(services, lifecycle)
+    new_session = partial(_new_session, services, saver)
+    return Lifecycle(services, attacher, new_session, learning, absence)
+
+
+@asynccontextmanager
+async def _serve(
+    settings: Settings, services: Services, rewrite: RewriteStateFile, absence: Absence
+) -> AsyncIterator[Running]:
+    lifecycle = _new_lifecycle(settings, services, Saver(services, rewrite), absence)
+    stabilizing = Stabilizing(services, parse_switches(settings.stabilizers))
+    cache = Cache(services, lifecycle, stabilizing)
     write_back = WriteBack(lifecycle, services.tasks, settings.idle_save_seconds)
     front = Front(
         services.upstream,
@@ -187,6 +194,7 @@ async def _serve(
             try:
                 await services.tasks.drain(settings.drain_seconds)
                 await write_back.drain(settings.drain_seconds)
+                await stabilizing.keep()
             finally:
                 await services.tasks.drain(0)
 

@@ -61,6 +61,10 @@ class UpstreamRefused(UpstreamFault):
         self.message = message
 
 
+class StabilizerFailed(CacheFault):
+    """A stabilizer left a request alone; the message names it and holds no prompt text."""
+
+
 class NotConvertible(CacheFault):
     """A request body cannot be brought into the chat form; the message says which part of it."""
 

@@ -25,6 +25,7 @@ from proxy.core.eviction import Removal
 from proxy.core.model import Outcome, RuleKind
 from proxy.core.rates import POSITIONS
 from proxy.core.slots import SlotState
+from proxy.stabilize.names import Name
 
 M = TypeVar("M", bound=MetricWrapperBase)
 
@@ -35,7 +36,7 @@ SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.0
 UNANSWERED = ("client left", "llama-server gone", "queue full", "other")
 STAGES = (
     *("attach", "self-test", "lifecycle", "tokenize", "lookup", "erase", "prepare", "placement"),
-    *("settle", "save", "thin", "unattended action", "remember"),
+    *("settle", "save", "thin", "unattended action", "remember", "stabilize"),
 )
 POSITION_LABELS = {p: "none" if p == math.inf else str(p) for p in POSITIONS}
 SAVES_SKIPPED = (Removal.BUDGET, Removal.FREE_SPACE, "larger than the budget", "write budget")
@@ -157,6 +158,12 @@ class Metrics:
             "Saves not begun or not kept for want of room, by what limits it; write budget: not worth "
             "what is left of max_write_bytes_per_day.",
             reason=SAVES_SKIPPED,
+        )
+
+        self.stabilized = self._counter(
+            "stabilized_requests",
+            "Requests rewritten, by stabilizer (docs/stabilizers.md).",
+            stabilizer=Name,
         )
 
     def _define_llama_server(self) -> None:

@@ -74,7 +74,8 @@ def choose_stops(
         return ()
     stops: dict[int, Stop] = {}
     for n_cut, save_as in _saved(rule, cuts, shares_header=shares_header):
-        if _is_ahead(n_cut, n_reused) and not is_covered(rule, candidates, n_cut):
+        is_near = any(abs(n_cut - stop) <= SLACK_TOKENS for stop in stops)
+        if _is_ahead(n_cut, n_reused) and not is_near and not is_covered(rule, candidates, n_cut):
             stops[n_cut] = Stop(n_cut, save_as)
     if rule.kind is RuleKind.END_ONLY and _is_ahead(cuts.message_end, n_reused):
         stops.setdefault(cuts.message_end, Stop(cuts.message_end))

@@ -60,9 +60,9 @@ def displace(
     content = occupant.content
     if not isinstance(content, Known):
         return NOTHING_DISPLACED
-    n_lost = displaced_tokens(content, prompt, goes_on=n_reused is not None)
-    if n_lost == 0 and n_reused is not None and is_continued(content, prompt):
+    if is_continued(content, prompt):
         return NOTHING_DISPLACED
+    n_lost = displaced_tokens(content, prompt, goes_on=n_reused is not None)
     worth = worth_of(content, n_lost, occupant.size_bytes, rates)
     is_savable = n_lost > MAX_LOST_TOKENS and is_write_back_due(rule, content)
     saves = is_savable and worth.is_worth_it
@@ -84,10 +84,10 @@ def displaced_tokens(content: Content, prompt: Prompt, *, goes_on: bool) -> int:
     """
     if not isinstance(content, Known) or content.n_unsaved == 0:
         return 0
-    if content.namespace != prompt.namespace or not goes_on:
-        return content.n_unsaved
     if is_continued(content, prompt):
         return 0
+    if content.namespace != prompt.namespace or not goes_on:
+        return content.n_unsaved
     n_common = common_prefix_length(content.tokens, prompt.tokens)
     return min(content.n_unsaved, content.n_tokens - n_common)
 

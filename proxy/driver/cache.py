@@ -19,6 +19,7 @@ from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.services import Services
 from proxy.driver.session import Session
 from proxy.driver.similar import SimilarRequest
+from proxy.driver.stabilizing import Stabilizing
 from proxy.driver.uncached import serve_pinned
 from proxy.driver.unpinned import UnpinnedRequest
 from proxy.errors import NotConvertible, UpstreamGone, UpstreamNotReached, UpstreamRefused
@@ -40,9 +41,10 @@ class _KeyRefused(Exception):
 class Cache:
     """Serves generation requests, from the cache where that helps."""
 
-    def __init__(self, services: Services, lifecycle: Lifecycle) -> None:
+    def __init__(self, services: Services, lifecycle: Lifecycle, stabilizing: Stabilizing) -> None:
         self._services = services
         self._lifecycle = lifecycle
+        self._stabilizing = stabilizing
         self._order = ArrivalOrder()
 
     async def serve(self, request: GenerationRequest, send: Send) -> None:
@@ -114,6 +116,7 @@ class Cache:
     async def _serve_in(
         self, session: Session, request: GenerationRequest, send: Send, place: Place
     ) -> None:
+        request = await self._stabilizing.rewrite(session, request)
         body = parse_body(request.raw)
         (prompt, reason), is_current = await asyncio.gather(
             self._read_prompt(session, request, body), self._lifecycle.is_still(session)

@@ -18,9 +18,11 @@ from proxy.errors import UpstreamRefused
 from proxy.upstream.bodies import (
     SYSTEM_ROLES,
     GenerationBody,
+    has_several_texts,
     last_user_index,
     leading_system,
     rendering_key,
+    with_last_text,
     with_messages,
 )
 from proxy.upstream.llama_server import LlamaServer
@@ -94,7 +96,9 @@ class PromptReader:
         header, message_end, last_turn_end = await asyncio.gather(
             self._header(rendered, body, headers),
             self._message_end(rendered, body, headers) if wants_message_end else _nowhere(),
-            self._last_turn_end(rendered, body, headers) if begins_turn else _nowhere(),
+            self._last_turn_end(rendered, body, last_user, headers)
+            if begins_turn and last_user is not None
+            else _nowhere(),
         )
         if last_user is None:
             return Cuts(header, 0, message_end)
@@ -113,20 +117,28 @@ class PromptReader:
         return len(known) if known is not None and tokens[: len(known)] == known else 0
 
     async def _last_turn_end(
-        self, rendered: _Rendered, body: GenerationBody, headers: Headers
+        self, rendered: _Rendered, body: GenerationBody, last_user: int, headers: Headers
     ) -> int:
-        """Return where the text of the newest message begins; 0 if only the header is before it.
+        """Return where the newest user message begins; 0 if only the header is before it.
 
         That is where a rendering with another text differs. Without that message the turn before it would
-        be rendered as one that still runs, by some templates with its reasoning.
+        be rendered as one that still runs, by some templates with its reasoning. Of a message of several
+        texts only the last is the user's own: agents put their surroundings before it.
         """
-        before = body.messages[:-1]
-        if len(before) <= len(leading_system(body)):
+        before, newest, behind = (
+            body.messages[:last_user],
+            body.messages[last_user],
+            body.messages[last_user + 1 :],
+        )
+        is_first = len(before) <= len(leading_system(body))
+        others = [with_last_text(newest, text) for text in _OTHER_TEXTS]
+        if is_first and not has_several_texts(newest):
             return 0
-        others = [{"role": "user", "content": text} for text in _OTHER_TEXTS]
         cuts = [
             await self._cut_before(
-                rendered, with_messages(body, [*before, other], generation_prompt=False), headers
+                rendered,
+                with_messages(body, [*before, other, *behind], generation_prompt=False),
+                headers,
             )
             for other in others
         ]

@@ -41,6 +41,7 @@ class Report:
             id=request.id,
             path=request.path,
             outcome=outcome.value,
+            **({"rewrites": list(request.rewrites)} if request.rewrites else {}),
             **facts,
             **line,
         )

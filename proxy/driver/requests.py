@@ -12,7 +12,8 @@ from proxy.upstream.routes import Route
 class GenerationRequest:
     """A client's request on a generation route; `tenant` is empty where keys make no difference.
 
-    `arrived_at` is of the monotonic clock, before the body was read.
+    `session` is what the client calls its session, empty if it does not say. `rewrites` are the
+    stabilizers that changed the body. `arrived_at` is of the monotonic clock, before the body was read.
     """
 
     id: str
@@ -21,6 +22,8 @@ class GenerationRequest:
     raw: bytes
     headers: Mapping[str, str]
     tenant: bytes = b""
+    session: str = ""
+    rewrites: tuple[str, ...] = ()
     arrived_at: float = field(default_factory=time.monotonic)
 
 

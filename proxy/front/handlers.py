@@ -26,6 +26,8 @@ from proxy.upstream.routes import Route, changes_server_state, generation_route
 
 _REBUILT = frozenset(("content-length", "accept-encoding"))
 _KEY_HEADERS = ("Authorization", "X-Api-Key")
+_SESSION_HEADERS = ("X-Claude-Code-Session-Id", "X-Claude-Code-Agent-Id", "X-Session-Id")
+"""What clients call a session by; an agent within it has one of its own."""
 
 
 class Front:
@@ -124,6 +126,7 @@ class Front:
             raw=raw,
             headers=keys,
             tenant=b"" if self._shares_between_api_keys else _tenant(keys),
+            session=" ".join(filter(None, map(request.headers.get, _SESSION_HEADERS))),
             arrived_at=arrived_at,
         )
 

@@ -164,6 +164,20 @@ def without_reuse(body: GenerationBody) -> bytes:
     return msgspec.json.encode({**body.fields, "cache_prompt": False})
 
 
+def has_several_texts(message: dict[str, Any]) -> bool:
+    """Return whether a message's content is several parts, the last of them a text."""
+    content = message.get("content")
+    return isinstance(content, list) and len(content) > 1 and "text" in content[-1]
+
+
+def with_last_text(message: dict[str, Any], text: str) -> dict[str, Any]:
+    """Return a message that says *text* instead of its own, or of its last part if it has several."""
+    if has_several_texts(message):
+        *others, last = message["content"]
+        return {**message, "content": [*others, {**last, "text": text}]}
+    return {**message, "content": text}
+
+
 def with_messages(
     body: GenerationBody, messages: list[dict[str, Any]], *, generation_prompt: bool
 ) -> bytes:

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "proxy.store": {"proxy.core", "proxy.errors", "proxy.store"},
     "proxy.upstream": {"proxy.core", "proxy.errors", "proxy.upstream"},
     "proxy.driver": {"proxy.core", "proxy.store", "proxy.upstream", "proxy.errors"}
-    | {"proxy.metrics", "proxy.log", "proxy.driver"},
+    | {"proxy.metrics", "proxy.log", "proxy.driver", "proxy.stabilize"},
     "proxy.front": {"proxy.driver", "proxy.core", "proxy.upstream", "proxy.errors"}
     | {"proxy.metrics", "proxy.log", "proxy.front"},
     "proxy.doctor": {"proxy.core", "proxy.store", "proxy.upstream", "proxy.driver"}
@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "proxy.sizes": {"proxy.errors"},
     "proxy.sources": {"proxy.errors"},
     "proxy.errors": set(),
-    "proxy.metrics": {"proxy.core"},
+    "proxy.metrics": {"proxy.core", "proxy.stabilize.names"},
     "proxy.log": set(),
     "proxy.run": {"proxy.core", "proxy.errors", "proxy.log", "proxy.run"},
     "proxy.run.guard": set(),

@@ -1,0 +1,111 @@
+"""The stabilizers at work: requests are rewritten before anything else looks at them.
+
+Owns: what the template at hand does (asked once for each llama-server process), and the memory of
+earlier requests, which outlives this process in the index. What cannot be rewritten goes on as it came.
+"""
+
+import asyncio
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import replace
+
+import msgspec
+
+from proxy.driver.requests import GenerationRequest
+from proxy.driver.services import Services
+from proxy.driver.session import Session
+from proxy.errors import StabilizerFailed, StoreFault, UpstreamFault, UpstreamRefused
+from proxy.stabilize.calls_made import CallMade
+from proxy.stabilize.memory import Memory
+from proxy.stabilize.model import Facts, Form
+from proxy.stabilize.names import Name
+from proxy.stabilize.stabilizing import stabilize
+from proxy.stabilize.template_facts import BODIES, inlined_body, keeps_inlined, read_facts
+from proxy.upstream.bodies import parse_body
+from proxy.upstream.routes import Route
+
+_FORMS = {
+    Route.CHAT: Form.CHAT,
+    Route.MESSAGES: Form.ANTHROPIC,
+    Route.RESPONSES: Form.RESPONSES,
+}
+_VALUE_NAME = "stabilizers"
+
+
+class Stabilizing:
+    """Applies the stabilizers that are switched on."""
+
+    def __init__(self, services: Services, switches: frozenset[Name]) -> None:
+        self._services = services
+        self._switches = switches
+        self._memory = self._remembered()
+        self._facts: dict[str, asyncio.Task[Facts]] = {}
+
+    async def rewrite(self, session: Session, request: GenerationRequest) -> GenerationRequest:
+        """Return the request as it is to be served: the same one if nothing applies."""
+        form = _FORMS.get(request.route)
+        body = parse_body(request.raw) if form and self._switches else None
+        if form is None or body is None:
+            return request
+        facts = replace(
+            await self._facts_of(session), session=request.session, tenant=request.tenant.hex()
+        )
+        result = stabilize(form, body.fields, self._memory, self._switches, facts)
+        for failure in result.failures:
+            self._services.faults.record("stabilize", StabilizerFailed(str(failure)))
+        self._memory.learn(result.lessons)
+        if result.body is body.fields:
+            return request
+        names = tuple(dict.fromkeys(change.stabilizer.value for change in result.changes))
+        for name in names:
+            self._services.metrics.stabilized.labels(name).inc()
+        return replace(request, raw=msgspec.json.encode(result.body), rewrites=names)
+
+    def note_calls(self, request: GenerationRequest, calls: Iterable[CallMade]) -> None:
+        """Remember the tool calls of an answer, as the model made them."""
+        tenant = request.tenant.hex()
+        for call in calls:
+            self._memory.remember_call(call.call_id, call.name, call.raw_arguments, tenant=tenant)
+
+    async def keep(self) -> None:
+        """Write what was learned to the index; without it the next start's prompts would differ."""
+        store = self._services.opened_store
+        if store is not None and len(self._memory):
+            with suppress(StoreFault):
+                await store.put_value(_VALUE_NAME, self._memory.to_bytes())
+
+    def _remembered(self) -> Memory:
+        store = self._services.opened_store
+        data = store.index.value(_VALUE_NAME, bytes) if store is not None else None
+        try:
+            return Memory.from_bytes(data) if data else Memory()
+        except msgspec.DecodeError:
+            return Memory()
+
+    async def _facts_of(self, session: Session) -> Facts:
+        """Return what the template of this llama-server does; nothing is known if it cannot be asked."""
+        process_id = session.attachment.process_id
+        if process_id not in self._facts:
+            self._facts = {process_id: self._services.tasks.start(self._ask())}
+        return await asyncio.shield(self._facts[process_id])
+
+    async def _ask(self) -> Facts:
+        try:
+            renderings = {probe: await self._render(body) for probe, body in BODIES.items()}
+            facts = read_facts(renderings)
+            inlined = inlined_body(facts)
+            if inlined is None or keeps_inlined(await self._render(inlined), renderings):
+                return facts
+            return replace(facts, reasoning_marks=None)
+        except (UpstreamFault, ValueError, KeyError) as fault:
+            self._services.faults.record("stabilize", fault)
+            return Facts()
+
+    async def _render(self, body: dict[str, object]) -> str | None:
+        """Return a rendering, None if the template refuses the body; raises UpstreamFault."""
+        try:
+            return await self._services.upstream.apply_template(msgspec.json.encode(body), {})
+        except UpstreamRefused as refusal:
+            if refusal.status in (400, 500):
+                return None
+            raise

@@ -1,0 +1,57 @@
+"""Claude Code's requests, in our own words, through the proxy: sessions share what clients would not."""
+
+from typing import Any
+
+import pytest
+
+from tests.lab.clients import claude_code
+from tests.lab.models import TEMPLATE_FOLDER
+from tests.lab.rig import Rig
+from tests.live.conftest import StartRig
+
+SLACK_TOKENS = 32
+MESSAGES = "/v1/messages"
+
+
+def template_flags(template: str) -> tuple[str, ...]:
+    return ("--chat-template-file", str(TEMPLATE_FOLDER / f"{template}.jinja"))
+
+
+async def ask(rig: Rig, body: dict[str, Any]) -> int:
+    """Send a request and return how many tokens were evaluated for it."""
+    before = await rig.evaluated()
+    await rig.post(MESSAGES, {**body, "max_tokens": 4, "stream": False})
+    return await rig.evaluated() - before
+
+
+@pytest.mark.parametrize("template", ["thinking", "strict", "tools_first"])
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_second_session_in_a_repository_shares_the_first_ones_beginning(
+    start_rig: StartRig, template: str, restarts: bool
+) -> None:
+    async with start_rig("hybrid", n_slots=2, extra_args=template_flags(template)) as rig:
+        n_first = await ask(rig, claude_code.request("mend the parser"))
+        if restarts:
+            await rig.restart()
+        n_second = await ask(rig, claude_code.request("write more tests for the cart"))
+        assert n_first > 5000
+        assert n_second < n_first / 100 + SLACK_TOKENS
+
+
+async def test_tool_loop_evaluates_only_what_is_new(start_rig: StartRig) -> None:
+    async with start_rig("hybrid", n_slots=2, extra_args=template_flags("strict")) as rig:
+        later: list[Any] = []
+        n_first = await ask(rig, claude_code.request("mend the parser"))
+        for call in range(4):
+            later += claude_code.step(call)
+            assert await ask(rig, claude_code.request("mend the parser", *later)) < n_first / 10
+
+
+async def test_sessions_without_stabilizers_are_refused_by_a_strict_template(
+    start_rig: StartRig,
+) -> None:
+    flags = template_flags("strict")
+    async with start_rig("hybrid", n_slots=1, extra_args=flags, stabilizers="none") as rig:
+        body = {**claude_code.request("mend the parser"), "max_tokens": 4, "stream": False}
+        async with rig.client.post(rig.base_url + MESSAGES, json=body) as reply:
+            assert reply.status >= 400
