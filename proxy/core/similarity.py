@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from proxy.core.model import SlotId
 from proxy.core.prefix import TokenIds, common_prefix_length
-from proxy.core.slots import Empty, Known, Slot
+from proxy.core.slots import Empty, Known, Slot, Unknown
 
 MIN_SIMILARITY = 0.1
 """llama-server's default of --slot-prompt-similarity."""
@@ -24,26 +24,30 @@ def shared_at_least(slot: Slot, tokens: TokenIds) -> int:
 def shared_at_most(slot: Slot, tokens: TokenIds) -> int:
     """Return how many leading tokens of a prompt a slot may hold when it is idle next.
 
-    A leased one may hold its request's prompt then, and whatever is generated behind it.
+    A leased one may hold its request's prompt then, and whatever is generated behind it. Not yet if that
+    request waits, ready to be sent, as ours does, and no more if it has had its answer.
     """
-    n_destined = 0
-    if slot.is_leased:
-        n_destined = len(tokens)
-        if slot.destined is not None:
-            n_common = common_prefix_length(slot.destined, tokens)
-            n_destined = n_common if n_common < len(slot.destined) else len(tokens)
+    if not slot.is_leased or slot.is_ready or slot.is_closing:
+        return _held_at_most(slot, tokens)
+    if slot.destined is None:
+        return len(tokens)
+    n_common = common_prefix_length(slot.destined, tokens)
+    n_destined = n_common if n_common < len(slot.destined) else len(tokens)
+    if slot.is_running or (isinstance(slot.content, Unknown) and slot.content.likely is not None):
+        return n_destined  # it holds nothing any more but what it is destined for
+    return max(n_destined, _held_at_most(slot, tokens))
+
+
+def _held_at_most(slot: Slot, tokens: TokenIds) -> int:
     match slot.content:
         case Empty():
-            n_held = 0
+            return 0
         case Known() as content:
             n_held = common_prefix_length(content.tokens, tokens)
-            if n_held == len(content.tokens):
-                n_held = min(n_held + content.n_tail, len(tokens))
-        case _:
-            n_held = len(tokens)
-    if slot.is_leased and slot.destined is not None and slot.is_running:
-        n_held = 0  # it holds nothing any more but what it is destined for
-    return max(n_held, n_destined)
+            is_whole = n_held == len(content.tokens)
+            return min(n_held + content.n_tail, len(tokens)) if is_whole else n_held
+        case Unknown():
+            return len(tokens)
 
 
 def rivals(target: Slot, slots: Iterable[Slot], tokens: TokenIds) -> list[SlotId]:

@@ -30,7 +30,7 @@ class Unknown:
 
     Anybody's are erased before the slot is used again. If `can_be_adopted`, a save will tell its tokens
     and they are worth keeping; `likely` are the tokens that a save may well find, such as the prompt of
-    a request that was abandoned on its way. `n_restored` is as in Known.
+    a request that was abandoned on its way, or what is being evaluated. `n_restored` is as in Known.
     """
 
     tenant: Namespace | None = None
@@ -87,6 +87,10 @@ TAINTED = Unknown(None, can_be_adopted=False)
 """A slot whose state may not be what its tokens say: it is erased before it is used again."""
 
 
+LOADING = Unknown(can_be_adopted=False)
+"""A slot that a state is being loaded into: it may hold anything until that is done."""
+
+
 def promised_tokens(rule: Rule, slot: "Slot", namespace: Namespace, tokens: TokenIds) -> int:
     """Return how many tokens a slot that is closing will likely save a prompt that waits for it."""
     content = slot.content
@@ -132,8 +136,9 @@ class Slot:
 
     `is_closing` says that its lease serves no request any more and ends by itself: a save is under way,
     or llama-server is letting go of a request whose client left. `is_running` says that llama-server is
-    known to run the lease's request, so that it will not place another one there. `destined` are the tokens
-    that the lease's request will put there, None if they are not known.
+    known to run the lease's request, so that it will not place another one there. `is_ready` says that the
+    lease's request is about to be sent, and that until then the slot holds what it holds. `destined` are
+    the tokens that the lease's request will put there, None if they are not known.
     """
 
     id: SlotId
@@ -141,6 +146,7 @@ class Slot:
     is_leased: bool = False
     is_closing: bool = False
     is_running: bool = False
+    is_ready: bool = False
     used_at: float = 0.0
     destined: TokenIds | None = None
 
@@ -199,26 +205,35 @@ class SlotTable:
             is_leased=False,
             is_closing=False,
             is_running=False,
+            is_ready=False,
             used_at=now,
             destined=None,
         )
 
     def close_lease(self, slot_id: SlotId) -> None:
         """Note that a leased slot will soon be free, with its content as good as it is now."""
-        self._slots[slot_id] = replace(self._slots[slot_id], is_closing=True, is_running=False)
+        self._slots[slot_id] = replace(
+            self._slots[slot_id], is_closing=True, is_running=False, is_ready=False
+        )
 
     def destine(self, slot_id: SlotId, tokens: TokenIds) -> None:
         """Note what the request that a slot is leased for will put there."""
         self._slots[slot_id] = replace(self._slots[slot_id], destined=tokens)
 
+    def note_ready(self, slot_id: SlotId, *, is_ready: bool) -> None:
+        """Note whether nothing will change what a leased slot holds until its request is sent."""
+        self._slots[slot_id] = replace(self._slots[slot_id], is_ready=is_ready)
+
     def note_running(self, slot_id: SlotId) -> None:
         """Note that llama-server runs the request that a slot is leased for."""
         if self._slots[slot_id].is_leased:
-            self._slots[slot_id] = replace(self._slots[slot_id], is_running=True)
+            self._slots[slot_id] = replace(self._slots[slot_id], is_running=True, is_ready=False)
 
     def set_content(self, slot_id: SlotId, content: Content) -> None:
         """Record what a slot holds from now on; whatever ran in it has ended."""
-        self._slots[slot_id] = replace(self._slots[slot_id], content=content, is_running=False)
+        self._slots[slot_id] = replace(
+            self._slots[slot_id], content=content, is_running=False, is_ready=False
+        )
 
     def forget_free(self) -> None:
         """Mark every free slot unknown, after traffic that the proxy did not place."""

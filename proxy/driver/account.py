@@ -30,6 +30,10 @@ class Account:
         self.n_evaluated += timings.prompt_n
         self.evaluation_seconds += timings.prompt_ms / 1000
 
+    def move(self, plan: Plan) -> None:
+        """Go on by another plan: what was there before is for the next reply to say."""
+        self.plan, self.n_reused = plan, None
+
     @property
     def is_ineffective_restore(self) -> bool:
         """Whether a restore that answered 200 was not reused as planned."""

@@ -10,7 +10,7 @@ from proxy.core.erasure import must_be_erased
 from proxy.core.model import CheckpointKind, Prompt
 from proxy.core.options import Restore
 from proxy.core.plan import Plan
-from proxy.core.slots import TAINTED, Known, Unknown, restored_tokens
+from proxy.core.slots import LOADING, TAINTED, Known, Unknown, restored_tokens
 from proxy.core.write_back import at_savable_point, is_place_at_risk
 from proxy.driver.abandoned import wind_up
 from proxy.driver.account import Account
@@ -112,6 +112,9 @@ class CachedRequest:
             return False
         try:
             if isinstance(plan.start, Restore):
+                # What is loaded may be more similar to another's prompt than its own slot is.
+                await self._attachment.desk.await_choice()
+                self._attachment.desk.table.set_content(plan.slot_id, LOADING)
                 restore = work.restore(plan.slot_id, self._prompt.namespace, plan.start)
                 await self._services.finish(lease, restore)
             await self._make_stops(lease, account)

@@ -82,6 +82,13 @@ class Lease(Generic[C]):
             self._desk.table.set_content(slot_id, TAINTED)
             self._desk.table.close_lease(slot_id)
 
+    def move(self, slot_id: SlotId, reason: C) -> None:
+        """Exchange all slots for another one that was reserved."""
+        left = self.held
+        self._held.add(slot_id)
+        self.slot_ids, self.reason = (slot_id,), reason
+        self.give_up(left)
+
     def hand_over(self, task: "asyncio.Task[Any]") -> None:
         """Leave the slots to *task*: they are given back when it ends, whatever becomes of us."""
         for slot_id in self._held:

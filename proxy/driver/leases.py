@@ -10,8 +10,8 @@ idle slot may be the one, so nothing else is granted meanwhile, and slots that c
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
@@ -44,6 +44,18 @@ class _Waiting:
     is_placement: bool
 
 
+class Hold:
+    """While it lasts the desk grants nothing; releasing it again is harmless."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end: Callable[[], None] | None = end
+
+    def release(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+
 class LeaseDesk:
     """Hands out leases on the slots of one llama-server process."""
 
@@ -52,7 +64,8 @@ class LeaseDesk:
         self._max_waiting = max_waiting
         self._waiting: deque[_Waiting] = deque()
         self._placement: Lease[Any] | None = None
-        self._n_held = 0
+        self._choosing = asyncio.Lock()
+        self._is_held = False
         self._is_closed = False
 
     @property
@@ -63,17 +76,26 @@ class LeaseDesk:
     @property
     def is_placing(self) -> bool:
         """Whether llama-server may be about to run a request in any slot that is idle to it."""
-        return self._placement is not None or self._n_held > 0
+        return self._placement is not None or self._is_held
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Grant nothing while the block runs: llama-server is choosing a slot by what they hold."""
-        self._n_held += 1
-        try:
-            yield
-        finally:
-            self._n_held -= 1
-            self._grant()
+    async def hold(self) -> "Hold":
+        """Grant nothing from now on: llama-server is choosing a slot by what they hold.
+
+        Whoever else would hold it waits until this is released.
+        """
+        await self._choosing.acquire()
+        self._is_held = True
+        return Hold(self._end_hold)
+
+    async def await_choice(self) -> None:
+        """Wait until nobody holds the desk: what slots hold may change then."""
+        async with self._choosing:
+            pass
+
+    def _end_hold(self) -> None:
+        self._is_held = False
+        self._choosing.release()
+        self._grant()
 
     @property
     def n_waiting(self) -> int:
@@ -127,6 +149,11 @@ class LeaseDesk:
         if self._is_closed or self.table[slot_id].is_leased:
             return None
         return self._reserve(Choice((slot_id,), None))
+
+    def move(self, lease: Lease[C], slot_id: SlotId, reason: C) -> None:
+        """Let a lease have a free slot instead of its own; only for who holds the desk."""
+        self.table.lease(slot_id, time.monotonic())
+        lease.move(slot_id, reason)
 
     def take_over(self, slot_id: SlotId) -> Lease[None]:
         """Return the lease of a slot that was found in somebody else's use."""

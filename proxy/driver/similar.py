@@ -1,7 +1,8 @@
 """A cached request whose slot llama-server chooses by similarity: /v1/messages drops id_slot.
 
-Owns: making the prepared slot the most similar one, and finding out whether it was chosen. Nothing is
-granted between the last look at what slots hold and the choice.
+Owns: making the prepared slot the most similar one that is idle, and finding out which one was chosen.
+One such request is placed at a time, and nothing is granted between the last look at what slots hold and
+the choice.
 """
 
 import asyncio
@@ -9,13 +10,16 @@ import time
 
 from proxy.core.cuts import Stop
 from proxy.core.degradation import DegradationKind
+from proxy.core.erasure import must_be_erased
 from proxy.core.model import CheckpointKind, SlotId
+from proxy.core.options import Option, UseLive
 from proxy.core.plan import Plan
-from proxy.core.similarity import is_similar_enough, rivals
-from proxy.core.slots import TAINTED
+from proxy.core.similarity import is_similar_enough, rivals, shared_at_least
+from proxy.core.slots import Slot, live_reuse
 from proxy.driver.account import Account
 from proxy.driver.cached import CachedRequest
 from proxy.driver.lease import Lease
+from proxy.driver.leases import Hold
 from proxy.driver.requests import Answer, Send
 from proxy.errors import UpstreamFault
 
@@ -23,6 +27,8 @@ _FIRST_LOOK_SECONDS = 0.005
 _LAST_LOOK_SECONDS = 0.25
 _RIVAL_SECONDS = 30.0
 """How long a request waits for slots that may turn out more similar than its own."""
+_START_SECONDS = 10.0
+"""How long nothing is granted for a request that is sent and does not start."""
 
 LastTasks = dict[SlotId, int]
 
@@ -30,47 +36,70 @@ LastTasks = dict[SlotId, int]
 class SimilarRequest(CachedRequest):
     """Serves one request through the slot that is most similar to it."""
 
+    _has_evaluated_all = False
+    _is_placed = False
+
     async def _send(
         self, lease: Lease[Plan], account: Account, send: Send, *, can_reuse: bool
     ) -> Answer:
-        slot_id = lease.reason.slot_id
         if not can_reuse:
-            await self._services.finish(
-                lease, self._session.work.overwrite(slot_id, self._prompt.namespace)
+            overwrite = self._session.work.overwrite(lease.reason.slot_id, self._prompt.namespace)
+            await self._services.finish(lease, overwrite)
+        hold = await self._await_turn(lease, account)
+        try:
+            before = await self._last_tasks()
+            is_over = asyncio.Event()
+            watching = self._services.tasks.start(
+                self._watch(lease, account, hold, before, is_over)
             )
-        began, sending = time.monotonic(), None
-        while sending is None:
-            with self._attachment.desk.held():
-                is_late = time.monotonic() - began > _RIVAL_SECONDS
-                if await self._is_most_similar(lease, account) or is_late:
-                    before = await self._last_tasks()
-                    sending = asyncio.ensure_future(send(self._body.raw, lambda: None))
-                    try:
-                        await self._await_start(slot_id, before, sending)
-                    except BaseException:
-                        sending.cancel()
-                        raise
-            if sending is None:
-                await asyncio.sleep(_LAST_LOOK_SECONDS)  # a rival is in use
-        return await self._outcome(slot_id, before, sending, account)
+        except BaseException:
+            hold.release()
+            raise
+        try:
+            answer = await send(self._body.raw, lambda: None)
+            is_over.set()
+            await watching
+        finally:
+            watching.cancel()
+            hold.release()
+        return await self._confirmed(lease, account, before, answer)
 
-    async def _is_most_similar(self, lease: Lease[Plan], account: Account) -> bool:
-        """Return whether llama-server must choose the slot, after what had to be done for that."""
-        slot_id, table = lease.reason.slot_id, self._attachment.desk.table
+    async def _await_turn(self, lease: Lease[Plan], account: Account) -> Hold:
+        """Return, holding the desk, once llama-server must choose the slot that is prepared."""
+        slot_id, desk = lease.reason.slot_id, self._attachment.desk
+        began, pause = time.monotonic(), _FIRST_LOOK_SECONDS
+        while True:
+            hold = await desk.hold()
+            try:
+                stands_out = self._stands_out(slot_id)
+                is_late = time.monotonic() - began > _RIVAL_SECONDS
+                if stands_out and await self._make_way(slot_id, is_late=is_late):
+                    return hold
+            except BaseException:
+                hold.release()
+                raise
+            # Only who holds the desk may say so: others then go by what the slot holds.
+            desk.table.note_ready(slot_id, is_ready=stands_out)
+            hold.release()
+            if not stands_out:
+                await self._evaluate_all(lease, account)
+                continue
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LAST_LOOK_SECONDS)
+
+    def _stands_out(self, slot_id: SlotId) -> bool:
+        """Return whether the slot is as similar as it can be, or as it must be."""
+        slot, table = self._attachment.desk.table[slot_id], self._attachment.desk.table
         tokens = self._prompt.tokens
-        if rivals(table[slot_id], table, tokens) or not is_similar_enough(table[slot_id], tokens):
-            await self._evaluate_all(lease, account)
-        for rival in rivals(table[slot_id], table, tokens):
-            if table[rival].is_leased:
-                return False
-            await self._empty(rival)
-        return True
+        is_most_similar = is_similar_enough(slot, tokens) and not rivals(slot, table, tokens)
+        return is_most_similar or self._has_evaluated_all
 
     async def _evaluate_all(self, lease: Lease[Plan], account: Account) -> None:
-        """Let the slot hold all of the prompt but its last tokens: nothing else is as similar."""
+        """Let the slot hold all of the prompt but its last tokens: only an equal prompt is as similar."""
+        self._has_evaluated_all = True
         n_end = self._prompt.cuts.message_end or self._prompt.n_tokens - 1
         slot = self._attachment.desk.table[lease.reason.slot_id]
-        if n_end <= 0 or n_end <= len(getattr(slot.content, "tokens", ())):
+        if n_end <= shared_at_least(slot, self._prompt.tokens):
             return
         work, cuts = self._session.work, lease.reason.cuts
         try:
@@ -79,6 +108,29 @@ class SimilarRequest(CachedRequest):
             )
         except UpstreamFault as fault:
             self._services.faults.record("placement", fault)
+
+    async def _make_way(self, slot_id: SlotId, *, is_late: bool) -> bool:
+        """Empty the free slots that would be chosen instead; return False if one must be waited for."""
+        table = self._attachment.desk.table
+        for rival in rivals(table[slot_id], table, self._prompt.tokens):
+            if table[rival].is_leased:
+                if not self._may_end_in(table[rival], is_late=is_late):
+                    return False
+            else:
+                await self._empty(rival)
+        return True
+
+    def _may_end_in(self, rival: Slot, *, is_late: bool) -> bool:
+        """Return whether it does no harm if the request runs in a rival whose own has just ended.
+
+        A slot that runs is not chosen, but it may come to its end before llama-server chooses.
+        """
+        attachment = self._attachment
+        if must_be_erased(
+            attachment.rule, rival.content, self._prompt.namespace, self._prompt.tokens
+        ):
+            return False
+        return is_late or (rival.is_running and len(attachment.tenants) <= 1)
 
     async def _empty(self, slot_id: SlotId) -> None:
         """Save and erase a free slot that llama-server would choose instead."""
@@ -94,54 +146,72 @@ class SimilarRequest(CachedRequest):
             except UpstreamFault as fault:
                 self._services.faults.record("placement", fault)
 
-    async def _await_start(
-        self, slot_id: SlotId, before: LastTasks | None, sending: "asyncio.Future[Answer]"
+    async def _watch(
+        self,
+        lease: Lease[Plan],
+        account: Account,
+        hold: Hold,
+        before: LastTasks | None,
+        is_over: asyncio.Event,
     ) -> None:
-        """Return once llama-server has begun the request somewhere, or it has ended."""
-        pause = _FIRST_LOOK_SECONDS
-        while before is not None and not sending.done():
-            await asyncio.wait({sending}, timeout=pause)
+        """Hold the desk until llama-server has begun the request somewhere, or it has ended."""
+        began, pause = time.monotonic(), _FIRST_LOOK_SECONDS
+        slot_id = lease.reason.slot_id
+        self._is_placed = before is None  # nothing else is as similar
+        while before is not None and not self._is_placed:
+            await _wait(is_over, pause)
+            is_last_look = is_over.is_set() or time.monotonic() - began > _START_SECONDS
             pause = min(2 * pause, _LAST_LOOK_SECONDS)
             after = await self._last_tasks()
-            if after is None or after.get(slot_id) != before.get(slot_id):
+            self._find(lease, account, before, after)
+            if is_last_look or after is None:
                 break
-            if sending.done() or self._strayed(slot_id, before, after):
-                return
-        self._attachment.desk.table.note_running(slot_id)
+        if self._is_placed:
+            self._attachment.desk.table.note_running(lease.reason.slot_id)
+        if lease.reason.slot_id == slot_id and before is not None and self._is_placed:
+            self._attachment.recover(DegradationKind.PLACED_ELSEWHERE)
+        hold.release()
 
-    async def _outcome(
-        self,
-        slot_id: SlotId,
-        before: LastTasks | None,
-        sending: "asyncio.Future[Answer]",
-        account: Account,
+    def _find(
+        self, lease: Lease[Plan], account: Account, before: LastTasks, after: LastTasks | None
+    ) -> None:
+        """Look which slot has run something since; go on in another one if it was that."""
+        if after is None:
+            return
+        slot_id, table = lease.reason.slot_id, self._attachment.desk.table
+        if after.get(slot_id) != before.get(slot_id):
+            self._is_placed = True
+            return
+        for other, task in after.items():
+            if task != before.get(other) and not table[other].is_leased:
+                self._is_placed = True
+                return self._follow(lease, account, table[other])
+
+    def _follow(self, lease: Lease[Plan], account: Account, chosen: Slot) -> None:
+        """Take the slot that was chosen instead; the one that was prepared is free again."""
+        attachment, prompt = self._attachment, self._prompt
+        if chosen.id not in rivals(
+            attachment.desk.table[lease.reason.slot_id], [chosen], prompt.tokens
+        ):
+            attachment.degrade(DegradationKind.PLACED_ELSEWHERE)
+        reuse = live_reuse(attachment.rule, chosen.content, prompt.namespace, prompt.tokens)
+        plan = Plan(Option(chosen.id, UseLive(reuse), 0.0), cuts=lease.reason.cuts)
+        attachment.desk.move(lease, plan.slot_id, plan)
+        attachment.desk.table.destine(plan.slot_id, prompt.tokens)
+        account.move(plan)
+
+    async def _confirmed(
+        self, lease: Lease[Plan], account: Account, before: LastTasks | None, answer: Answer
     ) -> Answer:
-        """Return the answer; if another slot gave it, that one's content is not known any more."""
-        try:
-            answer = await sending
-        except asyncio.CancelledError:
-            sending.cancel()
-            raise
-        after = await self._last_tasks()
-        if before is None or after is None or after.get(slot_id) != before.get(slot_id):
+        """Return the answer, without what it says of reuse if its slot is not known."""
+        if not self._is_placed and before is not None:
+            self._find(lease, account, before, await self._last_tasks())
+        if self._is_placed or answer.timings is None:
             return answer
-        desk = self._attachment.desk
-        for stray in self._strayed(slot_id, before, after):
-            desk.table.set_content(stray, TAINTED)
-        if answer.timings is not None:
-            account.is_degraded = True
-            self._services.metrics.drift.inc()
-            self._attachment.degrade(DegradationKind.PLACED_ELSEWHERE)
+        account.is_degraded = True
+        self._services.metrics.drift.inc()
+        self._attachment.degrade(DegradationKind.PLACED_ELSEWHERE)
         return Answer(answer.status, None, answer.first_token_at, answer.is_broken)
-
-    def _strayed(self, slot_id: SlotId, before: LastTasks, after: LastTasks) -> list[SlotId]:
-        """Return the free slots that have run something since, though nobody has leased them."""
-        table = self._attachment.desk.table
-        return [
-            other
-            for other, task in after.items()
-            if other != slot_id and task != before.get(other) and not table[other].is_leased
-        ]
 
     async def _last_tasks(self) -> LastTasks | None:
         """Return the last task of each slot; None if llama-server does not tell."""
@@ -151,3 +221,11 @@ class SimilarRequest(CachedRequest):
             self._services.faults.record("placement", fault)
             return None
         return {SlotId(state.id): state.id_task for state in states}
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass

@@ -14,7 +14,7 @@ from proxy.core.eviction import Removal
 from proxy.core.model import Checkpoint, Cuts, Prompt, SlotId
 from proxy.core.options import Restore
 from proxy.core.prefix import Namespace
-from proxy.core.slots import TAINTED, Empty, Known, Unknown, restored_tokens
+from proxy.core.slots import LOADING, TAINTED, Empty, Known, Unknown, restored_tokens
 from proxy.driver.attachment import Attachment
 from proxy.driver.services import Services
 from proxy.errors import StoreFault, UpstreamFault, UpstreamRefused
@@ -89,7 +89,7 @@ class SlotWork:
         self._table.set_content(slot_id, restored)
 
     async def _load(self, slot_id: SlotId, checkpoint: Checkpoint) -> None:
-        self._table.set_content(slot_id, Unknown(can_be_adopted=False))
+        self._table.set_content(slot_id, LOADING)
         is_warm = self._services.store.is_warm(checkpoint)
         began = time.monotonic()
         try:
@@ -112,8 +112,9 @@ class SlotWork:
         """Evaluate a prompt up to one of its *cuts*; raises UpstreamFault."""
         before = self._table[slot_id].content
         n_restored = restored_tokens(before)
-        self._table.set_content(slot_id, Unknown(prompt.namespace, n_restored=n_restored))
         tokens = prompt.tokens[: stop.n_tokens]
+        evaluating = Unknown(prompt.namespace, likely=tokens, n_restored=n_restored)
+        self._table.set_content(slot_id, evaluating)
         timings = await self._upstream.evaluate(slot_id, tokens, headers)
         self._attachment.learn_evaluation(timings)
         content = after_evaluation(
