@@ -26,10 +26,12 @@ def short() -> Trace:
 
 
 def _chat(number: int) -> list[Request]:
+    """Return a long question and one more, or a short one and two more: at most 100 tokens."""
     session = Session(f"c{number}", NO_HEADER, 20_000 + 10 * number)
-    requests = [session.ask(70 + 15 * (number % 5)).request()]
-    for _ in range(1 + number % 2):
-        requests.append(session.real_answer().ask(60).request())
+    is_long = number % 2 == 0
+    requests = [session.ask((95 if is_long else 60) + 5 * (number % 5)).request()]
+    for _ in range(1 if is_long else 2):
+        requests.append(session.real_answer().ask(40).request())
     return requests
 
 
