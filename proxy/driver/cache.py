@@ -56,6 +56,7 @@ class Cache:
 
         async def send_and_watch(raw: bytes, on_start: Callable[[], None]) -> Answer:
             answer = await send(raw, on_start)
+            self._stabilizing.note_calls(request, answer.calls)
             if answer.is_broken:
                 self._lifecycle.poke()
             return answer

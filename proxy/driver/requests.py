@@ -4,6 +4,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
+from proxy.stabilize.calls_made import CallMade
 from proxy.upstream.replies import Timings
 from proxy.upstream.routes import Route
 
@@ -32,13 +33,14 @@ class Answer:
     """What was seen of llama-server's answer while it was relayed; no timings if it has none.
 
     `first_token_at` is of the monotonic clock; None if the answer came whole, not as a stream.
-    `is_broken` says that llama-server went away in the middle.
+    `is_broken` says that llama-server went away in the middle. `calls` are the tool calls it made.
     """
 
     status: int
     timings: Timings | None
     first_token_at: float | None = None
     is_broken: bool = False
+    calls: tuple[CallMade, ...] = ()
 
 
 Send = Callable[[bytes, Callable[[], None]], Awaitable[Answer]]

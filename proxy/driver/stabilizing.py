@@ -24,11 +24,12 @@ from proxy.stabilize.template_facts import BODIES, inlined_body, keeps_inlined, 
 from proxy.upstream.bodies import parse_body
 from proxy.upstream.routes import Route
 
-_FORMS = {
+FORMS = {
     Route.CHAT: Form.CHAT,
     Route.MESSAGES: Form.ANTHROPIC,
     Route.RESPONSES: Form.RESPONSES,
 }
+"""The API forms that stabilizers know, by route."""
 _VALUE_NAME = "stabilizers"
 
 
@@ -43,7 +44,7 @@ class Stabilizing:
 
     async def rewrite(self, session: Session, request: GenerationRequest) -> GenerationRequest:
         """Return the request as it is to be served: the same one if nothing applies."""
-        form = _FORMS.get(request.route)
+        form = FORMS.get(request.route)
         body = parse_body(request.raw) if form and self._switches else None
         if form is None or body is None:
             return request

@@ -10,10 +10,13 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from proxy.driver.requests import Answer
+from proxy.driver.stabilizing import FORMS
 from proxy.errors import UpstreamGone, UpstreamNotReached
 from proxy.front.error_bodies import error_event
+from proxy.stabilize.calls_made import CallMade, CallsMade
 from proxy.upstream.answers import AnswerReader
 from proxy.upstream.llama_server import LlamaServer, reason_of
+from proxy.upstream.routes import generation_route
 
 Body = bytes | AsyncIterable[bytes] | None
 
@@ -90,11 +93,14 @@ class Exchange:
 
     async def _relay(self, answer: aiohttp.ClientResponse) -> Answer:
         reader = AnswerReader(answer.headers.get("Content-Type", ""))
+        calls = self._calls_of(answer)
+        made: list[CallMade] = []
         self.response = await self._begin(answer)
         first_token_at: float | None = None
         try:
             async for chunk in answer.content.iter_any():
                 reader.feed(chunk)
+                made += calls.feed(chunk) if calls else ()
                 if first_token_at is None and reader.has_token:
                     first_token_at = time.monotonic()
                 await self.response.write(chunk)
@@ -109,7 +115,15 @@ class Exchange:
             await self._break_off(answer, error)
             return Answer(answer.status, None, first_token_at, is_broken=True)
         self.is_answered = True
-        return Answer(answer.status, reader.timings(), first_token_at)
+        made += calls.finish() if calls else ()
+        return Answer(answer.status, reader.timings(), first_token_at, calls=tuple(made))
+
+    def _calls_of(self, answer: aiohttp.ClientResponse) -> CallsMade | None:
+        """Return what reads the tool calls of an answer; clients will not send them back as they were."""
+        route = generation_route(self._client.method, self._client.path)
+        form = FORMS.get(route) if route else None
+        is_read = form is not None and answer.status == 200
+        return CallsMade(form, is_stream=_is_stream(answer)) if is_read and form else None
 
     async def _begin(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         response = web.StreamResponse(

@@ -67,7 +67,9 @@ def test_displaced_tokens_of_a_turn_that_moves_on_are_zero() -> None:
 
 
 def test_displaced_tokens_of_a_slot_that_is_filled_anew_are_all_that_is_unsaved() -> None:
-    assert displaced(Known(branch(50, 100), NAMESPACE, n_saved=40), run_of(200), goes_on=False) == 60
+    assert (
+        displaced(Known(branch(50, 100), NAMESPACE, n_saved=40), run_of(200), goes_on=False) == 60
+    )
 
 
 def test_displaced_tokens_of_a_conversation_that_moves_on_elsewhere_are_none() -> None:

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "proxy.driver": {"proxy.core", "proxy.store", "proxy.upstream", "proxy.errors"}
     | {"proxy.metrics", "proxy.log", "proxy.driver", "proxy.stabilize"},
     "proxy.front": {"proxy.driver", "proxy.core", "proxy.upstream", "proxy.errors"}
-    | {"proxy.metrics", "proxy.log", "proxy.front"},
+    | {"proxy.metrics", "proxy.log", "proxy.front", "proxy.stabilize"},
     "proxy.doctor": {"proxy.core", "proxy.store", "proxy.upstream", "proxy.driver"}
     | {"proxy.errors", "proxy.doctor"},
     "proxy.front.checkpoints": {"proxy.store"},

@@ -1,0 +1,99 @@
+"""The stabilizers at work: what a request becomes, and what is learned from answers."""
+
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+
+from proxy.driver.faults import Faults
+from proxy.driver.requests import GenerationRequest
+from proxy.driver.services import Services
+from proxy.driver.session import Session
+from proxy.driver.stabilizing import Stabilizing
+from proxy.driver.tasks import Tasks
+from proxy.errors import UpstreamRefused
+from proxy.metrics import Metrics
+from proxy.stabilize.calls_made import CallMade
+from proxy.stabilize.names import parse_switches
+from proxy.upstream.routes import Route
+
+
+class Upstream:
+    """Renders nothing, as a template does that refuses all of it; counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.n_asked = 0
+
+    async def apply_template(self, body: bytes, headers: Any) -> str:
+        self.n_asked += 1
+        raise UpstreamRefused(400, "no")
+
+
+def stabilizing(switches: str = "safe") -> tuple[Stabilizing, Services, Upstream]:
+    metrics, upstream = Metrics(), Upstream()
+    services = SimpleNamespace(
+        upstream=upstream,
+        opened_store=None,
+        metrics=metrics,
+        faults=Faults(metrics),
+        tasks=Tasks(),
+    )
+    known = cast(Services, services)
+    return Stabilizing(known, parse_switches(switches)), known, upstream
+
+
+SESSION = cast(Session, SimpleNamespace(attachment=SimpleNamespace(process_id="one")))
+
+
+def request(route: Route = Route.MESSAGES, **fields: Any) -> GenerationRequest:
+    body = {"max_tokens": 4, "messages": [{"role": "user", "content": "hi"}], **fields}
+    return GenerationRequest("id", route, "/v1/messages", json.dumps(body, indent=1).encode(), {})
+
+
+async def test_request_that_nothing_applies_to_is_the_very_same() -> None:
+    stabilizers, _, _ = stabilizing()
+    asked = request()
+    assert await stabilizers.rewrite(SESSION, asked) is asked
+
+
+async def test_request_with_all_switched_off_is_the_very_same() -> None:
+    stabilizers, _, upstream = stabilizing("none")
+    asked = request(system=[{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}])
+    assert await stabilizers.rewrite(SESSION, asked) is asked
+    assert upstream.n_asked == 0
+
+
+async def test_billing_line_is_dropped_counted_and_named() -> None:
+    stabilizers, services, _ = stabilizing()
+    billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=1;"}
+    rule = {"type": "text", "text": "Be brief."}
+    served = await stabilizers.rewrite(SESSION, request(system=[billing, rule]))
+    assert json.loads(served.raw)["system"] == [rule]
+    assert served.rewrites == ("drop_billing_header",)
+    assert services.metrics.total("stabilized_requests", stabilizer="drop_billing_header") == 1
+
+
+async def test_template_is_asked_once_for_each_process() -> None:
+    stabilizers, _, upstream = stabilizing()
+    for _ in range(3):
+        await stabilizers.rewrite(SESSION, request())
+    n_asked = upstream.n_asked
+    other = cast(Session, SimpleNamespace(attachment=SimpleNamespace(process_id="two")))
+    await stabilizers.rewrite(other, request())
+    assert upstream.n_asked == 2 * n_asked > 0
+
+
+async def test_call_that_the_client_rewrote_is_sent_as_the_model_made_it() -> None:
+    stabilizers, _, _ = stabilizing()
+    made = CallMade("toolu_1", "Bash", '{"description": "look", "command": "ls"}')
+    stabilizers.note_calls(request(), [made])
+    rewritten = {"command": "ls", "description": "look"}
+    use = {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": rewritten}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "a b"}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    served = await stabilizers.rewrite(SESSION, request(messages=messages))
+    block = json.loads(served.raw)["messages"][1]["content"][0]
+    assert list(block["input"]) == ["description", "command"]
