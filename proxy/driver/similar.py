@@ -47,7 +47,7 @@ class SimilarRequest(CachedRequest):
             await self._services.finish(lease, overwrite)
         hold = await self._await_turn(lease, account)
         try:
-            before = await self._last_tasks()
+            before = await self._tasks_before(lease.reason.slot_id)
             is_over = asyncio.Event()
             watching = self._services.tasks.start(
                 self._watch(lease, account, hold, before, is_over)
@@ -182,8 +182,8 @@ class SimilarRequest(CachedRequest):
         if after.get(slot_id) != before.get(slot_id):
             self._is_placed = True
             return
-        for other, task in after.items():
-            if task != before.get(other) and not table[other].is_leased:
+        for other, task in before.items():
+            if task != after.get(other) and not table[other].is_leased:
                 self._is_placed = True
                 return self._follow(lease, account, table[other])
 
@@ -212,6 +212,13 @@ class SimilarRequest(CachedRequest):
         self._services.metrics.drift.inc()
         self._attachment.degrade(DegradationKind.PLACED_ELSEWHERE)
         return Answer(answer.status, None, answer.first_token_at, answer.is_broken)
+
+    async def _tasks_before(self, slot_id: SlotId) -> LastTasks | None:
+        """Return the last tasks of the slots that nothing but our request can begin to run in now."""
+        table = self._attachment.desk.table
+        quiet = [s.id for s in table if not s.is_leased or s.is_running or s.id == slot_id]
+        before = await self._last_tasks()
+        return None if before is None else {other: before.get(other, -1) for other in quiet}
 
     async def _last_tasks(self) -> LastTasks | None:
         """Return the last task of each slot; None if llama-server does not tell."""

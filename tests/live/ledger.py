@@ -6,7 +6,7 @@ from typing import Any
 from proxy.core.prefix import TokenIds, common_prefix_length, token_ids
 from proxy.upstream.bodies import as_chat_body, parse_body
 from proxy.upstream.routes import generation_route
-from tests.lab.apis import Api, Usage
+from tests.lab.apis import CHAT, Api, Usage
 from tests.lab.conversation import Message, tools
 from tests.lab.rig import Rig
 
@@ -53,6 +53,8 @@ class ApiLedger(Ledger):
         super().__init__(rig)
         self.api = api
         self._fields: dict[str, Any] = {"stream": stream, **api.limit(n_generated)}
+        if stream and api is CHAT:
+            self._fields["stream_options"] = {"include_usage": True}
 
     async def tokens(self, messages: list[Message]) -> TokenIds:
         """Return a request's prompt as llama-server will see it, by its own count."""

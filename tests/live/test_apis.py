@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.lab.apis import MESSAGES, RESPONSES, Api
+from proxy.core.slots import TAINTED, Empty
+from tests.lab.apis import CHAT, MESSAGES, RESPONSES, Api
 from tests.lab.conversation import Message, answer, system, tool_call, tool_result, user
 from tests.lab.rig import Rig
 from tests.live.conftest import StartRig
@@ -41,8 +42,16 @@ def value(rig: Rig, name: str, **labels: str) -> float:
     return found or 0.0
 
 
+async def accounted(rig: Rig) -> None:
+    """Wait until no slot is leased: clients have their answers a moment before they are counted."""
+    async with asyncio.timeout(300):
+        while "leased" in (await rig.health())["slots"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
 async def assert_as_foreseen(rig: Rig) -> None:
     """Everything was cached, confirmed, and ran in the slot that was made ready for it."""
+    await accounted(rig)
     assert value(rig, "drift_total") == 0
     assert value(rig, "restore_ineffective_total") == 0
     assert value(rig, "tokenization_disagreements_total") == 0
@@ -105,6 +114,7 @@ async def test_conversations_at_once_evaluate_only_what_is_new(
             n_new = sum([await ledger.enter(messages) for messages in requests])
             before = value(rig, "prompt_tokens_total", source="evaluated")
             await asyncio.gather(*(ledger.send(messages) for messages in requests))
+            await accounted(rig)
             n_evaluated = value(rig, "prompt_tokens_total", source="evaluated") - before
             assert n_evaluated <= n_new + SLACK_TOKENS * len(requests)
             await assert_as_foreseen(rig)
@@ -123,3 +133,87 @@ async def test_equal_prompts_at_once_are_all_served_where_they_should(
             usages = await asyncio.gather(*(ledger.send(messages) for _ in range(4)))
             assert {usage.n_prompt for usage in usages} == {len(await ledger.tokens(messages))}
             await assert_as_foreseen(rig)
+
+
+async def test_prompt_that_another_slot_is_answering_is_placed_beside_it(
+    start_rig: StartRig,
+) -> None:
+    """When the first answer ends, its slot is at least as similar as the one made ready."""
+    messages = conversation(1)[0]
+    async with start_rig("hybrid", n_slots=2, **NEVER_IDLE) as rig:
+        ledger = ApiLedger(rig, MESSAGES)
+        await ledger.send([*HEADER, user(9)])
+        for n_generated in (1, 2, 5, 10, 40, 100):
+            longer = ledger.send(messages, stream=True, max_tokens=n_generated)
+            async with asyncio.TaskGroup() as group:
+                first = group.create_task(longer)
+                await asyncio.sleep(0.02)
+                others = [group.create_task(ledger.send(messages)) for _ in range(3)]
+            assert len({task.result().n_prompt for task in (first, *others)}) == 1
+            await assert_as_foreseen(rig)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_requests_of_all_apis_at_once_do_not_take_each_others_slots(
+    start_rig: StartRig, kind: str
+) -> None:
+    conversations = [conversation(100 * i) for i in range(6)]
+    async with start_rig(kind, n_slots=3) as rig:
+        ledgers = [
+            ApiLedger(rig, api, stream=stream)
+            for api in (MESSAGES, RESPONSES, CHAT)
+            for stream in (False, True)
+        ]
+        for step in range(4):
+            asked = [requests[step] for requests in conversations]
+            sent = zip(ledgers, asked, strict=True)
+            await asyncio.gather(*(ledger.send(messages) for ledger, messages in sent))
+            await assert_as_foreseen(rig)
+
+
+@both_apis
+@pytest.mark.parametrize("kind", KINDS)
+async def test_request_sent_again_after_it_was_left_finds_what_was_evaluated(
+    start_rig: StartRig, api: Api, kind: str
+) -> None:
+    messages = [system(6000), user(1)]
+    async with start_rig(kind, n_slots=2) as rig:
+        ledger = ApiLedger(rig, api, stream=True)
+        n_new = await ledger.enter(messages)
+        before = await rig.evaluated()
+        leaving = asyncio.ensure_future(ledger.send(messages))
+        async with asyncio.timeout(60):
+            while await asyncio.to_thread(rig.server.evaluated_tokens) - before < 2048:  # noqa: ASYNC110
+                assert not leaving.done()
+                await asyncio.sleep(0.02)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        await ledger.send(messages)
+        n_evaluated = await rig.evaluated() - before
+        assert n_evaluated <= n_new + SLACK_TOKENS
+        assert value(rig, "unanswered_requests_total", reason="client left") == 1
+
+
+async def test_slot_that_other_traffic_made_more_similar_is_told_and_erased(
+    start_rig: StartRig,
+) -> None:
+    first, after_call, *_ = conversation(1)
+    async with start_rig("hybrid", n_slots=2, **NEVER_IDLE) as rig:
+        ledger = ApiLedger(rig, MESSAGES)
+        await ledger.send(first)
+        assert rig.running.lifecycle.current
+        table = rig.running.lifecycle.current.attachment.desk.table
+        (other,) = [slot.id for slot in table if isinstance(slot.content, Empty)]
+        prompt = list(await ledger.tokens(after_call))
+        stray = {"prompt": prompt, "n_predict": 1, "id_slot": other}
+        await asyncio.to_thread(rig.server.request, "POST", "/completion", stray)
+        usage = await ledger.send(after_call)
+        await accounted(rig)
+        assert usage.n_cached > len(prompt) - SLACK_TOKENS
+        assert [r["kind"] for r in (await rig.health())["reasons"]] == ["placed elsewhere"]
+        assert value(rig, "drift_total") == 1
+        assert table[other].content == TAINTED
+        await ledger.send(after_call)
+        await accounted(rig)
+        assert (await rig.health())["reasons"] == []
