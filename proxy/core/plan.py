@@ -24,6 +24,7 @@ from proxy.core.prefix import Namespace, TokenIds, common_prefix_length
 from proxy.core.rates import Rates
 from proxy.core.restore import usable_tokens
 from proxy.core.slots import Known, Reuse, Slot, live_reuse, promised_tokens
+from proxy.core.write_back import STEADY_SECONDS
 
 WORTH_WAITING_TOKENS = 64
 """A prompt waits for a slot that is being saved (llama-server stalls meanwhile anyway) or let go of by
@@ -32,6 +33,10 @@ an abandoned request (a second or so) if that slot spares it more tokens than th
 WORTH_WAITING_SHARE = 1.5
 """It waits for a state that another request will save soon if all is done in this many times what it would
 take alone: evaluating the same beside the other one, both would take twice as long."""
+
+STEADY_TOKENS = 32
+"""Speeds are learned from a machine that does other things, too. What costs so little more and spares
+so many tokens more is as good by seconds, and does not change with the machine's mood."""
 
 SHARED_HEADER_SAVES = 4.0
 """A header is saved on the way if evaluating it takes so many times as long as saving it: another
@@ -152,12 +157,23 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     ]
     last_used = {slot.id: slot.used_at for slot in now.slots}
     options.sort(key=lambda o: (o.total_seconds, last_used[o.slot_id], o.slot_id))
+    if options:
+        options.insert(0, options.pop(options.index(_steadiest(options))))
     best = options[0] if options else None
     n_best = best.start.n_reused if best else 0
     n_promised = max((_promised(prompt, now, s) for s in now.slots if s.is_closing), default=0)
     if best is None or n_promised > n_best + WORTH_WAITING_TOKENS or _waits(prompt, now, best):
         return None
     return _plan(prompt, now, options)
+
+
+def _steadiest(options: list[Option]) -> Option:
+    """Return the cheapest option, or one that reuses clearly more and is hardly dearer."""
+    cheapest = options[0]
+    n_enough = cheapest.start.n_reused + STEADY_TOKENS
+    alike = (o for o in options if o.total_seconds <= cheapest.total_seconds + STEADY_SECONDS)
+    more = [o for o in alike if o.start.n_reused >= n_enough]
+    return max(more, key=lambda o: o.start.n_reused, default=cheapest)
 
 
 def _plan(prompt: Prompt, now: Situation, options: list[Option]) -> Plan:

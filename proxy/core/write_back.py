@@ -17,6 +17,10 @@ N_RETURNS = 8
 long as evaluating it again a save may take."""
 
 
+STEADY_SECONDS = 0.15
+"""A save that takes no longer is always worth it, whatever mood the machine is in."""
+
+
 @dataclass(frozen=True, slots=True)
 class Worth:
     """What a save of one slot costs, and what it spares."""
@@ -28,8 +32,9 @@ class Worth:
     @property
     def is_worth_it(self) -> bool:
         """Whether the save pays for itself; a conversation's first one at once, for it may end there."""
-        n_returns = 1 if self.is_first else N_RETURNS
-        return self.save_seconds <= n_returns * self.evaluation_seconds
+        if self.is_first:
+            return self.save_seconds <= self.evaluation_seconds
+        return self.save_seconds <= N_RETURNS * self.evaluation_seconds + STEADY_SECONDS
 
 
 def worth_of(content: Known, n_unsaved: int, size_bytes: int, rates: Rates) -> Worth:

@@ -11,6 +11,7 @@ from proxy.core.prefix import FIRST_BLOCK_TOKENS
 from proxy.core.slots import Content, Empty, Known, Unknown
 from proxy.core.write_back import (
     N_RETURNS,
+    STEADY_SECONDS,
     Worth,
     at_savable_point,
     is_place_at_risk,
@@ -110,7 +111,8 @@ def test_worth_of_a_save_is_what_evaluating_the_unsaved_tokens_would_take() -> N
 
 def test_is_worth_it_if_the_save_is_made_up_for_when_the_conversation_comes_back() -> None:
     assert Worth(save_seconds=N_RETURNS * 0.5, evaluation_seconds=0.5).is_worth_it
-    assert not Worth(save_seconds=N_RETURNS * 0.5 + 0.1, evaluation_seconds=0.5).is_worth_it
+    dear = N_RETURNS * 0.5 + STEADY_SECONDS + 0.1
+    assert not Worth(save_seconds=dear, evaluation_seconds=0.5).is_worth_it
 
 
 def test_is_worth_it_for_the_first_time_if_a_single_return_makes_up_for_the_save() -> None:
