@@ -60,8 +60,11 @@ def _flatten(group: BaseExceptionGroup[Exception]) -> list[Exception]:
 class Run:
     """Measures what is planned, as far as it was not measured before."""
 
-    def __init__(self, stored: StoredResults, *, again: bool, verbose: bool) -> None:
+    def __init__(
+        self, stored: StoredResults, *, again: bool, only_known: bool, verbose: bool
+    ) -> None:
         self._stored, self._again, self._verbose = stored, again, verbose
+        self._only_known = only_known
 
     async def outcomes(self, planned: list[Planned]) -> list[Result | Failure]:
         """Return the results of all cases, and print each request if wanted."""
@@ -70,13 +73,14 @@ class Run:
             before = f"{number} of {len(planned)}: {one.case}"
             results: list[Result] = [] if self._again else self._stored.find(one.case)
             found += results[: one.n_times]
-            for time in range(len(results), one.n_times):
+            n_missing_from = one.n_times if self._only_known else len(results)
+            for time in range(n_missing_from, one.n_times):
                 tell(before + (f", {time + 1} of {one.n_times} times" if one.n_times > 1 else ""))
                 outcome = await measure(one.case)
                 if isinstance(outcome, Result):
                     self._stored.add(outcome)
                 found.append(outcome)
-            if self._verbose:
+            if self._verbose and found:
                 _print_requests(found[-1])
         return found
 
@@ -96,7 +100,12 @@ async def run(arguments: argparse.Namespace) -> int:
         arguments.variant,
         arguments.times,
     )
-    new_run = Run(StoredResults(), again=arguments.again, verbose=arguments.verbose)
+    new_run = Run(
+        StoredResults(),
+        again=arguments.again,
+        only_known=arguments.known,
+        verbose=arguments.verbose,
+    )
     outcomes = await new_run.outcomes(plan(choice))
     print(results_table(o for o in outcomes if isinstance(o, Result)))
     sections = all_sections(Outcomes(outcomes))
@@ -131,6 +140,7 @@ def main() -> int:
     parser.add_argument("--slots", nargs="+", action="extend", type=int, default=[])
     parser.add_argument("--times", type=int, default=0, help="results wanted of each case")
     parser.add_argument("--again", action="store_true", help="measure what is known, too")
+    parser.add_argument("--known", action="store_true", help="measure nothing that is not known")
     parser.add_argument("--verbose", action="store_true", help="every request")
     parser.add_argument("--document", action="store_true", help="write docs/benchmarks.md")
     arguments = parser.parse_args()
