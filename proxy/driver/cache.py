@@ -54,8 +54,10 @@ class Cache:
         UpstreamAbsent if that takes too long.
         """
 
-        async def send_and_watch(raw: bytes, on_start: Callable[[], None]) -> Answer:
-            answer = await send(raw, on_start)
+        async def send_and_watch(
+            raw: bytes, on_start: Callable[[], None], n_found: int | None = None
+        ) -> Answer:
+            answer = await send(raw, on_start, n_found)
             self._stabilizing.note_calls(request, answer.calls)
             if answer.is_broken:
                 self._lifecycle.poke()
@@ -138,9 +140,11 @@ class Cache:
             )
             return await cached.serve(send)
 
-        async def send_and_report(raw: bytes, on_start: Callable[[], None]) -> Answer:
+        async def send_and_report(
+            raw: bytes, on_start: Callable[[], None], n_found: int | None = None
+        ) -> Answer:
             # At once: clients that have their answer hang up, and what is left to do is cut short.
-            answer = await send(raw, on_start)
+            answer = await send(raw, on_start, n_found)
             self._report(request, answer, Outcome.BYPASS, reason)
             return answer
 

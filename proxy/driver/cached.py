@@ -90,6 +90,7 @@ class CachedRequest:
         return await send(
             pin(self._body, slot_id, reuses=can_reuse),
             lambda: self._attachment.desk.note_running(slot_id),
+            account.n_reused,
         )
 
     async def _require_current(self) -> None:

@@ -1,8 +1,9 @@
 """What the fronts hand to the driver, and what they report back."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from proxy.stabilize.calls_made import CallMade
 from proxy.upstream.replies import Timings
@@ -43,8 +44,14 @@ class Answer:
     calls: tuple[CallMade, ...] = ()
 
 
-Send = Callable[[bytes, Callable[[], None]], Awaitable[Answer]]
-"""Sends a body upstream and relays the answer to the client, whole.
+class Send(Protocol):
+    """Sends a body upstream and relays the answer to the client, whole.
 
-Calls back once llama-server is known to run it: it sends a stream's headers when the slot starts.
-"""
+    Calls back once llama-server is known to run it: it sends a stream's headers when the slot starts.
+    *n_found* of the prompt's tokens were there before the proxy itself evaluated any for this request;
+    llama-server counts those as cached too. None says that it evaluated none.
+    """
+
+    async def __call__(
+        self, body: bytes, on_start: Callable[[], None], n_found: int | None = None, /
+    ) -> Answer: ...

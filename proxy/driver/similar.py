@@ -7,6 +7,7 @@ the choice.
 
 import asyncio
 import time
+from dataclasses import replace
 
 from proxy.core.cuts import Stop
 from proxy.core.degradation import DegradationKind
@@ -56,13 +57,13 @@ class SimilarRequest(CachedRequest):
             hold.release()
             raise
         try:
-            answer = await send(self._body.raw, lambda: None)
+            answer = await send(self._body.raw, lambda: None, account.n_reused)
             is_over.set()
-            await watching
+            await _see_through(watching)
         finally:
             watching.cancel()
             hold.release()
-        return await self._confirmed(lease, account, before, answer)
+        return self._confirmed(account, answer)
 
     async def _await_turn(self, lease: Lease[Plan], account: Account) -> Hold:
         """Return, holding the desk, once llama-server must choose the slot that is prepared."""
@@ -154,21 +155,23 @@ class SimilarRequest(CachedRequest):
         before: LastTasks | None,
         is_over: asyncio.Event,
     ) -> None:
-        """Hold the desk until llama-server has begun the request somewhere, or it has ended."""
+        """Find where llama-server begins the request; hold the desk until then, but not for long."""
         began, pause = time.monotonic(), _FIRST_LOOK_SECONDS
         slot_id = lease.reason.slot_id
         self._is_placed = before is None  # nothing else is as similar
         while before is not None and not self._is_placed:
             await _wait(is_over, pause)
-            is_last_look = is_over.is_set() or time.monotonic() - began > _START_SECONDS
-            pause = min(2 * pause, _LAST_LOOK_SECONDS)
-            after = await self._last_tasks()
-            self._find(lease, account, before, after)
-            if is_last_look or after is None:
+            is_last_look = is_over.is_set()
+            self._find(lease, account, before, await self._last_tasks())
+            if is_last_look:
                 break
+            pause = min(2 * pause, _LAST_LOOK_SECONDS)
+            if time.monotonic() - began > _START_SECONDS:
+                hold.release()
+                before = {slot_id: before[slot_id]}  # others may begin in the free ones now
         if self._is_placed:
             self._attachment.desk.table.note_running(lease.reason.slot_id)
-        if lease.reason.slot_id == slot_id and before is not None and self._is_placed:
+        if self._is_placed and before is not None and lease.reason.slot_id == slot_id:
             self._attachment.recover(DegradationKind.PLACED_ELSEWHERE)
         hold.release()
 
@@ -200,18 +203,14 @@ class SimilarRequest(CachedRequest):
         attachment.desk.table.destine(plan.slot_id, prompt.tokens)
         account.move(plan)
 
-    async def _confirmed(
-        self, lease: Lease[Plan], account: Account, before: LastTasks | None, answer: Answer
-    ) -> Answer:
+    def _confirmed(self, account: Account, answer: Answer) -> Answer:
         """Return the answer, without what it says of reuse if its slot is not known."""
-        if not self._is_placed and before is not None:
-            self._find(lease, account, before, await self._last_tasks())
         if self._is_placed or answer.timings is None:
             return answer
         account.is_degraded = True
         self._services.metrics.drift.inc()
         self._attachment.degrade(DegradationKind.PLACED_ELSEWHERE)
-        return Answer(answer.status, None, answer.first_token_at, answer.is_broken)
+        return replace(answer, timings=None)
 
     async def _tasks_before(self, slot_id: SlotId) -> LastTasks | None:
         """Return the last tasks of the slots that nothing but our request can begin to run in now."""
@@ -228,6 +227,17 @@ class SimilarRequest(CachedRequest):
             self._services.faults.record("placement", fault)
             return None
         return {SlotId(state.id): state.id_task for state in states}
+
+
+async def _see_through(watching: "asyncio.Task[None]") -> None:
+    """Await it although the client, who has its answer, may hang up: where it ran must be known."""
+    try:
+        await asyncio.shield(watching)
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is None or watching.cancelled():
+            raise
+        task.uncancel()
+        await watching
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

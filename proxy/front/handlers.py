@@ -3,6 +3,7 @@
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 
 import xxhash
 from aiohttp import web
@@ -21,6 +22,7 @@ from proxy.errors import (
 from proxy.front.error_bodies import error_response
 from proxy.front.relay import Exchange, end_to_end
 from proxy.log import get_logger
+from proxy.upstream.bodies import wants_stream
 from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.routes import Route, changes_server_state, generation_route
 
@@ -59,14 +61,22 @@ class Front:
             return await self._handle(request, exchange)
         except CacheFault as fault:
             # Such faults end where they arise; one that did not must still not become the client's.
-            return error_response(request.path, ProxyError(str(fault)))
+            return await self._refuse(request, exchange, ProxyError(str(fault)))
         except ProxyError as error:
             if generation_route(request.method, request.path) is None:
                 self._log.warning("request failed", path=request.path, reason=str(error))
-            return error_response(request.path, error)
+            return await self._refuse(request, exchange, error)
         except ConnectionResetError:
             # The client went away while its answer was written: there is nobody to answer.
             return exchange.response or web.Response(status=499)
+
+    async def _refuse(
+        self, request: web.Request, exchange: Exchange, error: ProxyError
+    ) -> web.StreamResponse:
+        with suppress(ConnectionResetError):
+            if await exchange.end_kept(error) and exchange.response is not None:
+                return exchange.response
+        return error_response(request.path, error)
 
     async def _handle(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
         route = generation_route(request.method, request.path)
@@ -99,11 +109,14 @@ class Front:
                 raise TooManyRequests(f"{self._max_requests} requests are being served already")
             generation = await self._read(route, request, arrived_at)
 
-            async def send(body: bytes, on_start: Callable[[], None]) -> Answer:
+            async def send(
+                body: bytes, on_start: Callable[[], None], n_found: int | None = None
+            ) -> Answer:
                 headers = end_to_end(request.headers, without=_REBUILT)
-                return await exchange.send(body, headers, on_start)
+                return await exchange.send(body, headers, on_start, n_found)
 
-            await self._cache.serve(generation, send)
+            async with exchange.kept() if wants_stream(generation.raw) else nullcontext():
+                await self._cache.serve(generation, send)
         except BaseException as error:
             if not exchange.is_answered:
                 self._report.unanswered(request.path, arrived_at, error)

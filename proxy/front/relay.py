@@ -11,8 +11,10 @@ from multidict import CIMultiDict
 
 from proxy.driver.requests import Answer
 from proxy.driver.stabilizing import FORMS
-from proxy.errors import UpstreamGone, UpstreamNotReached
-from proxy.front.error_bodies import error_event
+from proxy.errors import ProxyError, UpstreamGone, UpstreamNotReached
+from proxy.front.edits import edited_answer
+from proxy.front.error_bodies import error_event, error_event_of
+from proxy.front.keeper import Keeper
 from proxy.stabilize.calls_made import CallMade, CallsMade
 from proxy.upstream.answers import AnswerReader
 from proxy.upstream.llama_server import LlamaServer, reason_of
@@ -55,21 +57,33 @@ class Exchange:
     def __init__(self, upstream: LlamaServer, client: web.Request) -> None:
         self._upstream = upstream
         self._client = client
-        self.response: web.StreamResponse | None = None
+        self._keeper = Keeper(client)
+        self._has_begun = False
+        self._relayed: web.StreamResponse | None = None
         self.is_answered = False
         """Whether the client has the whole answer, be it an error's."""
+
+    @property
+    def response(self) -> web.StreamResponse | None:
+        """What the client has been sent so far, None if nothing."""
+        return self._relayed or self._keeper.response
+
+    def kept(self) -> Keeper:
+        """Return a context in which a client that asked for a stream is kept while it waits."""
+        return self._keeper
 
     async def send(
         self,
         body: Body,
         headers: CIMultiDict[str],
         on_start: Callable[[], None] = lambda: None,
+        n_found: int | None = None,
     ) -> Answer:
         """Send the client's request with *body*, relay the answer, return what was seen of it.
 
-        *on_start* is called when a stream begins: then llama-server has begun to work on it.
-        Raises UpstreamGone if there is no answer, UpstreamNotReached if the request was not even sent;
-        an answer that breaks off ends in an error event.
+        *on_start* is called when a stream begins: then llama-server has begun to work on it. *n_found* is
+        for the usage, as in driver's Send. Raises UpstreamGone if there is no answer, UpstreamNotReached
+        if the request was not even sent; an answer that breaks off ends in an error event.
         """
         try:
             async with self._upstream.session.request(
@@ -82,29 +96,44 @@ class Exchange:
             ) as answer:
                 if _is_stream(answer):
                     on_start()
-                return await self._relay(answer)
+                return await self._relay(answer, n_found)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            if self.response is not None and self.response.prepared:
+            if self._has_begun:
                 raise  # the client is gone, or _relay has told it
             is_unsent = isinstance(error, _NOT_CONNECTED)
             raise (UpstreamNotReached if is_unsent else UpstreamGone)(
                 f"llama-server at {self._upstream.base_url}: {reason_of(error)}"
             ) from error
 
-    async def _relay(self, answer: aiohttp.ClientResponse) -> Answer:
+    async def end_kept(self, error: ProxyError) -> bool:
+        """End a stream that was begun for a client to wait in; return False if there is none."""
+        await self._keeper.stop()
+        if self._has_begun or self._keeper.response is None:
+            return False
+        await self._keeper.end(error_event(self._client.path, error))
+        return True
+
+    async def _relay(self, answer: aiohttp.ClientResponse, n_found: int | None) -> Answer:
+        await self._keeper.stop()
+        if self._keeper.response is not None and not (answer.status == 200 and _is_stream(answer)):
+            return await self._refuse_in_stream(answer)
         reader = AnswerReader(answer.headers.get("Content-Type", ""))
         calls = self._calls_of(answer)
         made: list[CallMade] = []
-        self.response = await self._begin(answer)
+        edited = edited_answer(self._client, answer, n_found)
+        n_bytes = await edited.n_bytes()
+        self._has_begun = True
+        response = self._relayed = self._keeper.response or await self._begin(answer, n_bytes)
         first_token_at: float | None = None
         try:
-            async for chunk in answer.content.iter_any():
+            async for chunk, passed_on in edited.chunks():
                 reader.feed(chunk)
                 made += calls.feed(chunk) if calls else ()
                 if first_token_at is None and reader.has_token:
                     first_token_at = time.monotonic()
-                await self.response.write(chunk)
-            await self.response.write_eof()
+                if passed_on:
+                    await response.write(passed_on)
+            await response.write_eof()
         except (asyncio.CancelledError, ConnectionResetError):
             if not reader.is_complete:
                 raise
@@ -112,11 +141,19 @@ class Exchange:
             if task := asyncio.current_task():
                 task.uncancel()
         except aiohttp.ClientError as error:
-            await self._break_off(answer, error)
+            await self._break_off(answer, response, error)
             return Answer(answer.status, None, first_token_at, is_broken=True)
         self.is_answered = True
         made += calls.finish() if calls else ()
         return Answer(answer.status, reader.timings(), first_token_at, calls=tuple(made))
+
+    async def _refuse_in_stream(self, answer: aiohttp.ClientResponse) -> Answer:
+        """Tell a client whose stream has begun already what llama-server said instead of one."""
+        body = await answer.read()
+        self._has_begun = True
+        await self._keeper.end(error_event_of(self._client.path, answer.status, body))
+        self.is_answered = True
+        return Answer(answer.status, None)
 
     def _calls_of(self, answer: aiohttp.ClientResponse) -> CallsMade | None:
         """Return what reads the tool calls of an answer; clients will not send them back as they were."""
@@ -125,27 +162,31 @@ class Exchange:
         is_read = form is not None and answer.status == 200
         return CallsMade(form, is_stream=_is_stream(answer)) if is_read and form else None
 
-    async def _begin(self, answer: aiohttp.ClientResponse) -> web.StreamResponse:
-        response = web.StreamResponse(
-            status=answer.status, reason=answer.reason, headers=end_to_end(answer.headers)
-        )
-        if "Content-Length" not in answer.headers and answer.status not in (204, 304):
+    async def _begin(
+        self, answer: aiohttp.ClientResponse, n_bytes: int | None
+    ) -> web.StreamResponse:
+        headers = end_to_end(answer.headers)
+        if n_bytes is not None:
+            headers["Content-Length"] = str(n_bytes)
+        response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
+        if "Content-Length" not in headers and answer.status not in (204, 304):
             if self._client.version >= aiohttp.HttpVersion11 and self._client.method != "HEAD":
                 response.enable_chunked_encoding()
         await response.prepare(self._client)
         return response
 
-    async def _break_off(self, answer: aiohttp.ClientResponse, error: Exception) -> None:
+    async def _break_off(
+        self, answer: aiohttp.ClientResponse, response: web.StreamResponse, error: Exception
+    ) -> None:
         """Tell the client that llama-server went away in the middle of its answer.
 
         An event is what llama-server itself sends when a generation fails midway; clients report it,
         where a cut connection makes some of them continue from half an answer.
         """
-        assert self.response is not None
         if _is_stream(answer):
             gone = UpstreamGone(f"llama-server went away in mid-answer: {error}")
-            await self.response.write(error_event(self._client.path, gone))
-            await self.response.write_eof()
+            await response.write(error_event(self._client.path, gone))
+            await response.write_eof()
         elif self._client.transport is not None:
             self._client.transport.close()
 

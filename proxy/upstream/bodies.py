@@ -62,6 +62,18 @@ def parse_body(raw: bytes) -> GenerationBody | None:
         return None
 
 
+class _Streaming(msgspec.Struct):
+    stream: Any = False
+
+
+def wants_stream(raw: bytes) -> bool:
+    """Return whether the answer to a body comes as a stream."""
+    try:
+        return msgspec.json.decode(raw, type=_Streaming).stream is True
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+
+
 def as_chat_body(route: Route, body: GenerationBody) -> GenerationBody:
     """Return a body in the chat form that renders the same prompt; raises NotConvertible.
 
