@@ -85,4 +85,5 @@ class ApiLedger(Ledger):
         usage = await self.send(messages)
         n_evaluated = await self.rig.evaluated() - before
         assert usage.n_prompt == len(self.sequences[-1])
+        assert usage.n_cached == usage.n_prompt - n_evaluated
         return n_new, n_evaluated, usage.n_prompt

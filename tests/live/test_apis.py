@@ -10,7 +10,7 @@ from tests.lab.apis import CHAT, MESSAGES, RESPONSES, Api
 from tests.lab.conversation import Message, answer, system, tool_call, tool_result, user
 from tests.lab.rig import Rig
 from tests.live.conftest import StartRig
-from tests.live.ledger import SLACK_TOKENS, ApiLedger
+from tests.live.ledger import SLACK_TOKENS, TOOLS, ApiLedger
 
 KINDS = ("full", "swa", "recurrent", "hybrid")
 HEADER = [system(450)]
@@ -34,6 +34,9 @@ def conversation(seed: int) -> list[list[Message]]:
     return requests
 
 
+all_apis = pytest.mark.parametrize(
+    "api", [MESSAGES, RESPONSES, CHAT], ids=["messages", "responses", "chat"]
+)
 both_apis = pytest.mark.parametrize("api", [MESSAGES, RESPONSES], ids=["messages", "responses"])
 
 
@@ -83,7 +86,7 @@ class Confirmed:
         )
 
 
-@both_apis
+@all_apis
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("n_slots", [1, 2])
@@ -217,3 +220,52 @@ async def test_slot_that_other_traffic_made_more_similar_is_told_and_erased(
         await ledger.send(after_call)
         await accounted(rig)
         assert (await rig.health())["reasons"] == []
+
+
+async def post(
+    rig: Rig, base_url: str, path: str, body: dict[str, Any]
+) -> tuple[int, dict[str, Any]]:
+    async with rig.client.post(base_url + path, json=body) as reply:
+        return reply.status, await reply.json()
+
+
+async def test_messages_errors_of_llama_server_have_anthropics_shape(start_rig: StartRig) -> None:
+    hello = [user(1)]
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/messages", {"max_tokens": 1}),
+        ("/v1/messages/count_tokens", {"max_tokens": 1}),
+        ("/v1/messages", {"messages": hello, "max_tokens": -5}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": 5}]}),
+        ("/v1/messages", {"messages": [user(1, 20_000)], "stream": True}),
+        ("/v1/messages", {"messages": [user(1, 20_000)]}),
+    ]
+    async with start_rig("hybrid", n_slots=2, n_ctx=16384) as rig:
+        for path, body in cases:
+            status, direct = await post(rig, rig.server.base_url, path, body)
+            proxied = await post(rig, rig.base_url, path, body)
+            error = proxied[1]["error"]
+            assert (proxied[0], proxied[1]["type"]) == (status, "error")
+            assert error["type"] == ("invalid_request_error" if status == 400 else "api_error")
+            assert direct["error"]["message"] in error["message"]
+        assert (status, direct["error"]["type"]) == (400, "exceed_context_size_error")
+        assert error["message"].startswith("prompt is too long: ")
+
+
+async def test_counting_takes_no_slot_and_waits_for_none(start_rig: StartRig) -> None:
+    messages = conversation(1)[0]
+    async with start_rig("full", n_slots=1) as rig:
+        answering = asyncio.ensure_future(
+            ApiLedger(rig, MESSAGES, n_generated=20_000).send(messages)
+        )
+        async with asyncio.timeout(60):
+            while "leased" not in (await rig.health())["slots"]:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        for api in (MESSAGES, RESPONSES, CHAT):
+            body = api.ask(messages, TOOLS)
+            counts = await asyncio.gather(*(rig.post(api.count_path, body) for _ in range(25)))
+            assert len({count["input_tokens"] for count in counts}) == 1
+        assert not answering.done()
+        answering.cancel()
+        await rig.settled()
+        assert value(rig, "requests_total", outcome="bypass") == 0
+        assert (await rig.health())["waiting"] == 0

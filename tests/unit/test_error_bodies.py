@@ -6,7 +6,14 @@ import pytest
 
 from proxy import errors
 from proxy.errors import ProxyError
-from proxy.front.error_bodies import error_event, error_response
+from proxy.front.edits import edit_of_stream
+from proxy.front.error_bodies import (
+    anthropic_error,
+    anthropic_event,
+    error_event,
+    error_event_of,
+    error_response,
+)
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 
@@ -69,3 +76,77 @@ def test_stream_that_breaks_off_ends_in_an_event_of_the_api() -> None:
     gone = errors.UpstreamGone("it is so")
     assert error_event(CHAT, gone).startswith(b'data: {"error":')
     assert error_event(MESSAGES, gone).startswith(b'event: error\ndata: {"type":"error",')
+
+
+TOO_LONG = {
+    "code": 400,
+    "message": "request (160011 tokens) exceeds the available context size (65536 tokens)",
+    "type": "exceed_context_size_error",
+    "n_prompt_tokens": 160011,
+    "n_ctx": 65536,
+}
+
+
+@pytest.mark.parametrize(
+    ("status", "anthropic_type"),
+    [
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (404, "not_found_error"),
+        (500, "api_error"),
+        (501, "invalid_request_error"),
+        (503, "overloaded_error"),
+    ],
+)
+def test_llama_servers_error_is_brought_into_anthropics_shape(
+    status: int, anthropic_type: str
+) -> None:
+    raw = json.dumps({"error": {"code": status, "message": "it is so", "type": "x"}}).encode()
+    error = {"type": anthropic_type, "message": "it is so"}
+    assert json.loads(anthropic_error(status, raw)) == {"type": "error", "error": error}
+
+
+def test_prompt_that_is_too_long_is_told_in_the_words_of_both() -> None:
+    told = json.loads(anthropic_error(400, json.dumps({"error": TOO_LONG}).encode()))["error"]
+    assert told["type"] == "invalid_request_error"
+    assert told["message"].startswith("prompt is too long: 160011 tokens > 65536 maximum")
+    assert str(TOO_LONG["message"]) in told["message"]
+    assert "exceed_context_size_error" in told["message"]
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"<html>", b"[]", b"{}", b'{"error": "no"}', b'{"type": "error", "error": {}}']
+)
+def test_answer_that_is_no_error_of_llama_server_passes_as_it_is(raw: bytes) -> None:
+    assert anthropic_error(400, raw) == raw
+    assert anthropic_event(raw) == raw
+
+
+def test_error_event_of_a_messages_stream_is_brought_into_anthropics_shape() -> None:
+    edit = edit_of_stream(MESSAGES, None)
+    assert edit is not None
+    event = b'event: error\ndata: {"code":500,"message":"it is so","type":"server_error"}\n\n'
+    name, data, *_ = edit.feed(event).split(b"\n")
+    assert name == b"event: error"
+    error = {"type": "api_error", "message": "it is so"}
+    assert json.loads(data[5:]) == {"type": "error", "error": error}
+
+
+def test_refusal_in_a_stream_has_the_shape_of_its_api() -> None:
+    raw = json.dumps({"error": TOO_LONG}).encode()
+    assert error_event_of(CHAT, 400, raw) == b"data: " + compact({"error": TOO_LONG}) + b"\n\n"
+    assert error_event_of("/completion", 400, raw) == error_event_of(CHAT, 400, raw)
+    anthropic = b"event: error\ndata: " + anthropic_error(400, raw) + b"\n\n"
+    assert error_event_of(MESSAGES, 400, raw) == anthropic
+    code, message = TOO_LONG["type"], TOO_LONG["message"]
+    told = compact({"type": "error", "code": code, "message": message, "param": None})
+    assert error_event_of("/v1/responses", 400, raw) == b"event: error\ndata: " + told + b"\n\n"
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, "/v1/responses"])
+def test_refusal_in_a_stream_that_is_not_json_says_which_status_it_was(path: str) -> None:
+    assert b"llama-server answered 502" in error_event_of(path, 502, b"<html>")
+
+
+def compact(content: object) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()

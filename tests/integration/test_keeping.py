@@ -1,0 +1,216 @@
+"""Clients that wait for their stream: they are told that somebody is there, and what went wrong."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+
+from proxy.front.keeper import COMMENT
+from tests.integration.conftest import StartRig
+from tests.integration.rig import CHAT, COMPLETION, Rig, question, until
+
+KEEP_SECONDS = 0.05
+BODIES: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": question("a"), "max_tokens": 4},
+    COMPLETION: {"prompt": " word" * 300, "n_predict": 4},
+    "/v1/messages": {"messages": question("a"), "max_tokens": 4},
+    "/v1/responses": {"input": "a"},
+}
+SERVED = [path for path in BODIES if path != "/v1/responses"]
+LAST = {CHAT: b"[DONE]", COMPLETION: b'"stop": true', "/v1/messages": b"message_stop"}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("proxy.front.keeper.KEEP_SECONDS", KEEP_SECONDS)
+
+
+class Waiting:
+    """A client that reads its stream as it comes."""
+
+    def __init__(self, reply: aiohttp.ClientResponse) -> None:
+        assert (reply.status, reply.headers["Content-Type"]) == (200, "text/event-stream")
+        self._reply = reply
+
+    async def comments(self, n_comments: int) -> None:
+        """Read so many comments; nothing else may come."""
+        expected = COMMENT * n_comments
+        assert await self._reply.content.readexactly(len(expected)) == expected
+
+    async def rest(self) -> bytes:
+        """Return what comes until the stream ends, further comments left out."""
+        return (await self._reply.content.read()).replace(COMMENT, b"")
+
+    async def error(self) -> tuple[bytes, dict[str, Any]]:
+        """Return the name of the one event that comes, and its data."""
+        *name, data = (await self.rest()).rstrip(b"\n").split(b"\n")
+        assert data.startswith(b"data: ")
+        return b"".join(name), json.loads(data[6:])
+
+
+@asynccontextmanager
+async def waiting(rig: Rig, path: str, **fields: Any) -> AsyncIterator[Waiting]:
+    body = {**BODIES[path], "stream": True, **fields}
+    async with rig.client.post(rig.base_url + path, json=body) as reply:
+        yield Waiting(reply)
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        *((path, place) for path in SERVED for place in ("generate", "tokenize")),
+        (CHAT, "apply-template"),
+        ("/v1/messages", "apply-template"),
+    ],
+)
+async def test_client_gets_comments_until_its_stream_begins(
+    start_rig: StartRig, path: str, place: str
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await rig.settled()
+        rig.server.hold(place)
+        async with waiting(rig, path) as client:
+            await client.comments(3)
+            rig.server.release(place)
+            stream = await client.rest()
+        assert b'"error"' not in stream
+        assert LAST[path] in stream.rstrip().rsplit(b"\n", 1)[-1]
+        await rig.settled()
+        assert rig.sample("drift_total") == rig.sample("faults_total") == 0
+
+
+@pytest.mark.parametrize("path", SERVED)
+async def test_client_in_the_queue_gets_comments(start_rig: StartRig, path: str) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.hold("generate", n_calls=1)
+        first = rig.begin_chat("other")
+        await until(lambda: rig.requests_seen())
+        async with waiting(rig, path) as client:
+            await client.comments(2)
+            rig.server.release("generate")
+            assert LAST[path] in await client.rest()
+        await first
+
+
+async def test_client_of_an_absent_llama_server_gets_comments_and_then_its_stream(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await rig.server.crash()
+        async with waiting(rig, CHAT) as client:
+            await client.comments(2)
+            await rig.server.restart()
+            assert LAST[CHAT] in await client.rest()
+
+
+@pytest.mark.parametrize("path", SERVED)
+async def test_refusal_after_comments_is_an_event_of_the_api(
+    start_rig: StartRig, path: str
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.hold("generate")
+        rig.server.faults.refuse["generate"] = 400
+        async with waiting(rig, path) as client:
+            await client.comments(2)
+            rig.server.release("generate")
+            name, data = await client.error()
+        assert "scripted fault at generate" in data["error"]["message"]
+        is_anthropic = path == "/v1/messages"
+        assert name == (b"event: error" if is_anthropic else b"")
+        assert data.get("type") == ("error" if is_anthropic else None)
+        rig.server.faults.refuse.clear()
+        await rig.settled()
+        await rig.chat("a")
+
+
+@pytest.mark.parametrize("path", SERVED)
+async def test_llama_server_that_goes_away_after_comments_is_told_in_an_event(
+    start_rig: StartRig, path: str
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.hold("generate")
+        rig.server.faults.drop.add("generate")
+        async with waiting(rig, path) as client:
+            await client.comments(1)
+            rig.server.release("generate")
+            _, data = await client.error()
+        assert "llama-server at" in data["error"]["message"]
+        assert rig.sample("unanswered_requests_total", reason="llama-server gone") == 1
+        rig.server.faults.drop.clear()
+        await rig.settled()
+        await rig.chat("a")
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_llama_server_that_stays_away_is_told_in_an_event(
+    start_rig: StartRig, path: str
+) -> None:
+    async with start_rig(n_slots=1, upstream_wait_seconds=0.4) as rig:
+        await rig.server.crash()
+        async with waiting(rig, path) as client:
+            await client.comments(1)
+            name, data = await client.error()
+        assert "llama-server cannot be reached" in data.get("error", data)["message"]
+        is_named = path in ("/v1/messages", "/v1/responses")
+        assert (name, data.get("type")) == ((b"event: error", "error") if is_named else (b"", None))
+        await rig.server.restart()
+
+
+@pytest.mark.parametrize("path", SERVED)
+async def test_refusal_before_any_comment_has_its_own_status(
+    start_rig: StartRig, path: str
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.refuse["generate"] = 400
+        reply = await rig.post(path, {**BODIES[path], "stream": True})
+        assert (reply.status, reply.headers["Content-Type"]) == (
+            400,
+            "application/json; charset=utf-8",
+        )
+        rig.server.faults.refuse.clear()
+
+
+@pytest.mark.parametrize("path", SERVED)
+async def test_client_that_asks_for_no_stream_is_sent_nothing_before(
+    start_rig: StartRig, path: str
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        gate = rig.server.hold("generate")
+        asked = asyncio.ensure_future(rig.post(path, BODIES[path]))
+        await gate.reached()
+        await asyncio.sleep(3 * KEEP_SECONDS)
+        rig.server.release("generate")
+        reply = await asked
+        assert (reply.status, reply.headers["Content-Type"]) == (
+            200,
+            "application/json; charset=utf-8",
+        )
+        assert COMMENT not in reply.body
+
+
+async def test_client_that_leaves_while_it_is_kept_leaves_nothing_behind(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.hold("generate")
+        async with waiting(rig, CHAT) as client:
+            await client.comments(2)
+        await until(lambda: rig.sample("unanswered_requests_total", reason="client left") == 1)
+        rig.server.release("generate")
+        await rig.settled()
+        await rig.chat("b")
+
+
+async def test_browser_may_read_the_stream_that_the_proxy_begins(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        rig.server.hold("generate")
+        body = {**BODIES[CHAT], "stream": True}
+        origin = {"Origin": "http://x.example"}
+        async with rig.client.post(rig.base_url + CHAT, json=body, headers=origin) as reply:
+            assert reply.headers["Access-Control-Allow-Origin"] == "http://x.example"
+            rig.server.release("generate")
+            assert b"[DONE]" in await reply.read()
