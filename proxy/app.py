@@ -48,6 +48,7 @@ from proxy.stabilize.names import parse_switches
 from proxy.store.budget import Limits
 from proxy.store.state_files import is_private
 from proxy.store.store import CheckpointStore
+from proxy.upstream.aliases import parse_aliases
 from proxy.upstream.llama_server import LlamaServer, new_session
 
 
@@ -159,6 +160,7 @@ async def _serve(
         max_requests=settings.max_requests,
         allows_state_changes=settings.allow_state_changes,
         shares_between_api_keys=settings.share_between_api_keys,
+        aliases=parse_aliases(settings.aliases),
     )
     admin = Admin(services, lifecycle)
     connect_gauges(services, lifecycle)

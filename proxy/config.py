@@ -186,6 +186,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             extra=_more("Such as `safe, sticky_date, -keep_tool_order`; see docs/stabilizers.md."),
         ),
     ] = "safe"
+    aliases: Annotated[
+        str,
+        Meta(
+            title="`name = name of llama-server`, separated by commas",
+            pattern=r"^\s*([^\s=,]+\s*=\s*[^\s=,]+\s*(,\s*[^\s=,]+\s*=\s*[^\s=,]+\s*)*)?$",
+            description="What llama-server calls the models that clients name.",
+            extra=_more("Such as `claude-opus-4-6 = qwen`; any other name is passed on as it is."),
+        ),
+    ] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(

@@ -22,9 +22,10 @@ from proxy.errors import (
 from proxy.front.error_bodies import error_response
 from proxy.front.relay import Exchange, end_to_end
 from proxy.log import get_logger
+from proxy.upstream.aliases import Aliases, with_alias
 from proxy.upstream.bodies import wants_stream
 from proxy.upstream.llama_server import LlamaServer
-from proxy.upstream.routes import Route, changes_server_state, generation_route
+from proxy.upstream.routes import Route, changes_server_state, counts_tokens, generation_route
 
 _REBUILT = frozenset(("content-length", "accept-encoding"))
 _KEY_HEADERS = ("Authorization", "X-Api-Key")
@@ -44,6 +45,7 @@ class Front:
         max_requests: int,
         allows_state_changes: bool,
         shares_between_api_keys: bool,
+        aliases: Aliases,
     ) -> None:
         self._upstream = upstream
         self._cache = cache
@@ -52,6 +54,7 @@ class Front:
         self._n_requests = 0
         self._allows_state_changes = allows_state_changes
         self._shares_between_api_keys = shares_between_api_keys
+        self._aliases = aliases
         self._log = get_logger("front")
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -89,9 +92,8 @@ class Front:
                 "(allow_state_changes permits it)"
             )
         if route is None:
-            body = request.content if request.body_exists else None
             try:
-                await exchange.send(body, end_to_end(request.headers))
+                await self._pass_on(request, exchange)
             finally:
                 if changes_state:
                     await self._cache.server_state_changed()
@@ -100,6 +102,15 @@ class Front:
         if exchange.response is None:
             raise ProxyError("no answer was relayed")
         return exchange.response
+
+    async def _pass_on(self, request: web.Request, exchange: Exchange) -> None:
+        if self._aliases and counts_tokens(request.method, request.path):
+            body = with_alias(await _read_body(request), self._aliases)
+            headers = end_to_end(request.headers, without=frozenset(("content-length",)))
+            await exchange.send(body, headers)
+        else:
+            content = request.content if request.body_exists else None
+            await exchange.send(content, end_to_end(request.headers))
 
     async def _generate(self, route: Route, request: web.Request, exchange: Exchange) -> None:
         arrived_at = time.monotonic()
@@ -127,10 +138,7 @@ class Front:
     async def _read(
         self, route: Route, request: web.Request, arrived_at: float
     ) -> GenerationRequest:
-        try:
-            raw = await request.read()
-        except web.HTTPRequestEntityTooLarge as error:
-            raise BodyTooLarge("the request body is over max_body_bytes") from error
+        raw = with_alias(await _read_body(request), self._aliases)
         keys = {name: request.headers[name] for name in _KEY_HEADERS if name in request.headers}
         return GenerationRequest(
             id=secrets.token_hex(4),
@@ -142,6 +150,13 @@ class Front:
             session=" ".join(filter(None, map(request.headers.get, _SESSION_HEADERS))),
             arrived_at=arrived_at,
         )
+
+
+async def _read_body(request: web.Request) -> bytes:
+    try:
+        return await request.read()
+    except web.HTTPRequestEntityTooLarge as error:
+        raise BodyTooLarge("the request body is over max_body_bytes") from error
 
 
 def _tenant(keys: dict[str, str]) -> bytes:

@@ -63,6 +63,11 @@ def is_task_for_each_input(path: str) -> bool:
     return any(word in path for word in ("embedding", "rerank"))
 
 
+def counts_tokens(method: str, path: str) -> bool:
+    """Return whether a request only counts the tokens of a generation's body."""
+    return method == "POST" and path.endswith(("/count_tokens", "/input_tokens"))
+
+
 def changes_server_state(method: str, path: str) -> bool:
     """Return whether a request changes slots or adapters behind the proxy's back."""
     return method == "POST" and (path.startswith("/slots/") or path == "/lora-adapters")

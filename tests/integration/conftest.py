@@ -26,6 +26,7 @@ SETTINGS = (
     "upstream_api_key",
     "share_between_api_keys",
     "allow_state_changes",
+    "aliases",
 )
 
 

@@ -138,3 +138,23 @@ async def test_body_over_the_limit_is_refused_by_name(start_rig: StartRig) -> No
         reply = await rig.post(CHAT, {"messages": [{"role": "user", "content": "x" * 3000}]})
         assert reply.status == 413
         assert "max_body_bytes" in reply.content["error"]["message"]
+
+
+async def test_model_with_an_alias_is_named_as_llama_server_does(start_rig: StartRig) -> None:
+    body = ODD.replace(b'"seed"', b'"model" :"claude-x","seed"')
+    counted = "/v1/messages/count_tokens"
+    async with start_rig(n_slots=1, aliases="gpt-y=other, claude-x = qwen") as rig:
+        for path in (CHAT, "/v1/messages", counted):
+            await rig.post(path, body)
+        sent = [seen for seen in rig.server.seen if seen.path in (CHAT, "/v1/messages", counted)]
+        assert len(sent) == 3
+        for seen in sent:
+            assert b'"tools":[{"z":1,"a":{"y":2.50,"b":1e2}}],"messages":[ {' in seen.body
+            assert b'"temperature":0.10,"model":"qwen","seed":12345678901234567890' in seen.body
+
+
+@pytest.mark.parametrize("body", [ODD, b'{"model":"other","prompt":"x y"}', b'{"model":5}', b"{no"])
+async def test_body_without_an_alias_passes_as_it_is(start_rig: StartRig, body: bytes) -> None:
+    async with start_rig(n_slots=1, aliases="claude-x=qwen") as rig:
+        await rig.post("/v1/messages", body)
+        assert [seen.body for seen in rig.requests_seen()] == [body]

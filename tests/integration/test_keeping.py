@@ -162,8 +162,9 @@ async def test_llama_server_that_stays_away_is_told_in_an_event(
 
 @pytest.mark.parametrize("path", SERVED)
 async def test_refusal_before_any_comment_has_its_own_status(
-    start_rig: StartRig, path: str
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
+    monkeypatch.setattr("proxy.front.keeper.KEEP_SECONDS", 60.0)
     async with start_rig(n_slots=1) as rig:
         rig.server.faults.refuse["generate"] = 400
         reply = await rig.post(path, {**BODIES[path], "stream": True})

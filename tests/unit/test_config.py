@@ -9,6 +9,7 @@ from proxy.addresses import split_address
 from proxy.config import NAMES, Settings, load_settings
 from proxy.errors import SettingsError
 from proxy.sources import ENVIRONMENT_PREFIX
+from proxy.upstream.aliases import parse_aliases
 
 
 def load(
@@ -133,6 +134,10 @@ def test_variables_of_others_are_ignored(tmp_path: Path) -> None:
         ("max_store_bytes: 100", "max_store_bytes"),
         ("slot_save_path: ''", "slot_save_path"),
         ("allow_state_changes: 1", "allow_state_changes"),
+        ("aliases: a", "aliases"),
+        ("aliases: a=b=c", "aliases"),
+        ("aliases: a=b c=d", "aliases"),
+        ("aliases: a=", "aliases"),
     ],
 )
 def test_impossible_value_in_the_file_is_refused_by_name(
@@ -193,3 +198,23 @@ def test_split_address_tells_host_and_port(
 ) -> None:
     assert load(tmp_path, {"listen": address}).listen == address
     assert split_address(address) == (host, port)
+
+
+@pytest.mark.parametrize(
+    ("written", "aliases"),
+    [
+        ("", {}),
+        ("  ", {}),
+        ("a=b", {"a": "b"}),
+        (" a = b , c/d:e=f.g ", {"a": "b", "c/d:e": "f.g"}),
+    ],
+)
+def test_aliases_are_read_in_every_source(
+    tmp_path: Path, written: str, aliases: dict[str, str]
+) -> None:
+    for sources in (
+        {"file": f"aliases: '{written}'"},
+        {"environment": {"ALIASES": written}},
+        {"flags": {"aliases": written}},
+    ):
+        assert parse_aliases(load(tmp_path, **sources).aliases) == aliases
