@@ -24,6 +24,7 @@ from proxy.driver.cache import Cache
 from proxy.driver.degradations import Degradations
 from proxy.driver.faults import Faults
 from proxy.driver.gauges import connect_gauges
+from proxy.driver.launches import Launches
 from proxy.driver.learning import Learning
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.prompts import PromptReader
@@ -122,11 +123,14 @@ async def run_proxy(
 
 
 def _new_session(services: Services, saver: Saver, attachment: Attachment) -> Session:
+    work = SlotWork(services, attachment)
+    saves = SlotSaves(services, attachment, Room(services, attachment, saver))
     return Session(
         attachment,
         PromptReader(services.upstream, shares_headers=len(attachment.desk.table) > 1),
-        SlotWork(services, attachment),
-        SlotSaves(services, attachment, Room(services, attachment, saver)),
+        work,
+        saves,
+        Launches(services, attachment, work, saves),
         Arrivals(attachment.desk),
     )
 

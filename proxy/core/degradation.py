@@ -43,7 +43,6 @@ class DegradationKind(StrEnum):
     SELF_TEST_FAILED = "self-test failed"
     RULE_IS_NOTHING = "nothing can be restored"
     RESTORES_DISTURB = "restores disturb each other"
-    IDLE_SLOTS_LOSE = "idle slots lose tokens"
 
     SAVES_FAIL = "saves fail"
     NO_ROOM = "no room for states"
@@ -126,8 +125,10 @@ EXPLANATIONS: dict[DegradationKind, Explanation] = {
         "Run both as the same user, or see Two users.",
     ),
     _K.IDLE_SLOTS_CLEARED: Explanation(
-        "llama-server clears idle slots, so there is nothing to save.",
-        "Start it with an explicit -np and with --cache-ram 0 (or --no-cache-idle-slots).",
+        "A slot that starts to run empties all idle ones, as with llama-server's default flags: they are "
+        "saved before each start, and requests start one at a time.",
+        "Start llama-server with an explicit -np and with --cache-ram 0 (or --no-cache-idle-slots).",
+        State.DEGRADED,
     ),
     _K.EVERY_SLOT_BUSY: Explanation(
         "Every slot was busy at first contact, so the model could not be identified.",
@@ -157,11 +158,6 @@ EXPLANATIONS: dict[DegradationKind, Explanation] = {
     _K.RESTORES_DISTURB: Explanation(
         "The self-test found that two slots that restore a state at once do not both continue from it.",
         "None needed: nothing wrong is answered. Report it, with the model and llama-server's flags.",
-        State.DEGRADED,
-    ),
-    _K.IDLE_SLOTS_LOSE: Explanation(
-        "The self-test found that a slot loses its tokens while another one runs.",
-        "Start llama-server with an explicit -np and with --cache-ram 0 (or --no-cache-idle-slots).",
         State.DEGRADED,
     ),
     _K.SAVES_FAIL: Explanation(

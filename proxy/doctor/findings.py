@@ -35,7 +35,7 @@ def _findings(facts: Facts) -> Iterator[Finding]:
     if facts.proxy is not None:
         yield proxy_finding(facts.proxy)
     if facts.behaviour != BehaviourFacts() or facts.memory is not None:
-        yield from behaviour_findings(facts.server, facts.behaviour)
+        yield from behaviour_findings(facts.server, facts.behaviour, facts.cost)
     yield from cache_findings(facts)
     yield from directory_findings(facts)
     yield from failure_findings(facts)

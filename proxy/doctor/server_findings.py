@@ -2,9 +2,18 @@
 
 from collections.abc import Iterator
 
-from proxy.doctor.facts import BehaviourFacts, Contact, Facts, ProxyFacts, ServerFacts, SlotFacts
+from proxy.doctor.directory_findings import USUAL_TOKENS
+from proxy.doctor.facts import (
+    BehaviourFacts,
+    Contact,
+    CostFacts,
+    Facts,
+    ProxyFacts,
+    ServerFacts,
+    SlotFacts,
+)
 from proxy.doctor.verdict import Finding, blocker, limit, ok
-from proxy.doctor.words import counted, size
+from proxy.doctor.words import counted, seconds, size
 
 SERVER, SLOTS, IDLE_SLOTS = "llama-server", "slots", "idle slots"
 RAM_CACHE, SIMILARITY, PROXY = "RAM cache", "similarity", "running proxy"
@@ -95,18 +104,23 @@ def slots_finding(server: ServerFacts, slots: SlotFacts | None) -> Finding:
     )
 
 
-def behaviour_findings(server: ServerFacts, behaviour: BehaviourFacts) -> Iterator[Finding]:
+def behaviour_findings(
+    server: ServerFacts, behaviour: BehaviourFacts, cost: CostFacts | None
+) -> Iterator[Finding]:
     """Yield what llama-server does to slots behind the proxy's back."""
-    yield _idle_slots_finding(server, behaviour)
+    yield _idle_slots_finding(server, behaviour, cost)
     yield _ram_cache_finding(behaviour)
     yield _similarity_finding(server, behaviour)
 
 
-def _idle_slots_finding(server: ServerFacts, behaviour: BehaviourFacts) -> Finding:
+def _idle_slots_finding(
+    server: ServerFacts, behaviour: BehaviourFacts, cost: CostFacts | None
+) -> Finding:
     if behaviour.keeps_idle_slots is False:
-        return blocker(
+        return limit(
             IDLE_SLOTS,
-            "They are cleared as soon as another slot runs, so there is nothing left to save.",
+            "They are cleared as soon as another slot runs. So requests start one at a time, and each"
+            f" change of conversation costs a save and a restore{_change_cost(cost)}, as with one slot.",
             "Start llama-server with an explicit number of slots and without its RAM cache:"
             f" -np {server.n_slots} --cache-ram 0 (or --no-cache-idle-slots)",
         )
@@ -115,6 +129,15 @@ def _idle_slots_finding(server: ServerFacts, behaviour: BehaviourFacts) -> Findi
     if server.n_slots == 1:
         return ok(IDLE_SLOTS, "There is one slot, so none is idle while another one runs.")
     return ok(IDLE_SLOTS, "Could not be told whether they keep what they hold: one slot was empty.")
+
+
+def _change_cost(cost: CostFacts | None) -> str:
+    if cost is None:
+        return ""
+    size_bytes = cost.state_bytes(USUAL_TOKENS)
+    change_seconds = size_bytes / cost.save_bytes_per_second
+    change_seconds += size_bytes / cost.restore_bytes_per_second
+    return f" ({seconds(change_seconds)} for {USUAL_TOKENS:,} tokens)"
 
 
 def _ram_cache_finding(behaviour: BehaviourFacts) -> Finding:

@@ -26,6 +26,8 @@ from proxy.core.slots import (
 from proxy.driver.attachment import Attachment
 from proxy.driver.degradations import CannotCache
 from proxy.driver.identity import canary_tokens, read_identity, static_key
+from proxy.driver.idle_slots import disturb, seen_clearing
+from proxy.driver.launches import note_emptied
 from proxy.driver.leases import LeaseDesk
 from proxy.driver.memory import (
     known_rates,
@@ -62,6 +64,8 @@ class Attacher:
         self._saver = saver
         self._max_waiting = max_waiting
         self._n_context_checkpoints = n_context_checkpoints
+        self._seen = ""
+        self._seen_clearing: bool | None = None
 
     async def attach(self, props: Props, process_id: str, *, may_adopt: bool) -> Attachment:
         """Return the attachment; where caching is impossible its obstacle says why.
@@ -89,7 +93,16 @@ class Attacher:
             attachment.obstacle = CannotCache(DegradationKind.ATTACH_FAILED, str(fault))
         if attachment.obstacle:
             self._services.faults.count("attach")
+            if attachment.clears_idle_slots is None:
+                await self._see_clearing(attachment)
         return attachment
+
+    async def _see_clearing(self, attachment: Attachment) -> None:
+        """Learn once for each process what no save can tell."""
+        if self._seen != attachment.process_id:
+            self._seen, self._seen_clearing = attachment.process_id, None
+            self._seen_clearing = await seen_clearing(self._upstream)
+        attachment.note_clearing(clears=self._seen_clearing)
 
     async def _identify(self, attachment: Attachment, props: Props, *, may_adopt: bool) -> None:
         store, table = self._services.store, attachment.desk.table
@@ -119,8 +132,16 @@ class Attacher:
         tokens, last = canary_tokens(identity)
         table.set_content(slot_id, TAINTED)
         canary = await self._upstream.canary(slot_id, tokens)
-        await self._disturb(table, last)
+        is_disturbed = await disturb(self._upstream, table, last)
         probe = await self._probe_save(room, slot_id, tokens)
+        has_emptied = await self._has_emptied(table)
+        if is_disturbed or has_emptied:
+            attachment.note_clearing(clears=not probe.tokens or not is_disturbed)
+        if not probe.tokens:
+            await self._upstream.evaluate(slot_id, tokens)
+            probe = await self._probe_save(room, slot_id, tokens)
+        if probe.tokens[: len(tokens)] != tokens:
+            raise SaveRejected("a saved slot holds other tokens than were evaluated in it")
         await self._upstream.erase(slot_id)
         table.set_content(slot_id, Empty())
         static = static_key(identity, (probe.version, probe.layout))
@@ -175,23 +196,17 @@ class Attacher:
         table.set_content(candidates[0], Empty())
         return candidates[0]
 
-    async def _disturb(self, table: SlotTable, tokens: TokenIds) -> None:
-        """Run another empty slot for a token, upon which some servers clear all idle ones."""
-        for slot in table:
-            if isinstance(slot.content, Empty):
-                await self._upstream.evaluate(slot.id, tokens)
-                await self._upstream.erase(slot.id)
-                return
+    async def _has_emptied(self, table: SlotTable) -> bool:
+        """Return whether slots that were full have been emptied meanwhile, and note it."""
+        try:
+            return note_emptied(table, await self._upstream.slots())
+        except UpstreamRefused:
+            return False
 
     async def _probe_save(self, room: Room, slot_id: SlotId, tokens: TokenIds) -> StateFile:
         """Save a slot that holds *tokens*; return what the file says of this server."""
         async with room.probe(slot_id, len(tokens)) as saved:
-            state = saved.state
-        if not state.tokens:
-            raise CannotCache(DegradationKind.IDLE_SLOTS_CLEARED)
-        if state.tokens[: len(tokens)] != tokens:
-            raise SaveRejected("a saved slot holds other tokens than were evaluated in it")
-        return state
+            return saved.state
 
     async def _namespace(
         self, store: CheckpointStore, static: str, canary: list[tuple[int, float]]

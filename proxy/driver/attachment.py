@@ -29,6 +29,7 @@ class Attachment:
     `rule` is *nothing* until the self-test has spoken; `n_contradictions` restores have not been reused
     as it says since. `disabled_shapes` are kinds of requests whose tokens the proxy predicted wrongly.
     `n_believed_points` context checkpoints of a live slot are counted on, the newest.
+    `clears_idle_slots` is None where that could not be told: whether a slot that starts empties idle ones.
     `saves_context_checkpoints` says what the probe save showed: it depends on flags that llama-server
     does not tell, and so does the rule.
     `sizes` are those of the states that it has saved lately.
@@ -43,6 +44,7 @@ class Attachment:
     obstacle: CannotCache | None = None
     model_namespace: Namespace | None = None
     saves_context_checkpoints: bool = False
+    clears_idle_slots: bool | None = None
     rule: Rule = NO_RULE
     self_test: SelfTestResult | None = None
     rates: Rates = field(default_factory=Rates)
@@ -93,6 +95,16 @@ class Attachment:
         """Look whether there are several: llama-server's RAM cache does not tell them apart."""
         if len(self.tenants) > 1:
             self.degrade(DegradationKind.SEVERAL_API_KEYS)
+
+    def note_clearing(self, *, clears: bool | None) -> None:
+        """Note whether a slot that starts empties idle ones, if that is known."""
+        if clears is None:
+            return
+        self.clears_idle_slots = clears
+        if clears:
+            self.degrade(DegradationKind.IDLE_SLOTS_CLEARED)
+        else:
+            self.recover(DegradationKind.IDLE_SLOTS_CLEARED)
 
     def fail_self_test(self, detail: str) -> None:
         """Note that the rule could not be measured; nothing is restored without one."""

@@ -6,8 +6,9 @@ it is worth saving.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 
 from proxy.core.model import Outcome, Prompt
 from proxy.driver.arrival_order import ArrivalOrder, Place
@@ -128,31 +129,45 @@ class Cache:
             raise DeskClosed
         await self._order.turn(place)
         self._order.leave(place)  # whoever is next comes to the desk after us
-        if prompt is not None and body is not None:
+        serve = self._way(session, request, body, prompt, reason)
+        async with session.launches.turn() as turn:
+            await serve(session.launches.in_turn(turn, send))
+
+    def _way(
+        self,
+        session: Session,
+        request: GenerationRequest,
+        body: GenerationBody | None,
+        prompt: Prompt | None,
+        reason: str | None,
+    ) -> Callable[[Send], Awaitable[object]]:
+        """Return how a request is served: by its prompt, in a slot of our choice, or of llama-server's."""
+        attachment = session.attachment
+        # Of slots that are emptied all the time, llama-server's RAM cache makes more than we can.
+        is_left_alone = attachment.clears_idle_slots and not attachment.is_caching
+        if prompt is not None and body is not None and not is_left_alone:
             serving = SimilarRequest if request.route is Route.MESSAGES else CachedRequest
-            cached = serving(
-                self._services,
-                session,
-                request,
-                body,
-                prompt,
-                lambda: self._lifecycle.is_still(session),
-            )
-            return await cached.serve(send)
+            is_current = partial(self._lifecycle.is_still, session)
+            cached = serving(self._services, session, request, body, prompt, is_current)
+            return cached.serve
 
-        async def send_and_report(
-            raw: bytes, on_start: Callable[[], None], n_found: int | None = None
-        ) -> Answer:
-            # At once: clients that have their answer hang up, and what is left to do is cut short.
-            answer = await send(raw, on_start, n_found)
-            self._report(request, answer, Outcome.BYPASS, reason)
-            return answer
+        async def serve_uncached(send: Send) -> None:
+            async def send_and_report(
+                raw: bytes, on_start: Callable[[], None], n_found: int | None = None
+            ) -> Answer:
+                # At once: clients that have their answer hang up, and what is left to do is cut short.
+                answer = await send(raw, on_start, n_found)
+                self._report(request, answer, Outcome.BYPASS, reason or "nothing is cached")
+                return answer
 
-        if body is None or not honours_id_slot(request.route) or n_completions(body) > 1:
-            unpinned = UnpinnedRequest(self._services, session, request, body)
-            await unpinned.serve(send_and_report)
-        else:
-            await serve_pinned(self._services, session, request, body, send_and_report)
+            is_pinned = body is not None and honours_id_slot(request.route) and not is_left_alone
+            if body is None or not is_pinned or n_completions(body) > 1:
+                unpinned = UnpinnedRequest(self._services, session, request, body)
+                await unpinned.serve(send_and_report)
+            else:
+                await serve_pinned(self._services, session, request, body, send_and_report)
+
+        return serve_uncached
 
     async def _read_prompt(
         self, session: Session, request: GenerationRequest, body: GenerationBody | None

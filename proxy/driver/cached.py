@@ -65,6 +65,7 @@ class CachedRequest:
             if account.queued_seconds > _LONG_WAIT_SECONDS:
                 await self._require_current()
             try:
+                await self._session.launches.clear_others()
                 with self._session.arrivals.announced(self._arrival(lease.reason)):
                     can_reuse = await self._prepare(lease, account)
                 self._planning.close()

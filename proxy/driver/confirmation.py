@@ -47,7 +47,7 @@ class Confirmation:
             self._disagree(timings)
             return Unknown(namespace, n_restored=restored_tokens(before))
         self._confirm(account)
-        if account.is_drift:
+        if account.is_drift and not self._attachment.clears_idle_slots:
             return TAINTED
         if prompt.n_tokens + timings.predicted_n >= self._attachment.n_ctx:
             # At the end of the context it may have been shifted: such states are not exact.
@@ -94,7 +94,8 @@ class Confirmation:
                 confirmed=account.n_reused,
                 file=start.checkpoint.file_name,
             )
-        if account.is_drift:
+        # A server that clears idle slots puts them into its RAM cache, and brings prompts back from there.
+        if account.is_drift and not self._attachment.clears_idle_slots:
             metrics.drift.inc()
         if account.is_short:
             metrics.live_reuse_short.inc()

@@ -17,6 +17,7 @@ from proxy.driver.saving import Saver
 from proxy.driver.self_test import SelfTest
 from proxy.driver.services import Services
 from proxy.driver.session import Session
+from proxy.driver.turns import Turn
 from proxy.log import get_logger
 
 
@@ -41,7 +42,7 @@ class Learning:
         if known is not None:
             self._publish(attachment, known)
         elif lease := self._lease_empty(session):
-            self._start(session, lease)
+            self._start(session, lease, session.launches.try_turn() or Turn(None))
         else:
             attachment.degrade(DegradationKind.NO_SLOT_FOR_SELF_TEST)
 
@@ -50,9 +51,12 @@ class Learning:
         attachment = session.attachment
         if attachment.n_contradictions < attachment.n_contradictions_allowed:
             return
+        if (turn := session.launches.try_turn()) is None:
+            return
         slot = choose_slot_to_empty(attachment.desk.table)
         lease = attachment.desk.try_lease(slot.id) if slot else None
         if lease is None:
+            turn.end()
             return  # everything is busy: the next look may find a free slot
         self._log.warning(
             "restores are not reused as the rule says: the self-test runs again",
@@ -61,7 +65,7 @@ class Learning:
         )
         attachment.n_contradictions = 0
         attachment.n_contradictions_allowed *= 2
-        self._start(session, lease)
+        self._start(session, lease, turn)
 
     def _lease_empty(self, session: Session, without: SlotId | None = None) -> Lease[None] | None:
         desk = session.attachment.desk
@@ -71,10 +75,12 @@ class Learning:
                     return lease
         return None
 
-    def _start(self, session: Session, lease: Lease[None]) -> None:
+    def _start(self, session: Session, lease: Lease[None], turn: Turn) -> None:
         if not session.attachment.is_caching:
             session.attachment.degrade(DegradationKind.SELF_TEST_PENDING)
-        lease.hand_over(self._services.tasks.start(self._measure(session, lease.slot_ids[0])))
+        measuring = self._services.tasks.start(self._measure(session, lease.slot_ids[0]))
+        measuring.add_done_callback(lambda _: turn.end())
+        lease.hand_over(measuring)
 
     async def _measure(self, session: Session, slot_id: SlotId) -> None:
         attachment = session.attachment
@@ -104,6 +110,7 @@ class Learning:
 
     async def _run(self, session: Session, slot_id: SlotId) -> SelfTestResult:
         attachment, work = session.attachment, session.work
+        await session.launches.clear_others()
         # Of an empty slot nothing is due.
         await session.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
         await work.erase(slot_id)
@@ -123,6 +130,8 @@ class Learning:
         self, session: Session, test: SelfTest, slot_id: SlotId, result: SelfTestResult
     ) -> SelfTestResult:
         """Try two slots at once if another one is empty and nobody wants it."""
+        if session.attachment.clears_idle_slots:
+            return SelfTestResult(result.rule, None, False)  # each would empty the other
         other = self._lease_empty(session, without=slot_id)
         if other is None:  # what an earlier test found of two slots is still the best that is known
             known = session.attachment.self_test or result
@@ -137,11 +146,9 @@ class Learning:
     def _publish(self, attachment: Attachment, result: SelfTestResult) -> None:
         attachment.set_rule(result.rule)
         attachment.self_test = result
-        for is_so, kind in (
-            (result.restores_beside, DegradationKind.RESTORES_DISTURB),
-            (result.keeps_idle, DegradationKind.IDLE_SLOTS_LOSE),
-        ):
-            if is_so:
-                attachment.recover(kind)
-            elif is_so is False:
-                attachment.degrade(kind)
+        if attachment.clears_idle_slots is None and result.keeps_idle is not None:
+            attachment.note_clearing(clears=not result.keeps_idle)
+        if result.restores_beside:
+            attachment.recover(DegradationKind.RESTORES_DISTURB)
+        elif result.restores_beside is False and not attachment.clears_idle_slots:
+            attachment.degrade(DegradationKind.RESTORES_DISTURB)

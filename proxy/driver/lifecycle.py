@@ -93,8 +93,10 @@ class Lifecycle:
     @property
     def n_waiting(self) -> int:
         """How many requests wait for a slot, or for llama-server."""
-        n_for_slots = self.current.attachment.desk.n_waiting if self.current else 0
-        return n_for_slots + self.absence.n_waiting
+        n_waiting = self.absence.n_waiting
+        if self.current:
+            n_waiting += self.current.attachment.desk.n_waiting + self.current.launches.n_waiting
+        return n_waiting
 
     def poke(self) -> None:
         """Look at llama-server now: a connection to it has just failed."""
@@ -181,6 +183,7 @@ class Lifecycle:
             self.current = None
 
     async def _attach(self, props: Props, process_id: str) -> None:
+        last = self.current
         self._close()
         before = self._degradations.kinds & OF_PROCESS  # attaching, or what the last try came to
         n_changes = -1
@@ -193,6 +196,10 @@ class Lifecycle:
         if obstacle := attachment.obstacle:
             attachment.degrade(obstacle.kind, obstacle.detail)
             before -= {obstacle.kind}
+            if last:
+                _keep_contents(last.attachment, attachment)
+        if attachment.clears_idle_slots:
+            before -= {DegradationKind.IDLE_SLOTS_CLEARED}
         attachment.note_tenants()
         session = self._new_session(attachment)
         self._outlast_strangers(session)
@@ -220,6 +227,13 @@ class Lifecycle:
                 rule=attachment.rule.kind.value if attachment.self_test else "not measured yet",
             )
         self._reported = attachment.process_id
+
+
+def _keep_contents(last: Attachment, attachment: Attachment) -> None:
+    """Believe of the same process's slots what was known before a try to attach that came to nothing."""
+    for slot in attachment.desk.table:
+        if not slot.is_leased:
+            attachment.desk.table.set_content(slot.id, last.desk.table[slot.id].content)
 
 
 def _is_idle(attachment: Attachment) -> bool:

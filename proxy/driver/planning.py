@@ -60,6 +60,8 @@ class Planning:
         What the plan restores is kept from eviction in the same step. While the request has to wait,
         that is what it would restore if it found no live slot.
         """
+        if self._session.launches.is_save_coming:
+            return None  # it would find an empty slot
         began = time.perf_counter()
         self._kept.close()
         now = self._situation()

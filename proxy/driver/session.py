@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from proxy.driver.arrivals import Arrivals
 from proxy.driver.attachment import Attachment
+from proxy.driver.launches import Launches
 from proxy.driver.prompts import PromptReader
 from proxy.driver.slot_saves import SlotSaves
 from proxy.driver.slot_work import SlotWork
@@ -17,4 +18,5 @@ class Session:
     reader: PromptReader
     work: SlotWork
     saves: SlotSaves
+    launches: Launches
     arrivals: Arrivals

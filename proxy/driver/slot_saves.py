@@ -104,6 +104,10 @@ class SlotSaves:
         content = self._table[slot_id].content
         self._attachment.require_same_process()
         saved = await self._room.save(slot_id, name)
+        if not saved.state.tokens and self._attachment.clears_idle_slots:
+            # Its request ended just when another one started.
+            self._table.set_content(slot_id, Empty())
+            return None
         self._require_expected(slot_id, content, saved.state, is_just_predicted)
         self._attachment.require_same_process()
         self._metrics.save_seconds.observe(saved.seconds)
@@ -121,6 +125,8 @@ class SlotSaves:
         if not state.tokens:
             self._table.set_content(slot_id, Empty())
             self._metrics.drift.inc()
+            if self._attachment.clears_idle_slots is None:
+                self._attachment.note_clearing(clears=True)
             raise SaveRejected("the slot was empty: something has cleared it since")
         if state.tokens[: len(content.tokens)] == content.tokens:
             return

@@ -59,12 +59,17 @@ class WriteBack:
         if session is None:
             return []
         due = [s for s in session.attachment.desk.table if _is_due(session, s, idle_seconds)]
+        # Where a start empties idle slots, those are saved by whoever is about to start.
+        if not due or (turn := session.launches.try_turn()) is None:
+            return []
         tasks: list[asyncio.Task[object]] = []
         for slot in due:
             if lease := session.attachment.desk.try_lease(slot.id):
                 work = session.saves.write_back(slot.id, CheckpointKind.CONVERSATION)
                 tasks.append(self._tasks.start(work))
                 lease.hand_over(tasks[-1])
+        saves = asyncio.gather(*tasks, return_exceptions=True)
+        saves.add_done_callback(lambda _: turn.end())
         return tasks
 
 

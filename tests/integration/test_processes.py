@@ -220,10 +220,6 @@ REFUSED_ATTACHMENTS: dict[str, tuple[Callable[[Faults], Any], str]] = {
         lambda faults: setattr(faults, "saves_other_tokens", True),
         "attaching failed",
     ),
-    "idle slots cleared": (
-        lambda faults: setattr(faults, "clears_idle_slots", True),
-        "idle slots are cleared",
-    ),
     "no slots": (lambda faults: faults.props.update(total_slots=0), "not a llama-server"),
 }
 
@@ -297,3 +293,14 @@ async def test_state_changed_by_an_allowed_client_is_learned_anew(start_rig: Sta
         assert (await rig.chat("a")).n_reused == 308
         assert rig.sample("live_reuse_short_total") == 0
         assert rig.sample("restores_total", result="done") == 1
+
+
+async def test_attachment_that_fails_again_leaves_the_slots_as_they_are(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.06)
+    async with start_rig(faults=Faults(refuse={"save": 501, "erase": 501})) as rig:
+        await rig.chat("a")
+        n_saves = len(rig.server.seen_at("save"))
+        await until(lambda: len(rig.server.seen_at("save")) > n_saves + 2)
+        assert (await rig.chat("a")).n_reused == 308

@@ -1,0 +1,198 @@
+"""llama-server with default flags: a slot that starts to run empties all idle ones."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.fakes.faults import Faults
+from tests.fakes.slots import Memory
+from tests.integration.conftest import StartRig
+from tests.integration.rig import (
+    CHAT,
+    COMPLETION,
+    Reply,
+    Rig,
+    hang_up,
+    next_question,
+    question,
+    until,
+)
+
+MEMORIES = [Memory.ANY_PREFIX, Memory.RESTORE_POINTS, Memory.END_ONLY]
+
+
+def clearing(**faults: Any) -> Faults:
+    return Faults(clears_idle_slots=True, **faults)
+
+
+def nothing_is_wrong(rig: Rig) -> bool:
+    counts = (
+        *("drift_total", "restore_ineffective_total", "live_reuse_short_total"),
+        "tokenization_disagreements_total",
+    )
+    failed = rig.sample("saves_total", result="failed")
+    return not failed and not any(rig.sample(name) for name in counts)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+async def test_conversations_that_take_turns_lose_nothing(
+    start_rig: StartRig, memory: Memory
+) -> None:
+    async with start_rig(n_slots=4, memory=memory, faults=clearing()) as rig:
+        asked = {name: question(name) for name in "abc"}
+        replies: dict[str, Reply] = {}
+        for n_turn in range(3):
+            for name, messages in asked.items():
+                reply = await rig.chat(messages)
+                if n_turn:
+                    assert reply.n_reused >= replies[name].n_prompt - 20
+                replies[name] = reply
+                asked[name] = next_question(messages, reply)
+        assert nothing_is_wrong(rig)
+        health = await rig.health()
+        assert (health["state"], await rig.reasons()) == ("degraded", ["idle slots are cleared"])
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+async def test_conversations_at_once_are_answered_and_go_on(
+    start_rig: StartRig, memory: Memory
+) -> None:
+    async with start_rig(n_slots=4, memory=memory, faults=clearing()) as rig:
+        rig.server.faults.chunk_seconds = 0.002
+        names = "abcdef"
+        streams = [rig.post(CHAT, body(name, stream=True)) for name in names]
+        first = await asyncio.gather(*streams)
+        assert [reply.status for reply in first] == [200] * len(names)
+        again = [(await rig.chat(name)).n_reused for name in names]
+        assert sum(n_reused > 280 for n_reused in again) >= len(names) - 3
+        assert rig.sample("restore_ineffective_total") == 0
+        assert rig.sample("drift_total") == 0
+
+
+def body(name: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": question(name), "max_tokens": 20, **fields}
+
+
+async def test_requests_generate_at_once_though_they_start_one_at_a_time(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2, faults=clearing()) as rig:
+        rig.server.faults.chunk_seconds = 0.01
+        endless = body("a", stream=True, max_tokens=10_000)
+        async with rig.client.post(rig.base_url + CHAT, json=endless) as reply:
+            await reply.content.readany()
+            assert (await rig.chat("b")).n_reused == 0
+            assert (await rig.chat("b")).n_reused == 308  # the stream has started nothing since
+            assert rig.server.slots[0].is_processing or rig.server.slots[1].is_processing
+
+
+async def test_start_of_a_whole_answer_is_seen_in_slots(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=2, faults=clearing()) as rig:
+        gate = rig.server.hold("generate", n_calls=1)
+        first = rig.begin_chat("a")
+        await gate.reached()
+        assert (await rig.chat("b")).status == 200
+        gate.open()
+        assert (await first).status == 200
+        assert nothing_is_wrong(rig)
+
+
+async def test_without_slots_endpoint_requests_run_one_at_a_time(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=2, faults=clearing(refuse={"slots": 501})) as rig:
+        for name in "abab":
+            reply = await rig.chat(name)
+        assert reply.n_reused == 308
+        assert len({seen.fields["id_slot"] for seen in rig.requests_seen()}) >= 1
+        assert rig.sample("restore_ineffective_total") == 0
+
+
+async def test_requests_of_every_kind_start_in_turn(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=2, faults=clearing()) as rig:
+        requests = []
+        for name in "abc":
+            requests.append(rig.post("/v1/messages", body(name)))
+            requests.append(rig.post(CHAT, body(name)))
+            uncached = {"prompt": f" other {name}", "cache_prompt": False, "n_predict": 3}
+            requests.append(rig.post(COMPLETION, uncached))
+        replies = await asyncio.gather(*requests)
+        assert [reply.status for reply in replies] == [200] * len(requests)
+        assert rig.sample("restore_ineffective_total") == 0
+
+
+async def test_client_that_leaves_while_it_waits_for_its_turn_frees_its_place(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2, faults=clearing(), max_requests=3) as rig:
+        gate = rig.server.hold("restore", n_calls=1)
+        for name in "ab":
+            await rig.chat(name)
+        first = rig.begin_chat("a")  # is restored, and holds the turn meanwhile
+        await gate.reached()
+        leaving, staying = rig.begin_chat("c"), rig.begin_chat("b")
+        await until(lambda: rig.running.lifecycle.n_waiting == 2)
+        assert (await rig.post(CHAT, body("d"))).status == 503
+        await hang_up(leaving)
+        await until(lambda: rig.running.lifecycle.n_waiting == 1)
+        gate.open()
+        assert [(await reply).n_reused for reply in (first, staying)] == [308, 308]
+        assert nothing_is_wrong(rig)
+
+
+async def test_client_that_leaves_with_the_turn_passes_it_on(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=2, faults=clearing()) as rig:
+        gate = rig.server.hold("restore", n_calls=1)
+        for name in "ab":
+            await rig.chat(name)
+        leaving = rig.begin_chat("a")
+        await gate.reached()
+        await hang_up(leaving)
+        gate.open()
+        assert (await rig.chat("b")).n_reused == 308
+        assert (await rig.chat("a")).n_reused == 308
+
+
+async def test_abandoned_prompt_is_saved_before_the_next_start(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=2, faults=clearing(), idle_save_seconds=60.0) as rig:
+        rig.server.faults.chunk_seconds = 0.01
+        endless = body("a", stream=True, max_tokens=10_000)
+        async with rig.client.post(rig.base_url + CHAT, json=endless) as reply:
+            await reply.content.readany()
+        rig.server.faults.chunk_seconds = 0.0
+        assert (await rig.chat("b")).status == 200
+        assert (await rig.chat("a")).n_reused == 308
+
+
+async def test_server_that_saves_nothing_is_left_to_its_ram_cache(start_rig: StartRig) -> None:
+    faults = clearing(refuse={"save": 501, "restore": 501, "erase": 501})
+    async with start_rig(n_slots=2, faults=faults) as rig:
+        for name in "ab":
+            assert (await rig.chat(name)).status == 200
+        assert all("id_slot" not in seen.fields for seen in rig.requests_seen())
+        assert {"no slot save path", "idle slots are cleared"} <= set(await rig.reasons())
+        n_evaluated = len(rig.server.seen_at("evaluate"))
+        await asyncio.sleep(0.2)  # it is attached again and again, but looked at once
+        assert len(rig.server.seen_at("evaluate")) == n_evaluated
+
+
+async def test_restart_without_default_flags_ends_it(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=2, faults=clearing()) as rig:
+        await rig.chat("a")
+        await rig.settled()
+        rig.server.faults.clears_idle_slots = False
+        rig.server.replace_process()
+        await rig.attached()
+        assert (await rig.chat("a")).n_reused == 308
+        assert (await rig.health())["state"] == "caching"
+
+
+async def test_slots_found_full_are_adopted_though_the_first_probe_empties_them(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=2, faults=clearing(), idle_save_seconds=60.0) as rig:
+        await rig.chat("a")
+        await rig.stop_proxy()
+        await rig.start_proxy()
+        assert (await rig.chat("b")).status == 200
+        assert (await rig.chat("a")).n_reused == 308
+        assert nothing_is_wrong(rig)

@@ -1,0 +1,133 @@
+"""llama-server as it starts by itself: four slots that share one cache, emptied when another one runs."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.lab.conversation import agent_requests, system, tools
+from tests.lab.rig import Rig
+from tests.live.conftest import StartRig
+
+TOOLS = tools(2)
+CHAT = "/v1/chat/completions"
+DEFAULT: dict[str, Any] = {"n_slots": -1, "extra_args": ("--cache-ram", "8192")}
+CONVERSATIONS = [agent_requests(2, 1, header=[system(150)], seed=100 * (i + 1)) for i in range(3)]
+N_REQUESTS = len(CONVERSATIONS[0])
+SLACK_TOKENS = 8
+
+
+def body(conversation: int, index: int, **fields: Any) -> dict[str, Any]:
+    messages = CONVERSATIONS[conversation][index]
+    return {"messages": messages, "tools": TOOLS, "temperature": 0, "max_tokens": 12, **fields}
+
+
+def sample(rig: Rig, name: str, **labels: str) -> float:
+    value = rig.running.metrics.registry.get_sample_value
+    return value(f"llama_prefix_cache_{name}", labels) or 0.0
+
+
+def nothing_is_wrong(rig: Rig) -> bool:
+    counts = (
+        *("drift_total", "restore_ineffective_total", "live_reuse_short_total"),
+        *("tokenization_disagreements_total",),
+    )
+    return not sample(rig, "saves_total", result="failed") and not any(
+        sample(rig, name) for name in counts
+    )
+
+
+async def new_tokens(rig: Rig) -> int:
+    """Return how many tokens of all requests, in turn, no earlier prompt began with."""
+    n_new = 0
+    prompts: list[list[int]] = []
+    for index in range(N_REQUESTS):
+        for conversation in range(len(CONVERSATIONS)):
+            rendered = rig.server.request("POST", "/apply-template", body(conversation, index))[1]
+            text = {"content": rendered["prompt"], "add_special": True, "parse_special": True}
+            prompt = rig.server.request("POST", "/tokenize", text)[1]["tokens"]
+            known = [n_common(prompt, earlier) for earlier in prompts]
+            n_new += len(prompt) - max(known, default=0)
+            prompts.append(prompt)
+    return n_new
+
+
+def n_common(left: list[int], right: list[int]) -> int:
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "full", "swa", "recurrent"])
+async def test_conversations_that_take_turns_cost_what_is_new(
+    start_rig: StartRig, kind: str
+) -> None:
+    async with start_rig(kind, **DEFAULT) as rig:
+        n_before, n_new = await rig.evaluated(), await new_tokens(rig)
+        replies = {}
+        for index in range(N_REQUESTS):
+            if index == N_REQUESTS - 1:
+                n_evaluated = await rig.evaluated() - n_before
+                await rig.restart()
+                n_before = await rig.evaluated()
+            for conversation in range(len(CONVERSATIONS)):
+                reply = await rig.post(CHAT, body(conversation, index))
+                replies[conversation, index] = reply["choices"][0]["message"]
+        n_evaluated += await rig.evaluated() - n_before
+        assert n_evaluated <= n_new + SLACK_TOKENS * len(replies)
+        assert nothing_is_wrong(rig)
+        assert [reason["kind"] for reason in (await rig.health())["reasons"]] == [
+            "idle slots are cleared"
+        ]
+        if kind in ("hybrid", "recurrent"):  # with the others sums move, through the proxy or not
+            for (conversation, index), said in replies.items():
+                cold = rig.server.request(
+                    "POST", CHAT, body(conversation, index, cache_prompt=False)
+                )[1]
+                assert said == cold["choices"][0]["message"]
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "full"])
+async def test_conversations_at_once_are_answered_and_go_on(start_rig: StartRig, kind: str) -> None:
+    async with start_rig(kind, **DEFAULT) as rig:
+
+        async def converse(conversation: int) -> int:
+            """Return how many tokens of the last request were reused."""
+            for index in range(N_REQUESTS):
+                reply = await rig.post(CHAT, body(conversation, index, max_tokens=60))
+            return int(reply["timings"]["cache_n"])
+
+        n_reused = await asyncio.gather(*(converse(i) for i in range(len(CONVERSATIONS))))
+        assert min(n_reused) > 1000  # at least the header
+        assert sample(rig, "restore_ineffective_total") == 0
+        assert sample(rig, "drift_total") == 0
+        await rig.settled()
+
+
+async def test_stream_goes_on_while_others_start_beside_it(start_rig: StartRig) -> None:
+    async with start_rig("hybrid", **DEFAULT) as rig:
+        alone = rig.server.request("POST", CHAT, body(0, 0, max_tokens=200, cache_prompt=False))[1]
+        streamed = asyncio.ensure_future(rig.post(CHAT, body(0, 0, max_tokens=200)))
+        for index in range(2):
+            for conversation in (1, 2):
+                await rig.post(CHAT, body(conversation, index))
+        assert (await streamed)["choices"][0]["message"] == alone["choices"][0]["message"]
+        reply = await rig.post(CHAT, body(0, 1))
+        assert reply["timings"]["cache_n"] > reply["usage"]["prompt_tokens"] / 2
+        assert sample(rig, "restore_ineffective_total") == 0
+
+
+async def test_server_that_saves_nothing_is_left_to_its_ram_cache(start_rig: StartRig) -> None:
+    async with start_rig("hybrid", has_slot_save_path=False, **DEFAULT) as rig:
+        n_before = await rig.evaluated()
+        for index in range(N_REQUESTS):
+            for conversation in range(2):
+                await rig.post(CHAT, body(conversation, index))
+        n_evaluated = await rig.evaluated() - n_before
+        await rig.stop_proxy()
+        await asyncio.to_thread(rig.server.stop)
+        await asyncio.to_thread(rig.server.start)
+        for index in range(N_REQUESTS):
+            for conversation in range(2):
+                rig.server.request("POST", CHAT, body(conversation, index))
+        assert n_evaluated <= rig.server.evaluated_tokens() * 1.05
+        await rig.start_proxy()

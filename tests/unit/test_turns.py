@@ -1,0 +1,63 @@
+"""Turns: one at a time, in the order of asking."""
+
+import asyncio
+
+from proxy.driver.turns import Turn, Turns
+
+
+async def test_turns_are_had_in_the_order_of_asking() -> None:
+    turns, had = Turns(), []
+
+    async def ask(name: str) -> None:
+        turn = await turns.take()
+        had.append(name)
+        await asyncio.sleep(0)
+        turn.end()
+
+    await asyncio.gather(*(ask(name) for name in "abc"))
+    assert had == ["a", "b", "c"]
+
+
+async def test_taken_turn_is_not_had_until_it_ends() -> None:
+    turns = Turns()
+    first = turns.try_take()
+    assert first is not None and not first.has_ended
+    assert turns.try_take() is None
+    second = asyncio.ensure_future(turns.take())
+    await asyncio.sleep(0)
+    assert (turns.n_waiting, second.done()) == (1, False)
+    first.end()
+    first.end()  # harmless: the turn is the second's now
+    assert turns.try_take() is None
+    (await second).end()
+    assert turns.try_take() is not None
+
+
+async def test_who_leaves_the_queue_is_passed_over() -> None:
+    turns = Turns()
+    first = await turns.take()
+    leaving, staying = (asyncio.ensure_future(turns.take()) for _ in range(2))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    assert turns.n_waiting == 1
+    first.end()
+    assert not (await staying).has_ended
+
+
+async def test_turn_that_comes_as_one_leaves_is_passed_on() -> None:
+    turns = Turns()
+    first = await turns.take()
+    leaving, staying = (asyncio.ensure_future(turns.take()) for _ in range(2))
+    await asyncio.sleep(0)
+    first.end()
+    leaving.cancel()
+    await asyncio.gather(leaving, return_exceptions=True)
+    (await staying).end()
+    assert turns.try_take() is not None
+
+
+def test_turn_that_excludes_nobody_has_ended_from_the_beginning() -> None:
+    turn = Turn(None)
+    turn.end()
+    assert turn.has_ended
