@@ -86,10 +86,9 @@ class Confirmed:
         )
 
 
-@all_apis
+@both_apis
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("n_slots", [1, 2])
+@pytest.mark.parametrize(("stream", "n_slots"), [(False, 1), (True, 2)], ids=["whole", "stream"])
 async def test_conversations_by_turns_and_a_restart_evaluate_only_what_is_new(
     start_rig: StartRig, api: Api, kind: str, stream: bool, n_slots: int
 ) -> None:
@@ -103,9 +102,14 @@ async def test_conversations_by_turns_and_a_restart_evaluate_only_what_is_new(
                 await confirmed.ask(messages)
 
 
-@both_apis
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n_slots", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("api", "kind", "n_slots"),
+    [
+        *((MESSAGES, kind, 2) for kind in KINDS),
+        *((MESSAGES, "hybrid", n_slots) for n_slots in (1, 4)),
+        (RESPONSES, "hybrid", 2),
+    ],
+)
 async def test_conversations_at_once_evaluate_only_what_is_new(
     start_rig: StartRig, api: Api, kind: str, n_slots: int
 ) -> None:
@@ -124,8 +128,8 @@ async def test_conversations_at_once_evaluate_only_what_is_new(
 
 
 @both_apis
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n_slots", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+@pytest.mark.parametrize("n_slots", [2, 4])
 async def test_equal_prompts_at_once_are_all_served_where_they_should(
     start_rig: StartRig, api: Api, kind: str, n_slots: int
 ) -> None:
