@@ -63,8 +63,8 @@ def _decode(lines: list[bytes]) -> Iterator[Stored]:
 
 def inputs_of(case: Case) -> str:
     """Return a digest of all that a result depends on."""
-    model = model_path(case.kind, case.size, DEFAULT_MODEL_FOLDER).stat()
-    parts = [TRACES[case.trace]().digest(), model.st_size, model.st_mtime_ns, _server_version()]
+    model = model_path(case.kind, case.size, DEFAULT_MODEL_FOLDER)
+    parts = [TRACES[case.trace]().digest(), _digest(model.parent, (model.name,)), _server_version()]
     parts.append(_digest(Path(__file__).parent, MEASURING))
     # Times are only compared if they were measured together.
     if case.has_proxy or case.size != "tiny":
