@@ -86,7 +86,7 @@ def select_points(
     for place in places:
         point = _point_for(place, own, owners)
         n_before = kept[-1] if kept else 0
-        if point > n_before + SLACK_TOKENS and _is_worth(place, n_before, point, size_bytes, rates):
+        if point > n_before and _is_kept(place, n_before, point, size_bytes, rates):
             kept.append(point)
     return Selection(
         frozenset(p for p in kept if p in own), {p: owners[p] for p in kept if p in owners}
@@ -100,14 +100,18 @@ def _point_for(place: Place, own: Mapping[int, int], owners: Mapping[int, Checkp
     return theirs if theirs > mine + SLACK_TOKENS else mine
 
 
-def _is_worth(place: Place, n_before: int, point: int, size_bytes: int, rates: Rates) -> bool:
-    """Return whether a point spares more than writing and reading it costs."""
-    if place.likelihood >= 1.0:
+def _is_kept(place: Place, n_before: int, point: int, size_bytes: int, rates: Rates) -> bool:
+    """Return whether a point is at a place that surely comes, or spares more than its bytes cost.
+
+    The few tokens between two that are close are worth another one only where states are small.
+    """
+    if place.likelihood >= 1.0 and point > n_before + SLACK_TOKENS:
         return True
     copied_seconds = rates.save_seconds(size_bytes) - rates.save_seconds(0)
     copied_seconds += rates.restore_seconds(size_bytes, is_warm=False)
     copied_seconds -= rates.restore_seconds(0, is_warm=False)
-    return place.likelihood * rates.evaluation_seconds(n_before, point) >= copied_seconds
+    spared_seconds = rates.evaluation_seconds(n_before, point) - rates.evaluation_call.seconds
+    return place.likelihood * spared_seconds >= copied_seconds
 
 
 def marks_left(checkpoint: Checkpoint) -> Iterator[int]:
