@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from proxy.core.model import SlotId
 from proxy.core.slots import TAINTED
+from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
 from tests.integration.rig import (
     CHAT,
@@ -107,3 +109,65 @@ async def test_slot_that_cannot_be_erased_is_overwritten(start_rig: StartRig, fo
         await rig.chat(same, key="alice")
         rig.server.faults.refuse["erase"] = 500
         assert await n_evaluated_for(rig, form(same), "bob") >= N_QUESTION
+
+
+@pytest.mark.parametrize("memory", [Memory.ANY_PREFIX, Memory.RESTORE_POINTS, Memory.END_ONLY])
+@pytest.mark.parametrize("n_slots", [2, 4])
+async def test_equal_prompts_at_once_are_placed_one_after_the_other(
+    start_rig: StartRig, n_slots: int, memory: Memory
+) -> None:
+    async with start_rig(n_slots=n_slots, memory=memory, idle_save_seconds=60.0) as rig:
+        rig.server.faults.chunk_seconds = 0.02
+        for name in ("a", "b"):
+            body = {**claude(question(name)), "stream": True}
+            replies = await asyncio.gather(*(rig.post(MESSAGES, body) for _ in range(5)))
+            assert [reply.status for reply in replies] == [200] * 5
+        await until(lambda: rig.n_occupied() == 0)
+        assert rig.sample("drift_total") == 0
+        assert await rig.reasons() == []
+
+
+async def test_request_that_lands_in_a_slot_just_left_goes_on_there(start_rig: StartRig) -> None:
+    """The first answer ends between the proxy's last look and llama-server's choice."""
+    async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
+        rig.server.faults.chunk_seconds = 0.02
+        same = question("same")
+        streaming = await begin_stream(rig, same, "")
+        gate = rig.server.hold("generate", n_calls=1)
+        looked = rig.server.hold("slots", n_calls=1)
+        asked = asyncio.ensure_future(rig.post(MESSAGES, claude(same)))
+        await looked.reached()
+        assert (await streaming).status == 200
+        await until(lambda: rig.n_occupied() == 1)
+        looked.open()
+        await gate.reached()
+        assert rig.attachment is not None
+        chosen = next(slot for slot in rig.server.slots if slot.is_processing)
+        await until(
+            lambda: rig.attachment and rig.attachment.desk.table[SlotId(chosen.id)].is_running
+        )
+        assert rig.n_occupied() == 1, "the slot that was made ready is free again"
+        gate.open()
+        assert (await asked).content["usage"]["input_tokens"] <= 10
+        await until(lambda: rig.n_occupied() == 0)
+        assert rig.sample("drift_total") == 0
+        assert rig.sample("requests_total", outcome="hit") == 1
+        assert await rig.reasons() == []
+
+
+async def test_prompt_that_another_request_is_about_to_evaluate_is_waited_for(
+    start_rig: StartRig,
+) -> None:
+    """Until that one runs, its slot may become as similar as ours at any moment."""
+    async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
+        gate = rig.server.hold("generate", n_calls=1)
+        first = rig.begin_chat("same")
+        await gate.reached()
+        asked = asyncio.ensure_future(rig.post(MESSAGES, claude(question("same"))))
+        await until(lambda: rig.n_occupied() == 2)
+        await asyncio.sleep(0.1)
+        assert rig.server.seen_at("generate")[-1].path == CHAT
+        gate.open()
+        assert (await first).status == (await asked).status == 200
+        await until(lambda: rig.n_occupied() == 0)
+        assert rig.sample("drift_total") == 0
