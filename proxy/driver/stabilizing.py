@@ -30,6 +30,8 @@ FORMS = {
     Route.RESPONSES: Form.RESPONSES,
 }
 """The API forms that stabilizers know, by route."""
+_ASK_SECONDS = 2.0
+"""So long a request waits for what the template does; after that it goes on as if nothing were known."""
 _VALUE_NAME = "stabilizers"
 
 
@@ -88,7 +90,9 @@ class Stabilizing:
         process_id = session.attachment.process_id
         if process_id not in self._facts:
             self._facts = {process_id: self._services.tasks.start(self._ask())}
-        return await asyncio.shield(self._facts[process_id])
+        asked = self._facts[process_id]
+        await asyncio.wait({asked}, timeout=_ASK_SECONDS)
+        return asked.result() if asked.done() else Facts()
 
     async def _ask(self) -> Facts:
         try:
