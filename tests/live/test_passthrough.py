@@ -59,8 +59,13 @@ async def rig(start_rig: StartRig) -> Any:
 async def test_request_through_proxy_equals_direct_one(
     rig: Rig, method: str, path: str, body: Any
 ) -> None:
-    direct = await fetch(rig.client, rig.server.base_url, method, path, body)
-    proxied = await fetch(rig.client, rig.base_url, method, path, body)
+    async def ask(base_url: str) -> Any:
+        return await fetch(rig.client, base_url, method, path, body)
+
+    direct, proxied = await ask(rig.server.base_url), await ask(rig.base_url)
+    if proxied != direct:  # some answers tell the time, and a second may have begun between the two
+        direct = await ask(rig.server.base_url)
+        proxied = await ask(rig.base_url)
     assert proxied == direct
 
 
