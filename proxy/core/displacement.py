@@ -101,5 +101,5 @@ def is_continued(content: Known, prompt: Prompt) -> bool:
     if content.namespace != prompt.namespace:
         return False
     n_common = common_prefix_length(content.tokens, prompt.tokens)
-    is_whole = n_common == len(content.tokens)
-    return is_whole or 0 < content.turn_start <= n_common + SLACK_TOKENS
+    is_whole = n_common and n_common >= len(content.tokens) - SLACK_TOKENS
+    return bool(is_whole) or 0 < content.turn_start <= n_common + SLACK_TOKENS

@@ -51,6 +51,8 @@ class Setting:
         """Return a value as people write it in YAML."""
         if value is None:
             return "null"
+        if value == "":
+            return '""'
         if isinstance(value, bool):
             return str(value).lower()
         if is_size(self.name) and value:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from proxy.core.prefix import BLOCK_TOKENS
+from proxy.core.prefix import BLOCK_TOKENS, FIRST_BLOCK_TOKENS
 from tests.lab.rig import Rig
 from tests.live.conftest import KINDS, StartRig
 
@@ -65,9 +65,9 @@ async def test_state_below_a_block_is_served_without_a_checkpoint(
     start_rig: StartRig, kind: str
 ) -> None:
     async with start_rig(kind) as rig:
-        await save_and_restart(rig, prompt(BLOCK_TOKENS - 1))
-        n_evaluated, _ = await complete(rig, prompt(BLOCK_TOKENS + 9))
-        assert n_evaluated == BLOCK_TOKENS + 9
+        await save_and_restart(rig, prompt(FIRST_BLOCK_TOKENS - 1))
+        n_evaluated, _ = await complete(rig, prompt(FIRST_BLOCK_TOKENS + 9))
+        assert n_evaluated == FIRST_BLOCK_TOKENS + 9
         assert (await rig.health())["state"] == "caching"
 
 

@@ -14,7 +14,7 @@ from proxy.core.prefix import Namespace
 from proxy.driver.prompts import PromptReader
 from proxy.errors import NotConvertible, UpstreamRefused
 from proxy.upstream import llama_server
-from proxy.upstream.bodies import parse_body
+from proxy.upstream.bodies import as_chat_body, parse_body
 from proxy.upstream.routes import generation_route
 from proxy.upstream.state_file import read_state_file
 from tests.lab import generated_bodies, messages_bodies, responses_bodies
@@ -56,7 +56,8 @@ class Server:
         assert route is not None and body is not None
         async with llama_server.new_session() as session:
             upstream = llama_server.LlamaServer(session, self.process.base_url, None)
-            return await PromptReader(upstream).read(route, body, {}, Namespace(b""), rule)
+            chat = as_chat_body(route, body)
+            return await PromptReader(upstream).read(route, chat, {}, Namespace(b""), rule)
 
     def count(self, path: str, raw: bytes) -> int | None:
         """Return llama-server's own count, or None if it refuses the body."""

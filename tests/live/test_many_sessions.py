@@ -16,9 +16,10 @@ from tests.lab.conversation import (
     user,
 )
 from tests.lab.rig import Rig
-from tests.live.conftest import KINDS, StartRig
+from tests.live.conftest import StartRig
 from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
 
+KINDS = ("full", "swa", "recurrent", "hybrid")
 HEADER = [system(450)]
 NEVER_IDLE: dict[str, Any] = {"idle_save_seconds": 3600.0}
 """Nothing is saved but for a reason that the test gives."""

@@ -112,7 +112,7 @@ async def test_other_weights_under_the_same_path_share_nothing(
     assert fingerprint_model(model) == fingerprint  # only the canary sees it
     async with start_rig("full") as rig:
         n_reused, _ = await reused(rig)
-        assert n_reused < SLACK_TOKENS
+        assert n_reused < SLACK_TOKENS or n_reused == n_stopped(rig)
         assert restores(rig) == 0
 
 
@@ -144,7 +144,7 @@ async def test_lora_adapter_is_a_world_of_its_own(start_rig: StartRig, tmp_path:
         _, n_prompt = await reused(rig)
     async with start_rig("full", extra_args=("--lora", str(adapter))) as rig:
         n_reused, _ = await reused(rig)
-        assert n_reused < SLACK_TOKENS
+        assert n_reused < SLACK_TOKENS or n_reused == n_stopped(rig)
     async with start_rig("full") as rig:
         n_reused, _ = await reused(rig)
         assert n_reused > n_prompt - SLACK_TOKENS
