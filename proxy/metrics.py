@@ -81,6 +81,13 @@ class Metrics:
             "waiting_requests",
             "Generation requests that wait for a slot, or for llama-server to come back.",
         )
+        self.background_tasks = self._gauge(
+            "background_tasks",
+            "Work behind requests: saves, restores, looks at llama-server, slots whose clients left.",
+        )
+        self.event_loop_tasks = self._gauge(
+            "event_loop_tasks", "All tasks of the proxy, those of open connections included."
+        )
         self.prompt_tokens = self._counter(
             "prompt_tokens",
             "Prompt tokens by whether llama-server found them in its slot (reused) or had to evaluate "

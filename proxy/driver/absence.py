@@ -45,6 +45,10 @@ class Absence:
     def is_waited_for(self) -> bool:
         return self._is_away and self._was_there
 
+    @property
+    def unreachable_seconds(self) -> float:
+        return time.monotonic() - self._unreachable_since if self._unreachable_since else 0.0
+
     async def outlast(self, since: float) -> None:
         """Return when llama-server answers again; raises UpstreamAbsent if it takes too long.
 

@@ -1,5 +1,6 @@
 """What /metrics shows of the present: read from the running proxy at each scrape."""
 
+import asyncio
 import math
 from collections.abc import Callable
 
@@ -18,6 +19,8 @@ from proxy.store.store import CheckpointStore
 def connect_gauges(services: Services, lifecycle: Lifecycle) -> None:
     """Let every gauge read its value from what serves now; zero while there is nothing."""
     metrics = services.metrics
+    metrics.background_tasks.set_function(lambda: len(services.tasks))
+    metrics.event_loop_tasks.set_function(lambda: len(asyncio.all_tasks()))
     metrics.caching.set_function(lambda: float(services.degradations.state is not State.FORWARDING))
     _connect_attachment(metrics, lifecycle)
     if services.opened_store is not None:

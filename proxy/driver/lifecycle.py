@@ -23,6 +23,9 @@ from proxy.upstream.replies import Props
 
 WATCH_SECONDS = 1.0
 RETURN_WATCH_SECONDS = 0.2
+CUT_SECONDS = 2.0
+"""So long llama-server may be unreachable, and silent in what it has begun to answer, until that is cut
+off: told to end, it waits for those clients to leave."""
 RETRY_SECONDS = 15.0
 """How often an attachment that cannot cache is tried again, while no slot is in use."""
 ATTACH_WAIT_SECONDS = 30.0
@@ -156,6 +159,8 @@ class Lifecycle:
             raise
         except UpstreamFault:
             self.absence.note_unreachable()
+            if self.absence.unreachable_seconds >= CUT_SECONDS:
+                self._upstream.pending.cut_silent(CUT_SECONDS)
             raise
         self.absence.note_answer()
         return props

@@ -41,6 +41,7 @@ class Admin:
             body["slots"] = describe_slots(attachment.desk.table)
             body["rates"] = describe_rates(attachment.rates)
         body["waiting"] = self._lifecycle.n_waiting
+        body["background_tasks"] = len(self._services.tasks)
         if store is not None:
             body["checkpoints"] = len(store)
             body["checkpoint_bytes"] = store.size_bytes

@@ -51,6 +51,20 @@ def end_to_end(
     return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in dropped)
 
 
+class Heard:
+    """An answer that is being relayed: cut off, it ends in an error, as if llama-server had died."""
+
+    def __init__(self, answer: aiohttp.ClientResponse) -> None:
+        self._answer = answer
+        self.heard_at = time.monotonic()
+
+    def note(self) -> None:
+        self.heard_at = time.monotonic()
+
+    def cut(self) -> None:
+        self._answer.close()
+
+
 class Exchange:
     """One request to llama-server whose answer goes to one client."""
 
@@ -86,17 +100,12 @@ class Exchange:
         if the request was not even sent; an answer that breaks off ends in an error event.
         """
         try:
-            async with self._upstream.session.request(
-                self._client.method,
-                self._upstream.url(self._client.raw_path),
-                # aiohttp writes a large body from a file in pieces, and warns of one in bytes.
-                data=io.BytesIO(body) if isinstance(body, bytes) else body,
-                headers=headers,
-                allow_redirects=False,
-            ) as answer:
+            async with await self._answer_to(body, headers) as answer:
                 if _is_stream(answer):
                     on_start()
-                return await self._relay(answer, n_found)
+                heard = Heard(answer)
+                with self._upstream.pending.noted(heard):
+                    return await self._relay(answer, heard, n_found)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if self._has_begun:
                 raise  # the client is gone, or _relay has told it
@@ -104,6 +113,18 @@ class Exchange:
             raise (UpstreamNotReached if is_unsent else UpstreamGone)(
                 f"llama-server at {self._upstream.base_url}: {reason_of(error)}"
             ) from error
+
+    async def _answer_to(self, body: Body, headers: CIMultiDict[str]) -> aiohttp.ClientResponse:
+        """Send the request and return the answer once its headers are there."""
+        async with self._upstream.pending.call():
+            return await self._upstream.session.request(
+                self._client.method,
+                self._upstream.url(self._client.raw_path),
+                # aiohttp writes a large body from a file in pieces, and warns of one in bytes.
+                data=io.BytesIO(body) if isinstance(body, bytes) else body,
+                headers=headers,
+                allow_redirects=False,
+            )
 
     async def end_kept(self, error: ProxyError) -> bool:
         """End a stream that was begun for a client to wait in; return False if there is none."""
@@ -113,7 +134,9 @@ class Exchange:
         await self._keeper.end(error_event(self._client.path, error))
         return True
 
-    async def _relay(self, answer: aiohttp.ClientResponse, n_found: int | None) -> Answer:
+    async def _relay(
+        self, answer: aiohttp.ClientResponse, heard: Heard, n_found: int | None
+    ) -> Answer:
         await self._keeper.stop()
         if self._keeper.response is not None and not (answer.status == 200 and _is_stream(answer)):
             return await self._refuse_in_stream(answer)
@@ -127,6 +150,7 @@ class Exchange:
         first_token_at: float | None = None
         try:
             async for chunk, passed_on in edited.chunks():
+                heard.note()
                 reader.feed(chunk)
                 made += calls.feed(chunk) if calls else ()
                 if first_token_at is None and reader.has_token:

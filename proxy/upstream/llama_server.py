@@ -17,6 +17,7 @@ from yarl import URL
 from proxy.core.model import SlotId
 from proxy.core.prefix import TokenIds, token_ids
 from proxy.errors import UpstreamRefused, UpstreamSlow, UpstreamUnreachable
+from proxy.upstream.pending import Pending
 from proxy.upstream.replies import (
     AppliedTemplate,
     Canary,
@@ -66,6 +67,7 @@ class LlamaServer:
 
     def __init__(self, session: aiohttp.ClientSession, base_url: str, api_key: str | None) -> None:
         self.session = session
+        self.pending = Pending()
         self.base_url = base_url.rstrip("/")
         self._own_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
@@ -230,18 +232,21 @@ class LlamaServer:
         data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
         sent = {"Content-Type": "application/json", **(headers or self._own_headers)}
         try:
-            async with self.session.request(
-                method,
-                self.url(path),
-                data=None if data is None else io.BytesIO(data),
-                headers=sent,
-                timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=5.0),
-            ) as response:
+            async with (
+                self.pending.call(),
+                self.session.request(
+                    method,
+                    self.url(path),
+                    data=None if data is None else io.BytesIO(data),
+                    headers=sent,
+                    timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=5.0),
+                ) as response,
+            ):
                 status, content = response.status, await response.read()
         except aiohttp.ServerConnectionError as error:
             raise UpstreamUnreachable(f"{method} {path}: {reason_of(error)}") from error
         except TimeoutError as error:
-            raise UpstreamSlow(f"{method} {path}: no answer within {seconds} s") from error
+            raise UpstreamSlow(f"{method} {path}: no answer in time") from error
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamUnreachable(f"{method} {path}: {reason_of(error)}") from error
         if status != 200:

@@ -82,6 +82,12 @@ class ProxyProcess:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        if self._process is None:
+            raise ProxyError("the proxy is not started")
+        return self._process.pid
+
     def stop(self) -> None:
         """End the process with SIGTERM, so that it saves first."""
         if self._process is None:

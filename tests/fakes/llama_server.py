@@ -127,6 +127,10 @@ class FakeLlamaServer:
         self.process.gone.set()
         await self._site.stop()
 
+    async def shut_down(self) -> None:
+        """Take no more connections, answer nothing any more, and wait for the clients to leave."""
+        await self._site.stop()
+
     async def restart(self) -> None:
         self.process = self._new_process()
         await self.listen()

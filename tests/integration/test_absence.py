@@ -181,3 +181,30 @@ async def test_address_where_nothing_ever_answered_is_not_waited_for(
                 )
             await waiting(rig, 0)
         await rig.start_proxy()
+
+
+async def test_what_a_closing_server_will_not_answer_is_cut_off(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told to end, llama-server waits for clients whose requests it has dropped."""
+    monkeypatch.setattr(lifecycle, "CUT_SECONDS", 0.2)
+    async with start_rig(n_slots=3) as rig:
+        gate = rig.server.hold("generate", n_calls=1)
+        whole = ask(rig, "a")
+        await gate.reached()
+        rig.server.faults.chunk_seconds = 60.0
+        silent = asyncio.ensure_future(rig.post(CHAT, stream_of("b")))
+        await until(lambda: len(rig.requests_seen()) == 2)
+        rig.server.faults.chunk_seconds = 0.05
+        talking = asyncio.ensure_future(rig.post(CHAT, stream_of("c", 20)))
+        await until(lambda: len(rig.requests_seen()) == 3)
+        await rig.server.shut_down()
+        assert (await whole).status == 502
+        assert b"went away in mid-answer" in (await silent).body
+        assert (await talking).body.endswith(b"data: [DONE]\n\n")
+        await rig.server.restart()
+        assert (await rig.chat("d")).status == 200
+
+
+def stream_of(name: str, n_tokens: int = 10) -> dict[str, Any]:
+    return {"messages": question(name), "stream": True, "max_tokens": n_tokens}

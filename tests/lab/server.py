@@ -128,13 +128,13 @@ class LlamaServer:
             self.kill()
             raise
 
-    def stop(self) -> None:
+    def stop(self, patience_seconds: float = STOP_TIMEOUT_SECONDS) -> None:
         """End the process with SIGTERM, or with SIGKILL if it does not follow."""
         if self._process is None:
             return
         self._process.terminate()
         try:
-            self._process.wait(STOP_TIMEOUT_SECONDS)
+            self._process.wait(patience_seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import aiohttp
+import pytest
 
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
@@ -164,3 +165,30 @@ async def test_client_that_leaves_while_the_server_is_away_frees_its_place(
         ] * 2
         await rig.settled()
         assert sample(rig, "unanswered_requests_total", reason="client left") == 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_server_that_is_told_to_end_does_not_wait_for_clients_it_will_not_answer(
+    start_rig: StartRig, stream: bool
+) -> None:
+    async with start_rig("hybrid", n_slots=2) as rig:
+
+        async def ask(**fields: Any) -> tuple[int, bytes]:
+            async with rig.client.post(rig.base_url + CHAT, json={**body(0, 0), **fields}) as reply:
+                return reply.status, await reply.read()
+
+        endless = {"stream": stream, "max_tokens": 50_000}
+        running = [asyncio.ensure_future(ask(**endless)) for _ in range(2)]
+        async with asyncio.timeout(60):
+            while (await rig.health())["slots"].get("leased") != 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        waiting = asyncio.ensure_future(ask())
+        await await_waiting(rig, 1)
+        # Now and then it goes on taking connections without answering, and has to be killed.
+        ending = asyncio.ensure_future(asyncio.to_thread(rig.server.stop, 15.0))
+        for status, content in await asyncio.gather(*running):
+            assert (status == 200) == stream
+            assert b"llama-prefix-cache: llama-server" in content
+        await ending
+        await asyncio.to_thread(rig.server.start)
+        assert (await waiting)[0] == 200
