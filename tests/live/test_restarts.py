@@ -67,12 +67,18 @@ def cold(rig: Rig, conversation: int, index: int) -> dict[str, Any]:
 
 
 async def kill(rig: Rig, stream: "asyncio.Task[bytes]") -> None:
-    """Kill llama-server in mid-stream; the stream must say so."""
+    """Kill llama-server in mid-stream; the stream must say so, and who waited for the slot waits for it."""
+    n_waiting = rig.running.lifecycle.n_waiting
     await asyncio.to_thread(rig.server.kill)
     assert b"llama-server went away" in (await stream).splitlines()[-2]
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while rig.running.lifecycle.current is not None:  # noqa: ASYNC110 - no event for it
             await asyncio.sleep(0.01)
+    await await_waiting(rig, n_waiting)
+
+
+def slots_of(rig: Rig) -> list[dict[str, Any]]:
+    return list(rig.server.request("GET", "/slots")[1])
 
 
 def sample(rig: Rig, name: str, **labels: str) -> float:
@@ -177,10 +183,14 @@ async def test_server_that_is_told_to_end_does_not_wait_for_clients_it_will_not_
             async with rig.client.post(rig.base_url + CHAT, json={**body(0, 0), **fields}) as reply:
                 return reply.status, await reply.read()
 
-        endless = {"stream": stream, "max_tokens": 50_000}
-        running = [asyncio.ensure_future(ask(**endless)) for _ in range(2)]
+        def is_answering(slot: dict[str, Any]) -> bool:
+            return any(generation["n_decoded"] > 12 for generation in slot.get("next_token", ()))
+
+        running = [
+            asyncio.ensure_future(ask(stream=stream, max_tokens=50_000, seed=n)) for n in range(2)
+        ]
         async with asyncio.timeout(60):
-            while (await rig.health())["slots"].get("leased") != 2:  # noqa: ASYNC110
+            while not all(map(is_answering, await asyncio.to_thread(slots_of, rig))):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         waiting = asyncio.ensure_future(ask())
         await await_waiting(rig, 1)
