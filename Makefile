@@ -38,10 +38,10 @@ demo: $(SETUP) llama-server models
 	@$(BIN)/python -m tests.bench.demo
 
 test: $(SETUP) llama-server models
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 live: $(SETUP) llama-server models
-	$(BIN)/python -m pytest tests/live
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/live
 
 lint: $(SETUP)
 	$(BIN)/ruff check .

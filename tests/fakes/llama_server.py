@@ -388,9 +388,9 @@ class FakeLlamaServer:
         self, request: web.Request, slot: Slot, done: Generation, shape: Shape
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
         n_sent = 0
         try:
+            await response.prepare(request)
             for event in done.events(shape):
                 if n_sent == self.faults.dies_after_chunks:
                     return _cut(request)
@@ -399,6 +399,8 @@ class FakeLlamaServer:
                 await response.write(event)
                 n_sent += 1
                 await asyncio.sleep(self.faults.chunk_seconds)
+        except ConnectionResetError:
+            pass  # the client has left
         finally:
             slot.tokens += done.tokens_decoded(n_sent)
         return response
