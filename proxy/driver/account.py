@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from proxy.core.model import Outcome
 from proxy.core.options import Option, Restore
 from proxy.core.plan import Plan
+from proxy.core.records import Way
 from proxy.upstream.replies import Timings
 
 
@@ -77,23 +78,30 @@ class Account:
         return (self.n_reused or 0) if is_restored else 0
 
     def describe(self) -> dict[str, object]:
-        """Return the account for the request's log line: what was chosen and why, and what came of it."""
+        """Return what was chosen and why, and what came of it: fields of a RequestRecord."""
         start = self.plan.start
         return {
             "slot": self.plan.slot_id,
             "chosen": self.plan.option.kind,
             "why": self.plan.why.value,
-            "expected_seconds": round(self.plan.option.seconds, 4),
-            "displaced_seconds": round(self.plan.option.displacement.seconds, 4),
-            "alternatives": [_describe(option) for option in self.plan.alternatives],
             "n_prompt": self.n_prompt,
             "expected": start.n_reused,
             "confirmed": self.n_reused,
             "evaluated": self.n_evaluated,
-            "stops": [stop.n_tokens for stop in self.plan.stops],
             "queued_seconds": round(self.queued_seconds, 4),
             "prepared_seconds": round(self.prepared_seconds, 4),
         }
+
+    def way(self) -> Way:
+        """Return what the plan was to cost, and what else there was."""
+        plan, cuts = self.plan, self.plan.cuts
+        return Way(
+            expected_seconds=round(plan.option.seconds, 4),
+            displaced_seconds=round(plan.option.displacement.seconds, 4),
+            alternatives=tuple(_describe(option) for option in plan.alternatives),
+            stops=tuple(stop.n_tokens for stop in plan.stops),
+            cuts=(cuts.header, cuts.turn_start, cuts.branch),
+        )
 
 
 def _describe(option: Option) -> str:

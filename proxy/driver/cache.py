@@ -16,6 +16,7 @@ from proxy.driver.cached import CachedRequest
 from proxy.driver.leases import DeskClosed
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.memory import remember_tenant
+from proxy.driver.report import Findings
 from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.services import Services
 from proxy.driver.session import Session
@@ -64,7 +65,7 @@ class Cache:
                 self._lifecycle.poke()
             return answer
 
-        place = Place(request.arrived_at)
+        place = Place(request.arrival.arrived_at)
         try:
             while not await self._try_to_serve(request, send_and_watch, place):
                 self._order.join(place)
@@ -115,7 +116,7 @@ class Cache:
     def _report(
         self, request: GenerationRequest, answer: Answer, outcome: Outcome, why: str | None
     ) -> None:
-        self._services.report.answered(request, answer, outcome, {"why": why})
+        self._services.report.answered(request, answer, outcome, Findings(why=why))
 
     async def _serve_in(
         self, session: Session, request: GenerationRequest, send: Send, place: Place

@@ -6,6 +6,7 @@ lease -> restore the checkpoint -> stop at cuts -> send -> confirm the hit -> re
 import time
 from collections.abc import Awaitable, Callable
 
+from proxy.core.causes import Cause
 from proxy.core.erasure import must_be_erased
 from proxy.core.model import CheckpointKind, Prompt
 from proxy.core.options import Restore
@@ -19,6 +20,7 @@ from proxy.driver.confirmation import Confirmation
 from proxy.driver.lease import Lease
 from proxy.driver.leases import DeskClosed
 from proxy.driver.planning import Planning
+from proxy.driver.report import Findings
 from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.services import Services
 from proxy.driver.session import Session
@@ -193,11 +195,12 @@ class CachedRequest:
         return Arrival(tokens, self._prompt.namespace, time.monotonic() + seconds, size_bytes)
 
     def _report(self, answer: Answer, account: Account) -> None:
-        metrics, cuts = self._services.metrics, account.plan.cuts
+        metrics = self._services.metrics
         metrics.prompt_tokens.labels("reused").inc(account.n_reused or 0)
         metrics.prompt_tokens.labels("evaluated").inc(account.n_evaluated)
         metrics.restored_tokens.inc(account.n_restored)
         metrics.evaluation_seconds.inc(account.evaluation_seconds)
         metrics.queue_seconds.observe(account.queued_seconds)
-        facts = {**account.describe(), "cuts": [cuts.header, cuts.turn_start, cuts.branch]}
-        self._services.report.answered(self._request, answer, account.outcome, facts)
+        cause = Cause.HIT if account.n_reused else Cause.FIRST_SIGHT
+        findings = Findings(account, cause=cause)
+        self._services.report.answered(self._request, answer, account.outcome, findings)
