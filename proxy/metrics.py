@@ -36,7 +36,7 @@ SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.0
 UNANSWERED = ("client left", "llama-server gone", "queue full", "other")
 STAGES = (
     *("attach", "self-test", "lifecycle", "tokenize", "lookup", "erase", "prepare", "placement"),
-    *("settle", "save", "thin", "unattended action", "remember", "stabilize"),
+    *("settle", "explain", "save", "thin", "unattended action", "remember", "stabilize"),
 )
 POSITION_LABELS = {p: "none" if p == math.inf else str(p) for p in POSITIONS}
 SAVES_SKIPPED = (Removal.BUDGET, Removal.FREE_SPACE, "larger than the budget", "write budget")
