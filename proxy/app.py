@@ -24,7 +24,7 @@ from proxy.driver.cache import Cache
 from proxy.driver.degradations import Degradations
 from proxy.driver.faults import Faults
 from proxy.driver.gauges import connect_gauges
-from proxy.driver.journal import Journal
+from proxy.driver.journal import Journal, Keep
 from proxy.driver.launches import Launches
 from proxy.driver.learning import Learning
 from proxy.driver.lifecycle import Lifecycle
@@ -112,7 +112,7 @@ async def run_proxy(
     try:
         async with new_session() as client:
             upstream = LlamaServer(client, settings.upstream, settings.upstream_api_key)
-            journal = Journal()
+            journal = Journal(Keep(settings.explain_keep))
             report = Report(metrics, journal)
             services = Services(
                 upstream, store, metrics, Faults(metrics), degradations, report, journal, Tasks()

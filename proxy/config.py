@@ -61,7 +61,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     admin: Annotated[
         Address,
         Meta(
-            description="HOST:PORT for /health, /metrics and /checkpoints.",
+            description="HOST:PORT for /health, /metrics, /checkpoints and /requests.",
             extra=_more("For operators, not for clients: it asks for no key."),
         ),
     ] = "127.0.0.1:8082"
@@ -195,6 +195,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             extra=_more("Such as `claude-opus-4-6 = qwen`; any other name is passed on as it is."),
         ),
     ] = ""
+    explain_keep: Annotated[
+        Literal["none", "tokens", "text"],
+        Meta(
+            description="What is kept of prompts to explain misses: none, tokens or text.",
+            extra=_more(
+                "In memory only, 48 MiB at most, and shown on the admin listener alone. With tokens no "
+                "words are shown, and causes that only words tell (a date, say) are not told apart; with "
+                "none it is only told what became of states."
+            ),
+        ),
+    ] = "text"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(

@@ -20,6 +20,7 @@ from prometheus_client import (
 )
 from prometheus_client.metrics import MetricWrapperBase
 
+from proxy.core.causes import Cause, Part
 from proxy.core.degradation import DegradationKind
 from proxy.core.eviction import Removal
 from proxy.core.model import Outcome, RuleKind
@@ -95,6 +96,30 @@ class Metrics:
         self.evaluation_seconds = self._counter(
             "evaluation_seconds",
             "Time llama-server spent evaluating prompt tokens, as it reports it.",
+        )
+        self.saved_seconds = self._counter(
+            "saved_seconds",
+            "What evaluating the reused prompt tokens would have taken at the speeds measured on this "
+            "server, less the time of the restore: what a slot still held (live) or a checkpoint brought "
+            "(restored).",
+            source=("live", "restored"),
+        )
+        self.lost_seconds = self._counter(
+            "lost_seconds",
+            "By how much restores took longer than evaluating what they spared; saved_seconds does not "
+            "count those.",
+        )
+        self.misses = self._counter(
+            "misses",
+            "Requests that had tokens evaluated that were known, by cause (docs/misses.md) and by where in "
+            "the prompt it lies.",
+            cause=[cause for cause in Cause if cause.is_miss],
+            part=Part,
+        )
+        self.missed_tokens = self._counter(
+            "missed_tokens",
+            "Prompt tokens that were evaluated although they were known, by cause.",
+            cause=[cause for cause in Cause if cause.is_miss],
         )
         self.first_token_seconds = self._histogram(
             "first_token_seconds",

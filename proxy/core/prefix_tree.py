@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
-from operator import add
+from operator import iadd
 from typing import Generic, TypeVar
 
 from proxy.core.prefix import TokenIds, common_prefix_length
@@ -104,7 +104,12 @@ class PrefixTree(Generic[S]):
     def sequence(self, end: Node[S]) -> S:
         """Return the whole sequence that ends there."""
         edges = [node.edge for node in end.path()]
-        return reduce(add, reversed(edges), self._empty)
+        edges.reverse()
+        return (
+            self._empty.join(edges)
+            if isinstance(self._empty, str)
+            else reduce(iadd, edges, self._empty[:])
+        )
 
     def note_loss(self, sequence: S, loss: object) -> None:
         """Note what became of the state of *sequence*, wherever others that are kept share it."""

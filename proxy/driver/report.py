@@ -60,6 +60,7 @@ class Report:
             gone = UpstreamGone("llama-server went away in mid-answer")
             return self.unanswered(request.arrival, gone)
         self._metrics.requests.labels(outcome).inc()
+        self._count_reuse(findings)
         arrived_at, first_token_seconds = request.arrival.arrived_at, None
         if answer.first_token_at is not None:
             first_token_seconds = answer.first_token_at - arrived_at
@@ -78,6 +79,17 @@ class Report:
         way = findings.account.way() if findings.account else None
         self._log.info("request", **_line(record), **(_line(way) if way else {}))
         self._remember(record, findings, way)
+
+    def _count_reuse(self, findings: Findings) -> None:
+        """Count what was missed, and what was saved."""
+        metrics, cause, account = self._metrics, findings.cause, findings.account
+        if cause.is_miss:
+            metrics.misses.labels(cause, findings.part).inc()
+            metrics.missed_tokens.labels(cause).inc(findings.n_missed)
+        if account is not None and (seconds := account.saved_seconds) is not None:
+            source = "restored" if account.n_restored else "live"
+            metrics.saved_seconds.labels(source).inc(max(0.0, seconds))
+            metrics.lost_seconds.inc(max(0.0, -seconds))
 
     def unanswered(self, arrival: Arrival, error: BaseException) -> None:
         """Report a request that *error* ended before its answer was whole."""
