@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "proxy.commands": {"proxy.commands", "proxy.app", "proxy.config", "proxy.core", "proxy.errors"}
     | {"proxy.addresses", "proxy.log", "proxy.run", "proxy.sizes", "proxy.upstream"},
     "proxy.commands.options": {"proxy.sources"},
+    "proxy.commands.explain": {"proxy.sources"},
     "proxy.commands.doctor": {"proxy.doctor", "proxy.driver", "proxy.store"},
     "proxy.__main__": {"proxy"},
 }
