@@ -10,6 +10,8 @@ from proxy.core.causes import Cause, Part
 from proxy.core.prefix import common_prefix_length
 from proxy.core.sketch import Difference, Sketch, compare, is_truncated
 from proxy.core.text_changes import (
+    are_both_billing,
+    is_alike_without_reminders,
     is_billing,
     is_date,
     is_environment,
@@ -116,7 +118,8 @@ def _cause(
 ) -> Cause:
     in_header = part in (Part.TOOLS, Part.SYSTEM)
     if at is not None and part is not Part.TOOLS:
-        if in_header and is_billing(new.text, old.text, at):
+        is_line = is_billing if is_same else are_both_billing
+        if in_header and is_line(new.text, old.text, at):
             return Cause.BILLING_HEADER
         if is_date(new.text, old.text, at) and (in_header or is_same):
             return Cause.DATE
@@ -170,10 +173,10 @@ def _cause_in_messages(
     *,
     is_same: bool,
 ) -> Cause:
-    if at is not None and is_same:
-        if part is Part.ASSISTANT and is_reasoning_dropped(new.text, old.text, at):
-            return Cause.REASONING
-        if difference.message is not None and is_reminder(new.text, old.text, at):
+    if at is not None and part is Part.ASSISTANT and is_reasoning_dropped(new.text, old.text, at):
+        return Cause.REASONING
+    if at is not None and message is not None and is_reminder(new.text, old.text, at):
+        if is_same or is_alike_without_reminders(new.text, old.text, *_span(new, message)):
             return Cause.REMINDER
     if difference.message is None or difference.message != message:
         return Cause.REASONING if part is Part.ASSISTANT else Cause.RENDERED_OTHERWISE

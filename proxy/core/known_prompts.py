@@ -12,7 +12,7 @@ from proxy.core.sketch import Sketch
 
 KNOWN_BYTES = 500
 """About what a known prompt takes besides its tokens, text and sketch."""
-PAIR_BYTES = 150
+MARK_BYTES = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class KnownPrompt:
 
     @property
     def size_bytes(self) -> int:
-        return KNOWN_BYTES + self.sketch.size_bytes + PAIR_BYTES * len(self.sketch.messages)
+        return KNOWN_BYTES + self.sketch.size_bytes + MARK_BYTES * len(self.sketch.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class KnownPrompts:
         self._keeps_text = keeps_text
         self._known: OrderedDict[str, KnownPrompt] = OrderedDict()
         self._trees: dict[Namespace, _Trees] = {}
-        self._by_pair: dict[tuple[Namespace, int, int], str] = {}
+        self._by_mark: dict[tuple[Namespace, int, int], str] = {}
         self._own_bytes = 0
 
     def __len__(self) -> int:
@@ -93,12 +93,15 @@ class KnownPrompts:
             return Sighting()
         return Sighting(walk.n_common, nearest, Loss(*trees.tokens.loss(walk)))
 
-    def of_conversation(self, namespace: Namespace, sketch: Sketch) -> KnownPrompt | None:
-        """Return the last prompt with messages of the same conversation, the newer the better."""
-        for before, message in sketch.pairs():
-            found = self._by_pair.get((namespace, before, message))
+    def of_conversation(
+        self, namespace: Namespace, sketch: Sketch, nearest: KnownPrompt | None
+    ) -> KnownPrompt | None:
+        """Return a prompt of the same conversation: *nearest* if it is, or else the last one."""
+        for mark in sketch.marks():
+            found = self._by_mark.get((namespace, *mark))
             if found is not None and found in self._known:
-                return self._known[found]
+                is_nearest = nearest is not None and mark in nearest.sketch.marks()
+                return nearest if is_nearest else self._known[found]
         return None
 
     def common(self, known: KnownPrompt, tokens: TokenIds) -> int:
@@ -141,7 +144,7 @@ class KnownPrompts:
         )
         self._known[request_id] = known
         self._own_bytes += known.size_bytes
-        self._by_pair.update(((namespace, *pair), request_id) for pair in sketch.pairs())
+        self._by_mark.update(((namespace, *mark), request_id) for mark in sketch.marks())
         while self._known and (
             len(self._known) > self._max_prompts or self.size_bytes > self._max_bytes
         ):
@@ -157,9 +160,9 @@ class KnownPrompts:
         trees.tokens.remove(known.tokens_end)
         if known.text_end is not None:
             trees.texts.remove(known.text_end)
-        for pair in known.sketch.pairs():
-            if self._by_pair.get((known.namespace, *pair)) == known.id:
-                del self._by_pair[(known.namespace, *pair)]
+        for mark in known.sketch.marks():
+            if self._by_mark.get((known.namespace, *mark)) == known.id:
+                del self._by_mark[(known.namespace, *mark)]
         self._own_bytes -= known.size_bytes
         if not trees.size_bytes:
             del self._trees[known.namespace]

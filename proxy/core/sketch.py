@@ -32,8 +32,9 @@ def digests(values: "list[int]") -> Digests:
 class Sketch:
     """A chat request: its tools by name and whole, and its messages, whole, in the chat form.
 
-    `roles` has a letter for each message: system, user, assistant or tool. A prompt without messages has
-    an empty sketch. `n_system_chars` is the length of the leading system message's text.
+    `roles` has a letter for each message: system, user, assistant or tool; A is an answer so long that
+    hardly two conversations have it. A prompt without messages has an empty sketch. `n_system_chars` is
+    the length of the leading system message's text.
     """
 
     names: Digests
@@ -52,19 +53,35 @@ class Sketch:
 
     def part(self, message: int) -> Part:
         """Return what part of a prompt a message is."""
-        return _PARTS.get(self.roles[message], Part.USER)
+        return _PARTS.get(self.roles[message].lower(), Part.USER)
 
-    def pairs(self) -> Iterator[tuple[int, int]]:
-        """Yield each message behind the leading system ones with the one before it, the newest first.
+    def marks(self) -> Iterator[tuple[int, int]]:
+        """Yield what tells a conversation from others, the newest first.
 
-        A single message may be said in many conversations; two in a row are seldom.
+        That is two messages in a row, behind the leading system ones, or a long answer. Any other single
+        message may be said in many: the first one goes to whoever finds a title for it, too.
         """
         first = self.n_leading_system
         for index in range(len(self.messages) - 1, first - 1, -1):
-            yield (self.messages[index - 1] if index > first else 0), self.messages[index]
+            if index > first:
+                yield self.messages[index - 1], self.messages[index]
+            if self.roles[index] == "A":
+                yield 0, self.messages[index]
 
 
 EMPTY = Sketch(digests([]), digests([]), "", digests([]))
+
+
+def begin_alike(new: Sketch, old: Sketch) -> bool:
+    """Return whether two prompts begin with the same user message under about the same header.
+
+    Whoever finds a title for a conversation is sent that message, too, but is told something else.
+    """
+    first, before = new.n_leading_system, old.n_leading_system
+    if new.messages[first : first + 1] != old.messages[before : before + 1]:
+        return False
+    has_same_tools = len(new.tools) > 0 and new.tools == old.tools
+    return has_same_tools or (first > 0 and new.messages[:first] == old.messages[:before])
 
 
 @dataclass(frozen=True, slots=True)

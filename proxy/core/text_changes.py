@@ -39,6 +39,7 @@ _ENVIRONMENT_LINE = re.compile(
     re.IGNORECASE,
 )
 _REMINDER_OPENS, _REMINDER_ENDS = ("<system-reminder>",), ("</system-reminder>",)
+_REMINDER = re.compile(r"<system-reminder>.*?</system-reminder>\s*", re.DOTALL)
 _REASONING_OPENS = ("<think>", "<|channel|>analysis", "[THINK]", "<seed:think>", "<reasoning>")
 _REASONING_ENDS = ("</think>", "<|end|>", "[/THINK]", "</seed:think>", "</reasoning>")
 
@@ -46,6 +47,11 @@ _REASONING_ENDS = ("</think>", "<|end|>", "[/THINK]", "</seed:think>", "</reason
 def is_billing(new: str, old: str, at: int) -> bool:
     """Return whether Claude Code's billing line differs, or is there on one side only."""
     return any(_BILLING in _line(text, at) for text in (new, old))
+
+
+def are_both_billing(new: str, old: str, at: int) -> bool:
+    """Return whether both have that line there."""
+    return all(_BILLING in _line(text, at) for text in (new, old))
 
 
 def is_date(new: str, old: str, at: int) -> bool:
@@ -71,6 +77,13 @@ def is_reminder(new: str, old: str, at: int) -> bool:
         _is_within(text, at, _REMINDER_OPENS, _REMINDER_ENDS) or _begins(text, at, _REMINDER_OPENS)
         for text in (new, old)
     )
+
+
+def is_alike_without_reminders(new: str, old: str, begin: int, end: int) -> bool:
+    """Return whether the old one has what *new* has from *begin* to *end*, reminders left out."""
+    said = _REMINDER.sub("", new[begin:end]).strip()
+    before = _REMINDER.sub("", old[begin:]).lstrip()
+    return bool(said) and before.startswith(said)
 
 
 def is_reasoning_dropped(new: str, old: str, at: int) -> bool:

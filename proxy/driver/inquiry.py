@@ -11,7 +11,7 @@ from proxy.core.explain import SLACK_TOKENS, Past, Served, judge, may_be_missed
 from proxy.core.known_prompts import KnownPrompt, Sighting
 from proxy.core.model import Prompt
 from proxy.core.records import Divergence, Nearest
-from proxy.core.sketch import EMPTY, compare
+from proxy.core.sketch import EMPTY, begin_alike, compare
 from proxy.driver.account import Account
 from proxy.driver.attachment import Attachment
 from proxy.driver.journal import Journal, Keep
@@ -57,7 +57,7 @@ class Inquiry:
         served = self._served(account, account.n_reused)
         past = self._past(partner, n_with_partner)
         change = None
-        if partner is not None and may_be_missed(served, past):
+        if partner is not None and served.failure is None and may_be_missed(served, past):
             change = self._change(partner, n_with_partner)
             past = self._past(partner, n_with_partner, change)
         verdict = judge(served, past, change)
@@ -65,6 +65,7 @@ class Inquiry:
             account,
             cause=verdict.cause,
             n_missed=verdict.n_missed,
+            is_at_divergence=change is not None and verdict.cause is change.cause,
             nearest=self._nearest(partner, n_with_partner, served),
             divergence=self._divergence(partner, n_with_partner, change),
         )
@@ -76,12 +77,16 @@ class Inquiry:
         """Return the prompt to hold this one against: of the same conversation, or else the nearest."""
         if self._journal.keep is Keep.NONE:
             return None
-        found = self._known.of_conversation(self._prompt.namespace, self._seen.sketch)
+        nearest = self._sighting.nearest
+        if nearest is not None and not self._known.is_known(nearest):
+            nearest = None
+        found = self._known.of_conversation(self._prompt.namespace, self._seen.sketch, nearest)
         self._is_same_conversation = found is not None and found.ended_at < self._planned_at
         if self._is_same_conversation:
             return found
-        nearest = self._sighting.nearest
-        return nearest if nearest is not None and self._known.is_known(nearest) else None
+        if nearest is not None:
+            self._is_same_conversation = begin_alike(self._seen.sketch, nearest.sketch)
+        return nearest
 
     def _common(self, partner: KnownPrompt | None) -> int:
         if partner is None:

@@ -20,25 +20,34 @@ from proxy.metrics import Metrics
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Why a request reused what it did; `account` is None, and `why` says why, if it was not looked up."""
+    """Why a request reused what it did; `account` is None, and `why` says why, if it was not looked up.
+
+    `is_at_divergence` says that the cause lies where the prompt leaves the nearest known one.
+    """
 
     account: Account | None = None
     why: str | None = None
     cause: Cause = Cause.NOT_LOOKED_UP
     n_missed: int = 0
+    is_at_divergence: bool = False
     nearest: Nearest | None = None
     divergence: Divergence | None = None
 
     @property
     def part(self) -> Part:
-        return self.divergence.part if self.divergence else Part.NOWHERE
+        place = self._place
+        return place.part if place else Part.NOWHERE
+
+    @property
+    def _place(self) -> Divergence | None:
+        return self.divergence if self.is_at_divergence and self.cause.is_miss else None
 
     def facts(self) -> dict[str, Any]:
         """Return what they say of the fields of a RequestRecord."""
         found = {
             "cause": self.cause,
             "part": self.part,
-            "message": self.divergence.message if self.divergence else None,
+            "message": self._place.message if self._place else None,
             "n_missed": self.n_missed,
         }
         return found | (self.account.describe() if self.account else {"why": self.why})
@@ -131,6 +140,8 @@ def _line(told: RequestRecord | Way) -> dict[str, object]:
     fields = msgspec.structs.asdict(told)
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
     line = {k: v for k, v in plain.items() if k in _ALWAYS or v not in (None, [])}
+    if not line.get("n_missed"):
+        line.pop("n_missed", None)
     if isinstance(told, RequestRecord):
         for name in _LEFT_OUT:
             del line[name]

@@ -11,6 +11,7 @@ from proxy.upstream.bodies import SYSTEM_ROLES, GenerationBody
 from proxy.upstream.json_values import list_of, member, text_of
 
 _LETTERS = {"system": "s", "developer": "s", "user": "u", "assistant": "a", "tool": "t"}
+_LONG_BYTES = 200
 
 
 def sketch_of(body: GenerationBody) -> Sketch:
@@ -21,13 +22,19 @@ def sketch_of(body: GenerationBody) -> Sketch:
     tools = list_of(body.fields.get("tools"))
     names = [text_of(member(tool, "function", {}), "name") for tool in tools]
     leading = messages[0] if messages and messages[0].get("role") in SYSTEM_ROLES else {}
+    encoded = [msgspec.json.encode(message) for message in messages]
     return Sketch(
         digests([xxhash.xxh3_64_intdigest(name.encode()) for name in names]),
         digests([_digest(tool) for tool in tools]),
-        "".join(_LETTERS.get(message.get("role"), "u") for message in messages),
-        digests([_digest(message) for message in messages]),
+        "".join(map(_letter, messages, encoded)),
+        digests([xxhash.xxh3_64_intdigest(message) for message in encoded]),
         sum(len(piece) for piece in _texts(leading.get("content"))),
     )
+
+
+def _letter(message: dict[str, Any], encoded: bytes) -> str:
+    letter = _LETTERS.get(text_of(message, "role"), "u")
+    return "A" if letter == "a" and len(encoded) > _LONG_BYTES else letter
 
 
 def contents_of(body: GenerationBody) -> list[list[str]]:
