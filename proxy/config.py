@@ -89,8 +89,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             ge=1 << 20,
             description="Disk budget for checkpoints, such as 20GiB.",
             extra=_more(
-                "Those that are being written count. What would cost least to evaluate again for its "
-                "size goes first."
+                "Those being written count. What is cheapest to evaluate again goes first."
             ),
         ),
     ] = 20 << 30
@@ -162,8 +161,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Meta(
             description="Let clients with different API keys reuse each other's prefixes.",
             extra=_more(
-                "Otherwise they share nothing, which needs llama-server's RAM cache off as well "
-                "(--cache-ram 0)."
+                "Otherwise they share nothing; llama-server needs --cache-ram 0 for that, too."
             ),
         ),
     ] = False
@@ -200,9 +198,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Meta(
             description="What is kept of prompts to explain misses: none, tokens or text.",
             extra=_more(
-                "In memory only, 48 MiB at most, and shown on the admin listener alone. With tokens no "
-                "words are shown, and causes that only words tell (a date, say) are not told apart; with "
-                "none it is only told what became of states."
+                "In memory only, and shown on the admin listener alone; see docs/misses.md."
             ),
         ),
     ] = "text"
