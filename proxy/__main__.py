@@ -6,6 +6,7 @@ import click
 
 from proxy import __version__
 from proxy.commands.doctor import doctor
+from proxy.commands.explain import explain
 from proxy.commands.run import run
 from proxy.commands.serve import serve
 
@@ -19,6 +20,7 @@ def main() -> None:
 main.add_command(serve)
 main.add_command(run)
 main.add_command(doctor)
+main.add_command(explain)
 
 if __name__ == "__main__":
     main(prog_name="python -m proxy" if sys.argv[0].endswith("__main__.py") else None)

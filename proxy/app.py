@@ -24,6 +24,7 @@ from proxy.driver.cache import Cache
 from proxy.driver.degradations import Degradations
 from proxy.driver.faults import Faults
 from proxy.driver.gauges import connect_gauges
+from proxy.driver.journal import Journal, Keep
 from proxy.driver.launches import Launches
 from proxy.driver.learning import Learning
 from proxy.driver.lifecycle import Lifecycle
@@ -43,6 +44,7 @@ from proxy.errors import StoreFault, StoreLocked
 from proxy.front.admin import Admin
 from proxy.front.checkpoints import Checkpoints
 from proxy.front.handlers import Front
+from proxy.front.requests import Requests
 from proxy.log import get_logger
 from proxy.metrics import Metrics
 from proxy.stabilize.names import parse_switches
@@ -110,9 +112,10 @@ async def run_proxy(
     try:
         async with new_session() as client:
             upstream = LlamaServer(client, settings.upstream, settings.upstream_api_key)
-            report = Report(metrics)
+            journal = Journal(Keep(settings.explain_keep))
+            report = Report(metrics, journal)
             services = Services(
-                upstream, store, metrics, Faults(metrics), degradations, report, Tasks()
+                upstream, store, metrics, Faults(metrics), degradations, report, journal, Tasks()
             )
             absence = Absence(settings.upstream_wait_seconds, is_expected=is_llama_server_coming)
             async with _serve(settings, services, rewrite, absence) as running:
@@ -172,6 +175,7 @@ async def _serve(
     clients.router.add_route("*", "/{path:.*}", front.handle)
     operators = web.Application()
     operators.add_routes([*admin.routes(), *Checkpoints(lifecycle, services.opened_store).routes()])
+    operators.add_routes(Requests(services.journal).routes())
     # In reverse order of leaving: stop listening, then save, then stop watching.
     remembering = Remembering(services, lifecycle)
     async with (

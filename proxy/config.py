@@ -61,7 +61,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     admin: Annotated[
         Address,
         Meta(
-            description="HOST:PORT for /health, /metrics and /checkpoints.",
+            description="HOST:PORT for /health, /metrics, /checkpoints and /requests.",
             extra=_more("For operators, not for clients: it asks for no key."),
         ),
     ] = "127.0.0.1:8082"
@@ -89,8 +89,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             ge=1 << 20,
             description="Disk budget for checkpoints, such as 20GiB.",
             extra=_more(
-                "Those that are being written count. What would cost least to evaluate again for its "
-                "size goes first."
+                "Those being written count. What is cheapest to evaluate again goes first."
             ),
         ),
     ] = 20 << 30
@@ -162,8 +161,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Meta(
             description="Let clients with different API keys reuse each other's prefixes.",
             extra=_more(
-                "Otherwise they share nothing, which needs llama-server's RAM cache off as well "
-                "(--cache-ram 0)."
+                "Otherwise they share nothing; llama-server needs --cache-ram 0 for that, too."
             ),
         ),
     ] = False
@@ -195,6 +193,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             extra=_more("Such as `claude-opus-4-6 = qwen`; any other name is passed on as it is."),
         ),
     ] = ""
+    explain_keep: Annotated[
+        Literal["none", "tokens", "text"],
+        Meta(
+            description="What is kept of prompts to explain misses: none, tokens or text.",
+            extra=_more(
+                "In memory only, and shown on the admin listener alone; see docs/misses.md."
+            ),
+        ),
+    ] = "text"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(

@@ -119,12 +119,16 @@ NO_CUTS = Cuts()
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request's prompt as llama-server will see it; `shape` is the kind of request it came from."""
+    """A request's prompt as llama-server will see it; `shape` is the kind of request it came from.
+
+    `text` is what it was tokenized from; empty if that is not one text.
+    """
 
     tokens: TokenIds
     namespace: Namespace
     cuts: Cuts = NO_CUTS
     shape: str = ""
+    text: str = ""
 
     @property
     def n_tokens(self) -> int:

@@ -62,13 +62,19 @@ class Why(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One request's way through one slot; `cuts` are the prompt's, with the branch that was found."""
+    """One request's way through one slot; `cuts` are the prompt's, with the branch that was found.
+
+    `n_shared` is the longest prefix that the prompt shared with any state then, usable or not, and
+    `n_in_use` that with a slot that another request was using.
+    """
 
     option: Option
     stops: tuple[Stop, ...] = ()
     cuts: Cuts = NO_CUTS
     why: Why = Why.NOTHING_FOUND
     alternatives: tuple[Option, ...] = ()
+    n_shared: int = 0
+    n_in_use: int = 0
 
     @property
     def slot_id(self) -> SlotId:
@@ -179,7 +185,8 @@ def _steadiest(options: list[Option]) -> Option:
 def _plan(prompt: Prompt, now: Situation, options: list[Option]) -> Plan:
     best = options[0]
     n_reused = best.start.n_reused
-    n_shared = max(now.n_shared, *(_shared(prompt, slot) for slot in now.slots))
+    shared = {slot.id: _shared(prompt, slot) for slot in now.slots}
+    n_shared = max(now.n_shared, *shared.values())
     cuts = replace(prompt.cuts, branch=branch_of(now.rule, n_shared, prompt.n_tokens, n_reused))
     return Plan(
         best,
@@ -193,6 +200,8 @@ def _plan(prompt: Prompt, now: Situation, options: list[Option]) -> Plan:
         cuts,
         _why(now.rule, options),
         tuple(_distinct(options[1:]))[:N_ALTERNATIVES],
+        n_shared,
+        max((shared[slot.id] for slot in now.slots if slot.is_leased), default=0),
     )
 
 

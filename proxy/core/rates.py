@@ -97,6 +97,11 @@ class Rates:
     warm_restore: Transfer = _transfer(2e9)
     save: Transfer = _transfer(1e9)
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether any evaluation was timed on this server."""
+        return any(part.n_seen for part in self.tokens)
+
     def evaluation_seconds(self, n_from: int, n_to: int) -> float:
         """Return how long it takes to evaluate the tokens behind the first *n_from*, up to *n_to*."""
         if n_to <= n_from:

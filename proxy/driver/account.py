@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 
+from proxy.core.causes import Cause
 from proxy.core.model import Outcome
 from proxy.core.options import Option, Restore
 from proxy.core.plan import Plan
+from proxy.core.rates import Rates
+from proxy.core.records import Way
 from proxy.upstream.replies import Timings
 
 
@@ -13,6 +16,8 @@ class Account:
     """Adds up the replies of one request: those at its stops, then its own.
 
     Only the first of them tells what was there before; what later ones reuse, this request evaluated.
+    `failure` is what did not work, if that cost it its reuse. `saved_seconds` is what the tokens that it
+    reused would have taken at the measured speeds, less the restore; None if they are not known.
     """
 
     plan: Plan
@@ -21,6 +26,9 @@ class Account:
     n_evaluated: int = 0
     evaluation_seconds: float = 0.0
     is_degraded: bool = False
+    failure: Cause | None = None
+    restore_seconds: float = 0.0
+    saved_seconds: float | None = None
     queued_seconds: float = 0.0
     prepared_seconds: float = 0.0
 
@@ -29,6 +37,13 @@ class Account:
             self.n_reused = timings.cache_n
         self.n_evaluated += timings.prompt_n
         self.evaluation_seconds += timings.prompt_ms / 1000
+
+    def value(self, rates: Rates) -> None:
+        """Note what the reuse has saved by the speeds that were measured, if they were."""
+        if self.n_reused is not None and rates.is_measured:
+            whole = rates.evaluation_seconds(0, self.n_prompt)
+            rest = rates.evaluation_seconds(self.n_reused, self.n_prompt)
+            self.saved_seconds = whole - rest - self.restore_seconds
 
     def move(self, plan: Plan) -> None:
         """Go on by another plan: what was there before is for the next reply to say."""
@@ -77,23 +92,31 @@ class Account:
         return (self.n_reused or 0) if is_restored else 0
 
     def describe(self) -> dict[str, object]:
-        """Return the account for the request's log line: what was chosen and why, and what came of it."""
+        """Return what was chosen and why, and what came of it: fields of a RequestRecord."""
         start = self.plan.start
         return {
             "slot": self.plan.slot_id,
             "chosen": self.plan.option.kind,
             "why": self.plan.why.value,
-            "expected_seconds": round(self.plan.option.seconds, 4),
-            "displaced_seconds": round(self.plan.option.displacement.seconds, 4),
-            "alternatives": [_describe(option) for option in self.plan.alternatives],
             "n_prompt": self.n_prompt,
             "expected": start.n_reused,
             "confirmed": self.n_reused,
             "evaluated": self.n_evaluated,
-            "stops": [stop.n_tokens for stop in self.plan.stops],
             "queued_seconds": round(self.queued_seconds, 4),
             "prepared_seconds": round(self.prepared_seconds, 4),
+            "saved_seconds": None if self.saved_seconds is None else round(self.saved_seconds, 4),
         }
+
+    def way(self) -> Way:
+        """Return what the plan was to cost, and what else there was."""
+        plan, cuts = self.plan, self.plan.cuts
+        return Way(
+            expected_seconds=round(plan.option.seconds, 4),
+            displaced_seconds=round(plan.option.displacement.seconds, 4),
+            alternatives=tuple(_describe(option) for option in plan.alternatives),
+            stops=tuple(stop.n_tokens for stop in plan.stops),
+            cuts=(cuts.header, cuts.turn_start, cuts.branch),
+        )
 
 
 def _describe(option: Option) -> str:

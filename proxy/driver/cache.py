@@ -7,15 +7,18 @@ it is worth saving.
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
+from proxy.core.causes import Cause
 from proxy.core.model import Outcome, Prompt
 from proxy.driver.arrival_order import ArrivalOrder, Place
 from proxy.driver.cached import CachedRequest
+from proxy.driver.inquiry import Inquiry
 from proxy.driver.leases import DeskClosed
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.memory import remember_tenant
+from proxy.driver.report import Findings
 from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.services import Services
 from proxy.driver.session import Session
@@ -33,6 +36,17 @@ from proxy.upstream.bodies import (
     parse_body,
 )
 from proxy.upstream.routes import Route, honours_id_slot
+
+_TOKENIZED_OTHERWISE = "requests of this shape are tokenized differently"
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A request's prompt, and its body in the chat form; without a prompt `why` says why."""
+
+    prompt: Prompt | None = None
+    chat_body: GenerationBody | None = None
+    why: str | None = None
 
 
 class _KeyRefused(Exception):
@@ -64,7 +78,7 @@ class Cache:
                 self._lifecycle.poke()
             return answer
 
-        place = Place(request.arrived_at)
+        place = Place(request.arrival.arrived_at)
         try:
             while not await self._try_to_serve(request, send_and_watch, place):
                 self._order.join(place)
@@ -115,21 +129,23 @@ class Cache:
     def _report(
         self, request: GenerationRequest, answer: Answer, outcome: Outcome, why: str | None
     ) -> None:
-        self._services.report.answered(request, answer, outcome, {"why": why})
+        is_otherwise = why == _TOKENIZED_OTHERWISE
+        cause = Cause.TOKENIZED_OTHERWISE if is_otherwise else Cause.NOT_LOOKED_UP
+        self._services.report.answered(request, answer, outcome, Findings(why=why, cause=cause))
 
     async def _serve_in(
         self, session: Session, request: GenerationRequest, send: Send, place: Place
     ) -> None:
         request = await self._stabilizing.rewrite(session, request)
         body = parse_body(request.raw)
-        (prompt, reason), is_current = await asyncio.gather(
+        read, is_current = await asyncio.gather(
             self._read_prompt(session, request, body), self._lifecycle.is_still(session)
         )
         if not is_current:
             raise DeskClosed
         await self._order.turn(place)
         self._order.leave(place)  # whoever is next comes to the desk after us
-        serve = self._way(session, request, body, prompt, reason)
+        serve = self._way(session, request, body, read)
         async with session.launches.turn() as turn:
             await serve(session.launches.in_turn(turn, send))
 
@@ -138,17 +154,21 @@ class Cache:
         session: Session,
         request: GenerationRequest,
         body: GenerationBody | None,
-        prompt: Prompt | None,
-        reason: str | None,
+        read: "_Read",
     ) -> Callable[[Send], Awaitable[object]]:
         """Return how a request is served: by its prompt, in a slot of our choice, or of llama-server's."""
         attachment = session.attachment
         # Of slots that are emptied all the time, llama-server's RAM cache makes more than we can.
         is_left_alone = attachment.clears_idle_slots and not attachment.is_caching
-        if prompt is not None and body is not None and not is_left_alone:
+        if read.prompt is not None and body is not None and not is_left_alone:
             serving = SimilarRequest if request.route is Route.MESSAGES else CachedRequest
             is_current = partial(self._lifecycle.is_still, session)
-            cached = serving(self._services, session, request, body, prompt, is_current)
+            inquiry = Inquiry(
+                self._services.journal, attachment, read.prompt, read.chat_body or body
+            )
+            cached = serving(
+                self._services, session, request, body, read.prompt, inquiry, is_current
+            )
             return cached.serve
 
         async def serve_uncached(send: Send) -> None:
@@ -157,7 +177,7 @@ class Cache:
             ) -> Answer:
                 # At once: clients that have their answer hang up, and what is left to do is cut short.
                 answer = await send(raw, on_start, n_found)
-                self._report(request, answer, Outcome.BYPASS, reason or "nothing is cached")
+                self._report(request, answer, Outcome.BYPASS, read.why or "nothing is cached")
                 return answer
 
             is_pinned = body is not None and honours_id_slot(request.route) and not is_left_alone
@@ -171,16 +191,16 @@ class Cache:
 
     async def _read_prompt(
         self, session: Session, request: GenerationRequest, body: GenerationBody | None
-    ) -> tuple[Prompt | None, str | None]:
+    ) -> "_Read":
         """Return what llama-server will evaluate; None, and why, if that is not looked up."""
         body, reason = _chat_form(request.route, body)
         if body is None:
-            return None, reason
+            return _Read(why=reason)
         attachment = session.attachment
         try:
             shape = body.shape(request.path)
             if shape in attachment.disabled_shapes:
-                return None, "requests of this shape are tokenized differently"
+                return _Read(why=_TOKENIZED_OTHERWISE)
             namespace = attachment.tenant_namespace(request.tenant)
             prompt = await session.reader.read(
                 request.route, body, request.headers, namespace, attachment.rule
@@ -194,10 +214,10 @@ class Cache:
                 raise _KeyRefused from fault
             # The request itself may be what is wrong: llama-server's own answer says so best.
             self._services.faults.record("tokenize", fault)
-            return None, "the prompt could not be tokenized"
+            return _Read(why="the prompt could not be tokenized")
         if not prompt.n_tokens:
-            return None, "empty prompt"
-        return replace(prompt, shape=shape), None
+            return _Read(why="empty prompt")
+        return _Read(replace(prompt, shape=shape), body)
 
 
 def _chat_form(

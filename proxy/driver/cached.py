@@ -6,6 +6,7 @@ lease -> restore the checkpoint -> stop at cuts -> send -> confirm the hit -> re
 import time
 from collections.abc import Awaitable, Callable
 
+from proxy.core.causes import Cause
 from proxy.core.erasure import must_be_erased
 from proxy.core.model import CheckpointKind, Prompt
 from proxy.core.options import Restore
@@ -16,9 +17,11 @@ from proxy.driver.abandoned import wind_up
 from proxy.driver.account import Account
 from proxy.driver.arrivals import Arrival
 from proxy.driver.confirmation import Confirmation
+from proxy.driver.inquiry import Inquiry
 from proxy.driver.lease import Lease
 from proxy.driver.leases import DeskClosed
 from proxy.driver.planning import Planning
+from proxy.driver.report import Findings
 from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.services import Services
 from proxy.driver.session import Session
@@ -39,6 +42,7 @@ class CachedRequest:
         request: GenerationRequest,
         body: GenerationBody,
         prompt: Prompt,
+        inquiry: Inquiry,
         is_current: Callable[[], Awaitable[bool]],
     ) -> None:
         self._services = services
@@ -47,6 +51,7 @@ class CachedRequest:
         self._request = request
         self._body = body
         self._prompt = prompt
+        self._inquiry = inquiry
         self._is_current = is_current
         self._arrived = time.monotonic()
         self._planning = Planning(services, session, prompt)
@@ -60,6 +65,7 @@ class CachedRequest:
             await self._attachment.desk.lease(self._planning.choose, may_be_passed=True) as lease,
         ):
             self._attachment.desk.table.destine(lease.reason.slot_id, self._prompt.tokens)
+            self._inquiry.note_planned()
             account = Account(lease.reason, self._prompt.n_tokens)
             account.queued_seconds = time.monotonic() - self._arrived
             if account.queued_seconds > _LONG_WAIT_SECONDS:
@@ -101,7 +107,7 @@ class CachedRequest:
 
     async def _prepare(self, lease: Lease[Plan], account: Account) -> bool:
         """Bring the slot to where the plan wants it; return False if it may not be reused at all."""
-        plan, work = lease.reason, self._session.work
+        plan = lease.reason
         if plan.saves_displaced:
             save = self._session.saves.write_back(plan.slot_id, CheckpointKind.CONVERSATION)
             with self._session.arrivals.announced(self._displaced(plan)):
@@ -114,11 +120,7 @@ class CachedRequest:
             return False
         try:
             if isinstance(plan.start, Restore):
-                # What is loaded may be more similar to another's prompt than its own slot is.
-                await self._attachment.desk.await_choice()
-                self._attachment.desk.table.set_content(plan.slot_id, LOADING)
-                restore = work.restore(plan.slot_id, self._prompt.namespace, plan.start)
-                await self._services.finish(lease, restore)
+                await self._restore(lease, plan.start, account)
             await self._make_stops(lease, account)
         except Exception as fault:
             self._services.faults.record("prepare", fault)
@@ -133,6 +135,21 @@ class CachedRequest:
             self._services.faults.count("erase")
             account.is_degraded = True
             return False
+
+    async def _restore(self, lease: Lease[Plan], start: Restore, account: Account) -> None:
+        slot_id, desk = lease.reason.slot_id, self._attachment.desk
+        # What is loaded may be more similar to another's prompt than its own slot is.
+        await desk.await_choice()
+        desk.table.set_content(slot_id, LOADING)
+        restore = self._session.work.restore(slot_id, self._prompt.namespace, start)
+        began = time.monotonic()
+        try:
+            await self._services.finish(lease, restore)
+        except Exception:
+            account.failure = Cause.RESTORE_REFUSED
+            raise
+        finally:
+            account.restore_seconds = time.monotonic() - began
 
     async def _make_stops(self, lease: Lease[Plan], account: Account) -> None:
         plan, work, headers = lease.reason, self._session.work, self._request.headers
@@ -193,11 +210,20 @@ class CachedRequest:
         return Arrival(tokens, self._prompt.namespace, time.monotonic() + seconds, size_bytes)
 
     def _report(self, answer: Answer, account: Account) -> None:
-        metrics, cuts = self._services.metrics, account.plan.cuts
+        metrics = self._services.metrics
         metrics.prompt_tokens.labels("reused").inc(account.n_reused or 0)
         metrics.prompt_tokens.labels("evaluated").inc(account.n_evaluated)
         metrics.restored_tokens.inc(account.n_restored)
         metrics.evaluation_seconds.inc(account.evaluation_seconds)
         metrics.queue_seconds.observe(account.queued_seconds)
-        facts = {**account.describe(), "cuts": [cuts.header, cuts.turn_start, cuts.branch]}
-        self._services.report.answered(self._request, answer, account.outcome, facts)
+        account.value(self._attachment.rates)
+        self._services.report.answered(
+            self._request, answer, account.outcome, self._findings(account)
+        )
+
+    def _findings(self, account: Account) -> Findings:
+        try:
+            return self._inquiry.findings(account, self._request.id)
+        except Exception as error:
+            self._services.faults.record("explain", error)
+            return Findings(account, cause=Cause.UNKNOWN)

@@ -4,9 +4,10 @@ A hit is what the reply confirms. Less than a restore promised quarantines the c
 slot was known to hold is drift, and the slot is erased before its next use.
 """
 
+from proxy.core.causes import Cause
 from proxy.core.degradation import DegradationKind
 from proxy.core.evaluation import after_evaluation
-from proxy.core.model import Prompt
+from proxy.core.model import Checkpoint, Prompt
 from proxy.core.options import Restore
 from proxy.core.plan import Plan
 from proxy.core.slots import TAINTED, Content, Unknown, restored_tokens
@@ -44,6 +45,7 @@ class Confirmation:
     def _held(self, before: Content, timings: Timings, account: Account) -> Content:
         prompt, namespace = self._prompt, self._prompt.namespace
         if timings.cache_n + timings.prompt_n != prompt.n_tokens:
+            account.failure = Cause.TOKENIZED_OTHERWISE
             self._disagree(timings)
             return Unknown(namespace, n_restored=restored_tokens(before))
         self._confirm(account)
@@ -74,6 +76,12 @@ class Confirmation:
             n_really=timings.cache_n + timings.prompt_n,
         )
 
+    def _quarantine(self, checkpoint: Checkpoint) -> None:
+        store, namespace = self._services.store, self._prompt.namespace
+        store.quarantine(checkpoint)
+        tokens = store.index.tokens(checkpoint.id)
+        self._services.journal.note_loss(namespace, tokens, Cause.RESTORE_NOT_REUSED)
+
     def _confirm(self, account: Account) -> None:
         metrics, start = self._services.metrics, account.plan.start
         if account.n_restored and not account.is_ineffective_restore:
@@ -84,9 +92,10 @@ class Confirmation:
                 f"{account.n_reused} of {start.n_reused} tokens of {start.checkpoint.file_name}",
             )
             metrics.restore_ineffective.inc()
+            account.failure = Cause.RESTORE_NOT_REUSED
             self._attachment.n_contradictions += 1
             if not self._attachment.desk.is_closed:
-                self._services.store.quarantine(start.checkpoint)
+                self._quarantine(start.checkpoint)
             get_logger("cache").warning(
                 "a restore was not reused: the checkpoint is quarantined",
                 id=self._request_id,

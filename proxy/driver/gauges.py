@@ -4,11 +4,14 @@ import asyncio
 import math
 from collections.abc import Callable
 
+from proxy.core.causes import Cause
 from proxy.core.degradation import State
 from proxy.core.eviction import Removal
 from proxy.core.model import Checkpoint, RuleKind
+from proxy.core.prefix import TokenIds
 from proxy.core.slots import SlotState, state_of
 from proxy.driver.attachment import Attachment
+from proxy.driver.journal import Journal
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.services import Services
 from proxy.log import get_logger
@@ -24,7 +27,7 @@ def connect_gauges(services: Services, lifecycle: Lifecycle) -> None:
     metrics.caching.set_function(lambda: float(services.degradations.state is not State.FORWARDING))
     _connect_attachment(metrics, lifecycle)
     if services.opened_store is not None:
-        _connect_store(metrics, services.opened_store)
+        _connect_store(services, services.opened_store)
 
 
 def _connect_attachment(metrics: Metrics, lifecycle: Lifecycle) -> None:
@@ -64,8 +67,9 @@ def _is_rule(kind: RuleKind) -> Callable[[Attachment], float]:
     return lambda attachment: float(attachment.can_cache and attachment.rule.kind is kind)
 
 
-def _connect_store(metrics: Metrics, store: CheckpointStore) -> None:
-    count_evictions(metrics, store)
+def _connect_store(services: Services, store: CheckpointStore) -> None:
+    metrics = services.metrics
+    count_evictions(metrics, services.journal, store)
     metrics.checkpoints.set_function(lambda: len(store))
     metrics.checkpoint_bytes.set_function(lambda: store.size_bytes)
     metrics.checkpoint_limit_bytes.set(store.limits.max_bytes)
@@ -75,12 +79,14 @@ def _connect_store(metrics: Metrics, store: CheckpointStore) -> None:
     metrics.disk_free_bytes.set_function(lambda: _free_bytes(store))
 
 
-def count_evictions(metrics: Metrics, store: CheckpointStore) -> None:
-    """Count what the store removes, what it removed when it was opened included."""
+def count_evictions(metrics: Metrics, journal: Journal, store: CheckpointStore) -> None:
+    """Count what the store removes, what it removed when it was opened included; the journal notes it."""
     for reason, n_removed in store.removals.items():
         metrics.evictions.labels(reason).inc(n_removed)
 
-    def note(checkpoint: Checkpoint, reason: Removal) -> None:
+    def note(checkpoint: Checkpoint, tokens: TokenIds | None, reason: Removal) -> None:
+        if reason is not Removal.SUPERSEDED:
+            journal.note_loss(checkpoint.namespace, tokens, Cause.EVICTED)
         metrics.evictions.labels(reason).inc()
         get_logger("store").info(
             "checkpoint removed",

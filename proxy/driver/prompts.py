@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import xxhash
 from cachetools import LRUCache
 
-from proxy.core.model import Cuts, Prompt, Rule, RuleKind
+from proxy.core.model import NO_CUTS, Cuts, Prompt, Rule, RuleKind
 from proxy.core.prefix import Namespace, TokenIds, common_prefix_length
 from proxy.errors import UpstreamRefused
 from proxy.upstream.bodies import (
@@ -69,15 +69,18 @@ class PromptReader:
             tokens = await self._completion_tokens(body, headers)
             # A bare prompt has no messages; all but its last token is its stable part.
             cuts = Cuts(message_end=len(tokens) - 1) if rule.kind is RuleKind.END_ONLY else Cuts()
-            return Prompt(tokens, namespace, cuts)
+            text = body.fields["prompt"] if isinstance(body.fields["prompt"], str) else ""
+            return Prompt(tokens, namespace, cuts, text=text)
         text = await self._upstream.apply_template(body.raw, headers)
         tokens = await self._upstream.tokenize(text, headers, add_special=True)
         rendered = _Rendered(text, tokens)
         if rule.kind is RuleKind.ANY_PREFIX and self._shares_headers:
-            return Prompt(tokens, namespace, Cuts(await self._header(rendered, body, headers)))
-        if rule.kind in (RuleKind.ANY_PREFIX, RuleKind.NOTHING):
-            return Prompt(tokens, namespace)
-        return Prompt(tokens, namespace, await self._find_cuts(rendered, body, headers, rule))
+            cuts = Cuts(await self._header(rendered, body, headers))
+        elif rule.kind in (RuleKind.ANY_PREFIX, RuleKind.NOTHING):
+            cuts = NO_CUTS
+        else:
+            cuts = await self._find_cuts(rendered, body, headers, rule)
+        return Prompt(tokens, namespace, cuts, text=text)
 
     async def _completion_tokens(self, body: GenerationBody, headers: Headers) -> TokenIds:
         prompt = body.fields["prompt"]

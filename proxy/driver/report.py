@@ -1,64 +1,159 @@
-"""One line and one count for each generation request, however it ends."""
+"""One line, one count and one record for each generation request, however it ends."""
 
 import asyncio
 import time
-from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
+import msgspec
+
+from proxy.core.causes import MEANINGS, Cause, Part
 from proxy.core.model import Outcome
-from proxy.driver.requests import Answer, GenerationRequest
+from proxy.core.records import UNANSWERED, Divergence, Explanation, Nearest, RequestRecord, Way
+from proxy.driver.account import Account
+from proxy.driver.journal import Journal
+from proxy.driver.requests import Answer, Arrival, GenerationRequest
 from proxy.errors import ProxyError, TooManyRequests, UpstreamAbsent, UpstreamGone
 from proxy.log import get_logger
 from proxy.metrics import Metrics
 
 
-class Report:
-    """Tells what became of requests; never what was in them."""
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Why a request reused what it did; `account` is None, and `why` says why, if it was not looked up.
 
-    def __init__(self, metrics: Metrics) -> None:
+    `is_at_divergence` says that the cause lies where the prompt leaves the nearest known one.
+    """
+
+    account: Account | None = None
+    why: str | None = None
+    cause: Cause = Cause.NOT_LOOKED_UP
+    n_missed: int = 0
+    is_at_divergence: bool = False
+    nearest: Nearest | None = None
+    divergence: Divergence | None = None
+
+    @property
+    def part(self) -> Part:
+        place = self._place
+        return place.part if place else Part.NOWHERE
+
+    @property
+    def _place(self) -> Divergence | None:
+        return self.divergence if self.is_at_divergence and self.cause.is_miss else None
+
+    def facts(self) -> dict[str, Any]:
+        """Return what they say of the fields of a RequestRecord."""
+        found = {
+            "cause": self.cause,
+            "part": self.part,
+            "message": self._place.message if self._place else None,
+            "n_missed": self.n_missed,
+        }
+        return found | (self.account.describe() if self.account else {"why": self.why})
+
+
+class Report:
+    """Tells what became of requests; never, in the log, what was in them."""
+
+    def __init__(self, metrics: Metrics, journal: Journal) -> None:
         self._metrics = metrics
+        self._journal = journal
         self._log = get_logger("cache")
 
     def answered(
-        self,
-        request: GenerationRequest,
-        answer: Answer,
-        outcome: Outcome,
-        facts: Mapping[str, object],
+        self, request: GenerationRequest, answer: Answer, outcome: Outcome, findings: Findings
     ) -> None:
-        """Report a request whose answer was relayed; *facts* say what was chosen, and why."""
+        """Report a request whose answer was relayed."""
         if answer.is_broken:
             gone = UpstreamGone("llama-server went away in mid-answer")
-            return self.unanswered(request.path, request.arrived_at, gone)
+            return self.unanswered(request.arrival, gone)
         self._metrics.requests.labels(outcome).inc()
-        line: dict[str, object] = {"status": answer.status}
+        self._count_reuse(findings)
+        arrived_at, first_token_seconds = request.arrival.arrived_at, None
         if answer.first_token_at is not None:
-            seconds = answer.first_token_at - request.arrived_at
-            self._metrics.first_token_seconds.labels(outcome).observe(seconds)
-            line["first_token_seconds"] = round(seconds, 4)
-        line["seconds"] = round(time.monotonic() - request.arrived_at, 4)
-        self._log.info(
-            "request",
+            first_token_seconds = answer.first_token_at - arrived_at
+            self._metrics.first_token_seconds.labels(outcome).observe(first_token_seconds)
+        record = RequestRecord(
             id=request.id,
+            at=request.arrival.at,
             path=request.path,
             outcome=outcome.value,
-            **({"rewrites": list(request.rewrites)} if request.rewrites else {}),
-            **facts,
-            **line,
+            status=answer.status,
+            first_token_seconds=_rounded(first_token_seconds),
+            seconds=round(time.monotonic() - arrived_at, 4),
+            rewrites=request.rewrites,
+            **findings.facts(),
         )
+        way = findings.account.way() if findings.account else None
+        self._log.info("request", **_line(record), **(_line(way) if way else {}))
+        self._remember(record, findings, way)
 
-    def unanswered(self, path: str, arrived_at: float, error: BaseException) -> None:
+    def _count_reuse(self, findings: Findings) -> None:
+        """Count what was missed, and what was saved."""
+        metrics, cause, account = self._metrics, findings.cause, findings.account
+        if cause.is_miss:
+            metrics.misses.labels(cause, findings.part).inc()
+            metrics.missed_tokens.labels(cause).inc(findings.n_missed)
+        if account is not None and (seconds := account.saved_seconds) is not None:
+            source = "restored" if account.n_restored else "live"
+            metrics.saved_seconds.labels(source).inc(max(0.0, seconds))
+            metrics.lost_seconds.inc(max(0.0, -seconds))
+
+    def unanswered(self, arrival: Arrival, error: BaseException) -> None:
         """Report a request that *error* ended before its answer was whole."""
         why = _why_unanswered(error)
         self._metrics.unanswered_requests.labels(why).inc()
-        write = self._log.warning if isinstance(error, ProxyError) else self._log.info
-        write(
-            "request",
-            path=path,
-            outcome="unanswered",
+        record = RequestRecord(
+            id=arrival.id,
+            at=arrival.at,
+            path=arrival.path,
+            outcome=UNANSWERED,
+            cause=Cause.NOT_LOOKED_UP,
             why=why,
-            reason=str(error) or type(error).__name__,
-            seconds=round(time.monotonic() - arrived_at, 4),
+            seconds=round(time.monotonic() - arrival.arrived_at, 4),
         )
+        write = self._log.warning if isinstance(error, ProxyError) else self._log.info
+        write("request", **_line(record), reason=str(error) or type(error).__name__)
+        self._remember(record, Findings(), None)
+
+    def _remember(self, record: RequestRecord, findings: Findings, way: Way | None) -> None:
+        meaning = MEANINGS[record.cause]
+        self._journal.add(
+            Explanation(
+                request=record,
+                says=meaning.says,
+                cure=meaning.cure,
+                way=way,
+                nearest=findings.nearest,
+                divergence=findings.divergence,
+            )
+        )
+
+
+_LEFT_OUT = {"at", "cause", "part"}
+_ALWAYS = {"confirmed", "evaluated", "alternatives", "stops", "cuts"}
+
+
+def _line(told: RequestRecord | Way) -> dict[str, object]:
+    """Return what is worth a place in the log line: whatever is known, as plain values."""
+    fields = msgspec.structs.asdict(told)
+    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+    line = {k: v for k, v in plain.items() if k in _ALWAYS or v not in (None, [])}
+    if not line.get("n_missed"):
+        line.pop("n_missed", None)
+    if isinstance(told, RequestRecord):
+        for name in _LEFT_OUT:
+            del line[name]
+        if told.cause is not Cause.NOT_LOOKED_UP:
+            line["cause"] = told.cause.value
+        if told.part is not Part.NOWHERE:
+            line["part"] = told.part.value
+    return line
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 4)
 
 
 def _why_unanswered(error: BaseException) -> str:

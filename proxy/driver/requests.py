@@ -11,22 +11,41 @@ from proxy.upstream.routes import Route
 
 
 @dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that has just come, before its body is read.
+
+    `arrived_at` is of the monotonic clock, `at` in seconds since 1970.
+    """
+
+    id: str
+    path: str
+    arrived_at: float = field(default_factory=time.monotonic)
+    at: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """A client's request on a generation route; `tenant` is empty where keys make no difference.
 
     `session` is what the client calls its session, empty if it does not say. `rewrites` are the
-    stabilizers that changed the body. `arrived_at` is of the monotonic clock, before the body was read.
+    stabilizers that changed the body.
     """
 
-    id: str
+    arrival: Arrival
     route: Route
-    path: str
     raw: bytes
     headers: Mapping[str, str]
     tenant: bytes = b""
     session: str = ""
     rewrites: tuple[str, ...] = ()
-    arrived_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def id(self) -> str:
+        return self.arrival.id
+
+    @property
+    def path(self) -> str:
+        return self.arrival.path
 
 
 @dataclass(frozen=True, slots=True)

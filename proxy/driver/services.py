@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from proxy.driver.degradations import Degradations
 from proxy.driver.faults import Faults
+from proxy.driver.journal import Journal
 from proxy.driver.lease import Lease
 from proxy.driver.report import Report
 from proxy.driver.tasks import Tasks
@@ -28,6 +29,7 @@ class Services:
     faults: Faults
     degradations: Degradations
     report: Report
+    journal: Journal
     tasks: Tasks
 
     async def finish(self, lease: Lease[Any], action: Coroutine[Any, Any, T]) -> T:

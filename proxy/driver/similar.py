@@ -198,7 +198,7 @@ class SimilarRequest(CachedRequest):
         ):
             attachment.degrade(DegradationKind.PLACED_ELSEWHERE)
         reuse = live_reuse(attachment.rule, chosen.content, prompt.namespace, prompt.tokens)
-        plan = Plan(Option(chosen.id, UseLive(reuse), 0.0), cuts=lease.reason.cuts)
+        plan = replace(lease.reason, option=Option(chosen.id, UseLive(reuse), 0.0), stops=())
         attachment.desk.move(lease, plan.slot_id, plan)
         attachment.desk.table.destine(plan.slot_id, prompt.tokens)
         account.move(plan)

@@ -7,6 +7,7 @@ used by whoever holds the slot's lease. Every method leaves the table true, what
 import time
 from dataclasses import replace
 
+from proxy.core.causes import Cause
 from proxy.core.cuts import Stop
 from proxy.core.degradation import DegradationKind
 from proxy.core.evaluation import after_evaluation
@@ -64,6 +65,7 @@ class SlotWork:
                 with self._attachment.watching(DegradationKind.RESTORES_REFUSED, UpstreamFault):
                     await self._load(slot_id, checkpoint)
         except StoreFault:
+            self._services.journal.note_loss(namespace, tokens, Cause.RESTORE_REFUSED)
             self._metrics.restores.labels("missing").inc()
             await self._services.store.remove(checkpoint, Removal.BROKEN)
             raise
@@ -71,6 +73,7 @@ class SlotWork:
             self._metrics.restores.labels("refused").inc()
             if isinstance(fault, UpstreamRefused) and fault.status in (200, 400):
                 self._services.store.quarantine(checkpoint)
+                self._services.journal.note_loss(namespace, tokens, Cause.RESTORE_REFUSED)
             raise
         self._metrics.restores.labels("done").inc()
         self._metrics.restored_bytes.inc(checkpoint.size_bytes)

@@ -1,7 +1,6 @@
 """The listener that clients talk to: generation routes go through the cache, all else straight through."""
 
 import secrets
-import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 
@@ -10,7 +9,7 @@ from aiohttp import web
 
 from proxy.driver.cache import Cache
 from proxy.driver.report import Report
-from proxy.driver.requests import Answer, GenerationRequest
+from proxy.driver.requests import Answer, Arrival, GenerationRequest
 from proxy.errors import (
     BadTarget,
     BodyTooLarge,
@@ -113,12 +112,12 @@ class Front:
             await exchange.send(content, end_to_end(request.headers))
 
     async def _generate(self, route: Route, request: web.Request, exchange: Exchange) -> None:
-        arrived_at = time.monotonic()
+        arrival = Arrival(secrets.token_hex(4), request.path)
         self._n_requests += 1
         try:
             if self._n_requests > self._max_requests:
                 raise TooManyRequests(f"{self._max_requests} requests are being served already")
-            generation = await self._read(route, request, arrived_at)
+            generation = await self._read(route, request, arrival)
 
             async def send(
                 body: bytes, on_start: Callable[[], None], n_found: int | None = None
@@ -130,25 +129,23 @@ class Front:
                 await self._cache.serve(generation, send)
         except BaseException as error:
             if not exchange.is_answered:
-                self._report.unanswered(request.path, arrived_at, error)
+                self._report.unanswered(arrival, error)
             raise
         finally:
             self._n_requests -= 1
 
     async def _read(
-        self, route: Route, request: web.Request, arrived_at: float
+        self, route: Route, request: web.Request, arrival: Arrival
     ) -> GenerationRequest:
         raw = with_alias(await _read_body(request), self._aliases)
         keys = {name: request.headers[name] for name in _KEY_HEADERS if name in request.headers}
         return GenerationRequest(
-            id=secrets.token_hex(4),
+            arrival=arrival,
             route=route,
-            path=request.path,
             raw=raw,
             headers=keys,
             tenant=b"" if self._shares_between_api_keys else _tenant(keys),
             session=" ".join(filter(None, map(request.headers.get, _SESSION_HEADERS))),
-            arrived_at=arrived_at,
         )
 
 

@@ -41,7 +41,7 @@ class CheckpointStore:
         self.files = StateFiles(directory)
         self.limits = limits
         self.removals = Counter({reason: 0 for reason in Removal})
-        self.on_removal: Callable[[Checkpoint, Removal], None] = lambda *_: None
+        self.on_removal: Callable[[Checkpoint, TokenIds | None, Removal], None] = lambda *_: None
         self._budget = Budget(limits)
         self._catalogue = Catalogue()
         with ExitStack() as undo:
@@ -242,10 +242,14 @@ class CheckpointStore:
             await self._writer.write(lambda: None)
 
     async def _delete(self, checkpoint: Checkpoint, reason: Removal) -> None:
+        tokens: TokenIds | None = None
+        with suppress(StoreFault):
+            tokens = self.index.tokens(checkpoint.id)
+
         def forget(_: object) -> None:
             self._catalogue.forget(checkpoint.id)
             self.removals[reason] += 1
-            self.on_removal(checkpoint, reason)
+            self.on_removal(checkpoint, tokens, reason)
 
         try:
             work = partial(opening.remove, self.index, self.files, checkpoint)

@@ -9,7 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.documents.settings import example_file, settings_table
-from tests.documents.tables import degradations_table, metrics_table, stabilizers_table
+from tests.documents.tables import (
+    causes_table,
+    degradations_table,
+    metrics_table,
+    stabilizers_table,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "deploy" / "config.example.yaml"
@@ -18,6 +23,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "metrics": metrics_table,
     "degradations": degradations_table,
     "stabilizers": stabilizers_table,
+    "causes": causes_table,
 }
 _PLACE = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -1,5 +1,6 @@
 """The tables of metrics, stabilizers and of what can be wrong, from the code that has them."""
 
+from proxy.core.causes import MEANINGS
 from proxy.core.degradation import EXPLANATIONS
 from proxy.metrics import Metrics
 from proxy.stabilize.names import REASONS, SAFE
@@ -21,6 +22,14 @@ def degradations_table() -> str:
     rows = ["| kind | state | what it means | cure |", "|---|---|---|---|"]
     for kind, about in EXPLANATIONS.items():
         rows.append(f"| {kind} | {about.leads_to} | {about.reason} | {about.cure} |")
+    return "\n".join(rows) + "\n"
+
+
+def causes_table() -> str:
+    """Return every cause of a miss with its cure, as a Markdown table."""
+    rows = ["| cause | what it means | cure |", "|---|---|---|"]
+    for cause, meaning in MEANINGS.items():
+        rows.append(f"| {cause} | {meaning.says} | {meaning.cure} |")
     return "\n".join(rows) + "\n"
 
 

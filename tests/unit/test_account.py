@@ -94,11 +94,11 @@ def test_description_tells_what_was_chosen_and_what_else_there_was() -> None:
     kept = Account(Plan(option, (Stop(950),), alternatives=others), n_prompt=1000)
     kept.add(Timings(900, 50))
     kept.add(Timings(950, 50))
-    told = kept.describe()
-    assert (told["chosen"], told["slot"], told["stops"]) == ("restore", 1, [950])
+    told, way = kept.describe(), kept.way()
+    assert (told["chosen"], told["slot"], way.stops) == ("restore", 1, (950,))
     assert (told["expected"], told["confirmed"], told["evaluated"]) == (900, 900, 100)
-    assert (told["expected_seconds"], told["displaced_seconds"]) == (0.25, 0.5)
-    assert told["alternatives"] == [
+    assert (way.expected_seconds, way.displaced_seconds) == (0.25, 0.5)
+    assert way.alternatives == (
         "live 800 in slot 0: 0.400 s + 1.000 s displaced",
         "nothing in slot 2: 2.000 s",
-    ]
+    )

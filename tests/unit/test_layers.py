@@ -31,7 +31,8 @@ MAY_IMPORT = {
     "proxy.sizes": {"proxy.errors"},
     "proxy.sources": {"proxy.errors"},
     "proxy.errors": set(),
-    "proxy.metrics": {"proxy.core", "proxy.stabilize.names"},
+    "proxy.metrics": {"proxy.core", "proxy.metric_families", "proxy.stabilize.names"},
+    "proxy.metric_families": set(),
     "proxy.log": set(),
     "proxy.run": {"proxy.core", "proxy.errors", "proxy.log", "proxy.run"},
     "proxy.run.guard": set(),
@@ -39,6 +40,7 @@ MAY_IMPORT = {
     "proxy.commands": {"proxy.commands", "proxy.app", "proxy.config", "proxy.core", "proxy.errors"}
     | {"proxy.addresses", "proxy.log", "proxy.run", "proxy.sizes", "proxy.upstream"},
     "proxy.commands.options": {"proxy.sources"},
+    "proxy.commands.explain": {"proxy.sources"},
     "proxy.commands.doctor": {"proxy.doctor", "proxy.driver", "proxy.store"},
     "proxy.__main__": {"proxy"},
 }

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from proxy.driver.faults import Faults
-from proxy.driver.requests import GenerationRequest
+from proxy.driver.requests import Arrival, GenerationRequest
 from proxy.driver.services import Services
 from proxy.driver.session import Session
 from proxy.driver.stabilizing import Stabilizing
@@ -46,7 +46,9 @@ SESSION = cast(Session, SimpleNamespace(attachment=SimpleNamespace(process_id="o
 
 def request(route: Route = Route.MESSAGES, **fields: Any) -> GenerationRequest:
     body = {"max_tokens": 4, "messages": [{"role": "user", "content": "hi"}], **fields}
-    return GenerationRequest("id", route, "/v1/messages", json.dumps(body, indent=1).encode(), {})
+    return GenerationRequest(
+        Arrival("id", "/v1/messages"), route, json.dumps(body, indent=1).encode(), {}
+    )
 
 
 async def test_request_that_nothing_applies_to_is_the_very_same() -> None:

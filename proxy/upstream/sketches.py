@@ -1,0 +1,63 @@
+"""Sketches of chat bodies: what their prompts are made of."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import xxhash
+
+from proxy.core.sketch import EMPTY, Sketch, digests
+from proxy.upstream.bodies import SYSTEM_ROLES, GenerationBody
+from proxy.upstream.json_values import list_of, member, text_of
+
+_LETTERS = {"system": "s", "developer": "s", "user": "u", "assistant": "a", "tool": "t"}
+_LONG_BYTES = 200
+
+
+def sketch_of(body: GenerationBody) -> Sketch:
+    """Return the sketch of a body in the chat form; an empty one if it has no messages."""
+    messages = body.fields.get("messages")
+    if not isinstance(messages, list):
+        return EMPTY
+    tools = list_of(body.fields.get("tools"))
+    names = [text_of(member(tool, "function", {}), "name") for tool in tools]
+    leading = messages[0] if messages and messages[0].get("role") in SYSTEM_ROLES else {}
+    encoded = [msgspec.json.encode(message) for message in messages]
+    return Sketch(
+        digests([xxhash.xxh3_64_intdigest(name.encode()) for name in names]),
+        digests([_digest(tool) for tool in tools]),
+        "".join(map(_letter, messages, encoded)),
+        digests([xxhash.xxh3_64_intdigest(message) for message in encoded]),
+        sum(len(piece) for piece in _texts(leading.get("content"))),
+    )
+
+
+def _letter(message: dict[str, Any], encoded: bytes) -> str:
+    letter = _LETTERS.get(text_of(message, "role"), "u")
+    return "A" if letter == "a" and len(encoded) > _LONG_BYTES else letter
+
+
+def contents_of(body: GenerationBody) -> list[list[str]]:
+    """Return the texts of each message of a body in the chat form, as templates write them."""
+    messages = body.fields.get("messages")
+    return [list(_pieces(m)) for m in messages] if isinstance(messages, list) else []
+
+
+def _pieces(message: dict[str, Any]) -> Iterator[str]:
+    if reasoning := text_of(message, "reasoning_content").strip():
+        yield reasoning
+    yield from _texts(message.get("content"))
+    for call in list_of(message.get("tool_calls")):
+        if name := text_of(member(call, "function", {}), "name"):
+            yield name
+
+
+def _texts(content: Any) -> Iterator[str]:
+    texts = (
+        [content] if isinstance(content, str) else [text_of(p, "text") for p in list_of(content)]
+    )
+    yield from (text.strip() for text in texts if text.strip())
+
+
+def _digest(value: Any) -> int:
+    return xxhash.xxh3_64_intdigest(msgspec.json.encode(value))

@@ -1,0 +1,201 @@
+"""Every named cause of a miss, produced on purpose before a real llama-server, is named."""
+
+import asyncio
+from array import array
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from proxy.core.eviction import Removal
+from proxy.core.model import Prompt
+from tests.lab.conversation import Message, answer, prose, system, tool_call, tool_result, tools
+from tests.lab.rig import Rig
+from tests.live.conftest import StartRig
+
+Body = dict[str, Any]
+TOOLS = tools(3, 8)
+LINES = {
+    "date": (
+        "It is Friday, 21 November 2026, 23:59:58.",
+        "It is Saturday, 22 November 2026, 0:00:03.",
+    ),
+    "environment block": (
+        "<env>\n  Working directory: /work/shop\n</env>",
+        "<env>\n  Working directory: /home/ann\n</env>",
+    ),
+    "system text changed": ("The user is called Bob.", "The user is called Alice."),
+}
+
+
+def asked(seed: int, text: str = "") -> Message:
+    return {"role": "user", "content": f"{text}{prose(1000 + seed, 60)}"}
+
+
+def chat(*messages: Message, seed: int, line: str = "", own_tools: list[Any] | None = None) -> Body:
+    """Return a request whose system prompt has a *line* near its beginning."""
+    head = {"role": "system", "content": f"Agent {seed}.\n{line}\n{prose(seed, 100)}"}
+    return {"messages": [head, *messages], "tools": TOOLS if own_tools is None else own_tools}
+
+
+def by_line(seed: int, lines: tuple[str, str]) -> tuple[Body, Body]:
+    turn = [asked(seed)]
+    after = [*turn, answer(seed), asked(seed + 1)]
+    return chat(*turn, seed=seed, line=lines[0]), chat(*after, seed=seed, line=lines[1])
+
+
+def by_tools(seed: int, changed: list[Any]) -> tuple[Body, Body]:
+    turn = [asked(seed)]
+    after = [*turn, answer(seed), asked(seed + 1)]
+    return chat(*turn, seed=seed), chat(*after, seed=seed, own_tools=changed)
+
+
+def described(tool: Any, text: str) -> Any:
+    return {**tool, "function": {**tool["function"], "description": text}}
+
+
+def by_history() -> dict[str, tuple[Body, Body]]:
+    def talk(seed: int) -> list[Message]:
+        return [m for i in range(3) for m in (asked(seed + i), answer(seed + i))]
+
+    edited = [*talk(300)[:2], asked(390), *talk(300)[3:5]]
+    reminder = f"<system-reminder>\n{prose(31, 40)}\n</system-reminder>\n"
+    reminded = [asked(320, reminder), answer(320)]
+    moved = [asked(320), answer(320), asked(321, reminder)]
+    reasoned = [asked(330), tool_call(330), tool_result(330, 80)]
+    return {
+        "edited message": (chat(*talk(300)[:5], seed=30), chat(*edited, seed=30)),
+        "truncated history": (
+            chat(*talk(310)[:5], seed=31),
+            chat(*talk(310)[2:], asked(391), seed=31),
+        ),
+        "reminder moved": (chat(*reminded, asked(322), seed=32), chat(*moved, seed=32)),
+        "reasoning dropped": (
+            chat(*reasoned, seed=33),
+            chat(*reasoned, answer(331), asked(332), seed=33),
+        ),
+        "new header": (
+            chat(*talk(340)[:3], seed=34),
+            {"messages": [system(150, seed=99), *talk(340)[:5]], "tools": TOOLS},
+        ),
+        "hit": (chat(*talk(350)[:3], seed=35), chat(*talk(350)[:5], seed=35)),
+        "first sight": (chat(asked(360), seed=36), chat(asked(361), seed=36)),
+    }
+
+
+BY_CHANGE: dict[str, tuple[Body, Body]] = {
+    **{cause: by_line(10 + i, lines) for i, (cause, lines) in enumerate(LINES.items())},
+    "tool order changed": by_tools(20, [*TOOLS[1:], TOOLS[0]]),
+    "tool text changed": by_tools(21, [described(TOOLS[0], "Something else."), *TOOLS[1:]]),
+    "tools added or removed": by_tools(22, TOOLS[1:]),
+    **by_history(),
+}
+
+
+async def explained(rig: Rig) -> Any:
+    """Return the explanation of the last request, once its slot is given back."""
+    await rig.settled()
+    async with rig.client.get(rig.admin_url + "/requests/last") as reply:
+        assert reply.status == 200
+        return await reply.json()
+
+
+async def cause_of_second(rig: Rig, first: Body, second: Body, path: str) -> str:
+    limits = {"max_tokens": 2, "temperature": 0}
+    for body in (first, second):
+        await rig.post(path, {**body, **limits})
+    explanation = await explained(rig)
+    record, divergence = explanation["request"], explanation["divergence"]
+    if record["n_missed"]:
+        assert record["n_missed"] <= record["evaluated"]
+        assert divergence is not None and divergence["known"] != divergence["now"]
+    return str(record["cause"])
+
+
+async def of_billing(rig: Rig) -> str:
+    def body(digits: str) -> Body:
+        line = f"x-anthropic-billing-header: cc_version=2.1.{digits}; cc_entrypoint=cli;"
+        parts = [{"type": "text", "text": text} for text in (line, prose(40, 200))]
+        return {"system": parts, "messages": [asked(40)]}
+
+    return await cause_of_second(rig, body("301"), body("299"), "/v1/messages")
+
+
+async def again(rig: Rig, seed: int) -> str:
+    """Send the prompt of *seed* once more; return its cause."""
+    body = {**chat(asked(seed), seed=seed), "max_tokens": 2}
+    await rig.post("/v1/chat/completions", body)
+    return str((await explained(rig))["request"]["cause"])
+
+
+async def fill_slots(rig: Rig, seed: int) -> None:
+    """Use all slots for something else, so that what was in them is in files."""
+    others = [[system(150, seed=500 + seed + i), asked(500 + seed + i)] for i in range(2)]
+    await asyncio.gather(*(rig.chat(messages, max_tokens=64) for messages in others))
+    await rig.settled()
+
+
+async def of_eviction(rig: Rig) -> str:
+    await again(rig, 50)
+    await fill_slots(rig, 50)
+    store = rig.running.store
+    assert store is not None
+    for checkpoint in list(store):
+        await store.remove(checkpoint, Removal.BUDGET)
+    return await again(rig, 50)
+
+
+async def of_refusal(rig: Rig) -> str:
+    await again(rig, 55)
+    await fill_slots(rig, 55)
+    store = rig.running.store
+    assert store is not None
+    for checkpoint in list(store):
+        store.files.path(checkpoint.file_name).write_bytes(b"not a state")
+    return await again(rig, 55)
+
+
+async def of_disagreement(rig: Rig) -> str:
+    """Let the proxy believe that the prompt has a token more than llama-server makes of it."""
+    session = rig.running.lifecycle.current
+    assert session is not None
+    read = session.reader.read
+
+    async def read_wrongly(*arguments: Any) -> Prompt:
+        prompt = await read(*arguments)
+        return replace(prompt, tokens=prompt.tokens + array("i", [1]))
+
+    session.reader.read = read_wrongly  # type: ignore
+    try:
+        return await again(rig, 60)
+    finally:
+        session.reader.read = read  # type: ignore
+
+
+async def of_restart(rig: Rig) -> str:
+    """Lose llama-server before any of its slots is saved."""
+    await rig.stop_proxy()
+    rig.settings = msgspec.structs.replace(rig.settings, idle_save_seconds=3600.0)
+    await rig.start_proxy()
+    await rig.chat(chat(asked(70), seed=70)["messages"], max_tokens=2)
+    await asyncio.to_thread(rig.server.stop)
+    await asyncio.to_thread(rig.server.start)
+    await rig.chat(chat(asked(70), seed=70)["messages"], max_tokens=2)
+    async with rig.client.get(rig.admin_url + "/requests?limit=1") as reply:
+        (record,) = (await reply.json())["requests"]
+        return str(record["cause"])
+
+
+async def test_every_cause_is_named_where_it_is_produced(start_rig: StartRig) -> None:
+    found: dict[str, str] = {}
+    async with start_rig("hybrid", stabilizers="none") as rig:
+        for cause, (first, second) in BY_CHANGE.items():
+            found[cause] = await cause_of_second(rig, first, second, "/v1/chat/completions")
+        found["billing header"] = await of_billing(rig)
+        found["state evicted"] = await of_eviction(rig)
+        found["restore refused"] = await of_refusal(rig)
+        counted = rig.running.metrics.total("misses", cause="date", part="system")
+        found["tokenization disagreement"] = await of_disagreement(rig)
+        found["slot lost by a restart"] = await of_restart(rig)
+    assert found == {cause: cause for cause in found}
+    assert counted == 1

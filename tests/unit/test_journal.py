@@ -1,0 +1,31 @@
+"""The journal of requests: what it remembers and how it is asked."""
+
+from proxy.core.causes import MEANINGS, Cause
+from proxy.core.records import Explanation, RequestRecord
+from proxy.driver.journal import MAX_REQUESTS, Journal
+
+
+def explanation(request_id: str) -> Explanation:
+    record = RequestRecord(
+        id=request_id, at=1.0, path="/v1", outcome="miss", cause=Cause.DATE, seconds=1.0
+    )
+    return Explanation(request=record, says="", cure="")
+
+
+def test_journal_tells_the_newest_first_and_forgets_the_oldest() -> None:
+    journal = Journal()
+    assert journal.explain("last") is None
+    for number in range(MAX_REQUESTS + 5):
+        journal.add(explanation(str(number)))
+    assert [r.id for r in journal.latest(2)] == [str(MAX_REQUESTS + 4), str(MAX_REQUESTS + 3)]
+    assert len(journal.latest(10 * MAX_REQUESTS)) == MAX_REQUESTS
+    assert journal.latest(-1) == []
+    last = journal.explain("last")
+    assert last is not None and last.request.id == str(MAX_REQUESTS + 4)
+    assert journal.explain("4") is None and journal.explain("5") is not None
+    assert journal.n_recorded == MAX_REQUESTS + 5
+
+
+def test_every_cause_has_words() -> None:
+    assert set(MEANINGS) == set(Cause)
+    assert all(meaning.says and meaning.cure for meaning in MEANINGS.values())
