@@ -206,6 +206,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             ),
         ),
     ] = "text"
+    join_upstream_metrics: Annotated[
+        bool,
+        Meta(
+            description="Let /metrics show llama-server's own metrics as well.",
+            extra=_more(
+                "So that one scrape has both; llama-server needs --metrics. They are left out for as long "
+                "as it does not give them."
+            ),
+        ),
+    ] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(

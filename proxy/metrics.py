@@ -21,7 +21,7 @@ from prometheus_client import (
 from prometheus_client.metrics import MetricWrapperBase
 
 from proxy.core.causes import Cause, Part
-from proxy.core.degradation import DegradationKind
+from proxy.core.degradation import DegradationKind, State
 from proxy.core.eviction import Removal
 from proxy.core.model import Outcome, RuleKind
 from proxy.core.rates import POSITIONS
@@ -243,8 +243,11 @@ class Metrics:
         )
 
     def _define_degradations(self) -> None:
-        self.caching = self._gauge(
-            "caching", "1 if requests are cached (perhaps degraded), 0 if they are only forwarded."
+        self.state = self._gauge(
+            "state",
+            "1 for how requests are served now, as /health says: caching, degraded (cached, but "
+            "something costs speed) or forwarding (nothing is cached); 0 for the others.",
+            state=State,
         )
         self.degraded = self._gauge(
             "degraded", "1 for each reason that /health names now.", kind=DegradationKind
@@ -256,6 +259,10 @@ class Metrics:
             "cache_faults",
             "Faults that cost a request its speed, by what was being done.",
             stage=STAGES,
+        )
+        self.joined = self._gauge(
+            "llama_server_metrics_joined",
+            "1 if llama-server's own metrics, llamacpp:*, are in this answer (join_upstream_metrics).",
         )
         self.build_info = self._gauge(
             "build_info", "1; the version of the proxy is the label.", version=()
