@@ -13,7 +13,7 @@ from proxy.core.slots import SlotTable, state_of
 from proxy.driver.degradations import Degradation
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.services import Services
-from proxy.front.metrics_page import MetricsPage
+from proxy.front.metrics_page import MetricsPage, join_seconds
 from proxy.metrics import POSITION_LABELS
 
 
@@ -71,7 +71,8 @@ class Admin:
 
     async def metrics(self, request: web.Request) -> web.Response:
         headers = {"Content-Type": CONTENT_TYPE_LATEST}
-        return web.Response(body=await self._metrics_page.text(), headers=headers)
+        text = await self._metrics_page.text(join_seconds(request.headers))
+        return web.Response(body=text, headers=headers)
 
 
 def describe(degradation: Degradation) -> dict[str, str]:

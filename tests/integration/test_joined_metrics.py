@@ -48,6 +48,14 @@ async def test_metrics_that_cannot_be_joined_are_left_out_and_told_of_once(
         assert len(complaints) == 4, complaints
 
 
+def test_wait_for_llama_server_leaves_the_scraper_half_of_its_time() -> None:
+    told = {"": 3.0, "10": 3.0, "1": 0.5, "0": 3.0, "-1": 3.0, "nan": 3.0, "soon": 3.0}
+    for patience, seconds in told.items():
+        headers = {"X-Prometheus-Scrape-Timeout-Seconds": patience}
+        assert metrics_page.join_seconds(headers) == seconds
+    assert metrics_page.join_seconds({}) == 3.0
+
+
 async def test_llama_server_is_not_asked_unless_the_operator_wants_it() -> None:
     class Untouched(LlamaServer):
         def __init__(self) -> None:
