@@ -5,20 +5,6 @@ docs/metrics.md is made from here.
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
-from itertools import product
-from typing import TypeVar
-
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
-from prometheus_client.metrics import MetricWrapperBase
 
 from proxy.core.causes import Cause, Part
 from proxy.core.degradation import DegradationKind, State
@@ -26,12 +12,10 @@ from proxy.core.eviction import Removal
 from proxy.core.model import Outcome, RuleKind
 from proxy.core.rates import POSITIONS
 from proxy.core.slots import SlotState
+from proxy.metric_registry import MetricRegistry
 from proxy.stabilize.names import Name
 
-M = TypeVar("M", bound=MetricWrapperBase)
-
 PREFIX = "llama_prefix_cache"
-SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
 
 UNANSWERED = ("client left", "llama-server gone", "queue full", "other")
@@ -43,24 +27,14 @@ POSITION_LABELS = {p: "none" if p == math.inf else str(p) for p in POSITIONS}
 SAVES_SKIPPED = (Removal.BUDGET, Removal.FREE_SPACE, "larger than the budget", "write budget")
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One metric as it is documented; `labels` are all values that each label can have."""
-
-    name: str
-    type: str
-    help: str
-    labels: dict[str, tuple[str, ...]]
-
-
-class Metrics:
+class Metrics(MetricRegistry):
     """The metrics of one proxy, in a registry of their own."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
-        self.registry = CollectorRegistry()
-        self.families: list[Family] = []
+        super().__init__(PREFIX)
         self._define_requests()
+        self._define_benefit()
+        self._define_waiting()
         self._define_checkpoints()
         self._define_llama_server()
         self._define_degradations()
@@ -97,6 +71,8 @@ class Metrics:
             "evaluation_seconds",
             "Time llama-server spent evaluating prompt tokens, as it reports it.",
         )
+
+    def _define_benefit(self) -> None:
         self.saved_seconds = self._counter(
             "saved_seconds",
             "What evaluating the reused prompt tokens would have taken at the speeds measured on this "
@@ -121,6 +97,8 @@ class Metrics:
             "Prompt tokens that were evaluated although they were known, by cause.",
             cause=[cause for cause in Cause if cause.is_miss],
         )
+
+    def _define_waiting(self) -> None:
         self.first_token_seconds = self._histogram(
             "first_token_seconds",
             "Time from a streamed request's arrival at the proxy to the first token of its answer.",
@@ -267,46 +245,3 @@ class Metrics:
         self.build_info = self._gauge(
             "build_info", "1; the version of the proxy is the label.", version=()
         )
-
-    def total(self, counter: str, **labels: str) -> float:
-        """Return what a counter has come to."""
-        return self.registry.get_sample_value(f"{PREFIX}_{counter}_total", labels) or 0.0
-
-    def exposition(self) -> bytes:
-        return generate_latest(self.registry)
-
-    def _counter(self, name: str, help_text: str, **labels: Iterable[str]) -> Counter:
-        metric = Counter(f"{PREFIX}_{name}", help_text, tuple(labels), registry=self.registry)
-        return self._define(metric, f"{name}_total", "counter", help_text, labels)
-
-    def _gauge(self, name: str, help_text: str, **labels: Iterable[str]) -> Gauge:
-        metric = Gauge(f"{PREFIX}_{name}", help_text, tuple(labels), registry=self.registry)
-        return self._define(metric, name, "gauge", help_text, labels)
-
-    def _histogram(
-        self,
-        name: str,
-        help_text: str,
-        *,
-        buckets: tuple[float, ...] = SECONDS,
-        **labels: Iterable[str],
-    ) -> Histogram:
-        metric = Histogram(
-            f"{PREFIX}_{name}", help_text, tuple(labels), buckets=buckets, registry=self.registry
-        )
-        return self._define(metric, name, "histogram", help_text, labels)
-
-    def _define(
-        self,
-        metric: M,
-        name: str,
-        type_: str,
-        help_text: str,
-        labels: dict[str, Iterable[str]],
-    ) -> M:
-        """Note how a metric is documented, and bring all its series into being."""
-        values = {label: tuple(str(v) for v in allowed) for label, allowed in labels.items()}
-        self.families.append(Family(f"{PREFIX}_{name}", type_, help_text, values))
-        for combination in product(*values.values()) if values else ():
-            metric.labels(*combination)
-        return metric

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from proxy.metrics import PREFIX
 from tests.documents.files import DASHBOARD, REPOSITORY
 from tests.lab.conversation import system, tools, user
 from tests.lab.prometheus import Prometheus, promtool
@@ -44,16 +46,24 @@ async def stream(rig: Rig, messages: list[Any]) -> None:
         assert reply.status == 200 and b"data:" in await reply.read()
 
 
+def conversation(day: int, billing: str = "") -> list[Any]:
+    about = system(120)
+    return [{**about, "content": f"{billing}Today is 2026-11-{day}.\n{about['content']}"}, user(1)]
+
+
 async def traffic(rig: Rig) -> None:
-    """Let two conversations displace each other from the only slot, so that states are restored."""
-    one, other = ([system(120, seed), user(seed)] for seed in (1, 2))
-    for messages in (one, other):
+    """Let two conversations displace each other from the only slot: one misses, one is restored."""
+    again = [*conversation(21, BILLING), {"role": "assistant", "content": "Done."}, user(2)]
+    for messages in (conversation(21), conversation(22), again):
         await stream(rig, messages)
         await rig.settled()
-    again = [*one, {"role": "assistant", "content": "Done."}, user(3)]
-    again[0] = {"role": "system", "content": BILLING + one[0]["content"]}
-    await stream(rig, again)
-    await rig.settled()
+
+
+def documented_queries() -> list[str]:
+    """Return the queries in docs/operations.md; a line that is indented goes on with the one before."""
+    blocks = re.findall(r"```\n(.*?)```", (REPOSITORY / "docs" / "operations.md").read_text(), re.S)
+    queries = "".join(block for block in blocks if f"{PREFIX}_" in block)
+    return queries.replace("\n ", " ").splitlines()
 
 
 async def until(is_so: Callable[[], object]) -> None:
@@ -79,7 +89,8 @@ def without_data(
 ) -> list[tuple[str, str]]:
     """Return queries that bring no number: values up to before the fault, graphs up to now."""
     empty, now = [], time.time()
-    for title, target in targets(json.loads(DASHBOARD.read_text())["panels"]):
+    asked = [("docs/operations.md", {"instant": True, "expr": q}) for q in documented_queries()]
+    for title, target in asked + list(targets(json.loads(DASHBOARD.read_text())["panels"])):
         expr = filled_in(target["expr"], served_at - started_at)
         if target["instant"]:
             values = list(prometheus.instant(expr, served_at).values())

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from proxy.metrics import PREFIX, STAGES, Family, Metrics
+from proxy.metric_registry import Family
+from proxy.metrics import PREFIX, STAGES, Metrics
 from tests.unit.test_layers import MODULES
 
 FAMILIES = Metrics().families

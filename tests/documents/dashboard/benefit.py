@@ -67,15 +67,30 @@ AT_A_GLANCE = Row(
             steps=((None, BAD), (0.4, FAIR), (0.7, GOOD)),
         ),
         Panel(
-            "Restored from disk",
+            "Time saved",
             Kind.VALUES,
-            (Query(total("restored_tokens", RANGE), ""),),
-            "short",
-            "Prompt tokens in the time range that came from a checkpoint: without the proxy they "
-            "would have been evaluated. Tokens found in a live slot are not among them.",
+            (Query(f"{total('saved_seconds', RANGE)} - {total('lost_seconds', RANGE)}", ""),),
+            "s",
+            "What evaluating the reused tokens would have taken, at the speeds measured on this "
+            "server, less the time of the restores. Clients waited that much less.",
             width=4,
             height=4,
-            steps=((None, BLUE),),
+            steps=((None, BAD), (0, BLUE)),
+        ),
+        Panel(
+            "Tokens not evaluated",
+            Kind.VALUES,
+            (
+                Query(total("prompt_tokens", RANGE, source="reused"), "in all"),
+                Query(total("restored_tokens", RANGE), "from checkpoints"),
+            ),
+            "short",
+            "Prompt tokens in the time range that were reused; and those of them that came from a "
+            "checkpoint, which only the proxy could spare llama-server. The rest was still in "
+            "its slot.",
+            width=4,
+            height=4,
+            colors={"in all": BLUE, "from checkpoints": "dark-green"},
         ),
         Panel(
             "First token after",
@@ -159,6 +174,44 @@ REUSE = Row(
     ),
 )
 
+MISSES = Row(
+    "Misses, and why",
+    (
+        Panel(
+            "Causes",
+            Kind.RANKED,
+            (Query(f"sort_desc({total('missed_tokens', RANGE, 'cause')} > 0)", "{{cause}}"),),
+            "short",
+            "Prompt tokens in the time range that were evaluated although they were known, by "
+            "cause. docs/misses.md has each cause and its cure; `llama-prefix-cache explain` "
+            "shows the text.",
+            if_empty="no misses",
+        ),
+        Panel(
+            "Where in the prompt",
+            Kind.RANKED,
+            (
+                Query(
+                    f"sort_desc({total('misses', RANGE, 'cause, part')} > 0)", "{{cause}}: {{part}}"
+                ),
+            ),
+            "short",
+            "Requests in the time range, by cause and by the part of the prompt that was no "
+            "longer the same. What changes near the beginning (tools, system) costs the most.",
+            if_empty="no misses",
+        ),
+        Panel(
+            "Causes over time",
+            Kind.STACKED,
+            (Query(f"{per_minute('misses', 'cause')} > 0", "{{cause}}"),),
+            "reqpm",
+            "Requests that had known tokens evaluated. A cause that sets in at once is a client, "
+            "or a setting, that has changed.",
+            if_empty="no misses",
+        ),
+    ),
+)
+
 TIME = Row(
     "Time",
     (
@@ -182,6 +235,24 @@ TIME = Row(
             },
         ),
         Panel(
+            "Time saved per minute",
+            Kind.STACKED,
+            (
+                Query(per_minute("saved_seconds", source="restored"), "from checkpoints"),
+                Query(per_minute("saved_seconds", source="live"), "from live slots"),
+                Query(f"-{per_minute('lost_seconds')}", "lost by restores"),
+            ),
+            "s",
+            "Seconds of evaluation that clients did not wait for, less the time of restores. "
+            "Lost: restores that took longer than evaluating would have; a slow disk, or a store "
+            "that is too eager for it.",
+            colors={
+                "from checkpoints": "dark-green",
+                "from live slots": "light-green",
+                "lost by restores": BAD,
+            },
+        ),
+        Panel(
             "Evaluating and restoring",
             Kind.LINES,
             (
@@ -193,7 +264,6 @@ TIME = Row(
             "How much of the time llama-server spends on each; slots that work beside each other "
             "can make it more than 100 %. Restores should be far below the evaluation that they "
             "spare; saves stop every slot.",
-            width=12,
             colors={
                 "evaluating prompts": FAIR,
                 "restoring checkpoints": GOOD,
