@@ -49,7 +49,7 @@ class Prometheus:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        command = [find_program("prometheus"), f"--config.file={self._config}"]
+        command = [str(find_program("prometheus")), f"--config.file={self._config}"]
         command += [f"--storage.tsdb.path={self._directory / 'data'}", "--log.level=warn"]
         command += [f"--web.listen-address=127.0.0.1:{self.port}"]
         with (self._directory / "prometheus.log").open("wb") as log:

@@ -47,7 +47,7 @@ AT_A_GLANCE = Row(
             "percentunit",
             "Of all prompt tokens in the time range, how many llama-server did not have to "
             "evaluate. Agents resend everything, so 90 % and more is usual; below 50 % look at "
-            "the row Reuse.",
+            "the row Misses.",
             width=4,
             height=4,
             if_empty="no requests",
