@@ -6,8 +6,9 @@ LAB := .lab
 SETUP := $(VENV)/.set-up
 SERVER := $(LAB)/llama-server/llama-server
 MODELS := $(LAB)/models/.made
+PROMETHEUS := $(LAB)/prometheus/promtool
 
-.PHONY: all setup llama-server models demo test live lint format type docs bench clean
+.PHONY: all setup llama-server models prometheus demo test live lint format type docs bench clean
 
 all: lint type test
 
@@ -27,6 +28,13 @@ llama-server:
 $(SERVER):
 	tests/lab/fetch_llama_server.sh $(abspath $(LAB)/llama-server)
 
+# For the dashboard and the alerts: one on PATH wins, otherwise Debian's own is unpacked into .lab.
+prometheus:
+	@if command -v prometheus >/dev/null && command -v promtool >/dev/null; then :; \
+	 else $(MAKE) --no-print-directory $(PROMETHEUS); fi
+$(PROMETHEUS):
+	tests/lab/fetch_prometheus.sh $(abspath $(LAB)/prometheus)
+
 models: $(MODELS)
 $(MODELS): $(SETUP) $(wildcard tests/lab/*.py tests/lab/templates/*)
 	rm -rf $(LAB)/models
@@ -37,10 +45,10 @@ $(MODELS): $(SETUP) $(wildcard tests/lab/*.py tests/lab/templates/*)
 demo: $(SETUP) llama-server models
 	@$(BIN)/python -m tests.bench.demo
 
-test: $(SETUP) llama-server models
+test: $(SETUP) llama-server models prometheus
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-live: $(SETUP) llama-server models
+live: $(SETUP) llama-server models prometheus
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/live
 
 lint: $(SETUP)

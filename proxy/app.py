@@ -44,6 +44,7 @@ from proxy.errors import StoreFault, StoreLocked
 from proxy.front.admin import Admin
 from proxy.front.checkpoints import Checkpoints
 from proxy.front.handlers import Front
+from proxy.front.metrics_page import MetricsPage
 from proxy.front.requests import Requests
 from proxy.log import get_logger
 from proxy.metrics import Metrics
@@ -169,7 +170,10 @@ async def _serve(
         shares_between_api_keys=settings.share_between_api_keys,
         aliases=parse_aliases(settings.aliases),
     )
-    admin = Admin(services, lifecycle)
+    page = MetricsPage(
+        services.metrics, services.upstream, joins_upstream=settings.join_upstream_metrics
+    )
+    admin = Admin(services, lifecycle, page)
     connect_gauges(services, lifecycle)
     clients = web.Application(client_max_size=settings.max_body_bytes)
     clients.router.add_route("*", "/{path:.*}", front.handle)

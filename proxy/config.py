@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from proxy.addresses import Address
+from proxy.complaints import complain, require_directory
 from proxy.errors import SettingsError
 from proxy.sizes import parse_size
 from proxy.sources import read_environment, read_file
@@ -202,6 +203,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             ),
         ),
     ] = "text"
+    join_upstream_metrics: Annotated[
+        bool,
+        Meta(
+            description="Let /metrics show llama-server's own metrics as well.",
+            extra=_more(
+                "So that one scrape has both; llama-server needs --metrics. They are left out for as long "
+                "as it does not give them."
+            ),
+        ),
+    ] = False
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(
@@ -255,7 +266,7 @@ def complete_settings(merged: dict[str, Any]) -> Settings:
     settings = _convert(merged, "settings", strict=False)
     path = str(Path(settings.slot_save_path).expanduser())
     settings = msgspec.structs.replace(settings, slot_save_path=path)
-    _require_directory(settings.slot_save_path)
+    require_directory(settings.slot_save_path)
     return settings
 
 
@@ -264,19 +275,7 @@ def _convert(values: dict[str, Any], source: str, *, strict: bool) -> Settings:
     try:
         return msgspec.convert(sized, Settings, strict=strict)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{source}: {_explain(str(error))}") from error
-
-
-def _explain(message: str) -> str:
-    """Return msgspec's complaint with what is allowed instead."""
-    if "unknown field" in message:
-        return f"{message.replace('Object contains u', 'U')}; allowed: {', '.join(NAMES)}"
-    complaint, _, place = message.partition(" - at `$.")
-    name = place.rstrip("`")
-    if "regex" in complaint:
-        complaint = "Not of the right form"
-    description, _ = describe(name)
-    return f"{complaint}, at `{name}` ({description})"
+        raise SettingsError(f"{source}: {complain(str(error), describe, NAMES)}") from error
 
 
 def describe(name: str) -> tuple[str, Any]:
@@ -288,14 +287,3 @@ def describe(name: str) -> tuple[str, Any]:
             description = description or getattr(meta, "description", None) or ""
         annotation = get_args(annotation)[0]
     return description, annotation
-
-
-def _require_directory(path: str) -> None:
-    try:
-        is_directory = Path(path).is_dir()
-    except OSError as error:
-        raise SettingsError(f"slot_save_path: {path}: {error.strerror}") from error
-    if not is_directory:
-        raise SettingsError(
-            f"slot_save_path: {path} is not a directory; create it and give it to llama-server too"
-        )

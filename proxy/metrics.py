@@ -7,14 +7,15 @@ docs/metrics.md is made from here.
 import math
 
 from proxy.core.causes import Cause, Part
-from proxy.core.degradation import DegradationKind
+from proxy.core.degradation import DegradationKind, State
 from proxy.core.eviction import Removal
 from proxy.core.model import Outcome, RuleKind
 from proxy.core.rates import POSITIONS
 from proxy.core.slots import SlotState
-from proxy.metric_families import Families
+from proxy.metric_registry import MetricRegistry
 from proxy.stabilize.names import Name
 
+PREFIX = "llama_prefix_cache"
 SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
 
 UNANSWERED = ("client left", "llama-server gone", "queue full", "other")
@@ -27,13 +28,14 @@ MISSES = tuple(cause for cause in Cause if cause.is_miss)
 SAVES_SKIPPED = (Removal.BUDGET, Removal.FREE_SPACE, "larger than the budget", "write budget")
 
 
-class Metrics(Families):
+class Metrics(MetricRegistry):
     """The metrics of one proxy, in a registry of their own."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(PREFIX)
         self._define_requests()
-        self._define_reuse()
+        self._define_benefit()
+        self._define_waiting()
         self._define_checkpoints()
         self._define_llama_server()
         self._define_degradations()
@@ -62,21 +64,6 @@ class Metrics(Families):
         self.event_loop_tasks = self._gauge(
             "event_loop_tasks", "All tasks of the proxy, those of open connections included."
         )
-        self.first_token_seconds = self._histogram(
-            "first_token_seconds",
-            "Time from a streamed request's arrival at the proxy to the first token of its answer.",
-            outcome=Outcome,
-        )
-        self.queue_seconds = self._histogram(
-            "queue_seconds", "Time that requests waited for a slot, once their prompt was known."
-        )
-        self.lookup_seconds = self._histogram(
-            "lookup_seconds",
-            "Time to look up checkpoints and to plan a request.",
-            buckets=SHORT_SECONDS,
-        )
-
-    def _define_reuse(self) -> None:
         self.prompt_tokens = self._counter(
             "prompt_tokens",
             "Prompt tokens by whether llama-server found them in its slot (reused) or had to evaluate "
@@ -92,6 +79,8 @@ class Metrics(Families):
             "evaluation_seconds",
             "Time llama-server spent evaluating prompt tokens, as it reports it.",
         )
+
+    def _define_benefit(self) -> None:
         self.saved_seconds = self._counter(
             "saved_seconds",
             "What evaluating the reused prompt tokens, still in a slot (live) or restored, would have "
@@ -100,11 +89,13 @@ class Metrics(Families):
         )
         self.lost_seconds = self._counter(
             "lost_seconds",
-            "By how much restores took longer than evaluating what they spared.",
+            "By how much restores took longer than evaluating what they spared; saved_seconds does not "
+            "count those.",
         )
         self.misses = self._counter(
             "misses",
-            "Requests of which known tokens were evaluated, by cause (docs/misses.md) and part of prompt.",
+            "Requests that had tokens evaluated that were known, by cause (docs/misses.md) and by where in "
+            "the prompt it lies.",
             cause=MISSES,
             part=Part,
         )
@@ -112,6 +103,21 @@ class Metrics(Families):
             "missed_tokens",
             "Prompt tokens that were evaluated although they were known, by cause.",
             cause=MISSES,
+        )
+
+    def _define_waiting(self) -> None:
+        self.first_token_seconds = self._histogram(
+            "first_token_seconds",
+            "Time from a streamed request's arrival at the proxy to the first token of its answer.",
+            outcome=Outcome,
+        )
+        self.queue_seconds = self._histogram(
+            "queue_seconds", "Time that requests waited for a slot, once their prompt was known."
+        )
+        self.lookup_seconds = self._histogram(
+            "lookup_seconds",
+            "Time to look up checkpoints and to plan a request.",
+            buckets=SHORT_SECONDS,
         )
 
     def _define_checkpoints(self) -> None:
@@ -222,8 +228,11 @@ class Metrics(Families):
         )
 
     def _define_degradations(self) -> None:
-        self.caching = self._gauge(
-            "caching", "1 if requests are cached (perhaps degraded), 0 if they are only forwarded."
+        self.state = self._gauge(
+            "state",
+            "1 for how requests are served now, as /health says: caching, degraded (cached, but "
+            "something costs speed) or forwarding (nothing is cached); 0 for the others.",
+            state=State,
         )
         self.degraded = self._gauge(
             "degraded", "1 for each reason that /health names now.", kind=DegradationKind
@@ -235,6 +244,10 @@ class Metrics(Families):
             "cache_faults",
             "Faults that cost a request its speed, by what was being done.",
             stage=STAGES,
+        )
+        self.joined = self._gauge(
+            "llama_server_metrics_joined",
+            "1 if llama-server's own metrics, llamacpp:*, are in this answer (join_upstream_metrics).",
         )
         self.build_info = self._gauge(
             "build_info", "1; the version of the proxy is the label.", version=()

@@ -11,6 +11,7 @@ from proxy.core.model import Checkpoint, RuleKind
 from proxy.core.prefix import TokenIds
 from proxy.core.slots import SlotState, state_of
 from proxy.driver.attachment import Attachment
+from proxy.driver.degradations import Degradations
 from proxy.driver.journal import Journal
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.services import Services
@@ -24,7 +25,8 @@ def connect_gauges(services: Services, lifecycle: Lifecycle) -> None:
     metrics = services.metrics
     metrics.background_tasks.set_function(lambda: len(services.tasks))
     metrics.event_loop_tasks.set_function(lambda: len(asyncio.all_tasks()))
-    metrics.caching.set_function(lambda: float(services.degradations.state is not State.FORWARDING))
+    for state in State:
+        metrics.state.labels(state).set_function(_is_state(services.degradations, state))
     _connect_attachment(metrics, lifecycle)
     if services.opened_store is not None:
         _connect_store(services, services.opened_store)
@@ -53,6 +55,10 @@ def _connect_attachment(metrics: Metrics, lifecycle: Lifecycle) -> None:
         metrics.slots.labels(state).set_function(of_attachment(_n_slots_in(state)))
     for kind in RuleKind:
         metrics.rule.labels(kind).set_function(of_attachment(_is_rule(kind)))
+
+
+def _is_state(degradations: Degradations, state: State) -> Callable[[], float]:
+    return lambda: float(degradations.state is state)
 
 
 def _n_slots_in(state: SlotState) -> Callable[[Attachment], float]:

@@ -13,15 +13,17 @@ from proxy.core.slots import SlotTable, state_of
 from proxy.driver.degradations import Degradation
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.services import Services
+from proxy.front.metrics_page import MetricsPage, join_seconds
 from proxy.metrics import POSITION_LABELS
 
 
 class Admin:
     """Answers operators."""
 
-    def __init__(self, services: Services, lifecycle: Lifecycle) -> None:
+    def __init__(self, services: Services, lifecycle: Lifecycle, metrics_page: MetricsPage) -> None:
         self._services = services
         self._lifecycle = lifecycle
+        self._metrics_page = metrics_page
 
     def routes(self) -> list[web.RouteDef]:
         return [web.get("/health", self.health), web.get("/metrics", self.metrics)]
@@ -70,7 +72,8 @@ class Admin:
 
     async def metrics(self, request: web.Request) -> web.Response:
         headers = {"Content-Type": CONTENT_TYPE_LATEST}
-        return web.Response(body=self._services.metrics.exposition(), headers=headers)
+        text = await self._metrics_page.text(join_seconds(request.headers))
+        return web.Response(body=text, headers=headers)
 
 
 def describe(degradation: Degradation) -> dict[str, str]:

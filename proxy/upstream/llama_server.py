@@ -109,6 +109,10 @@ class LlamaServer:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UpstreamUnreachable(f"GET /metrics: {reason_of(error)}") from error
 
+    async def metrics(self, seconds: float) -> bytes:
+        """Return its own metrics as Prometheus reads them; 501 (UpstreamRefused) without --metrics."""
+        return await self._read("GET", "/metrics", seconds=seconds)
+
     async def slots(self) -> list[SlotStatus]:
         """Return the slots' states; 501 (UpstreamRefused) under --no-slots."""
         return await self._call("GET", "/slots", list[SlotStatus], seconds=SLOT_ACTION_SECONDS)
@@ -229,6 +233,21 @@ class LlamaServer:
         *,
         seconds: float | None = 60.0,
     ) -> T:
+        content = await self._read(method, path, body, headers, seconds=seconds)
+        try:
+            return msgspec.json.decode(content, type=reply_type)
+        except msgspec.DecodeError as error:
+            raise UpstreamRefused(200, f"{path}: reply not understood: {error}") from error
+
+    async def _read(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: Headers | None = None,
+        *,
+        seconds: float | None,
+    ) -> bytes:
         data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
         sent = {"Content-Type": "application/json", **(headers or self._own_headers)}
         try:
@@ -251,10 +270,7 @@ class LlamaServer:
             raise UpstreamUnreachable(f"{method} {path}: {reason_of(error)}") from error
         if status != 200:
             raise UpstreamRefused(status, _error_message(content))
-        try:
-            return msgspec.json.decode(content, type=reply_type)
-        except msgspec.DecodeError as error:
-            raise UpstreamRefused(status, f"{path}: reply not understood: {error}") from error
+        return content
 
 
 def reason_of(error: Exception) -> str:

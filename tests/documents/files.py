@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.documents.dashboard.grafana import dashboard_file
+from tests.documents.dashboard.tables import alerts_table, panels_table
 from tests.documents.settings import example_file, settings_table
 from tests.documents.tables import (
     causes_table,
@@ -18,19 +20,22 @@ from tests.documents.tables import (
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "deploy" / "config.example.yaml"
+DASHBOARD = REPOSITORY / "deploy" / "grafana" / "dashboards" / "llama-prefix-cache.json"
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings_table,
     "metrics": metrics_table,
     "degradations": degradations_table,
     "stabilizers": stabilizers_table,
     "causes": causes_table,
+    "panels": panels_table,
+    "alerts": alerts_table,
 }
 _PLACE = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def generated_files() -> dict[Path, str]:
     """Return what every document with something generated in it should be."""
-    files = {EXAMPLE: example_file()}
+    files = {EXAMPLE: example_file(), DASHBOARD: dashboard_file()}
     for path in sorted((REPOSITORY / "docs").glob("*.md")):
         text = path.read_text()
         if _PLACE.search(text):

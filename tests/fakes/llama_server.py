@@ -85,6 +85,8 @@ class FakeLlamaServer:
         self.faults = faults or Faults()
         self.seen: list[Seen] = []
         self.n_evaluated = 0
+        self.metrics = b""
+        """What /metrics answers."""
         self.n_processes = 0
         self.port = 0
         self._gates: dict[str, Gate] = {}
@@ -248,7 +250,8 @@ class FakeLlamaServer:
         )
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(headers={"Process-Start-Time-Unix": str(self.n_processes)})
+        headers = {"Process-Start-Time-Unix": str(self.n_processes)}
+        return web.Response(body=self.metrics, headers=headers)
 
     async def _models(self, request: web.Request) -> web.Response:
         meta = {"n_vocab": tokenizer.N_VOCAB, "n_params": 1, "size": 1}

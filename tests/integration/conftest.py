@@ -27,6 +27,7 @@ SETTINGS = (
     "share_between_api_keys",
     "allow_state_changes",
     "aliases",
+    "join_upstream_metrics",
 )
 
 

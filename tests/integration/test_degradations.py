@@ -28,7 +28,7 @@ async def test_healthy_proxy_has_no_reasons(start_rig: StartRig) -> None:
         health = await rig.health()
         assert (health["state"], health["reasons"]) == ("caching", [])
         assert health["llama_server"] == "attached"
-        assert rig.sample("caching") == 1
+        assert rig.sample("state", state="caching") == 1
         assert rig.sample("rule", rule="any prefix") == 1
         assert rig.sample("self_tests_total", result="any prefix") == 1
         assert rig.sample("slots", state="empty") == 2
@@ -39,7 +39,7 @@ async def test_rule_that_allows_nothing_is_named(start_rig: StartRig) -> None:
     async with start_rig(memory=Memory.NOTHING) as rig:
         assert (await rig.health())["state"] == "forwarding"
         assert await rig.reasons() == ["nothing can be restored"]
-        assert (rig.sample("caching"), rig.sample("rule", rule="nothing")) == (0, 1)
+        assert rig.sample("state", state="forwarding") == rig.sample("rule", rule="nothing") == 1
 
 
 async def test_self_test_under_way_is_named(start_rig: StartRig) -> None:
@@ -52,7 +52,7 @@ async def test_self_test_under_way_is_named(start_rig: StartRig) -> None:
         await gate.reached()
         assert await rig.reasons() == ["self-test pending"]
         gate.open()
-        await until(lambda: rig.sample("caching"))
+        await until(lambda: rig.sample("state", state="caching"))
         assert await rig.reasons() == []
 
 

@@ -237,7 +237,7 @@ async def test_server_that_cannot_be_cached_is_forwarded_to_and_says_why(
         health = await rig.health()
         assert (health["state"], rig.checkpoints) == ("forwarding", [])
         assert reason in await rig.reasons()
-        assert rig.sample("caching") == 0
+        assert rig.sample("state", state="forwarding") == 1
 
 
 async def test_attachment_that_failed_is_tried_again(

@@ -24,15 +24,22 @@ MAY_IMPORT = {
     "proxy.doctor": {"proxy.core", "proxy.store", "proxy.upstream", "proxy.driver"}
     | {"proxy.errors", "proxy.doctor"},
     "proxy.front.checkpoints": {"proxy.store"},
-    "proxy.config": {"proxy.addresses", "proxy.errors", "proxy.sizes", "proxy.sources"}
+    "proxy.complaints": {"proxy.errors"},
+    "proxy.config": {
+        "proxy.addresses",
+        "proxy.complaints",
+        "proxy.errors",
+        "proxy.sizes",
+        "proxy.sources",
+    }
     | {"proxy.stabilize.names"},
     "proxy.addresses": set(),
     "proxy.stabilize": {"proxy.stabilize"},
     "proxy.sizes": {"proxy.errors"},
     "proxy.sources": {"proxy.errors"},
     "proxy.errors": set(),
-    "proxy.metrics": {"proxy.core", "proxy.metric_families", "proxy.stabilize.names"},
-    "proxy.metric_families": set(),
+    "proxy.metrics": {"proxy.core", "proxy.metric_registry", "proxy.stabilize.names"},
+    "proxy.metric_registry": set(),
     "proxy.log": set(),
     "proxy.run": {"proxy.core", "proxy.errors", "proxy.log", "proxy.run"},
     "proxy.run.guard": set(),

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from proxy.metric_families import PREFIX, Family
-from proxy.metrics import STAGES, Metrics
+from proxy.metric_registry import Family
+from proxy.metrics import PREFIX, STAGES, Metrics
 from tests.unit.test_layers import MODULES
 
 FAMILIES = Metrics().families

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from proxy.metric_families import PREFIX
+from proxy.metrics import PREFIX
 
 Counters = dict[str, float]
 
