@@ -43,6 +43,7 @@ from proxy.errors import StoreFault, StoreLocked
 from proxy.front.admin import Admin
 from proxy.front.checkpoints import Checkpoints
 from proxy.front.handlers import Front
+from proxy.front.tree import Tree
 from proxy.log import get_logger
 from proxy.metrics import Metrics
 from proxy.stabilize.names import parse_switches
@@ -166,12 +167,13 @@ async def _serve(
         shares_between_api_keys=settings.share_between_api_keys,
         aliases=parse_aliases(settings.aliases),
     )
-    admin = Admin(services, lifecycle)
+    admin, store = Admin(services, lifecycle), services.opened_store
     connect_gauges(services, lifecycle)
     clients = web.Application(client_max_size=settings.max_body_bytes)
     clients.router.add_route("*", "/{path:.*}", front.handle)
     operators = web.Application()
-    operators.add_routes([*admin.routes(), *Checkpoints(lifecycle, services.opened_store).routes()])
+    views = (admin, Checkpoints(lifecycle, store), Tree(lifecycle, store))
+    operators.add_routes([route for view in views for route in view.routes()])
     # In reverse order of leaving: stop listening, then save, then stop watching.
     remembering = Remembering(services, lifecycle)
     async with (

@@ -89,15 +89,20 @@ class CheckpointStore:
         return iter(self._catalogue)
 
     @property
+    def version(self) -> int:
+        """A number that changes with every record."""
+        return self._catalogue.version
+
+    @property
     def size_bytes(self) -> int:
         return self._catalogue.size_bytes
 
     def get(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
         return self._catalogue.get(checkpoint_id)
 
-    def values(self, present: Present) -> dict[CheckpointId, float]:
-        """Return the seconds that losing each checkpoint would cost."""
-        return self._catalogue.values(present)
+    def value_seconds(self, checkpoint: Checkpoint, present: Present) -> float:
+        """Return the seconds that losing a checkpoint would cost."""
+        return self._catalogue.value_seconds(checkpoint, present)
 
     def find(self, namespace: Namespace, tokens: TokenIds) -> Iterator[Candidate]:
         """Yield the checkpoints that share at least a block with *tokens*, longest prefix first.

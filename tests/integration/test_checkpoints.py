@@ -1,4 +1,4 @@
-"""The admin listener's checkpoints: listed, pinned, and out of a browser's reach."""
+"""The admin listener's checkpoints: listed, shown as a tree, pinned, and out of a browser's reach."""
 
 from typing import Any
 
@@ -82,3 +82,51 @@ async def test_checkpoints_without_a_store_are_503(start_rig: StartRig) -> None:
         (rig.server.directory / "index").write_bytes(b"")
         await rig.start_proxy()
         assert (await ask(rig, "GET", "/checkpoints"))[0] == 503
+
+
+async def test_store_is_shown_as_a_tree(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        header = [{"role": "system", "content": "you help " * 100}]
+        for first in ("first " * 30, "second " * 30):
+            messages = [*header, {"role": "user", "content": first}]
+            reply = await rig.chat(messages)
+            await rig.settled()
+            answer = reply.content["choices"][0]["message"]
+            messages += [answer, {"role": "user", "content": "more " * 40}]
+            await rig.chat(messages)
+            await rig.settled()
+        node, children = await level(rig, "")
+        assert node["level"] == "store" and node["n_checkpoints"] == len(await listed(rig))
+        [namespace] = children
+        assert namespace["is_served"] and namespace["size_bytes"] == node["size_bytes"]
+        _, [head] = await level(rig, namespace["id"])
+        node, children = await level(rig, head["id"])
+        assert node == head and node["n_tokens"] > 0
+        sessions = [child for child in children if child["level"] == "session"]
+        assert len(sessions) == 2
+        for session in sessions:
+            node, turns = await level(rig, session["id"])
+            assert node["n_tokens"] == max(turn["n_tokens"] for turn in turns)
+            assert all(turn["parent"] == session["id"] for turn in turns)
+
+
+async def level(rig: Rig, node_id: str) -> tuple[Any, list[Any]]:
+    """Return a node and its children, one a page."""
+    children: list[Any] = []
+    offset: int | None = 0
+    while offset is not None:
+        status, content = await ask(rig, "GET", f"/tree?parent={node_id}&limit=1&offset={offset}")
+        assert status == 200, content
+        children += content["children"]
+        offset = content["next_offset"]
+    return content["node"], children
+
+
+async def test_tree_refuses_what_it_does_not_know(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        for query, expected in (("parent=nonsense", 400), ("limit=-1", 400), ("limit=x", 400)):
+            assert (await ask(rig, "GET", f"/tree?{query}"))[0] == expected
+        assert (await ask(rig, "GET", f"/tree?parent={'ab' * 16}"))[0] == 404
+        assert (await ask(rig, "GET", "/tree", Origin="http://example.org"))[0] == 403
+        status, empty = await ask(rig, "GET", "/tree?limit=99999999")
+        assert status == 200 and empty["children"] == [] and empty["next_offset"] is None
