@@ -41,9 +41,9 @@ from proxy.driver.tasks import Tasks
 from proxy.driver.write_back import WriteBack
 from proxy.errors import StoreFault, StoreLocked
 from proxy.front.admin import Admin
-from proxy.front.checkpoints import Checkpoints
 from proxy.front.handlers import Front
-from proxy.front.tree import Tree
+from proxy.front.stored.checkpoints import Checkpoints
+from proxy.front.stored.tree import Tree
 from proxy.log import get_logger
 from proxy.metrics import Metrics
 from proxy.stabilize.names import parse_switches

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     | {"proxy.metrics", "proxy.log", "proxy.front", "proxy.stabilize"},
     "proxy.doctor": {"proxy.core", "proxy.store", "proxy.upstream", "proxy.driver"}
     | {"proxy.errors", "proxy.doctor"},
-    "proxy.front.checkpoints": {"proxy.store"},
+    "proxy.front.stored": {"proxy.store"},
     "proxy.config": {"proxy.addresses", "proxy.errors", "proxy.sizes", "proxy.sources"}
     | {"proxy.stabilize.names"},
     "proxy.addresses": set(),

@@ -34,3 +34,11 @@ def whole_number(request: web.Request, name: str, default: int, most: int) -> in
     if not (text.isascii() and text.isdigit()):
         raise web.HTTPBadRequest(text=f"{name} must be a whole number, not {text!r}")
     return min(int(text), most)
+
+
+def is_asked_for(request: web.Request, name: str) -> bool:
+    """Return whether a switch is on in the query: `name`, `name=1` or `name=true`."""
+    text = request.query.get(name, "false").lower()
+    if text not in ("", "1", "true", "0", "false"):
+        raise web.HTTPBadRequest(text=f"{name} must be true or false, not {text!r}")
+    return text in ("", "1", "true")

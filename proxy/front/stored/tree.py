@@ -6,8 +6,8 @@ from aiohttp import web
 from proxy.core.tree import STORE, Node, NodeId, children_of, node_of, parse_node_id, under
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.room import present_of
-from proxy.front.listing import ListedCheckpoint, ListedNode, list_checkpoint, list_node
-from proxy.front.operators import json_response, require_store, whole_number
+from proxy.front.stored.listing import ListedCheckpoint, ListedNode, list_checkpoint, list_node
+from proxy.front.stored.queries import json_response, require_store, whole_number
 from proxy.store.store import CheckpointStore
 
 _LIMIT = 100
