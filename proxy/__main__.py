@@ -5,9 +5,15 @@ import sys
 import click
 
 from proxy import __version__
+from proxy.commands.check import check
 from proxy.commands.doctor import doctor
+from proxy.commands.ls import ls
+from proxy.commands.pin import pin, unpin
+from proxy.commands.rm import purge, rm
 from proxy.commands.run import run
 from proxy.commands.serve import serve
+from proxy.commands.stats import stats
+from proxy.commands.transfer import export, import_
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -16,9 +22,8 @@ def main() -> None:
     """A persistent, token-exact prefix cache in front of an unmodified llama-server."""
 
 
-main.add_command(serve)
-main.add_command(run)
-main.add_command(doctor)
+for command in (serve, run, doctor, ls, pin, unpin, rm, purge, check, export, import_, stats):
+    main.add_command(command)
 
 if __name__ == "__main__":
     main(prog_name="python -m proxy" if sys.argv[0].endswith("__main__.py") else None)

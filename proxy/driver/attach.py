@@ -8,12 +8,10 @@ namespace all of it belongs to.
 import time
 from contextlib import AsyncExitStack
 
-import xxhash
-
 from proxy.core.degradation import DegradationKind
 from proxy.core.evaluation import n_believed_points
 from proxy.core.model import CheckpointKind, SlotId
-from proxy.core.namespace import KnownNamespace, choose_namespace
+from proxy.core.namespace import KnownNamespace, choose_namespace, new_namespace
 from proxy.core.prefix import Namespace, TokenIds
 from proxy.core.slots import (
     MAX_CONTEXT_CHECKPOINTS,
@@ -215,8 +213,7 @@ class Attacher:
         known = store.index.value(name, list[KnownNamespace]) or []
         chosen = choose_namespace(known, canary)
         if chosen is None:
-            digest = xxhash.xxh3_128_digest(f"{static} {len(known)}".encode())
-            chosen = KnownNamespace(digest, canary)
+            chosen = new_namespace(static, known, canary)
             await store.put_value(name, [*known, chosen])
         return Namespace(chosen.id)
 

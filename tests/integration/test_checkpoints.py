@@ -1,4 +1,4 @@
-"""The admin listener's checkpoints: listed, shown as a tree, pinned, deleted, and out of a browser's reach."""
+"""The admin listener's view of the store: checkpoints as a list and as a tree, pinned and deleted."""
 
 from typing import Any
 

@@ -2,31 +2,26 @@
 
 import time
 
-import msgspec
 from aiohttp import web
 
 from proxy.core.eviction import Removal
+from proxy.core.listing import Deleted
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.selection import Selected, Selection, select
 from proxy.core.tree import STORE, parse_node_id
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.room import present_of
 from proxy.errors import StoreFault
-from proxy.front.stored.listing import list_checkpoint
-from proxy.front.stored.queries import is_asked_for, json_response, require_store, whole_number
+from proxy.front.stored.queries import (
+    is_asked_for,
+    json_response,
+    list_stored,
+    require_store,
+    whole_number,
+)
 from proxy.store.store import CheckpointStore
 
 _MAX_SECONDS = 1 << 40
-
-
-class Deleted(msgspec.Struct, frozen=True):
-    """What became of a selection; a dry run says what would."""
-
-    n_deleted: int
-    deleted_bytes: int
-    n_pinned: int
-    n_in_use: int
-    is_dry_run: bool = False
 
 
 class Checkpoints:
@@ -50,8 +45,10 @@ class Checkpoints:
         store = require_store(request, self._opened_store)
         session = self._lifecycle.current
         present = present_of(session.attachment if session else None)
-        listed = [list_checkpoint(checkpoint, store, present) for checkpoint in store]
-        return json_response(200, {"checkpoints": sorted(listed, key=lambda c: -c.value_seconds)})
+        listed = [list_stored(checkpoint, store, present) for checkpoint in store]
+        return json_response(
+            200, {"checkpoints": sorted(listed, key=lambda c: -(c.value_seconds or 0))}
+        )
 
     async def pin(self, request: web.Request) -> web.Response:
         """Keep a checkpoint whatever happens, until it is unpinned."""

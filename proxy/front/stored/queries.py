@@ -10,6 +10,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from proxy.core.eviction import Present
+from proxy.core.listing import ListedCheckpoint, list_checkpoint
+from proxy.core.model import Checkpoint
 from proxy.store.store import CheckpointStore
 
 
@@ -20,6 +23,17 @@ def require_store(request: web.Request, store: CheckpointStore | None) -> Checkp
     if store is None:
         raise web.HTTPServiceUnavailable(text="the store is not open")
     return store
+
+
+def list_stored(
+    checkpoint: Checkpoint, store: CheckpointStore, present: Present
+) -> ListedCheckpoint:
+    """Return a checkpoint as operators see it, with what only a running proxy knows."""
+    return list_checkpoint(
+        checkpoint,
+        value_seconds=store.value_seconds(checkpoint, present),
+        is_warm=store.is_warm(checkpoint),
+    )
 
 
 def json_response(status: int, content: Any) -> web.Response:

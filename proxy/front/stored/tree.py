@@ -3,11 +3,11 @@
 import msgspec
 from aiohttp import web
 
+from proxy.core.listing import ListedCheckpoint, ListedNode, list_node
 from proxy.core.tree import STORE, Node, NodeId, children_of, node_of, parse_node_id, under
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.room import present_of
-from proxy.front.stored.listing import ListedCheckpoint, ListedNode, list_checkpoint, list_node
-from proxy.front.stored.queries import json_response, require_store, whole_number
+from proxy.front.stored.queries import json_response, list_stored, require_store, whole_number
 from proxy.store.store import CheckpointStore
 
 _LIMIT = 100
@@ -55,15 +55,15 @@ class Tree:
         session = self._lifecycle.current
         present = present_of(session.attachment if session else None)
         checkpoints = under(node_id, store)
-        node = list_node(node_of(node_id, checkpoints), present)
+        node = list_node(node_of(node_id, checkpoints), present.namespaces)
         children = children_of(node_id, checkpoints, offset, limit)
         end = offset + len(children)
         return TreeLevel(
             node,
             [
-                list_node(child, present)
+                list_node(child, present.namespaces)
                 if isinstance(child, Node)
-                else list_checkpoint(child, store, present)
+                else list_stored(child, store, present)
                 for child in children
             ],
             end if end < node.n_children else None,

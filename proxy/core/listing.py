@@ -1,19 +1,22 @@
-"""Checkpoints and the nodes above them as the admin listener tells of them."""
+"""Checkpoints and the nodes above them as operators are told of them.
 
+Owns: the names of their fields, which the admin listener, the commands and docs/operations.md share. Pure.
+"""
+
+from collections.abc import Collection
 from typing import Literal
 
 import msgspec
 
-from proxy.core.eviction import Present
 from proxy.core.model import Checkpoint
+from proxy.core.prefix import Namespace
 from proxy.core.tree import Level, Node, NodeId
-from proxy.store.store import CheckpointStore
 
 
 class ListedCheckpoint(msgspec.Struct, frozen=True):
     """A checkpoint as operators see it; `value_seconds` is what losing it would cost.
 
-    `namespace`, `header` and `session` are ids of the nodes that it lies under, in short.
+    Only a running proxy knows that, and whether its file is likely in memory.
     """
 
     id: str
@@ -27,8 +30,8 @@ class ListedCheckpoint(msgspec.Struct, frozen=True):
     last_used_at: float
     n_restores: int
     is_pinned: bool
-    is_warm: bool
-    value_seconds: float
+    is_warm: bool | None = None
+    value_seconds: float | None = None
     level: Literal["checkpoint"] = "checkpoint"
 
 
@@ -52,8 +55,21 @@ class ListedNode(msgspec.Struct, frozen=True):
     is_served: bool | None
 
 
+class Deleted(msgspec.Struct, frozen=True):
+    """What became of checkpoints that were to be deleted; a dry run says what would."""
+
+    n_deleted: int
+    deleted_bytes: int
+    n_pinned: int = 0
+    n_in_use: int = 0
+    is_dry_run: bool = False
+
+
 def list_checkpoint(
-    checkpoint: Checkpoint, store: CheckpointStore, present: Present
+    checkpoint: Checkpoint,
+    *,
+    value_seconds: float | None = None,
+    is_warm: bool | None = None,
 ) -> ListedCheckpoint:
     family = checkpoint.family
     session_id = family.session_id or None
@@ -69,14 +85,15 @@ def list_checkpoint(
         last_used_at=checkpoint.last_used_at,
         n_restores=checkpoint.n_restores,
         is_pinned=checkpoint.is_pinned,
-        is_warm=store.is_warm(checkpoint),
-        value_seconds=round(store.value_seconds(checkpoint, present), 3),
+        is_warm=is_warm,
+        value_seconds=None if value_seconds is None else round(value_seconds, 3),
     )
 
 
-def list_node(node: Node, present: Present) -> ListedNode:
+def list_node(node: Node, served: Collection[Namespace]) -> ListedNode:
+    """Return a node as operators see it; *served* are the namespaces of the model that is served now."""
     is_store = node.id.level is Level.STORE
-    is_known = bool(present.namespaces) and not is_store
+    is_known = bool(served) and not is_store
     return ListedNode(
         id=str(node.id),
         parent=None if is_store else str(node.id.parent),
@@ -89,5 +106,5 @@ def list_node(node: Node, present: Present) -> ListedNode:
         created_at=node.created_at,
         last_used_at=node.last_used_at,
         n_restores=node.n_restores,
-        is_served=node.id.namespace in present.namespaces if is_known else None,
+        is_served=node.id.namespace in served if is_known else None,
     )
