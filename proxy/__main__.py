@@ -14,6 +14,7 @@ from proxy.commands.run import run
 from proxy.commands.serve import serve
 from proxy.commands.stats import stats
 from proxy.commands.transfer import export, import_
+from proxy.commands.warm import warm
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -22,7 +23,7 @@ def main() -> None:
     """A persistent, token-exact prefix cache in front of an unmodified llama-server."""
 
 
-for command in (serve, run, doctor, ls, pin, unpin, rm, purge, check, export, import_, stats):
+for command in (serve, run, doctor, ls, pin, unpin, rm, purge, check, export, import_, stats, warm):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -38,12 +38,14 @@ from proxy.driver.slot_saves import SlotSaves
 from proxy.driver.slot_work import SlotWork
 from proxy.driver.stabilizing import Stabilizing
 from proxy.driver.tasks import Tasks
+from proxy.driver.warming import Warming
 from proxy.driver.write_back import WriteBack
 from proxy.errors import StoreFault, StoreLocked
 from proxy.front.admin import Admin
 from proxy.front.handlers import Front
 from proxy.front.stored.checkpoints import Checkpoints
 from proxy.front.stored.tree import Tree
+from proxy.front.warm import Warm
 from proxy.log import get_logger
 from proxy.metrics import Metrics
 from proxy.stabilize.names import parse_switches
@@ -168,11 +170,16 @@ async def _serve(
         aliases=parse_aliases(settings.aliases),
     )
     admin, store = Admin(services, lifecycle), services.opened_store
+    warm = Warm(
+        Warming(services, lifecycle, cache),
+        aliases=parse_aliases(settings.aliases),
+        shares_between_api_keys=settings.share_between_api_keys,
+    )
     connect_gauges(services, lifecycle)
     clients = web.Application(client_max_size=settings.max_body_bytes)
     clients.router.add_route("*", "/{path:.*}", front.handle)
-    operators = web.Application()
-    views = (admin, Checkpoints(lifecycle, store), Tree(lifecycle, store))
+    operators = web.Application(client_max_size=settings.max_body_bytes)
+    views = (admin, Checkpoints(lifecycle, store), Tree(lifecycle, store), warm)
     operators.add_routes([route for view in views for route in view.routes()])
     # In reverse order of leaving: stop listening, then save, then stop watching.
     remembering = Remembering(services, lifecycle)

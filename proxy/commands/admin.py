@@ -1,6 +1,7 @@
 """Asks a running proxy at its admin listener."""
 
 import asyncio
+import io
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -40,12 +41,19 @@ class Admin:
         return body
 
     async def follow(
-        self, path: str, body: bytes, headers: Query, on_line: Callable[[Any], None]
+        self,
+        path: str,
+        body: bytes,
+        query: Query,
+        headers: Query,
+        on_line: Callable[[Any], None],
     ) -> None:
         """Post *body* and hand over each line of JSON of the answer; exits as `ask` does."""
         async with new_session() as session:
             try:
-                async with session.post(self.url + path, data=body, headers=headers) as reply:
+                async with session.post(
+                    self.url + path, data=io.BytesIO(body), params=query, headers=headers
+                ) as reply:
                     if reply.status != 200:
                         status = EXIT_UNAVAILABLE if reply.status == 503 else EXIT_FAILED
                         fail(complaint(await reply.read()), status)

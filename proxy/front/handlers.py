@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 
-import xxhash
 from aiohttp import web
 
 from proxy.driver.cache import Cache
@@ -20,6 +19,7 @@ from proxy.errors import (
     TooManyRequests,
 )
 from proxy.front.error_bodies import error_response
+from proxy.front.keys import keys_of, tenant_of
 from proxy.front.relay import Exchange, end_to_end
 from proxy.log import get_logger
 from proxy.upstream.aliases import Aliases, with_alias
@@ -28,7 +28,6 @@ from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.routes import Route, changes_server_state, counts_tokens, generation_route
 
 _REBUILT = frozenset(("content-length", "accept-encoding"))
-_KEY_HEADERS = ("Authorization", "X-Api-Key")
 _SESSION_HEADERS = ("X-Claude-Code-Session-Id", "X-Claude-Code-Agent-Id", "X-Session-Id")
 """What clients call a session by; an agent within it has one of its own."""
 
@@ -139,14 +138,14 @@ class Front:
         self, route: Route, request: web.Request, arrived_at: float
     ) -> GenerationRequest:
         raw = with_alias(await _read_body(request), self._aliases)
-        keys = {name: request.headers[name] for name in _KEY_HEADERS if name in request.headers}
+        keys = keys_of(request.headers)
         return GenerationRequest(
             id=secrets.token_hex(4),
             route=route,
             path=request.path,
             raw=raw,
             headers=keys,
-            tenant=b"" if self._shares_between_api_keys else _tenant(keys),
+            tenant=tenant_of(keys, is_shared=self._shares_between_api_keys),
             session=" ".join(filter(None, map(request.headers.get, _SESSION_HEADERS))),
             arrived_at=arrived_at,
         )
@@ -157,9 +156,3 @@ async def _read_body(request: web.Request) -> bytes:
         return await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise BodyTooLarge("the request body is over max_body_bytes") from error
-
-
-def _tenant(keys: dict[str, str]) -> bytes:
-    """Return a digest of the API key that llama-server would check, empty if there is none."""
-    key = keys.get("Authorization") or keys.get("X-Api-Key", "")
-    return xxhash.xxh3_128_digest(key.removeprefix("Bearer ").encode()) if key else b""
