@@ -5,6 +5,7 @@ import sys
 import click
 
 from proxy import __version__
+from proxy.commands.bench import bench
 from proxy.commands.check import check
 from proxy.commands.doctor import doctor
 from proxy.commands.ls import ls
@@ -23,7 +24,22 @@ def main() -> None:
     """A persistent, token-exact prefix cache in front of an unmodified llama-server."""
 
 
-for command in (serve, run, doctor, ls, pin, unpin, rm, purge, check, export, import_, stats, warm):
+for command in (
+    serve,
+    run,
+    doctor,
+    ls,
+    pin,
+    unpin,
+    rm,
+    purge,
+    check,
+    export,
+    import_,
+    stats,
+    warm,
+    bench,
+):
     main.add_command(command)
 
 if __name__ == "__main__":

@@ -2,16 +2,18 @@
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner
 
 from proxy.__main__ import main
+from proxy.offline.store import open_offline
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
-from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer
 from tests.live.conftest import StartRig
 
 MESSAGES = agent_requests(2, 1, header=[system(150)])
@@ -35,6 +37,19 @@ async def asked(*arguments: object) -> Any:
     return json.JSONDecoder().raw_decode(output[output.index("{\n") :])[0]
 
 
+async def in_own_process(*arguments: object) -> tuple[int, str]:
+    """Run a command that handles signals, for which it needs a process's first thread."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "proxy", *map(str, arguments)),
+        cwd=REPOSITORY,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, output.decode()
+
+
 async def test_session_is_carried_to_another_directory_and_served_from_there(
     start_rig: StartRig, tmp_path: Path
 ) -> None:
@@ -52,7 +67,7 @@ async def test_session_is_carried_to_another_directory_and_served_from_there(
         stats = await asked("stats", *admin)
         assert stats["store"]["n_checkpoints"] == len(ids) and stats["store"]["n_sessions"] == 1
         assert stats["since_start"]["evaluated_tokens"] > 1000
-        assert (await asked("pin", header[:8], *admin))["changed"] == ids
+        assert sorted((await asked("pin", header[:8], *admin))["changed"]) == ids
         status, output = await command("rm", ids[0], *admin)
         assert status == 1 and "pinned" in output
         for held in (("check",), ("ls",), ("export", header, "-o", file)):
@@ -101,3 +116,30 @@ async def test_warmed_header_serves_the_first_user(start_rig: StartRig, tmp_path
         (tmp_path / "request.json").write_text('{"nothing": 1}')
         status, output = await command(*warm[:3], rig.admin_url)
         assert status == 1 and "no request" in output
+
+
+async def test_bench_shows_what_restoring_brings(tmp_path: Path) -> None:
+    directory = tmp_path / "slots"
+    directory.mkdir(mode=0o700)
+    model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
+    with LlamaServer(model, directory, n_ctx=8192) as server:
+        bench = (
+            "bench",
+            server.base_url,
+            "--slot-save-path",
+            directory,
+            "--tokens",
+            "500,2000,99999",
+        )
+        status, output = await in_own_process(*bench, "--json")
+        assert status == 0, output
+        measured = json.loads(output)
+        assert [gain["n_tokens"] for gain in measured["gains"]] == [500, 2000]
+        assert measured["left_out"] == [99999]
+        assert all(gain["n_reused"] >= gain["n_tokens"] for gain in measured["gains"])
+        assert all(gain["size_bytes"] > 0 for gain in measured["gains"])
+        assert list(directory.iterdir()) == []
+        status, output = await in_own_process(*bench)
+        assert status == 0 and "2,000 tokens" in output and "times" in output
+        with open_offline(directory, may_be_new=True):
+            assert (await in_own_process(*bench))[0] == 69

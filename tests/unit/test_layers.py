@@ -45,6 +45,7 @@ MAY_IMPORT = {
     | {"proxy.offline"},
     "proxy.commands.options": {"proxy.sources"},
     "proxy.commands.doctor": {"proxy.doctor", "proxy.driver", "proxy.store"},
+    "proxy.commands.bench": {"proxy.doctor"},
     "proxy.__main__": {"proxy"},
 }
 CORE_PACKAGES = (sys.stdlib_module_names | {"xxhash", "msgspec", "proxy"}) - {
