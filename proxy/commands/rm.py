@@ -3,6 +3,7 @@
 import sys
 
 import click
+import msgspec
 
 from proxy.commands.access import Access, with_store
 from proxy.commands.naming import NotNamed, named
@@ -81,7 +82,7 @@ def purge(
     selection = Selection(_node(store, namespace), unused_for, pinned)
     would = store.purge(selection, is_dry_run=True)
     if dry_run or not would.n_deleted:
-        _tell(would, as_json=as_json)
+        _tell(msgspec.structs.replace(would, is_dry_run=dry_run), as_json=as_json)
         return
     _confirm(would.n_deleted, would.deleted_bytes, is_confirmed=yes)
     _tell(store.purge(selection, is_dry_run=False), as_json=as_json)

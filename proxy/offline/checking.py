@@ -73,7 +73,8 @@ def examine(store: OfflineStore, note: Note) -> Examined:
         Problem(ProblemKind.FILE_WITHOUT_ENTRY, name, store.files.size_bytes(name))
         for name in orphans
     ]
-    problems += _stale_prefixes(store, checkpoints)
+    if len(problems) == len(orphans):  # otherwise they are made anew in any case
+        problems += _stale_prefixes(store, checkpoints)
     return Examined(len(checkpoints), sum(c.size_bytes for c in checkpoints), tuple(problems))
 
 
