@@ -3,7 +3,7 @@
 import functools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +26,8 @@ from proxy.core.listing import Deleted, ListedCheckpoint, list_checkpoint
 from proxy.core.selection import Selection, select
 from proxy.errors import SettingsError, StoreFault, StoreLocked
 from proxy.offline.store import OfflineStore, open_offline
+
+_DEFAULT_ADMIN = {f.name: f.default for f in msgspec.structs.fields(Settings)}["admin"]
 
 
 class Access(Protocol):
@@ -130,7 +132,7 @@ def find_admin(admin: str | None, config: Path | None) -> Admin:
         merged = merge_settings(given, os.environ, config)
     except SettingsError as error:
         fail(error, EXIT_USAGE)
-    return Admin(f"http://{reachable(merged.get('admin', Settings.admin))}")
+    return Admin(f"http://{reachable(merged.get('admin', _DEFAULT_ADMIN))}")
 
 
 def find_directory(slot_save_path: Path | None, config: Path | None) -> Path:
@@ -165,9 +167,5 @@ def admin_option(command: Command) -> Command:
     return click.option(
         "--admin",
         metavar="URL",
-        help=f"Admin listener of the running proxy. [http://{Settings.admin}]",
+        help=f"Admin listener of the running proxy. [http://{_DEFAULT_ADMIN}]",
     )(command)
-
-
-def pinned_of(checkpoints: Sequence[ListedCheckpoint]) -> int:
-    return sum(checkpoint.is_pinned for checkpoint in checkpoints)

@@ -47,7 +47,7 @@ def bench(
     config: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure what restoring would save on the llama-server at URL, with its own model.
+    """Measure what restoring saves on a server.
 
     \b
     llama-prefix-cache bench http://127.0.0.1:8080 --slot-save-path /var/lib/llama-prefix-cache

@@ -19,13 +19,14 @@ from proxy.offline.checking import CURES, Examined, examine, mend
 @config_option
 @json_option
 def check(fix: bool, slot_save_path: Path | None, config: Path | None, as_json: bool) -> None:
-    """Read every state and hold it against the index; the proxy must be stopped.
+    """Hold every state against the index.
 
     \b
     llama-prefix-cache check --slot-save-path /var/lib/llama-prefix-cache
     llama-prefix-cache check --fix --slot-save-path /var/lib/llama-prefix-cache
 
-    A proxy does a quick form of this whenever it starts (sizes and times of files, not their content).
+    Reads every byte, while no proxy runs on the directory. A proxy does a quick form of this whenever it
+    starts (sizes and times of files, not their content).
     Exit status: 0 all is well or mended, 1 something is wrong, 69 a proxy uses the directory.
     """
     with directory_of(find_directory(slot_save_path, config)) as store:

@@ -27,7 +27,7 @@ Checkpoints = Sequence[ListedCheckpoint]
 @click.option("--all", "shows_all", is_flag=True, help=f"Show more than {_N_SHOWN} of a kind.")
 @with_store
 def ls(store: Access, name: str | None, shows_all: bool, as_json: bool) -> None:
-    """List the checkpoints as a tree: namespaces, headers, sessions, and the states of each.
+    """List the checkpoints as a tree.
 
     \b
     llama-prefix-cache ls
@@ -102,7 +102,7 @@ def _facts(checkpoint: ListedCheckpoint, now: float) -> list[str]:
         f"{checkpoint.n_tokens:,} tokens",
         size_in_words(checkpoint.size_bytes),
         f"used {age_in_words(now - checkpoint.last_used_at)}",
-        f"restored {checkpoint.n_restores} times",
+        f"restored {checkpoint.n_restores}x",
     ]
     if checkpoint.value_seconds is not None:
         facts.append(f"worth {checkpoint.value_seconds:.1f} s")

@@ -18,7 +18,7 @@ names_argument = click.argument("names", nargs=-1, required=True, metavar="ID...
 @names_argument
 @with_store
 def pin(store: Access, names: tuple[str, ...], as_json: bool) -> None:
-    """Keep checkpoints whatever the budget says, until they are unpinned.
+    """Keep checkpoints whatever the budget says.
 
     \b
     llama-prefix-cache pin 00f3b1c2

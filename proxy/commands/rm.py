@@ -25,13 +25,14 @@ _pinned_option = click.option("--pinned", is_flag=True, help="Pinned ones too.")
 @_pinned_option
 @with_store
 def rm(store: Access, names: tuple[str, ...], yes: bool, pinned: bool, as_json: bool) -> None:
-    """Delete checkpoints, or all of a session, header or namespace.
+    """Delete checkpoints by their ids.
 
     \b
     llama-prefix-cache rm 00f3b1c2
     llama-prefix-cache rm --yes 5d3a90c2      all of a header, without being asked
 
-    ID is the beginning of what ls shows. Pinned ones stay, unless --pinned. What slots hold stays too.
+    ID is the beginning of what ls shows: a checkpoint, or all of a session, header or namespace. Pinned
+    ones stay, unless --pinned. What slots hold stays too.
     """
     found = find_all(store, names)
     going = [checkpoint for checkpoint in found if pinned or not checkpoint.is_pinned]
@@ -67,7 +68,7 @@ def purge(
     pinned: bool,
     as_json: bool,
 ) -> None:
-    """Delete checkpoints by namespace, by age, or all of them.
+    """Delete checkpoints by namespace or age.
 
     \b
     llama-prefix-cache purge --unused-for 7d

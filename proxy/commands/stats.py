@@ -51,7 +51,7 @@ class Brought(msgspec.Struct, frozen=True):
 @click.command()
 @with_store
 def stats(store: Access, as_json: bool) -> None:
-    """Say what is stored, and what it has brought since the proxy started.
+    """Say what is stored, and what it has brought.
 
     \b
     llama-prefix-cache stats
@@ -122,10 +122,10 @@ def _table(stored: Stored, brought: Brought | None) -> Table:
     table.add_row("checkpoints", f"{stored.n_checkpoints:,} ({kinds or 'nothing is stored'})")
     table.add_row("on disk", size_in_words(stored.size_bytes) + limit)
     table.add_row("pinned", f"{stored.n_pinned} with {size_in_words(stored.pinned_bytes)}")
-    table.add_row("sessions", f"{stored.n_sessions} in {stored.n_namespaces} namespaces")
+    table.add_row("sessions", f"{stored.n_sessions}, of {stored.n_namespaces} models or API keys")
     if stored.last_used_at is not None:
         table.add_row("last used", age_in_words(time.time() - stored.last_used_at))
-    table.add_row("restored", f"{stored.n_restores} times in all")
+    table.add_row("restored", f"{stored.n_restores}x in all")
     if brought is not None:
         _add_brought(table, brought)
     return table

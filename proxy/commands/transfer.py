@@ -39,13 +39,14 @@ def export(
     config: Path | None,
     as_json: bool,
 ) -> None:
-    """Write checkpoints, or all of a session or header, into one file; the proxy must be stopped.
+    """Write checkpoints into one file.
 
     \b
     llama-prefix-cache export 1b70c4d2 -o session.lpc --slot-save-path /var/lib/llama-prefix-cache
 
-    ID is the beginning of what ls shows. The file says which model its states are of. It holds them as they
-    are: it is as good as a transcript, and readable for you alone.
+    ID is the beginning of what ls shows: a checkpoint, or all of a session, header or namespace. The file
+    says which model its states are of. It is as good as a transcript, and readable for you alone. No proxy
+    may run on the directory meanwhile.
     """
     with directory_of(find_directory(slot_save_path, config)) as store:
         listed = [list_checkpoint(checkpoint) for checkpoint in store.checkpoints()]
@@ -72,7 +73,7 @@ def export(
 def import_(
     file: Path, other_model: bool, slot_save_path: Path | None, config: Path | None, as_json: bool
 ) -> None:
-    """Take over the checkpoints of a file that export has written; the proxy must be stopped.
+    """Take over the checkpoints of an exported file.
 
     \b
     llama-prefix-cache import session.lpc --slot-save-path /var/lib/llama-prefix-cache
@@ -80,7 +81,8 @@ def import_(
     Refused (exit status 1) if the directory was used with models, and with none that the states are of:
     the same model file, adapters and slot file version, with the same answers. A new directory takes
     everything; there, states of another model are just never found. Take files only from whom you trust:
-    llama-server reads states as they are. Run it as the user that the proxy runs as.
+    llama-server reads states as they are. Run it as the user that the proxy runs as, while no proxy runs on
+    the directory.
     """
     directory = find_directory(slot_save_path, config)
     with directory_of(directory, may_be_new=True) as store:

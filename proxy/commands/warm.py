@@ -38,7 +38,7 @@ def warm(
     config: Path | None,
     as_json: bool,
 ) -> None:
-    """Evaluate a request's header and keep it, before the first user needs it.
+    """Evaluate and keep a header for its first user.
 
     \b
     llama-prefix-cache warm first-request.json

@@ -14,7 +14,7 @@ from functools import partial
 import aiohttp
 
 from proxy.core.cuts import SLACK_TOKENS
-from proxy.core.model import Checkpoint, CheckpointKind, Prompt
+from proxy.core.model import Checkpoint, CheckpointKind, Prompt, Rule
 from proxy.core.prefix import common_prefix_length
 from proxy.core.restore import usable_tokens
 from proxy.core.slots import Content, Known, Slot, Unknown
@@ -57,8 +57,10 @@ class Warming:
         self._cache = cache
         self._busy = asyncio.Lock()
 
-    async def warm(self, request: GenerationRequest, on_progress: OnProgress) -> Warmed:
-        """Evaluate the prompt of a request and keep it, one after the other.
+    async def warm(
+        self, request: GenerationRequest, on_progress: OnProgress, *, is_whole: bool
+    ) -> Warmed:
+        """Evaluate the prompt of a request and keep its header, or all of it; one request at a time.
 
         Raises NotWarmed, or what makes serving any request impossible.
         """
@@ -68,7 +70,7 @@ class Warming:
             if session is None or not session.attachment.is_caching:
                 raise NotWarmed("nothing is cached now: /health says why")
             prompt = await self._read(session, request)
-            wanted = (prompt.cuts.header or prompt.n_tokens) - SLACK_TOKENS
+            wanted = _wanted_tokens(prompt, is_whole=is_whole) - SLACK_TOKENS
             n_usable, checkpoint = self._best(session, prompt)
             if was_kept := n_usable >= wanted:
                 on_progress(prompt.n_tokens, prompt.n_tokens)
@@ -78,9 +80,7 @@ class Warming:
                 await self._save(session, prompt)
                 n_usable, checkpoint = self._best(session, prompt)
             if checkpoint is None or n_usable < wanted:
-                raise NotWarmed(
-                    f"it was evaluated, but {n_usable} of {wanted} tokens are kept: /health says why"
-                )
+                raise NotWarmed(_why_not_kept(session.attachment.rule, n_usable, wanted))
             seconds, n_header = time.monotonic() - began, prompt.cuts.header
             return Warmed(checkpoint, n_usable, n_header, prompt.n_tokens, was_kept, seconds)
 
@@ -157,6 +157,18 @@ class Warming:
             if n_usable > best[0]:
                 best = n_usable, found.checkpoint
         return best
+
+
+def _wanted_tokens(prompt: Prompt, *, is_whole: bool) -> int:
+    """Return how much of a prompt is to be kept; where no header is known that is all of it."""
+    n_whole = prompt.cuts.message_end or prompt.n_tokens
+    return n_whole if is_whole else prompt.cuts.header or n_whole
+
+
+def _why_not_kept(rule: Rule, n_usable: int, wanted: int) -> str:
+    if wanted < rule.end_holds_from:
+        return f"this model only continues states of {rule.end_holds_from:,} tokens or more"
+    return f"it was evaluated, but {n_usable:,} of {wanted:,} tokens are kept: /health says why"
 
 
 def _holds(prompt: Prompt, slot: Slot) -> bool:

@@ -11,6 +11,7 @@ from proxy.driver.requests import GenerationRequest
 from proxy.driver.warming import Warmed, Warming
 from proxy.errors import CacheFault, ProxyError
 from proxy.front.keys import keys_of, tenant_of
+from proxy.front.stored.queries import is_asked_for
 from proxy.upstream.aliases import Aliases, with_alias
 from proxy.upstream.bodies import parse_body
 from proxy.upstream.header_bodies import header_request, route_path
@@ -36,11 +37,12 @@ class Warm:
         """Evaluate and keep the header of the request that is the body; `path` says whose form it has."""
         if "Origin" in request.headers:
             raise web.HTTPForbidden(text="not for browsers")
-        generation = self._read(request, await request.read())
+        is_whole = is_asked_for(request, "whole")
+        generation = self._read(request, await request.read(), is_whole=is_whole)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        task = asyncio.ensure_future(self._warm(generation, lines))
+        task = asyncio.ensure_future(self._warm(generation, lines, is_whole=is_whole))
         try:
             while not (task.done() and lines.empty()):
                 await response.write(msgspec.json.encode(await lines.get()) + b"\n")
@@ -49,14 +51,14 @@ class Warm:
         await response.write_eof()
         return response
 
-    def _read(self, request: web.Request, raw: bytes) -> GenerationRequest:
+    def _read(self, request: web.Request, raw: bytes, *, is_whole: bool) -> GenerationRequest:
         body = parse_body(raw)
         path = request.query.get("path") or (route_path(body) if body else "")
         route = generation_route("POST", path)
         if body is None or route not in _CACHED:
             raise web.HTTPBadRequest(text="the body is no request whose prompt is cached")
         try:
-            wanted = header_request(route, body, is_whole="whole" in request.query)
+            wanted = header_request(route, body, is_whole=is_whole)
         except (KeyError, TypeError, AttributeError) as error:
             raise web.HTTPBadRequest(text=f"the body is no request to {path}") from error
         keys = keys_of(request.headers)
@@ -70,13 +72,18 @@ class Warm:
         )
 
     async def _warm(
-        self, request: GenerationRequest, lines: "asyncio.Queue[dict[str, Any]]"
+        self,
+        request: GenerationRequest,
+        lines: "asyncio.Queue[dict[str, Any]]",
+        *,
+        is_whole: bool,
     ) -> None:
         def tell(n_done: int, n_tokens: int) -> None:
             lines.put_nowait({"n_done": n_done, "n_tokens": n_tokens})
 
         try:
-            lines.put_nowait({"warmed": _described(await self._warming.warm(request, tell))})
+            warmed = await self._warming.warm(request, tell, is_whole=is_whole)
+            lines.put_nowait({"warmed": _described(warmed)})
         except (CacheFault, ProxyError) as error:
             lines.put_nowait({"error": str(error)})
         except Exception as error:

@@ -106,6 +106,9 @@ async def test_warmed_header_serves_the_first_user(start_rig: StartRig, tmp_path
         assert first["n_prompt_tokens"] - first["n_header_tokens"] < 30
         again = await asked(*warm)
         assert again["was_kept"] and again["id"] == first["id"]
+        whole = await asked(*warm, "--whole")
+        assert not whole["was_kept"] and whole["n_usable"] > whole["n_prompt_tokens"] - 20
+        assert whole["n_usable"] > first["n_usable"] + 100
         [kept] = [c for c in rig.running.store or () if c.is_pinned]
         assert f"{kept.id:016x}" == first["id"] and kept.kind == "header"
         await rig.restart()
