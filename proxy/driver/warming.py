@@ -167,7 +167,10 @@ def _wanted_tokens(prompt: Prompt, *, is_whole: bool) -> int:
 
 def _why_not_kept(rule: Rule, n_usable: int, wanted: int) -> str:
     if wanted < rule.end_holds_from:
-        return f"this model only continues states of {rule.end_holds_from:,} tokens or more"
+        return (
+            f"states of fewer than {rule.end_holds_from:,} tokens are continued only at a context "
+            "checkpoint of llama-server's, and this one has none that would do"
+        )
     return f"it was evaluated, but {n_usable:,} of {wanted:,} tokens are kept: /health says why"
 
 
