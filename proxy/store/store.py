@@ -201,7 +201,7 @@ class CheckpointStore:
                     shortage.reason,
                     f"{shortage.n_bytes:,} bytes more are needed ({shortage.reason}) than may go: "
                     f"{free_bytes:,} are free, checkpoints have {self.size_bytes:,}, of which "
-                    f"{self.pinned_bytes:,} are pinned, and the rest is in use",
+                    f"{self.pinned_bytes:,} are pinned; what is left is in use or pinned",
                 )
             await self._remove(victims, shortage.reason)
         except OSError as error:

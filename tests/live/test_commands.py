@@ -6,10 +6,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 
 from proxy.__main__ import main
+from proxy.doctor.gain import measure
+from proxy.errors import StoreLocked
 from proxy.offline.store import open_offline
+from proxy.upstream.llama_server import LlamaServer as LlamaServerClient
+from proxy.upstream.llama_server import new_session
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
@@ -126,23 +131,14 @@ async def test_bench_shows_what_restoring_brings(tmp_path: Path) -> None:
     directory.mkdir(mode=0o700)
     model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
     with LlamaServer(model, directory, n_ctx=8192) as server:
-        bench = (
-            "bench",
-            server.base_url,
-            "--slot-save-path",
-            directory,
-            "--tokens",
-            "500,2000,99999",
-        )
-        status, output = await in_own_process(*bench, "--json")
-        assert status == 0, output
-        measured = json.loads(output)
-        assert [gain["n_tokens"] for gain in measured["gains"]] == [500, 2000]
-        assert measured["left_out"] == [99999]
-        assert all(gain["n_reused"] >= gain["n_tokens"] for gain in measured["gains"])
-        assert all(gain["size_bytes"] > 0 for gain in measured["gains"])
-        assert list(directory.iterdir()) == []
+        bench = ("bench", server.base_url, "--slot-save-path", directory, "--tokens", "500,99999")
         status, output = await in_own_process(*bench)
-        assert status == 0 and "2,000 tokens" in output and "times" in output
-        with open_offline(directory, may_be_new=True):
-            assert (await in_own_process(*bench))[0] == 69
+        assert status == 0 and "500 tokens" in output and "times" in output, output
+        assert "Left out" in output and list(directory.iterdir()) == []
+        async with new_session() as session:
+            upstream = LlamaServerClient(session, server.base_url, None)
+            measured = await measure(upstream, directory, [500, 2000], lambda _: None)
+            with open_offline(directory, may_be_new=True), pytest.raises(StoreLocked):
+                await measure(upstream, directory, [500], lambda _: None)
+        assert [gain.n_tokens for gain in measured.gains] == [500, 2000]
+        assert all(gain.is_reused and gain.size_bytes > 0 for gain in measured.gains)
