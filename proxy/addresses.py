@@ -7,8 +7,16 @@ from msgspec import Meta
 _PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 Address = Annotated[str, Meta(title="HOST:PORT", pattern=rf"^([^:]*|\[[0-9a-fA-F:]+\]):{_PORT}$")]
 
+_ANY_HOST = ("", "0.0.0.0", "[::]")
+
 
 def split_address(address: str) -> tuple[str, int]:
     """Return host and port of HOST:PORT or [HOST]:PORT."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def reachable(address: str) -> str:
+    """Return where a listener at HOST:PORT is reached from this machine."""
+    host, _, port = address.rpartition(":")
+    return f"127.0.0.1:{port}" if host in _ANY_HOST else address

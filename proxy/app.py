@@ -39,13 +39,16 @@ from proxy.driver.slot_saves import SlotSaves
 from proxy.driver.slot_work import SlotWork
 from proxy.driver.stabilizing import Stabilizing
 from proxy.driver.tasks import Tasks
+from proxy.driver.warming import Warming
 from proxy.driver.write_back import WriteBack
 from proxy.errors import StoreFault, StoreLocked
 from proxy.front.admin import Admin
-from proxy.front.checkpoints import Checkpoints
 from proxy.front.handlers import Front
 from proxy.front.metrics_page import MetricsPage
 from proxy.front.requests import Requests
+from proxy.front.stored.checkpoints import Checkpoints
+from proxy.front.stored.tree import Tree
+from proxy.front.warm import Warm
 from proxy.log import get_logger
 from proxy.metrics import Metrics
 from proxy.stabilize.names import parse_switches
@@ -153,6 +156,30 @@ def _new_lifecycle(
     return Lifecycle(services, attacher, new_session, learning, absence)
 
 
+def _operators(
+    settings: Settings, services: Services, lifecycle: Lifecycle, cache: Cache
+) -> web.Application:
+    """Return what the admin listener serves."""
+    page = MetricsPage(
+        services.metrics, services.upstream, joins_upstream=settings.join_upstream_metrics
+    )
+    warm = Warm(
+        Warming(services, lifecycle, cache),
+        aliases=parse_aliases(settings.aliases),
+        shares_between_api_keys=settings.share_between_api_keys,
+    )
+    views = (
+        Admin(services, lifecycle, page),
+        Checkpoints(lifecycle, services.opened_store),
+        Tree(lifecycle, services.opened_store),
+        Requests(services.journal),
+        warm,
+    )
+    app = web.Application(client_max_size=settings.max_body_bytes)
+    app.add_routes([route for view in views for route in view.routes()])
+    return app
+
+
 @asynccontextmanager
 async def _serve(
     settings: Settings, services: Services, rewrite: RewriteStateFile, absence: Absence
@@ -170,16 +197,10 @@ async def _serve(
         shares_between_api_keys=settings.share_between_api_keys,
         aliases=parse_aliases(settings.aliases),
     )
-    page = MetricsPage(
-        services.metrics, services.upstream, joins_upstream=settings.join_upstream_metrics
-    )
-    admin = Admin(services, lifecycle, page)
     connect_gauges(services, lifecycle)
     clients = web.Application(client_max_size=settings.max_body_bytes)
     clients.router.add_route("*", "/{path:.*}", front.handle)
-    operators = web.Application()
-    operators.add_routes([*admin.routes(), *Checkpoints(lifecycle, services.opened_store).routes()])
-    operators.add_routes(Requests(services.journal).routes())
+    operators = _operators(settings, services, lifecycle, cache)
     # In reverse order of leaving: stop listening, then save, then stop watching.
     remembering = Remembering(services, lifecycle)
     async with (

@@ -160,7 +160,7 @@ class Metrics(MetricRegistry):
         self.evictions = self._counter(
             "evictions",
             "Checkpoints deleted: over the budget, for free space on the disk, superseded by a newer one, "
-            "or broken (the file was gone or replaced).",
+            "broken (the file was gone or replaced), or at an operator's word.",
             reason=Removal,
         )
         self.saves_skipped = self._counter(

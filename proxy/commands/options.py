@@ -14,8 +14,10 @@ from proxy.sources import ENVIRONMENT_PREFIX
 
 EXIT_USAGE = 2
 """A setting or a flag is wrong, or two contradict each other."""
+EXIT_FAILED = 1
+"""What was asked for is not there, was refused, or is not as it should be."""
 EXIT_UNAVAILABLE = 69
-"""A port or the directory is taken (EX_UNAVAILABLE of sysexits.h)."""
+"""A port or the directory is taken, or no proxy answers (EX_UNAVAILABLE of sysexits.h)."""
 EXIT_LLAMA_SERVER_DIED = 70
 """The llama-server that `run` started has ended by itself (EX_SOFTWARE)."""
 EXIT_CUT_SHORT = 130
@@ -30,18 +32,28 @@ def setting_options(
     """Give a command one option for each setting, and --config; *descriptions* replace their help."""
 
     def decorate(command: Command) -> Command:
-        command = click.option(
-            "--config",
-            type=click.Path(exists=True, dir_okay=False, path_type=Path),
-            envvar=ENVIRONMENT_PREFIX + "CONFIG",
-            help="YAML file with settings; flags and LLAMA_PREFIX_CACHE_* beat it.",
-        )(command)
+        command = config_option(command)
         for field in reversed(msgspec.structs.fields(Settings)):
             if field.name not in without:
                 command = _setting_option(field, (descriptions or {}).get(field.name))(command)
         return command
 
     return decorate
+
+
+def config_option(command: Command) -> Command:
+    """Give a command --config."""
+    return click.option(
+        "--config",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        envvar=ENVIRONMENT_PREFIX + "CONFIG",
+        help="YAML file with settings; flags and LLAMA_PREFIX_CACHE_* beat it.",
+    )(command)
+
+
+def json_option(command: Command) -> Command:
+    """Give a command --json."""
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
 
 
 def _setting_option(

@@ -41,6 +41,7 @@ class Removal(StrEnum):
     FREE_SPACE = "free space"
     SUPERSEDED = "superseded"
     BROKEN = "broken"
+    OPERATOR = "operator"
 
 
 class Standing(IntEnum):

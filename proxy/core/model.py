@@ -51,6 +51,21 @@ class CheckpointKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Family:
+    """Which header a state begins with, and which session it is of, for people to look at.
+
+    Both are hashes and 0 where there is none: the header was not looked for, or the state is what several
+    sessions share.
+    """
+
+    header_id: int = 0
+    session_id: int = 0
+
+
+NO_FAMILY = Family()
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """One saved state and what it can be restored for.
 
@@ -60,7 +75,8 @@ class Checkpoint:
     `file_stamp` is (inode, mtime_ns) of the file as it was when its content was verified. The tokens
     behind the first `n_prompt` were generated; 0 if that is not known. `header` and `turn_start` are cuts
     of the prompt, in tokens, 0 where they are not known; `marks` are other places, ascending, that requests
-    may come back to. A pinned checkpoint is kept until an operator unpins it.
+    may come back to. A pinned checkpoint is kept until an operator unpins it. It was restored `n_restores`
+    times. `family` says to which header and session it belongs.
     """
 
     id: CheckpointId
@@ -80,6 +96,8 @@ class Checkpoint:
     turn_start: int = 0
     is_pinned: bool = False
     marks: tuple[int, ...] = ()
+    n_restores: int = 0
+    family: Family = NO_FAMILY
 
 
 @dataclass(frozen=True, slots=True)

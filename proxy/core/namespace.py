@@ -9,6 +9,7 @@ another rope scale.
 from collections.abc import Iterable, Sequence
 
 import msgspec
+import xxhash
 
 CANARY_TOKENS = tuple((index * 2654435761 + 97) % 30011 for index in range(128))
 """Fixed ids, spread over the vocabulary; taken modulo its size. The last one is not evaluated with the
@@ -29,6 +30,13 @@ def choose_namespace(
 ) -> KnownNamespace | None:
     """Return the known namespace whose canary is *canary* within the tolerance, or None."""
     return next((entry for entry in known if is_same_canary(entry.canary, canary)), None)
+
+
+def new_namespace(
+    static: str, known: Sequence[KnownNamespace], canary: list[tuple[int, float]]
+) -> KnownNamespace:
+    """Return a namespace for a model that is none of those *known* under what is told of it."""
+    return KnownNamespace(xxhash.xxh3_128_digest(f"{static} {len(known)}".encode()), canary)
 
 
 def is_same_canary(left: Sequence[tuple[int, float]], right: Sequence[tuple[int, float]]) -> bool:

@@ -3,11 +3,11 @@
 import aiohttp
 import msgspec
 
+from proxy.addresses import reachable
 from proxy.core.degradation import DegradationKind
 from proxy.doctor.facts import ProxyFacts
 
 _SECONDS = 10.0
-_ANY_ADDRESS = ("", "0.0.0.0", "[::]")
 
 
 _PASSING = (
@@ -37,8 +37,7 @@ class _Health(msgspec.Struct):
 
 async def ask_proxy(session: aiohttp.ClientSession, admin: str, lock: str) -> ProxyFacts:
     """Return what GET /health at *admin* (HOST:PORT) says, or that nobody answers there."""
-    host, _, port = admin.rpartition(":")
-    url = f"http://{'127.0.0.1' if host in _ANY_ADDRESS else host}:{port}/health"
+    url = f"http://{reachable(admin)}/health"
     try:
         async with session.get(url, timeout=aiohttp.ClientTimeout(total=_SECONDS)) as reply:
             health = msgspec.json.decode(await reply.read(), type=_Health)

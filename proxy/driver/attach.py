@@ -7,13 +7,13 @@ namespace all of it belongs to.
 
 import time
 from contextlib import AsyncExitStack
-
-import xxhash
+from dataclasses import replace
 
 from proxy.core.degradation import DegradationKind
 from proxy.core.evaluation import n_believed_points
+from proxy.core.family import family_of
 from proxy.core.model import CheckpointKind, SlotId
-from proxy.core.namespace import KnownNamespace, choose_namespace
+from proxy.core.namespace import KnownNamespace, choose_namespace, new_namespace
 from proxy.core.prefix import Namespace, TokenIds
 from proxy.core.slots import (
     MAX_CONTEXT_CHECKPOINTS,
@@ -215,8 +215,7 @@ class Attacher:
         known = store.index.value(name, list[KnownNamespace]) or []
         chosen = choose_namespace(known, canary)
         if chosen is None:
-            digest = xxhash.xxh3_128_digest(f"{static} {len(known)}".encode())
-            chosen = KnownNamespace(digest, canary)
+            chosen = new_namespace(static, known, canary)
             await store.put_value(name, [*known, chosen])
         return Namespace(chosen.id)
 
@@ -230,7 +229,9 @@ class Attacher:
             return
         if not store.holds(namespace, state.tokens):
             new = saved.new_state(namespace, CheckpointKind.CONVERSATION)
-            checkpoint = await store.commit(new)
+            relatives = store.find(namespace, state.tokens)
+            family = family_of(namespace, state.tokens, new.kind, new.cuts, relatives)
+            checkpoint = await store.commit(replace(new, family=family))
             self._services.metrics.saves.labels("done").inc()
             self._services.metrics.saved_bytes.inc(checkpoint.size_bytes)
         if not isinstance(table[slot_id].content, Empty):

@@ -113,6 +113,17 @@ class Cache:
             raise
         return True
 
+    async def prompt_of(
+        self, session: Session, request: GenerationRequest
+    ) -> tuple[Prompt | None, str | None]:
+        """Return the prompt that a request will have when it is served; None, and why, if not read."""
+        request = await self._stabilizing.rewrite(session, request)
+        try:
+            read = await self._read_prompt(session, request, parse_body(request.raw))
+        except _KeyRefused:
+            return None, "llama-server refuses the key"
+        return read.prompt, read.why
+
     async def server_state_changed(self) -> None:
         """A client changed slots or adapters: nothing that was known holds any more."""
         await self._lifecycle.attach_again()

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from proxy.core.degradation import DegradationKind
 from proxy.core.eviction import Removal
+from proxy.core.family import family_of
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind, SlotId
 from proxy.core.prefix import FIRST_BLOCK_TOKENS, Namespace
 from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, restored_tokens
@@ -154,7 +155,9 @@ class SlotSaves:
         thinned = Thinned(saved)
         if isinstance(content, Known):
             thinned = await self._thinner.thin(saved, content, kind, relatives)
-        checkpoint = await store.commit(thinned.saved.new_state(namespace, kind, content))
+        new = thinned.saved.new_state(namespace, kind, content)
+        family = family_of(namespace, new.tokens, kind, new.cuts, relatives)
+        checkpoint = await store.commit(replace(new, family=family))
         self._note_saved(slot_id, content, namespace, state, checkpoint)
         self._metrics.saves.labels("done").inc()
         self._metrics.saved_bytes.inc(checkpoint.size_bytes)

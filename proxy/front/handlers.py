@@ -4,7 +4,6 @@ import secrets
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 
-import xxhash
 from aiohttp import web
 
 from proxy.driver.cache import Cache
@@ -19,6 +18,7 @@ from proxy.errors import (
     TooManyRequests,
 )
 from proxy.front.error_bodies import error_response
+from proxy.front.keys import keys_of, tenant_of
 from proxy.front.relay import Exchange, end_to_end
 from proxy.log import get_logger
 from proxy.upstream.aliases import Aliases, with_alias
@@ -27,7 +27,6 @@ from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.routes import Route, changes_server_state, counts_tokens, generation_route
 
 _REBUILT = frozenset(("content-length", "accept-encoding"))
-_KEY_HEADERS = ("Authorization", "X-Api-Key")
 _SESSION_HEADERS = ("X-Claude-Code-Session-Id", "X-Claude-Code-Agent-Id", "X-Session-Id")
 """What clients call a session by; an agent within it has one of its own."""
 
@@ -138,13 +137,13 @@ class Front:
         self, route: Route, request: web.Request, arrival: Arrival
     ) -> GenerationRequest:
         raw = with_alias(await _read_body(request), self._aliases)
-        keys = {name: request.headers[name] for name in _KEY_HEADERS if name in request.headers}
+        keys = keys_of(request.headers)
         return GenerationRequest(
             arrival=arrival,
             route=route,
             raw=raw,
             headers=keys,
-            tenant=b"" if self._shares_between_api_keys else _tenant(keys),
+            tenant=tenant_of(keys, is_shared=self._shares_between_api_keys),
             session=" ".join(filter(None, map(request.headers.get, _SESSION_HEADERS))),
         )
 
@@ -154,9 +153,3 @@ async def _read_body(request: web.Request) -> bytes:
         return await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise BodyTooLarge("the request body is over max_body_bytes") from error
-
-
-def _tenant(keys: dict[str, str]) -> bytes:
-    """Return a digest of the API key that llama-server would check, empty if there is none."""
-    key = keys.get("Authorization") or keys.get("X-Api-Key", "")
-    return xxhash.xxh3_128_digest(key.removeprefix("Bearer ").encode()) if key else b""

@@ -22,6 +22,7 @@ class Catalogue:
     def __init__(self) -> None:
         self._warm = WarmFiles(page_cache_bytes())
         self._records: dict[CheckpointId, Checkpoint] = {}
+        self.version = 0
         self._going: dict[CheckpointId, tuple[Checkpoint, Sequence[PrefixHash]]] = {}
         self._lineage = Lineage()
         self._in_use: Counter[CheckpointId] = Counter()
@@ -40,6 +41,7 @@ class Catalogue:
     def enter(self, checkpoint: Checkpoint, hashes: Sequence[PrefixHash]) -> None:
         """Add a checkpoint whose file and index entry are there."""
         self._records[checkpoint.id] = checkpoint
+        self.version += 1
         self._lineage.add(checkpoint, hashes)
 
     @property
@@ -51,13 +53,9 @@ class Catalogue:
         """Bytes of files that are being deleted and may still be there."""
         return sum(checkpoint.size_bytes for checkpoint, _ in self._going.values())
 
-    def values(self, present: Present) -> dict[CheckpointId, float]:
-        """Return the seconds that losing each checkpoint would cost."""
-        nothing = Gone()
-        return {
-            c.id: value_seconds(c, self._lineage.only_in(c.id, nothing), present)
-            for c in self._records.values()
-        }
+    def value_seconds(self, checkpoint: Checkpoint, present: Present) -> float:
+        """Return the seconds that losing a checkpoint would cost."""
+        return value_seconds(checkpoint, self._lineage.only_in(checkpoint.id, Gone()), present)
 
     def victims(
         self, n_bytes: int, present: Present, replaces: Collection[CheckpointId] = ()
@@ -75,6 +73,7 @@ class Catalogue:
         checkpoint = self._records.pop(checkpoint_id, None)
         self._warm.forget(checkpoint_id)
         if checkpoint is not None:
+            self.version += 1
             self._going[checkpoint_id] = checkpoint, self._lineage.remove(checkpoint_id)
         return checkpoint
 
@@ -120,13 +119,17 @@ class Catalogue:
         """Note that a checkpoint was restored."""
         if record := self._records.get(checkpoint_id):
             self._warm.note(record)
-            self._records[checkpoint_id] = replace(record, last_used_at=time.time())
+            self.version += 1
+            self._records[checkpoint_id] = replace(
+                record, last_used_at=time.time(), n_restores=record.n_restores + 1
+            )
             self._touched.add(checkpoint_id)
 
     def set_pinned(self, checkpoint_id: CheckpointId, *, is_pinned: bool) -> Checkpoint | None:
         """Pin or unpin a checkpoint; None if it is gone."""
         record = self._records.get(checkpoint_id)
         if record is not None:
+            self.version += 1
             record = self._records[checkpoint_id] = replace(record, is_pinned=is_pinned)
         return record
 

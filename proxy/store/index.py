@@ -5,7 +5,7 @@ never stay open across an await; writes are for one writer thread only (the stor
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -114,6 +114,34 @@ class Index:
                     for value in cursor.iternext_dup():
                         found.setdefault(CheckpointId(_ID.unpack(value)[0]))
         return list(found)
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of all values whose name begins with *prefix*."""
+        with _faults(), self._env.begin(db=self._values) as txn:
+            names = (bytes(name).decode() for name in txn.cursor().iternext(values=False))
+            return [name for name in names if name.startswith(prefix)]
+
+    def n_prefixes(self) -> int:
+        """Return how many entries of prefixes there are."""
+        with _faults(), self._env.begin() as txn:
+            return int(txn.stat(self._prefixes)["entries"])
+
+    def n_missing(self, checkpoint_id: CheckpointId, hashes: Sequence[PrefixHash]) -> int:
+        """Return by how many of its prefixes a checkpoint cannot be found."""
+        key = _ID.pack(checkpoint_id)
+        with _faults(), self._env.begin(db=self._prefixes) as txn:
+            cursor = txn.cursor()
+            return sum(not cursor.set_key_dup(prefix_hash, key) for prefix_hash in hashes)
+
+    def replace_prefixes(
+        self, prefixes: Iterable[tuple[CheckpointId, Sequence[PrefixHash]]]
+    ) -> None:
+        """Make the entries of all prefixes anew, in one transaction."""
+        with _faults(), self._env.begin(write=True) as txn:
+            txn.drop(self._prefixes, delete=False)
+            for checkpoint_id, hashes in prefixes:
+                for prefix_hash in hashes:
+                    txn.put(prefix_hash, _ID.pack(checkpoint_id), db=self._prefixes)
 
     def value(self, name: str, value_type: type[T]) -> T | None:
         """Return the named value, or None if it is absent or of another type."""

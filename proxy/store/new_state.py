@@ -5,7 +5,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from proxy.core.model import NO_CUTS, Checkpoint, CheckpointId, CheckpointKind, Cuts
+from proxy.core.model import (
+    NO_CUTS,
+    NO_FAMILY,
+    Checkpoint,
+    CheckpointId,
+    CheckpointKind,
+    Cuts,
+    Family,
+)
 from proxy.core.prefix import Namespace, PrefixHash, TokenIds
 from proxy.errors import StoreFault
 from proxy.store.index import Index
@@ -25,6 +33,7 @@ class NewState:
     cuts: Cuts = NO_CUTS
     n_prompt: int = 0
     marks: tuple[int, ...] = ()
+    family: Family = NO_FAMILY
 
 
 def commit(
@@ -58,6 +67,7 @@ def commit(
         turn_start=state.cuts.turn_start,
         n_prompt=state.n_prompt,
         marks=state.marks,
+        family=state.family,
     )
     try:
         index.put(checkpoint, state.tokens, hashes)

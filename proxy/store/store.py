@@ -89,15 +89,25 @@ class CheckpointStore:
         return iter(self._catalogue)
 
     @property
+    def version(self) -> int:
+        """A number that changes with every record."""
+        return self._catalogue.version
+
+    @property
     def size_bytes(self) -> int:
         return self._catalogue.size_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of files that an operator keeps; they count in the budget."""
+        return sum(c.size_bytes for c in self if c.is_pinned)
 
     def get(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
         return self._catalogue.get(checkpoint_id)
 
-    def values(self, present: Present) -> dict[CheckpointId, float]:
-        """Return the seconds that losing each checkpoint would cost."""
-        return self._catalogue.values(present)
+    def value_seconds(self, checkpoint: Checkpoint, present: Present) -> float:
+        """Return the seconds that losing a checkpoint would cost."""
+        return self._catalogue.value_seconds(checkpoint, present)
 
     def find(self, namespace: Namespace, tokens: TokenIds) -> Iterator[Candidate]:
         """Yield the checkpoints that share at least a block with *tokens*, longest prefix first.
@@ -190,8 +200,8 @@ class CheckpointStore:
                 raise NoRoom(
                     shortage.reason,
                     f"{shortage.n_bytes:,} bytes more are needed ({shortage.reason}) than may go: "
-                    f"{free_bytes:,} are free, checkpoints have {self.size_bytes:,}, "
-                    "and the rest is in use or pinned",
+                    f"{free_bytes:,} are free, checkpoints have {self.size_bytes:,}, of which "
+                    f"{self.pinned_bytes:,} are pinned; what is left is in use or pinned",
                 )
             await self._remove(victims, shortage.reason)
         except OSError as error:
@@ -214,17 +224,20 @@ class CheckpointStore:
         work = partial(new_state.commit, self.index, self.files, state, hashes, touched)
         return await self._writer.write(work, then=enter)
 
-    async def remove(self, checkpoint: Checkpoint, reason: Removal) -> None:
-        """Delete a checkpoint, entry first; nothing happens if it is gone, pinned or in use.
+    async def remove(self, checkpoint: Checkpoint, reason: Removal) -> bool:
+        """Delete a checkpoint, entry first; return False if it is gone, pinned or in use.
 
-        A broken one goes in any case: nobody can use it.
+        A pinned one goes only at an operator's word. A broken one goes in any case: nobody can use it.
         """
         current = self._catalogue.get(checkpoint.id)
-        is_kept = current is not None and (
-            current.is_pinned or self._catalogue.is_in_use(checkpoint.id)
-        )
-        if current is not None and (reason is Removal.BROKEN or not is_kept):
-            await self._remove([current], reason)
+        if current is None:
+            return False
+        if reason is not Removal.BROKEN:
+            is_kept = current.is_pinned and reason is not Removal.OPERATOR
+            if is_kept or self._catalogue.is_in_use(checkpoint.id):
+                return False
+        await self._remove([current], reason)
+        return True
 
     async def _remove(self, checkpoints: Iterable[Checkpoint], reason: Removal) -> None:
         """Take checkpoints out at once and delete them; return when their files are gone.

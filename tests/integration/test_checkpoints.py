@@ -1,4 +1,4 @@
-"""The admin listener's checkpoints: listed, pinned, and out of a browser's reach."""
+"""The admin listener's view of the store: checkpoints as a list and as a tree, pinned and deleted."""
 
 from typing import Any
 
@@ -46,13 +46,16 @@ async def test_pinned_checkpoint_outlives_a_full_store_and_a_restart(start_rig: 
             if first == 0:
                 [pinned] = await listed(rig)
                 path = f"/checkpoints/{pinned['id']}/pin"
-                assert await ask(rig, "PUT", path) == (200, {"id": pinned["id"], "is_pinned": True})
+                status, reply = await ask(rig, "PUT", path)
+                assert (status, reply["id"], reply["is_pinned"]) == (200, pinned["id"], True)
+                assert reply["pinned_bytes"] == pinned["size_bytes"]
         assert rig.sample("evictions_total", reason="budget") > 0
         assert pinned["id"] in [c["id"] for c in await listed(rig)]
         await rig.stop_proxy()
         await rig.start_proxy()
         assert [c["id"] for c in await listed(rig) if c["is_pinned"]] == [pinned["id"]]
-        assert await ask(rig, "DELETE", path) == (200, {"id": pinned["id"], "is_pinned": False})
+        status, reply = await ask(rig, "DELETE", path)
+        assert (status, reply["is_pinned"], reply["pinned_bytes"]) == (200, False, 0)
         assert not any(c["is_pinned"] for c in await listed(rig))
 
 
@@ -82,3 +85,104 @@ async def test_checkpoints_without_a_store_are_503(start_rig: StartRig) -> None:
         (rig.server.directory / "index").write_bytes(b"")
         await rig.start_proxy()
         assert (await ask(rig, "GET", "/checkpoints"))[0] == 503
+
+
+async def test_store_is_shown_as_a_tree(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        header = [{"role": "system", "content": "you help " * 100}]
+        for first in ("first " * 30, "second " * 30):
+            messages = [*header, {"role": "user", "content": first}]
+            reply = await rig.chat(messages)
+            await rig.settled()
+            answer = reply.content["choices"][0]["message"]
+            messages += [answer, {"role": "user", "content": "more " * 40}]
+            await rig.chat(messages)
+            await rig.settled()
+        node, children = await level(rig, "")
+        assert node["level"] == "store" and node["n_checkpoints"] == len(await listed(rig))
+        [namespace] = children
+        assert namespace["is_served"] and namespace["size_bytes"] == node["size_bytes"]
+        _, [head] = await level(rig, namespace["id"])
+        node, children = await level(rig, head["id"])
+        assert node == head and node["n_tokens"] > 0
+        sessions = [child for child in children if child["level"] == "session"]
+        assert len(sessions) == 2
+        for session in sessions:
+            node, turns = await level(rig, session["id"])
+            assert node["n_tokens"] == max(turn["n_tokens"] for turn in turns)
+            assert all(turn["parent"] == session["id"] for turn in turns)
+
+
+async def level(rig: Rig, node_id: str) -> tuple[Any, list[Any]]:
+    """Return a node and its children, one a page."""
+    children: list[Any] = []
+    offset: int | None = 0
+    while offset is not None:
+        status, content = await ask(rig, "GET", f"/tree?parent={node_id}&limit=1&offset={offset}")
+        assert status == 200, content
+        children += content["children"]
+        offset = content["next_offset"]
+    return content["node"], children
+
+
+async def test_tree_refuses_what_it_does_not_know(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        for query, expected in (("parent=nonsense", 400), ("limit=-1", 400), ("limit=x", 400)):
+            assert (await ask(rig, "GET", f"/tree?{query}"))[0] == expected
+        assert (await ask(rig, "GET", f"/tree?parent={'ab' * 16}"))[0] == 404
+        assert (await ask(rig, "GET", "/tree", Origin="http://example.org"))[0] == 403
+        status, empty = await ask(rig, "GET", "/tree?limit=99999999")
+        assert status == 200 and empty["children"] == [] and empty["next_offset"] is None
+
+
+async def test_checkpoints_are_deleted_one_by_one_and_by_what_is_said_of_them(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(max_store_bytes=1 << 30) as rig:
+        for first in range(4):
+            prompt = [1000 * first + i % 97 for i in range(500)]
+            await rig.post("/completion", {"prompt": prompt, "n_predict": 0})
+            await rig.settled()
+        one, pinned, *others = await listed(rig)
+        await ask(rig, "PUT", f"/checkpoints/{pinned['id']}/pin")
+
+        async def delete(what: str) -> tuple[int, Any]:
+            return await ask(rig, "DELETE", f"/checkpoints{what}")
+
+        assert (await delete("/0123456789abcdef"))[0] == 404
+        assert (await delete(f"/{pinned['id']}"))[0] == 409
+        status, reply = await delete(f"/{one['id']}")
+        assert (status, reply["n_deleted"]) == (200, 1)
+        assert reply["deleted_bytes"] == one["size_bytes"]
+        for vague in ("", "?pinned=true", "?unused_seconds=x", "?under=nonsense", "?all=maybe"):
+            assert (await delete(vague))[0] == 400
+        assert (await delete("?unused_seconds=3600"))[1]["n_deleted"] == 0
+        namespace = one["parent"].split("/")[0]
+        would = (await delete(f"?under={namespace}&dry_run=true"))[1]
+        assert (would["n_deleted"], would["n_pinned"], would["is_dry_run"]) == (2, 1, True)
+        assert len(await listed(rig)) == 3
+        done = (await delete(f"?under={namespace}"))[1]
+        assert done == {**would, "is_dry_run": False}
+        assert [c["id"] for c in await listed(rig)] == [pinned["id"]]
+        assert (await delete("?all=true&pinned=true"))[1]["n_deleted"] == 1
+        assert await listed(rig) == []
+        assert rig.sample("evictions_total", reason="operator") == 4
+        assert list(rig.server.directory.glob("lpc-*")) == []
+        # The slots still hold it all, and go on as before.
+        assert (await rig.post("/completion", {"prompt": prompt, "n_predict": 0})).n_reused > 0
+
+
+async def test_store_full_of_pins_saves_nothing_and_says_why(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, n_ctx=32_000, max_store_bytes=1 << 20) as rig:
+        for first in range(5):
+            tokens = [100 * first + i % 97 for i in range(6000)]
+            reply = await rig.post("/completion", {"prompt": tokens, "n_predict": 0})
+            assert reply.status == 200
+            await rig.settled()
+            for checkpoint in await listed(rig):
+                await ask(rig, "PUT", f"/checkpoints/{checkpoint['id']}/pin")
+        kept = await listed(rig)
+        assert kept and all(c["is_pinned"] for c in kept)
+        assert sum(c["size_bytes"] for c in kept) <= 1 << 20
+        [reason] = [r for r in (await rig.health())["reasons"] if r["kind"] == "no room for states"]
+        assert "are pinned" in reason["reason"]

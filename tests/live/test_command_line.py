@@ -19,6 +19,7 @@ import openai
 import pytest
 import yaml
 
+from proxy.__main__ import main
 from proxy.config import NAMES, load_settings
 from proxy.errors import SettingsError
 from tests.lab.conversation import agent_requests, system, tools
@@ -145,12 +146,11 @@ def test_readme_names_only_options_and_targets_that_exist() -> None:
         if line.startswith(("llama-prefix-cache", "make", ".venv/bin/llama-prefix-cache"))
     ]
     targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.M)
-    options = {"--" + name.replace("_", "-") for name in NAMES} | {"--config", "--restart"}
     assert ["make", "demo"] in commands and ["make", "test"] in commands
     for command in commands:
         if command[0] == "make":
             assert command[1] in targets
         else:
-            assert command[1] in ("serve", "run", "doctor")
             own = command[: command.index("--")] if command[1] == "run" else command
+            options = {option for part in main.commands[command[1]].params for option in part.opts}
             assert {part for part in own if part.startswith("--")} <= options

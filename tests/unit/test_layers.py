@@ -22,8 +22,12 @@ MAY_IMPORT = {
     "proxy.front": {"proxy.driver", "proxy.core", "proxy.upstream", "proxy.errors"}
     | {"proxy.metrics", "proxy.log", "proxy.front", "proxy.stabilize"},
     "proxy.doctor": {"proxy.core", "proxy.store", "proxy.upstream", "proxy.driver"}
-    | {"proxy.errors", "proxy.doctor"},
-    "proxy.front.checkpoints": {"proxy.store"},
+    | {"proxy.addresses", "proxy.errors", "proxy.doctor"},
+    "proxy.offline": {"proxy.core", "proxy.store", "proxy.errors", "proxy.offline"},
+    "proxy.offline.models": {"proxy.driver.identity", "proxy.driver.memory"},
+    "proxy.offline.checking": {"proxy.upstream.state_file"},
+    "proxy.offline.importing": {"proxy.upstream.state_file"},
+    "proxy.front.stored": {"proxy.store"},
     "proxy.complaints": {"proxy.errors"},
     "proxy.config": {
         "proxy.addresses",
@@ -45,10 +49,12 @@ MAY_IMPORT = {
     "proxy.run.guard": set(),
     "proxy.app": {"proxy"},
     "proxy.commands": {"proxy.commands", "proxy.app", "proxy.config", "proxy.core", "proxy.errors"}
-    | {"proxy.addresses", "proxy.log", "proxy.run", "proxy.sizes", "proxy.upstream"},
+    | {"proxy.addresses", "proxy.log", "proxy.run", "proxy.sizes", "proxy.upstream"}
+    | {"proxy.offline"},
     "proxy.commands.options": {"proxy.sources"},
     "proxy.commands.explain": {"proxy.sources"},
     "proxy.commands.doctor": {"proxy.doctor", "proxy.driver", "proxy.store"},
+    "proxy.commands.bench": {"proxy.doctor"},
     "proxy.__main__": {"proxy"},
 }
 CORE_PACKAGES = (sys.stdlib_module_names | {"xxhash", "msgspec", "proxy"}) - {

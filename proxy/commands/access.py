@@ -1,0 +1,171 @@
+"""The store that a command works on: that of a running proxy, or a directory that no proxy uses."""
+
+import functools
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import click
+import msgspec
+
+from proxy.addresses import reachable
+from proxy.commands.admin import Admin
+from proxy.commands.options import (
+    EXIT_UNAVAILABLE,
+    EXIT_USAGE,
+    Command,
+    config_option,
+    fail,
+    json_option,
+)
+from proxy.config import Settings, merge_settings
+from proxy.core.listing import Deleted, ListedCheckpoint, list_checkpoint
+from proxy.core.selection import Selection, select
+from proxy.errors import SettingsError, StoreFault, StoreLocked
+from proxy.offline.store import OfflineStore, open_offline
+
+_DEFAULT_ADMIN = {f.name: f.default for f in msgspec.structs.fields(Settings)}["admin"]
+
+
+class Access(Protocol):
+    """What commands do to a store, wherever it is."""
+
+    def checkpoints(self) -> list[ListedCheckpoint]: ...
+
+    def pin(self, checkpoint: ListedCheckpoint, *, is_pinned: bool) -> None: ...
+
+    def delete(self, checkpoint: ListedCheckpoint) -> Deleted:
+        """Delete one checkpoint, pinned or not."""
+
+    def purge(self, selection: Selection, *, is_dry_run: bool) -> Deleted: ...
+
+
+class _Listing(msgspec.Struct):
+    checkpoints: list[ListedCheckpoint]
+
+
+class OfRunningProxy:
+    """The store of a proxy that runs."""
+
+    def __init__(self, admin: Admin) -> None:
+        self.admin = admin
+
+    def checkpoints(self) -> list[ListedCheckpoint]:
+        return self.admin.ask("GET", "/checkpoints", _Listing).checkpoints
+
+    def pin(self, checkpoint: ListedCheckpoint, *, is_pinned: bool) -> None:
+        self.admin.raw("PUT" if is_pinned else "DELETE", f"/checkpoints/{checkpoint.id}/pin")
+
+    def delete(self, checkpoint: ListedCheckpoint) -> Deleted:
+        path = f"/checkpoints/{checkpoint.id}"
+        return self.admin.ask("DELETE", path, Deleted, {"pinned": "true"})
+
+    def purge(self, selection: Selection, *, is_dry_run: bool) -> Deleted:
+        query = {
+            "under": str(selection.node),
+            "unused_seconds": str(round(selection.unused_seconds)),
+            "pinned": str(selection.with_pinned),
+            "dry_run": str(is_dry_run),
+            "all": "true",
+        }
+        return self.admin.ask("DELETE", "/checkpoints", Deleted, query)
+
+
+class OfDirectory:
+    """The store of a directory that no proxy uses."""
+
+    def __init__(self, store: OfflineStore) -> None:
+        self._store = store
+
+    def checkpoints(self) -> list[ListedCheckpoint]:
+        return [list_checkpoint(checkpoint) for checkpoint in self._store.checkpoints()]
+
+    def pin(self, checkpoint: ListedCheckpoint, *, is_pinned: bool) -> None:
+        self._store.pin(self._store.get(checkpoint.id), is_pinned=is_pinned)
+
+    def delete(self, checkpoint: ListedCheckpoint) -> Deleted:
+        self._store.remove(self._store.get(checkpoint.id))
+        return Deleted(1, checkpoint.size_bytes)
+
+    def purge(self, selection: Selection, *, is_dry_run: bool) -> Deleted:
+        selected = select(selection, self._store.checkpoints(), time.time())
+        for checkpoint in () if is_dry_run else selected.checkpoints:
+            self._store.remove(checkpoint)
+        n_bytes = sum(c.size_bytes for c in selected.checkpoints)
+        n_pinned = len(selected.pinned)
+        return Deleted(len(selected.checkpoints), n_bytes, n_pinned, is_dry_run=is_dry_run)
+
+
+def with_store(command: Command) -> Command:
+    """Give a command a store as its first argument, and the options that say which."""
+
+    @admin_option
+    @click.option(
+        "--slot-save-path",
+        type=click.Path(path_type=Path),
+        help="Work on this directory itself, while no proxy uses it.",
+    )
+    @config_option
+    @json_option
+    @functools.wraps(command)
+    def run(
+        admin: str | None, slot_save_path: Path | None, config: Path | None, **arguments: Any
+    ) -> None:
+        if slot_save_path is None:
+            command(OfRunningProxy(find_admin(admin, config)), **arguments)
+            return
+        if admin is not None:
+            fail("--admin and --slot-save-path are two stores: give one", EXIT_USAGE)
+        with directory_of(slot_save_path) as store:
+            command(OfDirectory(store), **arguments)
+
+    return run
+
+
+def find_admin(admin: str | None, config: Path | None) -> Admin:
+    """Return the admin listener of --admin, LLAMA_PREFIX_CACHE_ADMIN, the file or the default."""
+    given = {"admin": admin.removeprefix("http://").rstrip("/") if admin else None}
+    try:
+        merged = merge_settings(given, os.environ, config)
+    except SettingsError as error:
+        fail(error, EXIT_USAGE)
+    return Admin(f"http://{reachable(merged.get('admin', _DEFAULT_ADMIN))}")
+
+
+def find_directory(slot_save_path: Path | None, config: Path | None) -> Path:
+    """Return the directory of --slot-save-path, the environment or the file; exits without one."""
+    try:
+        merged = merge_settings({}, os.environ, config)
+    except SettingsError as error:
+        fail(error, EXIT_USAGE)
+    path = slot_save_path or merged.get("slot_save_path")
+    if path is None:
+        fail("give --slot-save-path, the directory of the store", EXIT_USAGE)
+    return Path(path).expanduser()
+
+
+@contextmanager
+def directory_of(path: Path, *, may_be_new: bool = False) -> Iterator[OfflineStore]:
+    """Yield the store of a directory; exits with a plain word if it cannot be used."""
+    try:
+        with open_offline(path.expanduser(), may_be_new=may_be_new) as store:
+            yield store
+    except StoreLocked:
+        fail(
+            f"a proxy uses {path}: stop it first, or leave --slot-save-path out where the command can ask "
+            "it (--admin)",
+            EXIT_UNAVAILABLE,
+        )
+    except (StoreFault, OSError) as fault:
+        fail(fault, EXIT_UNAVAILABLE)
+
+
+def admin_option(command: Command) -> Command:
+    return click.option(
+        "--admin",
+        metavar="URL",
+        help=f"Admin listener of the running proxy. [http://{_DEFAULT_ADMIN}]",
+    )(command)

@@ -1,0 +1,78 @@
+"""Asks a running proxy at its admin listener."""
+
+import asyncio
+import io
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
+
+import aiohttp
+import msgspec
+
+from proxy.commands.options import EXIT_FAILED, EXIT_UNAVAILABLE, fail
+from proxy.upstream.llama_server import new_session
+
+T = TypeVar("T")
+Query = Mapping[str, str]
+
+
+class Admin:
+    """The admin listener of one proxy."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def ask(self, method: str, path: str, type_: type[T], query: Query | None = None) -> T:
+        """Return what a request is answered with; exits with a plain word if it is not."""
+        return msgspec.json.decode(self.raw(method, path, query), type=type_)
+
+    def raw(self, method: str, path: str, query: Query | None = None) -> bytes:
+        """Return an answer's body; exits as `ask` does."""
+        return asyncio.run(self._raw(method, path, query))
+
+    async def _raw(self, method: str, path: str, query: Query | None) -> bytes:
+        async with new_session() as session:
+            try:
+                async with session.request(method, self.url + path, params=query) as reply:
+                    body = await reply.read()
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                self.fail_unreachable(error)
+        if reply.status != 200:
+            fail(complaint(body), EXIT_UNAVAILABLE if reply.status == 503 else EXIT_FAILED)
+        return body
+
+    async def follow(
+        self,
+        path: str,
+        body: bytes,
+        query: Query,
+        headers: Query,
+        on_line: Callable[[Any], None],
+    ) -> None:
+        """Post *body* and hand over each line of JSON of the answer; exits as `ask` does."""
+        async with new_session() as session:
+            try:
+                async with session.post(
+                    self.url + path, data=io.BytesIO(body), params=query, headers=headers
+                ) as reply:
+                    if reply.status != 200:
+                        status = EXIT_UNAVAILABLE if reply.status == 503 else EXIT_FAILED
+                        fail(complaint(await reply.read()), status)
+                    async for line in reply.content:
+                        on_line(msgspec.json.decode(line))
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                self.fail_unreachable(error)
+
+    def fail_unreachable(self, error: Exception) -> NoReturn:
+        fail(
+            f"no proxy answers at {self.url} ({error}). Give its --admin; if none runs, give "
+            "--slot-save-path to work on the directory itself",
+            EXIT_UNAVAILABLE,
+        )
+
+
+def complaint(body: bytes) -> str:
+    """Return what an error body says."""
+    try:
+        return str(msgspec.json.decode(body)["error"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return body.decode(errors="replace").strip()

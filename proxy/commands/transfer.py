@@ -1,0 +1,117 @@
+"""`llama-prefix-cache export` and `import`: checkpoints as one file, from one store to another."""
+
+from pathlib import Path
+
+import click
+
+from proxy.commands.access import directory_of, find_directory
+from proxy.commands.naming import NotNamed, named
+from proxy.commands.options import EXIT_FAILED, config_option, fail, json_option
+from proxy.commands.printing import bytes_progress, print_json
+from proxy.commands.words import size_in_words
+from proxy.core.listing import list_checkpoint
+from proxy.offline.bundle import BundleRefused
+from proxy.offline.exporting import export_checkpoints
+from proxy.offline.importing import Imported, import_checkpoints
+
+_directory_option = click.option(
+    "--slot-save-path", type=click.Path(path_type=Path), help="Directory of the store."
+)
+
+
+@click.command("export")
+@click.argument("names", nargs=-1, required=True, metavar="ID...")
+@click.option(
+    "--to",
+    "-o",
+    "file",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File.",
+)
+@_directory_option
+@config_option
+@json_option
+def export(
+    names: tuple[str, ...],
+    file: Path,
+    slot_save_path: Path | None,
+    config: Path | None,
+    as_json: bool,
+) -> None:
+    """Write checkpoints into one file.
+
+    \b
+    llama-prefix-cache export 1b70c4d2 -o session.lpc --slot-save-path /var/lib/llama-prefix-cache
+
+    ID is the beginning of what ls shows: a checkpoint, or all of a session, header or namespace. The file
+    says which model its states are of. It is as good as a transcript, and readable for you alone. No proxy
+    may run on the directory meanwhile.
+    """
+    with directory_of(find_directory(slot_save_path, config)) as store:
+        listed = [list_checkpoint(checkpoint) for checkpoint in store.checkpoints()]
+        try:
+            ids = {checkpoint.id for name in names for checkpoint in named(name, listed)}
+        except NotNamed as complaint:
+            fail(complaint, EXIT_FAILED)
+        chosen = [c for c in store.checkpoints() if f"{c.id:016x}" in ids]
+        n_bytes = sum(checkpoint.size_bytes for checkpoint in chosen)
+        with bytes_progress("exporting", n_bytes) as note:
+            export_checkpoints(store, chosen, file, note)
+    if as_json:
+        print_json({"file": str(file), "exported": sorted(ids), "size_bytes": n_bytes})
+    else:
+        click.echo(f"{len(chosen)} checkpoints with {size_in_words(n_bytes)} are in {file}")
+
+
+@click.command("import")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--other-model", is_flag=True, help="Even if the directory knows only other models.")
+@_directory_option
+@config_option
+@json_option
+def import_(
+    file: Path, other_model: bool, slot_save_path: Path | None, config: Path | None, as_json: bool
+) -> None:
+    """Take over the checkpoints of an exported file.
+
+    \b
+    llama-prefix-cache import session.lpc --slot-save-path /var/lib/llama-prefix-cache
+
+    Refused (exit status 1) if the directory was used with models, and with none that the states are of:
+    the same model file, adapters and slot file version, with the same answers. A new directory takes
+    everything; there, states of another model are just never found. Take files only from whom you trust:
+    llama-server reads states as they are. Run it as the user that the proxy runs as, while no proxy runs on
+    the directory.
+    """
+    directory = find_directory(slot_save_path, config)
+    with directory_of(directory, may_be_new=True) as store:
+        try:
+            with bytes_progress("importing", file.stat().st_size) as note:
+                imported = import_checkpoints(store, file, note, may_be_other_model=other_model)
+        except BundleRefused as refusal:
+            fail(f"{file} is refused: {refusal}", EXIT_FAILED)
+    _tell(imported, directory, as_json=as_json)
+
+
+def _tell(imported: Imported, directory: Path, *, as_json: bool) -> None:
+    n_bytes = sum(checkpoint.size_bytes for checkpoint in imported.entered)
+    if as_json:
+        print_json(
+            {
+                "imported": [f"{checkpoint.id:016x}" for checkpoint in imported.entered],
+                "size_bytes": n_bytes,
+                "n_already_there": imported.n_already_there,
+                "is_new_model": imported.is_new_model,
+            }
+        )
+        return
+    click.echo(
+        f"{len(imported.entered)} checkpoints with {size_in_words(n_bytes)} are in {directory}"
+    )
+    if imported.n_already_there:
+        click.echo(f"{imported.n_already_there} were there already")
+    if imported.is_new_model:
+        click.echo(
+            "This directory has not met their model yet: whether they fit shows when it does."
+        )

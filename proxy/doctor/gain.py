@@ -1,0 +1,115 @@
+"""What restoring brings on this server: prompts of some lengths evaluated cold, hot and restored."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from proxy.doctor.bench import N_MORE, Bench, set_up
+from proxy.doctor.directory import ProbeFiles
+from proxy.driver.saving import keep_as_saved
+from proxy.errors import SaveRejected
+from proxy.store.inspection import keep_proxies_out
+from proxy.upstream.llama_server import LlamaServer
+
+_N_KEPT = 64
+"""Tokens of the context that are left for what comes behind a prompt."""
+
+
+class Gain(msgspec.Struct, frozen=True):
+    """One length of prompt: the seconds until its last token is evaluated, in three ways.
+
+    Hot and restored, the prompt goes on from what was there by a few tokens. `n_reused` is what
+    llama-server says it reused after the restore: near 0 where restored states are good for nothing.
+    """
+
+    n_tokens: int
+    cold_seconds: float
+    hot_seconds: float
+    restored_seconds: float
+    restore_seconds: float
+    save_seconds: float
+    size_bytes: int
+    n_reused: int
+
+    @property
+    def is_reused(self) -> bool:
+        return self.n_reused >= self.n_tokens
+
+    @property
+    def factor(self) -> float:
+        """How many times sooner a restored prompt is ready than one that is evaluated."""
+        return self.cold_seconds / max(1e-6, self.restored_seconds)
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What was measured on which model; lengths that do not fit into a slot are left out."""
+
+    build: str
+    model: str
+    n_ctx: int
+    gains: list[Gain]
+    left_out: list[int]
+
+
+async def measure(
+    upstream: LlamaServer, directory: Path, lengths: Sequence[int], note: Callable[[str], object]
+) -> Measured:
+    """Measure each length in an empty slot, which is left empty; raises CacheFault or OSError."""
+    props = await upstream.props()
+    n_ctx = props.default_generation_settings.n_ctx
+    fitting = [n for n in lengths if n + _N_KEPT <= n_ctx]
+    with keep_proxies_out(directory):
+        files = ProbeFiles(directory)
+        async with set_up(upstream, files, keep_as_saved, props.total_slots) as bench:
+            _require_usable(bench)
+            bench.n_vocab = (await upstream.model_meta()).n_vocab
+            await bench.evaluate(bench.empty[0], bench.text(3))  # the first is always slower
+            gains = []
+            for n_tokens in fitting:
+                note(f"measuring {n_tokens:,} tokens")
+                gains.append(await _measure(bench, n_tokens))
+    left_out = [n for n in lengths if n not in fitting]
+    return Measured(props.build_info, props.model_path, n_ctx, gains, left_out)
+
+
+def _require_usable(bench: Bench) -> None:
+    saved = bench.first_save
+    if saved is not None and (not saved.is_whole or saved.left_behind):
+        raise SaveRejected("states cannot be saved and read here: doctor says why")
+    if not bench.empty:
+        raise SaveRejected(
+            "no slot is empty: restart llama-server, or erase one that you can spare"
+        )
+
+
+async def _measure(bench: Bench, n_tokens: int) -> Gain:
+    slot_id, upstream = bench.empty[0], bench.upstream
+    bench.used.add(slot_id)
+    text = bench.text(n_tokens, n_tokens + 2 * N_MORE)
+    await upstream.erase(slot_id)
+
+    async def seconds_of(n: int) -> tuple[float, int]:
+        began = time.monotonic()
+        timings = await upstream.evaluate(slot_id, text[:n])
+        return time.monotonic() - began, timings.cache_n
+
+    cold_seconds, _ = await seconds_of(n_tokens)
+    hot_seconds, _ = await seconds_of(n_tokens + N_MORE)
+    async with bench.saver.saved(slot_id) as saved:
+        await upstream.erase(slot_id)
+        began = time.monotonic()
+        await upstream.restore(slot_id, saved.file_name)
+        restore_seconds = time.monotonic() - began
+        evaluate_seconds, n_reused = await seconds_of(n_tokens + 2 * N_MORE)
+    return Gain(
+        n_tokens=n_tokens,
+        cold_seconds=round(cold_seconds, 4),
+        hot_seconds=round(hot_seconds, 4),
+        restored_seconds=round(restore_seconds + evaluate_seconds, 4),
+        restore_seconds=round(restore_seconds, 4),
+        save_seconds=round(saved.seconds, 4),
+        size_bytes=saved.n_written,
+        n_reused=n_reused,
+    )

@@ -1,0 +1,58 @@
+"""What all of the admin listener's views of the store share.
+
+Browsers are refused. The listener is on loopback and has no password, so any page that an operator
+visits could otherwise reach it; browsers send an Origin with every request that changes something, and
+with every one that comes from another site's page.
+"""
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from proxy.core.eviction import Present
+from proxy.core.listing import ListedCheckpoint, list_checkpoint
+from proxy.core.model import Checkpoint
+from proxy.store.store import CheckpointStore
+
+
+def require_store(request: web.Request, store: CheckpointStore | None) -> CheckpointStore:
+    """Return the store; raises 403 for a page of another site, 503 if there is no store."""
+    if "Origin" in request.headers:
+        raise web.HTTPForbidden(text="not for browsers")
+    if store is None:
+        raise web.HTTPServiceUnavailable(text="the store is not open")
+    return store
+
+
+def list_stored(
+    checkpoint: Checkpoint, store: CheckpointStore, present: Present
+) -> ListedCheckpoint:
+    """Return a checkpoint as operators see it, with what only a running proxy knows."""
+    return list_checkpoint(
+        checkpoint,
+        value_seconds=store.value_seconds(checkpoint, present),
+        is_warm=store.is_warm(checkpoint),
+    )
+
+
+def json_response(status: int, content: Any) -> web.Response:
+    return web.Response(
+        status=status, body=msgspec.json.encode(content), content_type="application/json"
+    )
+
+
+def whole_number(request: web.Request, name: str, default: int, most: int) -> int:
+    """Return a number from the query, *most* at most; raises 400 if it is none."""
+    text = request.query.get(name, str(default))
+    if not (text.isascii() and text.isdigit()):
+        raise web.HTTPBadRequest(text=f"{name} must be a whole number, not {text!r}")
+    return min(int(text), most)
+
+
+def is_asked_for(request: web.Request, name: str) -> bool:
+    """Return whether a switch is on in the query: `name`, `name=1` or `name=true`."""
+    text = request.query.get(name, "false").lower()
+    if text not in ("", "1", "true", "0", "false"):
+        raise web.HTTPBadRequest(text=f"{name} must be true or false, not {text!r}")
+    return text in ("", "1", "true")

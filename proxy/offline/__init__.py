@@ -1,0 +1,1 @@
+"""Work on the directory of a store that no proxy uses."""

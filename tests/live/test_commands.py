@@ -1,0 +1,144 @@
+"""The commands as operators use them, on a real llama-server."""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from proxy.__main__ import main
+from proxy.doctor.gain import measure
+from proxy.errors import StoreLocked
+from proxy.offline.store import open_offline
+from proxy.upstream.llama_server import LlamaServer as LlamaServerClient
+from proxy.upstream.llama_server import new_session
+from tests.lab.conversation import agent_requests, system, tools
+from tests.lab.models import model_path
+from tests.lab.rig import Rig
+from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer
+from tests.live.conftest import StartRig
+
+MESSAGES = agent_requests(2, 1, header=[system(150)])
+TOOLS = tools(2)
+
+
+async def command(*arguments: object) -> tuple[int, str]:
+    """Run a command; return its exit status and all that it printed."""
+    invoke = CliRunner().invoke
+    result = await asyncio.to_thread(invoke, main, [str(argument) for argument in arguments])
+    return result.exit_code, result.output
+
+
+async def asked(*arguments: object) -> Any:
+    """Run a command that must succeed, with --json; return what it printed.
+
+    The proxy in this process may have logged meanwhile.
+    """
+    status, output = await command(*arguments, "--json")
+    assert status == 0, output
+    return json.JSONDecoder().raw_decode(output[output.index("{\n") :])[0]
+
+
+async def in_own_process(*arguments: object) -> tuple[int, str]:
+    """Run a command that handles signals, for which it needs a process's first thread."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "proxy", *map(str, arguments)),
+        cwd=REPOSITORY,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    output, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, output.decode()
+
+
+async def test_session_is_carried_to_another_directory_and_served_from_there(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    first, second, file = tmp_path / "slots", tmp_path / "second", tmp_path / "session.lpc"
+    async with start_rig("hybrid") as rig:
+        await rig.chat(MESSAGES[0], tools=TOOLS)
+        await rig.settled()
+        admin = ("--admin", rig.admin_url)
+        checkpoints = (await asked("ls", *admin))["checkpoints"]
+        ids = sorted(checkpoint["id"] for checkpoint in checkpoints)
+        assert {c["kind"] for c in checkpoints} == {"header", "conversation"}
+        _, header, session = max(c["parent"] for c in checkpoints).split("/")
+        status, output = await command("ls", header[:6], *admin)
+        assert status == 0 and f"session {session[:8]}" in output and "worth" in output
+        stats = await asked("stats", *admin)
+        assert stats["store"]["n_checkpoints"] == len(ids) and stats["store"]["n_sessions"] == 1
+        assert stats["since_start"]["evaluated_tokens"] > 1000
+        assert sorted((await asked("pin", header[:8], *admin))["changed"]) == ids
+        status, output = await command("rm", ids[0], *admin)
+        assert status == 1 and "pinned" in output
+        for held in (("check",), ("ls",), ("export", header, "-o", file)):
+            status, output = await command(*held, "--slot-save-path", first)
+            assert status == 69 and f"a proxy uses {first}" in output
+        await rig.stop_proxy()
+        assert (await command("ls", *admin))[0] == 69
+        assert (await asked("check", "--slot-save-path", first))["problems"] == []
+        exported = await asked("export", header[:8], "-o", file, "--slot-save-path", first)
+        assert exported["exported"] == ids and file.stat().st_mode & 0o077 == 0
+        await rig.start_proxy()
+    second.mkdir(mode=0o700)
+    imported = await asked("import", file, "--slot-save-path", second)
+    assert len(imported["imported"]) == len(ids) and imported["is_new_model"]
+    again = await asked("import", file, "--slot-save-path", second)
+    assert again["imported"] == [] and again["n_already_there"] == len(ids)
+    model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
+    async with Rig(LlamaServer(model, second, n_slots=2, n_ctx=65536), second) as rig:
+        before = await rig.evaluated()
+        assert {f"{c.id:016x}" for c in rig.running.store or ()} == set(imported["imported"])
+        reply = await rig.chat(MESSAGES[1], tools=TOOLS)
+        n_prompt = reply["usage"]["prompt_tokens"]
+        assert reply["timings"]["cache_n"] > n_prompt - 300 > 1000
+        assert await rig.evaluated() - before < 400
+        purged = await asked("purge", "--everything", "--yes", "--admin", rig.admin_url)
+        assert purged["n_deleted"] >= 1 and not list(second.glob("lpc-*"))
+
+
+async def test_warmed_header_serves_the_first_user(start_rig: StartRig, tmp_path: Path) -> None:
+    body = {"messages": MESSAGES[1], "tools": TOOLS, "max_tokens": 999, "stream": True}
+    (tmp_path / "request.json").write_text(json.dumps(body))
+    async with start_rig("hybrid") as rig:
+        warm = ("warm", tmp_path / "request.json", "--admin", rig.admin_url)
+        first = await asked(*warm, "--pin")
+        assert not first["was_kept"] and first["n_usable"] >= first["n_header_tokens"] > 1000
+        assert first["n_prompt_tokens"] - first["n_header_tokens"] < 30
+        again = await asked(*warm)
+        assert again["was_kept"] and again["id"] == first["id"]
+        whole = await asked(*warm, "--whole")
+        assert not whole["was_kept"] and whole["n_usable"] > whole["n_prompt_tokens"] - 20
+        assert whole["n_usable"] > first["n_usable"] + 100
+        [kept] = [c for c in rig.running.store or () if c.is_pinned]
+        assert f"{kept.id:016x}" == first["id"] and kept.kind == "header"
+        await rig.restart()
+        before = await rig.evaluated()
+        reply = await rig.chat(MESSAGES[0], tools=TOOLS)
+        assert reply["timings"]["cache_n"] >= first["n_header_tokens"]
+        assert await rig.evaluated() - before < 300
+        (tmp_path / "request.json").write_text('{"nothing": 1}')
+        status, output = await command(*warm[:3], rig.admin_url)
+        assert status == 1 and "no request" in output
+
+
+async def test_bench_shows_what_restoring_brings(tmp_path: Path) -> None:
+    directory = tmp_path / "slots"
+    directory.mkdir(mode=0o700)
+    model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
+    with LlamaServer(model, directory, n_ctx=8192) as server:
+        bench = ("bench", server.base_url, "--slot-save-path", directory, "--tokens", "500,99999")
+        status, output = await in_own_process(*bench)
+        assert status == 0 and "500 tokens" in output and "times" in output, output
+        assert "Left out" in output and list(directory.iterdir()) == []
+        async with new_session() as session:
+            upstream = LlamaServerClient(session, server.base_url, None)
+            measured = await measure(upstream, directory, [500, 2000], lambda _: None)
+            with open_offline(directory, may_be_new=True), pytest.raises(StoreLocked):
+                await measure(upstream, directory, [500], lambda _: None)
+        assert [gain.n_tokens for gain in measured.gains] == [500, 2000]
+        assert all(gain.is_reused and gain.size_bytes > 0 for gain in measured.gains)

@@ -1,0 +1,252 @@
+"""Work on a store that no proxy uses: checked and mended, exported and imported, purged."""
+
+import json
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from proxy.__main__ import main
+from proxy.core.model import Checkpoint, Cuts, Family
+from proxy.core.namespace import KnownNamespace
+from proxy.core.prefix import Namespace, hash_prefixes
+from proxy.driver.identity import tenant_namespace
+from proxy.driver.memory import namespaces_name, tenants_name
+from proxy.errors import StoreFault, StoreLocked
+from proxy.offline.bundle import BundleRefused
+from proxy.offline.checking import ProblemKind, examine, mend
+from proxy.offline.exporting import export_checkpoints
+from proxy.offline.importing import Imported, import_checkpoints
+from proxy.offline.models import namespace_of, owners
+from proxy.offline.store import OfflineStore, open_offline
+from tests.store.conftest import branch, new_state, opened, run_of
+from tests.unit.state_files import attention, state_file, words
+
+MODEL, TENANT = Namespace(b"m" * 16), b"tenant"
+OURS = tenant_namespace(MODEL, TENANT)
+CANARY = [(5, -0.5), (6, -1.5)]
+OTHER_CANARY = [(7, -0.5), (8, -1.5)]
+FAMILY = Family(0x5D3A90C2F1E84B07, 0x1B70C4D2A9E6F358)
+PROMPTS = (run_of(300), branch(200, 400))
+
+
+def nothing(n_bytes: int) -> None:
+    """Ignore progress."""
+
+
+async def meet(directory: Path, canary: list[tuple[int, float]], *, commits: bool = False) -> None:
+    """Leave a store that a proxy has served a model from, with two states of it."""
+    with opened(directory) as store:
+        known = [KnownNamespace(MODEL, canary)]
+        await store.put_value(namespaces_name("static"), known)
+        await store.put_value(tenants_name(MODEL), [TENANT])
+        for tokens in PROMPTS if commits else ():
+            content = state_file(words(tokens), attention(len(tokens)))
+            facts: dict[str, Any] = {"cuts": Cuts(header=200), "marks": (250,), "n_prompt": 260}
+            facts["family"] = FAMILY
+            new = new_state(store, tokens, content=content, namespace=OURS, **facts)
+            await store.commit(new)
+
+
+@pytest.fixture
+async def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "first"
+    path.mkdir()
+    await meet(path, CANARY, commits=True)
+    return path
+
+
+@pytest.fixture
+def store(directory: Path) -> Iterator[OfflineStore]:
+    with open_offline(directory) as store:
+        yield store
+
+
+@pytest.fixture
+async def file(directory: Path, tmp_path: Path) -> Path:
+    """Return a file with both checkpoints."""
+    with open_offline(directory) as store:
+        export_checkpoints(store, store.checkpoints(), tmp_path / "file.lpc", nothing)
+    return tmp_path / "file.lpc"
+
+
+def take(directory: Path, file: Path, **options: Any) -> Imported:
+    directory.mkdir(exist_ok=True)
+    with open_offline(directory, may_be_new=True) as store:
+        return import_checkpoints(store, file, nothing, **options)
+
+
+def test_directory_without_a_store_or_in_use_is_refused(tmp_path: Path, directory: Path) -> None:
+    with pytest.raises(StoreFault, match="no store"), open_offline(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == [directory]
+    with opened(directory), pytest.raises(StoreLocked), open_offline(directory):
+        pass
+
+
+def problems(store: OfflineStore) -> list[ProblemKind]:
+    return [problem.kind for problem in examine(store, nothing).problems]
+
+
+def test_whole_store_has_no_problems(store: OfflineStore) -> None:
+    read: list[int] = []
+    examined = examine(store, read.append)
+    assert (examined.n_checkpoints, examined.problems) == (2, ())
+    assert sum(read) == examined.size_bytes > 0
+
+
+def test_each_kind_of_damage_is_named_and_mended(store: OfflineStore) -> None:
+    first, second = sorted(store.checkpoints(), key=lambda c: c.n_tokens)
+    hashes = [hash_prefixes(OURS, tokens) for tokens in PROMPTS]
+    path = store.files.path(first.file_name)
+    whole = path.read_bytes()
+
+    def mends(expected: ProblemKind, n_left: int) -> None:
+        assert problems(store) == [expected]
+        mend(store, examine(store, nothing).problems)
+        assert problems(store) == []
+        assert len(store.checkpoints()) == n_left
+
+    def enter(checkpoint: Checkpoint) -> None:
+        path.write_bytes(whole)
+        store.index.put(checkpoint, PROMPTS[0], hashes[0])
+
+    (store.files.directory / "lpc-0123456789abcdef.saving").write_bytes(b"leftover")
+    mends(ProblemKind.FILE_WITHOUT_ENTRY, 2)
+    store.index.replace_prefixes([(second.id, hashes[1])])
+    mends(ProblemKind.NOT_FOUND, 2)
+    assert set(store.index.reaching(hashes[0])) == {first.id, second.id}
+    store.index.delete(first.id, hashes[0][1:])
+    path.unlink()
+    mends(ProblemKind.STALE_PREFIXES, 1)
+    enter(first)
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    mends(ProblemKind.FILE_CHANGED, 1)
+    assert not path.exists()
+    enter(first)
+    path.unlink()
+    mends(ProblemKind.FILE_GONE, 1)
+    enter(first)
+    store.index.put(first, PROMPTS[0][:100], ())
+    mends(ProblemKind.TOKENS_GONE, 1)
+    enter(first)
+    store.index.put(first, run_of(300, start=9), ())
+    mends(ProblemKind.TOKENS_DIFFER, 1)
+    assert list(store.index.reaching(hashes[0])) == [second.id]
+
+
+def test_checkpoints_arrive_in_a_new_directory_as_they_were(file: Path, tmp_path: Path) -> None:
+    assert file.stat().st_mode & 0o777 == 0o600
+    with tarfile.open(file) as tar:
+        assert tar.getnames()[0] == "manifest.json" and len(tar.getnames()) == 5
+    imported = take(tmp_path / "second", file)
+    assert (len(imported.entered), imported.n_already_there, imported.is_new_model) == (2, 0, True)
+    with opened(tmp_path / "second") as store:
+        for tokens in PROMPTS:
+            ((_, owner),) = [o for o in owners(store.index) if o[1].tenant]
+            namespace = namespace_of(store.index, owner)
+            assert namespace is not None
+            found = next(store.find(namespace, tokens))
+            assert found.n_common == found.checkpoint.n_tokens == len(tokens)
+            record = found.checkpoint
+            assert (record.header, record.marks, record.n_prompt) == (200, (250,), 260)
+            assert record.has_every_position and not record.is_pinned
+            assert record.family == FAMILY
+    again = take(tmp_path / "second", file)
+    assert (again.entered, again.n_already_there, again.is_new_model) == ((), 2, False)
+
+
+async def test_other_model_is_refused_unless_that_is_wanted(file: Path, tmp_path: Path) -> None:
+    second = tmp_path / "second"
+    second.mkdir()
+    await meet(second, OTHER_CANARY)
+    with pytest.raises(BundleRefused, match="another model"):
+        take(second, file)
+    assert not list(second.glob("lpc-*"))
+    imported = take(second, file, may_be_other_model=True)
+    # The id that the other model has here is not taken for ours.
+    assert len(imported.entered) == 2 and imported.entered[0].namespace != OURS
+    with open_offline(second) as store:
+        assert len(dict(owners(store.index))) == 4
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "complaint"),
+    [
+        ("manifest.json", b"{", "manifest"),
+        ("tokens", b"\1\2\3\4", "other tokens"),
+        ("tokens", b"\1", "tokens"),
+        ("state", b"nothing of the kind", "damaged"),
+        ("", b"", "missing"),
+    ],
+)
+def test_changed_file_is_refused_and_leaves_nothing(
+    file: Path, tmp_path: Path, name: str, change: bytes, complaint: str
+) -> None:
+    changed = tmp_path / "changed"
+    with tarfile.open(file) as source, tarfile.open(changed, "w") as target:
+        for head in source.getmembers()[: None if name else 1]:
+            content = source.extractfile(head)
+            assert content is not None
+            data = change if name and head.name.endswith(name) else content.read()
+            (tmp_path / "part").write_bytes(data)
+            target.add(tmp_path / "part", head.name)
+    with pytest.raises(BundleRefused, match=complaint):
+        take(tmp_path / "second", changed)
+    assert not list((tmp_path / "second").glob("lpc-*"))
+    (tmp_path / "text").write_text("no tar at all")
+    with pytest.raises(BundleRefused, match="not what `export` writes"):
+        take(tmp_path / "second", tmp_path / "text")
+
+
+def run(directory: Path, *arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, [*arguments, "--slot-save-path", str(directory)])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, result.output
+
+
+def listed(directory: Path) -> list[dict[str, Any]]:
+    status, output = run(directory, "ls", "--json")
+    assert status == 0
+    checkpoints: list[dict[str, Any]] = json.loads(output)["checkpoints"]
+    return checkpoints
+
+
+def test_commands_work_on_the_directory(directory: Path, tmp_path: Path) -> None:
+    first, second = (checkpoint["id"] for checkpoint in listed(directory))
+    status, output = run(directory, "ls")
+    assert status == 0 and first[:8] in output
+    assert "header 5d3a90c2 of 200 tokens" in output and "session 1b70c4d2" in output
+    assert run(directory, "pin", first[:6])[0] == 0
+    assert [c["is_pinned"] for c in listed(directory) if c["id"] == first] == [True]
+    assert json.loads(run(directory, "stats", "--json")[1])["store"]["n_pinned"] == 1
+    assert run(directory, "stats")[0] == 0
+    assert run(directory, "rm", "ffff" * 4)[0] == run(directory, "rm", "a")[0] == 1
+    assert run(directory, "purge")[0] == run(directory, "purge", "--unused-for", "soon")[0] == 2
+    assert run(directory, "purge", "--everything")[0] == 2  # nobody can be asked
+    namespace = OURS.hex()[:8]
+    would = run(directory, "purge", "--namespace", namespace, "--dry-run", "--json")
+    assert json.loads(would[1])["n_deleted"] == 1 and len(listed(directory)) == 2
+    assert "deleted 0" in run(directory, "purge", "--unused-for", "1h")[1]
+    status, output = run(directory, "purge", "--everything", "--yes")
+    assert status == 0 and "1 pinned" in output
+    assert [c["id"] for c in listed(directory)] == [first]
+    file = tmp_path / "one.lpc"
+    assert run(directory, "export", first, "-o", str(file))[0] == 0
+    assert run(directory, "unpin", first)[0] == run(directory, "rm", first)[0] == 0
+    assert listed(directory) == [] and second
+    assert run(directory, "import", str(file))[0] == 0
+    assert len(listed(directory)) == 1
+    (directory / listed(directory)[0]["id"]).touch()  # not ours
+    for path in directory.glob("lpc-*"):
+        path.unlink()
+    status, output = run(directory, "check")
+    assert status == 1 and "is gone" in output
+    assert run(directory, "check", "--fix")[0] == run(directory, "check")[0] == 0
+    with opened(directory):
+        for held in (["ls"], ["check"], ["import", str(file)], ["purge", "--everything", "--yes"]):
+            status, output = run(directory, *held)
+            assert status == 69 and f"a proxy uses {directory}" in output

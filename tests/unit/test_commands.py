@@ -1,0 +1,131 @@
+"""What commands are told in words: ids, ages, sizes, and the requests that only warm."""
+
+import json
+from typing import Any
+
+import pytest
+from click import BadParameter
+
+from proxy.commands.naming import NotNamed, named
+from proxy.commands.stats import read_samples, summary
+from proxy.commands.words import Age, age_in_words, size_in_words
+from proxy.core.listing import ListedCheckpoint, list_checkpoint
+from proxy.core.model import CheckpointId, Family
+from proxy.core.selection import Selection, select
+from proxy.core.tree import NodeId
+from proxy.upstream.bodies import parse_body
+from proxy.upstream.header_bodies import header_request, route_path
+from proxy.upstream.routes import generation_route
+from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, checkpoint
+
+HEADER, SESSION = 0x5D3A90C2F1E84B07, 0x1B70C4D2A9E6F358
+STORED = [
+    checkpoint(100, id=CheckpointId(0xABCD << 48 | 1), family=Family(HEADER, SESSION)),
+    checkpoint(200, id=CheckpointId(0xABCD << 48 | 2), family=Family(HEADER, 0), is_pinned=True),
+    checkpoint(300, id=CheckpointId(0xFFFF << 40), last_used_at=500.0, namespace=OTHER_NAMESPACE),
+]
+LISTED = [list_checkpoint(stored) for stored in STORED]
+
+
+def names(text: str) -> list[int]:
+    found: list[ListedCheckpoint] = named(text, LISTED)
+    return [checkpoint.n_tokens for checkpoint in found]
+
+
+def test_few_digits_name_a_checkpoint_or_all_under_a_node() -> None:
+    assert names("abcd000000000001") == [100]
+    assert names("ABCD000000000002") == [200]
+    assert names("1b70c4d2") == [100]
+    assert names("5d3a") == [100, 200]
+    assert names(NAMESPACE.hex()[:6]) == [100, 200]
+    assert names(str(NodeId(NAMESPACE, HEADER, SESSION))) == [100]
+    assert names(OTHER_NAMESPACE.hex()) == names("00ffff") == [300]
+    for text, complaint in (
+        ("abcd", "2 ids"),
+        ("5d3", "too short"),
+        ("1234", "nothing"),
+        ("0000", "nothing"),  # what is not known is no name
+        ("nonsense", "nothing"),
+        (f"{NAMESPACE.hex()}/99", "nothing"),
+    ):
+        with pytest.raises(NotNamed, match=complaint):
+            named(text, LISTED)
+
+
+def test_selection_leaves_out_pinned_ones_and_what_was_used_lately() -> None:
+    def chosen(**fields: Any) -> tuple[list[int], list[int]]:
+        selected = select(Selection(**fields), STORED, now=1000.0)
+        return [c.n_tokens for c in selected.checkpoints], [c.n_tokens for c in selected.pinned]
+
+    assert chosen() == ([100, 300], [200])
+    assert chosen(with_pinned=True) == ([100, 200, 300], [])
+    assert chosen(unused_seconds=600.0) == ([100], [200])
+    assert chosen(node=NodeId(OTHER_NAMESPACE)) == ([300], [])
+    assert chosen(node=NodeId(NAMESPACE, HEADER, SESSION)) == ([100], [])
+
+
+def test_sizes_and_ages_in_words() -> None:
+    sizes = {0: "0 bytes", 1023: "1023 bytes", 1536: "1.5 KiB", 3 << 30: "3.0 GiB"}
+    assert {n: size_in_words(n) for n in sizes} == sizes
+    ages = {-5: "0 s ago", 59: "59 s ago", 60: "1 min ago", 7200: "2 h ago", 90000: "25 h ago"}
+    assert {n: age_in_words(n) for n in ages} == ages
+    assert age_in_words(3 * 86400) == "3 d ago"
+    lengths = {"90s": 90, "30m": 1800, "12h": 43200, "7d": 604800, "2w": 1209600}
+    assert {text: Age().convert(text, None, None) for text in lengths} == lengths
+    for text in ("7", "d", "-1d", "1.5h", "7 days"):
+        with pytest.raises(BadParameter):
+            Age().convert(text, None, None)
+
+
+def test_summary_counts_sessions_and_pins() -> None:
+    stored = summary(LISTED, 1 << 30)
+    assert (stored.n_checkpoints, stored.n_sessions, stored.n_namespaces) == (3, 1, 2)
+    assert (stored.n_pinned, stored.pinned_bytes, stored.last_used_at) == (1, 1000, 500.0)
+    assert summary([], None).last_used_at is None
+    samples = read_samples(
+        '# TYPE llama_prefix_cache_x counter\nllama_prefix_cache_x_total{a="b"} 2\n'
+    )
+    assert samples == {("x_total", "b"): 2.0}
+
+
+SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
+DEVELOPER = {"role": "developer", "content": "d"}
+CHAT = {"messages": [SYSTEM, USER, USER], "tools": [{"type": "function"}], "stream": True, "n": 2}
+MESSAGES = {
+    "system": "s",
+    "messages": [USER, USER],
+    "max_tokens": 99,
+    "tools": [{"input_schema": {}}],
+}
+RESPONSES = {"instructions": "i", "input": [DEVELOPER, USER, USER], "max_output_tokens": 99}
+COMPLETION = {"prompt": [1, 2], "n_predict": 99, "max_tokens": 99}
+
+
+def warmed(body: dict[str, Any], *, is_whole: bool = False) -> tuple[str, dict[str, Any]]:
+    parsed = parse_body(json.dumps(body).encode())
+    assert parsed is not None
+    path = route_path(parsed)
+    route = generation_route("POST", path)
+    assert route is not None
+    fields: dict[str, Any] = json.loads(header_request(route, parsed, is_whole=is_whole))
+    return path, fields
+
+
+def test_body_is_cut_to_its_header_and_one_token() -> None:
+    other = {"role": "user", "content": "."}
+    path, fields = warmed(CHAT)
+    assert path == "/v1/chat/completions"
+    assert fields == {"messages": [SYSTEM, other], "tools": CHAT["tools"], "max_tokens": 1}
+    path, fields = warmed(MESSAGES)
+    assert path == "/v1/messages"
+    assert fields == {**MESSAGES, "messages": [other], "max_tokens": 1}
+    path, fields = warmed(RESPONSES)
+    assert path == "/v1/responses"
+    assert fields == {**RESPONSES, "input": [DEVELOPER, other], "max_output_tokens": 1}
+    assert warmed({"input": "text"})[1]["input"] == [other]
+    path, fields = warmed(COMPLETION)
+    assert (path, fields) == ("/completion", {"prompt": [1, 2], "n_predict": 1, "max_tokens": 1})
+    assert warmed(CHAT, is_whole=True)[1]["messages"] == CHAT["messages"]
+    assert warmed({"messages": [USER]})[0] == "/v1/chat/completions"
+    nothing = parse_body(b'{"nothing": 1}')
+    assert nothing is not None and route_path(nothing) == ""
