@@ -74,9 +74,13 @@ def choose_stops(
         return ()
     stops: dict[int, Stop] = {}
     for n_cut, save_as in _saved(rule, cuts, shares_header=shares_header):
-        is_near = any(abs(n_cut - stop) <= SLACK_TOKENS for stop in stops)
-        if _is_ahead(n_cut, n_reused) and not is_near and not is_covered(rule, candidates, n_cut):
+        near = next((stop for stop in stops if abs(n_cut - stop) <= SLACK_TOKENS), None)
+        if not _is_ahead(n_cut, n_reused) or is_covered(rule, candidates, n_cut):
+            continue
+        if near is None:
             stops[n_cut] = Stop(n_cut, save_as)
+        elif n_cut < near:  # both prompts can continue the shorter state
+            stops[n_cut] = Stop(n_cut, stops.pop(near).save_as)
     if rule.kind is RuleKind.END_ONLY and _is_ahead(cuts.message_end, n_reused):
         stops.setdefault(cuts.message_end, Stop(cuts.message_end))
     for n_cut in _planted(rule, cuts):

@@ -352,6 +352,12 @@ def test_plan_for_anything_leaves_the_next_prompt_a_place_near_where_this_one_br
         assert any(n_shared - MIN_STRIDE_TOKENS < place <= n_shared for place in places)
 
 
+def test_plan_under_end_only_saves_where_both_go_on_if_a_turn_begins_just_after_a_branch() -> None:
+    held = Known(run_of(1000), NAMESPACE)
+    made = plan(0, END_ONLY, held, tokens=branch(600, 1200), cuts=Cuts(turn_start=602))
+    assert made.stops == (Stop(600, CheckpointKind.TURN_START),)
+
+
 def test_plan_saves_a_new_header_at_once_where_it_is_much_cheaper_than_evaluating_it() -> None:
     """Other requests with it may come before this one is answered, and they have other slots."""
     rates, cuts = steady(500.0, 1e6), Cuts(header=1000, turn_start=1200)
