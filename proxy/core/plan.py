@@ -58,6 +58,7 @@ class Why(StrEnum):
     NOTHING_RESTORABLE = "no free slot holds a usable prefix, and nothing can be restored"
     NOTHING_WORTH_IT = "evaluating is cheaper than any restore"
     NOTHING_DISPLACED = "going on in a live slot would displace more than it saves"
+    TOO_LONG = "llama-server will refuse it: it is as long as a slot's context, or longer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,10 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     None means to wait: no slot is free, one that soon will be already holds far more of the prompt, or
     another request is about to save what this one needs.
     """
+    if does_not_fit(prompt, now.n_ctx):
+        refused = [_refused(prompt, now, slot) for slot in now.slots if not slot.is_leased]
+        easiest = min(refused, key=lambda o: (o.erases, o.total_seconds, o.slot_id), default=None)
+        return Plan(easiest, cuts=prompt.cuts, why=Why.TOO_LONG) if easiest else None
     options = [
         _option(prompt, now, slot, start)
         for slot in now.slots
@@ -171,6 +176,11 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     if best is None or n_promised > n_best + WORTH_WAITING_TOKENS or _waits(prompt, now, best):
         return None
     return _plan(prompt, now, options)
+
+
+def does_not_fit(prompt: Prompt, n_ctx: int) -> bool:
+    """Return whether llama-server will refuse a prompt; the slot it chooses for it stays as it is."""
+    return prompt.n_tokens >= n_ctx
 
 
 def _steadiest(options: list[Option]) -> Option:
@@ -292,3 +302,11 @@ def _option(prompt: Prompt, now: Situation, slot: Slot, start: UseLive | Restore
         displacement,
         must_be_erased(now.rule, slot.content, prompt.namespace, prompt.tokens),
     )
+
+
+def _refused(prompt: Prompt, now: Situation, slot: Slot) -> Option:
+    """Return how a prompt that does not fit is sent to a slot, which stays as it is if it may."""
+    start = UseLive(Reuse())
+    if must_be_erased(now.rule, slot.content, prompt.namespace, prompt.tokens):
+        return _option(prompt, now, slot, start)
+    return Option(slot.id, start, 0.0)

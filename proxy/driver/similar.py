@@ -14,7 +14,7 @@ from proxy.core.degradation import DegradationKind
 from proxy.core.erasure import must_be_erased
 from proxy.core.model import CheckpointKind, SlotId
 from proxy.core.options import Option, UseLive
-from proxy.core.plan import Plan
+from proxy.core.plan import Plan, does_not_fit
 from proxy.core.similarity import is_similar_enough, rivals, shared_at_least
 from proxy.core.slots import Slot, live_reuse
 from proxy.driver.account import Account
@@ -46,6 +46,8 @@ class SimilarRequest(CachedRequest):
         if not can_reuse:
             overwrite = self._session.work.overwrite(lease.reason.slot_id, self._prompt.namespace)
             await self._services.finish(lease, overwrite)
+        if does_not_fit(self._prompt, self._attachment.n_ctx):
+            return await self._send_to_be_refused(send)
         hold = await self._await_turn(lease, account)
         try:
             before = await self._tasks_before(lease.reason.slot_id)
@@ -64,6 +66,14 @@ class SimilarRequest(CachedRequest):
             watching.cancel()
             hold.release()
         return self._confirmed(account, answer)
+
+    async def _send_to_be_refused(self, send: Send) -> Answer:
+        """Send a prompt that does not fit; the slot that is chosen runs nothing, and stays as it is."""
+        hold = await self._attachment.desk.hold()
+        try:
+            return await send(self._body.raw, lambda: None)
+        finally:
+            hold.release()
 
     async def _await_turn(self, lease: Lease[Plan], account: Account) -> Hold:
         """Return, holding the desk, once llama-server must choose the slot that is prepared."""
