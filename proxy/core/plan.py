@@ -6,7 +6,6 @@ slots, checkpoints, rule and rates come in, a plan goes out; None means to wait.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from proxy.core.cuts import Stop, branch_of, choose_stops
 from proxy.core.displacement import NOTHING_DISPLACED, Occupant, displace
@@ -19,7 +18,7 @@ from proxy.core.model import (
     Rule,
     SlotId,
 )
-from proxy.core.options import Option, Restore, UseLive
+from proxy.core.options import Option, Restore, UseLive, Why
 from proxy.core.prefix import Namespace, TokenIds, common_prefix_length
 from proxy.core.rates import Rates
 from proxy.core.restore import usable_tokens
@@ -44,21 +43,6 @@ request in another slot may need it before this one is answered."""
 
 N_ALTERNATIVES = 3
 """So many of the plans that were not chosen are told."""
-
-
-class Why(StrEnum):
-    """Why a plan is the cheapest."""
-
-    LIVE_LONGEST = "a free slot holds the longest usable prefix"
-    LIVE_CHEAPER = "a checkpoint holds more, but costs more to restore than to evaluate the rest"
-    RESTORE_LONGEST = "a checkpoint holds more than any free slot"
-    RESTORE_ELSEWHERE = "going on in the live slot would displace more than a restore costs"
-    RESTORE_SHORTER = "a longer checkpoint costs more to restore than to evaluate the rest"
-    NOTHING_FOUND = "neither a free slot nor a checkpoint holds a usable prefix"
-    NOTHING_RESTORABLE = "no free slot holds a usable prefix, and nothing can be restored"
-    NOTHING_WORTH_IT = "evaluating is cheaper than any restore"
-    NOTHING_DISPLACED = "going on in a live slot would displace more than it saves"
-    TOO_LONG = "llama-server will refuse it: it is as long as a slot's context, or longer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +140,7 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     None means to wait: no slot is free, one that soon will be already holds far more of the prompt, or
     another request is about to save what this one needs.
     """
-    if does_not_fit(prompt, now.n_ctx):
+    if not prompt.fits(now.n_ctx):
         refused = [_refused(prompt, now, slot) for slot in now.slots if not slot.is_leased]
         easiest = min(refused, key=lambda o: (o.erases, o.total_seconds, o.slot_id), default=None)
         return Plan(easiest, cuts=prompt.cuts, why=Why.TOO_LONG) if easiest else None
@@ -176,11 +160,6 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     if best is None or n_promised > n_best + WORTH_WAITING_TOKENS or _waits(prompt, now, best):
         return None
     return _plan(prompt, now, options)
-
-
-def does_not_fit(prompt: Prompt, n_ctx: int) -> bool:
-    """Return whether llama-server will refuse a prompt; the slot it chooses for it stays as it is."""
-    return prompt.n_tokens >= n_ctx
 
 
 def _steadiest(options: list[Option]) -> Option:

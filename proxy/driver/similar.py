@@ -14,7 +14,7 @@ from proxy.core.degradation import DegradationKind
 from proxy.core.erasure import must_be_erased
 from proxy.core.model import CheckpointKind, SlotId
 from proxy.core.options import Option, UseLive
-from proxy.core.plan import Plan, does_not_fit
+from proxy.core.plan import Plan
 from proxy.core.similarity import is_similar_enough, rivals, shared_at_least
 from proxy.core.slots import Slot, live_reuse
 from proxy.driver.account import Account
@@ -46,7 +46,7 @@ class SimilarRequest(CachedRequest):
         if not can_reuse:
             overwrite = self._session.work.overwrite(lease.reason.slot_id, self._prompt.namespace)
             await self._services.finish(lease, overwrite)
-        if does_not_fit(self._prompt, self._attachment.n_ctx):
+        if not self._prompt.fits(self._attachment.n_ctx):
             return await self._send_to_be_refused(send)
         hold = await self._await_turn(lease, account)
         try:

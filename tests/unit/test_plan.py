@@ -16,12 +16,11 @@ from proxy.core.model import (
     RuleKind,
     SlotId,
 )
-from proxy.core.options import Option, Restore, UseLive
+from proxy.core.options import Option, Restore, UseLive, Why
 from proxy.core.plan import (
     N_ALTERNATIVES,
     SHARED_HEADER_SAVES,
     Situation,
-    Why,
     plan_request,
 )
 from proxy.core.prefix import TokenIds
