@@ -21,7 +21,7 @@ from proxy.stabilize.model import Facts, Form
 from proxy.stabilize.names import Name
 from proxy.stabilize.stabilizing import stabilize
 from proxy.stabilize.template_facts import BODIES, inlined_body, keeps_inlined, read_facts
-from proxy.upstream.bodies import parse_body
+from proxy.upstream.bodies import GenerationBody, parse_body
 from proxy.upstream.routes import Route
 
 FORMS = {
@@ -33,6 +33,8 @@ FORMS = {
 _ASK_SECONDS = 2.0
 """So long a request waits for what the template does; after that it goes on as if nothing were known."""
 _VALUE_NAME = "stabilizers"
+_CACHE_KEYS = ("prompt_cache_key", "promptCacheKey")
+"""OpenAI's name, and OpenCode's for other providers."""
 
 
 class Stabilizing:
@@ -50,8 +52,9 @@ class Stabilizing:
         body = parse_body(request.raw) if form and self._switches else None
         if form is None or body is None:
             return request
+        known = await self._facts_of(session)
         facts = replace(
-            await self._facts_of(session), session=request.session, tenant=request.tenant.hex()
+            known, session=request.session or _cache_key(body), tenant=request.tenant.hex()
         )
         result = stabilize(form, body.fields, self._memory, self._switches, facts)
         for failure in result.failures:
@@ -114,3 +117,9 @@ class Stabilizing:
             if refusal.status in (400, 500):
                 return None
             raise
+
+
+def _cache_key(body: GenerationBody) -> str:
+    """Return what a client without a header for it calls its session by."""
+    keys = (body.fields.get(name) for name in _CACHE_KEYS)
+    return next((key for key in keys if isinstance(key, str)), "")
