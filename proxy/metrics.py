@@ -177,6 +177,12 @@ class Metrics(MetricRegistry):
             "Requests rewritten, by stabilizer (docs/stabilizers.md).",
             stabilizer=Name,
         )
+        self.stabilized_characters = self._counter(
+            "stabilized_characters",
+            "Characters of requests that begin like an earlier request only because of this stabilizer; "
+            "about four are a token. Calls and reasoning that it gives back are not counted.",
+            stabilizer=Name,
+        )
         self.shortened_requests = self._counter(
             "shortened_requests",
             "Requests of conversations that do not fit the context, sent without their oldest part "

@@ -16,8 +16,9 @@ from proxy.driver.services import Services
 from proxy.driver.session import Session
 from proxy.errors import StabilizerFailed, StoreFault, UpstreamFault, UpstreamRefused
 from proxy.stabilize.calls_made import CallMade
+from proxy.stabilize.effect import Effect
 from proxy.stabilize.memory import Memory
-from proxy.stabilize.model import Facts, Form
+from proxy.stabilize.model import Facts, Form, Stabilized, UnknownShape
 from proxy.stabilize.names import Name
 from proxy.stabilize.stabilizing import stabilize
 from proxy.stabilize.template_facts import BODIES, inlined_body, keeps_inlined, read_facts
@@ -44,6 +45,7 @@ class Stabilizing:
         self._services = services
         self._switches = switches
         self._memory = self._remembered()
+        self._effect = Effect()
         self._facts: dict[str, asyncio.Task[Facts]] = {}
 
     async def rewrite(self, session: Session, request: GenerationRequest) -> GenerationRequest:
@@ -60,12 +62,22 @@ class Stabilizing:
         for failure in result.failures:
             self._services.faults.record("stabilize", StabilizerFailed(str(failure)))
         self._memory.learn(result.lessons)
+        self._count_effect(form, body, result, facts)
         if result.body is body.fields:
             return request
         names = tuple(dict.fromkeys(change.stabilizer.value for change in result.changes))
         for name in names:
             self._services.metrics.stabilized.labels(name).inc()
         return replace(request, raw=msgspec.json.encode(result.body), rewrites=names)
+
+    def _count_effect(
+        self, form: Form, body: GenerationBody, result: Stabilized, facts: Facts
+    ) -> None:
+        with suppress(UnknownShape):
+            effect = self._effect.of(form, body.fields, result, facts.tenant)
+            if effect is not None:
+                name, n_characters = effect
+                self._services.metrics.stabilized_characters.labels(name).inc(n_characters)
 
     def note_calls(self, request: GenerationRequest, calls: Iterable[CallMade]) -> None:
         """Remember the tool calls of an answer, as the model made them."""
