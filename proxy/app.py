@@ -28,6 +28,7 @@ from proxy.driver.journal import Journal, Keep
 from proxy.driver.launches import Launches
 from proxy.driver.learning import Learning
 from proxy.driver.lifecycle import Lifecycle
+from proxy.driver.overflow import Overflow
 from proxy.driver.prompts import PromptReader
 from proxy.driver.remembering import Remembering
 from proxy.driver.report import Report
@@ -186,7 +187,8 @@ async def _serve(
 ) -> AsyncIterator[Running]:
     lifecycle = _new_lifecycle(settings, services, Saver(services, rewrite), absence)
     stabilizing = Stabilizing(services, parse_switches(settings.stabilizers))
-    cache = Cache(services, lifecycle, stabilizing)
+    overflow = Overflow(services, is_on=settings.context_overflow == "stable")
+    cache = Cache(services, lifecycle, stabilizing, overflow)
     write_back = WriteBack(lifecycle, services.tasks, settings.idle_save_seconds)
     front = Front(
         services.upstream,

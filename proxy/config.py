@@ -185,6 +185,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             extra=_more("Such as `safe, sticky_date, -keep_tool_order`; see docs/stabilizers.md."),
         ),
     ] = "safe"
+    context_overflow: Annotated[
+        Literal["pass", "stable"],
+        Meta(
+            description="A conversation that outgrows the context: pass to llama-server, or cut.",
+            extra=_more(
+                "pass: llama-server refuses it, and clients that can compact it. stable: the proxy leaves "
+                "out the oldest turns, many at once, and goes on without them; see "
+                "docs/context-overflow.md."
+            ),
+        ),
+    ] = "pass"
     aliases: Annotated[
         str,
         Meta(

@@ -37,6 +37,7 @@ class Metrics(MetricRegistry):
         self._define_benefit()
         self._define_waiting()
         self._define_checkpoints()
+        self._define_rewrites()
         self._define_llama_server()
         self._define_degradations()
 
@@ -170,10 +171,25 @@ class Metrics(MetricRegistry):
             reason=SAVES_SKIPPED,
         )
 
+    def _define_rewrites(self) -> None:
         self.stabilized = self._counter(
             "stabilized_requests",
             "Requests rewritten, by stabilizer (docs/stabilizers.md).",
             stabilizer=Name,
+        )
+        self.stabilized_characters = self._counter(
+            "stabilized_characters",
+            "Characters of requests that begin like an earlier request only because of this stabilizer; "
+            "about four are a token. Calls and reasoning that it gives back are not counted.",
+            stabilizer=Name,
+        )
+        self.shortened_requests = self._counter(
+            "shortened_requests",
+            "Requests of conversations that do not fit the context, sent without their oldest part "
+            "(context_overflow: stable).",
+        )
+        self.left_out_tokens = self._counter(
+            "left_out_tokens", "Prompt tokens that these were sent without."
         )
 
     def _define_llama_server(self) -> None:

@@ -10,7 +10,7 @@ from proxy.core.causes import Cause
 from proxy.core.divergence import Change
 from proxy.core.known_prompts import Loss
 from proxy.core.model import Rule, RuleKind
-from proxy.core.plan import Why
+from proxy.core.options import Why
 
 SLACK_TOKENS = 64
 """Fewer tokens than this are not worth an explanation: states end a few tokens before prompts do."""

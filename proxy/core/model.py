@@ -152,6 +152,10 @@ class Prompt:
     def n_tokens(self) -> int:
         return len(self.tokens)
 
+    def fits(self, n_ctx: int) -> bool:
+        """Return whether a slot can take it; if not, it is refused and the slot stays as it is."""
+        return self.n_tokens < n_ctx
+
 
 class Outcome(StrEnum):
     """What became of a generation request that was answered."""

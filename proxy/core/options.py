@@ -4,6 +4,7 @@ Owns: the nouns of a plan. Pure values.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from proxy.core.displacement import NOTHING_DISPLACED, Displacement
 from proxy.core.model import Checkpoint, SlotId
@@ -50,3 +51,18 @@ class Option:
         if isinstance(self.start, Restore):
             return "restore"
         return "live" if self.start.n_reused else "nothing"
+
+
+class Why(StrEnum):
+    """Why a plan is the cheapest."""
+
+    LIVE_LONGEST = "a free slot holds the longest usable prefix"
+    LIVE_CHEAPER = "a checkpoint holds more, but costs more to restore than to evaluate the rest"
+    RESTORE_LONGEST = "a checkpoint holds more than any free slot"
+    RESTORE_ELSEWHERE = "going on in the live slot would displace more than a restore costs"
+    RESTORE_SHORTER = "a longer checkpoint costs more to restore than to evaluate the rest"
+    NOTHING_FOUND = "neither a free slot nor a checkpoint holds a usable prefix"
+    NOTHING_RESTORABLE = "no free slot holds a usable prefix, and nothing can be restored"
+    NOTHING_WORTH_IT = "evaluating is cheaper than any restore"
+    NOTHING_DISPLACED = "going on in a live slot would displace more than it saves"
+    TOO_LONG = "llama-server will refuse it: it is as long as a slot's context, or longer"

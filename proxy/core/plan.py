@@ -6,7 +6,6 @@ slots, checkpoints, rule and rates come in, a plan goes out; None means to wait.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from proxy.core.cuts import Stop, branch_of, choose_stops
 from proxy.core.displacement import NOTHING_DISPLACED, Occupant, displace
@@ -19,7 +18,7 @@ from proxy.core.model import (
     Rule,
     SlotId,
 )
-from proxy.core.options import Option, Restore, UseLive
+from proxy.core.options import Option, Restore, UseLive, Why
 from proxy.core.prefix import Namespace, TokenIds, common_prefix_length
 from proxy.core.rates import Rates
 from proxy.core.restore import usable_tokens
@@ -44,20 +43,6 @@ request in another slot may need it before this one is answered."""
 
 N_ALTERNATIVES = 3
 """So many of the plans that were not chosen are told."""
-
-
-class Why(StrEnum):
-    """Why a plan is the cheapest."""
-
-    LIVE_LONGEST = "a free slot holds the longest usable prefix"
-    LIVE_CHEAPER = "a checkpoint holds more, but costs more to restore than to evaluate the rest"
-    RESTORE_LONGEST = "a checkpoint holds more than any free slot"
-    RESTORE_ELSEWHERE = "going on in the live slot would displace more than a restore costs"
-    RESTORE_SHORTER = "a longer checkpoint costs more to restore than to evaluate the rest"
-    NOTHING_FOUND = "neither a free slot nor a checkpoint holds a usable prefix"
-    NOTHING_RESTORABLE = "no free slot holds a usable prefix, and nothing can be restored"
-    NOTHING_WORTH_IT = "evaluating is cheaper than any restore"
-    NOTHING_DISPLACED = "going on in a live slot would displace more than it saves"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +140,10 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     None means to wait: no slot is free, one that soon will be already holds far more of the prompt, or
     another request is about to save what this one needs.
     """
+    if not prompt.fits(now.n_ctx):
+        refused = [_refused(prompt, now, slot) for slot in now.slots if not slot.is_leased]
+        easiest = min(refused, key=lambda o: (o.erases, o.total_seconds, o.slot_id), default=None)
+        return Plan(easiest, cuts=prompt.cuts, why=Why.TOO_LONG) if easiest else None
     options = [
         _option(prompt, now, slot, start)
         for slot in now.slots
@@ -292,3 +281,11 @@ def _option(prompt: Prompt, now: Situation, slot: Slot, start: UseLive | Restore
         displacement,
         must_be_erased(now.rule, slot.content, prompt.namespace, prompt.tokens),
     )
+
+
+def _refused(prompt: Prompt, now: Situation, slot: Slot) -> Option:
+    """Return how a prompt that does not fit is sent to a slot, which stays as it is if it may."""
+    start = UseLive(Reuse())
+    if must_be_erased(now.rule, slot.content, prompt.namespace, prompt.tokens):
+        return _option(prompt, now, slot, start)
+    return Option(slot.id, start, 0.0)

@@ -18,6 +18,7 @@ from proxy.driver.inquiry import Inquiry
 from proxy.driver.leases import DeskClosed
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.memory import remember_tenant
+from proxy.driver.overflow import Fitted, Overflow
 from proxy.driver.report import Findings
 from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.services import Services
@@ -56,10 +57,17 @@ class _KeyRefused(Exception):
 class Cache:
     """Serves generation requests, from the cache where that helps."""
 
-    def __init__(self, services: Services, lifecycle: Lifecycle, stabilizing: Stabilizing) -> None:
+    def __init__(
+        self,
+        services: Services,
+        lifecycle: Lifecycle,
+        stabilizing: Stabilizing,
+        overflow: Overflow,
+    ) -> None:
         self._services = services
         self._lifecycle = lifecycle
         self._stabilizing = stabilizing
+        self._overflow = overflow
         self._order = ArrivalOrder()
 
     async def serve(self, request: GenerationRequest, send: Send) -> None:
@@ -154,11 +162,33 @@ class Cache:
         )
         if not is_current:
             raise DeskClosed
+        if body is not None and read.prompt is not None:
+            request, body, read = await self._fit(session, request, body, read.prompt, read)
         await self._order.turn(place)
         self._order.leave(place)  # whoever is next comes to the desk after us
         serve = self._way(session, request, body, read)
         async with session.launches.turn() as turn:
             await serve(session.launches.in_turn(turn, send))
+
+    async def _fit(
+        self,
+        session: Session,
+        request: GenerationRequest,
+        body: GenerationBody,
+        prompt: Prompt,
+        read: "_Read",
+    ) -> tuple[GenerationRequest, GenerationBody, "_Read"]:
+        """Return the request as it is, or without its oldest part if it does not fit the context."""
+        last = read
+
+        async def read_again(shorter: GenerationRequest, body: GenerationBody) -> Prompt | None:
+            nonlocal last
+            last = await self._read_prompt(session, shorter, body)
+            return last.prompt
+
+        fitted = await self._overflow.fit(session, Fitted(request, body, prompt), read_again)
+        is_same = fitted.request is request
+        return fitted.request, fitted.body, read if is_same else last
 
     def _way(
         self,

@@ -110,7 +110,7 @@ class PromptReader:
         if begins_turn:
             self._cuts[key] = rendered.tokens[:message_end]
             return Cuts(header, message_end, message_end, last_turn_end=last_turn_end)
-        if key not in self._cuts and rule.kind is RuleKind.END_ONLY:
+        if key not in self._cuts:  # a turn that began before the proxy did, or whose prompt was cut
             head = with_messages(body, messages, generation_prompt=False)
             self._cuts[key] = rendered.tokens[: await self._cut_before(rendered, head, headers)]
         return Cuts(header, self._remembered(key, rendered.tokens), message_end)

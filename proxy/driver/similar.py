@@ -46,6 +46,8 @@ class SimilarRequest(CachedRequest):
         if not can_reuse:
             overwrite = self._session.work.overwrite(lease.reason.slot_id, self._prompt.namespace)
             await self._services.finish(lease, overwrite)
+        if not self._prompt.fits(self._attachment.n_ctx):
+            return await self._send_to_be_refused(send)
         hold = await self._await_turn(lease, account)
         try:
             before = await self._tasks_before(lease.reason.slot_id)
@@ -64,6 +66,14 @@ class SimilarRequest(CachedRequest):
             watching.cancel()
             hold.release()
         return self._confirmed(account, answer)
+
+    async def _send_to_be_refused(self, send: Send) -> Answer:
+        """Send a prompt that does not fit; the slot that is chosen runs nothing, and stays as it is."""
+        hold = await self._attachment.desk.hold()
+        try:
+            return await send(self._body.raw, lambda: None)
+        finally:
+            hold.release()
 
     async def _await_turn(self, lease: Lease[Plan], account: Account) -> Hold:
         """Return, holding the desk, once llama-server must choose the slot that is prepared."""

@@ -16,12 +16,13 @@ from proxy.driver.services import Services
 from proxy.driver.session import Session
 from proxy.errors import StabilizerFailed, StoreFault, UpstreamFault, UpstreamRefused
 from proxy.stabilize.calls_made import CallMade
+from proxy.stabilize.effect import Effect
 from proxy.stabilize.memory import Memory
-from proxy.stabilize.model import Facts, Form
+from proxy.stabilize.model import Facts, Form, Stabilized, UnknownShape
 from proxy.stabilize.names import Name
 from proxy.stabilize.stabilizing import stabilize
 from proxy.stabilize.template_facts import BODIES, inlined_body, keeps_inlined, read_facts
-from proxy.upstream.bodies import parse_body
+from proxy.upstream.bodies import GenerationBody, parse_body
 from proxy.upstream.routes import Route
 
 FORMS = {
@@ -33,6 +34,8 @@ FORMS = {
 _ASK_SECONDS = 2.0
 """So long a request waits for what the template does; after that it goes on as if nothing were known."""
 _VALUE_NAME = "stabilizers"
+_CACHE_KEYS = ("prompt_cache_key", "promptCacheKey")
+"""OpenAI's name, and OpenCode's for other providers."""
 
 
 class Stabilizing:
@@ -42,6 +45,7 @@ class Stabilizing:
         self._services = services
         self._switches = switches
         self._memory = self._remembered()
+        self._effect = Effect()
         self._facts: dict[str, asyncio.Task[Facts]] = {}
 
     async def rewrite(self, session: Session, request: GenerationRequest) -> GenerationRequest:
@@ -50,19 +54,30 @@ class Stabilizing:
         body = parse_body(request.raw) if form and self._switches else None
         if form is None or body is None:
             return request
+        known = await self._facts_of(session)
         facts = replace(
-            await self._facts_of(session), session=request.session, tenant=request.tenant.hex()
+            known, session=request.session or _cache_key(body), tenant=request.tenant.hex()
         )
         result = stabilize(form, body.fields, self._memory, self._switches, facts)
         for failure in result.failures:
             self._services.faults.record("stabilize", StabilizerFailed(str(failure)))
         self._memory.learn(result.lessons)
+        self._count_effect(form, body, result, facts)
         if result.body is body.fields:
             return request
         names = tuple(dict.fromkeys(change.stabilizer.value for change in result.changes))
         for name in names:
             self._services.metrics.stabilized.labels(name).inc()
         return replace(request, raw=msgspec.json.encode(result.body), rewrites=names)
+
+    def _count_effect(
+        self, form: Form, body: GenerationBody, result: Stabilized, facts: Facts
+    ) -> None:
+        with suppress(UnknownShape):
+            effect = self._effect.of(form, body.fields, result, facts.tenant)
+            if effect is not None:
+                name, n_characters = effect
+                self._services.metrics.stabilized_characters.labels(name).inc(n_characters)
 
     def note_calls(self, request: GenerationRequest, calls: Iterable[CallMade]) -> None:
         """Remember the tool calls of an answer, as the model made them."""
@@ -114,3 +129,9 @@ class Stabilizing:
             if refusal.status in (400, 500):
                 return None
             raise
+
+
+def _cache_key(body: GenerationBody) -> str:
+    """Return what a client without a header for it calls its session by."""
+    keys = (body.fields.get(name) for name in _CACHE_KEYS)
+    return next((key for key in keys if isinstance(key, str)), "")

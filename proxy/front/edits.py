@@ -69,7 +69,7 @@ def edited_answer(
 ) -> EditedAnswer:
     """Return the answer with what has to be changed in it; *n_found* is as in driver's Send."""
     path, headers = client.path, answer.headers
-    is_ours = client.method == "POST" and "Content-Encoding" not in headers
+    is_ours = client.method != "HEAD" and "Content-Encoding" not in headers
     if is_ours and headers.get("Content-Type", "").startswith("text/event-stream"):
         return EditedAnswer(answer, edit_of_stream(path, n_found), None)
     is_small = int(headers.get("Content-Length", MAX_BUFFERED_BYTES + 1)) <= MAX_BUFFERED_BYTES

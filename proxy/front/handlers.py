@@ -27,8 +27,12 @@ from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.routes import Route, changes_server_state, counts_tokens, generation_route
 
 _REBUILT = frozenset(("content-length", "accept-encoding"))
-_SESSION_HEADERS = ("X-Claude-Code-Session-Id", "X-Claude-Code-Agent-Id", "X-Session-Id")
-"""What clients call a session by; an agent within it has one of its own."""
+_SESSION_HEADERS = (
+    *("X-Claude-Code-Session-Id", "X-Claude-Code-Agent-Id"),
+    "X-Session-Id",
+    *("Session-Id", "Thread-Id"),
+)
+"""What Claude Code, OpenCode and codex call a session by; an agent within it has one of its own."""
 
 
 class Front:

@@ -21,6 +21,11 @@ def list_name(form: Form) -> str:
     return "input" if form is Form.RESPONSES else "messages"
 
 
+def system_field(form: Form) -> str | None:
+    """Return the field that holds the system prompt, if it is not the first message."""
+    return {Form.ANTHROPIC: "system", Form.RESPONSES: "instructions"}.get(form)
+
+
 def messages_of(form: Form, body: Json) -> list[Json]:
     """Return the messages, or the items of a Responses body; raises UnknownShape."""
     name = list_name(form)
@@ -121,7 +126,7 @@ def rewrite_system_texts(
     """
     edits: list[Edit] = []
     changed = dict(body)
-    name = {Form.ANTHROPIC: "system", Form.RESPONSES: "instructions"}.get(form)
+    name = system_field(form)
     if name is not None and name in body:
         changed[name] = _rewrite_content(body[name], name, rewrite, edits)
     messages = messages_of(form, body)

@@ -28,6 +28,8 @@ SETTINGS = (
     "allow_state_changes",
     "aliases",
     "join_upstream_metrics",
+    "stabilizers",
+    "context_overflow",
 )
 
 

@@ -5,8 +5,10 @@ import json
 
 import pytest
 
+from proxy.stabilize.model import Form
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION
+from tests.lab.clients.catalogue import ROWS
 
 ODD = (
     b' \n{ "tools" : [{"z":1,"a":{"y":2.50,"b":1e2}}],\t"messages":[ {"content":"h\\u00e9\\/llo",'
@@ -158,3 +160,17 @@ async def test_body_without_an_alias_passes_as_it_is(start_rig: StartRig, body: 
     async with start_rig(n_slots=1, aliases="claude-x=qwen") as rig:
         await rig.post("/v1/messages", body)
         assert [seen.body for seen in rig.requests_seen()] == [body]
+
+
+async def test_clients_bodies_are_forwarded_as_sent_with_all_stabilizers_off(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, stabilizers="none") as rig:
+        for row in ROWS:
+            is_chat = row.mutation.form is Form.CHAT
+            for body in row.mutation.requests:
+                # No writer of JSON would write it like this again.
+                raw = json.dumps({**body, "stream": False}, indent=1, ensure_ascii=True).encode()
+                await rig.post(CHAT if is_chat else "/v1/messages", raw)
+                pinned = raw.replace(b"{", b"{" + PINNED + b",", 1)
+                assert rig.requests_seen()[-1].body == (pinned if is_chat else raw)

@@ -9,7 +9,7 @@ from proxy.core.divergence import Change
 from proxy.core.explain import Past, Served, Verdict, judge, may_be_missed
 from proxy.core.known_prompts import Loss
 from proxy.core.model import NO_RULE, Rule, RuleKind
-from proxy.core.plan import Why
+from proxy.core.options import Why
 
 POINTS, ANY = Rule(RuleKind.RESTORE_POINTS), Rule(RuleKind.ANY_PREFIX)
 SERVED = Served(POINTS, Why.LIVE_LONGEST, 1000, 900, 900, n_shared=900, n_in_use=0)

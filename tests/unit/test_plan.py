@@ -16,7 +16,7 @@ from proxy.core.model import (
     RuleKind,
     SlotId,
 )
-from proxy.core.options import Option, Restore, UseLive
+from proxy.core.options import Option, Restore, UseLive, Why
 from proxy.core.plan import (
     N_ALTERNATIVES,
     SHARED_HEADER_SAVES,
@@ -373,3 +373,12 @@ def test_plan_with_one_slot_shares_no_header() -> None:
     cuts = Cuts(header=1000)
     made = plan(1300, RESTORE_POINTS, Empty(), cuts=cuts, rates=steady())
     assert made.stops == (Stop(1000),)
+
+
+def test_prompt_that_does_not_fit_takes_nothing_from_anybody() -> None:
+    own, foreign = Known(run_of(400), NAMESPACE), Known(run_of(400), OTHER_NAMESPACE)
+    for n_ctx, contents in ((900, (foreign, own)), (901, (own, foreign)), (901, (Empty(), own))):
+        made = plan(901, RESTORE_POINTS, *contents, n_ctx=n_ctx, cuts=Cuts(header=300))
+        assert (made.why, made.stops, made.start) == (Why.TOO_LONG, (), UNUSED)
+        assert (made.option.displacement, made.erases) == (NOTHING_DISPLACED, False)
+    assert plan(901, RESTORE_POINTS, foreign, n_ctx=901).erases

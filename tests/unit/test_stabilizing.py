@@ -4,6 +4,8 @@ import json
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from proxy.driver.faults import Faults
 from proxy.driver.requests import Arrival, GenerationRequest
 from proxy.driver.services import Services
@@ -99,3 +101,23 @@ async def test_call_that_the_client_rewrote_is_sent_as_the_model_made_it() -> No
     served = await stabilizers.rewrite(SESSION, request(messages=messages))
     block = json.loads(served.raw)["messages"][1]["content"][0]
     assert list(block["input"]) == ["description", "command"]
+
+
+@pytest.mark.parametrize("key", ["prompt_cache_key", "promptCacheKey"])
+async def test_cache_key_names_a_session_of_a_client_without_a_header(key: str) -> None:
+    stabilizers, _, _ = stabilizing("safe")
+    tools = [{"type": "function", "function": {"name": name}} for name in "abc"]
+    answered = {"role": "assistant", "content": "ho"}
+    asked = [{"role": "user", "content": "hi"}]
+
+    async def names(session: str, order: str, *later: Any) -> str:
+        sent = [tools["abc".index(name)] for name in order]
+        asked_now = request(Route.CHAT, messages=[*asked, *later], tools=sent, **{key: session})
+        body = json.loads((await stabilizers.rewrite(SESSION, asked_now)).raw)
+        return "".join(tool["function"]["name"] for tool in body["tools"])
+
+    for session, loaded in (("one", "ab"), ("two", "ac")):
+        await names(session, "a")
+        await names(session, loaded, answered, *asked)
+    assert await names("one", "abc", answered, *asked) == "abc"
+    assert await names("two", "abc", answered, *asked) == "acb"

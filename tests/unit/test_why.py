@@ -6,7 +6,8 @@ import pytest
 
 from proxy.core.displacement import Occupant
 from proxy.core.model import Candidate, Prompt, Rule, SlotId
-from proxy.core.plan import Situation, Why, plan_request
+from proxy.core.options import Why
+from proxy.core.plan import Situation, plan_request
 from proxy.core.slots import Content, Empty, Known, Slot
 from tests.unit.builders import (
     ANY_PREFIX,
@@ -46,6 +47,7 @@ CASES: dict[Why, tuple[Rule, tuple[Content, ...], tuple[Candidate, ...]]] = {
     Why.NOTHING_FOUND: (RESTORE_POINTS, (Empty(),), ()),
     Why.NOTHING_RESTORABLE: (NOTHING, (Empty(),), stored(900)),
     Why.NOTHING_WORTH_IT: (ANY_PREFIX, (Empty(),), stored(900, BIG_BYTES)),
+    Why.TOO_LONG: (ANY_PREFIX, (held(900), Empty()), stored(800)),
     Why.NOTHING_DISPLACED: (ANY_PREFIX, (costly(200), Empty()), ()),
 }
 
@@ -55,8 +57,9 @@ def test_plan_says_why(why: Why) -> None:
     rule, contents, candidates = CASES[why]
     slots = tuple(Slot(SlotId(i), content) for i, content in enumerate(contents))
     prompt = Prompt(run_of(1000), NAMESPACE)
+    n_ctx = 1000 if why is Why.TOO_LONG else 100_000
     occupants = tuple(Occupant(content, BIG_BYTES) for content in contents)
-    now = Situation(rule, slots, candidates, RATES, 100_000, occupants=occupants)
+    now = Situation(rule, slots, candidates, RATES, n_ctx, occupants=occupants)
     plan = plan_request(prompt, now)
     assert plan is not None
     assert plan.why is why
