@@ -171,8 +171,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Meta(
             description="Let clients POST to /slots and /lora-adapters.",
             extra=_more(
-                "These change llama-server behind the cache's back and are refused with 403 otherwise. "
-                "Each time, everything that is known about the slots is learned anew."
+                "Otherwise refused with 403; each time, all that is known about slots is learned anew."
             ),
         ),
     ] = False
