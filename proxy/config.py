@@ -220,12 +220,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         ),
     ] = "info"
     log_format: Annotated[
-        Literal["text", "json"],
+        Literal["console", "json"],
         Meta(
-            description="Form of the log lines: text or json.",
-            extra=_more("Text is for people, json for machines."),
+            description="Form of the log lines: console or json.",
+            extra=_more("Console is for people, json for machines."),
         ),
-    ] = "text"
+    ] = "console"
 
 
 NAMES = Settings.__struct_fields__
