@@ -22,7 +22,7 @@ from statistics import median
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from proxy.metric_families import PREFIX
+from proxy.metrics import PREFIX
 from tests.bench.interrupts import run_to_the_end
 from tests.bench.processes import Setup, Stack
 from tests.bench.progress import tell
