@@ -171,8 +171,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Meta(
             description="Let clients POST to /slots and /lora-adapters.",
             extra=_more(
-                "These change llama-server behind the cache's back and are refused with 403 otherwise. "
-                "Each time, everything that is known about the slots is learned anew."
+                "Otherwise refused with 403; each time, all that is known about slots is learned anew."
             ),
         ),
     ] = False
@@ -232,12 +231,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         ),
     ] = "info"
     log_format: Annotated[
-        Literal["text", "json"],
+        Literal["console", "json"],
         Meta(
-            description="Form of the log lines: text or json.",
-            extra=_more("Text is for people, json for machines."),
+            description="Form of the log lines: console or json.",
+            extra=_more("Console is for people, json for machines."),
         ),
-    ] = "text"
+    ] = "console"
 
 
 NAMES = Settings.__struct_fields__

@@ -7,7 +7,7 @@ import structlog
 
 
 def configure_logging(level: str, log_format: str) -> None:
-    """Send log lines of *level* and above to stderr, as `text` or `json`."""
+    """Send log lines of *level* and above to stderr, as `console` or `json`."""
     renderer: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()
         if log_format == "json"

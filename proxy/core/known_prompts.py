@@ -10,9 +10,8 @@ from proxy.core.prefix import Namespace, TokenIds, common_prefix_length, token_i
 from proxy.core.prefix_tree import Node, PrefixTree
 from proxy.core.sketch import Sketch
 
-KNOWN_BYTES = 500
-"""About what a known prompt takes besides its tokens, text and sketch."""
-MARK_BYTES = 300
+KNOWN_BYTES = 4000
+"""About what a known prompt takes besides its tokens, text and digests; most of it are its marks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class KnownPrompt:
 
     @property
     def size_bytes(self) -> int:
-        return KNOWN_BYTES + self.sketch.size_bytes + MARK_BYTES * len(self.sketch.messages)
+        return KNOWN_BYTES + self.sketch.size_bytes
 
 
 @dataclass(frozen=True, slots=True)

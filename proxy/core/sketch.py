@@ -23,6 +23,9 @@ _PARTS = {
 }
 
 
+_N_MARKED = 12
+
+
 def digests(values: "list[int]") -> Digests:
     """Return 64-bit digests, eight bytes each."""
     return array("Q", values)
@@ -59,10 +62,11 @@ class Sketch:
         """Yield what tells a conversation from others, the newest first.
 
         That is two messages in a row, behind the leading system ones, or a long answer. Any other single
-        message may be said in many: the first one goes to whoever finds a title for it, too.
+        message may be said in many: the first one goes to whoever finds a title for it, too. The last few
+        are enough: earlier requests of the conversation ended with the ones before them.
         """
-        first = self.n_leading_system
-        for index in range(len(self.messages) - 1, first - 1, -1):
+        first, n_messages = self.n_leading_system, len(self.messages)
+        for index in range(n_messages - 1, max(first, n_messages - _N_MARKED) - 1, -1):
             if index > first:
                 yield self.messages[index - 1], self.messages[index]
             if self.roles[index] == "A":

@@ -1,10 +1,11 @@
 """Where cache faults end: counted every time, logged once, never a client's error."""
 
-from proxy.errors import CacheFault
+from proxy.errors import CacheFault, UpstreamRefused
 from proxy.log import get_logger
 from proxy.metrics import Metrics
 
 _MAX_REMEMBERED = 256
+_ABOUT_PROMPTS = ("tokenize", "stabilize")
 
 
 class Faults:
@@ -22,7 +23,7 @@ class Faults:
     def record(self, stage: str, error: BaseException) -> None:
         """Count a fault; log it if the same one was not logged before."""
         self.count(stage)
-        reason = str(error) or type(error).__name__
+        reason = _reason(stage, error)
         if self._is_new(stage, reason):
             is_foreseen = isinstance(error, CacheFault)
             self._log.warning(
@@ -34,3 +35,13 @@ class Faults:
         if is_new and len(self._seen) < _MAX_REMEMBERED:
             self._seen.add((stage, reason))
         return is_new
+
+
+def _reason(stage: str, error: BaseException) -> str:
+    """Return what went wrong, without words of a prompt.
+
+    llama-server quotes what it cannot render or parse: arguments of a tool call that are no JSON, say.
+    """
+    if stage in _ABOUT_PROMPTS and isinstance(error, UpstreamRefused):
+        return f"llama-server answered {error.status}"
+    return str(error) or type(error).__name__

@@ -17,7 +17,7 @@ from proxy.driver.attachment import Attachment
 from proxy.driver.journal import Journal, Keep
 from proxy.driver.report import Findings
 from proxy.upstream.bodies import GenerationBody
-from proxy.upstream.sketches import contents_of, sketch_of
+from proxy.upstream.sketches import Contents, sketch_of
 
 _N_CHARACTERS = 80
 """About 20 tokens."""
@@ -37,6 +37,7 @@ class Inquiry:
         self._body = body
         self._sighting = Sighting()
         self._seen = Seen(EMPTY)
+        self._old_text = ""
         self._is_same_conversation = False
         self._planned_at = time.monotonic()
 
@@ -127,10 +128,11 @@ class Inquiry:
         n_ends = min(partner.n_tokens, self._prompt.n_tokens) - SLACK_TOKENS
         if n_with_partner >= n_ends and (compare(sketch, old).is_none or not sketch.messages):
             return None
-        new = Seen(sketch, self._seen.text, contents_of(self._body))
+        self._old_text = self._known.text(partner)
+        new = Seen(sketch, self._seen.text, Contents(self._body))
         return find_change(
             new,
-            Seen(old, self._known.text(partner)),
+            Seen(old, self._old_text),
             is_same_conversation=self._is_same_conversation,
         )
 
@@ -153,7 +155,7 @@ class Inquiry:
     ) -> Divergence | None:
         if partner is None or change is None or change.part is Part.NOWHERE:
             return None
-        before, known, now = self._texts(partner, change)
+        before, known, now = self._texts(change)
         known_ids = self._known.tokens(partner)[n_common : n_common + _N_IDS]
         return Divergence(
             n_common=n_common,
@@ -166,10 +168,10 @@ class Inquiry:
             now_ids=tuple(self._prompt.tokens[n_common : n_common + _N_IDS]),
         )
 
-    def _texts(self, partner: KnownPrompt, change: Change) -> tuple[str, str, str]:
+    def _texts(self, change: Change) -> tuple[str, str, str]:
         if change.at is None:
             return "", "", ""
-        new, old, at = self._seen.text, self._known.text(partner), change.at
+        new, old, at = self._seen.text, self._old_text, change.at
         end = at + _N_CHARACTERS
         return new[max(0, at - _N_CHARACTERS) : at], old[at:end], new[at:end]
 

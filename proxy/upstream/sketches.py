@@ -1,7 +1,7 @@
 """Sketches of chat bodies: what their prompts are made of."""
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
 
 import msgspec
 import xxhash
@@ -37,10 +37,25 @@ def _letter(message: dict[str, Any], encoded: bytes) -> str:
     return "A" if letter == "a" and len(encoded) > _LONG_BYTES else letter
 
 
-def contents_of(body: GenerationBody) -> list[list[str]]:
-    """Return the texts of each message of a body in the chat form, as templates write them."""
-    messages = body.fields.get("messages")
-    return [list(_pieces(m)) for m in messages] if isinstance(messages, list) else []
+class Contents(Sequence[list[str]]):
+    """The texts of each message of a body in the chat form, as templates write them; read when asked."""
+
+    def __init__(self, body: GenerationBody) -> None:
+        self._messages = list_of(body.fields.get("messages"))
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    @overload
+    def __getitem__(self, index: int) -> list[str]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[list[str]]: ...
+
+    def __getitem__(self, index: int | slice) -> list[str] | list[list[str]]:
+        if isinstance(index, slice):
+            return [list(_pieces(message)) for message in self._messages[index]]
+        return list(_pieces(self._messages[index]))
 
 
 def _pieces(message: dict[str, Any]) -> Iterator[str]:

@@ -1,12 +1,16 @@
 """Every named cause of a miss, produced on purpose before a real llama-server, is named."""
 
 import asyncio
+import json
 from array import array
 from dataclasses import replace
 from typing import Any
 
 import msgspec
+from click.testing import CliRunner, Result
+from structlog.testing import capture_logs
 
+from proxy.__main__ import main
 from proxy.core.eviction import Removal
 from proxy.core.model import Prompt
 from tests.lab.conversation import Message, answer, prose, system, tool_call, tool_result, tools
@@ -186,16 +190,36 @@ async def of_restart(rig: Rig) -> str:
         return str(record["cause"])
 
 
+async def printed(rig: Rig, *arguments: str) -> Result:
+    """Return what the command prints of the last request."""
+    command = ["explain", *arguments, "--admin", rig.admin_url]
+    return await asyncio.to_thread(CliRunner().invoke, main, command)
+
+
 async def test_every_cause_is_named_where_it_is_produced(start_rig: StartRig) -> None:
     found: dict[str, str] = {}
+    with capture_logs() as log:
+        await produce_all(start_rig, found)
+    assert found == {cause: cause for cause in found}
+    ids = [line["id"] for line in log if line["event"] == "request"]
+    assert len(ids) == len(set(ids)) >= 2 * len(found)
+    assert "callers" not in repr(log), "it is in every prompt"
+
+
+async def produce_all(start_rig: StartRig, found: dict[str, str]) -> None:
     async with start_rig("hybrid", stabilizers="none") as rig:
         for cause, (first, second) in BY_CHANGE.items():
             found[cause] = await cause_of_second(rig, first, second, "/v1/chat/completions")
         found["billing header"] = await of_billing(rig)
+        result = await printed(rig)
+        assert "cause: billing header, in the system prompt" in result.output
+        assert "\n- " in result.output and "\n+ " in result.output
+        as_json = await printed(rig, "last", "--json")
+        assert json.loads(as_json.output)["request"]["cause"] == "billing header"
+        assert (await printed(rig, "00000000")).exit_code == 1
         found["state evicted"] = await of_eviction(rig)
         found["restore refused"] = await of_refusal(rig)
         counted = rig.running.metrics.total("misses", cause="date", part="system")
         found["tokenization disagreement"] = await of_disagreement(rig)
         found["slot lost by a restart"] = await of_restart(rig)
-    assert found == {cause: cause for cause in found}
     assert counted == 1

@@ -9,7 +9,7 @@ from proxy.core.causes import Cause, Part
 from proxy.core.divergence import Change, Seen, find_change
 from proxy.core.text_changes import is_date
 from proxy.upstream.bodies import GenerationBody
-from proxy.upstream.sketches import contents_of, sketch_of
+from proxy.upstream.sketches import Contents, sketch_of
 
 LONG = "Check the return value before it is used. " * 12
 OTHER = "Sing of the sea, the sun and of old ships. " * 12
@@ -43,7 +43,7 @@ def seen(
         reasoning = message.get("reasoning_content") if has_reasoning else ""
         thought = f"<think>{reasoning}</think>" if reasoning else ""
         text += f"<|{message['role']}|>{thought}{message['content']}<|end|>"
-    return Seen(sketch_of(body), text + "<|assistant|>", contents_of(body))
+    return Seen(sketch_of(body), text + "<|assistant|>", Contents(body))
 
 
 def change(new: Seen, old: Seen, *, is_same: bool = True) -> tuple[Cause, Part, int | None]:

@@ -52,7 +52,6 @@ MAY_IMPORT = {
     | {"proxy.addresses", "proxy.log", "proxy.run", "proxy.sizes", "proxy.upstream"}
     | {"proxy.offline"},
     "proxy.commands.options": {"proxy.sources"},
-    "proxy.commands.explain": {"proxy.sources"},
     "proxy.commands.doctor": {"proxy.doctor", "proxy.driver", "proxy.store"},
     "proxy.commands.bench": {"proxy.doctor"},
     "proxy.__main__": {"proxy"},

@@ -1,0 +1,147 @@
+"""What explaining costs a request, and what 10,000 requests leave in memory; no llama-server is needed.
+
+python -m tests.bench.explain
+"""
+
+import random
+import time
+import tracemalloc
+from statistics import median
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import structlog
+
+from proxy.core.model import Outcome, Prompt, Rule, RuleKind, SlotId
+from proxy.core.options import Option, UseLive
+from proxy.core.plan import Plan
+from proxy.core.prefix import Namespace, token_ids
+from proxy.core.slots import Reuse
+from proxy.driver.account import Account
+from proxy.driver.attachment import Attachment
+from proxy.driver.inquiry import Inquiry
+from proxy.driver.journal import Journal
+from proxy.driver.report import Findings, Report
+from proxy.driver.requests import Answer, Arrival, GenerationRequest
+from proxy.metrics import Metrics
+from proxy.upstream.bodies import GenerationBody
+from proxy.upstream.replies import Timings
+from proxy.upstream.routes import Route
+
+SPACE = Namespace(b"n" * 16)
+ATTACHMENT = cast(
+    Attachment, SimpleNamespace(rule=Rule(RuleKind.RESTORE_POINTS), process_id="process")
+)
+CHARACTERS_A_TOKEN = 4
+MESSAGE_TOKENS = 250
+
+
+class Conversation:
+    """Grows by a message a request; *seed* makes its words its own."""
+
+    def __init__(self, seed: int, n_tokens: int) -> None:
+        self._random = random.Random(seed)
+        self.messages: list[dict[str, Any]] = []
+        self.tokens = token_ids(())
+        self.text = ""
+        while len(self.tokens) < n_tokens:
+            self.grow()
+
+    def grow(self) -> None:
+        role = "user" if len(self.messages) % 2 else "assistant"
+        content = self._random.randbytes(MESSAGE_TOKENS * CHARACTERS_A_TOKEN // 2).hex()
+        self.messages.append({"role": role if self.messages else "system", "content": content})
+        self.text += content
+        self.tokens += token_ids(self._random.choices(range(150_000), k=MESSAGE_TOKENS))
+
+    def prompt(self) -> tuple[Prompt, GenerationBody]:
+        fields = {"messages": list(self.messages)}
+        body = GenerationBody(msgspec.json.encode(fields), fields)
+        return Prompt(token_ids(self.tokens), SPACE, text=self.text), body
+
+
+class Desk:
+    """Explains and reports requests as the driver does, with everything but llama-server."""
+
+    def __init__(self) -> None:
+        self.journal = Journal()
+        self.report = Report(Metrics(), self.journal)
+        self._n_requests = 0
+
+    def serve(self, prompt: Prompt, body: GenerationBody, n_reused: int) -> tuple[float, Findings]:
+        """Return how many milliseconds explaining, counting and recording took, without writing the log."""
+        self._n_requests += 1
+        request = GenerationRequest(Arrival(f"{self._n_requests:08x}", "/v1"), Route.CHAT, b"", {})
+        plan = Plan(Option(SlotId(0), UseLive(Reuse(n_reused, n_reused)), 0.0), n_shared=n_reused)
+        account = Account(plan, prompt.n_tokens)
+        account.add(Timings(n_reused, prompt.n_tokens - n_reused))
+        began = time.perf_counter()
+        inquiry = Inquiry(self.journal, ATTACHMENT, prompt, body)
+        inquiry.note_planned()
+        findings = inquiry.findings(account, request.id)
+        self.report.answered(request, Answer(200, None), Outcome.HIT, findings)
+        return 1000 * (time.perf_counter() - began), findings
+
+
+def time_of_hits(n_tokens: int) -> float:
+    """Return the milliseconds for a request that goes on from the one before."""
+    desk, conversation = Desk(), Conversation(1, n_tokens)
+    taken = []
+    for _ in range(40):
+        n_before = len(conversation.tokens)
+        taken.append(desk.serve(*conversation.prompt(), n_before - MESSAGE_TOKENS)[0])
+        conversation.grow()
+    return median(taken[1:])
+
+
+def time_of_misses(n_tokens: int) -> float:
+    """Return the milliseconds for a request whose system prompt has changed."""
+    desk, taken = Desk(), []
+    for number in range(40):
+        conversation = Conversation(1, n_tokens)
+        stamp = f"It is 2026-11-21 14:{number:02}. "
+        conversation.messages[0]["content"] = stamp + conversation.messages[0]["content"]
+        conversation.text = stamp + conversation.text
+        conversation.tokens[5] = number
+        milliseconds, findings = desk.serve(*conversation.prompt(), 5)
+        taken.append(milliseconds)
+        assert number == 0 or findings.cause == "date", findings
+    return median(taken[1:])
+
+
+def memory_of(n_requests: int, n_tokens: int) -> tuple[float, float, int]:
+    """Return MB allocated after requests of conversations of their own, what is counted, and how many."""
+    block = Conversation(1, n_tokens)
+    tracemalloc.start()
+    desk = Desk()
+    for number in range(n_requests):
+        tokens = token_ids(block.tokens)
+        tokens[0] = number
+        text = f"{number} {block.text}"
+        fields = {"messages": [{"role": "user", "content": str(number)}, *block.messages]}
+        desk.serve(Prompt(tokens, SPACE, text=text), GenerationBody(b"", fields), 0)
+    allocated = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    prompts = desk.journal.prompts
+    return allocated / 1e6, prompts.size_bytes / 1e6, len(prompts)
+
+
+def main() -> None:
+    """Measure and print."""
+    structlog.configure(processors=[_drop])
+    for n_tokens in (10_000, 30_000):
+        hit, miss = time_of_hits(n_tokens), time_of_misses(n_tokens)
+        print(f"{n_tokens:,} tokens: {hit:.3f} ms for a hit, {miss:.3f} ms for a miss")
+    allocated, counted, n_kept = memory_of(10_000, 30_000)
+    print(
+        f"10,000 requests of 30,000 tokens: {allocated:.1f} MB, {counted:.1f} counted, {n_kept} kept"
+    )
+
+
+def _drop(*_: object) -> Any:
+    raise structlog.DropEvent
+
+
+if __name__ == "__main__":
+    main()
