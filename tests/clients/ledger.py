@@ -9,6 +9,7 @@ from proxy.upstream.routes import generation_route
 from tests.clients.scripted_server import Recorded, ScriptedServer
 
 SLACK_TOKENS = 32
+GENERATION_PROMPT_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class Turn:
     def n_new(self) -> int:
         return len(self.tokens) - self.n_known
 
+    @property
+    def n_reused(self) -> int:
+        return len(self.tokens) - self.n_evaluated
+
 
 def turns_of(server: ScriptedServer, n_before: int) -> list[Turn]:
     """Return all requests so far; *n_before* tokens had been evaluated before the first of them.
@@ -37,7 +42,9 @@ def turns_of(server: ScriptedServer, n_before: int) -> list[Turn]:
         n_known = max((common_prefix_length(tokens, turn.tokens) for turn in turns), default=0)
         n_now = recorded.n_evaluated_so_far
         # A llama-server that was started again counts from nothing.
-        turns.append(Turn(recorded, tokens, n_known, n_now - n_before if n_now >= n_before else n_now))
+        turns.append(
+            Turn(recorded, tokens, n_known, n_now - n_before if n_now >= n_before else n_now)
+        )
         n_before = n_now
     return turns
 
@@ -55,6 +62,17 @@ def tokens_of(server: ScriptedServer, recorded: Recorded) -> TokenIds:
         counted = server.request("POST", "/v1/messages/count_tokens", recorded.body)[1]
         assert counted["input_tokens"] == len(tokens)
     return tokens
+
+
+def assert_only_new_is_evaluated(turns: list[Turn]) -> None:
+    for turn in turns:
+        assert turn.n_evaluated <= turn.n_new + SLACK_TOKENS, told(turns)
+
+
+def assert_append_only(turns: list[Turn]) -> None:
+    """Assert that each prompt begins with the one before it, but for what asks for an answer."""
+    for before, turn in zip(turns, turns[1:], strict=False):
+        assert turn.n_known >= len(before.tokens) - GENERATION_PROMPT_TOKENS, told(turns)
 
 
 def told(turns: list[Turn]) -> str:

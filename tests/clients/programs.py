@@ -48,7 +48,9 @@ async def run(
             process.kill()
             await process.wait()
     if process.returncode:
-        raise ClientError(f"{program.name} ended with {process.returncode}: {printed!r} {complaints!r}")
+        raise ClientError(
+            f"{program.name} ended with {process.returncode}: {printed!r} {complaints!r}"
+        )
     return printed
 
 

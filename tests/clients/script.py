@@ -34,8 +34,8 @@ LAST = Answer("<summary>All of it is done, and nothing is left to do.</summary>"
 class Script:
     """Answers by task; a task is a phrase that occurs in the text that gives it, and nowhere else."""
 
-    def __init__(self, **answers: tuple[Answer, ...]) -> None:
-        self._answers = answers
+    def __init__(self, answers: dict[str, tuple[Answer, ...]] | None = None) -> None:
+        self._answers = answers or {}
 
     def next_answer(self, body: Body) -> Answer:
         if not body.get("tools"):

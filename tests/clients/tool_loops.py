@@ -11,6 +11,10 @@ from typing import Any
 from tests.clients.script import Answer, Call
 
 
+EARLIER, LATER = {"TZ": "Etc/GMT+12"}, {"TZ": "Pacific/Kiritimati"}
+"""Environments: at every moment it is an earlier date in the one than in the other."""
+
+
 def call(name: str, **arguments: Any) -> Call:
     return Call(name, json.dumps(arguments))
 
@@ -42,7 +46,9 @@ def opencode_loop(repository: Path) -> tuple[Answer, ...]:
         Answer("I look around.", (call("bash", description="List", command="ls src"),), "First."),
         Answer("", (call("read", filePath=one, offset=1, limit=20.0),), "Which part is it?"),
         Answer("Now I change it.", (edit,)),
-        Answer("", (Call("bash", '{ "command" : "git diff",  "description":"Caf\\u00e9" }'),), "So?"),
+        Answer(
+            "", (Call("bash", '{ "command" : "git diff",  "description":"Caf\\u00e9" }'),), "So?"
+        ),
         Answer("Both.", (call("read", filePath=two), call("read", filePath=three)), "All."),
         Answer("", (call("nothing_of_the_kind", path=one),), "Is there such a tool?"),
         *(
@@ -64,7 +70,12 @@ def claude_code_delegation() -> tuple[Answer, ...]:
 
 def opencode_delegation() -> tuple[Answer, ...]:
     calls = tuple(
-        call("task", description=f"Look at {part}", prompt=f"Examine part {part}.", subagent_type="general")
+        call(
+            "task",
+            description=f"Look at {part}",
+            prompt=f"Examine part {part}.",
+            subagent_type="general",
+        )
         for part in ("one", "two")
     )
     return Answer("Two agents look at it.", calls), Answer("They are back.")
