@@ -69,10 +69,28 @@ def assert_only_new_is_evaluated(turns: list[Turn]) -> None:
         assert turn.n_evaluated <= turn.n_new + SLACK_TOKENS, told(turns)
 
 
+def assert_only_new_is_evaluated_in_all(turns: list[Turn]) -> None:
+    """Assert it of requests at the same time, of which only sums are true."""
+    n_needed = sum(turn.n_new + SLACK_TOKENS for turn in turns)
+    assert sum(turn.n_evaluated for turn in turns) <= n_needed, told(turns)
+
+
 def assert_append_only(turns: list[Turn]) -> None:
     """Assert that each prompt begins with the one before it, but for what asks for an answer."""
     for before, turn in zip(turns, turns[1:], strict=False):
         assert turn.n_known >= len(before.tokens) - GENERATION_PROMPT_TOKENS, told(turns)
+
+
+def assert_shared_at_once(turns: list[Turn], first: Turn, second: Turn) -> None:
+    """Assert that of two agents that began at the same moment the second one did not evaluate it all.
+
+    Only sums are true of requests at the same time. The first one may have to evaluate what it shares
+    with its parent: no point was known there. The second one may evaluate the message that it begins
+    with, which was on its way when it came.
+    """
+    n_needed = sum(turn.n_new + SLACK_TOKENS for turn in turns) + first.n_known
+    assert second.n_known > 0.9 * len(second.tokens)
+    assert sum(turn.n_evaluated for turn in turns) <= n_needed + 0.1 * second.n_known, told(turns)
 
 
 def told(turns: list[Turn]) -> str:

@@ -10,7 +10,6 @@ from typing import Any
 
 from tests.clients.script import Answer, Call
 
-
 EARLIER, LATER = {"TZ": "Etc/GMT+12"}, {"TZ": "Pacific/Kiritimati"}
 """Environments: at every moment it is an earlier date in the one than in the other."""
 
@@ -60,12 +59,20 @@ def opencode_loop(repository: Path) -> tuple[Answer, ...]:
 
 
 def claude_code_delegation() -> tuple[Answer, ...]:
-    """Return an answer that sends out two agents at once, and one when they are back."""
-    calls = tuple(
+    """Return answers that send out two agents at once and, when they are back, a third one.
+
+    Agents work beside the conversation; that they are done comes later, as a message of its own.
+    """
+    one, two, three = (
         call("Agent", description=f"Look at {part}", prompt=f"Examine part {part}.")
-        for part in ("one", "two")
+        for part in ("one", "two", "three")
     )
-    return Answer("Two agents look at it.", calls), Answer("I wait for them.")
+    return (
+        Answer("Two agents look at it.", (one, two)),
+        Answer("I wait for them."),
+        Answer("One more.", (three,)),
+        Answer("I wait again."),
+    )
 
 
 def opencode_delegation() -> tuple[Answer, ...]:
