@@ -68,7 +68,8 @@ def choose_stops(
 ) -> tuple[Stop, ...]:
     """Return the stops, ascending, for a prompt whose evaluation begins at *n_reused*.
 
-    With *shares_header* the header is saved as soon as it is evaluated, for requests in other slots.
+    With *shares_header* the header is saved as soon as it is evaluated, for requests in other slots; with
+    the surroundings behind it, where there are any.
     """
     if not rule.can_restore:
         return ()
@@ -93,7 +94,10 @@ def choose_stops(
 
 def _saved(rule: Rule, cuts: Cuts, *, shares_header: bool) -> Iterator[tuple[int, CheckpointKind]]:
     """Yield the cuts at which the slot is saved, the most important first."""
-    if rule.kind is RuleKind.END_ONLY or shares_header:
+    if rule.kind is not RuleKind.END_ONLY and shares_header and cuts.surroundings > cuts.header:
+        # The header is a place of that state, and of the conversation's that will supersede it.
+        yield cuts.surroundings, CheckpointKind.CONVERSATION
+    elif rule.kind is RuleKind.END_ONLY or shares_header:
         yield cuts.header, CheckpointKind.HEADER
     if rule.kind is RuleKind.END_ONLY:
         yield cuts.turn_start, CheckpointKind.TURN_START
@@ -110,8 +114,12 @@ def _planted(rule: Rule, cuts: Cuts) -> list[int]:
     if rule.kind is RuleKind.ANY_PREFIX:
         return []
     if rule.kind is RuleKind.END_ONLY:
-        return [cuts.last_turn_end] if cuts.last_turn_end else []
-    in_turn = [n for n in (cuts.last_turn_end, cuts.turn_start) if n >= rule.end_holds_from]
+        return sorted({cuts.surroundings, cuts.last_turn_end} - {0})
+    in_turn = [
+        n
+        for n in (cuts.surroundings, cuts.last_turn_end, cuts.turn_start)
+        if n >= rule.end_holds_from
+    ]
     return sorted({cuts.header, cuts.branch, *in_turn} - {0})
 
 

@@ -72,10 +72,11 @@ def _marks(old: Known | None, n_kept: int, cuts: Cuts, n_tokens: int) -> tuple[i
     """Return where requests may come back to in a prompt that shares its first *n_kept* tokens with *old*.
 
     A new user message is the place where a conversation forks: a summary or a title is asked for, a
-    subagent takes over, the user goes back and edits. What lies before it is then asked for again. Of the
-    prompt only *n_tokens* are evaluated so far.
+    subagent takes over, the user goes back and edits. What lies before it is then asked for again. Another
+    session shares an agent's surroundings. Of the prompt only *n_tokens* are evaluated so far.
     """
-    marks = {mark for mark in (cuts.branch, cuts.last_turn_end) if mark <= n_tokens}
+    forks = cuts.branch, cuts.last_turn_end, cuts.surroundings
+    marks = {mark for mark in forks if mark <= n_tokens}
     if old:
         marks |= {mark for mark in (*old.marks, old.turn_start) if mark <= n_kept}
     return tuple(sorted(marks - {0, cuts.header, cuts.turn_start}))[-MAX_MARKS:]

@@ -116,8 +116,9 @@ class Candidate:
 class Cuts:
     """Stable cuts of one prompt, in tokens; 0 where there is none.
 
-    At `last_turn_end` the user message begins that is the newest of the prompt. `branch` is where it
-    leaves a prompt that was seen before, if nothing can be continued there.
+    At `last_turn_end` the user message begins that is the newest of the prompt. At `surroundings` the
+    reminder ends that its first message begins with. `branch` is where it leaves a prompt that was seen
+    before, if nothing can be continued there.
     """
 
     header: int = 0
@@ -125,6 +126,12 @@ class Cuts:
     message_end: int = 0
     branch: int = 0
     last_turn_end: int = 0
+    surroundings: int = 0
+
+    @property
+    def shared(self) -> int:
+        """What other sessions of the same agent in the same place begin with as well."""
+        return max(self.header, self.surroundings)
 
     @property
     def begins_turn(self) -> bool:

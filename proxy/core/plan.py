@@ -128,7 +128,7 @@ class Situation:
     n_shared: int = 0
     occupants: tuple[Occupant, ...] = ()
     coming: tuple[Coming, ...] = ()
-    header_bytes: int = 0
+    shared_bytes: int = 0
 
     def occupant(self, slot: Slot) -> Occupant:
         return self.occupants[slot.id] if self.occupants else Occupant(slot.content)
@@ -203,8 +203,8 @@ def _shared(prompt: Prompt, slot: Slot) -> int:
 
 def _shares_header(now: Situation, cuts: Cuts, n_reused: int) -> bool:
     """Return whether a header is worth a save before its own request is answered."""
-    evaluation_seconds = now.rates.evaluation_seconds(n_reused, cuts.header)
-    save_seconds = now.rates.save_seconds(now.header_bytes)
+    evaluation_seconds = now.rates.evaluation_seconds(n_reused, cuts.shared)
+    save_seconds = now.rates.save_seconds(now.shared_bytes)
     return len(now.slots) > 1 and evaluation_seconds > SHARED_HEADER_SAVES * save_seconds
 
 

@@ -200,14 +200,17 @@ class CachedRequest:
 
     def _arrival(self, plan: Plan) -> Arrival | None:
         """Return the first state that will be saved on the way, and when about."""
-        stop = next((stop for stop in plan.stops if stop.save_as), None)
-        if stop is None:
+        index = next((i for i, stop in enumerate(plan.stops) if stop.save_as), None)
+        if index is None:
             return None
+        stop = plan.stops[index]
+        points = tuple(before.n_tokens for before in plan.stops[:index])
         rates, size_bytes = self._attachment.rates, self._attachment.bytes_of(stop.n_tokens)
         seconds = plan.option.displacement.delay_seconds + rates.save_seconds(size_bytes)
         seconds += rates.evaluation_seconds(plan.start.n_reused, stop.n_tokens)
         tokens = self._prompt.tokens[: stop.n_tokens]
-        return Arrival(tokens, self._prompt.namespace, time.monotonic() + seconds, size_bytes)
+        expected_at = time.monotonic() + seconds
+        return Arrival(tokens, self._prompt.namespace, expected_at, size_bytes, points)
 
     def _report(self, answer: Answer, account: Account) -> None:
         metrics = self._services.metrics

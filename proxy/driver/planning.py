@@ -89,7 +89,7 @@ class Planning:
                 for s in slots
             ),
             self._session.arrivals.coming(),
-            attachment.bytes_of(self._prompt.cuts.header),
+            attachment.bytes_of(self._prompt.cuts.shared),
         )
 
     def _keep_most_useful(self, candidates: tuple[Candidate, ...]) -> None:

@@ -18,10 +18,13 @@ from proxy.errors import UpstreamRefused
 from proxy.upstream.bodies import (
     SYSTEM_ROLES,
     GenerationBody,
+    begins_with_reminder,
     has_several_texts,
+    is_first_message,
     last_user_index,
     leading_system,
     rendering_key,
+    with_first_text_and,
     with_last_text,
     with_messages,
 )
@@ -75,12 +78,23 @@ class PromptReader:
         tokens = await self._upstream.tokenize(text, headers, add_special=True)
         rendered = _Rendered(text, tokens)
         if rule.kind is RuleKind.ANY_PREFIX and self._shares_headers:
-            cuts = Cuts(await self._header(rendered, body, headers))
+            cuts = await self._shared_cuts(rendered, body, headers)
         elif rule.kind in (RuleKind.ANY_PREFIX, RuleKind.NOTHING):
             cuts = NO_CUTS
         else:
             cuts = await self._find_cuts(rendered, body, headers, rule)
         return Prompt(tokens, namespace, cuts, text=text)
+
+    async def _shared_cuts(
+        self, rendered: _Rendered, body: GenerationBody, headers: Headers
+    ) -> Cuts:
+        """Return the cuts that other sessions share; any other place needs none."""
+        newest = len(body.messages) - 1 if body.messages else None
+        header, surroundings = await asyncio.gather(
+            self._header(rendered, body, headers),
+            self._surroundings(rendered, body, newest, headers),
+        )
+        return Cuts(header, surroundings=surroundings)
 
     async def _completion_tokens(self, body: GenerationBody, headers: Headers) -> TokenIds:
         prompt = body.fields["prompt"]
@@ -96,12 +110,12 @@ class PromptReader:
             message.get("role") in SYSTEM_ROLES for message in body.messages[last_user + 1 :]
         )
         wants_message_end = begins_turn or rule.kind is RuleKind.END_ONLY
-        header, message_end, last_turn_end = await asyncio.gather(
+        newest = last_user if begins_turn else None
+        header, message_end, last_turn_end, surroundings = await asyncio.gather(
             self._header(rendered, body, headers),
             self._message_end(rendered, body, headers) if wants_message_end else _nowhere(),
-            self._last_turn_end(rendered, body, last_user, headers)
-            if begins_turn and last_user is not None
-            else _nowhere(),
+            self._last_turn_end(rendered, body, newest, headers),
+            self._surroundings(rendered, body, newest, headers),
         )
         if last_user is None:
             return Cuts(header, 0, message_end)
@@ -109,7 +123,13 @@ class PromptReader:
         key = _digest(b"turn start", rendering_key(body, messages))
         if begins_turn:
             self._cuts[key] = rendered.tokens[:message_end]
-            return Cuts(header, message_end, message_end, last_turn_end=last_turn_end)
+            return Cuts(
+                header,
+                message_end,
+                message_end,
+                last_turn_end=last_turn_end,
+                surroundings=surroundings,
+            )
         if key not in self._cuts:  # a turn that began before the proxy did, or whose prompt was cut
             head = with_messages(body, messages, generation_prompt=False)
             self._cuts[key] = rendered.tokens[: await self._cut_before(rendered, head, headers)]
@@ -120,7 +140,7 @@ class PromptReader:
         return len(known) if known is not None and tokens[: len(known)] == known else 0
 
     async def _last_turn_end(
-        self, rendered: _Rendered, body: GenerationBody, last_user: int, headers: Headers
+        self, rendered: _Rendered, body: GenerationBody, newest: int | None, headers: Headers
     ) -> int:
         """Return where the newest user message begins; 0 if only the header is before it.
 
@@ -128,24 +148,45 @@ class PromptReader:
         be rendered as one that still runs, by some templates with its reasoning. Of a message of several
         texts only the last is the user's own: agents put their surroundings before it.
         """
-        before, newest, behind = (
-            body.messages[:last_user],
-            body.messages[last_user],
-            body.messages[last_user + 1 :],
-        )
-        is_first = len(before) <= len(leading_system(body))
-        others = [with_last_text(newest, text) for text in _OTHER_TEXTS]
-        if is_first and not has_several_texts(newest):
+        if newest is None:
             return 0
-        cuts = [
-            await self._cut_before(
-                rendered,
-                with_messages(body, [*before, other, *behind], generation_prompt=False),
-                headers,
-            )
+        message = body.messages[newest]
+        if is_first_message(body, newest) and not has_several_texts(message):
+            return 0
+        others = [with_last_text(message, text) for text in _OTHER_TEXTS]
+        return await self._shared_with(rendered, body, newest, others, headers)
+
+    async def _surroundings(
+        self, rendered: _Rendered, body: GenerationBody, newest: int | None, headers: Headers
+    ) -> int:
+        """Return where the first reminder of the first user message ends, 0 if that is not its beginning.
+
+        What agents put there changes less than what follows: behind Claude Code's environment comes the
+        status of the repository, which is another one in the next session.
+        """
+        if newest is None or not is_first_message(body, newest):
+            return 0
+        message = body.messages[newest]
+        if message.get("role") != "user" or not begins_with_reminder(message):
+            return 0
+        others = [with_first_text_and(message, text) for text in _OTHER_TEXTS]
+        return await self._shared_with(rendered, body, newest, others, headers)
+
+    async def _shared_with(
+        self,
+        rendered: _Rendered,
+        body: GenerationBody,
+        index: int,
+        others: list[dict[str, object]],
+        headers: Headers,
+    ) -> int:
+        """Return how many tokens a prompt shares with renderings that have another message at *index*."""
+        before, behind = body.messages[:index], body.messages[index + 1 :]
+        bodies = [
+            with_messages(body, [*before, other, *behind], generation_prompt=False)
             for other in others
         ]
-        return min(cuts)
+        return min([await self._cut_before(rendered, other, headers) for other in bodies])
 
     async def _message_end(
         self, rendered: _Rendered, body: GenerationBody, headers: Headers

@@ -17,6 +17,7 @@ from proxy.upstream.responses_body import chat_of_responses
 from proxy.upstream.routes import Route
 
 SYSTEM_ROLES = ("system", "developer")
+_REMINDER = "<system-reminder>"
 
 # What /apply-template reads besides the messages (oaicompat_chat_params_parse in server-common.cpp).
 RENDERING_FIELDS = (
@@ -182,12 +183,26 @@ def has_several_texts(message: dict[str, Any]) -> bool:
     return isinstance(content, list) and len(content) > 1 and "text" in content[-1]
 
 
+def begins_with_reminder(message: dict[str, Any]) -> bool:
+    """Return whether the first of a message's several parts was written by an agent, not by its user."""
+    return has_several_texts(message) and _text(message["content"][0]).startswith(_REMINDER)
+
+
+def _text(part: Any) -> str:
+    return str(part.get("text", "")) if isinstance(part, dict) else ""
+
+
 def with_last_text(message: dict[str, Any], text: str) -> dict[str, Any]:
     """Return a message that says *text* instead of its own, or of its last part if it has several."""
     if has_several_texts(message):
         *others, last = message["content"]
         return {**message, "content": [*others, {**last, "text": text}]}
     return {**message, "content": text}
+
+
+def with_first_text_and(message: dict[str, Any], text: str) -> dict[str, Any]:
+    """Return a message of several parts with *text* instead of all but the first of them."""
+    return {**message, "content": [message["content"][0], {"type": "text", "text": text}]}
 
 
 def with_messages(
@@ -205,6 +220,11 @@ def leading_system(body: GenerationBody) -> list[dict[str, Any]]:
         (i for i, m in enumerate(messages) if m.get("role") not in SYSTEM_ROLES), len(messages)
     )
     return messages[:n]
+
+
+def is_first_message(body: GenerationBody, index: int) -> bool:
+    """Return whether nothing but system messages is before a message."""
+    return index <= len(leading_system(body))
 
 
 def last_user_index(body: GenerationBody) -> int | None:

@@ -14,6 +14,7 @@ from proxy.driver.saving import RewriteStateFile, keep_as_saved
 from tests.lab.server import LlamaServer
 
 SETTLE_SECONDS = 300.0
+_DEFAULTS = {"min_free_bytes": 0, "idle_save_seconds": 0.05, "drain_seconds": 5.0}
 
 
 class Rig:
@@ -30,11 +31,10 @@ class Rig:
         self.server = server
         self.rewrite = rewrite
         self.settings = Settings(
-            upstream=server.base_url,
             slot_save_path=str(directory),
             listen="127.0.0.1:0",
             admin="127.0.0.1:0",
-            **{"min_free_bytes": 0, "idle_save_seconds": 0.05, "drain_seconds": 5.0, **settings},
+            **{**_DEFAULTS, "upstream": server.base_url, **settings},
         )
         self.running: Running
         self._stack = AsyncExitStack()

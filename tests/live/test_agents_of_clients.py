@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.lab.clients import claude_code
+from tests.lab.conversation import prose
 from tests.lab.models import TEMPLATE_FOLDER
 from tests.lab.rig import Rig
 from tests.live.conftest import StartRig
@@ -36,6 +37,17 @@ async def test_second_session_in_a_repository_shares_the_first_ones_beginning(
         n_second = await ask(rig, claude_code.request("write more tests for the cart"))
         assert n_first > 5000
         assert n_second < n_first / 100 + SLACK_TOKENS
+
+
+async def test_session_in_a_changed_repository_goes_on_behind_the_environment(
+    start_rig: StartRig,
+) -> None:
+    """Prompts are long, so that no context checkpoint is near by chance."""
+    async with start_rig("hybrid", n_slots=2, extra_args=template_flags("strict")) as rig:
+        n_first = await ask(rig, claude_code.request(prose(7, 300)))
+        await rig.restart()
+        n_second = await ask(rig, claude_code.request(prose(8, 300), status="M src/cart.py"))
+        assert n_second < n_first / 10
 
 
 async def test_tool_loop_evaluates_only_what_is_new(start_rig: StartRig) -> None:

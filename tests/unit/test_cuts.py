@@ -110,13 +110,26 @@ def test_choose_stops_that_share_the_header_save_it(rule: Rule) -> None:
     assert choose_stops(rule, Cuts(header=1000), (), 1000, shares_header=True) == ()
 
 
+def test_choose_stops_behind_an_agents_surroundings_share_them_with_the_header() -> None:
+    cuts = Cuts(header=1000, turn_start=2000, message_end=2000, surroundings=1500)
+    assert choose_stops(RESTORE_POINTS, cuts, (), 0) == (Stop(1000), Stop(1500), Stop(2000))
+    shared = Stop(1500, CheckpointKind.CONVERSATION)
+    stops = choose_stops(RESTORE_POINTS, cuts, (), 0, shares_header=True)
+    assert stops == (Stop(1000), shared, Stop(2000))
+    assert choose_stops(ANY_PREFIX, cuts, (), 0, shares_header=True) == (shared,)
+    ends = choose_stops(END_ONLY, cuts, (), 0, shares_header=True)
+    assert ends[:2] == (Stop(1000, CheckpointKind.HEADER), Stop(1500))
+    window = Rule(RuleKind.RESTORE_POINTS, end_holds_from=2500)
+    assert choose_stops(window, cuts, (), 0) == (Stop(1000),)
+
+
 def test_choose_stops_without_a_rule_shares_no_header() -> None:
     assert choose_stops(NOTHING, CUTS, (), 0, shares_header=True) == ()
 
 
 @given(
     st.sampled_from(RuleKind),
-    st.builds(Cuts, *[st.integers(0, 4000)] * 5),
+    st.builds(Cuts, *[st.integers(0, 4000)] * 6),
     st.integers(0, 4000),
     st.booleans(),
 )
@@ -128,11 +141,11 @@ def test_choose_stops_of_anything_ascend_beyond_what_is_reused(
     assert lengths == sorted(set(lengths))
     assert all(n > n_reused + SLACK_TOKENS and n >= MIN_CUT_TOKENS for n in lengths)
     named = {cuts.header, cuts.turn_start, cuts.message_end, cuts.branch, cuts.last_turn_end}
-    assert set(lengths) <= named
+    assert set(lengths) <= named | {cuts.surroundings}
     saved = {stop.save_as for stop in stops} - {None}
     assert (
         kind is RuleKind.END_ONLY
-        or saved <= {CheckpointKind.HEADER}
+        or saved <= {CheckpointKind.HEADER, CheckpointKind.CONVERSATION}
         and shares_header >= bool(saved)
     )
 

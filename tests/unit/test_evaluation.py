@@ -154,7 +154,7 @@ def test_marks_of_a_very_long_conversation_are_the_newest() -> None:
 
 
 POINTS = st.sets(st.integers(1, 20), max_size=4).map(lambda points: tuple(sorted(points)))
-CUTS = st.builds(Cuts, *[st.integers(0, 20)] * 5)
+CUTS = st.builds(Cuts, *[st.integers(0, 20)] * 6)
 
 
 @given(TOKENS, TOKENS, POINTS, st.integers(0, 20), CUTS)
@@ -166,7 +166,7 @@ def test_marks_of_anything_ascend_and_are_old_ones_or_cuts(
     n_common = common_prefix_length(before.tokens, after.tokens)
     old = {mark for mark in (*marks, turn_start) if mark <= n_common}
     assert list(after.marks) == sorted(set(after.marks) - {0})
-    assert set(after.marks) <= old | {cuts.branch, cuts.last_turn_end}
+    assert set(after.marks) <= old | {cuts.branch, cuts.last_turn_end, cuts.surroundings}
     assert max((after.header, after.turn_start, *after.marks)) <= len(asked)
     assert old - {0, cuts.header, cuts.turn_start} <= set(after.marks)
     assert not {cuts.header, cuts.turn_start} & set(after.marks)

@@ -364,7 +364,7 @@ def test_plan_saves_a_new_header_at_once_where_it_is_much_cheaper_than_evaluatin
     cheap = int(1e6 * 2.0 / SHARED_HEADER_SAVES)
     for size_bytes, save_as in ((cheap - 1, CheckpointKind.HEADER), (cheap + 1, None)):
         made = plan(
-            1300, RESTORE_POINTS, Empty(), Empty(), cuts=cuts, rates=rates, header_bytes=size_bytes
+            1300, RESTORE_POINTS, Empty(), Empty(), cuts=cuts, rates=rates, shared_bytes=size_bytes
         )
         assert made.stops == (Stop(1000, save_as), Stop(1200))
 
