@@ -7,8 +7,9 @@ SETUP := $(VENV)/.set-up
 SERVER := $(LAB)/llama-server/llama-server
 MODELS := $(LAB)/models/.made
 PROMETHEUS := $(LAB)/prometheus/promtool
+CHROMIUM := $(LAB)/chromium/chromium
 
-.PHONY: all setup llama-server models prometheus demo test live lint format type docs bench clean
+.PHONY: all setup llama-server models prometheus chromium demo test live lint format type docs screenshots bench clean
 
 all: lint type test
 
@@ -35,6 +36,13 @@ prometheus:
 $(PROMETHEUS):
 	tests/lab/fetch_prometheus.sh $(abspath $(LAB)/prometheus)
 
+# For the live page: one in CHROMIUM_BIN or on PATH wins, otherwise Debian's own is unpacked into .lab.
+chromium:
+	@if [ -n "$$CHROMIUM_BIN" ] || command -v chromium >/dev/null; then :; \
+	 else $(MAKE) --no-print-directory $(CHROMIUM); fi
+$(CHROMIUM):
+	tests/lab/fetch_chromium.sh $(abspath $(LAB)/chromium)
+
 models: $(MODELS)
 $(MODELS): $(SETUP) $(wildcard tests/lab/*.py tests/lab/templates/*)
 	rm -rf $(LAB)/models
@@ -45,10 +53,10 @@ $(MODELS): $(SETUP) $(wildcard tests/lab/*.py tests/lab/templates/*)
 demo: $(SETUP) llama-server models
 	@$(BIN)/python -m tests.bench.demo
 
-test: $(SETUP) llama-server models prometheus
+test: $(SETUP) llama-server models prometheus chromium
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-live: $(SETUP) llama-server models prometheus
+live: $(SETUP) llama-server models prometheus chromium
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/live
 
 lint: $(SETUP)
@@ -64,6 +72,10 @@ type: $(SETUP)
 
 docs: $(SETUP)
 	$(BIN)/python -m tests.documents
+
+# The pictures of the live page in docs/, from a real browser.
+screenshots: $(SETUP) llama-server models chromium
+	$(BIN)/python -m tests.bench.page screenshots
 
 # All of docs/benchmarks.md (an hour), or only traces: make bench TRACE=interleaved MODEL=hybrid.
 # Also SIZE, SLOTS, VARIANT, TIMES=N for several runs, AGAIN=1, VERBOSE=1 for every request.

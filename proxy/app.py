@@ -52,6 +52,9 @@ from proxy.front.stored.tree import Tree
 from proxy.front.warm import Warm
 from proxy.log import get_logger
 from proxy.metrics import Metrics
+from proxy.page.events import Events
+from proxy.page.files import PageFiles
+from proxy.page.looks import Looks
 from proxy.stabilize.names import parse_switches
 from proxy.store.budget import Limits
 from proxy.store.state_files import is_private
@@ -175,9 +178,12 @@ def _operators(
         Tree(lifecycle, services.opened_store),
         Requests(services.journal),
         warm,
+        PageFiles(),
+        events := Events(Looks(services, lifecycle)),
     )
     app = web.Application(client_max_size=settings.max_body_bytes)
     app.add_routes([route for view in views for route in view.routes()])
+    app.on_shutdown.append(events.stop)
     return app
 
 

@@ -6,11 +6,14 @@ Owns: how many are remembered, and how much of their prompts.
 from collections import OrderedDict
 from enum import StrEnum
 from itertools import islice
+from time import time
 
 from proxy.core.causes import Cause
 from proxy.core.known_prompts import KnownPrompts
+from proxy.core.overview import Today
 from proxy.core.prefix import Namespace, TokenIds
 from proxy.core.records import Explanation, RequestRecord
+from proxy.driver.today import DaySums
 
 MAX_REQUESTS = 2000
 MAX_BYTES = 48 << 20
@@ -32,6 +35,7 @@ class Journal:
         self._explanations: OrderedDict[str, Explanation] = OrderedDict()
         self.keep = keep
         self.prompts = KnownPrompts(MAX_BYTES, MAX_REQUESTS, keeps_text=keep is Keep.TEXT)
+        self._day = DaySums(time())
         self.n_recorded = 0
         """How many requests have ended since the proxy was started: it tells whether there is news."""
 
@@ -39,8 +43,13 @@ class Journal:
         """Remember a request that has just ended; the oldest one may be forgotten for it."""
         self._explanations[explanation.request.id] = explanation
         self.n_recorded += 1
+        self._day.add(explanation.request, time())
         if len(self._explanations) > MAX_REQUESTS:
             self._explanations.popitem(last=False)
+
+    def today(self) -> Today:
+        """Return what the requests of this day have reused."""
+        return self._day.at(time())
 
     def note_loss(self, namespace: Namespace, tokens: TokenIds | None, cause: Cause) -> None:
         """Note why the state of these tokens is gone, for whoever misses it."""

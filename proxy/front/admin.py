@@ -33,7 +33,7 @@ class Admin:
         degradations, store = self._services.degradations, self._services.opened_store
         body: dict[str, object] = {
             "state": degradations.state,
-            "since": _moment(degradations.since),
+            "since": moment(degradations.since),
             "reasons": [describe(degradation) for degradation in degradations.active],
             "llama_server": "attached" if self._lifecycle.current else "not attached",
         }
@@ -82,7 +82,7 @@ def describe(degradation: Degradation) -> dict[str, str]:
         "kind": degradation.kind.value,
         "reason": degradation.reason,
         "cure": EXPLANATIONS[degradation.kind].cure,
-        "since": _moment(degradation.since),
+        "since": moment(degradation.since),
     }
 
 
@@ -106,5 +106,5 @@ def describe_rates(rates: Rates) -> dict[str, object]:
     }
 
 
-def _moment(seconds: float) -> str:
+def moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -187,6 +187,10 @@ class Rig:
     def base_url(self) -> str:
         return f"http://127.0.0.1:{self.running.port}"
 
+    @property
+    def admin_url(self) -> str:
+        return f"http://127.0.0.1:{self.running.admin_port}"
+
     async def post(self, path: str, body: Any, *, key: str | None = None, **kwargs: Any) -> Reply:
         """Post to the proxy, as it is if it is bytes, and return whatever comes."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -209,8 +213,7 @@ class Rig:
         return asyncio.ensure_future(self.chat(name, **fields))
 
     async def health(self) -> dict[str, Any]:
-        url = f"http://127.0.0.1:{self.running.admin_port}/health"
-        async with self.client.get(url) as reply:
+        async with self.client.get(self.admin_url + "/health") as reply:
             return dict(await reply.json())
 
     async def reasons(self) -> list[str]:

@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "proxy.offline.checking": {"proxy.upstream.state_file"},
     "proxy.offline.importing": {"proxy.upstream.state_file"},
     "proxy.front.stored": {"proxy.store"},
+    "proxy.page": {"proxy.core", "proxy.driver", "proxy.front", "proxy.store", "proxy.page"},
     "proxy.complaints": {"proxy.errors"},
     "proxy.config": {
         "proxy.addresses",

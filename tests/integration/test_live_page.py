@@ -1,0 +1,130 @@
+"""What the live page is served and sent, and what readers that leave, lag or crowd may cost."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from yarl import URL
+
+from proxy.core.overview import Overview, Today
+from proxy.page import events as events_module
+from proxy.page.events import MAX_READERS, Events
+from proxy.page.files import POLICY, PageFiles
+from tests.integration.conftest import StartRig
+from tests.integration.rig import SETTLE_SECONDS, Rig, question, until
+
+
+async def overviews(reply: aiohttp.ClientResponse) -> AsyncIterator[Overview]:
+    async for line in reply.content:
+        if line.startswith(b"data: "):
+            yield msgspec.json.decode(line[6:], type=Overview)
+
+
+async def look(rig: Rig, since: str) -> Overview:
+    async with rig.client.get(rig.admin_url + "/overview", params={"since": since}) as reply:
+        return msgspec.json.decode(await reply.read(), type=Overview)
+
+
+async def test_page_is_told_of_requests_as_they_end_and_once(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        async with rig.client.get(rig.admin_url + "/events") as reply:
+            assert reply.headers["Content-Type"] == "text/event-stream"
+            told = overviews(reply)
+            first = await anext(told)
+            assert first.state == "caching" and first.server is not None and not first.requests
+            assert {slot.state for slot in first.server.slots} == {"empty"}
+            await rig.chat(question("a"))
+            async for overview in told:
+                if overview.requests:
+                    break
+            assert overview.today.n_requests == len(overview.requests) == 1
+        again = await look(rig, since=first.position)
+        assert again.requests == overview.requests
+        assert (await look(rig, since=again.position)).requests == ()
+        assert (await look(rig, since="another-9")).requests == again.requests
+        for path in ("/events", "/overview"):
+            foreign = {"Origin": "http://another.site"}
+            async with rig.client.get(rig.admin_url + path, headers=foreign) as reply:
+                assert reply.status == 403
+
+
+async def test_more_pages_than_are_served_are_told_so_and_all_end_with_the_proxy(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig() as rig, AsyncExitStack() as stack:
+        url = rig.admin_url + "/events"
+        readers = [await stack.enter_async_context(rig.client.get(url)) for _ in range(MAX_READERS)]
+        async with rig.client.get(url) as reply:
+            assert reply.status == 503
+        readers.pop().close()
+        async with asyncio.timeout(SETTLE_SECONDS):
+            while True:  # it makes room, once that is noticed
+                async with rig.client.get(url) as reply:
+                    if reply.status == 200:
+                        break
+        told = overviews(readers[0])
+        await anext(told)
+        await rig.stop_proxy()
+        assert [overview async for overview in told] == []
+
+
+async def test_page_may_load_only_its_own_files_and_they_are_there() -> None:
+    app = web.Application()
+    app.add_routes(PageFiles().routes())
+    async with TestServer(app) as server, aiohttp.ClientSession(server.make_url("/")) as client:
+        async with client.get("/") as reply:
+            assert reply.status == 200 and reply.headers["Content-Security-Policy"] == POLICY
+            index, etag = await reply.text(), reply.headers["ETag"]
+        names = re.findall(r'="page/([^"]+)"', index)
+        assert {"app.js", "style.css", "icon.svg"} <= set(names)
+        for name in names:
+            async with client.get(f"/page/{name}") as reply:
+                assert reply.status == 200 and reply.headers["X-Content-Type-Options"] == "nosniff"
+        async with client.get("/", headers={"If-None-Match": etag}) as reply:
+            assert reply.status == 304
+        for name in ("none.js", "..%2Ffiles.py", "files.py"):
+            async with client.get(URL(f"/page/{name}", encoded=True)) as reply:
+                assert reply.status == 404
+
+
+class TalkativeLooks:
+    """Looks that are new each time, and larger than any socket's buffer."""
+
+    n_looks = 0
+
+    def since(self, position: str) -> Overview:
+        self.n_looks += 1
+        reason = {"kind": "x", "reason": f"{self.n_looks}" + "x" * 8_000_000}
+        return Overview(
+            state="degraded",
+            since="",
+            reasons=(reason,),
+            server=None,
+            n_waiting=0,
+            store=None,
+            today=Today(since=0.0),
+            keeps="none",
+        )
+
+
+async def test_reader_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events_module, "PATIENCE_SECONDS", 0.2)
+    looks: Any = TalkativeLooks()
+    events = Events(looks)
+    app = web.Application()
+    app.add_routes(events.routes())
+    async with TestServer(app) as server:
+        url = server.make_url("/events")
+        reader, writer = await asyncio.open_connection(url.host, url.port, limit=1)
+        writer.write(b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n")
+        await until(lambda: looks.n_looks)
+        assert events.n_readers == 1
+        await until(lambda: not events.n_readers)
+        writer.close()

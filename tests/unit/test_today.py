@@ -1,0 +1,57 @@
+"""What is added up of a day."""
+
+from datetime import datetime
+
+from proxy.core.causes import Cause
+from proxy.core.overview import Today
+from proxy.core.records import RequestRecord
+from proxy.driver.today import DaySums
+
+NOON = datetime(2026, 11, 21, 12).timestamp()
+MIDNIGHT = datetime(2026, 11, 22).timestamp()
+
+
+def record(**fields: object) -> RequestRecord:
+    facts = {
+        "id": "a",
+        "at": NOON,
+        "path": "/",
+        "outcome": "hit",
+        "cause": Cause.HIT,
+        "seconds": 1.0,
+    }
+    return RequestRecord(**(facts | fields))  # type: ignore[arg-type]
+
+
+def test_reuse_restores_misses_and_seconds_are_added_up() -> None:
+    day = DaySums(NOON)
+    assert day.at(NOON) == Today(since=NOON)
+    day.add(record(n_prompt=1000, confirmed=900, chosen="live", saved_seconds=2.0), NOON)
+    day.add(record(n_prompt=500, confirmed=400, chosen="restore", saved_seconds=-0.5), NOON + 1)
+    day.add(record(n_prompt=300, confirmed=0, chosen="nothing", n_missed=299), NOON + 2)
+    assert day.at(NOON + 3) == Today(
+        since=NOON,
+        n_requests=3,
+        n_reusing=2,
+        n_prompt=1800,
+        n_reused=1300,
+        n_restored=400,
+        n_missed=299,
+        saved_seconds=1.5,
+    )
+
+
+def test_prompts_whose_reuse_is_not_known_count_as_requests_only() -> None:
+    day = DaySums(NOON)
+    day.add(record(), NOON)
+    day.add(record(n_prompt=1000, confirmed=None), NOON)
+    assert day.at(NOON) == Today(since=NOON, n_requests=2)
+
+
+def test_new_day_begins_at_its_midnight_with_nothing() -> None:
+    day = DaySums(NOON)
+    day.add(record(n_prompt=1000, confirmed=900), NOON)
+    assert day.at(MIDNIGHT - 1).n_requests == 1
+    assert day.at(MIDNIGHT + 60) == Today(since=MIDNIGHT)
+    day.add(record(n_prompt=10, confirmed=5), MIDNIGHT + 61)
+    assert day.at(MIDNIGHT + 62).n_reused == 5
