@@ -49,6 +49,7 @@ from proxy.front.metrics_page import MetricsPage
 from proxy.front.requests import Requests
 from proxy.front.stored.checkpoints import Checkpoints
 from proxy.front.stored.tree import Tree
+from proxy.front.visitors import only_by_own_names
 from proxy.front.warm import Warm
 from proxy.log import get_logger
 from proxy.metrics import Metrics
@@ -181,7 +182,8 @@ def _operators(
         PageFiles(),
         events := Events(Looks(services, lifecycle)),
     )
-    app = web.Application(client_max_size=settings.max_body_bytes)
+    middlewares = [only_by_own_names(split_address(settings.admin)[0])]
+    app = web.Application(client_max_size=settings.max_body_bytes, middlewares=middlewares)
     app.add_routes([route for view in views for route in view.routes()])
     app.on_shutdown.append(events.stop)
     return app

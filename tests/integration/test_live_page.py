@@ -53,6 +53,10 @@ async def test_page_is_told_of_requests_as_they_end_and_once(start_rig: StartRig
             foreign = {"Origin": "http://another.site"}
             async with rig.client.get(rig.admin_url + path, headers=foreign) as reply:
                 assert reply.status == 403
+        for path, status in (("/", 403), ("/requests", 403), ("/tree", 403), ("/health", 200)):
+            rebound = {"Host": "another.site"}
+            async with rig.client.get(rig.admin_url + path, headers=rebound) as reply:
+                assert reply.status == status
 
 
 async def test_more_pages_than_are_served_are_told_so_and_all_end_with_the_proxy(

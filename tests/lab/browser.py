@@ -91,7 +91,11 @@ class Page:
                 self.requested.append(event["request"]["url"])
 
     async def goto(self, url: str) -> None:
+        """Open a page and wait until all that its HTML names is loaded."""
         await self.send("Page.navigate", url=url)
+        await self.until(
+            f"document.readyState === 'complete' && location.href === {json.dumps(url)}"
+        )
 
     async def run(self, script: str) -> Any:
         """Return the value of an expression in the page; a promise is awaited."""

@@ -2,7 +2,7 @@
 
 import { make, prose } from "./dom.js";
 import { difference } from "./difference.js";
-import { capital, counted, number, seconds, span } from "./words.js";
+import { capital, counted, number, seconds } from "./words.js";
 
 const PARTS = {
   tools: "in the tools",
@@ -54,7 +54,7 @@ function held(nearest, show) {
   const common = counted(nearest.n_common, "token");
   if (nearest.id === null) return [`a kept state, with ${common} in common`];
   const link = make("button", { type: "button", class: "link", onclick: () => show(nearest.id) }, `request ${nearest.id}`);
-  return [link, `, ${span(nearest.age_seconds ?? 0)} before: ${common} of its ${number(nearest.n_tokens ?? 0)} in common`];
+  return [link, `, ${seconds(nearest.age_seconds ?? 0)} before: ${common} of its ${number(nearest.n_tokens ?? 0)} in common`];
 }
 
 function plan(request, way) {

@@ -6,6 +6,10 @@ import { clock, counted, number, percent, seconds } from "./words.js";
 
 const N_SHOWN = 20;
 const N_MORE = 150;
+const NARROW = matchMedia("(max-width: 40rem)");
+
+// One column more than are shown would be an empty one.
+const nColumns = () => (NARROW.matches ? 4 : 5);
 
 export class Requests {
   #body = byId("requests").tBodies[0];
@@ -15,6 +19,9 @@ export class Requests {
 
   constructor() {
     byId("older").addEventListener("click", () => this.#showOlder());
+    NARROW.addEventListener("change", () => {
+      for (const row of this.#body.querySelectorAll(".detail")) row.cells[0].colSpan = nColumns();
+    });
   }
 
   get latest() {
@@ -74,7 +81,7 @@ export class Requests {
     const isOpen = button.getAttribute("aria-expanded") === "true";
     button.setAttribute("aria-expanded", String(!isOpen));
     if (isOpen) return row.nextElementSibling.remove();
-    const cell = make("td", { colspan: "5" }, "Loading …");
+    const cell = make("td", { colspan: nColumns() }, "Loading …");
     row.after(make("tr", { class: "detail", id: `why-${record.id}` }, cell));
     try {
       const found = await fetchJson(`requests/${encodeURIComponent(record.id)}`);

@@ -30,7 +30,7 @@ export function showState({ state, since, reasons, server }) {
 
 function makeReason(reason) {
   return make("li", {},
-    make("strong", {}, capital(reason.kind)),
+    make("strong", {}, reason.kind),
     make("span", { class: "quiet" }, ` since ${clock(Date.parse(reason.since) / 1000)}`),
     make("p", { class: "reason" }),
     make("p", {}, make("strong", {}, "What helps: "), ...prose(reason.cure)));
