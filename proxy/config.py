@@ -62,7 +62,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     admin: Annotated[
         Address,
         Meta(
-            description="HOST:PORT for /health, /metrics, /checkpoints and /requests.",
+            description="HOST:PORT for the live page, /health, /metrics, /checkpoints and /requests.",
             extra=_more("For operators, not for clients: it asks for no key."),
         ),
     ] = "127.0.0.1:8082"

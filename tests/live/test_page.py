@@ -83,6 +83,8 @@ async def tree_opens_by_keyboard(page: Page) -> None:
 
 async def nothing_is_wider_than_a_phone(page: Page) -> None:
     await page.resize(360, 740)
+    wide = "[...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().right > 360)"
+    assert await page.run(f"{wide}.map(e => e.outerHTML)") == []
     assert await page.run("document.documentElement.scrollWidth") == 360
 
 
