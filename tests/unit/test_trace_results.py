@@ -12,7 +12,7 @@ from tests.bench.section import Section
 from tests.bench.traces import stored
 from tests.bench.traces.bars import all_sections, stripped_section, tokens_section
 from tests.bench.traces.chart import draw, rows_of
-from tests.bench.traces.chat import ChatFailed, read_chunks
+from tests.bench.traces.chat import ChatFailed, read_chunks, read_events
 from tests.bench.traces.exact import Exchange, exact_new_tokens
 from tests.bench.traces.metrics import add_up, read_counters
 from tests.bench.traces.outcomes import Outcomes
@@ -66,6 +66,23 @@ def test_chunks_make_the_message_that_a_client_sends_back() -> None:
     message, timings = read_chunks(chunks)
     assert message == {"role": "assistant", "content": "Yes", "reasoning_content": "Well"}
     assert timings == {"prompt_n": 3}
+
+
+def test_events_of_messages_tell_the_same_and_what_was_evaluated() -> None:
+    usage = b'"usage": {"input_tokens": 3, "cache_creation_input_tokens": 4}'
+    chunks = [
+        b'{"type": "message_start", "message": {' + usage + b"}}",
+        b'{"type": "content_block_delta", "delta": {"thinking": "Well"}}',
+        b'{"type": "content_block_delta", "delta": {"text": "Yes"}}',
+        b'{"type": "message_delta", "delta": {"stop_reason": "end_turn"}}',
+        b'{"type": "message_stop"}',
+    ]
+    message, timings = read_events(chunks)
+    assert message == {"role": "assistant", "content": "Yes", "reasoning_content": "Well"}
+    assert timings == {"prompt_n": 7}
+    for broken in (chunks[:-1], [], [b'{"type": "error", "error": {}}']):
+        with pytest.raises(ChatFailed):
+            read_events(broken)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,8 @@ from tests.bench.traces.result import Result
 from tests.bench.traces.special import special_section
 
 AT_MOST = {"agent": 1.02, "interleaved": 1.02, "fresh": 1.02, "restart": 1.02, "mixed": 1.10}
+AT_MOST |= {"opencode": 1.35}
+"""It goes back again and again to where the same few turns were, of which not every place is kept."""
 AT_MOST_ELSE = 1.05
 AT_MOST_STRIPPED = 1.10
 
@@ -27,7 +29,7 @@ def tokens_section(outcomes: Outcomes) -> Section:
     section = Section(
         "Tokens evaluated",
         "proxy / exact at most 1.05; 1.02 for agent, interleaved, fresh and restart; 1.10 for mixed, "
-        "the median of its runs",
+        "the median of its runs; 1.35 for opencode",
         (
             "trace",
             "memory",

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from tests.bench.traces.agents import agent, fresh, grown, interleaved, reasoning, restart
+from tests.bench.traces.clients import claude_code, opencode
 from tests.bench.traces.crowds import mixed, subagents, titles
 from tests.bench.traces.trace import Trace
 from tests.bench.traces.turns import branch, memory_store, short
@@ -20,4 +21,6 @@ TRACES: dict[str, Callable[[], Trace]] = {
     "branch": branch,
     "titles": titles,
     "mixed": mixed,
+    "claude-code": claude_code,
+    "opencode": opencode,
 }

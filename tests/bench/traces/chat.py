@@ -1,4 +1,4 @@
-"""One streamed chat completion: what was answered, when, and what llama-server says it cost."""
+"""One streamed answer: what was answered, when, and what llama-server says it cost."""
 
 import json
 import time
@@ -8,9 +8,11 @@ from typing import Any
 
 import aiohttp
 
+from proxy.stabilize.model import Form
 from tests.bench.traces.trace import Message
 
 REQUEST_SECONDS = 600.0
+PATHS = {Form.CHAT: "/v1/chat/completions", Form.ANTHROPIC: "/v1/messages"}
 
 
 class ChatFailed(Exception):
@@ -28,11 +30,13 @@ class Reply:
     seconds: float
 
 
-async def chat(client: aiohttp.ClientSession, base_url: str, body: dict[str, Any]) -> Reply:
+async def chat(
+    client: aiohttp.ClientSession, base_url: str, body: dict[str, Any], form: Form = Form.CHAT
+) -> Reply:
     """Stream one answer to its end; raises ChatFailed."""
     began = time.monotonic()
     timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
-    url = base_url + "/v1/chat/completions"
+    url, read = base_url + PATHS[form], READ[form]
     try:
         async with client.post(url, json={**body, "stream": True}, timeout=timeout) as reply:
             if reply.status != 200:
@@ -44,7 +48,7 @@ async def chat(client: aiohttp.ClientSession, base_url: str, body: dict[str, Any
                     chunks.append(line[len("data: ") :].strip())
     except (aiohttp.ClientError, TimeoutError) as error:
         raise ChatFailed(str(error) or type(error).__name__) from error
-    message, timings = read_chunks(chunks)
+    message, timings = read(chunks)
     text = message.get("reasoning_content", "") + message["content"]
     return Reply(message, text, timings, first - began, time.monotonic() - began)
 
@@ -67,3 +71,27 @@ def read_chunks(chunks: Iterable[bytes]) -> tuple[Message, dict[str, Any]]:
     if texts["reasoning_content"]:
         message["reasoning_content"] = texts["reasoning_content"]
     return message, timings
+
+
+def read_events(chunks: Iterable[bytes]) -> tuple[Message, dict[str, Any]]:
+    """Return the same of a Messages stream, whose usage says what was evaluated; raises ChatFailed."""
+    texts = {"thinking": "", "text": ""}
+    timings: dict[str, Any] = {}
+    kind = ""
+    for event in map(json.loads, filter(None, chunks)):
+        kind = event.get("type", "error")
+        if kind == "error":
+            raise ChatFailed(f"broke off: {event}")
+        if kind == "message_start":
+            usage = event["message"]["usage"]
+            n_new = usage.get("cache_creation_input_tokens", 0)
+            timings = {"prompt_n": usage["input_tokens"] + n_new}
+        for name in texts:
+            texts[name] += event.get("delta", {}).get(name) or ""
+    if kind != "message_stop":
+        raise ChatFailed(f"the stream ended early: {kind}")
+    said = {"role": "assistant", "content": texts["text"]}
+    return {**said, "reasoning_content": texts["thinking"]}, timings
+
+
+READ = {Form.CHAT: read_chunks, Form.ANTHROPIC: read_events}

@@ -7,10 +7,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from proxy.stabilize.model import Form
 from proxy.upstream.state_file import read_state_file
 from tests.bench.processes import Setup, Stack
 from tests.bench.traces.catalogue import TRACES
-from tests.bench.traces.exact import exact_new_tokens
+from tests.bench.traces.exact import Exchange, exact_new_tokens
 from tests.bench.traces.metrics import Counters, add_up, read_counters
 from tests.bench.traces.play import Played, Player, Sent
 from tests.bench.traces.result import Case, KeptState, RequestCost, Result
@@ -67,7 +68,7 @@ class Measurement:
         exchanges = read_exchanges(self.stack.server, played.sent)
         lines = self._log_lines()
         return [
-            _cost(sent, len(exchange.prompt), n_exact, lines[len(exchange.prompt)])
+            _cost(sent, len(exchange.prompt), n_exact, _lines_of(sent, exchange, lines))
             for sent, exchange, n_exact in zip(
                 played.sent, exchanges, exact_new_tokens(exchanges), strict=True
             )
@@ -85,6 +86,13 @@ class Measurement:
                 if line.get("event") == "request":
                     lines[line.get("n_prompt", 0)].append(line)
         return lines
+
+
+def _lines_of(
+    sent: Sent, exchange: Exchange, lines: dict[int, deque[dict[str, Any]]]
+) -> deque[dict[str, Any]]:
+    """Return the lines of prompts as long as this one: none if stabilizers may have changed it."""
+    return lines[len(exchange.prompt)] if sent.request.form is Form.CHAT else deque()
 
 
 def _setup(case: Case, n_ctx: int, folder: Path) -> Setup:

@@ -61,6 +61,8 @@ def _variants(trace: str, kind: str, n_slots: int) -> Iterator[Variant]:
     yield "proxy"
     if kind != "swa" and n_slots == TRACES[trace]().slots[0]:
         yield "stripped"
+    if trace == "claude-code" and kind == "hybrid":
+        return  # llama-server alone refuses it: system messages in mid-conversation
     yield "alone-8192"
     # Growing sessions without the RAM cache take minutes, and only one bar asks for them.
     if trace not in RAM_CACHE_ONLY and (trace != "grown" or kind == "hybrid"):

@@ -66,7 +66,7 @@ class Player:
             self._played.sent.append(sent)
             try:
                 body = request.body(self._answers)
-                sent.reply = await chat(http, self._stack.base_url, body)
+                sent.reply = await chat(http, self._stack.base_url, body, request.form)
             except ChatFailed as failure:
                 raise ChatFailed(f"{request.label}: {failure}") from failure
             self._answers[request.label] = sent.reply.message

@@ -3,8 +3,14 @@
 from typing import Any
 
 from proxy.core.prefix import TokenIds, token_ids
+from proxy.stabilize.memory import Memory
+from proxy.stabilize.model import Form
+from proxy.stabilize.names import Name
+from proxy.stabilize.stabilizing import stabilize
+from proxy.upstream.anthropic_body import chat_of_messages
 from tests.bench.traces.exact import Exchange
 from tests.bench.traces.play import Sent
+from tests.bench.traces.trace import Request
 from tests.lab.server import LlamaServer
 
 
@@ -14,9 +20,20 @@ def read_exchanges(server: LlamaServer, sent: list[Sent]) -> list[Exchange]:
 
 
 def _read_exchange(server: LlamaServer, sent: Sent) -> Exchange:
-    prompt = _post(server, "/apply-template", sent.request.body(sent.answers))["prompt"]
+    prompt = _rendered(server, sent.request, sent.request.body(sent.answers))
     answer = sent.reply.text if sent.reply else ""
     return Exchange(_tokens(server, prompt), _tokens(server, prompt + answer))
+
+
+def _rendered(server: LlamaServer, request: Request, body: dict[str, Any]) -> str:
+    """Return a prompt as the client wrote it; folded where the template refuses it otherwise."""
+    if request.form is Form.CHAT:
+        return str(_post(server, "/apply-template", body)["prompt"])
+    status, reply = server.request("POST", "/apply-template", chat_of_messages(body))
+    if status == 200:
+        return str(reply["prompt"])
+    folded = stabilize(request.form, body, Memory(), {Name.FOLD_SYSTEM_MESSAGES}).body
+    return str(_post(server, "/apply-template", chat_of_messages(folded))["prompt"])
 
 
 def _tokens(server: LlamaServer, text: str) -> TokenIds:

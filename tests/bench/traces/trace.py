@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from proxy.stabilize.model import Form
+
 Message = dict[str, Any]
 MAX_ANSWER_TOKENS = 8
 
@@ -26,7 +28,7 @@ NO_HEADER = Header(None)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One chat completion.
+    """One chat completion, or Anthropic's message: that has a `system` prompt of its own.
 
     A message with `answer_to` stands for the real answer to the request of that label.
     """
@@ -34,13 +36,20 @@ class Request:
     label: str
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    system: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def form(self) -> Form:
+        return Form.ANTHROPIC if self.system else Form.CHAT
 
     def body(self, answers: dict[str, Message] | None = None, **fields: Any) -> dict[str, Any]:
         """Return the body of a deterministic chat completion; *answers* are real ones by label."""
         messages = [(answers or {}).get(m.get("answer_to", ""), m) for m in self.messages]
         body = {"messages": messages, "max_tokens": MAX_ANSWER_TOKENS, "temperature": 0, "seed": 1}
         if self.tools:
-            body["tools"] = self.tools
+            body["tools"] = list(self.tools)
+        if self.system:
+            body["system"] = list(self.system)
         return {**body, **fields}
 
 
