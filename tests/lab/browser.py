@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
@@ -168,6 +169,7 @@ async def _started(profile: Path) -> AsyncIterator[str]:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            start_new_session=True,
         )
     try:
         port = await _until_there(profile / "DevToolsActivePort", lambda: process.returncode)
@@ -176,6 +178,9 @@ async def _started(profile: Path) -> AsyncIterator[str]:
         with suppress(ProcessLookupError):
             process.terminate()
         await process.wait()
+        # Its children may outlive it for a moment, and write into the profile that is being removed.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 async def _until_there(path: Path, exit_status: Callable[[], int | None]) -> str:
