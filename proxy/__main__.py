@@ -17,10 +17,11 @@ from proxy.commands.serve import serve
 from proxy.commands.stats import stats
 from proxy.commands.transfer import export, import_
 from proxy.commands.warm import warm
+from proxy.version import version_text
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="llama-prefix-cache")
+@click.version_option(__version__, message=version_text())
 def main() -> None:
     """A persistent, token-exact prefix cache in front of an unmodified llama-server."""
 

@@ -53,8 +53,11 @@ class Index:
             self.put_value("format", FORMAT_VERSION)
         elif found != FORMAT_VERSION:
             self.close()
+            age = "a newer" if found > FORMAT_VERSION else "an older"
             raise StoreFault(
-                f"index {path} has format {found}, this version reads {FORMAT_VERSION}"
+                f"index {path} has format {found} of {age} llama-prefix-cache; this one reads "
+                f"{FORMAT_VERSION}. Use that version again, or delete index/ and lpc-* in the same "
+                "directory: prompts are then evaluated anew, and nothing else is lost"
             )
 
     def close(self) -> None:

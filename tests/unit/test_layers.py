@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "proxy.metrics": {"proxy.core", "proxy.metric_registry", "proxy.stabilize.names"},
     "proxy.metric_registry": set(),
     "proxy.log": set(),
+    "proxy.version": {"proxy.__version__", "proxy.store.index", "proxy.upstream.state_file"},
     "proxy.run": {"proxy.core", "proxy.errors", "proxy.log", "proxy.run"},
     "proxy.run.guard": set(),
     "proxy.app": {"proxy"},

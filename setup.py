@@ -1,0 +1,48 @@
+"""Adds to what pyproject.toml says: the git commit goes into sdist and wheel where it can be known."""
+
+import os
+import subprocess
+from pathlib import Path
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
+
+HERE = Path(__file__).parent
+FILE = Path("proxy", "commit.txt")
+
+
+def find_commit() -> str:
+    """Return the commit from $SOURCE_COMMIT or git; the empty string if nobody knows it."""
+    if "SOURCE_COMMIT" in os.environ:
+        return os.environ["SOURCE_COMMIT"].strip()
+    if not (HERE / ".git").exists():  # an sdist brings its own file, whatever lies around it
+        return ""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.check_output(command, cwd=HERE, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def write_commit(folder: str) -> None:
+    if commit := find_commit():
+        path = Path(folder, FILE)
+        path.unlink(missing_ok=True)  # it may be a hard link to a file of the source tree
+        path.write_text(commit + "\n")
+
+
+class BuildWithCommit(build_py):
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            write_commit(self.build_lib)
+
+
+class SdistWithCommit(sdist):
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        write_commit(base_dir)
+
+
+setup(cmdclass={"build_py": BuildWithCommit, "sdist": SdistWithCommit})
