@@ -8,6 +8,19 @@ SERVER := $(LAB)/llama-server/llama-server
 MODELS := $(LAB)/models/.made
 PROMETHEUS := $(LAB)/prometheus/promtool
 CHROMIUM := $(LAB)/chromium/chromium
+DEBIAN := $(LAB)/debian.tar
+# Where `make install` puts things; /etc and systemd's units only as root.
+PREFIX ?= /usr/local
+SYSCONFDIR ?= /etc
+NAME := llama-prefix-cache
+INSTALLED := $(PREFIX)/lib/$(NAME)
+UNITS := $(PREFIX)/lib/systemd/system
+
+define NEED_PYTHON
+$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+  apt-get install -qq --no-install-recommends python3.11 python3.11-venv || \
+  { echo "$(PYTHON) with venv is missing: apt-get install python3.11-venv"; exit 1; }
+endef
 
 .PHONY: all setup llama-server models prometheus chromium demo test live lint format type docs screenshots bench clean
 
@@ -15,9 +28,7 @@ all: lint type test
 
 setup: $(SETUP)
 $(SETUP): pyproject.toml
-	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is missing: apt-get install python3.11"; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || apt-get install -y python3.11-venv || \
-	  { echo "Python's venv is missing: apt-get install python3.11-venv"; exit 1; }
+	@$(NEED_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
 	@touch $@
@@ -89,6 +100,51 @@ else
 	  $(SIZE:%=--size %) $(SLOTS:%=--slots %) $(VARIANT:%=--variant %) $(TIMES:%=--times %) \
 	  $(AGAIN:%=--again) $(VERBOSE:%=--verbose)
 endif
+
+# An environment of its own under PREFIX, the command, and as root systemd's units with their settings.
+install:
+	@$(NEED_PYTHON)
+	$(PYTHON) -m venv --clear $(INSTALLED)
+	$(INSTALLED)/bin/python -m pip install --quiet --disable-pip-version-check .
+	mkdir -p $(PREFIX)/bin
+	ln -sf $(INSTALLED)/bin/$(NAME) $(PREFIX)/bin/$(NAME)
+	@if [ "$$(id -u)" = 0 ]; then $(MAKE) --no-print-directory install-units; fi
+	@$(PREFIX)/bin/$(NAME) --version
+
+install-units:
+	install -d $(UNITS) $(SYSCONFDIR)/$(NAME)
+	for unit in $(notdir $(wildcard deploy/systemd/*.service)); do \
+	  sed 's,/usr/local/bin/$(NAME),$(PREFIX)/bin/$(NAME),; s,/etc/$(NAME),$(SYSCONFDIR)/$(NAME),' \
+	    deploy/systemd/$$unit >$(UNITS)/$$unit || exit 1; done
+	test -e $(SYSCONFDIR)/$(NAME)/config.yaml || \
+	  install -m 644 deploy/config.example.yaml $(SYSCONFDIR)/$(NAME)/config.yaml
+	test -e $(SYSCONFDIR)/$(NAME)/llama-server.env || \
+	  install -m 600 deploy/systemd/llama-server.env $(SYSCONFDIR)/$(NAME)/llama-server.env
+	if [ -d /run/systemd/system ]; then systemctl daemon-reload; fi
+
+# Settings and states stay.
+uninstall:
+	if [ -d /run/systemd/system ] && [ -e $(UNITS)/$(NAME).service ]; then systemctl disable --now $(NAME) || true; fi
+	rm -rf $(INSTALLED) $(PREFIX)/bin/$(NAME)
+	rm -f $(addprefix $(UNITS)/,$(notdir $(wildcard deploy/systemd/*.service)))
+
+.PHONY: test-image test-bare release-check install install-units uninstall
+
+# The steps of deploy/Dockerfile on a bare Debian, and what comes of them before a real llama-server.
+# Root only: it mounts and changes users. Nothing of that outlives it.
+test-image: $(SETUP) llama-server models $(DEBIAN)
+	$(BIN)/python -m tests.deployment.run_image
+
+# docs/quickstart.md on a bare Debian, timed; with the OpenCode of `make test-clients`.
+test-bare: $(SETUP) models $(DEBIAN)
+	$(BIN)/python -m tests.deployment.run_bare
+$(DEBIAN):
+	tests/deployment/fetch_debian_root.sh $@
+
+# Wheel and sdist, their metadata and licences, and the documents: what must hold before a release.
+release-check: $(SETUP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[release]'
+	$(BIN)/python -m tests.release
 
 clean:
 	rm -rf $(VENV) $(LAB) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
