@@ -1,0 +1,116 @@
+"""deploy/compose.yaml: its schema, and what its services must have in common."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from check_jsonschema import main as check_jsonschema
+from click.testing import CliRunner
+
+from tests.deployment.dockerfile import read_dockerfile
+from tests.documents.files import REPOSITORY
+from tests.documents.settings import all_settings
+from tests.unit.test_systemd import PROXY as PROXY_UNIT
+
+DEPLOY = REPOSITORY / "deploy"
+COMPOSE = DEPLOY / "compose.yaml"
+EXAMPLE = (DEPLOY / "env.example").read_text()
+VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
+BACKENDS = {"cpu", "cuda", "rocm", "vulkan"}
+
+
+def fill(text: str, variables: dict[str, str]) -> str:
+    """Return a text as compose sees it; raises KeyError for a variable that must be given."""
+    return VARIABLE.sub(
+        lambda m: variables[m[1]] if m[1] in variables or m[2] != "-" else m[3], text
+    )
+
+
+def settings_in(text: str) -> dict[str, str]:
+    return dict(re.findall(r"^(\w+)=(.*)$", text, re.M))
+
+
+FILLED: dict[str, Any] = yaml.safe_load(fill(COMPOSE.read_text(), settings_in(EXAMPLE)))
+SERVICES: dict[str, dict[str, Any]] = FILLED["services"]
+SERVERS = {name: service for name, service in SERVICES.items() if name.startswith("llama-server-")}
+PROXY = SERVICES["proxy"]
+
+
+def test_compose_file_fits_the_schema_of_compose() -> None:
+    checked = CliRunner().invoke(
+        check_jsonschema, ["--builtin-schema", "vendor.compose-spec", str(COMPOSE)]
+    )
+    assert checked.exit_code == 0, checked.output
+
+
+def test_example_shows_every_variable_with_its_default() -> None:
+    shown = settings_in(re.sub(r"^#(?=\w+=)", "", EXAMPLE, flags=re.M))
+    used = {m[1]: m[3] if m[2] == "-" else None for m in VARIABLE.finditer(COMPOSE.read_text())}
+    assert shown.keys() == used.keys() | {"COMPOSE_PROFILES"}
+    given = settings_in(EXAMPLE).keys() - {"COMPOSE_PROFILES"}
+    assert given == {name for name, default in used.items() if default is None}
+    assert {name: shown[name] for name in used.keys() - given} == {
+        name: default for name, default in used.items() if default is not None
+    }
+
+
+def test_proxy_ends_before_any_llama_server_and_has_the_time_for_it() -> None:
+    assert {service["profiles"][0] for service in SERVERS.values()} == BACKENDS
+    for name in SERVERS:
+        assert PROXY["depends_on"][name] == {"condition": "service_started", "required": False}
+    drain_seconds = next(s.default for s in all_settings() if s.name == "drain_seconds")
+    assert int(PROXY["stop_grace_period"].rstrip("s")) >= 5 * drain_seconds
+    assert PROXY["stop_grace_period"] == PROXY_UNIT["TimeoutStopSec"][0] + "s"
+
+
+def test_both_write_into_one_volume_as_one_user() -> None:
+    for service in SERVERS.values():
+        assert PROXY["volumes"][0] in service["volumes"]
+        assert service["user"] == PROXY["user"]
+        assert "--slot-save-path /slots" in service["command"]
+        assert "--port 8080" in service["command"]
+        assert service["networks"]["model"]["aliases"] == ["llama-server"]
+    assert PROXY["volumes"] == SERVICES["slots-owner"]["volumes"] == ["slots:/slots"]
+    assert SERVICES["slots-owner"]["command"] == [
+        f"chown {PROXY['user']} /slots && chmod 0700 /slots"
+    ]
+
+
+def test_image_has_what_the_compose_file_counts_on() -> None:
+    image = read_dockerfile(DEPLOY / "Dockerfile")[-1]
+    assert (image.user, image.stop_signal) == (PROXY["user"], "SIGTERM")
+    assert [*image.entrypoint, *image.command] == ["llama-prefix-cache", "serve"]
+    settings = {"upstream": "http://llama-server:8080", "slot_save_path": "/slots"}
+    for name, value in settings.items():
+        assert image.environment["LLAMA_PREFIX_CACHE_" + name.upper()] == value
+    ports = [mapping.rpartition(":")[2] for mapping in PROXY["ports"]]
+    listeners = [image.environment[f"LLAMA_PREFIX_CACHE_{name}"] for name in ("LISTEN", "ADMIN")]
+    assert listeners == [f"0.0.0.0:{port}" for port in ports]
+    assert f"'127.0.0.1', {ports[1]}" in image.health[-1]
+
+
+def test_nothing_is_open_to_other_machines_and_llama_server_to_nobody() -> None:
+    published = [port for service in SERVICES.values() for port in service.get("ports", [])]
+    assert len(published) == 4
+    assert all(port.startswith("127.0.0.1:") for port in published)
+    assert not any("ports" in service for service in SERVERS.values())
+    assert FILLED["networks"]["model"]["internal"] is True
+    for service in (*SERVERS.values(), PROXY, SERVICES["slots-owner"]):
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+    assert PROXY["read_only"] is True
+    assert PROXY["user"].split(":")[0] != "0"
+
+
+def test_monitoring_is_that_of_the_machine_but_for_addresses() -> None:
+    for name, path in (
+        ("prometheus", "prometheus/prometheus.yml"),
+        ("grafana-data-source", "grafana/provisioning/datasources/prometheus.yml"),
+    ):
+        theirs = (DEPLOY / path).read_text().replace("127.0.0.1:8082", "proxy:8082")
+        theirs = theirs.replace("127.0.0.1:9090", "prometheus:9090")
+        assert yaml.safe_load(FILLED["configs"][name]["content"]) == yaml.safe_load(theirs)
+    for name in ("prometheus", "grafana"):
+        mounted = [Path(volume.split(":")[0]) for volume in SERVICES[name]["volumes"]]
+        assert all((DEPLOY / path).exists() for path in mounted if path.name != name)
