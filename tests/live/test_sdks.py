@@ -57,9 +57,8 @@ class Compared:
 
 @asynccontextmanager
 async def compared(
-    folder: Path, uses: list[Use], kind: str, extra_args: tuple[str, ...]
+    folder: Path, uses: list[Use], *, kind: str, extra_args: tuple[str, ...] = ()
 ) -> AsyncIterator[Compared]:
-    """Run the uses against llama-server alone, then start it again with the proxy before it."""
     (folder / "slots").mkdir(mode=0o700, parents=True)
     model = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER)
     options: dict[str, Any] = {"n_ctx": 8192, "extra_args": extra_args, "log_path": folder / "log"}
@@ -76,15 +75,8 @@ async def compared(
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def talking(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Compared]:
-    """A model that is always sure of its next word.
-
-    How a prompt was split into batches shows in the last bits of a logit, and a random model that hardly
-    prefers one word may then choose another, of llama-server alone as well.
-    """
     uses = [use for use in USES if use not in CALLS]
-    word = train_vocabulary().further_word_ids()[0]
-    args = ("--logit-bias", f"{word}+1000")
-    async with compared(tmp_path_factory.mktemp("sdks"), uses, "hybrid", args) as found:
+    async with compared(tmp_path_factory.mktemp("sdks"), uses, kind="hybrid") as found:
         yield found
 
 
@@ -100,7 +92,7 @@ async def calling(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Com
     biases = {tokens.index("<tool_call>"): 1000, tokens.index(END_OF_TURN): 2000}
     args = [arg for token, bias in biases.items() for arg in ("--logit-bias", f"{token}+{bias}")]
     extra_args = ("--chat-template-file", str(template), *args)
-    async with compared(folder, CALLS, "full", extra_args) as found:
+    async with compared(folder, CALLS, kind="full", extra_args=extra_args) as found:
         yield found
 
 

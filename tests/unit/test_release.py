@@ -1,0 +1,42 @@
+"""What a build says of itself, which licences may come along with it, and how fast it is in use."""
+
+import json
+import re
+
+from click.testing import CliRunner
+
+from proxy import __version__
+from proxy.__main__ import main
+from proxy.upstream.state_file import SUPPORTED_VERSIONS
+from tests.deployment.run_bare import MAX_COMMANDS, read_commands
+from tests.documents.files import REPOSITORY
+from tests.release.licences import is_allowed
+
+
+def test_version_names_the_build_and_the_files_it_can_read() -> None:
+    told = CliRunner().invoke(main, ["--version"]).output.splitlines()
+    assert told[0].startswith(f"llama-prefix-cache {__version__}")
+    assert all(str(version) in told[1] for version in SUPPORTED_VERSIONS)
+    assert told[2] == "index: format 1"
+
+
+def test_licences_that_ask_for_more_than_ours_does_are_named() -> None:
+    fit = ["MIT", "MIT License; Apache Software License", "Apache-2.0 AND MIT", "OLDAP-2.8"]
+    unfit = [
+        "UNKNOWN",
+        "GNU General Public License v3 (GPLv3)",
+        "MIT AND GPL-3.0-only",
+        "BSD; AGPL",
+    ]
+    assert [is_allowed(licence) for licence in fit] == [True] * len(fit)
+    assert [is_allowed(licence) for licence in unfit] == [False] * len(unfit)
+
+
+def test_quickstart_is_short_and_uses_the_configuration_that_the_readme_shows() -> None:
+    commands = read_commands()
+    assert len(commands) <= MAX_COMMANDS
+    assert "deploy/opencode.json" in commands[-1]
+    shown = re.search(r"```json\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+    assert shown
+    installed = json.loads((REPOSITORY / "deploy" / "opencode.json").read_text())
+    assert installed == json.loads(shown[1])
