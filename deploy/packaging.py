@@ -1,14 +1,17 @@
-"""Adds to what pyproject.toml says: the git commit goes into sdist and wheel where it can be known."""
+"""Commands of setuptools that put the git commit into sdist and wheel, where it can be known.
+
+pyproject.toml names them; sdists carry this file, so that wheels can be built from them.
+"""
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
-from setuptools import setup
 from setuptools.command.build_py import build_py
 from setuptools.command.sdist import sdist
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 FILE = Path("proxy", "commit.txt")
 
 
@@ -16,11 +19,11 @@ def find_commit() -> str:
     """Return the commit from $SOURCE_COMMIT or git; the empty string if nobody knows it."""
     if "SOURCE_COMMIT" in os.environ:
         return os.environ["SOURCE_COMMIT"].strip()
-    if not (HERE / ".git").exists():  # an sdist brings its own file, whatever lies around it
+    if not (ROOT / ".git").exists():  # an sdist brings its own file, whatever lies around it
         return ""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        return subprocess.check_output(command, cwd=HERE, text=True).strip()
+        return subprocess.check_output(command, cwd=ROOT, text=True).strip()
     except (OSError, subprocess.CalledProcessError):
         return ""
 
@@ -43,6 +46,6 @@ class SdistWithCommit(sdist):
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
         write_commit(base_dir)
-
-
-setup(cmdclass={"build_py": BuildWithCommit, "sdist": SdistWithCommit})
+        copy = Path(base_dir, Path(__file__).relative_to(ROOT))
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(__file__, copy)
