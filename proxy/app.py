@@ -22,6 +22,7 @@ from proxy.driver.attach import Attacher
 from proxy.driver.attachment import Attachment
 from proxy.driver.cache import Cache
 from proxy.driver.degradations import Degradations
+from proxy.driver.earlier_requests import EarlierRequests
 from proxy.driver.faults import Faults
 from proxy.driver.gauges import connect_gauges
 from proxy.driver.journal import Journal, Keep
@@ -170,6 +171,7 @@ def _operators(
     )
     warm = Warm(
         Warming(services, lifecycle, cache),
+        EarlierRequests(services.journal, lifecycle, services.upstream),
         aliases=parse_aliases(settings.aliases),
         shares_between_api_keys=settings.share_between_api_keys,
     )

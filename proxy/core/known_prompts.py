@@ -116,6 +116,10 @@ class KnownPrompts:
             return ""
         return self._trees[known.namespace].texts.sequence(known.text_end)
 
+    def find(self, request_id: str) -> KnownPrompt | None:
+        """Return the prompt of a request; None if it is not kept, or no more."""
+        return self._known.get(request_id)
+
     def is_known(self, known: KnownPrompt) -> bool:
         return self._known.get(known.id) is known
 
