@@ -110,6 +110,11 @@ class KnownPrompts:
     def tokens(self, known: KnownPrompt) -> TokenIds:
         return self._trees[known.namespace].tokens.sequence(known.tokens_end)
 
+    def tokens_at(self, known: KnownPrompt, begin: int, n_tokens: int) -> TokenIds:
+        """Return a few tokens of a known prompt."""
+        tree = self._trees[known.namespace].tokens
+        return tree.part(known.tokens_end, known.n_tokens, begin, begin + n_tokens)
+
     def text(self, known: KnownPrompt) -> str:
         """Return a known prompt as it was rendered; empty if texts are not kept."""
         if known.text_end is None:

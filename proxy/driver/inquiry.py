@@ -156,7 +156,6 @@ class Inquiry:
         if partner is None or change is None or change.part is Part.NOWHERE:
             return None
         before, known, now = self._texts(change)
-        known_ids = self._known.tokens(partner)[n_common : n_common + _N_IDS]
         return Divergence(
             n_common=n_common,
             part=change.part,
@@ -164,7 +163,7 @@ class Inquiry:
             before=before,
             known=known,
             now=now,
-            known_ids=tuple(known_ids),
+            known_ids=tuple(self._known.tokens_at(partner, n_common, _N_IDS)),
             now_ids=tuple(self._prompt.tokens[n_common : n_common + _N_IDS]),
         )
 
