@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from proxy import __version__
-from proxy.addresses import split_address
+from proxy.addresses import parse_hosts, split_address
 from proxy.config import Settings
 from proxy.core.degradation import DegradationKind
 from proxy.driver.absence import Absence
@@ -184,7 +184,8 @@ def _operators(
         PageFiles(),
         events := Events(Looks(services, lifecycle)),
     )
-    middlewares = [only_by_own_names(split_address(settings.admin)[0])]
+    own_hosts = (split_address(settings.admin)[0], *parse_hosts(settings.admin_hosts))
+    middlewares = [only_by_own_names(*own_hosts)]
     app = web.Application(client_max_size=settings.max_body_bytes, middlewares=middlewares)
     app.add_routes([route for view in views for route in view.routes()])
     app.on_shutdown.append(events.stop)

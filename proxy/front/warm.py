@@ -11,8 +11,9 @@ from proxy.driver.earlier_requests import EarlierRequests, NotKnown
 from proxy.driver.requests import Arrival, GenerationRequest
 from proxy.driver.warming import Warmed, Warming
 from proxy.errors import CacheFault, ProxyError
+from proxy.front.json_answers import json_response, refuse_foreign_pages
 from proxy.front.keys import keys_of, tenant_of
-from proxy.front.stored.queries import is_asked_for, json_response
+from proxy.front.stored.queries import is_asked_for
 from proxy.upstream.aliases import Aliases, with_alias
 from proxy.upstream.bodies import parse_body
 from proxy.upstream.header_bodies import header_request, route_path
@@ -45,8 +46,7 @@ class Warm:
 
         Without a body, that of an earlier `request` by its id, or of the last one.
         """
-        if "Origin" in request.headers:
-            raise web.HTTPForbidden(text="not for browsers")
+        refuse_foreign_pages(request)
         is_whole = is_asked_for(request, "whole")
         try:
             generation = await self._wanted(request, is_whole=is_whole)
