@@ -42,7 +42,7 @@ class EarlierRequests:
         """
         explanation = self._journal.explain(request_id)
         if explanation is None:
-            raise NotKnown("there is no request with this id, or no more")
+            raise NotKnown(self._journal.why_unknown(request_id))
         namespace, tokens = self._prompt(explanation)
         if (session := self._lifecycle.current) is None:
             raise NotKnown("llama-server is not attached: /health says why")

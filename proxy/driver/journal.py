@@ -66,3 +66,12 @@ class Journal:
         if request_id == LAST:
             return next(reversed(self._explanations.values()), None)
         return self._explanations.get(request_id)
+
+    def why_unknown(self, request_id: str) -> str:
+        """Return why there is no explanation of a request, in words."""
+        if request_id == LAST:
+            return "no request has ended since the proxy was started"
+        return (
+            f"no request {request_id} is known: its answer has not ended yet, it is not among the last "
+            f"{MAX_REQUESTS:,}, or the proxy was restarted since"
+        )

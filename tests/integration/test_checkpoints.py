@@ -92,7 +92,7 @@ async def test_pages_of_other_sites_are_refused(start_rig: StartRig) -> None:
 async def test_request_whose_prompt_is_not_known_is_not_warmed(start_rig: StartRig) -> None:
     async with start_rig(explain_keep="none") as rig:
         status, reply = await ask(rig, "POST", "/warm?request=last")
-        assert status == 404 and "no request" in reply["error"]
+        assert status == 404 and "no request has ended" in reply["error"]
         await rig.chat("a")
         _, reply = await ask(rig, "POST", "/warm?request=last")
         assert reply["error"] == "no prompts are kept: explain_keep is none"
