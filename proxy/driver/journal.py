@@ -62,7 +62,7 @@ class Journal:
         return [explanation.request for explanation in newest_first]
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Return the explanation of a request by its id, of the last one or the last miss, if there is one."""
+        """Return the explanation of a request by its id, of the last one or of the last miss, if any."""
         if request_id == LAST:
             return next(reversed(self._explanations.values()), None)
         if request_id == MISS:
