@@ -6,6 +6,10 @@ from msgspec import Meta
 
 _PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 Address = Annotated[str, Meta(title="HOST:PORT", pattern=rf"^([^:]*|\[[0-9a-fA-F:]+\]):{_PORT}$")]
+Hosts = Annotated[
+    str,
+    Meta(title="names, separated by commas", pattern=r"^\s*([\w.-]+\s*(,\s*[\w.-]+\s*)*)?$"),
+]
 
 _ANY_HOST = ("", "0.0.0.0", "[::]")
 
@@ -14,6 +18,11 @@ def split_address(address: str) -> tuple[str, int]:
     """Return host and port of HOST:PORT or [HOST]:PORT."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def parse_hosts(hosts: str) -> list[str]:
+    """Return the names of a setting that has several, separated by commas."""
+    return [host.strip() for host in hosts.split(",") if host.strip()]
 
 
 def reachable(address: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from proxy import __version__
-from proxy.addresses import split_address
+from proxy.addresses import parse_hosts, split_address
 from proxy.config import Settings
 from proxy.core.degradation import DegradationKind
 from proxy.driver.absence import Absence
@@ -22,6 +22,7 @@ from proxy.driver.attach import Attacher
 from proxy.driver.attachment import Attachment
 from proxy.driver.cache import Cache
 from proxy.driver.degradations import Degradations
+from proxy.driver.earlier_requests import EarlierRequests
 from proxy.driver.faults import Faults
 from proxy.driver.gauges import connect_gauges
 from proxy.driver.journal import Journal, Keep
@@ -170,6 +171,7 @@ def _operators(
     )
     warm = Warm(
         Warming(services, lifecycle, cache),
+        EarlierRequests(services.journal, lifecycle, services.upstream),
         aliases=parse_aliases(settings.aliases),
         shares_between_api_keys=settings.share_between_api_keys,
     )
@@ -182,7 +184,8 @@ def _operators(
         PageFiles(),
         events := Events(Looks(services, lifecycle)),
     )
-    middlewares = [only_by_own_names(split_address(settings.admin)[0])]
+    own_hosts = (split_address(settings.admin)[0], *parse_hosts(settings.admin_hosts))
+    middlewares = [only_by_own_names(*own_hosts)]
     app = web.Application(client_max_size=settings.max_body_bytes, middlewares=middlewares)
     app.add_routes([route for view in views for route in view.routes()])
     app.on_shutdown.append(events.stop)

@@ -1,21 +1,14 @@
-"""Settings: their names, types, defaults and limits, and where their values come from.
+"""Settings: their names, types, defaults and limits.
 
-Flags beat the environment (LLAMA_PREFIX_CACHE_*), which beats the YAML file, which beats the defaults.
-All four name the same settings, so this struct is the only list of them.
+Flags, environment, file and documentation name the same settings, so this struct is the only list of them.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from proxy.addresses import Address
-from proxy.complaints import complain, require_directory
-from proxy.errors import SettingsError
-from proxy.sizes import parse_size
-from proxy.sources import read_environment, read_file
+from proxy.addresses import Address, Hosts
 from proxy.stabilize.names import SWITCHES_PATTERN
 
 
@@ -66,6 +59,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             extra=_more("For operators, not for clients: it asks for no key."),
         ),
     ] = "127.0.0.1:8082"
+    admin_hosts: Annotated[
+        Hosts,
+        Meta(
+            description="Names by which the admin listener may be asked, such as llm.example.org.",
+            extra=_more(
+                "Besides addresses, names without a dot, private ones (.local, .lan, .internal) and that "
+                "in admin. Under any other name only /health and /metrics are answered: a page of another "
+                "site could have a name of its own lead here."
+            ),
+        ),
+    ] = ""
     upstream_api_key: Annotated[
         str | None,
         Meta(
@@ -240,60 +244,3 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 NAMES = Settings.__struct_fields__
-
-
-def load_settings(
-    flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None
-) -> Settings:
-    """Return the settings from all sources; raises SettingsError naming the first that is wrong."""
-    return complete_settings(merge_settings(flags, environment, file))
-
-
-def merge_settings(
-    flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None
-) -> dict[str, Any]:
-    """Return what all sources set, each checked by itself; raises SettingsError."""
-    from_file = read_file(file) if file else {}
-    from_environment = read_environment(environment, NAMES)
-    given = {name: value for name, value in flags.items() if value is not None}
-    sources: list[tuple[str, dict[str, Any]]] = [
-        (str(file), from_file),
-        ("environment", from_environment),
-        ("command line", given),
-    ]
-    merged: dict[str, Any] = {}
-    for source, values in sources:
-        # Each source is checked by itself, so that the complaint names where the value came from.
-        _convert({"slot_save_path": ".", **values}, source, strict=source == str(file))
-        merged |= values
-    return merged
-
-
-def complete_settings(merged: dict[str, Any]) -> Settings:
-    """Return the settings with their defaults; raises SettingsError if one without default is missing."""
-    if "slot_save_path" not in merged:
-        raise SettingsError("slot_save_path is missing: give llama-server's --slot-save-path")
-    settings = _convert(merged, "settings", strict=False)
-    path = str(Path(settings.slot_save_path).expanduser())
-    settings = msgspec.structs.replace(settings, slot_save_path=path)
-    require_directory(settings.slot_save_path)
-    return settings
-
-
-def _convert(values: dict[str, Any], source: str, *, strict: bool) -> Settings:
-    sized = {name: parse_size(source, name, value) for name, value in values.items()}
-    try:
-        return msgspec.convert(sized, Settings, strict=strict)
-    except msgspec.ValidationError as error:
-        raise SettingsError(f"{source}: {complain(str(error), describe, NAMES)}") from error
-
-
-def describe(name: str) -> tuple[str, Any]:
-    """Return a setting's description and its bare type."""
-    annotation = next(f.type for f in msgspec.structs.fields(Settings) if f.name == name)
-    description = ""
-    while hasattr(annotation, "__metadata__"):
-        for meta in annotation.__metadata__:
-            description = description or getattr(meta, "description", None) or ""
-        annotation = get_args(annotation)[0]
-    return description, annotation

@@ -21,10 +21,11 @@ from proxy.commands.options import (
     fail,
     json_option,
 )
-from proxy.config import Settings, merge_settings
+from proxy.config import Settings
 from proxy.core.listing import Deleted, ListedCheckpoint, list_checkpoint
 from proxy.core.selection import Selection, select
 from proxy.errors import SettingsError, StoreFault, StoreLocked
+from proxy.loading import merge_settings
 from proxy.offline.store import OfflineStore, open_offline
 
 _DEFAULT_ADMIN = {f.name: f.default for f in msgspec.structs.fields(Settings)}["admin"]

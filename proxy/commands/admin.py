@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 import aiohttp
+import click
 import msgspec
 
 from proxy.commands.options import EXIT_FAILED, EXIT_UNAVAILABLE, fail
@@ -63,9 +64,14 @@ class Admin:
                 self.fail_unreachable(error)
 
     def fail_unreachable(self, error: Exception) -> NoReturn:
+        context = click.get_current_context(silent=True)
+        can_do_without = context is not None and any(
+            option.name == "slot_save_path" for option in context.command.params
+        )
         fail(
-            f"no proxy answers at {self.url} ({error}). Give its --admin; if none runs, give "
-            "--slot-save-path to work on the directory itself",
+            f"no proxy answers at {self.url} ({error}). If one runs with another `admin`, give --admin "
+            "http://HOST:PORT"
+            + ("; if none runs, --slot-save-path to work on the directory" * can_do_without),
             EXIT_UNAVAILABLE,
         )
 

@@ -22,9 +22,9 @@ from proxy.commands.options import (
 )
 from proxy.commands.printing import console, print_json
 from proxy.commands.words import size_in_words
-from proxy.config import merge_settings
 from proxy.doctor.gain import Measured, measure
 from proxy.errors import CacheFault, SettingsError, StoreLocked, UpstreamUnreachable
+from proxy.loading import merge_settings
 from proxy.upstream.llama_server import LlamaServer, new_session
 
 _LENGTHS = "1000,4000,16000"

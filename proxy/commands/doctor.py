@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from proxy.commands.options import EXIT_CUT_SHORT, EXIT_USAGE, fail, setting_options
-from proxy.config import NAMES, Settings, load_settings
+from proxy.config import NAMES, Settings
 from proxy.doctor.directory import FreeBytes, free_bytes_of
 from proxy.doctor.examination import Examination, Note, Subject
 from proxy.doctor.facts import Facts
@@ -20,6 +20,7 @@ from proxy.doctor.report import json_report, report
 from proxy.doctor.verdict import exit_status
 from proxy.driver.saving import RewriteStateFile, keep_as_saved
 from proxy.errors import SettingsError
+from proxy.loading import load_settings
 from proxy.store.budget import Limits
 from proxy.upstream.llama_server import LlamaServer, new_session
 

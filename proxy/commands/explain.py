@@ -14,19 +14,21 @@ from proxy.core.records import Explanation
 
 
 @click.command()
-@click.argument("request_id", default="last", metavar="[REQUEST_ID|last]")
+@click.argument("request_id", default="last", metavar="[REQUEST_ID|last|miss]")
 @admin_option
 @config_option
 @json_option
 def explain(request_id: str, admin: str | None, config: Path | None, as_json: bool) -> None:
     """Say what a request reused, why not more, and what helps.
 
-    REQUEST_ID is the id of its log line; without one it is the last request. Exit status: 0 it is
-    explained, 1 there is no such request (any more), 69 no proxy answers.
+    REQUEST_ID is the id of its log line; without one it is the last request, and with `miss` the last one
+    that evaluated what was known. Exit status: 0 it is explained, 1 there is no such request (any more),
+    69 no proxy answers.
 
     \b
     Examples:
       llama-prefix-cache explain
+      llama-prefix-cache explain miss
       llama-prefix-cache explain 5f0c1a2b --json
       llama-prefix-cache explain last --admin http://192.168.1.5:8082
     """

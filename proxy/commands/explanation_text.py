@@ -47,7 +47,7 @@ def _reuse(request: RequestRecord) -> Iterator[Text]:
         line = f"{request.confirmed:,} of {request.n_prompt:,} tokens reused"
         if request.n_missed:
             line += f", {request.n_missed:,} evaluated again"
-        if request.saved_seconds is not None:
+        if (request.saved_seconds or 0) >= 0.005:
             line += f"; {request.saved_seconds:.2f} s saved"
         yield Text(line)
 

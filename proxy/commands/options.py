@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 import click
 import msgspec
 
-from proxy.config import Settings, describe
+from proxy.config import Settings
+from proxy.loading import describe
 from proxy.sizes import is_size
 from proxy.sources import ENVIRONMENT_PREFIX
 

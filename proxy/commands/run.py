@@ -19,9 +19,10 @@ from proxy.commands.options import (
     setting_options,
 )
 from proxy.commands.stopping import Stopping
-from proxy.config import Settings, complete_settings, merge_settings
+from proxy.config import Settings
 from proxy.core.launch import Launch, Wanted, plan_launch
 from proxy.errors import LlamaServerDied, SettingsError, StoreLocked
+from proxy.loading import complete_settings, merge_settings
 from proxy.log import configure_logging, get_logger
 from proxy.run.build import find_free_port, read_help, require_free_port, split_command
 from proxy.run.supervisor import Supervisor

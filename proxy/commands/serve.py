@@ -16,8 +16,9 @@ from proxy.commands.options import (
     setting_options,
 )
 from proxy.commands.stopping import Stopping
-from proxy.config import Settings, load_settings
+from proxy.config import Settings
 from proxy.errors import SettingsError, StoreLocked
+from proxy.loading import load_settings
 from proxy.log import configure_logging, get_logger
 
 

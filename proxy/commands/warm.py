@@ -16,7 +16,13 @@ from proxy.commands.words import size_in_words
 
 
 @click.command()
-@click.argument("file", type=click.File("rb"))
+@click.argument("file", type=click.File("rb"), required=False)
+@click.option(
+    "--from-request",
+    "request_id",
+    metavar="ID|last",
+    help="In place of FILE: a request that was answered not long ago, by the id of its log line.",
+)
 @click.option("--whole", is_flag=True, help="The whole prompt, not only tools and system prompt.")
 @click.option("--path", help="API that the body is for, such as /v1/messages. [by what it has]")
 @click.option(
@@ -30,6 +36,7 @@ from proxy.commands.words import size_in_words
 @json_option
 def warm(
     file: Any,
+    request_id: str | None,
     whole: bool,
     path: str | None,
     api_key: str | None,
@@ -44,16 +51,23 @@ def warm(
     llama-prefix-cache warm first-request.json
     llama-prefix-cache warm --pin --whole first-request.json
     jq '.body' captured.json | llama-prefix-cache warm -
+    llama-prefix-cache warm --from-request last
 
     FILE is a request's body as JSON, as a client sends it to any of the cached APIs. Kept are tools and
     system prompt; the messages behind them are left out, unless --whole. The proxy must be running.
+
+    --from-request needs no body: the proxy remembers the tokens of its last requests, unless explain_keep
+    is none. Their state is kept for whoever sent them.
     """
-    query = {
-        name: value for name, value in (("path", path), ("whole", "1" if whole else None)) if value
-    }
+    if (file is None) == (request_id is None):
+        raise click.UsageError("give either FILE or --from-request")
+    if request_id is not None and path is not None:
+        raise click.UsageError("--path is for FILE")
+    given = {"path": path, "whole": "1" if whole else None, "request": request_id}
+    query = {name: value for name, value in given.items() if value}
     listener = find_admin(admin, config)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    last = asyncio.run(_follow(listener, file.read(), query, headers))
+    last = asyncio.run(_follow(listener, file.read() if file else b"", query, headers))
     if "warmed" not in last:
         fail(last.get("error", "the proxy went away"), EXIT_FAILED)
     warmed = last["warmed"]

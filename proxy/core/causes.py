@@ -80,8 +80,8 @@ MEANINGS = {
     ),
     Cause.DATE: Meaning(
         "A date or a time of day in the prompt has changed.",
-        "Switch on the stabilizer `sticky_date`, or take the time out of the system prompt: put it into "
-        "the newest message.",
+        "Take the time out of the system prompt and put it into the newest message; or set `stabilizers` "
+        "to `safe, sticky_date`: a conversation then keeps the time that it began with.",
     ),
     Cause.ENVIRONMENT: Meaning(
         "The block that describes the environment (folder, platform, git status) has changed.",
@@ -93,7 +93,7 @@ MEANINGS = {
     ),
     Cause.TOOL_TEXT: Meaning(
         "A tool's description or parameters have changed.",
-        "Switch on the stabilizer `sticky_tool_text`, or keep what changes out of tool descriptions.",
+        "Set `stabilizers` to `safe, sticky_tool_text`, or keep what changes out of tool descriptions.",
     ),
     Cause.TOOL_LIST: Meaning(
         "Tools were added or removed.",
@@ -109,11 +109,11 @@ MEANINGS = {
     ),
     Cause.REMINDER: Meaning(
         "A reminder that the client adds was moved, changed or taken out.",
-        "Switch on the stabilizer `sticky_reminders`.",
+        "Set `stabilizers` to `safe, sticky_reminders`.",
     ),
     Cause.REASONING: Meaning(
         "The reasoning of an earlier answer is no longer in the prompt.",
-        "Switch on the stabilizer `inline_reasoning`, or have the client send `reasoning_content` back.",
+        "Set `stabilizers` to `safe, inline_reasoning`, or have the client send `reasoning_content` back.",
     ),
     Cause.EDITED_MESSAGE: Meaning(
         "An earlier message was edited, inserted or left out.",

@@ -110,11 +110,20 @@ class KnownPrompts:
     def tokens(self, known: KnownPrompt) -> TokenIds:
         return self._trees[known.namespace].tokens.sequence(known.tokens_end)
 
+    def tokens_at(self, known: KnownPrompt, begin: int, n_tokens: int) -> TokenIds:
+        """Return a few tokens of a known prompt."""
+        tree = self._trees[known.namespace].tokens
+        return tree.part(known.tokens_end, known.n_tokens, begin, begin + n_tokens)
+
     def text(self, known: KnownPrompt) -> str:
         """Return a known prompt as it was rendered; empty if texts are not kept."""
         if known.text_end is None:
             return ""
         return self._trees[known.namespace].texts.sequence(known.text_end)
+
+    def find(self, request_id: str) -> KnownPrompt | None:
+        """Return the prompt of a request; None if it is not kept, or no more."""
+        return self._known.get(request_id)
 
     def is_known(self, known: KnownPrompt) -> bool:
         return self._known.get(known.id) is known

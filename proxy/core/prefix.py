@@ -26,6 +26,8 @@ FIRST_BLOCK_TOKENS = 16
 """Only full blocks are hashed. The first 128 tokens are eight short ones, for the sake of titles and short
 chats: a shared prefix of less than 16 tokens is never found."""
 _N_FIRST_BLOCKS = BLOCK_TOKENS // FIRST_BLOCK_TOKENS
+_STRIDE = 4096
+"""So many are compared at once; where they differ, halves are."""
 
 
 def token_ids(values: Iterable[int]) -> TokenIds:
@@ -77,11 +79,12 @@ def common_prefix_length(
 ) -> int:
     """Return how many leading tokens (characters, bytes) two sequences share, compared one by one."""
     limit = min(len(left), len(right))
-    n_common = 0
-    for stride in (4096, 64, 1):
-        while n_common + stride <= limit:
-            end = n_common + stride
-            if left[n_common:end] != right[n_common:end]:
-                break
+    n_common, stride = 0, _STRIDE
+    while stride:
+        end = n_common + stride
+        is_alike = end <= limit and left[n_common:end] == right[n_common:end]
+        if is_alike:
             n_common = end
+        if not is_alike or stride < _STRIDE:
+            stride //= 2
     return n_common

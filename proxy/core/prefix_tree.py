@@ -103,13 +103,18 @@ class PrefixTree(Generic[S]):
 
     def sequence(self, end: Node[S]) -> S:
         """Return the whole sequence that ends there."""
-        edges = [node.edge for node in end.path()]
-        edges.reverse()
-        return (
-            self._empty.join(edges)
-            if isinstance(self._empty, str)
-            else reduce(iadd, edges, self._empty[:])
-        )
+        return self._joined([node.edge for node in end.path()][::-1])
+
+    def part(self, end: Node[S], n: int, begin: int, stop: int) -> S:
+        """Return the elements from *begin* to *stop* of the sequence of length *n* that ends there."""
+        edges = []
+        for node in end.path():
+            n -= len(node.edge)
+            if n < stop:
+                edges.append(node.edge[max(0, begin - n) : stop - n])
+            if n <= begin:
+                break
+        return self._joined(edges[::-1])
 
     def note_loss(self, sequence: S, loss: object) -> None:
         """Note what became of the state of *sequence*, wherever others that are kept share it."""
@@ -127,6 +132,11 @@ class PrefixTree(Generic[S]):
                 return node.loss, n_behind + min(node.n_lost, n_in_edge)
             n_in_edge = len(node.parent.edge) if node.parent else 0
         return None, 0
+
+    def _joined(self, edges: list[S]) -> S:
+        if isinstance(self._empty, str):
+            return self._empty.join(edges)
+        return reduce(iadd, edges, self._empty[:])
 
     def _split(self, node: Node[S], n_upper: int) -> Node[S]:
         """Return the node at which the first *n_upper* of an edge end."""

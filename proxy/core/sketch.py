@@ -81,11 +81,17 @@ def begin_alike(new: Sketch, old: Sketch) -> bool:
 
     Whoever finds a title for a conversation is sent that message, too, but is told something else.
     """
-    first, before = new.n_leading_system, old.n_leading_system
-    if new.messages[first : first + 1] != old.messages[before : before + 1]:
+    if not have_same_first_message(new, old):
         return False
+    first, before = new.n_leading_system, old.n_leading_system
     has_same_tools = len(new.tools) > 0 and new.tools == old.tools
     return has_same_tools or (first > 0 and new.messages[:first] == old.messages[:before])
+
+
+def have_same_first_message(new: Sketch, old: Sketch) -> bool:
+    """Return whether what follows the leading system messages is the same message in both."""
+    first, before = new.n_leading_system, old.n_leading_system
+    return new.messages[first : first + 1] == old.messages[before : before + 1]
 
 
 @dataclass(frozen=True, slots=True)

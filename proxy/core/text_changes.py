@@ -9,6 +9,8 @@ import re
 _BILLING = "x-anthropic-billing-header"
 _NEAR = 64
 """So many characters before and behind the place a date is looked for."""
+_LONG_LINE = 500
+"""No more of a line is looked at before and behind a place."""
 _GOES_ON = 8
 """So many characters behind a changed date must be the same again."""
 
@@ -97,9 +99,11 @@ def is_reasoning_dropped(new: str, old: str, at: int) -> bool:
 
 
 def _line(text: str, at: int) -> str:
-    begin = text.rfind("\n", 0, at) + 1
-    end = text.find("\n", at)
-    return text[begin : end if end >= 0 else len(text)]
+    """Return the line in which a place lies, as much of it as is near."""
+    nearest = max(0, at - _LONG_LINE)
+    begin = max(nearest, text.rfind("\n", nearest, at) + 1)
+    end = text.find("\n", at, at + _LONG_LINE)
+    return text[begin : end if end >= 0 else at + _LONG_LINE]
 
 
 def _end_of_date(text: str, at: int) -> int | None:

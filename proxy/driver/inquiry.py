@@ -11,7 +11,7 @@ from proxy.core.explain import SLACK_TOKENS, Past, Served, judge, may_be_missed
 from proxy.core.known_prompts import KnownPrompt, Sighting
 from proxy.core.model import Prompt
 from proxy.core.records import Divergence, Nearest
-from proxy.core.sketch import EMPTY, begin_alike, compare
+from proxy.core.sketch import EMPTY, begin_alike, compare, have_same_first_message
 from proxy.driver.account import Account
 from proxy.driver.attachment import Attachment
 from proxy.driver.journal import Journal, Keep
@@ -82,12 +82,20 @@ class Inquiry:
         if nearest is not None and not self._known.is_known(nearest):
             nearest = None
         found = self._known.of_conversation(self._prompt.namespace, self._seen.sketch, nearest)
-        self._is_same_conversation = found is not None and found.ended_at < self._planned_at
-        if self._is_same_conversation:
-            return found
+        if found is not None and found.ended_at < self._planned_at:
+            self._is_same_conversation = True
+            return nearest if nearest and self._is_closer(nearest, found) else found
         if nearest is not None:
             self._is_same_conversation = begin_alike(self._seen.sketch, nearest.sketch)
         return nearest
+
+    def _is_closer(self, nearest: KnownPrompt, found: KnownPrompt) -> bool:
+        """Return whether the same messages were begun again since, under a header more like this one."""
+        return (
+            nearest.ended_at > found.ended_at
+            and have_same_first_message(self._seen.sketch, nearest.sketch)
+            and self._sighting.n_common > self._known.common(found, self._prompt.tokens)
+        )
 
     def _common(self, partner: KnownPrompt | None) -> int:
         if partner is None:
@@ -156,7 +164,6 @@ class Inquiry:
         if partner is None or change is None or change.part is Part.NOWHERE:
             return None
         before, known, now = self._texts(change)
-        known_ids = self._known.tokens(partner)[n_common : n_common + _N_IDS]
         return Divergence(
             n_common=n_common,
             part=change.part,
@@ -164,7 +171,7 @@ class Inquiry:
             before=before,
             known=known,
             now=now,
-            known_ids=tuple(known_ids),
+            known_ids=tuple(self._known.tokens_at(partner, n_common, _N_IDS)),
             now_ids=tuple(self._prompt.tokens[n_common : n_common + _N_IDS]),
         )
 

@@ -17,7 +17,7 @@ from proxy.driver.today import DaySums
 
 MAX_REQUESTS = 2000
 MAX_BYTES = 48 << 20
-LAST = "last"
+LAST, MISS = "last", "miss"
 
 
 class Keep(StrEnum):
@@ -62,7 +62,21 @@ class Journal:
         return [explanation.request for explanation in newest_first]
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Return the explanation of a request by its id, or of the last one; None if there is none."""
+        """Return the explanation of a request by its id, of the last one or of the last miss, if any."""
         if request_id == LAST:
             return next(reversed(self._explanations.values()), None)
+        if request_id == MISS:
+            newest_first = reversed(self._explanations.values())
+            return next((e for e in newest_first if e.request.cause.is_miss), None)
         return self._explanations.get(request_id)
+
+    def why_unknown(self, request_id: str) -> str:
+        """Return why there is no explanation of a request, in words."""
+        if request_id == LAST:
+            return "no request has ended since the proxy was started"
+        if request_id == MISS:
+            return f"none of the last {MAX_REQUESTS:,} requests has missed"
+        return (
+            f"no request {request_id} is known: its answer has not ended yet, it is not among the last "
+            f"{MAX_REQUESTS:,}, or the proxy was restarted since"
+        )

@@ -5,8 +5,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from proxy.core.causes import MEANINGS, Cause, Part
 from proxy.core.model import Outcome
 from proxy.core.records import UNANSWERED, Divergence, Explanation, Nearest, RequestRecord, Way
@@ -137,9 +135,11 @@ _ALWAYS = {"confirmed", "evaluated", "alternatives", "stops", "cuts"}
 
 def _line(told: RequestRecord | Way) -> dict[str, object]:
     """Return what is worth a place in the log line: whatever is known, as plain values."""
-    fields = msgspec.structs.asdict(told)
-    plain = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
-    line = {k: v for k, v in plain.items() if k in _ALWAYS or v not in (None, [])}
+    line: dict[str, object] = {}
+    for name in told.__struct_fields__:
+        value = getattr(told, name)
+        if name in _ALWAYS or not (value is None or value == ()):
+            line[name] = list(value) if isinstance(value, tuple) else value
     if not line.get("n_missed"):
         line.pop("n_missed", None)
     if isinstance(told, RequestRecord):

@@ -13,6 +13,11 @@ def json_response(status: int, content: Any) -> web.Response:
 
 
 def refuse_foreign_pages(request: web.Request) -> None:
-    """Raise HTTPForbidden if another site's page asks: browsers then send its Origin."""
-    if "Origin" in request.headers:
+    """Raise HTTPForbidden if another site's page asks: browsers then send its Origin.
+
+    They send the listener's own, too, when its page changes something; names that others can have are
+    refused before (`visitors`).
+    """
+    origin = request.headers.get("Origin")
+    if origin is not None and origin.partition("://")[2].lower() != request.host.lower():
         raise web.HTTPForbidden(text="not for pages of other sites")

@@ -32,7 +32,8 @@ class Requests:
     async def explain(self, request: web.Request) -> web.Response:
         """Return the explanation of one request by its id, or of the last one."""
         refuse_foreign_pages(request)
-        explanation = self._journal.explain(request.match_info["id"])
+        request_id = request.match_info["id"]
+        explanation = self._journal.explain(request_id)
         if explanation is None:
-            return json_response(404, {"error": "there is no request with this id, or no more"})
+            return json_response(404, {"error": self._journal.why_unknown(request_id)})
         return json_response(200, explanation)

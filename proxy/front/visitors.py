@@ -15,11 +15,11 @@ _FOR_PROGRAMS = ("/health", "/metrics")
 """No word of any prompt is in these."""
 
 
-def is_own_name(host: str, own_host: str) -> bool:
-    """Return whether nobody else can have a Host header's name; *own_host* is what the listener has."""
+def is_own_name(host: str, *own_hosts: str) -> bool:
+    """Return whether nobody else can have a Host header's name; *own_hosts* are known to be ours."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
     name = name.strip("[]").rstrip(".").lower()
-    if "." not in name or name == own_host.lower() or name.endswith(_PRIVATE):
+    if "." not in name or name in map(str.lower, own_hosts) or name.endswith(_PRIVATE):
         return True
     try:
         ipaddress.ip_address(name)
@@ -28,15 +28,15 @@ def is_own_name(host: str, own_host: str) -> bool:
     return True
 
 
-def only_by_own_names(own_host: str) -> Middleware:
+def only_by_own_names(*own_hosts: str) -> Middleware:
     """Return a middleware that refuses requests for anybody else's names."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in _FOR_PROGRAMS and not is_own_name(request.host, own_host):
+        if request.path not in _FOR_PROGRAMS and not is_own_name(request.host, *own_hosts):
             raise web.HTTPForbidden(
-                text=f"ask by an address, or set `admin` to {request.host!r}: other sites' pages could "
-                "otherwise read this under a name of theirs"
+                text=f"ask by an address, or put the name of {request.host!r} into admin_hosts: other "
+                "sites' pages could otherwise read this under a name of theirs"
             )
         return await handler(request)
 

@@ -7,9 +7,11 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from proxy.driver.earlier_requests import EarlierRequests, NotKnown
 from proxy.driver.requests import Arrival, GenerationRequest
 from proxy.driver.warming import Warmed, Warming
 from proxy.errors import CacheFault, ProxyError
+from proxy.front.json_answers import json_response, refuse_foreign_pages
 from proxy.front.keys import keys_of, tenant_of
 from proxy.front.stored.queries import is_asked_for
 from proxy.upstream.aliases import Aliases, with_alias
@@ -24,9 +26,15 @@ class Warm:
     """Answers POST /warm with a line of JSON whenever there is progress, and one for the end."""
 
     def __init__(
-        self, warming: Warming, aliases: Aliases, *, shares_between_api_keys: bool
+        self,
+        warming: Warming,
+        earlier: EarlierRequests,
+        aliases: Aliases,
+        *,
+        shares_between_api_keys: bool,
     ) -> None:
         self._warming = warming
+        self._earlier = earlier
         self._aliases = aliases
         self._shares_between_api_keys = shares_between_api_keys
 
@@ -34,11 +42,16 @@ class Warm:
         return [web.post("/warm", self.warm)]
 
     async def warm(self, request: web.Request) -> web.StreamResponse:
-        """Evaluate and keep the header of the request that is the body; `path` says whose form it has."""
-        if "Origin" in request.headers:
-            raise web.HTTPForbidden(text="not for browsers")
+        """Evaluate and keep the header of the request that is the body; `path` says whose form it has.
+
+        Without a body, that of an earlier `request` by its id, or of the last one.
+        """
+        refuse_foreign_pages(request)
         is_whole = is_asked_for(request, "whole")
-        generation = self._read(request, await request.read(), is_whole=is_whole)
+        try:
+            generation = await self._wanted(request, is_whole=is_whole)
+        except NotKnown as why:
+            return json_response(404, {"error": str(why)})
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -50,6 +63,11 @@ class Warm:
             task.cancel()
         await response.write_eof()
         return response
+
+    async def _wanted(self, request: web.Request, *, is_whole: bool) -> GenerationRequest:
+        if (request_id := request.query.get("request")) is not None:
+            return self._earlier.again(request_id, keys_of(request.headers), is_whole=is_whole)
+        return self._read(request, await request.read(), is_whole=is_whole)
 
     def _read(self, request: web.Request, raw: bytes, *, is_whole: bool) -> GenerationRequest:
         body = parse_body(raw)

@@ -1,4 +1,4 @@
-"""sticky_date: the date in the system prompt as it was when the conversation began."""
+"""sticky_date: date and time in the system prompt as they were when the conversation began."""
 
 import re
 
@@ -7,15 +7,31 @@ from proxy.stabilize.messages import rewrite_system_texts, system_text
 from proxy.stabilize.model import Form, FromMemory, Json, Known, Rewrite
 from proxy.stabilize.names import Name
 
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
+_DAY = r"\d{1,2}(?:st|nd|rd|th)?"
+_WEEKDAY = r"(?:(?:Mon|Tue|Tues|Wed|Wednes|Thu|Thur|Thurs|Fri|Sat|Satur|Sun)(?:day)?,? )"
+_CALENDAR = (
+    rf"{_WEEKDAY}?(?:\d{{4}}[-/]\d\d?[-/]\d\d?|\d\d?[./]\d\d?[./]\d{{4}}"
+    rf"|{_DAY} {_MONTH},? \d{{4}}|{_MONTH} {_DAY},? \d{{4}})"
+)
+_CLOCK = (
+    r"\d\d?:\d\d(?::\d\d)?(?:[.,]\d+)?(?: ?[AP]\.?M\b\.?)?"
+    r"(?: ?(?:Z\b|UTC\b|GMT\b|[+-]\d\d:?\d\d\b))?"
+)
+_BEHIND = rf"(?:(?:T|,? (?:at )?){_CLOCK})?"
+_MOMENT = rf"(?:{_CALENDAR}{_BEHIND}|{_CLOCK}(?:,? (?:on )?{_CALENDAR})?)"
 _DATE = re.compile(
-    r"(?P<words>(?:Today(?:'s|’s) date|Current date|Today)(?: is)?:? )"
-    r"(?P<date>[^\n]{0,30}?\b\d{4}\b(?:[-/]\d\d?[-/]\d\d?)?)",
+    r"(?P<words>(?:Today(?:'s|’s) date|Current date(?: and time)?|Today)(?: is)?:? "
+    # These may begin any sentence: only a whole date or time may follow them.
+    r"|\b(?:It is(?: now| currently)?|Now|Date|Time|(?:The )?current time|The time)(?: is)?:? "
+    rf"(?={_MOMENT}))"
+    rf"(?P<date>{_MOMENT}|[^\n]{{0,30}}?\b\d{{4}}\b(?:[-/]\d\d?[-/]\d\d?)?{_BEHIND})",
     re.IGNORECASE,
 )
 
 
 def without_dates(text: str) -> str:
-    """Return a text that stays the same over midnight."""
+    """Return a text that stays the same whatever the time is."""
     return _DATE.sub(r"\g<words>", text)
 
 

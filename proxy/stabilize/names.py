@@ -57,7 +57,7 @@ REASONS = {
         "Modes such as plan and build change a tool's description in mid-conversation."
     ),
     Name.STICKY_DATE: (
-        "The date in the system prompt changes at midnight, and the whole prompt with it."
+        "A date or time in the system prompt changes, and the whole prompt with it."
     ),
     Name.STICKY_REMINDERS: (
         "Reminders move from the old user message to the newest, which changes the old one."

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from proxy.core.prefix import TokenIds
 from proxy.upstream.bodies import SYSTEM_ROLES, GenerationBody, leading_system
 from proxy.upstream.routes import Route
 
@@ -38,6 +39,11 @@ def header_request(route: Route, body: GenerationBody, *, is_whole: bool) -> byt
     elif not is_whole:
         fields |= _header(route, body)
     return msgspec.json.encode(fields)
+
+
+def tokens_request(tokens: TokenIds) -> bytes:
+    """Return the request to /completion that has some tokens evaluated."""
+    return msgspec.json.encode({"prompt": tokens.tolist(), "n_predict": 1, "max_tokens": 1})
 
 
 def _header(route: Route, body: GenerationBody) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class LlamaServer:
         self.session = session
         self.pending = Pending()
         self.base_url = base_url.rstrip("/")
-        self._own_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.own_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def url(self, raw_path: str) -> URL:
         """Return the URL of a path with its query, left exactly as the client encoded it."""
@@ -80,7 +80,7 @@ class LlamaServer:
         try:
             async with self.session.get(
                 self.url("/health"),
-                headers=self._own_headers,
+                headers=self.own_headers,
                 timeout=aiohttp.ClientTimeout(total=QUICK_SECONDS),
             ) as reply:
                 return reply.status == 200
@@ -102,7 +102,7 @@ class LlamaServer:
         try:
             async with self.session.get(
                 self.url("/metrics"),
-                headers=self._own_headers,
+                headers=self.own_headers,
                 timeout=aiohttp.ClientTimeout(total=QUICK_SECONDS),
             ) as reply:
                 return reply.headers.get("Process-Start-Time-Unix", "")
@@ -249,7 +249,7 @@ class LlamaServer:
         seconds: float | None,
     ) -> bytes:
         data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
-        sent = {"Content-Type": "application/json", **(headers or self._own_headers)}
+        sent = {"Content-Type": "application/json", **(headers or self.own_headers)}
         try:
             async with (
                 self.pending.call(),

@@ -30,6 +30,8 @@ SETTINGS = (
     "join_upstream_metrics",
     "stabilizers",
     "context_overflow",
+    "admin_hosts",
+    "explain_keep",
 )
 
 

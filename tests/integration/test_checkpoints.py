@@ -66,16 +66,40 @@ async def test_pin_of_a_checkpoint_that_is_not_there_is_404(start_rig: StartRig)
             assert status == 404
 
 
-async def test_browsers_are_refused(start_rig: StartRig) -> None:
-    async with start_rig() as rig:
+async def test_pages_of_other_sites_are_refused(start_rig: StartRig) -> None:
+    async with start_rig(admin_hosts="llm.example.org") as rig:
         await rig.chat("a")
         await rig.settled()
         [stored] = await listed(rig)
+        path = f"/checkpoints/{stored['id']}/pin"
         for method in ("PUT", "DELETE"):
-            path = f"/checkpoints/{stored['id']}/pin"
-            status, _ = await ask(rig, method, path, Origin="http://example.org")
-            assert status == 403
+            for origin in ("http://example.org", "null", f"http://localhost:{rig.running.port}"):
+                assert (await ask(rig, method, path, Origin=origin))[0] == 403
+        assert (await ask(rig, "POST", "/warm?request=last", Origin="null"))[0] == 403
+        for checked in ("/requests", "/requests/last", "/tree", "/checkpoints"):
+            assert (await ask(rig, "GET", checked, Host="rebound.example.org"))[0] == 403
+            assert (await ask(rig, "GET", checked, Host="llm.example.org"))[0] == 200
+        rebound = {"Host": "rebound.example.org", "Origin": "http://rebound.example.org"}
+        assert (await ask(rig, "PUT", path, **rebound))[0] == 403
+        assert (await ask(rig, "POST", "/warm?request=last", **rebound))[0] == 403
         assert not (await listed(rig))[0]["is_pinned"]
+        for scraped in ("/metrics", "/health"):
+            assert (await ask(rig, "GET", scraped, Host="proxy.example.org:9090"))[0] == 200
+        own = {"Host": "proxy:9090", "Origin": "http://proxy:9090"}
+        assert (await ask(rig, "PUT", path, **own))[0] == 200
+
+
+async def test_request_whose_prompt_is_not_known_is_not_warmed(start_rig: StartRig) -> None:
+    async with start_rig(explain_keep="none") as rig:
+        status, reply = await ask(rig, "POST", "/warm?request=last")
+        assert status == 404 and "no request has ended" in reply["error"]
+        await rig.chat("a")
+        _, reply = await ask(rig, "POST", "/warm?request=last")
+        assert reply["error"] == "no prompts are kept: explain_keep is none"
+    async with start_rig() as rig:
+        await rig.chat("a", cache_prompt=False)
+        _, reply = await ask(rig, "POST", "/warm?request=last")
+        assert "was never read: cache_prompt is false" in reply["error"]
 
 
 async def test_checkpoints_without_a_store_are_503(start_rig: StartRig) -> None:

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from proxy.__main__ import main
+from proxy.core.eviction import Removal
 from proxy.doctor.gain import measure
 from proxy.errors import StoreLocked
 from proxy.offline.store import open_offline
@@ -21,6 +22,7 @@ from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer
 from tests.live.conftest import StartRig
 
+CHAT = "/v1/chat/completions"
 MESSAGES = agent_requests(2, 1, header=[system(150)])
 TOOLS = tools(2)
 
@@ -124,6 +126,42 @@ async def test_warmed_header_serves_the_first_user(start_rig: StartRig, tmp_path
         (tmp_path / "request.json").write_text('{"nothing": 1}')
         status, output = await command(*warm[:3], rig.admin_url)
         assert status == 1 and "no request" in output
+
+
+async def lose_states(rig: Rig) -> None:
+    """Lose what is in slots and in files; the proxy goes on."""
+    await rig.settled()
+    for checkpoint in list(rig.running.store or ()):
+        assert rig.running.store is not None
+        await rig.running.store.remove(checkpoint, Removal.OPERATOR)
+    session = rig.running.lifecycle.current
+    await asyncio.to_thread(rig.server.stop)
+    await asyncio.to_thread(rig.server.start)
+    while rig.running.lifecycle.current in (session, None):  # noqa: ASYNC110 - there is no event
+        await asyncio.sleep(0.02)
+
+
+async def test_header_of_an_earlier_request_is_warmed_for_whoever_sent_it(
+    start_rig: StartRig,
+) -> None:
+    other = [*MESSAGES[0][:-1], {"role": "user", "content": "Something else."}]
+    body = {"messages": MESSAGES[0], "tools": TOOLS, "max_tokens": 2}
+    ann, bob = ({"Authorization": f"Bearer {name}"} for name in ("ann", "bob"))
+    async with start_rig("hybrid") as rig:
+        await rig.post(CHAT, body, headers=ann)
+        await lose_states(rig)
+        warm = ("warm", "--from-request", "last", "--admin", rig.admin_url)
+        first = await asked(*warm)
+        assert not first["was_kept"] and first["n_usable"] > 1000
+        assert (await asked(*warm))["id"] == first["id"]
+        evaluated = [await rig.evaluated()]
+        for headers in (bob, ann):
+            reply = await rig.post(CHAT, {**body, "messages": other}, headers=headers)
+            evaluated.append(await rig.evaluated())
+        assert evaluated[1] - evaluated[0] > 1000 and evaluated[2] - evaluated[1] < 100
+        assert reply["timings"]["cache_n"] >= first["n_usable"]
+        whole = await asked(*warm, "--whole")
+        assert whole["n_usable"] > reply["usage"]["prompt_tokens"] - 20
 
 
 async def test_bench_shows_what_restoring_brings(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from proxy.addresses import split_address
-from proxy.config import NAMES, Settings, load_settings
+from proxy.config import NAMES, Settings
 from proxy.errors import SettingsError
+from proxy.loading import load_settings
 from proxy.sources import ENVIRONMENT_PREFIX
 from proxy.upstream.aliases import parse_aliases
 

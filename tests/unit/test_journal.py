@@ -5,9 +5,9 @@ from proxy.core.records import Explanation, RequestRecord
 from proxy.driver.journal import MAX_REQUESTS, Journal
 
 
-def explanation(request_id: str) -> Explanation:
+def explanation(request_id: str, cause: Cause = Cause.DATE) -> Explanation:
     record = RequestRecord(
-        id=request_id, at=1.0, path="/v1", outcome="miss", cause=Cause.DATE, seconds=1.0
+        id=request_id, at=1.0, path="/v1", outcome="miss", cause=cause, seconds=1.0
     )
     return Explanation(request=record, says="", cure="")
 
@@ -24,6 +24,16 @@ def test_journal_tells_the_newest_first_and_forgets_the_oldest() -> None:
     assert last is not None and last.request.id == str(MAX_REQUESTS + 4)
     assert journal.explain("4") is None and journal.explain("5") is not None
     assert journal.n_recorded == MAX_REQUESTS + 5
+
+
+def test_last_miss_is_found_behind_what_came_after_it() -> None:
+    journal = Journal()
+    journal.add(explanation("a", Cause.HIT))
+    assert journal.explain("miss") is None and "missed" in journal.why_unknown("miss")
+    for request_id, cause in (("b", Cause.DATE), ("c", Cause.EVICTED), ("d", Cause.FIRST_SIGHT)):
+        journal.add(explanation(request_id, cause))
+    found = journal.explain("miss")
+    assert found is not None and found.request.id == "c"
 
 
 def test_every_cause_has_words() -> None:

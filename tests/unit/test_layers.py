@@ -30,14 +30,14 @@ MAY_IMPORT = {
     "proxy.front.stored": {"proxy.store"},
     "proxy.page": {"proxy.core", "proxy.driver", "proxy.front", "proxy.store", "proxy.page"},
     "proxy.complaints": {"proxy.errors"},
-    "proxy.config": {
-        "proxy.addresses",
+    "proxy.config": {"proxy.addresses", "proxy.stabilize.names"},
+    "proxy.loading": {
         "proxy.complaints",
+        "proxy.config",
         "proxy.errors",
         "proxy.sizes",
         "proxy.sources",
-    }
-    | {"proxy.stabilize.names"},
+    },
     "proxy.addresses": set(),
     "proxy.stabilize": {"proxy.stabilize"},
     "proxy.sizes": {"proxy.errors"},
@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "proxy.app": {"proxy"},
     "proxy.commands": {"proxy.commands", "proxy.app", "proxy.config", "proxy.core", "proxy.errors"}
     | {"proxy.addresses", "proxy.log", "proxy.run", "proxy.sizes", "proxy.upstream"}
-    | {"proxy.offline"},
+    | {"proxy.loading", "proxy.offline"},
     "proxy.commands.options": {"proxy.sources"},
     "proxy.commands.doctor": {"proxy.doctor", "proxy.driver", "proxy.store"},
     "proxy.commands.bench": {"proxy.doctor"},

@@ -27,6 +27,9 @@ def test_tree_knows_what_a_list_of_all_sequences_knows(
     common = {o: common_prefix_length(wanted, sequence) for o, (_, sequence) in kept.items()}
     walk = tree.walk(wanted)
     assert walk.n_common == max(common.values(), default=0)
+    for end, sequence in kept.values():
+        for begin in range(len(sequence)):
+            assert tree.part(end, len(sequence), begin, begin + 3) == sequence[begin : begin + 3]
     assert all(tree.sequence(end) == sequence for end, sequence in kept.values())
     if walk.n_common and walk.node.latest not in gone:
         nearest = max((o for o in common if common[o] == walk.n_common), key=int)

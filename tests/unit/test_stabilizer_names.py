@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from proxy.config import load_settings
 from proxy.errors import SettingsError
+from proxy.loading import load_settings
 from proxy.stabilize.names import REASONS, SAFE, Name, parse_switches
 from proxy.stabilize.stabilizing import STABILIZERS
 

@@ -151,6 +151,41 @@ def test_fresh_conversation_has_todays_date() -> None:
     assert sender.send(on("Mon Nov 23 2026"))["messages"][0] == fresh["messages"][0]
 
 
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        ("It is Friday, 21 November 2026, 23:59:58.", "It is Saturday, 22 November 2026, 0:00:03."),
+        ("It is now 11:59 PM.", "It is now 12:03 AM."),
+        ("Current date: 2026-11-21 14:03:17", "Current date: 2026-11-21 14:04:52"),
+        (
+            "Current date and time: 2026-11-21T14:03:17Z",
+            "Current date and time: 2026-11-22T09:00:01Z",
+        ),
+        ("The current time is 14:03 UTC.", "The current time is 9:15 UTC."),
+        ("Today is Sat Nov 21 2026 at 14:03", "Today is Sun Nov 22 2026 at 9:15"),
+        ("Time: 14:03:17, Nov 21, 2026", "Time: 9:15:00, Nov 22, 2026"),
+    ],
+)
+def test_time_of_day_stays_too(first: str, later: str) -> None:
+    def body(line: str, n_answers: int) -> dict[str, Any]:
+        messages = [user("Fix it."), *[ANSWER, user("Go on.")] * n_answers]
+        system = f"Be kind. {line} Rule 2024: it is 5 files."
+        return {"messages": [{"role": "system", "content": system}, *messages]}
+
+    sender = Sender(Name.STICKY_DATE)
+    sent = sender.send(body(first, 0))
+    assert sender.send(body(later, 1))["messages"][0] == sent["messages"][0]
+
+
+@pytest.mark.parametrize("text", ["It is version {}.", "Now {} files", "Date: see {}", "At {}:15"])
+def test_number_that_is_no_time_stays_what_it_is(text: str) -> None:
+    sender = Sender(Name.STICKY_DATE)
+    for n_answers, number in enumerate((2024, 2025)):
+        messages = [user("Fix it."), *[ANSWER, user("Go on.")] * n_answers]
+        body = {"messages": [{"role": "system", "content": text.format(number)}, *messages]}
+        assert sender.send(body) is body
+
+
 def test_date_in_the_users_text_is_left_alone() -> None:
     sender = Sender(Name.STICKY_DATE, form=Form.ANTHROPIC)
     for day in ("21", "22"):

@@ -12,9 +12,9 @@ from proxy.core.tree import STORE, parse_node_id
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.room import present_of
 from proxy.errors import StoreFault
+from proxy.front.json_answers import json_response
 from proxy.front.stored.queries import (
     is_asked_for,
-    json_response,
     list_stored,
     require_store,
     whole_number,

@@ -1,25 +1,22 @@
 """What all of the admin listener's views of the store share.
 
-Browsers are refused. The listener is on loopback and has no password, so any page that an operator
-visits could otherwise reach it; browsers send an Origin with every request that changes something, and
-with every one that comes from another site's page.
+Other sites' pages are refused. The listener is on loopback and has no password, so any page that an
+operator visits could otherwise reach it; browsers send an Origin with every request that changes
+something, and with every one that comes from another site's page.
 """
 
-from typing import Any
-
-import msgspec
 from aiohttp import web
 
 from proxy.core.eviction import Present
 from proxy.core.listing import ListedCheckpoint, list_checkpoint
 from proxy.core.model import Checkpoint
+from proxy.front.json_answers import refuse_foreign_pages
 from proxy.store.store import CheckpointStore
 
 
 def require_store(request: web.Request, store: CheckpointStore | None) -> CheckpointStore:
     """Return the store; raises 403 for a page of another site, 503 if there is no store."""
-    if "Origin" in request.headers:
-        raise web.HTTPForbidden(text="not for browsers")
+    refuse_foreign_pages(request)
     if store is None:
         raise web.HTTPServiceUnavailable(text="the store is not open")
     return store
@@ -33,12 +30,6 @@ def list_stored(
         checkpoint,
         value_seconds=store.value_seconds(checkpoint, present),
         is_warm=store.is_warm(checkpoint),
-    )
-
-
-def json_response(status: int, content: Any) -> web.Response:
-    return web.Response(
-        status=status, body=msgspec.json.encode(content), content_type="application/json"
     )
 
 

@@ -7,7 +7,8 @@ from proxy.core.listing import ListedCheckpoint, ListedNode, list_node
 from proxy.core.tree import STORE, Node, NodeId, children_of, node_of, parse_node_id, under
 from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.room import present_of
-from proxy.front.stored.queries import json_response, list_stored, require_store, whole_number
+from proxy.front.json_answers import json_response
+from proxy.front.stored.queries import list_stored, require_store, whole_number
 from proxy.store.store import CheckpointStore
 
 _LIMIT = 100
