@@ -34,7 +34,11 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 class Brought(msgspec.Struct, frozen=True):
-    """What became of requests since the proxy started."""
+    """What became of requests since the proxy started.
+
+    `saved_seconds` are those of evaluation that reuse has spared, less what restores have cost more than
+    they spared; `missed_tokens` were known and evaluated nevertheless, by cause.
+    """
 
     state: str
     requests: dict[str, int]
@@ -44,6 +48,8 @@ class Brought(msgspec.Struct, frozen=True):
     n_restored: int
     restore_seconds: float
     evaluation_seconds: float
+    saved_seconds: float
+    missed_tokens: dict[str, int]
     written_bytes: int
     n_evicted: int
 
@@ -110,6 +116,13 @@ def _brought(samples: dict[tuple[str, str], float], state: str) -> Brought:
         n_restored=int(samples["restores_total", "done"]),
         restore_seconds=round(samples["restore_seconds_sum", ""], 3),
         evaluation_seconds=round(samples["evaluation_seconds_total", ""], 3),
+        saved_seconds=round(
+            samples["saved_seconds_total", "live"]
+            + samples["saved_seconds_total", "restored"]
+            - samples["lost_seconds_total", ""],
+            3,
+        ),
+        missed_tokens={cause: n for cause, n in of("missed_tokens_total").items() if n},
         written_bytes=int(samples["written_bytes_total", ""]),
         n_evicted=sum(of("evictions_total").values()),
     )
@@ -146,6 +159,11 @@ def _add_brought(table: Table, brought: Brought) -> None:
     table.add_row(
         "restores",
         f"{brought.n_restored} in {brought.restore_seconds:.1f} s: {brought.restored_tokens:,} tokens",
+    )
+    table.add_row("time saved", f"{brought.saved_seconds:.1f} s of evaluation")
+    causes = sorted(brought.missed_tokens.items(), key=lambda item: -item[1])
+    table.add_row(
+        "missed", ", ".join(f"{n:,} tokens by {cause}" for cause, n in causes) or "nothing"
     )
     table.add_row("written", size_in_words(brought.written_bytes))
     table.add_row("deleted", f"{brought.n_evicted} checkpoints")
