@@ -4,6 +4,7 @@ import asyncio
 import json
 from array import array
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,13 +12,20 @@ from click.testing import CliRunner, Result
 from structlog.testing import capture_logs
 
 from proxy.__main__ import main
-from proxy.core.eviction import Removal
 from proxy.core.model import Prompt
+from proxy.core.rates import Part, Transfer
 from tests.lab.conversation import Message, answer, prose, system, tool_call, tool_result, tools
 from tests.lab.rig import Rig
 from tests.live.conftest import StartRig
 
 Body = dict[str, Any]
+IDS = [1 + 37 * i % 331 for i in range(800)]
+NOTE_BEFORE_LAST_MESSAGE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    f"{{% if loop.last %}}{prose(9, 120)}\n{{% endif %}}"
+    "{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TOOLS = tools(3, 8)
 LINES = {
     "date": (
@@ -140,13 +148,19 @@ async def fill_slots(rig: Rig, seed: int) -> None:
 
 
 async def of_eviction(rig: Rig) -> str:
+    """Let a small budget push out the state of a prompt, once others are in the slots."""
+    await start_again(rig, max_store_bytes=1 << 20)
     await again(rig, 50)
-    await fill_slots(rig, 50)
-    store = rig.running.store
-    assert store is not None
-    for checkpoint in list(store):
-        await store.remove(checkpoint, Removal.BUDGET)
+    for number in range(3):
+        await fill_slots(rig, 50 + 10 * number)
+    assert rig.running.metrics.total("evictions", reason="budget")
     return await again(rig, 50)
+
+
+async def start_again(rig: Rig, **settings: Any) -> None:
+    await rig.stop_proxy()
+    rig.settings = msgspec.structs.replace(rig.settings, **settings)
+    await rig.start_proxy()
 
 
 async def of_refusal(rig: Rig) -> str:
@@ -176,15 +190,61 @@ async def of_disagreement(rig: Rig) -> str:
         session.reader.read = read  # type: ignore
 
 
+async def by_tokens(rig: Rig, *prompts: list[int]) -> str:
+    """Send prompts without any text; return the cause of the last one."""
+    for tokens in prompts:
+        await rig.post("/completion", {"prompt": tokens, "n_predict": 1})
+        await rig.settled()
+    return str((await explained(rig))["request"]["cause"])
+
+
+async def of_slow_disk(rig: Rig) -> str:
+    """Let restores be slower than anything, as far as the proxy knows."""
+    session = rig.running.lifecycle.current
+    assert session is not None
+    await again(rig, 75)
+    await fill_slots(rig, 75)
+    measured = session.attachment.rates
+    slow = Transfer(Part(60.0, 1.0), Part(1e-9, 1.0))
+    session.attachment.rates = replace(measured, warm_restore=slow, cold_restore=slow)
+    try:
+        return await again(rig, 75)
+    finally:
+        session.attachment.rates = measured
+
+
+async def of_slot_in_use(rig: Rig) -> str:
+    """Ask the same again while the slot that has it goes on writing an answer."""
+    await cause_of(rig, 80)
+    body = chat(asked(80), answer(80), asked(81), seed=80)
+    body |= {"max_tokens": 3000, "ignore_eos": True, "stream": True}
+    other = chat(asked(80), answer(80), asked(82), seed=80)
+    async with rig.client.post(rig.base_url + "/v1/chat/completions", json=body) as writing:
+        await writing.content.readline()
+        await rig.post("/v1/chat/completions", {**other, "max_tokens": 1})
+        async with rig.client.get(rig.admin_url + "/requests/last") as reply:
+            return str((await reply.json())["request"]["cause"])
+
+
+async def of_no_file(rig: Rig) -> str:
+    """Give the slot to others when nothing may be written."""
+    await cause_of(rig, 85)
+    others = [[system(150, seed=585 + i), asked(585 + i)] for i in range(2)]
+    await asyncio.gather(*(rig.chat(messages, max_tokens=64) for messages in others))
+    return await cause_of(rig, 85)
+
+
 async def of_restart(rig: Rig) -> str:
     """Lose llama-server before any of its slots is saved."""
-    await rig.stop_proxy()
-    rig.settings = msgspec.structs.replace(rig.settings, idle_save_seconds=3600.0)
-    await rig.start_proxy()
-    await rig.chat(chat(asked(70), seed=70)["messages"], max_tokens=2)
+    await cause_of(rig, 70)
     await asyncio.to_thread(rig.server.stop)
     await asyncio.to_thread(rig.server.start)
-    await rig.chat(chat(asked(70), seed=70)["messages"], max_tokens=2)
+    return await cause_of(rig, 70)
+
+
+async def cause_of(rig: Rig, seed: int) -> str:
+    """Send the prompt of *seed*; return its cause without waiting for slots to be saved."""
+    await rig.post("/v1/chat/completions", {**chat(asked(seed), seed=seed), "max_tokens": 2})
     async with rig.client.get(rig.admin_url + "/requests?limit=1") as reply:
         (record,) = (await reply.json())["requests"]
         return str(record["cause"])
@@ -217,9 +277,30 @@ async def produce_all(start_rig: StartRig, found: dict[str, str]) -> None:
         as_json = await printed(rig, "last", "--json")
         assert json.loads(as_json.output)["request"]["cause"] == "billing header"
         assert (await printed(rig, "00000000")).exit_code == 1
-        found["state evicted"] = await of_eviction(rig)
         found["restore refused"] = await of_refusal(rig)
         counted = rig.running.metrics.total("misses", cause="date", part="system")
+        found["no state so far back"] = await by_tokens(rig, IDS[:700], IDS[:400])
+        found["unknown"] = await by_tokens(rig, IDS[100:800], [*IDS[100:500], *IDS[:300]])
+        found["cheaper to evaluate"] = await of_slow_disk(rig)
         found["tokenization disagreement"] = await of_disagreement(rig)
+        found["state evicted"] = await of_eviction(rig)
+        await start_again(rig, idle_save_seconds=3600.0, max_write_bytes_per_day=1)
+        found["slot in use"] = await of_slot_in_use(rig)
+        found["state not kept"] = await of_no_file(rig)
         found["slot lost by a restart"] = await of_restart(rig)
     assert counted == 1
+
+
+async def test_causes_on_a_server_that_saves_nothing_are_named(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    (tmp_path / "moving.jinja").write_text(NOTE_BEFORE_LAST_MESSAGE)
+    template = ("--chat-template-file", str(tmp_path / "moving.jinja"))
+    async with start_rig("full", has_slot_save_path=False, extra_args=template) as rig:
+        turn = [asked(95), answer(95)]
+        first, second = chat(*turn[:1], seed=95), chat(*turn, asked(96), seed=95)
+        moved = await cause_of_second(rig, first, second, "/v1/chat/completions")
+        assert moved == "rendered otherwise"
+        await cause_of(rig, 97)
+        await asyncio.gather(*(cause_of(rig, seed) for seed in (98, 99)))
+        assert await cause_of(rig, 97) == "nothing can be restored"
