@@ -38,6 +38,7 @@ async def test_tool_loop_and_later_sessions_evaluate_only_what_is_new(
         n_in_loop = len(lab.scripted.recorded)
         continued = await ask(lab, "Is it all well now?", "-c")
         fresh = await ask(lab, "What is in src/two.py?")
+        cost = await ask(lab, "/cost", "-c")
         turns = lab.turns()
         print(f"\nClaude Code, {template}\n{told(turns)}")
         assert outcome.text == "The parser is mended." and n_in_loop == 13
@@ -48,6 +49,7 @@ async def test_tool_loop_and_later_sessions_evaluate_only_what_is_new(
         assert continued.n_evaluated == sum(turn.n_evaluated for turn in turns[:-1])
         assert continued.n_cached == sum(turn.n_reused for turn in turns[:-1])
         assert (fresh.n_evaluated, fresh.n_cached) == (turns[-1].n_evaluated, turns[-1].n_reused)
+        assert f" {fresh.n_cached / 1000:.1f}k cache read" in cost.text
 
 
 async def test_agents_share_their_header_at_once_and_later(start_scripted: StartLab) -> None:
