@@ -1,5 +1,7 @@
 """OpenCode at work: tool loops, later sessions, agents, plan and build, another day."""
 
+from typing import Any
+
 import pytest
 
 from tests.clients.conftest import Lab, StartLab
@@ -35,7 +37,8 @@ async def test_tool_loop_and_later_sessions_evaluate_only_what_is_new(
     start_scripted: StartLab, template: str
 ) -> None:
     async with start_scripted(template) as lab:
-        lab.scripted.script = Script({TASK: opencode_loop(lab.repository)})
+        loop = opencode_loop(lab.repository)
+        lab.scripted.script = Script({TASK: loop})
         outcome = await ask(lab, f"{TASK} in src/one.py")
         continued = await ask(lab, "Is it all well now?", "-c")
         fresh = await ask(lab, "What is in src/two.py?")
@@ -43,12 +46,19 @@ async def test_tool_loop_and_later_sessions_evaluate_only_what_is_new(
         print(f"\nOpenCode, {template}\n{told(turns)}")
         work = [turn for turn in turns if turn.recorded.has_tools]
         assert len(work) == len(outcome.steps()) + 2 == 15
+        assert calls_in(work[-2].recorded.body) == [c.arguments for a in loop for c in a.calls]
         assert_append_only(work[:-2])
         assert_only_new_is_evaluated(turns)
         assert work[-1].n_reused >= 0.99 * work[-1].n_known
         steps = outcome.steps() + continued.steps() + fresh.steps()
         assert [step["cache"]["read"] for step in steps] == [turn.n_reused for turn in work]
         assert [step["input"] for step in steps] == [turn.n_evaluated for turn in work]
+
+
+def calls_in(body: dict[str, Any]) -> list[str]:
+    """Return the arguments of all calls in a request."""
+    calls = (c for m in body["messages"] for c in m.get("tool_calls", ()))
+    return [str(c["function"]["arguments"]) for c in calls]
 
 
 async def test_agents_share_their_header_at_once(start_scripted: StartLab) -> None:
