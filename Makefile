@@ -6,6 +6,7 @@ LAB := .lab
 SETUP := $(VENV)/.set-up
 SERVER := $(LAB)/llama-server/llama-server
 MODELS := $(LAB)/models/.made
+CLIENTS := $(LAB)/clients/.installed
 PROMETHEUS := $(LAB)/prometheus/promtool
 CHROMIUM := $(LAB)/chromium/chromium
 DEBIAN := $(LAB)/debian.tar
@@ -22,7 +23,7 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
   { echo "$(PYTHON) with venv is missing: apt-get install python3.11-venv"; exit 1; }
 endef
 
-.PHONY: all setup llama-server models prometheus chromium demo test live lint format type docs screenshots bench clean
+.PHONY: all setup llama-server models prometheus chromium demo test test-clients live lint format type docs screenshots bench clean
 
 all: lint type test
 
@@ -66,6 +67,19 @@ demo: $(SETUP) llama-server models
 
 test: $(SETUP) llama-server models prometheus chromium
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The real Claude Code and OpenCode, pinned in tests/clients/package.json; npm is only needed to fetch them.
+test-clients: $(SETUP) llama-server models $(CLIENTS)
+	$(BIN)/python -m pytest tests/clients -s
+$(CLIENTS): tests/clients/package.json
+	@command -v npm >/dev/null || apt-get install -y --no-install-recommends npm || \
+	  { echo "npm is missing: apt-get install npm"; exit 1; }
+	@command -v git >/dev/null || apt-get install -y --no-install-recommends git || \
+	  { echo "git is missing: apt-get install git"; exit 1; }
+	mkdir -p $(@D)
+	cp $< $(@D)/package.json
+	npm install --prefix $(@D) --ignore-scripts --no-package-lock --no-audit --no-fund --loglevel=error
+	@touch $@
 
 live: $(SETUP) llama-server models prometheus chromium
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/live

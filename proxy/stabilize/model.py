@@ -39,6 +39,8 @@ class Marks:
     end_before_calls: str
     strips: bool = False
     """Whether the template strips white space around the reasoning."""
+    writes_empty: bool = False
+    """Whether both stand before an answer without reasoning, too, as long as its turn is running."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,8 +51,10 @@ def _is_all_results(message: Json) -> bool:
 
 
 def _inlined(message: Json, marks: Marks, path: str) -> Json | None:
-    reasoning = message.get("reasoning_content")
-    if not isinstance(reasoning, str) or not reasoning.strip():
+    reasoning = message.get("reasoning_content") or ""
+    if not isinstance(reasoning, str) or reasoning == _NO_REASONING:
+        return None
+    if not reasoning.strip() and not marks.writes_empty:
         return None
     content = message.get("content") or ""
     if isinstance(content, list):
@@ -61,6 +63,8 @@ def _inlined(message: Json, marks: Marks, path: str) -> Json | None:
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise UnknownShape(f"{path}.content is not text")
+    if content.startswith(marks.begin):
+        return None
     ends_in_calls = not content and message.get("tool_calls")
     end = marks.end_before_calls if ends_in_calls else marks.end
     kept = marks.begin + (reasoning.strip() if marks.strips else reasoning) + end

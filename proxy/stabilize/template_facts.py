@@ -40,17 +40,19 @@ class Probe(StrEnum):
     RUNNING_TEXT = "text of a running turn"
     RUNNING_CALL = "call of a running turn"
     RUNNING_PADDED = "padded reasoning of a running turn"
+    RUNNING_BARE = "answer without reasoning of a running turn"
     OLD_TEXT = "text of an old turn"
 
 
 def _answer(content: str, reasoning: str = _REASONING) -> list[Json]:
-    answer = {"role": "assistant", "content": content, "reasoning_content": reasoning}
-    return [_ASKED, {**answer, "tool_calls": [_CALL]}, _RESULT]
+    answer: Json = {"role": "assistant", "content": content, "tool_calls": [_CALL]}
+    reasoned = {"reasoning_content": reasoning} if reasoning else {}
+    return [_ASKED, {**answer, **reasoned}, _RESULT]
 
 
-def _old(content: str) -> list[Json]:
+def _old(content: str, reasoning: str = _REASONING) -> list[Json]:
     closed = {"role": "assistant", "content": "Zaq ends"}
-    return [*_answer(content), closed, _ASKED_AGAIN]
+    return [*_answer(content, reasoning), closed, _ASKED_AGAIN]
 
 
 _SYSTEM = {"role": "system", "content": "Zaq"}
@@ -66,6 +68,7 @@ _MESSAGES: dict[Probe, list[Json]] = {
     Probe.RUNNING_TEXT: _answer(_TEXT),
     Probe.RUNNING_CALL: _answer(""),
     Probe.RUNNING_PADDED: _answer(_TEXT, _PADDED),
+    Probe.RUNNING_BARE: _answer(_TEXT, ""),
     Probe.OLD_TEXT: _old(_TEXT),
 }
 BODIES: dict[Probe, dict[str, Any]] = {
@@ -85,16 +88,21 @@ def read_facts(renderings: Mapping[Probe, str | None]) -> Facts:
 
 def inlined_body(facts: Facts) -> dict[str, Any] | None:
     """Return a body whose rendering shows whether the reasoning marks hold, if there are any."""
-    old = {"messages": [*_old(""), *_old(_TEXT)], "tools": [_TOOL]}
+    old = {"messages": [*_old(""), *_old(_TEXT), *_old(_TEXT, "")], "tools": [_TOOL]}
     rewrite = inline_reasoning(Form.CHAT, old, facts)
     return None if rewrite is None else rewrite.body
 
 
 def keeps_inlined(rendering: str | None, renderings: Mapping[Probe, str | None]) -> bool:
     """Return whether the rendering of `inlined_body` begins as the turn did while it was running."""
+    marks = _read_marks(renderings)
+    if rendering is None or marks is None or rendering.count(_REASONING) != 2:
+        return False
     running = renderings[Probe.RUNNING_CALL] or ""
-    turn = running[: running.find(str(_RESULT["content"]))]
-    return rendering is not None and rendering.startswith(turn) and rendering.count(_REASONING) == 2
+    bare = (renderings[Probe.RUNNING_BARE] or "").split(str(_ASKED["content"]), 1)[-1]
+    has_bare = bare.split(str(_RESULT["content"]))[0] in rendering
+    begins_alike = rendering.startswith(running[: running.find(str(_RESULT["content"]))])
+    return begins_alike and (has_bare or not marks.writes_empty)
 
 
 def _read_marks(renderings: Mapping[Probe, str | None]) -> Marks | None:
@@ -115,7 +123,14 @@ def _read_marks(renderings: Mapping[Probe, str | None]) -> Marks | None:
     if before_calls is None:
         return None
     end = behind.split(_TEXT, 1)[0]
-    return Marks(begin, end, before_calls, strips=begin + _PADDED not in padded)
+    bare = running.replace(begin + _REASONING + end, begin + end, 1)
+    return Marks(
+        begin,
+        end,
+        before_calls,
+        strips=begin + _PADDED not in padded,
+        writes_empty=bool(begin) and renderings.get(Probe.RUNNING_BARE) == bare,
+    )
 
 
 def _before_calls(called: str, old: str) -> str | None:

@@ -50,6 +50,14 @@ class Lab:
     def opencode(self, **limits: int) -> OpenCode:
         return OpenCode(self.folder / "opencode", self.rig.base_url, **limits)
 
+    def clients_of_server(self) -> tuple[ClaudeCode, OpenCode]:
+        """Return both clients, pointed past the proxy."""
+        base_url = self.rig.server.base_url
+        return (
+            ClaudeCode(self.folder / "claude-code", base_url),
+            OpenCode(self.folder / "opencode", base_url),
+        )
+
 
 StartLab = Callable[..., AbstractAsyncContextManager[Lab]]
 

@@ -68,7 +68,7 @@ class ScriptedServer(LlamaServer):
     async def __aexit__(self, *error: object) -> None:
         await self._stack.aclose()
 
-    async def _handle(self, request: web.Request) -> web.Response:
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
         raw = await request.read()
         is_scripted = request.method == "POST" and request.path in ANSWERED
         body = json.loads(raw) if is_scripted else {}
@@ -77,11 +77,17 @@ class ScriptedServer(LlamaServer):
             return web.Response(status=status, content_type=content_type, body=answer)
         one_token = json.dumps({**body, "max_tokens": 1}).encode()
         status, content_type, answer = await self._ask(request, one_token)
-        if status == 200:
-            n_evaluated = await asyncio.to_thread(self.evaluated_tokens)
-            self.recorded.append(Recorded(request.path, body, n_evaluated))
-            answer = reworded(request.path, answer, self.script.next_answer(body))
-        return web.Response(status=status, content_type=content_type, body=answer)
+        if status != 200:
+            return web.Response(status=status, content_type=content_type, body=answer)
+        n_evaluated = await asyncio.to_thread(self.evaluated_tokens)
+        self.recorded.append(Recorded(request.path, body, n_evaluated))
+        said = reworded(request.path, answer, self.script.next_answer(body))
+        # In chunks, as llama-server streams: the proxy may change how long it is.
+        stream = web.StreamResponse(headers={"Content-Type": content_type})
+        await stream.prepare(request)
+        await stream.write(said)
+        await stream.write_eof()
+        return stream
 
     async def _ask(self, request: web.Request, raw: bytes) -> tuple[int, str, bytes]:
         headers = {"Content-Type": "application/json"}

@@ -72,6 +72,21 @@ async def test_fresh_opencode_sessions_evaluate_almost_nothing_of_their_header(
         assert shown(stats, "Input") == in_thousands(sum(s["input"] for s in steps))
 
 
+async def test_llama_server_alone_evaluates_a_second_session_from_its_beginning(
+    start_plain: StartLab,
+) -> None:
+    """What the figures of the other tests stand against; a strict template is refused altogether."""
+    async with start_plain("plain") as lab:
+        figures = []
+        for prompt in (FIRST, SECOND):
+            for client in lab.clients_of_server():
+                before = await lab.rig.evaluated()
+                await client.ask(prompt, lab.repository)
+                figures.append(await lab.rig.evaluated() - before)
+        print(f"\nalone, plain: Claude Code {figures[::2]}, OpenCode {figures[1::2]}")
+        assert figures[2] > 0.9 * figures[0] > AT_MOST
+
+
 def shown(stats: str, name: str) -> str:
     """Return a figure of OpenCode's table of tokens."""
     found = re.search(rf"│{name}\s+(\S+)\s*│", stats)

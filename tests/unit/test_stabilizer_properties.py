@@ -15,7 +15,7 @@ from proxy.stabilize.stabilizing import STABILIZERS, stabilize
 from tests.lab.clients.catalogue import ROWS, Row
 
 ALL = frozenset(Name)
-MARKS = Marks("<think>\n", "\n</think>\n\n", "\n</think>\n", strips=True)
+MARKS = Marks("<think>\n", "\n</think>\n\n", "\n</think>\n", strips=True, writes_empty=True)
 FACTS = [Facts(accepts, marks) for accepts in (None, True, False) for marks in (None, MARKS)]
 
 WORDS = st.sampled_from(

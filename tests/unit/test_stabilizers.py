@@ -1,5 +1,6 @@
 """Each stabilizer by itself: what it rewrites, and what it leaves alone."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -330,6 +331,22 @@ def test_reasoning_of_earlier_turns_becomes_text() -> None:
     assert changed[3]["content"] == "<think>\nbecause\n</think>\n\nDone."
     assert changed[1]["reasoning_content"] == changed[3]["reasoning_content"] == " "
     assert [changed[i] for i in (0, 2, 4, 5, 6)] == [messages[i] for i in (0, 2, 4, 5, 6)]
+
+
+def test_answers_without_reasoning_get_empty_marks_where_their_turn_was_written_with_them() -> None:
+    call = {"type": "tool_use", "id": "a", "name": "read", "input": {}}
+    bare = {"role": "assistant", "content": [text("So."), call]}
+    quoting = {"role": "assistant", "content": "<think>\nis a word"}
+    messages = [user("One."), bare, user(result_of("a")), quoting, user("Two.")]
+    body = {"messages": messages}
+    facts = Facts(reasoning_marks=replace(MARKS, writes_empty=True))
+    changed = run(Name.INLINE_REASONING, body, facts=facts).body["messages"]
+    assert changed[1]["content"] == "<think>\n\n</think>\n\nSo."
+    assert changed[1]["reasoning_content"] == " "
+    assert changed[3] == quoting
+    again = {"messages": changed}
+    assert run(Name.INLINE_REASONING, again, facts=facts).body is again
+    assert run(Name.INLINE_REASONING, body, facts=Facts(reasoning_marks=MARKS)).body is body
 
 
 def test_anthropic_answer_with_reasoning_becomes_a_chat_message() -> None:
