@@ -37,6 +37,10 @@ def write_commit(folder: str) -> None:
 
 class BuildWithCommit(build_py):
     def run(self) -> None:
+        if (
+            not self.editable_mode
+        ):  # what an earlier build left there may not be part of it any more
+            shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
         if not self.editable_mode:
             write_commit(self.build_lib)

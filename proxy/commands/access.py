@@ -4,7 +4,7 @@ import functools
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import msgspec
 from proxy.addresses import reachable
 from proxy.commands.admin import Admin
 from proxy.commands.options import (
+    EXIT_FAILED,
     EXIT_UNAVAILABLE,
     EXIT_USAGE,
     Command,
@@ -38,8 +39,8 @@ class Access(Protocol):
 
     def pin(self, checkpoint: ListedCheckpoint, *, is_pinned: bool) -> None: ...
 
-    def delete(self, checkpoint: ListedCheckpoint) -> Deleted:
-        """Delete one checkpoint, pinned or not."""
+    def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> Deleted:
+        """Delete one checkpoint; it may have been pinned, used or deleted since it was listed."""
 
     def purge(self, selection: Selection, *, is_dry_run: bool) -> Deleted: ...
 
@@ -60,9 +61,10 @@ class OfRunningProxy:
     def pin(self, checkpoint: ListedCheckpoint, *, is_pinned: bool) -> None:
         self.admin.raw("PUT" if is_pinned else "DELETE", f"/checkpoints/{checkpoint.id}/pin")
 
-    def delete(self, checkpoint: ListedCheckpoint) -> Deleted:
-        path = f"/checkpoints/{checkpoint.id}"
-        return self.admin.ask("DELETE", path, Deleted, {"pinned": "true"})
+    def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> Deleted:
+        path, query = f"/checkpoints/{checkpoint.id}", {"pinned": str(with_pinned)}
+        status, body = self.admin.try_raw("DELETE", path, query, refusals=(404, 409))
+        return Deleted(0, 0) if status == 404 else self.admin.decode(body, Deleted)
 
     def purge(self, selection: Selection, *, is_dry_run: bool) -> Deleted:
         query = {
@@ -87,7 +89,7 @@ class OfDirectory:
     def pin(self, checkpoint: ListedCheckpoint, *, is_pinned: bool) -> None:
         self._store.pin(self._store.get(checkpoint.id), is_pinned=is_pinned)
 
-    def delete(self, checkpoint: ListedCheckpoint) -> Deleted:
+    def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> Deleted:
         self._store.remove(self._store.get(checkpoint.id))
         return Deleted(1, checkpoint.size_bytes)
 
@@ -150,18 +152,22 @@ def find_directory(slot_save_path: Path | None, config: Path | None) -> Path:
 
 @contextmanager
 def directory_of(path: Path, *, may_be_new: bool = False) -> Iterator[OfflineStore]:
-    """Yield the store of a directory; exits with a plain word if it cannot be used."""
-    try:
-        with open_offline(path.expanduser(), may_be_new=may_be_new) as store:
+    """Yield the store of a directory; exits with a plain word if it, or the work on it, fails."""
+    with ExitStack() as opened:
+        try:
+            store = opened.enter_context(open_offline(path.expanduser(), may_be_new=may_be_new))
+        except StoreLocked:
+            fail(
+                f"a proxy uses {path}: stop it first, or leave --slot-save-path out where the command can "
+                "ask it (--admin)",
+                EXIT_UNAVAILABLE,
+            )
+        except (StoreFault, OSError) as fault:
+            fail(fault, EXIT_UNAVAILABLE)
+        try:
             yield store
-    except StoreLocked:
-        fail(
-            f"a proxy uses {path}: stop it first, or leave --slot-save-path out where the command can ask "
-            "it (--admin)",
-            EXIT_UNAVAILABLE,
-        )
-    except (StoreFault, OSError) as fault:
-        fail(fault, EXIT_UNAVAILABLE)
+        except (StoreFault, OSError) as fault:
+            fail(fault, EXIT_FAILED)
 
 
 def admin_option(command: Command) -> Command:

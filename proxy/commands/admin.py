@@ -24,22 +24,42 @@ class Admin:
 
     def ask(self, method: str, path: str, type_: type[T], query: Query | None = None) -> T:
         """Return what a request is answered with; exits with a plain word if it is not."""
-        return msgspec.json.decode(self.raw(method, path, query), type=type_)
+        return self.decode(self.raw(method, path, query), type_)
+
+    def decode(self, body: bytes, type_: type[T]) -> T:
+        """Return what an answer says; exits if it is not one of ours."""
+        try:
+            return msgspec.json.decode(body, type=type_)
+        except msgspec.DecodeError:
+            self.fail_foreign()
 
     def raw(self, method: str, path: str, query: Query | None = None) -> bytes:
         """Return an answer's body; exits as `ask` does."""
-        return asyncio.run(self._raw(method, path, query))
+        return self.try_raw(method, path, query)[1]
 
-    async def _raw(self, method: str, path: str, query: Query | None) -> bytes:
+    def try_raw(
+        self,
+        method: str,
+        path: str,
+        query: Query | None = None,
+        *,
+        refusals: tuple[int, ...] = (),
+    ) -> tuple[int, bytes]:
+        """Return an answer's status and body; exits as `ask` does, but not for *refusals*."""
+        return asyncio.run(self._raw(method, path, query, refusals))
+
+    async def _raw(
+        self, method: str, path: str, query: Query | None, refusals: tuple[int, ...]
+    ) -> tuple[int, bytes]:
         async with new_session() as session:
             try:
                 async with session.request(method, self.url + path, params=query) as reply:
                     body = await reply.read()
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 self.fail_unreachable(error)
-        if reply.status != 200:
+        if reply.status != 200 and reply.status not in refusals:
             fail(complaint(body), EXIT_UNAVAILABLE if reply.status == 503 else EXIT_FAILED)
-        return body
+        return reply.status, body
 
     async def follow(
         self,
@@ -59,9 +79,12 @@ class Admin:
                         status = EXIT_UNAVAILABLE if reply.status == 503 else EXIT_FAILED
                         fail(complaint(await reply.read()), status)
                     async for line in reply.content:
-                        on_line(msgspec.json.decode(line))
+                        on_line(self.decode(line, Any))
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 self.fail_unreachable(error)
+
+    def fail_foreign(self) -> NoReturn:
+        fail(f"what answers at {self.url} is not llama-prefix-cache", EXIT_UNAVAILABLE)
 
     def fail_unreachable(self, error: Exception) -> NoReturn:
         context = click.get_current_context(silent=True)

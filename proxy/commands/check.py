@@ -35,25 +35,26 @@ def check(fix: bool, slot_save_path: Path | None, config: Path | None, as_json: 
             examined = examine(store, note)
         if fix:
             mend(store, examined.problems)
+    is_mended = fix and examined.is_curable
     if as_json:
         print_json(
             {
                 "n_checkpoints": examined.n_checkpoints,
                 "size_bytes": examined.size_bytes,
                 "problems": examined.problems,
-                "is_mended": fix,
+                "is_mended": is_mended,
             }
         )
     else:
-        _tell(examined, is_mended=fix)
-    if examined.problems and not fix:
+        _tell(examined, is_fixed=fix, is_mended=is_mended)
+    if examined.problems and not is_mended:
         sys.exit(EXIT_FAILED)
 
 
-def _tell(examined: Examined, *, is_mended: bool) -> None:
+def _tell(examined: Examined, *, is_fixed: bool, is_mended: bool) -> None:
     table = Table.grid(padding=(0, 2))
     for problem in examined.problems:
-        cure = CURES[problem.kind] if is_mended else f"with --fix {CURES[problem.kind]}"
+        cure = CURES[problem.kind] if is_fixed else f"with --fix {CURES[problem.kind]}"
         table.add_row(problem.name, problem.kind.value, size_in_words(problem.size_bytes), cure)
     shown = console()
     if examined.problems:

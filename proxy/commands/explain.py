@@ -32,8 +32,9 @@ def explain(request_id: str, admin: str | None, config: Path | None, as_json: bo
       llama-prefix-cache explain 5f0c1a2b --json
       llama-prefix-cache explain last --admin http://192.168.1.5:8082
     """
-    body = find_admin(admin, config).raw("GET", f"/requests/{quote(request_id, safe='')}")
-    explanation = msgspec.json.decode(body, type=Explanation)
+    listener = find_admin(admin, config)
+    body = listener.raw("GET", f"/requests/{quote(request_id, safe='')}")
+    explanation = listener.decode(body, Explanation)
     if as_json:
         click.echo(msgspec.json.format(body, indent=2))
     else:

@@ -39,14 +39,15 @@ def rm(store: Access, names: tuple[str, ...], yes: bool, pinned: bool, as_json: 
     n_bytes = sum(checkpoint.size_bytes for checkpoint in going)
     if len(going) > 1:
         _confirm(len(going), n_bytes, is_confirmed=yes)
-    replies = [store.delete(checkpoint) for checkpoint in going]
+    replies = [store.delete(checkpoint, with_pinned=pinned) for checkpoint in going]
     deleted = Deleted(
         sum(reply.n_deleted for reply in replies),
         sum(reply.deleted_bytes for reply in replies),
-        len(found) - len(going),
+        len(found) - len(going) + sum(reply.n_pinned for reply in replies),
+        sum(reply.n_in_use for reply in replies),
     )
     _tell(deleted, as_json=as_json)
-    if deleted.n_pinned:
+    if deleted.n_pinned or deleted.n_in_use:
         sys.exit(EXIT_FAILED)
 
 

@@ -66,9 +66,12 @@ def stats(store: Access, as_json: bool) -> None:
     """
     brought, max_bytes = None, None
     if isinstance(store, OfRunningProxy):
-        samples = read_samples(store.admin.raw("GET", "/metrics").decode())
-        brought = _brought(samples, store.admin.ask("GET", "/health", dict[str, Any])["state"])
-        max_bytes = int(samples["checkpoint_limit_bytes", ""])
+        try:
+            samples = read_samples(store.admin.raw("GET", "/metrics").decode())
+            brought = _brought(samples, store.admin.ask("GET", "/health", dict[str, Any])["state"])
+            max_bytes = int(samples["checkpoint_limit_bytes", ""])
+        except (ValueError, KeyError):
+            store.admin.fail_foreign()
     stored = summary(store.checkpoints(), max_bytes)
     if as_json:
         print_json({"store": stored, "since_start": brought})

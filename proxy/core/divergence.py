@@ -20,6 +20,7 @@ from proxy.core.text_changes import (
 )
 
 _LIKE_SHARE = 0.5
+_NEAR_CHARACTERS = 65536
 """A system prompt that shares so much of its text with the old one was changed; another one is new."""
 
 
@@ -86,12 +87,17 @@ def _message_at(new: Seen, at: int | None) -> int | None:
     """Return the first message that is not all before a place, None if that is not known."""
     if at is None:
         return None
-    position = 0
+    position, n_missing = 0, 0
     for index, pieces in enumerate(new.contents):
         for piece in pieces:
-            found = new.text.find(piece, position)
-            position = found + len(piece) if found >= 0 else position
-            if found >= 0 and position > at:
+            # A template may leave a piece out or write it otherwise: its like is not sought to the end.
+            farthest = position + len(piece) + 2 * n_missing + _NEAR_CHARACTERS
+            found = new.text.find(piece, position, farthest)
+            if found < 0:
+                n_missing += len(piece)
+                continue
+            position, n_missing = found + len(piece), 0
+            if position > at:
                 return index
     return None
 

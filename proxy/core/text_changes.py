@@ -41,7 +41,6 @@ _ENVIRONMENT_LINE = re.compile(
     re.IGNORECASE,
 )
 _REMINDER_OPENS, _REMINDER_ENDS = ("<system-reminder>",), ("</system-reminder>",)
-_REMINDER = re.compile(r"<system-reminder>.*?</system-reminder>\s*", re.DOTALL)
 _REASONING_OPENS = ("<think>", "<|channel|>analysis", "[THINK]", "<seed:think>", "<reasoning>")
 _REASONING_ENDS = ("</think>", "<|end|>", "[/THINK]", "</seed:think>", "</reasoning>")
 
@@ -83,9 +82,21 @@ def is_reminder(new: str, old: str, at: int) -> bool:
 
 def is_alike_without_reminders(new: str, old: str, begin: int, end: int) -> bool:
     """Return whether the old one has what *new* has from *begin* to *end*, reminders left out."""
-    said = _REMINDER.sub("", new[begin:end]).strip()
-    before = _REMINDER.sub("", old[begin:]).lstrip()
+    said = _without_reminders(new[begin:end]).strip()
+    before = _without_reminders(old[begin:]).lstrip()
     return bool(said) and before.startswith(said)
+
+
+def _without_reminders(text: str) -> str:
+    """Return a text without reminders and the space behind them; one without an end stays."""
+    (opens,), (ends,) = _REMINDER_OPENS, _REMINDER_ENDS
+    kept, position = list[str](), 0
+    while (begin := text.find(opens, position)) >= 0 and (end := text.find(ends, begin)) >= 0:
+        kept.append(text[position:begin])
+        position = end + len(ends)
+        while text[position : position + 1].isspace():
+            position += 1
+    return "".join([*kept, text[position:]])
 
 
 def is_reasoning_dropped(new: str, old: str, at: int) -> bool:

@@ -163,7 +163,10 @@ class Cache:
         if not is_current:
             raise DeskClosed
         if body is not None and read.prompt is not None:
+            given = request
             request, body, read = await self._fit(session, request, body, read.prompt, read)
+            if request is not given and not await self._lifecycle.is_still(session):
+                raise DeskClosed  # that took its time
         await self._order.turn(place)
         self._order.leave(place)  # whoever is next comes to the desk after us
         serve = self._way(session, request, body, read)

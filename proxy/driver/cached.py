@@ -65,7 +65,7 @@ class CachedRequest:
             await self._attachment.desk.lease(self._planning.choose, may_be_passed=True) as lease,
         ):
             self._attachment.desk.table.destine(lease.reason.slot_id, self._prompt.tokens)
-            self._inquiry.note_planned()
+            self._note_planned()
             account = Account(lease.reason, self._prompt.n_tokens)
             account.queued_seconds = time.monotonic() - self._arrived
             if account.queued_seconds > _LONG_WAIT_SECONDS:
@@ -88,6 +88,12 @@ class CachedRequest:
                 # The client has its answer; what the slot holds is not worth failing for.
                 self._services.faults.record("settle", error)
                 self._attachment.desk.table.set_content(lease.reason.slot_id, TAINTED)
+
+    def _note_planned(self) -> None:
+        try:
+            self._inquiry.note_planned()
+        except Exception as error:  # only an explanation would be the poorer
+            self._services.faults.record("explain", error)
 
     async def _send(
         self, lease: Lease[Plan], account: Account, send: Send, *, can_reuse: bool

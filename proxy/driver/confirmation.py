@@ -4,6 +4,8 @@ A hit is what the reply confirms. Less than a restore promised quarantines the c
 slot was known to hold is drift, and the slot is erased before its next use.
 """
 
+from contextlib import suppress
+
 from proxy.core.causes import Cause
 from proxy.core.degradation import DegradationKind
 from proxy.core.evaluation import after_evaluation
@@ -15,6 +17,7 @@ from proxy.driver.account import Account
 from proxy.driver.attachment import Attachment
 from proxy.driver.requests import Answer
 from proxy.driver.services import Services
+from proxy.errors import StoreFault
 from proxy.log import get_logger
 from proxy.upstream.replies import Timings
 
@@ -79,8 +82,9 @@ class Confirmation:
     def _quarantine(self, checkpoint: Checkpoint) -> None:
         store, namespace = self._services.store, self._prompt.namespace
         store.quarantine(checkpoint)
-        tokens = store.index.tokens(checkpoint.id)
-        self._services.journal.note_loss(namespace, tokens, Cause.RESTORE_NOT_REUSED)
+        with suppress(StoreFault):  # only an explanation would be the poorer
+            tokens = store.index.tokens(checkpoint.id)
+            self._services.journal.note_loss(namespace, tokens, Cause.RESTORE_NOT_REUSED)
 
     def _confirm(self, account: Account) -> None:
         metrics, start = self._services.metrics, account.plan.start

@@ -81,9 +81,21 @@ class Overflow:
             places = places_to_cut(parts, step_of(n_ctx, n_room))
             key = _key_of(given.request, conversation)
             return await self._shorten(form, given, read, places, key, n_room) or given
-        except (UnknownShape, UpstreamFault) as fault:
+        except UpstreamFault as fault:
+            self._services.faults.record("stabilize", fault)
+        except UnknownShape as fault:
             self._services.faults.record("stabilize", StabilizerFailed(f"{REWRITE}: {fault}"))
-            return given
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            failure = StabilizerFailed(f"{REWRITE}: {type(error).__name__}")
+            self._services.faults.record("stabilize", failure)
+        return given
 
     async def _shorten(
         self,

@@ -73,11 +73,17 @@ class Stabilizing:
     def _count_effect(
         self, form: Form, body: GenerationBody, result: Stabilized, facts: Facts
     ) -> None:
-        with suppress(UnknownShape):
+        try:
             effect = self._effect.of(form, body.fields, result, facts.tenant)
-            if effect is not None:
-                name, n_characters = effect
-                self._services.metrics.stabilized_characters.labels(name).inc(n_characters)
+        except UnknownShape:
+            return
+        except Exception as error:  # nobody's request fails for a count
+            failure = StabilizerFailed(f"effect: {type(error).__name__}")
+            self._services.faults.record("stabilize", failure)
+            return
+        if effect is not None:
+            name, n_characters = effect
+            self._services.metrics.stabilized_characters.labels(name).inc(n_characters)
 
     def note_calls(self, request: GenerationRequest, calls: Iterable[CallMade]) -> None:
         """Remember the tool calls of an answer, as the model made them."""

@@ -22,6 +22,7 @@ class ProblemKind(StrEnum):
     """What can be wrong, in the words of a report."""
 
     FILE_GONE = "the file of a checkpoint is gone"
+    FILE_UNREADABLE = "the file of a checkpoint cannot be read"
     FILE_CHANGED = "the file of a checkpoint is not what was saved"
     TOKENS_GONE = "the tokens of a checkpoint are gone"
     TOKENS_DIFFER = "a file holds other tokens than the index says"
@@ -32,6 +33,7 @@ class ProblemKind(StrEnum):
 
 CURES = {
     ProblemKind.FILE_GONE: "its entry is removed",
+    ProblemKind.FILE_UNREADABLE: "it is left alone: see who owns it, and its mode",
     ProblemKind.FILE_CHANGED: "file and entry are removed",
     ProblemKind.TOKENS_GONE: "file and entry are removed",
     ProblemKind.TOKENS_DIFFER: "file and entry are removed",
@@ -57,6 +59,10 @@ class Examined:
     n_checkpoints: int
     size_bytes: int
     problems: tuple[Problem, ...]
+
+    @property
+    def is_curable(self) -> bool:
+        return all(problem.kind is not ProblemKind.FILE_UNREADABLE for problem in self.problems)
 
 
 def examine(store: OfflineStore, note: Note) -> Examined:
@@ -86,8 +92,10 @@ def _problem_of(store: OfflineStore, checkpoint: Checkpoint, note: Note) -> Prob
         if not is_same:
             return ProblemKind.FILE_CHANGED
         in_file = read_state_file(store.files.path(name)).tokens
-    except OSError:
+    except FileNotFoundError:
         return ProblemKind.FILE_GONE
+    except OSError:
+        return ProblemKind.FILE_UNREADABLE
     except StateFileMalformed:
         return ProblemKind.FILE_CHANGED
     tokens = store.index.tokens(checkpoint.id)
@@ -118,7 +126,7 @@ def mend(store: OfflineStore, problems: tuple[Problem, ...]) -> None:
         match problem.kind:
             case ProblemKind.FILE_WITHOUT_ENTRY:
                 store.files.remove(problem.name)
-            case ProblemKind.NOT_FOUND | ProblemKind.STALE_PREFIXES:
+            case ProblemKind.NOT_FOUND | ProblemKind.STALE_PREFIXES | ProblemKind.FILE_UNREADABLE:
                 continue
             case _:
                 store.remove(by_name[problem.name])

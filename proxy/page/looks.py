@@ -14,6 +14,7 @@ from proxy.front.admin import describe, moment
 from proxy.store.store import CheckpointStore
 
 MAX_REQUESTS = 50
+_MAX_DIGITS = 18
 """So many requests are told of in one look; those before them are at /requests."""
 
 
@@ -46,7 +47,8 @@ class Looks:
         """Return the present and the requests since a position; the last ones if it is not known."""
         journal = self._services.journal
         run, _, number = position.partition("-")
-        n_seen = int(number) if run == self._run and number.isdecimal() else 0
+        is_known = run == self._run and number.isdecimal() and len(number) <= _MAX_DIGITS
+        n_seen = int(number) if is_known else 0
         n_new = min(MAX_REQUESTS, max(0, journal.n_recorded - n_seen))
         return msgspec.structs.replace(
             self.now(),

@@ -7,7 +7,7 @@ the requests that it will not answer: until they hang up, or somebody kills it (
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Protocol
 
 
@@ -28,7 +28,8 @@ class Call:
         self.heard_at = time.monotonic()
 
     def cut(self) -> None:
-        self._limit.reschedule(asyncio.get_running_loop().time())
+        with suppress(RuntimeError):  # it is just ending by itself, or has been cut already
+            self._limit.reschedule(asyncio.get_running_loop().time())
 
 
 class Pending:

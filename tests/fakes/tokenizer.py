@@ -52,7 +52,7 @@ def render(body: dict[str, Any], *, has_generation_prompt: bool = True) -> str:
 
 def _content(message: dict[str, Any]) -> str:
     content = message.get("content") or ""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    return content if isinstance(content, str) else "\n".join(str(part["text"]) for part in content)
 
 
 def from_anthropic(body: dict[str, Any]) -> dict[str, Any]:

@@ -174,3 +174,10 @@ async def test_clients_bodies_are_forwarded_as_sent_with_all_stabilizers_off(
                 await rig.post(CHAT if is_chat else "/v1/messages", raw)
                 pinned = raw.replace(b"{", b"{" + PINNED + b",", 1)
                 assert rig.requests_seen()[-1].body == (pinned if is_chat else raw)
+
+
+async def test_body_that_is_nested_too_deep_to_look_into_is_served(start_rig: StartRig) -> None:
+    nested = b'[{"type":"text","text":' * 400 + b'"x"' + b"}]" * 400
+    body = b'{"messages":[{"role":"user","content":' + nested + b"}]}"
+    async with start_rig(n_slots=1) as rig:
+        assert (await rig.post(CHAT, body)).status == 200

@@ -1,7 +1,11 @@
 """The admin listener's view of the store: checkpoints as a list and as a tree, pinned and deleted."""
 
+import asyncio
 from typing import Any
 
+from proxy.commands.access import OfRunningProxy
+from proxy.commands.admin import Admin
+from proxy.core.listing import Deleted
 from tests.integration.conftest import StartRig
 from tests.integration.rig import Rig
 
@@ -210,3 +214,25 @@ async def test_store_full_of_pins_saves_nothing_and_says_why(start_rig: StartRig
         assert sum(c["size_bytes"] for c in kept) <= 1 << 20
         [reason] = [r for r in (await rig.health())["reasons"] if r["kind"] == "no room for states"]
         assert "are pinned" in reason["reason"]
+
+
+async def test_what_changes_between_listing_and_deleting_is_told(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        for first in (1, 200, 400):
+            prompt = [first + i % 97 for i in range(900)]
+            await rig.post("/completion", {"prompt": prompt, "n_predict": 0})
+            await rig.settled()
+        access = OfRunningProxy(Admin(f"http://127.0.0.1:{rig.running.admin_port}"))
+        gone, pinned, left = await asyncio.to_thread(access.checkpoints)
+        assert (await ask(rig, "DELETE", f"/checkpoints/{gone.id}"))[0] == 200
+        assert (await ask(rig, "PUT", f"/checkpoints/{pinned.id}/pin"))[0] == 200
+        replies = [
+            await asyncio.to_thread(access.delete, checkpoint, with_pinned=False)
+            for checkpoint in (gone, pinned, left)
+        ]
+        assert replies == [
+            Deleted(0, 0),
+            Deleted(0, 0, n_pinned=1),
+            Deleted(1, left.size_bytes),
+        ]
+        assert [c["id"] for c in await listed(rig)] == [pinned.id]

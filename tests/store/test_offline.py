@@ -138,6 +138,21 @@ def test_each_kind_of_damage_is_named_and_mended(store: OfflineStore) -> None:
     assert list(store.index.reaching(hashes[0])) == [second.id]
 
 
+def test_file_that_cannot_be_read_is_left_alone(store: OfflineStore, directory: Path) -> None:
+    (checkpoint, _) = store.checkpoints()
+    file = directory / checkpoint.file_name
+    kept = file.rename(file.with_suffix(".kept"))
+    file.mkdir()  # reading it fails, even for root
+    examined = examine(store, nothing)
+    assert [p.kind for p in examined.problems] == [ProblemKind.FILE_UNREADABLE]
+    assert not examined.is_curable
+    mend(store, examined.problems)
+    assert file.exists() and checkpoint in store.checkpoints()
+    file.rmdir()
+    kept.rename(file)
+    assert problems(store) == []
+
+
 def test_checkpoints_arrive_in_a_new_directory_as_they_were(file: Path, tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o777 == 0o600
     with tarfile.open(file) as tar:

@@ -7,7 +7,7 @@ import pytest
 
 from proxy.core.causes import Cause, Part
 from proxy.core.divergence import Change, Seen, find_change
-from proxy.core.text_changes import is_date
+from proxy.core.text_changes import is_alike_without_reminders, is_date
 from proxy.upstream.bodies import GenerationBody
 from proxy.upstream.sketches import Contents, sketch_of
 
@@ -191,3 +191,9 @@ def test_what_is_no_date_is_not_taken_for_one() -> None:
         at = next(i for i, (x, y) in enumerate(zip(left, right, strict=False)) if x != y)
         assert not is_date(left + LONG, right + LONG, at)
     assert not is_date("2026-11-21 is Bob's", "2026-11-22 is Alice's", 9)
+
+
+def test_reminders_are_left_out_in_one_go_even_if_they_have_no_end() -> None:
+    old = f"{REMINDER} {REMINDER}Go on" + "<system-reminder>" * 20_000
+    assert is_alike_without_reminders("Go on", old, 0, 5)
+    assert not is_alike_without_reminders("Go back", old, 0, 7)

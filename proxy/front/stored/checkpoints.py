@@ -2,6 +2,7 @@
 
 import time
 
+import msgspec
 from aiohttp import web
 
 from proxy.core.eviction import Removal
@@ -80,10 +81,10 @@ class Checkpoints:
         store = require_store(request, self._opened_store)
         checkpoint = _named(request, store)
         if checkpoint.is_pinned and not is_asked_for(request, "pinned"):
-            return json_response(409, {"error": "it is pinned"})
+            return _kept("it is pinned", Deleted(0, 0, n_pinned=1))
         deleted = await self._delete(store, Selected((checkpoint,)))
         if deleted.n_in_use:
-            return json_response(409, {"error": "it is in use; try again"})
+            return _kept("it is in use; try again", deleted)
         return json_response(200, deleted)
 
     async def delete_selected(self, request: web.Request) -> web.Response:
@@ -129,6 +130,10 @@ def _named(request: web.Request, store: CheckpointStore) -> Checkpoint:
     if found is None:
         raise _not_found()
     return found
+
+
+def _kept(why: str, deleted: Deleted) -> web.Response:
+    return json_response(409, {"error": why, **msgspec.structs.asdict(deleted)})
 
 
 def _not_found() -> web.HTTPNotFound:

@@ -13,6 +13,8 @@ from proxy.core.model import Checkpoint
 from proxy.front.json_answers import refuse_foreign_pages
 from proxy.store.store import CheckpointStore
 
+_MAX_DIGITS = 18
+
 
 def require_store(request: web.Request, store: CheckpointStore | None) -> CheckpointStore:
     """Return the store; raises 403 for a page of another site, 503 if there is no store."""
@@ -36,7 +38,7 @@ def list_stored(
 def whole_number(request: web.Request, name: str, default: int, most: int) -> int:
     """Return a number from the query, *most* at most; raises 400 if it is none."""
     text = request.query.get(name, str(default))
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS):
         raise web.HTTPBadRequest(text=f"{name} must be a whole number, not {text!r}")
     return min(int(text), most)
 
