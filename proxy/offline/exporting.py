@@ -3,6 +3,7 @@
 import io
 import os
 import tarfile
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, cast
@@ -23,25 +24,40 @@ from proxy.offline.bundle import (
 )
 from proxy.offline.models import Owner, owners
 from proxy.offline.store import OfflineStore
+from proxy.store.opening import LOCK_NAME
 
 
 def export_checkpoints(
     store: OfflineStore, checkpoints: Sequence[Checkpoint], file: Path, note: Note
 ) -> None:
-    """Write *checkpoints* to *file*, which appears when it is whole; raises StoreFault or OSError."""
+    """Write *checkpoints* to *file*, which appears when it is whole; raises StoreFault or OSError.
+
+    What *file* was is replaced, unless it is the store's own or no regular file.
+    """
+    _require_replaceable(store, file)
     manifest = Manifest(FORMAT_VERSION, _owner_of(store, checkpoints), tuple(checkpoints))
-    partial = file.with_name(file.name + ".part")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    # A file of its own, mode 0600 from the first byte: one that lies there may be open to others.
+    descriptor, partial = tempfile.mkstemp(prefix=".export-", suffix=".part", dir=file.parent)
     try:
         with os.fdopen(descriptor, "wb") as output:
             with tarfile.open(fileobj=output, mode="w", format=tarfile.PAX_FORMAT) as tar:
                 _write(tar, store, manifest, note)
             output.flush()
             os.fsync(output.fileno())
-        partial.rename(file)
+        Path(partial).replace(file)
     except BaseException:
-        partial.unlink(missing_ok=True)
+        Path(partial).unlink(missing_ok=True)
         raise
+
+
+def _require_replaceable(store: OfflineStore, file: Path) -> None:
+    """Raise StoreFault if a file in the place of *file* would cost more than what it says."""
+    directory, parent = store.files.directory.resolve(), file.parent.resolve()
+    is_in_store = parent == directory and (file.name.startswith("lpc-") or file.name == LOCK_NAME)
+    if is_in_store or parent == directory / "index":
+        raise StoreFault(f"{file} is a name of the store's own files: choose another")
+    if file.exists() and not file.is_file():
+        raise StoreFault(f"{file} is no regular file: choose another")
 
 
 def _owner_of(store: OfflineStore, checkpoints: Sequence[Checkpoint]) -> Owner:

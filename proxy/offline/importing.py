@@ -14,7 +14,7 @@ import msgspec
 
 from proxy.core.model import Checkpoint, Cuts
 from proxy.core.prefix import Namespace, TokenIds, hash_prefixes, tokens_from_bytes
-from proxy.errors import StateFileMalformed
+from proxy.errors import StateFileMalformed, StoreFault
 from proxy.offline.bundle import (
     FORMAT_VERSION,
     MANIFEST,
@@ -24,10 +24,13 @@ from proxy.offline.bundle import (
     Note,
     member_names,
 )
-from proxy.offline.models import introduce, knows_models, namespace_of
+from proxy.offline.models import Owner, introduce, knows_models, namespace_of
 from proxy.offline.store import OfflineStore
 from proxy.store.new_state import NewState
-from proxy.upstream.state_file import read_state_file
+from proxy.upstream.state_file import StateFile, read_state_file
+
+MIN_FREE_BYTES = 2 << 30
+"""What is left free on the disk unless the caller says otherwise, as by the setting min_free_bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,54 +64,99 @@ class Bundle:
                 tokens = tokens_from_bytes(self._next(tokens_name).read())
             except ValueError as error:
                 raise BundleRefused(f"{tokens_name}: {error}") from error
-            yield checkpoint, tokens, self._next(state_name)
+            yield checkpoint, tokens, self._next(state_name, checkpoint.size_bytes)
 
-    def _next(self, name: str) -> IO[bytes]:
+    def _next(self, name: str, n_bytes: int | None = None) -> IO[bytes]:
         head = self._tar.next()
         file = self._tar.extractfile(head) if head and head.name == name and head.isreg() else None
-        if file is None:
+        if head is None or file is None:
             raise BundleRefused(f"it is not what `export` writes: {name} is missing")
+        if n_bytes is not None and head.size != n_bytes:
+            raise BundleRefused("a state in it is damaged")
         return file
 
 
 def import_checkpoints(
-    store: OfflineStore, file: Path, note: Note, *, may_be_other_model: bool = False
+    store: OfflineStore,
+    file: Path,
+    note: Note,
+    *,
+    may_be_other_model: bool = False,
+    min_free_bytes: int = MIN_FREE_BYTES,
 ) -> Imported:
-    """Enter the checkpoints of *file*; raises BundleRefused, StoreFault or OSError.
+    """Enter the checkpoints of *file*; BundleRefused and StoreFault say how many were entered before.
 
-    A model that this store has not met is refused if it knows others, unless *may_be_other_model*. What was
-    entered before a fault stays: each checkpoint is whole by itself.
+    A model that this store has not met is refused if it knows others, unless *may_be_other_model*. So is a
+    file that would leave less than *min_free_bytes* on the disk. What was entered before a fault stays:
+    each checkpoint is whole by itself.
     """
+    entered: list[Checkpoint] = []
     try:
         with tarfile.open(file, "r:") as tar:
             bundle = Bundle(tar)
             owner = bundle.manifest.owner
             is_new = namespace_of(store.index, owner) is None
-            if is_new and knows_models(store.index) and not may_be_other_model:
-                raise BundleRefused(
-                    "it is of another model, quantization, adapter or slot file version than those "
-                    "that this directory was used with, or its model answers differently here"
-                )
-            namespace = introduce(store.index, owner)
-            entered = [_enter(store, namespace, *state, note) for state in bundle.states()]
+            if is_new and not may_be_other_model:
+                _require_no_other_model(store)
+            _require_free_space(store, bundle.manifest, min_free_bytes)
+            for state in bundle.states():
+                entered += _enter(store, owner, *state, note)
     except tarfile.TarError as error:
-        raise BundleRefused(f"it is not what `export` writes: {error}") from error
-    new = tuple(checkpoint for checkpoint in entered if checkpoint is not None)
-    return Imported(new, len(entered) - len(new), is_new)
+        told = f"it is not what `export` writes: {error}; {_so_far(entered)}"
+        raise BundleRefused(told) from error
+    except BundleRefused as refusal:
+        raise BundleRefused(f"{refusal}; {_so_far(entered)}") from refusal
+    except (StoreFault, OSError) as fault:
+        raise StoreFault(f"{fault}; {_so_far(entered)}") from fault
+    n_already_there = len(bundle.manifest.checkpoints) - len(entered)
+    return Imported(tuple(entered), n_already_there, is_new)
+
+
+def _so_far(entered: list[Checkpoint]) -> str:
+    if not entered:
+        return "nothing of it was entered"
+    n_entered = len(entered)
+    return f"{n_entered} checkpoint{'s' if n_entered > 1 else ''} before that stayed entered"
+
+
+def _require_no_other_model(store: OfflineStore) -> None:
+    if knows_models(store.index):
+        raise BundleRefused(
+            "it is of another model, quantization, adapter or slot file version than those "
+            "that this directory was used with, or its model answers differently here"
+        )
+
+
+def _require_free_space(store: OfflineStore, manifest: Manifest, min_free_bytes: int) -> None:
+    namespace = namespace_of(store.index, manifest.owner)
+    there = {
+        checkpoint.checksum
+        for checkpoint in store.checkpoints()
+        if checkpoint.namespace == namespace and _has_file(store, checkpoint)
+    }
+    missing = [record for record in manifest.checkpoints if record.checksum not in there]
+    needed_bytes = sum(record.size_bytes for record in missing)
+    free_bytes = store.files.free_bytes()
+    if missing and needed_bytes > free_bytes - min_free_bytes:
+        raise BundleRefused(
+            f"there is no room for it: its states are {needed_bytes:,} bytes, {free_bytes:,} are free in "
+            f"{store.files.directory}, and {min_free_bytes:,} are to stay free"
+        )
 
 
 def _enter(
     store: OfflineStore,
-    namespace: Namespace,
+    owner: Owner,
     record: Checkpoint,
     tokens: TokenIds,
     state: IO[bytes],
     note: Note,
-) -> Checkpoint | None:
-    """Enter one checkpoint; None if the store has one of the same tokens."""
-    if _has(store, namespace, tokens):
+) -> list[Checkpoint]:
+    """Enter one checkpoint and return it; nothing if the store has one of the same tokens."""
+    same = _of_same_tokens(store, owner, tokens)
+    if any(_has_file(store, checkpoint) for checkpoint in same):
         note(record.size_bytes)
-        return None
+        return []
     name = store.files.new_temporary_name()
     try:
         with store.files.path(name).open("xb") as target:
@@ -116,26 +164,47 @@ def _enter(
             reader.copy_to(target)
         if reader.checksum != record.checksum:
             raise BundleRefused("a state in it is damaged")
-        return store.commit(_new_state(store, name, namespace, record, tokens))
+        verified = _verified(store, name, tokens)
+        for dead in same:
+            store.remove(dead)
+        # Only now: a file that is refused must not leave a directory that knows its model.
+        namespace = introduce(store.index, owner)
+        return [store.commit(_new_state(name, namespace, record, verified))]
     finally:
         store.files.remove(name)
 
 
-def _new_state(
-    store: OfflineStore, name: str, namespace: Namespace, record: Checkpoint, tokens: TokenIds
-) -> NewState:
-    """Return what is to be committed, as far as the state file itself bears it out."""
+def _of_same_tokens(store: OfflineStore, owner: Owner, tokens: TokenIds) -> list[Checkpoint]:
+    namespace = namespace_of(store.index, owner)
+    if namespace is None:
+        return []
+    reaching = store.index.reaching(hash_prefixes(namespace, tokens)[-1:])
+    ids = {found for found in reaching if store.index.tokens(found) == tokens}
+    return [checkpoint for checkpoint in store.checkpoints() if checkpoint.id in ids] if ids else []
+
+
+def _has_file(store: OfflineStore, checkpoint: Checkpoint) -> bool:
+    return store.files.size_bytes(checkpoint.file_name) == checkpoint.size_bytes
+
+
+def _verified(store: OfflineStore, name: str, tokens: TokenIds) -> StateFile:
+    """Return what a state file holds, if it holds these tokens."""
     try:
         state = read_state_file(store.files.path(name))
     except StateFileMalformed as error:
         raise BundleRefused(f"a state in it is none: {error}") from error
     if state.tokens != tokens or not tokens:
         raise BundleRefused("a state in it holds other tokens than it says")
+    return state
+
+
+def _new_state(name: str, namespace: Namespace, record: Checkpoint, state: StateFile) -> NewState:
+    """Return what is to be committed, as far as the state file itself bears it out."""
     return NewState(
         name,
         namespace,
         record.kind,
-        tokens,
+        state.tokens,
         state.restore_points,
         state.has_every_position,
         cuts=Cuts(header=record.header, turn_start=record.turn_start),
@@ -143,8 +212,3 @@ def _new_state(
         marks=record.marks,
         family=record.family,
     )
-
-
-def _has(store: OfflineStore, namespace: Namespace, tokens: TokenIds) -> bool:
-    found = store.index.reaching(hash_prefixes(namespace, tokens)[-1:])
-    return any(store.index.tokens(checkpoint_id) == tokens for checkpoint_id in found)

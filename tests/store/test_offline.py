@@ -1,15 +1,18 @@
 """Work on a store that no proxy uses: checked and mended, exported and imported, purged."""
 
 import json
+import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
 from proxy.__main__ import main
+from proxy.config import Settings
 from proxy.core.model import Checkpoint, Cuts, Family
 from proxy.core.namespace import KnownNamespace
 from proxy.core.prefix import Namespace, hash_prefixes
@@ -19,9 +22,10 @@ from proxy.errors import StoreFault, StoreLocked
 from proxy.offline.bundle import BundleRefused
 from proxy.offline.checking import ProblemKind, examine, mend
 from proxy.offline.exporting import export_checkpoints
-from proxy.offline.importing import Imported, import_checkpoints
+from proxy.offline.importing import MIN_FREE_BYTES, Imported, import_checkpoints
 from proxy.offline.models import namespace_of, owners
 from proxy.offline.store import OfflineStore, open_offline
+from proxy.store.opening import LOCK_NAME
 from tests.store.conftest import branch, new_state, opened, run_of
 from tests.unit.state_files import attention, state_file, words
 
@@ -76,7 +80,7 @@ async def file(directory: Path, tmp_path: Path) -> Path:
 def take(directory: Path, file: Path, **options: Any) -> Imported:
     directory.mkdir(exist_ok=True)
     with open_offline(directory, may_be_new=True) as store:
-        return import_checkpoints(store, file, nothing, **options)
+        return import_checkpoints(store, file, nothing, **({"min_free_bytes": 0} | options))
 
 
 def test_directory_without_a_store_or_in_use_is_refused(tmp_path: Path, directory: Path) -> None:
@@ -195,6 +199,7 @@ async def test_other_model_is_refused_unless_that_is_wanted(file: Path, tmp_path
         ("tokens", b"\1\2\3\4", "other tokens"),
         ("tokens", b"\1", "tokens"),
         ("state", b"nothing of the kind", "damaged"),
+        ("state", b"", "damaged"),
         ("", b"", "missing"),
     ],
 )
@@ -206,15 +211,91 @@ def test_changed_file_is_refused_and_leaves_nothing(
         for head in source.getmembers()[: None if name else 1]:
             content = source.extractfile(head)
             assert content is not None
-            data = change if name and head.name.endswith(name) else content.read()
+            data = content.read()
+            if name and head.name.endswith(name):
+                data = change or data[:-1] + bytes([data[-1] ^ 1])
             (tmp_path / "part").write_bytes(data)
             target.add(tmp_path / "part", head.name)
-    with pytest.raises(BundleRefused, match=complaint):
+    with pytest.raises(BundleRefused, match=f"{complaint}.*; nothing of it was entered"):
         take(tmp_path / "second", changed)
     assert not list((tmp_path / "second").glob("lpc-*"))
+    with open_offline(tmp_path / "second") as store:
+        assert not list(owners(store.index))
     (tmp_path / "text").write_text("no tar at all")
     with pytest.raises(BundleRefused, match="not what `export` writes"):
         take(tmp_path / "second", tmp_path / "text")
+
+
+def test_refusal_says_what_was_entered_before_and_the_rest_can_follow(
+    file: Path, tmp_path: Path
+) -> None:
+    cut, whole = tmp_path / "cut", file.read_bytes()
+    with tarfile.open(file) as tar:
+        last = tar.getmembers()[-1]
+    for n_bytes in (last.offset_data + last.size // 2, last.offset):
+        cut.write_bytes(whole[:n_bytes])
+        second = tmp_path / f"second{n_bytes}"
+        with pytest.raises(BundleRefused, match="; 1 checkpoint before that stayed entered"):
+            take(second, cut)
+        assert len(list(second.glob("lpc-*"))) == 1
+        imported = take(second, file)
+        assert (len(imported.entered), imported.n_already_there) == (1, 1)
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: os.truncate(path, 9)])
+def test_state_whose_file_is_gone_or_cut_is_not_there_already(
+    directory: Path, file: Path, damage: Callable[[Path], None]
+) -> None:
+    with open_offline(directory) as store:
+        broken = store.checkpoints()[0]
+        damage(store.files.path(broken.file_name))
+    imported = take(directory, file)
+    assert (len(imported.entered), imported.n_already_there) == (1, 1)
+    with open_offline(directory) as store:
+        assert broken.id not in {checkpoint.id for checkpoint in store.checkpoints()}
+        assert (problems(store), len(store.checkpoints())) == ([], 2)
+
+
+def test_import_leaves_the_free_space_that_saves_leave(file: Path, tmp_path: Path) -> None:
+    (setting,) = [f for f in msgspec.structs.fields(Settings) if f.name == "min_free_bytes"]
+    assert setting.default == MIN_FREE_BYTES
+    second = tmp_path / "second"
+    with pytest.raises(StoreFault, match="absent.*; nothing of it was entered"):
+        take(second, tmp_path / "absent")
+    for _ in range(2):
+        with pytest.raises(BundleRefused, match="no room for it.*; nothing of it was entered"):
+            take(second, file, min_free_bytes=1 << 60)
+    assert not list(second.glob("lpc-*"))
+    take(second, file)
+    # What is there already needs no room.
+    assert take(second, file, min_free_bytes=1 << 60).n_already_there == 2
+
+
+def test_export_replaces_no_file_of_the_store_and_is_private(
+    store: OfflineStore, tmp_path: Path
+) -> None:
+    chosen, other = store.checkpoints()
+    link = tmp_path / "link"
+    link.symlink_to(store.files.directory)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    refused = [link / chosen.file_name, store.files.path(other.file_name), link / LOCK_NAME, pipe]
+    for target in [*refused, link / "lpc-new", link / "index" / "data.mdb"]:
+        with pytest.raises(StoreFault, match="choose another"):
+            export_checkpoints(store, [chosen], target, nothing)
+    assert problems(store) == []
+    target, part = tmp_path / "file", tmp_path / "file.part"
+    for path in (target, part):
+        path.write_text("before")
+        path.chmod(0o644)
+    export_checkpoints(store, [chosen], target, nothing)
+    assert (target.stat().st_mode & 0o777, part.read_text()) == (0o600, "before")
+    assert len(take(tmp_path / "second", target).entered) == 1
+    store.files.path(chosen.file_name).unlink()
+    with pytest.raises(OSError, match=chosen.file_name):
+        export_checkpoints(store, [chosen], tmp_path / "none", nothing)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"first", "second", "link", "pipe", "file", "file.part"}
 
 
 def run(directory: Path, *arguments: str) -> tuple[int, str]:
