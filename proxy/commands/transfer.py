@@ -1,15 +1,18 @@
 """`llama-prefix-cache export` and `import`: checkpoints as one file, from one store to another."""
 
+import os
 from pathlib import Path
 
 import click
 
 from proxy.commands.access import directory_of, find_directory
 from proxy.commands.naming import NotNamed, named
-from proxy.commands.options import EXIT_FAILED, config_option, fail, json_option
+from proxy.commands.options import EXIT_FAILED, EXIT_USAGE, config_option, fail, json_option
 from proxy.commands.printing import bytes_progress, print_json
 from proxy.commands.words import size_in_words
 from proxy.core.listing import list_checkpoint
+from proxy.errors import SettingsError
+from proxy.loading import load_settings
 from proxy.offline.bundle import BundleRefused
 from proxy.offline.exporting import export_checkpoints
 from proxy.offline.importing import Imported, import_checkpoints
@@ -81,14 +84,24 @@ def import_(
     Refused (exit status 1) if the directory was used with models, and with none that the states are of:
     the same model file, adapters and slot file version, with the same answers. A new directory takes
     everything; there, states of another model are just never found. Take files only from whom you trust:
-    llama-server reads states as they are. Run it as the user that the proxy runs as, while no proxy runs on
-    the directory.
+    llama-server reads states as they are. Refused as well if it would leave less free than the setting
+    min_free_bytes says (2 GiB). Run it as the user that the proxy runs as, while no proxy runs on the
+    directory.
     """
     directory = find_directory(slot_save_path, config)
     with directory_of(directory, may_be_new=True) as store:
         try:
+            settings = load_settings({"slot_save_path": str(directory)}, os.environ, config)
             with bytes_progress("importing", file.stat().st_size) as note:
-                imported = import_checkpoints(store, file, note, may_be_other_model=other_model)
+                imported = import_checkpoints(
+                    store,
+                    file,
+                    note,
+                    min_free_bytes=settings.min_free_bytes,
+                    may_be_other_model=other_model,
+                )
+        except SettingsError as error:
+            fail(error, EXIT_USAGE)
         except BundleRefused as refusal:
             fail(f"{file} is refused: {refusal}", EXIT_FAILED)
     _tell(imported, directory, as_json=as_json)

@@ -29,9 +29,6 @@ from proxy.offline.store import OfflineStore
 from proxy.store.new_state import NewState
 from proxy.upstream.state_file import StateFile, read_state_file
 
-MIN_FREE_BYTES = 2 << 30
-"""What is left free on the disk unless the caller says otherwise, as by the setting min_free_bytes."""
-
 
 @dataclass(frozen=True, slots=True)
 class Imported:
@@ -81,8 +78,8 @@ def import_checkpoints(
     file: Path,
     note: Note,
     *,
+    min_free_bytes: int,
     may_be_other_model: bool = False,
-    min_free_bytes: int = MIN_FREE_BYTES,
 ) -> Imported:
     """Enter the checkpoints of *file*; BundleRefused and StoreFault say how many were entered before.
 

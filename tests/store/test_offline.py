@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from click.testing import CliRunner
 
 from proxy.__main__ import main
-from proxy.config import Settings
 from proxy.core.model import Checkpoint, Cuts, Family
 from proxy.core.namespace import KnownNamespace
 from proxy.core.prefix import Namespace, hash_prefixes
@@ -22,7 +20,7 @@ from proxy.errors import StoreFault, StoreLocked
 from proxy.offline.bundle import BundleRefused
 from proxy.offline.checking import ProblemKind, examine, mend
 from proxy.offline.exporting import export_checkpoints
-from proxy.offline.importing import MIN_FREE_BYTES, Imported, import_checkpoints
+from proxy.offline.importing import Imported, import_checkpoints
 from proxy.offline.models import namespace_of, owners
 from proxy.offline.store import OfflineStore, open_offline
 from proxy.store.opening import LOCK_NAME
@@ -257,8 +255,6 @@ def test_state_whose_file_is_gone_or_cut_is_not_there_already(
 
 
 def test_import_leaves_the_free_space_that_saves_leave(file: Path, tmp_path: Path) -> None:
-    (setting,) = [f for f in msgspec.structs.fields(Settings) if f.name == "min_free_bytes"]
-    assert setting.default == MIN_FREE_BYTES
     second = tmp_path / "second"
     with pytest.raises(StoreFault, match="absent.*; nothing of it was entered"):
         take(second, tmp_path / "absent")
@@ -299,7 +295,8 @@ def test_export_replaces_no_file_of_the_store_and_is_private(
 
 
 def run(directory: Path, *arguments: str) -> tuple[int, str]:
-    result = CliRunner().invoke(main, [*arguments, "--slot-save-path", str(directory)])
+    runner = CliRunner(env={"LLAMA_PREFIX_CACHE_MIN_FREE_BYTES": "0"})
+    result = runner.invoke(main, [*arguments, "--slot-save-path", str(directory)])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.exit_code, result.output
 
