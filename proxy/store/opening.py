@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from proxy.core.model import Checkpoint
-from proxy.core.prefix import hash_prefixes
+from proxy.core.prefix import TokenIds, hash_prefixes
 from proxy.errors import StoreFault, StoreLocked
 from proxy.store.index import Index
 from proxy.store.state_files import StateFiles
@@ -73,9 +73,10 @@ def _intact(index: Index, files: StateFiles, checkpoint: Checkpoint) -> Checkpoi
     return accepted
 
 
-def remove(index: Index, files: StateFiles, checkpoint: Checkpoint) -> None:
-    """Delete a checkpoint, its entry first."""
+def remove(index: Index, files: StateFiles, checkpoint: Checkpoint) -> TokenIds | None:
+    """Delete a checkpoint, its entry first; return the tokens that it held, if the index had them."""
     tokens = index.tokens(checkpoint.id)
     hashes = hash_prefixes(checkpoint.namespace, tokens) if tokens is not None else []
     index.delete(checkpoint.id, hashes)
     files.remove(checkpoint.file_name)
+    return tokens

@@ -255,11 +255,7 @@ class CheckpointStore:
             await self._writer.write(lambda: None)
 
     async def _delete(self, checkpoint: Checkpoint, reason: Removal) -> None:
-        tokens: TokenIds | None = None
-        with suppress(StoreFault):
-            tokens = self.index.tokens(checkpoint.id)
-
-        def forget(_: object) -> None:
+        def forget(tokens: TokenIds | None) -> None:
             self._catalogue.forget(checkpoint.id)
             self.removals[reason] += 1
             self.on_removal(checkpoint, tokens, reason)
