@@ -170,6 +170,12 @@ def directory_of(path: Path, *, may_be_new: bool = False) -> Iterator[OfflineSto
             fail(fault, EXIT_FAILED)
 
 
+def directory_option(command: Command) -> Command:
+    return click.option(
+        "--slot-save-path", type=click.Path(path_type=Path), help="Directory of the store."
+    )(command)
+
+
 def admin_option(command: Command) -> Command:
     return click.option(
         "--admin",

@@ -57,8 +57,8 @@ class Admin:
                     body = await reply.read()
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 self.fail_unreachable(error)
-        if reply.status != 200 and reply.status not in refusals:
-            fail(complaint(body), EXIT_UNAVAILABLE if reply.status == 503 else EXIT_FAILED)
+        if reply.status not in (200, *refusals):
+            _fail_refused(reply.status, body)
         return reply.status, body
 
     async def follow(
@@ -76,8 +76,7 @@ class Admin:
                     self.url + path, data=io.BytesIO(body), params=query, headers=headers
                 ) as reply:
                     if reply.status != 200:
-                        status = EXIT_UNAVAILABLE if reply.status == 503 else EXIT_FAILED
-                        fail(complaint(await reply.read()), status)
+                        _fail_refused(reply.status, await reply.read())
                     async for line in reply.content:
                         on_line(self.decode(line, Any))
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -97,6 +96,10 @@ class Admin:
             + ("; if none runs, --slot-save-path to work on the directory" * can_do_without),
             EXIT_UNAVAILABLE,
         )
+
+
+def _fail_refused(status: int, body: bytes) -> NoReturn:
+    fail(complaint(body), EXIT_UNAVAILABLE if status == 503 else EXIT_FAILED)
 
 
 def complaint(body: bytes) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 from rich.table import Table
 
-from proxy.commands.access import directory_of, find_directory
+from proxy.commands.access import directory_of, directory_option, find_directory
 from proxy.commands.options import EXIT_FAILED, config_option, json_option
 from proxy.commands.printing import bytes_progress, console, print_json
 from proxy.commands.words import size_in_words
@@ -15,7 +15,7 @@ from proxy.offline.checking import CURES, Examined, examine, mend
 
 @click.command()
 @click.option("--fix", is_flag=True, help="Remove what is broken, and make anew what can be.")
-@click.option("--slot-save-path", type=click.Path(path_type=Path), help="Directory of the store.")
+@directory_option
 @config_option
 @json_option
 def check(fix: bool, slot_save_path: Path | None, config: Path | None, as_json: bool) -> None:

@@ -5,21 +5,16 @@ from pathlib import Path
 
 import click
 
-from proxy.commands.access import directory_of, find_directory
-from proxy.commands.naming import NotNamed, named
+from proxy.commands.access import OfDirectory, directory_of, directory_option, find_directory
 from proxy.commands.options import EXIT_FAILED, EXIT_USAGE, config_option, fail, json_option
+from proxy.commands.pin import find_all
 from proxy.commands.printing import bytes_progress, print_json
 from proxy.commands.words import size_in_words
-from proxy.core.listing import list_checkpoint
 from proxy.errors import SettingsError
 from proxy.loading import load_settings
 from proxy.offline.bundle import BundleRefused
 from proxy.offline.exporting import export_checkpoints
 from proxy.offline.importing import Imported, import_checkpoints
-
-_directory_option = click.option(
-    "--slot-save-path", type=click.Path(path_type=Path), help="Directory of the store."
-)
 
 
 @click.command("export")
@@ -32,7 +27,7 @@ _directory_option = click.option(
     type=click.Path(dir_okay=False, path_type=Path),
     help="File.",
 )
-@_directory_option
+@directory_option
 @config_option
 @json_option
 def export(
@@ -52,11 +47,7 @@ def export(
     may run on the directory meanwhile.
     """
     with directory_of(find_directory(slot_save_path, config)) as store:
-        listed = [list_checkpoint(checkpoint) for checkpoint in store.checkpoints()]
-        try:
-            ids = {checkpoint.id for name in names for checkpoint in named(name, listed)}
-        except NotNamed as complaint:
-            fail(complaint, EXIT_FAILED)
+        ids = {checkpoint.id for checkpoint in find_all(OfDirectory(store), names)}
         chosen = [c for c in store.checkpoints() if f"{c.id:016x}" in ids]
         n_bytes = sum(checkpoint.size_bytes for checkpoint in chosen)
         with bytes_progress("exporting", n_bytes) as note:
@@ -70,7 +61,7 @@ def export(
 @click.command("import")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--other-model", is_flag=True, help="Even if the directory knows only other models.")
-@_directory_option
+@directory_option
 @config_option
 @json_option
 def import_(
