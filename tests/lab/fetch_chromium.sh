@@ -6,10 +6,8 @@
 # The wrapper is written last; if it is there, DEST is whole.
 set -euo pipefail
 
-die() {
-    echo "fetch_chromium: $1; set CHROMIUM_BIN or put a chromium on PATH instead" >&2
-    exit 1
-}
+instead="set CHROMIUM_BIN or put a chromium on PATH instead"
+. "$(dirname "$0")/unpacking.sh"
 
 # What is installed already counts, so that only what is missing is downloaded.
 private_apt() {
@@ -22,7 +20,7 @@ private_apt() {
 download() {
     mkdir -p "$staging/lists/partial" "$staging/cache/archives/partial"
     private_apt update >>"$staging/log" 2>&1 && private_apt install chromium >>"$staging/log" 2>&1 ||
-        die "cannot download chromium: $(grep -m 1 -E '^[EW]:' "$staging/log" || echo "see apt")"
+        die "cannot download chromium: $(apt_complaint)"
 }
 
 unpack() {
@@ -47,23 +45,12 @@ WRAPPER
     chmod +x "$staging/chromium"
 }
 
-[ $# -eq 1 ] || { echo "usage: $0 DEST" >&2; exit 2; }
-dest=$1
-[ ! -x "$dest/chromium" ] || exit 0
-
-for tool in apt-get dpkg; do
-    command -v "$tool" >/dev/null || die "$tool is missing (this script needs a Debian machine)"
-done
-mkdir -p "$dest"
-dest=$(cd "$dest" && pwd)
-staging=$(mktemp -d "$dest/.staging.XXXXXX")
-trap 'rm -rf "$staging"' EXIT
+stage chromium "$@"
 
 download
 unpack
 write_wrapper
-"$staging/chromium" --version >"$staging/log" 2>&1 ||
-    die "the unpacked chromium does not run: $(tail -n 1 "$staging/log")"
+require_running "$staging/chromium"
 
 rm -rf "$dest/root"
 mv "$staging/root" "$dest/root"

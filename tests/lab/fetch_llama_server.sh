@@ -11,10 +11,8 @@ readonly PACKAGES="llama.cpp-tools libllama0 libggml0 libc6 libstdc++6 libgcc-s1
 readonly SUITES="forky sid"
 readonly KEYRING=/usr/share/keyrings/debian-archive-keyring.gpg
 
-die() {
-    echo "fetch_llama_server: $1; set LLAMA_SERVER_BIN or put a llama-server on PATH instead" >&2
-    exit 1
-}
+instead="set LLAMA_SERVER_BIN or put a llama-server on PATH instead"
+. "$(dirname "$0")/unpacking.sh"
 
 # The archive this machine already uses: the only one known to be reachable from here.
 find_archive() {
@@ -49,7 +47,7 @@ download() {
             return
         fi
     done
-    die "cannot download llama.cpp-tools: $(grep -m 1 -E '^[EW]:' "$staging/log" || echo "see apt")"
+    die "cannot download llama.cpp-tools: $(apt_complaint)"
 }
 
 unpack() {
@@ -88,24 +86,13 @@ WRAPPER
     chmod +x "$staging/llama-server"
 }
 
-[ $# -eq 1 ] || { echo "usage: $0 DEST" >&2; exit 2; }
-dest=$1
-[ ! -x "$dest/llama-server" ] || exit 0
-
-for tool in apt-get dpkg; do
-    command -v "$tool" >/dev/null || die "$tool is missing (this script needs a Debian machine)"
-done
-mkdir -p "$dest"
-dest=$(cd "$dest" && pwd)
-staging=$(mktemp -d "$dest/.staging.XXXXXX")
-trap 'rm -rf "$staging"' EXIT
+stage llama-server "$@"
 
 archive=$(find_archive) || die "no Debian archive in this machine's apt configuration"
 download "$archive"
 unpack
 write_wrapper
-"$staging/llama-server" --version >"$staging/log" 2>&1 ||
-    die "the unpacked llama-server does not run: $(tail -n 1 "$staging/log")"
+require_running "$staging/llama-server"
 
 rm -rf "$dest/root"
 mv "$staging/root" "$dest/root"

@@ -1,0 +1,34 @@
+# Sourced by the scripts here that unpack Debian's packages: their argument, a staging folder, complaints.
+# `instead` is what the caller says can be done where nothing can be fetched.
+readonly SCRIPT=$(basename "$0" .sh)
+
+die() {
+    echo "$SCRIPT: $1; $instead" >&2
+    exit 1
+}
+
+# Takes the name of the program that is moved to DEST last, and the script's own arguments: if the program is
+# there, DEST is whole.  Sets dest, and staging, which is deleted at the end.
+stage() {
+    local last=$1 tool
+    shift
+    [ $# -eq 1 ] || { echo "usage: $0 DEST" >&2; exit 2; }
+    dest=$1
+    [ ! -x "$dest/$last" ] || exit 0
+    for tool in apt-get dpkg; do
+        command -v "$tool" >/dev/null || die "$tool is missing (this script needs a Debian machine)"
+    done
+    mkdir -p "$dest"
+    dest=$(cd "$dest" && pwd)
+    staging=$(mktemp -d "$dest/.staging.XXXXXX")
+    trap 'rm -rf "$staging"' EXIT
+}
+
+apt_complaint() {
+    grep -m 1 -E '^[EW]:' "$staging/log" || echo "see apt"
+}
+
+require_running() {
+    "$1" --version >"$staging/log" 2>&1 ||
+        die "the unpacked $(basename "$1") does not run: $(tail -n 1 "$staging/log")"
+}
