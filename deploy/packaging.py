@@ -37,13 +37,13 @@ def write_commit(folder: str) -> None:
 
 class BuildWithCommit(build_py):
     def run(self) -> None:
-        if (
-            not self.editable_mode
-        ):  # what an earlier build left there may not be part of it any more
-            shutil.rmtree(self.build_lib, ignore_errors=True)
+        if self.editable_mode:
+            super().run()
+            return
+        # What an earlier build left there may not be part of it any more.
+        shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
-        if not self.editable_mode:
-            write_commit(self.build_lib)
+        write_commit(self.build_lib)
 
 
 class SdistWithCommit(sdist):

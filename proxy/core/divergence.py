@@ -20,8 +20,9 @@ from proxy.core.text_changes import (
 )
 
 _LIKE_SHARE = 0.5
-_NEAR_CHARACTERS = 65536
 """A system prompt that shares so much of its text with the old one was changed; another one is new."""
+_NEAR_CHARACTERS = 65536
+"""No farther behind its place is a message's text looked for in the rendered prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,8 +51,9 @@ class Inquiry:
         """Return why no more was reused, once that is known; the prompt is known from now on."""
         if account.n_reused is None:
             return Findings(account)
-        sketch = sketch_of(self._body)
-        self._seen = Seen(sketch, self._prompt.text if self._journal.keep is Keep.TEXT else "")
+        if self._journal.keep is not Keep.NONE:
+            text = self._prompt.text if self._journal.keep is Keep.TEXT else ""
+            self._seen = Seen(sketch_of(self._body), text)
         partner = self._partner()
         n_with_partner = self._common(partner)
         served = self._served(account, account.n_reused)

@@ -14,8 +14,8 @@ from proxy.front.admin import describe, moment
 from proxy.store.store import CheckpointStore
 
 MAX_REQUESTS = 50
-_MAX_DIGITS = 18
 """So many requests are told of in one look; those before them are at /requests."""
+_MAX_DIGITS = 18
 
 
 class Looks:
