@@ -16,33 +16,33 @@ from proxy import __version__
 from proxy.addresses import parse_hosts, split_address
 from proxy.config import Settings
 from proxy.core.degradation import DegradationKind
-from proxy.driver.absence import Absence
-from proxy.driver.arrivals import Arrivals
-from proxy.driver.attach import Attacher
-from proxy.driver.attachment import Attachment
-from proxy.driver.cache import Cache
+from proxy.driver.contact.absence import Absence
+from proxy.driver.contact.attach import Attacher
+from proxy.driver.contact.attachment import Attachment
+from proxy.driver.contact.learning import Learning
+from proxy.driver.contact.lifecycle import Lifecycle
+from proxy.driver.contact.remembering import Remembering
 from proxy.driver.degradations import Degradations
-from proxy.driver.earlier_requests import EarlierRequests
 from proxy.driver.faults import Faults
-from proxy.driver.gauges import connect_gauges
-from proxy.driver.journal import Journal, Keep
-from proxy.driver.launches import Launches
-from proxy.driver.learning import Learning
-from proxy.driver.lifecycle import Lifecycle
-from proxy.driver.overflow import Overflow
-from proxy.driver.prompts import PromptReader
-from proxy.driver.remembering import Remembering
-from proxy.driver.report import Report
-from proxy.driver.room import Room
-from proxy.driver.saving import RewriteStateFile, Saver, keep_as_saved
+from proxy.driver.reporting.earlier_requests import EarlierRequests
+from proxy.driver.reporting.gauges import connect_gauges
+from proxy.driver.reporting.journal import Journal, Keep
+from proxy.driver.reporting.report import Report
+from proxy.driver.saving.room import Room
+from proxy.driver.saving.saver import RewriteStateFile, Saver, keep_as_saved
+from proxy.driver.saving.slot_saves import SlotSaves
+from proxy.driver.saving.write_back import WriteBack
 from proxy.driver.services import Services
+from proxy.driver.serving.cache import Cache
+from proxy.driver.serving.overflow import Overflow
+from proxy.driver.serving.prompts import PromptReader
+from proxy.driver.serving.stabilizing import Stabilizing
+from proxy.driver.serving.warming import Warming
 from proxy.driver.session import Session
-from proxy.driver.slot_saves import SlotSaves
-from proxy.driver.slot_work import SlotWork
-from proxy.driver.stabilizing import Stabilizing
+from proxy.driver.slots.arrivals import Arrivals
+from proxy.driver.slots.launches import Launches
+from proxy.driver.slots.slot_work import SlotWork
 from proxy.driver.tasks import Tasks
-from proxy.driver.warming import Warming
-from proxy.driver.write_back import WriteBack
 from proxy.errors import StoreFault, StoreLocked
 from proxy.front.admin import Admin
 from proxy.front.handlers import Front

@@ -6,9 +6,9 @@ docs/metrics.md is made from here.
 
 import math
 
-from proxy.core.causes import Cause, Part
 from proxy.core.degradation import DegradationKind, State
-from proxy.core.eviction import Removal
+from proxy.core.explaining.causes import Cause, Part
+from proxy.core.keeping.eviction import Removal
 from proxy.core.model import Outcome, RuleKind
 from proxy.core.rates import POSITIONS
 from proxy.core.slots import SlotState

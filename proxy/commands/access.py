@@ -23,8 +23,8 @@ from proxy.commands.options import (
     json_option,
 )
 from proxy.config import Settings
-from proxy.core.listing import Deleted, ListedCheckpoint, list_checkpoint
-from proxy.core.selection import Selection, select
+from proxy.core.views.listing import Deleted, ListedCheckpoint, list_checkpoint
+from proxy.core.views.selection import Selection, select
 from proxy.errors import SettingsError, StoreFault, StoreLocked
 from proxy.loading import merge_settings
 from proxy.offline.store import OfflineStore, open_offline

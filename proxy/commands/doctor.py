@@ -18,7 +18,7 @@ from proxy.doctor.facts import Facts
 from proxy.doctor.findings import findings_of
 from proxy.doctor.report import json_report, report
 from proxy.doctor.verdict import exit_status
-from proxy.driver.saving import RewriteStateFile, keep_as_saved
+from proxy.driver.saving.saver import RewriteStateFile, keep_as_saved
 from proxy.errors import SettingsError
 from proxy.loading import load_settings
 from proxy.store.budget import Limits

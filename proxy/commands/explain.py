@@ -10,7 +10,7 @@ from proxy.commands.access import admin_option, find_admin
 from proxy.commands.explanation_text import explanation_text
 from proxy.commands.options import config_option, json_option
 from proxy.commands.printing import console
-from proxy.core.records import Explanation
+from proxy.core.explaining.records import Explanation
 
 
 @click.command()

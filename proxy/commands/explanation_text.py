@@ -5,8 +5,8 @@ from difflib import SequenceMatcher
 
 from rich.text import Text
 
-from proxy.core.causes import Cause, Part
-from proxy.core.records import Divergence, Explanation, Nearest, RequestRecord
+from proxy.core.explaining.causes import Cause, Part
+from proxy.core.explaining.records import Divergence, Explanation, Nearest, RequestRecord
 
 _COLOURS = {"hit": "green", "partial": "yellow", "miss": "red", "unanswered": "red"}
 _PARTS = {

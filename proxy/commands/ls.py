@@ -13,7 +13,7 @@ from proxy.commands.naming import NotNamed, named
 from proxy.commands.options import EXIT_FAILED, fail
 from proxy.commands.printing import console, print_json
 from proxy.commands.words import age_in_words, size_in_words
-from proxy.core.listing import ListedCheckpoint
+from proxy.core.views.listing import ListedCheckpoint
 
 _N_SHOWN = 20
 _DIGITS = 8

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from proxy.core.listing import ListedCheckpoint
+from proxy.core.views.listing import ListedCheckpoint
 
 MIN_DIGITS = 4
 

@@ -9,7 +9,7 @@ from proxy.commands.naming import NotNamed, named
 from proxy.commands.options import EXIT_FAILED, fail
 from proxy.commands.printing import print_json
 from proxy.commands.words import size_in_words
-from proxy.core.listing import ListedCheckpoint
+from proxy.core.views.listing import ListedCheckpoint
 
 names_argument = click.argument("names", nargs=-1, required=True, metavar="ID...")
 

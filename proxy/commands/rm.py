@@ -11,9 +11,9 @@ from proxy.commands.options import EXIT_FAILED, EXIT_USAGE, fail
 from proxy.commands.pin import find_all, names_argument
 from proxy.commands.printing import print_json
 from proxy.commands.words import Age, size_in_words
-from proxy.core.listing import Deleted
-from proxy.core.selection import Selection
-from proxy.core.tree import STORE, NodeId, parse_node_id
+from proxy.core.views.listing import Deleted
+from proxy.core.views.selection import Selection
+from proxy.core.views.tree import STORE, NodeId, parse_node_id
 
 _yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 _pinned_option = click.option("--pinned", is_flag=True, help="Pinned ones too.")

@@ -13,7 +13,7 @@ from rich.table import Table
 from proxy.commands.access import Access, OfRunningProxy, with_store
 from proxy.commands.printing import console, print_json
 from proxy.commands.words import age_in_words, size_in_words
-from proxy.core.listing import ListedCheckpoint
+from proxy.core.views.listing import ListedCheckpoint
 
 _PREFIX = "llama_prefix_cache_"
 

@@ -13,7 +13,7 @@ from proxy.core.model import SlotId
 from proxy.core.prefix import TokenIds, token_ids
 from proxy.doctor.directory import ProbeFiles, ProbeStore, probe_save
 from proxy.doctor.facts import ProbeSaveFacts, SlotFacts
-from proxy.driver.saving import RewriteStateFile, SavedSlot, Saver
+from proxy.driver.saving.saver import RewriteStateFile, SavedSlot, Saver
 from proxy.errors import CacheFault, UpstreamFault, UpstreamRefused
 from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.replies import SlotStatus

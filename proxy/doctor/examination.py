@@ -16,7 +16,7 @@ from proxy.doctor.directory import FreeBytes, ProbeFiles, examine_directory, fre
 from proxy.doctor.facts import BehaviourFacts, Contact, Facts, ServerFacts, StoreFacts
 from proxy.doctor.memory import Model, examine_cost, examine_memory, examine_store, identify_model
 from proxy.doctor.running_proxy import ask_proxy
-from proxy.driver.saving import RewriteStateFile, keep_as_saved
+from proxy.driver.saving.saver import RewriteStateFile, keep_as_saved
 from proxy.errors import CacheFault, StoreFault, StoreLocked, UpstreamFault, UpstreamRefused
 from proxy.store.budget import Limits
 from proxy.store.inspection import IndexContent, keep_proxies_out, read_index

@@ -8,7 +8,7 @@ import msgspec
 
 from proxy.doctor.bench import N_MORE, Bench, set_up
 from proxy.doctor.directory import ProbeFiles
-from proxy.driver.saving import keep_as_saved
+from proxy.driver.saving.saver import keep_as_saved
 from proxy.errors import SaveRejected
 from proxy.store.inspection import keep_proxies_out
 from proxy.upstream.llama_server import LlamaServer

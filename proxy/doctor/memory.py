@@ -7,9 +7,20 @@ from proxy.core.prefix import Namespace
 from proxy.core.probes import SelfTestResult
 from proxy.doctor.bench import Bench
 from proxy.doctor.facts import CostFacts, MemoryFacts, StoreFacts
-from proxy.driver.identity import Layout, canary_tokens, read_identity, static_key, tenant_namespace
-from proxy.driver.memory import NAMESPACES_PREFIX, namespaces_name, self_test_name, tenants_name
-from proxy.driver.self_test import SelfTest
+from proxy.driver.contact.identity import (
+    Layout,
+    canary_tokens,
+    read_identity,
+    static_key,
+    tenant_namespace,
+)
+from proxy.driver.contact.memory import (
+    NAMESPACES_PREFIX,
+    namespaces_name,
+    self_test_name,
+    tenants_name,
+)
+from proxy.driver.contact.self_test import SelfTest
 from proxy.errors import SaveRejected
 from proxy.store.inspection import IndexContent
 from proxy.upstream.replies import Props

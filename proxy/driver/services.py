@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 from proxy.driver.degradations import Degradations
 from proxy.driver.faults import Faults
-from proxy.driver.journal import Journal
-from proxy.driver.lease import Lease
-from proxy.driver.report import Report
+from proxy.driver.reporting.journal import Journal
+from proxy.driver.reporting.report import Report
+from proxy.driver.slots.lease import Lease
 from proxy.driver.tasks import Tasks
 from proxy.errors import StoreFault
 from proxy.metrics import Metrics

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from proxy.driver.arrivals import Arrivals
-from proxy.driver.attachment import Attachment
-from proxy.driver.launches import Launches
-from proxy.driver.prompts import PromptReader
-from proxy.driver.slot_saves import SlotSaves
-from proxy.driver.slot_work import SlotWork
+from proxy.driver.contact.attachment import Attachment
+from proxy.driver.saving.slot_saves import SlotSaves
+from proxy.driver.serving.prompts import PromptReader
+from proxy.driver.slots.arrivals import Arrivals
+from proxy.driver.slots.launches import Launches
+from proxy.driver.slots.slot_work import SlotWork
 
 
 @dataclass(frozen=True, slots=True)

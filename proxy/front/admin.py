@@ -10,8 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from proxy.core.degradation import EXPLANATIONS
 from proxy.core.rates import Rates
 from proxy.core.slots import SlotTable, state_of
+from proxy.driver.contact.lifecycle import Lifecycle
 from proxy.driver.degradations import Degradation
-from proxy.driver.lifecycle import Lifecycle
 from proxy.driver.services import Services
 from proxy.front.metrics_page import MetricsPage, join_seconds
 from proxy.metrics import POSITION_LABELS

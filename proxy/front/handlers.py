@@ -6,9 +6,9 @@ from contextlib import nullcontext, suppress
 
 from aiohttp import web
 
-from proxy.driver.cache import Cache
-from proxy.driver.report import Report
+from proxy.driver.reporting.report import Report
 from proxy.driver.requests import Answer, Arrival, GenerationRequest
+from proxy.driver.serving.cache import Cache
 from proxy.errors import (
     BadTarget,
     BodyTooLarge,

@@ -10,7 +10,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from proxy.driver.requests import Answer
-from proxy.driver.stabilizing import FORMS
+from proxy.driver.serving.stabilizing import FORMS
 from proxy.errors import ProxyError, UpstreamGone, UpstreamNotReached
 from proxy.front.edits import edited_answer
 from proxy.front.error_bodies import error_event, error_event_of

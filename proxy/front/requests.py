@@ -5,7 +5,7 @@ Browsers' foreign pages are refused, as for checkpoints: explanations hold a few
 
 from aiohttp import web
 
-from proxy.driver.journal import Journal
+from proxy.driver.reporting.journal import Journal
 from proxy.front.json_answers import json_response, refuse_foreign_pages
 
 DEFAULT_LIMIT = 50

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from proxy.driver.earlier_requests import EarlierRequests, NotKnown
+from proxy.driver.reporting.earlier_requests import EarlierRequests, NotKnown
 from proxy.driver.requests import Arrival, GenerationRequest
-from proxy.driver.warming import Warmed, Warming
+from proxy.driver.serving.warming import Warmed, Warming
 from proxy.errors import CacheFault, ProxyError
 from proxy.front.json_answers import json_response, refuse_foreign_pages
 from proxy.front.keys import keys_of, tenant_of

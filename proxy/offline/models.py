@@ -10,8 +10,8 @@ import msgspec
 
 from proxy.core.namespace import KnownNamespace, choose_namespace, new_namespace
 from proxy.core.prefix import Namespace
-from proxy.driver.identity import tenant_namespace
-from proxy.driver.memory import NAMESPACES_PREFIX, namespaces_name, tenants_name
+from proxy.driver.contact.identity import tenant_namespace
+from proxy.driver.contact.memory import NAMESPACES_PREFIX, namespaces_name, tenants_name
 from proxy.store.index import Index
 
 

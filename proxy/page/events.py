@@ -12,7 +12,7 @@ from contextlib import suppress
 import msgspec
 from aiohttp import web
 
-from proxy.core.overview import Overview
+from proxy.core.views.overview import Overview
 from proxy.front.json_answers import json_response, refuse_foreign_pages
 from proxy.page.looks import Looks
 

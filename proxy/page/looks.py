@@ -5,10 +5,10 @@ import time
 
 import msgspec
 
-from proxy.core.overview import Overview, ServerView, SlotView, StoreView
 from proxy.core.slots import Known, Slot, state_of
-from proxy.driver.attachment import Attachment
-from proxy.driver.lifecycle import Lifecycle
+from proxy.core.views.overview import Overview, ServerView, SlotView, StoreView
+from proxy.driver.contact.attachment import Attachment
+from proxy.driver.contact.lifecycle import Lifecycle
 from proxy.driver.services import Services
 from proxy.front.admin import describe, moment
 from proxy.store.store import CheckpointStore

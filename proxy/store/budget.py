@@ -6,9 +6,9 @@ what fits is reserved in the same step.
 
 from dataclasses import dataclass, field
 
-from proxy.core.eviction import Present, Removal
+from proxy.core.keeping.eviction import Present, Removal
+from proxy.core.keeping.write_budget import Wanted
 from proxy.core.model import CheckpointId
-from proxy.core.write_budget import Wanted
 from proxy.errors import NoRoom
 
 

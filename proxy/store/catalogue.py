@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from proxy.core.eviction import Exempt, Present, choose_victims, value_seconds
-from proxy.core.lineage import Gone, Lineage
+from proxy.core.keeping.eviction import Exempt, Present, choose_victims, value_seconds
+from proxy.core.keeping.lineage import Gone, Lineage
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.prefix import PrefixHash
 from proxy.store.warmth import WarmFiles, page_cache_bytes

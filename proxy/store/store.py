@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from proxy.core.eviction import Present, Removal
+from proxy.core.keeping.eviction import Present, Removal
 from proxy.core.model import Candidate, Checkpoint, CheckpointId
 from proxy.core.prefix import Namespace, TokenIds, count_blocks, hash_prefixes, token_ids
 from proxy.errors import NoRoom, StoreFault

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from proxy.core.write_budget import Wanted, Written, scarcity, why_refused
+from proxy.core.keeping.write_budget import Wanted, Written, scarcity, why_refused
 from proxy.errors import WRITE_BUDGET, NoRoom
 from proxy.store.index import Index
 

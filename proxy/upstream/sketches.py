@@ -6,7 +6,7 @@ from typing import Any, overload
 import msgspec
 import xxhash
 
-from proxy.core.sketch import EMPTY, Sketch, digests
+from proxy.core.explaining.sketch import EMPTY, Sketch, digests
 from proxy.upstream.bodies import SYSTEM_ROLES, GenerationBody
 from proxy.upstream.json_values import list_of, member, text_of
 

@@ -14,16 +14,16 @@ import msgspec
 import structlog
 
 from proxy.core.model import Outcome, Prompt, Rule, RuleKind, SlotId
-from proxy.core.options import Option, UseLive
-from proxy.core.plan import Plan
+from proxy.core.planning.options import Option, UseLive
+from proxy.core.planning.plan import Plan
 from proxy.core.prefix import Namespace, token_ids
 from proxy.core.slots import Reuse
-from proxy.driver.account import Account
-from proxy.driver.attachment import Attachment
-from proxy.driver.inquiry import Inquiry
-from proxy.driver.journal import Journal
-from proxy.driver.report import Findings, Report
+from proxy.driver.contact.attachment import Attachment
+from proxy.driver.reporting.inquiry import Inquiry
+from proxy.driver.reporting.journal import Journal
+from proxy.driver.reporting.report import Findings, Report
 from proxy.driver.requests import Answer, Arrival, GenerationRequest
+from proxy.driver.serving.account import Account
 from proxy.metrics import Metrics
 from proxy.upstream.bodies import GenerationBody
 from proxy.upstream.replies import Timings

@@ -1,7 +1,7 @@
 """The tables of metrics, stabilizers and of what can be wrong, from the code that has them."""
 
-from proxy.core.causes import MEANINGS
 from proxy.core.degradation import EXPLANATIONS
+from proxy.core.explaining.causes import MEANINGS
 from proxy.metrics import Metrics
 from proxy.stabilize.names import REASONS, SAFE
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from proxy.driver import abandoned, lifecycle
+from proxy.driver.contact import lifecycle
+from proxy.driver.slots import abandoned
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.integration.rig import Rig
 

@@ -17,8 +17,8 @@ from yarl import URL
 from proxy.app import Running, run_proxy
 from proxy.config import Settings
 from proxy.core.degradation import DegradationKind
-from proxy.core.write_back import is_write_back_due
-from proxy.driver.attachment import Attachment
+from proxy.core.keeping.write_back import is_write_back_due
+from proxy.driver.contact.attachment import Attachment
 from tests.fakes.llama_server import FakeLlamaServer, Seen
 
 SETTLE_SECONDS = 30.0

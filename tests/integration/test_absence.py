@@ -7,7 +7,7 @@ import pytest
 
 from proxy.app import run_proxy
 from proxy.config import Settings
-from proxy.driver import lifecycle
+from proxy.driver.contact import lifecycle
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION, Reply, Rig, hang_up, question, until
 from tests.integration.test_queue import occupy, served

@@ -5,7 +5,7 @@ from typing import Any
 
 from proxy.commands.access import OfRunningProxy
 from proxy.commands.admin import Admin
-from proxy.core.listing import Deleted
+from proxy.core.views.listing import Deleted
 from tests.integration.conftest import StartRig
 from tests.integration.rig import Rig
 

@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 
 from proxy.core.degradation import DegradationKind
 from proxy.core.slots import Known
-from proxy.driver.self_test import SelfTest
+from proxy.driver.contact.self_test import SelfTest
 from proxy.store.budget import Limits
 from proxy.store.catalogue import Catalogue
 from tests.integration.conftest import StartRig

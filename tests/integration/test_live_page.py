@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from yarl import URL
 
-from proxy.core.overview import Overview, Today
+from proxy.core.views.overview import Overview, Today
 from proxy.page import events as events_module
 from proxy.page.events import MAX_READERS, Events
 from proxy.page.files import POLICY, PageFiles

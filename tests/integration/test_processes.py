@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy.driver import lifecycle
+from proxy.driver.contact import lifecycle
 from tests.fakes.faults import Faults
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION, Rig, question, until

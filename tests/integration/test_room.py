@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from proxy.core.eviction import Present, Removal
+from proxy.core.keeping.eviction import Present, Removal
 from proxy.core.model import Checkpoint
 from proxy.errors import NoRoom
 from proxy.store.budget import Claim

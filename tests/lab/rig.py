@@ -9,8 +9,8 @@ import aiohttp
 
 from proxy.app import Running, run_proxy
 from proxy.config import Settings
-from proxy.core.write_back import is_write_back_due
-from proxy.driver.saving import RewriteStateFile, keep_as_saved
+from proxy.core.keeping.write_back import is_write_back_due
+from proxy.driver.saving.saver import RewriteStateFile, keep_as_saved
 from tests.lab.server import LlamaServer
 
 SETTLE_SECONDS = 300.0

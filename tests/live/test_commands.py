@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from proxy.__main__ import main
-from proxy.core.eviction import Removal
+from proxy.core.keeping.eviction import Removal
 from proxy.doctor.gain import measure
 from proxy.errors import StoreLocked
 from proxy.offline.store import open_offline

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from proxy.core.model import NO_RULE, Prompt, Rule, RuleKind
 from proxy.core.prefix import Namespace
-from proxy.driver.prompts import PromptReader
+from proxy.driver.serving.prompts import PromptReader
 from proxy.errors import NotConvertible, UpstreamRefused
 from proxy.upstream import llama_server
 from proxy.upstream.bodies import as_chat_body, parse_body

@@ -7,9 +7,9 @@ import pytest
 from proxy.core.model import Rule, RuleKind
 from proxy.core.namespace import CANARY_TOKENS
 from proxy.core.probes import SelfTestResult
-from proxy.driver.attachment import Attachment
-from proxy.driver.memory import remember_self_test
-from proxy.driver.saving import keep_as_saved
+from proxy.driver.contact.attachment import Attachment
+from proxy.driver.contact.memory import remember_self_test
+from proxy.driver.saving.saver import keep_as_saved
 from tests.lab.conversation import prose
 from tests.lab.older_builds import strip_context_checkpoints
 from tests.lab.rig import SETTLE_SECONDS, Rig

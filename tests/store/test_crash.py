@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from proxy.core.eviction import Removal
+from proxy.core.keeping.eviction import Removal
 from proxy.core.model import CheckpointId
 from proxy.errors import StoreFault
 from proxy.store.index import Index

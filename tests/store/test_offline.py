@@ -14,8 +14,8 @@ from proxy.__main__ import main
 from proxy.core.model import Checkpoint, Cuts, Family
 from proxy.core.namespace import KnownNamespace
 from proxy.core.prefix import Namespace, hash_prefixes
-from proxy.driver.identity import tenant_namespace
-from proxy.driver.memory import namespaces_name, tenants_name
+from proxy.driver.contact.identity import tenant_namespace
+from proxy.driver.contact.memory import namespaces_name, tenants_name
 from proxy.errors import StoreFault, StoreLocked
 from proxy.offline.bundle import BundleRefused
 from proxy.offline.checking import ProblemKind, examine, mend

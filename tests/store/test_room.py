@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.core.eviction import Present, Removal
+from proxy.core.keeping.eviction import Present, Removal
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.errors import NoRoom, StoreFault
 from proxy.store.budget import Claim, Limits

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from proxy.core.eviction import Removal
+from proxy.core.keeping.eviction import Removal
 from proxy.core.model import CheckpointId, CheckpointKind
 from proxy.core.prefix import (
     FIRST_BLOCK_TOKENS,

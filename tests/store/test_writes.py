@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.core.eviction import Present
+from proxy.core.keeping.eviction import Present
 from proxy.errors import WRITE_BUDGET, NoRoom
 from proxy.store.budget import Claim, Limits
 from proxy.store.store import CheckpointStore

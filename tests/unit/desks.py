@@ -6,8 +6,8 @@ from typing import TypeVar
 
 from proxy.core.model import SlotId
 from proxy.core.slots import Empty, SlotTable
-from proxy.driver.lease import Choice, Lease
-from proxy.driver.leases import LeaseDesk
+from proxy.driver.slots.lease import Choice, Lease
+from proxy.driver.slots.leases import LeaseDesk
 
 T = TypeVar("T")
 Choose = Callable[[], Choice[str] | None]

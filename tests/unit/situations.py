@@ -15,8 +15,8 @@ from proxy.core.model import (
     RuleKind,
     SlotId,
 )
-from proxy.core.options import UseLive
-from proxy.core.plan import Plan, Situation, plan_request
+from proxy.core.planning.options import UseLive
+from proxy.core.planning.plan import Plan, Situation, plan_request
 from proxy.core.prefix import TokenIds, common_prefix_length, token_ids
 from proxy.core.rates import Rates
 from proxy.core.slots import Content, Empty, Known, Reuse, Slot, Unknown

@@ -3,12 +3,12 @@
 import pytest
 
 from proxy.core.cuts import Stop
-from proxy.core.displacement import Displacement
 from proxy.core.model import SlotId
-from proxy.core.options import Option, Restore, UseLive
-from proxy.core.plan import Plan
+from proxy.core.planning.displacement import Displacement
+from proxy.core.planning.options import Option, Restore, UseLive
+from proxy.core.planning.plan import Plan
 from proxy.core.slots import Reuse
-from proxy.driver.account import Account
+from proxy.driver.serving.account import Account
 from proxy.upstream.replies import Timings
 from tests.unit.builders import checkpoint
 

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from proxy.core.plan import Coming
-from proxy.driver.arrivals import Arrival, Arrivals
-from proxy.driver.lease import Choice
+from proxy.core.planning.plan import Coming
+from proxy.driver.slots.arrivals import Arrival, Arrivals
+from proxy.driver.slots.lease import Choice
 from tests.unit.builders import NAMESPACE, run_of
 from tests.unit.desks import ONE, TWO, Choose, desk_of, queue, soon
 

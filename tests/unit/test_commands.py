@@ -9,10 +9,10 @@ from click import BadParameter
 from proxy.commands.naming import NotNamed, named
 from proxy.commands.stats import read_samples, summary
 from proxy.commands.words import Age, age_in_words, size_in_words
-from proxy.core.listing import ListedCheckpoint, list_checkpoint
 from proxy.core.model import CheckpointId, Family
-from proxy.core.selection import Selection, select
-from proxy.core.tree import NodeId
+from proxy.core.views.listing import ListedCheckpoint, list_checkpoint
+from proxy.core.views.selection import Selection, select
+from proxy.core.views.tree import NodeId
 from proxy.upstream.bodies import parse_body
 from proxy.upstream.header_bodies import header_request, route_path
 from proxy.upstream.routes import generation_route

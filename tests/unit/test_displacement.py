@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.displacement import (
+from proxy.core.keeping.write_back import N_RETURNS, is_write_back_due
+from proxy.core.model import Prompt, Rule
+from proxy.core.planning.displacement import (
     HALF_LIFE_SECONDS,
     MAX_LOST_TOKENS,
     NOTHING_DISPLACED,
@@ -16,11 +18,9 @@ from proxy.core.displacement import (
     displaced_tokens,
     is_continued,
 )
-from proxy.core.model import Prompt, Rule
 from proxy.core.prefix import TokenIds
 from proxy.core.rates import Rates
 from proxy.core.slots import Content, Empty, Known, Unknown
-from proxy.core.write_back import N_RETURNS, is_write_back_due
 from tests.unit.builders import (
     ANY_PREFIX,
     END_ONLY,

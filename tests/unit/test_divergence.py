@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.core.causes import Cause, Part
-from proxy.core.divergence import Change, Seen, find_change
-from proxy.core.text_changes import is_alike_without_reminders, is_date
+from proxy.core.explaining.causes import Cause, Part
+from proxy.core.explaining.divergence import Change, Seen, find_change
+from proxy.core.explaining.text_changes import is_alike_without_reminders, is_date
 from proxy.upstream.bodies import GenerationBody
 from proxy.upstream.sketches import Contents, sketch_of
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from proxy.core.erasure import holds_foreign_tokens, must_be_erased
 from proxy.core.model import Rule
+from proxy.core.planning.erasure import holds_foreign_tokens, must_be_erased
 from proxy.core.slots import Content, Empty, Known, Unknown
 from tests.unit.builders import (
     ANY_PREFIX,

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.evaluation import (
+from proxy.core.model import Cuts
+from proxy.core.planning.evaluation import (
     CONTEXT_CHECKPOINT_MARGIN,
     MAX_MARKS,
     after_evaluation,
     n_believed_points,
 )
-from proxy.core.model import Cuts
 from proxy.core.prefix import common_prefix_length, token_ids
 from proxy.core.slots import Content, Empty, Known, Unknown
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, run_of

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.eviction import (
+from proxy.core.keeping.eviction import (
     HALF_LIFE_SECONDS,
     LIVE_SECONDS,
     OTHER_MODEL_SHARE,
@@ -17,7 +17,7 @@ from proxy.core.eviction import (
     standing,
     value_seconds,
 )
-from proxy.core.lineage import Gone, Lineage
+from proxy.core.keeping.lineage import Gone, Lineage
 from proxy.core.model import (
     Checkpoint,
     CheckpointId,

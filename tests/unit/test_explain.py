@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from proxy.core.causes import Cause, Part
-from proxy.core.divergence import Change
-from proxy.core.explain import Past, Served, Verdict, judge, may_be_missed
-from proxy.core.known_prompts import Loss
+from proxy.core.explaining.causes import Cause, Part
+from proxy.core.explaining.divergence import Change
+from proxy.core.explaining.explain import Past, Served, Verdict, judge, may_be_missed
+from proxy.core.explaining.known_prompts import Loss
 from proxy.core.model import NO_RULE, Rule, RuleKind
-from proxy.core.options import Why
+from proxy.core.planning.options import Why
 
 POINTS, ANY = Rule(RuleKind.RESTORE_POINTS), Rule(RuleKind.ANY_PREFIX)
 SERVED = Served(POINTS, Why.LIVE_LONGEST, 1000, 900, 900, n_shared=900, n_in_use=0)

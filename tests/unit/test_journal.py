@@ -1,8 +1,8 @@
 """The journal of requests: what it remembers and how it is asked."""
 
-from proxy.core.causes import MEANINGS, Cause
-from proxy.core.records import Explanation, RequestRecord
-from proxy.driver.journal import MAX_REQUESTS, Journal
+from proxy.core.explaining.causes import MEANINGS, Cause
+from proxy.core.explaining.records import Explanation, RequestRecord
+from proxy.driver.reporting.journal import MAX_REQUESTS, Journal
 
 
 def explanation(request_id: str, cause: Cause = Cause.DATE) -> Explanation:

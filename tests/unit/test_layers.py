@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "proxy.doctor": {"proxy.core", "proxy.store", "proxy.upstream", "proxy.driver"}
     | {"proxy.addresses", "proxy.errors", "proxy.doctor"},
     "proxy.offline": {"proxy.core", "proxy.store", "proxy.errors", "proxy.offline"},
-    "proxy.offline.models": {"proxy.driver.identity", "proxy.driver.memory"},
+    "proxy.offline.models": {"proxy.driver.contact.identity", "proxy.driver.contact.memory"},
     "proxy.offline.checking": {"proxy.upstream.state_file"},
     "proxy.offline.importing": {"proxy.upstream.state_file"},
     "proxy.front.stored": {"proxy.store"},

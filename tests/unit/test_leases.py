@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from proxy.core.slots import TAINTED
-from proxy.driver.lease import Choice, Lease
-from proxy.driver.leases import DeskClosed, LeaseDesk
+from proxy.driver.slots.lease import Choice, Lease
+from proxy.driver.slots.leases import DeskClosed, LeaseDesk
 from proxy.errors import TooManyRequests
 from tests.unit.desks import (
     ONE,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from proxy.core.displacement import Displacement
 from proxy.core.model import SlotId
-from proxy.core.options import Option, Restore, UseLive
+from proxy.core.planning.displacement import Displacement
+from proxy.core.planning.options import Option, Restore, UseLive
 from proxy.core.slots import Reuse
 from tests.unit.builders import checkpoint
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.overflow import (
+from proxy.core.planning.overflow import (
     Begins,
     Part,
     Place,

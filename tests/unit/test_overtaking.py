@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from proxy.driver.lease import Choice
-from proxy.driver.leases import MAX_LOOKED_AT, MAX_OVERTAKES
+from proxy.driver.slots.lease import Choice
+from proxy.driver.slots.leases import MAX_LOOKED_AT, MAX_OVERTAKES
 from tests.unit.desks import ONE, TWO, Queue, any_slot, desk_of, fitting, queue, soon
 
 

@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.core.cuts import MIN_BRANCH_TOKENS, MIN_STRIDE_TOKENS, Stop
-from proxy.core.displacement import MAX_LOST_TOKENS, NOTHING_DISPLACED, Occupant
 from proxy.core.model import (
     Candidate,
     CheckpointId,
@@ -16,8 +15,9 @@ from proxy.core.model import (
     RuleKind,
     SlotId,
 )
-from proxy.core.options import Option, Restore, UseLive, Why
-from proxy.core.plan import (
+from proxy.core.planning.displacement import MAX_LOST_TOKENS, NOTHING_DISPLACED, Occupant
+from proxy.core.planning.options import Option, Restore, UseLive, Why
+from proxy.core.planning.plan import (
     N_ALTERNATIVES,
     SHARED_HEADER_SAVES,
     Situation,

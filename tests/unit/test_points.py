@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.cuts import SLACK_TOKENS
-from proxy.core.model import CheckpointId, CheckpointKind
-from proxy.core.points import (
+from proxy.core.keeping.points import (
     OLDER_PLACE_SHARE,
     Donor,
     Place,
@@ -18,6 +17,7 @@ from proxy.core.points import (
     places_of,
     select_points,
 )
+from proxy.core.model import CheckpointId, CheckpointKind
 from proxy.core.rates import Rates
 from proxy.core.slots import Known
 from tests.unit.builders import NAMESPACE, candidate, checkpoint, run_of, steady

@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.known_prompts import KnownPrompts
+from proxy.core.explaining.known_prompts import KnownPrompts
+from proxy.core.explaining.prefix_tree import NODE_BYTES, PrefixTree
+from proxy.core.explaining.sketch import EMPTY, Sketch, digests
 from proxy.core.prefix import Namespace, common_prefix_length, token_ids
-from proxy.core.prefix_tree import NODE_BYTES, PrefixTree
-from proxy.core.sketch import EMPTY, Sketch, digests
 
 SPACE, OTHER = Namespace(b"n" * 16), Namespace(b"o" * 16)
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), max_size=12), max_size=12)

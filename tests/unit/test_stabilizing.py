@@ -9,8 +9,8 @@ import pytest
 from proxy.driver.faults import Faults
 from proxy.driver.requests import Arrival, GenerationRequest
 from proxy.driver.services import Services
+from proxy.driver.serving.stabilizing import Stabilizing
 from proxy.driver.session import Session
-from proxy.driver.stabilizing import Stabilizing
 from proxy.driver.tasks import Tasks
 from proxy.errors import UpstreamRefused
 from proxy.metrics import Metrics

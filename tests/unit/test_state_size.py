@@ -3,7 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.evaluation import after_evaluation
+from proxy.core.keeping.state_size import StateSize, expected_bytes, extent_of
+from proxy.core.planning.evaluation import after_evaluation
 from proxy.core.slots import (
     MAX_CONTEXT_CHECKPOINTS,
     TAINTED,
@@ -11,7 +12,6 @@ from proxy.core.slots import (
     Known,
     Unknown,
 )
-from proxy.core.state_size import StateSize, expected_bytes, extent_of
 from tests.unit.builders import NAMESPACE, run_of
 
 EXTENTS = st.tuples(st.integers(1, 100_000), st.integers(0, 32))

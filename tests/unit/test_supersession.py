@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.core.cuts import SLACK_TOKENS
+from proxy.core.keeping.supersession import SMALL_LOSS_TOKENS, superseded
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, Rule, RuleKind
 from proxy.core.restore import usable_tokens
-from proxy.core.supersession import SMALL_LOSS_TOKENS, superseded
 from tests.unit.builders import (
     ANY_PREFIX,
     END_ONLY,

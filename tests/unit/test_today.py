@@ -2,10 +2,10 @@
 
 from datetime import datetime
 
-from proxy.core.causes import Cause
-from proxy.core.overview import Today
-from proxy.core.records import RequestRecord
-from proxy.driver.today import DaySums
+from proxy.core.explaining.causes import Cause
+from proxy.core.explaining.records import RequestRecord
+from proxy.core.views.overview import Today
+from proxy.driver.reporting.today import DaySums
 
 NOON = datetime(2026, 11, 21, 12).timestamp()
 MIDNIGHT = datetime(2026, 11, 22).timestamp()

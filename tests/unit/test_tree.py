@@ -3,7 +3,16 @@
 import pytest
 
 from proxy.core.model import Checkpoint, CheckpointId, Family
-from proxy.core.tree import STORE, Level, Node, NodeId, children_of, node_of, parse_node_id, under
+from proxy.core.views.tree import (
+    STORE,
+    Level,
+    Node,
+    NodeId,
+    children_of,
+    node_of,
+    parse_node_id,
+    under,
+)
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, checkpoint
 
 

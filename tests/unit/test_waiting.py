@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.model import Candidate, Prompt, Rule, RuleKind, SlotId
-from proxy.core.plan import WORTH_WAITING_SHARE, WORTH_WAITING_TOKENS, Coming, plan_request
+from proxy.core.planning.plan import WORTH_WAITING_SHARE, WORTH_WAITING_TOKENS, Coming, plan_request
 from proxy.core.prefix import TokenIds
 from proxy.core.restore import usable_tokens
 from proxy.core.slots import Content, Empty, Known, Slot

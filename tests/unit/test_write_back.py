@@ -6,10 +6,7 @@ from typing import Any
 import pytest
 
 from proxy.core.cuts import SLACK_TOKENS
-from proxy.core.model import Rule, RuleKind
-from proxy.core.prefix import FIRST_BLOCK_TOKENS
-from proxy.core.slots import Content, Empty, Known, Unknown
-from proxy.core.write_back import (
+from proxy.core.keeping.write_back import (
     N_RETURNS,
     STEADY_SECONDS,
     Worth,
@@ -18,6 +15,9 @@ from proxy.core.write_back import (
     is_write_back_due,
     worth_of,
 )
+from proxy.core.model import Rule, RuleKind
+from proxy.core.prefix import FIRST_BLOCK_TOKENS
+from proxy.core.slots import Content, Empty, Known, Unknown
 from tests.unit.builders import (
     ANY_PREFIX,
     END_ONLY,

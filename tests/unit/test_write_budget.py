@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.write_budget import (
+from proxy.core.keeping.write_budget import (
     PLENTY_SHARE,
     WINDOW_HOURS,
     Wanted,

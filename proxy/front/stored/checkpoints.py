@@ -5,13 +5,13 @@ import time
 import msgspec
 from aiohttp import web
 
-from proxy.core.eviction import Removal
-from proxy.core.listing import Deleted
+from proxy.core.keeping.eviction import Removal
 from proxy.core.model import Checkpoint, CheckpointId
-from proxy.core.selection import Selected, Selection, select
-from proxy.core.tree import STORE, parse_node_id
-from proxy.driver.lifecycle import Lifecycle
-from proxy.driver.room import present_of
+from proxy.core.views.listing import Deleted
+from proxy.core.views.selection import Selected, Selection, select
+from proxy.core.views.tree import STORE, parse_node_id
+from proxy.driver.contact.lifecycle import Lifecycle
+from proxy.driver.saving.room import present_of
 from proxy.errors import StoreFault
 from proxy.front.json_answers import json_response
 from proxy.front.stored.queries import (

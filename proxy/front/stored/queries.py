@@ -7,9 +7,9 @@ something, and with every one that comes from another site's page.
 
 from aiohttp import web
 
-from proxy.core.eviction import Present
-from proxy.core.listing import ListedCheckpoint, list_checkpoint
+from proxy.core.keeping.eviction import Present
 from proxy.core.model import Checkpoint
+from proxy.core.views.listing import ListedCheckpoint, list_checkpoint
 from proxy.front.json_answers import refuse_foreign_pages
 from proxy.store.store import CheckpointStore
 

@@ -3,10 +3,10 @@
 import msgspec
 from aiohttp import web
 
-from proxy.core.listing import ListedCheckpoint, ListedNode, list_node
-from proxy.core.tree import STORE, Node, NodeId, children_of, node_of, parse_node_id, under
-from proxy.driver.lifecycle import Lifecycle
-from proxy.driver.room import present_of
+from proxy.core.views.listing import ListedCheckpoint, ListedNode, list_node
+from proxy.core.views.tree import STORE, Node, NodeId, children_of, node_of, parse_node_id, under
+from proxy.driver.contact.lifecycle import Lifecycle
+from proxy.driver.saving.room import present_of
 from proxy.front.json_answers import json_response
 from proxy.front.stored.queries import list_stored, require_store, whole_number
 from proxy.store.store import CheckpointStore

@@ -15,7 +15,7 @@ from pathlib import Path
 from proxy.app import Running, run_proxy
 from proxy.commands import serve as command
 from proxy.config import Settings
-from proxy.driver.saving import RewriteStateFile, keep_as_saved
+from proxy.driver.saving.saver import RewriteStateFile, keep_as_saved
 from tests.lab.older_builds import strip_context_checkpoints
 
 

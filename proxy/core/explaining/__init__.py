@@ -1,0 +1,1 @@
+"""Why a request reused less of its prompt than somebody might expect."""

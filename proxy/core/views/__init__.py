@@ -1,0 +1,1 @@
+"""What people are shown of the store and of recent requests."""

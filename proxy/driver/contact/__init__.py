@@ -1,0 +1,1 @@
+"""A llama-server process: found, identified, measured, followed and remembered."""

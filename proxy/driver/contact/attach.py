@@ -1,0 +1,247 @@
+"""First contact with a llama-server process: what it is, what its slots hold, what may be shared.
+
+In this order: save whatever the slots hold (it may be hours of work), then find an empty slot, ask the
+model for its canary there, save a probe to learn the cache's layout, and only then decide which
+namespace all of it belongs to.
+"""
+
+import time
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+from proxy.core.degradation import DegradationKind
+from proxy.core.keeping.family import family_of
+from proxy.core.model import CheckpointKind, SlotId
+from proxy.core.namespace import KnownNamespace, choose_namespace, new_namespace
+from proxy.core.planning.evaluation import n_believed_points
+from proxy.core.prefix import Namespace, TokenIds
+from proxy.core.slots import (
+    MAX_CONTEXT_CHECKPOINTS,
+    TAINTED,
+    Content,
+    Empty,
+    Known,
+    SlotTable,
+)
+from proxy.driver.contact.attachment import Attachment
+from proxy.driver.contact.identity import canary_tokens, read_identity, static_key
+from proxy.driver.contact.idle_slots import disturb, seen_clearing
+from proxy.driver.contact.memory import (
+    known_rates,
+    known_sizes,
+    known_tenants,
+    namespaces_name,
+    owner_of,
+)
+from proxy.driver.degradations import CannotCache
+from proxy.driver.saving.room import Room
+from proxy.driver.saving.saver import SavedSlot, Saver
+from proxy.driver.services import Services
+from proxy.driver.slots.launches import note_emptied
+from proxy.driver.slots.leases import LeaseDesk
+from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamRefused
+from proxy.store.store import CheckpointStore
+from proxy.upstream.replies import Props
+from proxy.upstream.state_file import StateFile
+
+Adopted = dict[SlotId, SavedSlot]
+"""What slots held at first contact, as their saves told it; the files wait for their namespaces."""
+
+
+class Attacher:
+    """Attaches the proxy to a llama-server process."""
+
+    def __init__(
+        self,
+        services: Services,
+        saver: Saver,
+        *,
+        max_waiting: int,
+        n_context_checkpoints: int,
+    ) -> None:
+        self._services = services
+        self._upstream = services.upstream
+        self._saver = saver
+        self._max_waiting = max_waiting
+        self._n_context_checkpoints = n_context_checkpoints
+        self._seen = ""
+        self._seen_clearing: bool | None = None
+
+    async def attach(self, props: Props, process_id: str, *, may_adopt: bool) -> Attachment:
+        """Return the attachment; where caching is impossible its obstacle says why.
+
+        Without *may_adopt* the slots' states are not to be trusted: adapters were changed.
+        """
+        contents: list[Content] = [TAINTED for _ in range(props.total_slots)]
+        attachment = Attachment(
+            process_id=process_id,
+            build=props.build_info,
+            desk=LeaseDesk(SlotTable(contents), self._max_waiting),
+            n_ctx=props.default_generation_settings.n_ctx,
+            n_believed_points=n_believed_points(self._n_context_checkpoints),
+            degradations=self._services.degradations,
+        )
+        try:
+            if self._services.opened_store is None:
+                raise CannotCache(DegradationKind.STORE_NOT_OPEN)
+            if not process_id:
+                raise CannotCache(DegradationKind.PROCESS_HAS_NO_NAME)
+            await self._identify(attachment, props, may_adopt=may_adopt)
+        except CannotCache as obstacle:
+            attachment.obstacle = obstacle
+        except CacheFault as fault:
+            attachment.obstacle = CannotCache(DegradationKind.ATTACH_FAILED, str(fault))
+        if attachment.obstacle:
+            self._services.faults.count("attach")
+            if attachment.clears_idle_slots is None:
+                await self._see_clearing(attachment)
+        return attachment
+
+    async def _see_clearing(self, attachment: Attachment) -> None:
+        """Learn once for each process what no save can tell."""
+        if self._seen != attachment.process_id:
+            self._seen, self._seen_clearing = attachment.process_id, None
+            self._seen_clearing = await seen_clearing(self._upstream)
+        attachment.note_clearing(clears=self._seen_clearing)
+
+    async def _identify(self, attachment: Attachment, props: Props, *, may_adopt: bool) -> None:
+        store, table = self._services.store, attachment.desk.table
+        room = Room(self._services, attachment, self._saver)
+        async with AsyncExitStack() as files:
+            for busy_slot in await self._busy_slots():
+                table.lease(SlotId(busy_slot), time.monotonic())
+            adopted: Adopted = {}
+            if may_adopt:
+                adopted = await self._adopt_slots(room, table, files)
+            else:
+                await self._erase_slots(table)
+            slot_id = await self._empty_slot(table, adopted)
+            await self._find_namespace(room, attachment, slot_id, props)
+            attachment.tenants = known_tenants(store, attachment)
+            attachment.sizes.extend(known_sizes(store, attachment))
+            attachment.rates = known_rates(store, attachment)
+            for adopted_id, saved in adopted.items():
+                await self._commit(store, attachment, adopted_id, saved)
+
+    async def _find_namespace(
+        self, room: Room, attachment: Attachment, slot_id: SlotId, props: Props
+    ) -> None:
+        """Ask the model for its canary in an empty slot, and leave that slot empty."""
+        table = attachment.desk.table
+        identity = await read_identity(self._upstream, props)
+        tokens, last = canary_tokens(identity)
+        table.set_content(slot_id, TAINTED)
+        canary = await self._upstream.canary(slot_id, tokens)
+        is_disturbed = await disturb(self._upstream, table, last)
+        probe = await self._probe_save(room, slot_id, tokens)
+        has_emptied = await self._has_emptied(table)
+        if is_disturbed or has_emptied:
+            attachment.note_clearing(clears=not probe.tokens or not is_disturbed)
+        if not probe.tokens:
+            await self._upstream.evaluate(slot_id, tokens)
+            probe = await self._probe_save(room, slot_id, tokens)
+        if probe.tokens[: len(tokens)] != tokens:
+            raise SaveRejected("a saved slot holds other tokens than were evaluated in it")
+        await self._upstream.erase(slot_id)
+        table.set_content(slot_id, Empty())
+        static = static_key(identity, (probe.version, probe.layout))
+        attachment.saves_context_checkpoints = bool(probe.restore_points)
+        attachment.model_namespace = await self._namespace(self._services.store, static, canary)
+
+    async def _adopt_slots(self, room: Room, table: SlotTable, files: AsyncExitStack) -> Adopted:
+        """Save every idle slot that holds something; the files live as long as *files*.
+
+        A slot that there is no room for stays tainted.
+        """
+        adopted: Adopted = {}
+        for slot in table.free():
+            async with AsyncExitStack() as file:
+                try:
+                    name = await file.enter_async_context(room.for_slot(slot.content))
+                    saved = await room.save(slot.id, name)
+                except NoRoom:
+                    continue
+                if saved.state.tokens:
+                    adopted[slot.id] = saved
+                    files.push_async_exit(file.pop_all())
+                else:
+                    table.set_content(slot.id, Empty())
+        return adopted
+
+    async def _erase_slots(self, table: SlotTable) -> None:
+        for slot in table:
+            if not slot.is_leased:
+                await self._upstream.erase(slot.id)
+                table.set_content(slot.id, Empty())
+
+    async def _busy_slots(self) -> set[int]:
+        try:
+            return {slot.id for slot in await self._upstream.slots() if slot.is_processing}
+        except UpstreamRefused:
+            return set()  # --no-slots: a save of a busy slot just waits for it
+
+    async def _empty_slot(self, table: SlotTable, adopted: Adopted) -> SlotId:
+        """Return an empty slot, emptying the smallest adopted one if there is none.
+
+        Where there was no room to adopt any, one of them is lost.
+        """
+        for slot in table:
+            if isinstance(slot.content, Empty):
+                return slot.id
+        smallest = sorted(adopted, key=lambda slot_id: len(adopted[slot_id].state.tokens))
+        candidates = smallest or [slot.id for slot in table.free()]
+        if not candidates:
+            raise CannotCache(DegradationKind.EVERY_SLOT_BUSY)
+        await self._upstream.erase(candidates[0])
+        table.set_content(candidates[0], Empty())
+        return candidates[0]
+
+    async def _has_emptied(self, table: SlotTable) -> bool:
+        """Return whether slots that were full have been emptied meanwhile, and note it."""
+        try:
+            return note_emptied(table, await self._upstream.slots())
+        except UpstreamRefused:
+            return False
+
+    async def _probe_save(self, room: Room, slot_id: SlotId, tokens: TokenIds) -> StateFile:
+        """Save a slot that holds *tokens*; return what the file says of this server."""
+        async with room.probe(slot_id, len(tokens)) as saved:
+            return saved.state
+
+    async def _namespace(
+        self, store: CheckpointStore, static: str, canary: list[tuple[int, float]]
+    ) -> Namespace:
+        name = namespaces_name(static)
+        known = store.index.value(name, list[KnownNamespace]) or []
+        chosen = choose_namespace(known, canary)
+        if chosen is None:
+            chosen = new_namespace(static, known, canary)
+            await store.put_value(name, [*known, chosen])
+        return Namespace(chosen.id)
+
+    async def _commit(
+        self, store: CheckpointStore, attachment: Attachment, slot_id: SlotId, saved: SavedSlot
+    ) -> None:
+        """Enter an adopted slot's file, for the tenant whose tokens those are."""
+        state, table = saved.state, attachment.desk.table
+        namespace = owner_of(store, attachment, state.tokens)
+        if namespace is None or state.n_media or -1 in state.tokens:
+            return
+        if not store.holds(namespace, state.tokens):
+            new = saved.new_state(namespace, CheckpointKind.CONVERSATION)
+            relatives = store.find(namespace, state.tokens)
+            family = family_of(namespace, state.tokens, new.kind, new.cuts, relatives)
+            checkpoint = await store.commit(replace(new, family=family))
+            self._services.metrics.saves.labels("done").inc()
+            self._services.metrics.saved_bytes.inc(checkpoint.size_bytes)
+        if not isinstance(table[slot_id].content, Empty):
+            held = Known(
+                state.tokens,
+                namespace,
+                restore_points=state.restore_points,
+                n_saved=len(state.tokens),
+                # An earlier proxy may have restored it.
+                n_restored=0 if state.has_every_position else len(state.tokens),
+                n_points_at_most=len(state.restore_points) or MAX_CONTEXT_CHECKPOINTS,
+            )
+            table.set_content(slot_id, held)

@@ -1,0 +1,1 @@
+"""What is told of requests: the log line, the journal, the gauges."""

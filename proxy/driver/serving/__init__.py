@@ -1,0 +1,1 @@
+"""A generation request from its arrival to its answer."""

@@ -1,0 +1,189 @@
+"""Evaluates and keeps a header before the first user needs it.
+
+It goes the way of any request, so that it is rewritten, planned and confirmed like one; then its slot is
+saved at once, and as a header, which no later state makes needless.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import aiohttp
+
+from proxy.core.cuts import SLACK_TOKENS
+from proxy.core.model import Checkpoint, CheckpointKind, Prompt, Rule
+from proxy.core.prefix import common_prefix_length
+from proxy.core.restore import usable_tokens
+from proxy.core.slots import Content, Known, Slot, Unknown
+from proxy.driver.contact.lifecycle import Lifecycle
+from proxy.driver.requests import Answer, GenerationRequest
+from proxy.driver.services import Services
+from proxy.driver.serving.cache import Cache
+from proxy.driver.session import Session
+from proxy.errors import CacheFault, UpstreamFault, UpstreamNotReached
+from proxy.upstream.answers import AnswerReader
+
+_LOOK_SECONDS = 0.5
+
+OnProgress = Callable[[int, int], object]
+"""Is told how many tokens are done, of how many."""
+
+
+class NotWarmed(CacheFault):
+    """A header could not be evaluated or is not kept; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """A header that is kept: the checkpoint that gives it, and how much of the prompt that is."""
+
+    checkpoint: Checkpoint
+    n_usable: int
+    n_header: int
+    n_prompt: int
+    was_kept: bool
+    seconds: float
+
+
+class Warming:
+    """Warms headers."""
+
+    def __init__(self, services: Services, lifecycle: Lifecycle, cache: Cache) -> None:
+        self._services = services
+        self._lifecycle = lifecycle
+        self._cache = cache
+        self._busy = asyncio.Lock()
+
+    async def warm(
+        self, request: GenerationRequest, on_progress: OnProgress, *, is_whole: bool
+    ) -> Warmed:
+        """Evaluate the prompt of a request and keep its header, or all of it; one request at a time.
+
+        Raises NotWarmed, or what makes serving any request impossible.
+        """
+        async with self._busy:
+            began = time.monotonic()
+            session = await self._lifecycle.session(began)
+            if session is None or not session.attachment.is_caching:
+                raise NotWarmed("nothing is cached now: /health says why")
+            prompt = await self._read(session, request)
+            wanted = _wanted_tokens(prompt, is_whole=is_whole) - SLACK_TOKENS
+            n_usable, checkpoint = self._best(session, prompt)
+            if was_kept := n_usable >= wanted:
+                on_progress(prompt.n_tokens, prompt.n_tokens)
+            else:
+                async with self._watched(session, prompt, on_progress):
+                    await self._cache.serve(request, partial(self._send, request))
+                await self._save(session, prompt)
+                n_usable, checkpoint = self._best(session, prompt)
+            if checkpoint is None or n_usable < wanted:
+                raise NotWarmed(_why_not_kept(session.attachment.rule, n_usable, wanted))
+            seconds, n_header = time.monotonic() - began, prompt.cuts.header
+            return Warmed(checkpoint, n_usable, n_header, prompt.n_tokens, was_kept, seconds)
+
+    async def _read(self, session: Session, request: GenerationRequest) -> Prompt:
+        prompt, reason = await self._cache.prompt_of(session, request)
+        if prompt is None:
+            raise NotWarmed(f"this request is not cached: {reason}")
+        return prompt
+
+    async def _send(
+        self,
+        request: GenerationRequest,
+        raw: bytes,
+        on_start: Callable[[], None],
+        n_found: int | None = None,
+    ) -> Answer:
+        upstream = self._services.upstream
+        headers = {"Content-Type": "application/json", **request.headers}
+        try:
+            url = upstream.url(request.path)
+            async with upstream.session.post(url, data=raw, headers=headers) as reply:
+                body = await reply.read()
+        except aiohttp.ClientConnectorError as error:
+            raise UpstreamNotReached(str(error)) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise NotWarmed(f"llama-server went away: {error}") from error
+        if reply.status != 200:
+            raise NotWarmed(f"llama-server answered {reply.status}: {body[:300]!r}")
+        reader = AnswerReader(reply.headers.get("Content-Type", ""))
+        reader.feed(body)
+        return Answer(reply.status, reader.timings())
+
+    @asynccontextmanager
+    async def _watched(
+        self, session: Session, prompt: Prompt, on_progress: OnProgress
+    ) -> AsyncIterator[None]:
+        watch = self._services.tasks.start(self._watch(session, prompt, on_progress))
+        try:
+            yield
+        finally:
+            watch.cancel()
+        on_progress(prompt.n_tokens, prompt.n_tokens)
+
+    async def _watch(self, session: Session, prompt: Prompt, on_progress: OnProgress) -> None:
+        """Tell again and again how many tokens the slot holds in which the prompt is evaluated."""
+        while True:
+            try:
+                statuses = await session.work.slot_states()
+            except UpstreamFault:
+                return  # --no-slots: nobody can tell
+            table = session.attachment.desk.table
+            busy = [s.n_prompt_tokens for s in statuses if s.is_processing]
+            if any(_is_of(prompt, slot.content) for slot in table if slot.is_leased) and busy:
+                on_progress(min(max(busy), prompt.n_tokens), prompt.n_tokens)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _save(self, session: Session, prompt: Prompt) -> None:
+        """Save the slot that holds the prompt, unless a file covers it already."""
+        desk = session.attachment.desk
+        async with session.launches.turn():
+            for slot in desk.table.free():
+                if not _holds(prompt, slot) or (lease := desk.try_lease(slot.id)) is None:
+                    continue
+                with lease:
+                    save = session.saves.write_back(slot.id, CheckpointKind.HEADER)
+                    await self._services.finish(lease, save)
+
+    def _best(self, session: Session, prompt: Prompt) -> tuple[int, Checkpoint | None]:
+        """Return how many tokens of a prompt can be restored at most, and from what."""
+        rule, n_prompt = session.attachment.rule, prompt.n_tokens + 1
+        best: tuple[int, Checkpoint | None] = (0, None)
+        for found in self._services.store.find(prompt.namespace, prompt.tokens):
+            n_usable = usable_tokens(rule, found.checkpoint, found.n_common, n_prompt)
+            if n_usable > best[0]:
+                best = n_usable, found.checkpoint
+        return best
+
+
+def _wanted_tokens(prompt: Prompt, *, is_whole: bool) -> int:
+    """Return how much of a prompt is to be kept; where no header is known that is all of it."""
+    n_whole = prompt.cuts.message_end or prompt.n_tokens
+    return n_whole if is_whole else prompt.cuts.header or n_whole
+
+
+def _why_not_kept(rule: Rule, n_usable: int, wanted: int) -> str:
+    if wanted < rule.end_holds_from:
+        return (
+            f"states of fewer than {rule.end_holds_from:,} tokens are continued only at a context "
+            "checkpoint of llama-server's, and this one has none that would do"
+        )
+    return f"it was evaluated, but {n_usable:,} of {wanted:,} tokens are kept: /health says why"
+
+
+def _holds(prompt: Prompt, slot: Slot) -> bool:
+    content = slot.content
+    if not isinstance(content, Known) or content.namespace != prompt.namespace:
+        return False
+    return common_prefix_length(content.tokens, prompt.tokens) == prompt.n_tokens
+
+
+def _is_of(prompt: Prompt, content: Content) -> bool:
+    """Return whether a slot is being filled with the beginning of a prompt."""
+    tokens = content.tokens if isinstance(content, Known) else None
+    if isinstance(content, Unknown):
+        tokens = content.likely
+    return bool(tokens) and tokens == prompt.tokens[: len(tokens or ())]

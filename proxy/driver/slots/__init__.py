@@ -1,0 +1,1 @@
+"""Who may use which slot, and what is done in it."""

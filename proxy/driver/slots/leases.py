@@ -1,0 +1,270 @@
+"""Leases: who may use which slot, in arrival order.
+
+`SlotTable` says what is reserved; the desk lets requests wait for it. Whoever asks brings a function
+that chooses among the slots as they are *then*; choice and reservation happen in one step.
+
+A *placement* is a lease whose request goes to a slot of llama-server's choice. Until that is known any
+idle slot may be the one, so nothing else is granted meanwhile, and slots that come free join the lease.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+from proxy.core.model import SlotId
+from proxy.core.slots import SlotTable
+from proxy.driver.slots.lease import Choice, Lease
+from proxy.errors import TooManyRequests
+
+C = TypeVar("C")
+
+
+class DeskClosed(Exception):
+    """llama-server was replaced while a request waited for a slot."""
+
+
+MAX_OVERTAKES = 8
+"""A request that declines the free slots there are, because a better one soon will be, lets so many
+later ones pass; then everybody waits for it. So many pass, too, that a slot fits which it would empty."""
+
+MAX_LOOKED_AT = 8
+"""So many of those who wait are asked whether a slot fits them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    choose: Callable[[], Choice[Any] | None]
+    granted: "asyncio.Future[Lease[Any]]"
+    n_passes: int
+    is_placement: bool
+
+
+class Hold:
+    """While it lasts the desk grants nothing; releasing it again is harmless."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end: Callable[[], None] | None = end
+
+    def release(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+
+class LeaseDesk:
+    """Hands out leases on the slots of one llama-server process."""
+
+    def __init__(self, table: SlotTable, max_waiting: int) -> None:
+        self.table = table
+        self._max_waiting = max_waiting
+        self._waiting: deque[_Waiting] = deque()
+        self._placement: Lease[Any] | None = None
+        self._choosing = asyncio.Lock()
+        self._is_held = False
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether llama-server has been replaced since: nothing may be saved or restored any more."""
+        return self._is_closed
+
+    @property
+    def is_placing(self) -> bool:
+        """Whether llama-server may be about to run a request in any slot that is idle to it."""
+        return self._placement is not None or self._is_held
+
+    async def hold(self) -> "Hold":
+        """Grant nothing from now on: llama-server is choosing a slot by what they hold.
+
+        Whoever else would hold it waits until this is released.
+        """
+        await self._choosing.acquire()
+        self._is_held = True
+        return Hold(self._end_hold)
+
+    async def await_choice(self) -> None:
+        """Wait until nobody holds the desk: what slots hold may change then."""
+        async with self._choosing:
+            pass
+
+    def _end_hold(self) -> None:
+        self._is_held = False
+        self._choosing.release()
+        self._grant()
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def lease(
+        self,
+        choose: Callable[[], Choice[C] | None],
+        *,
+        may_be_passed: bool = False,
+        is_placement: bool = False,
+    ) -> Lease[C]:
+        """Wait for the turn and for slots to choose from.
+
+        With *may_be_passed*, declining free slots does not hold up those who came later, within bounds.
+        Raises TooManyRequests if the queue is full, DeskClosed if llama-server is replaced meanwhile.
+        """
+        if self._is_closed:
+            raise DeskClosed
+        if not self._waiting and not self.is_placing and (choice := choose()):
+            return self._reserve(choice, is_placement=is_placement)
+        if len(self._waiting) >= self._max_waiting:
+            raise TooManyRequests(f"{self._max_waiting} requests are waiting for a slot already")
+        granted: asyncio.Future[Lease[C]] = asyncio.get_running_loop().create_future()
+        n_passes = MAX_OVERTAKES if may_be_passed else 0
+        waiting = _Waiting(choose, granted, n_passes, is_placement)
+        self._waiting.append(waiting)
+        self._grant()
+        try:
+            return await granted
+        except asyncio.CancelledError:
+            self._abandon(waiting)
+            raise
+
+    def try_lease(self, slot_id: SlotId) -> Lease[None] | None:
+        """Lease one slot if it is free and nobody waits."""
+        if self._is_closed or self._waiting or self.is_placing or self.table[slot_id].is_leased:
+            return None
+        return self._reserve(Choice((slot_id,), None))
+
+    def end_placement(self, lease: Lease[Any], used: Collection[SlotId]) -> None:
+        """Note that a placement's request runs in the slots *used*; the lease keeps only those."""
+        if self._placement is lease:
+            self._placement = None
+        for slot_id in used:
+            self.table.note_running(slot_id)
+        lease.give_up(set(lease.held) - set(used))
+
+    def lease_free(self, slot_id: SlotId) -> Lease[None] | None:
+        """Lease one slot if it is free, whoever waits; only for who holds the desk."""
+        if self._is_closed or self.table[slot_id].is_leased:
+            return None
+        return self._reserve(Choice((slot_id,), None))
+
+    def move(self, lease: Lease[C], slot_id: SlotId, reason: C) -> None:
+        """Let a lease have a free slot instead of its own; only for who holds the desk."""
+        self.table.lease(slot_id, time.monotonic())
+        lease.move(slot_id, reason)
+
+    def take_over(self, slot_id: SlotId) -> Lease[None]:
+        """Return the lease of a slot that was found in somebody else's use."""
+        return Lease(self, Choice((slot_id,), None))
+
+    def note_running(self, slot_id: SlotId) -> None:
+        """Note that llama-server runs the request that a slot was leased for."""
+        self.table.note_running(slot_id)
+        self._grant()
+
+    def reconsider(self) -> None:
+        """Ask those who wait again: what a slot holds has changed."""
+        self._grant()
+
+    def give_back(self, lease: Lease[Any], slot_ids: set[SlotId]) -> None:
+        """Free slots of *lease*; while another lease is a placement, they join that one instead."""
+        if self._placement is lease and not lease.reserved:
+            self._placement = None
+        for slot_id in slot_ids:
+            self.table.release(slot_id, time.monotonic())
+            if self._placement not in (None, lease):
+                self.table.lease(slot_id, time.monotonic())
+                self._placement.join(slot_id)
+        self._grant()
+
+    def close(self) -> None:
+        """Send everybody who waits away; leases that are out stay harmless."""
+        self._is_closed = True
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.granted.done():
+                waiting.granted.set_exception(DeskClosed())
+
+    def _reserve(self, choice: Choice[C], *, is_placement: bool = False) -> Lease[C]:
+        for slot_id in choice.slot_ids:
+            if self.table[slot_id].is_leased:
+                raise ValueError(f"slot {slot_id} is leased already")
+        for slot_id in choice.slot_ids:
+            self.table.lease(slot_id, time.monotonic())
+        lease = Lease(self, choice)
+        if is_placement:
+            self._placement = lease
+        return lease
+
+    def _grant(self) -> None:
+        """Give free slots to those who wait, in arrival order but for a bounded number of overtakes."""
+        declined: list[_Waiting] = []
+        for waiting in tuple(self._waiting):
+            if self.is_placing:
+                return
+            if waiting.granted.done():
+                self._waiting.remove(waiting)
+                continue
+            taker = self._try_to_grant(waiting)
+            if taker is None:
+                if waiting.n_passes == 0 or not self.table.free():
+                    return
+                declined.append(waiting)
+                continue
+            for overtaken in islice(self._waiting, self._waiting.index(taker)):
+                overtaken.n_passes -= 1
+            self._waiting.remove(taker)
+            if taker is not waiting:
+                return self._grant()
+            if any(overtaken.n_passes == 0 for overtaken in declined):
+                return
+
+    def _try_to_grant(self, waiting: _Waiting) -> _Waiting | None:
+        """Grant the slots that *waiting* chooses; return who has them, None if it chooses none.
+
+        That is another who waits if they fit that one and would be emptied for *waiting*.
+        """
+        try:
+            choice = waiting.choose()
+            if choice is None:
+                return None
+            if not choice.is_warm and waiting.n_passes > 0 and not waiting.is_placement:
+                if fitting := self._fitting(waiting, choice):
+                    waiting, choice = fitting
+            lease = self._reserve(choice, is_placement=waiting.is_placement)
+            waiting.granted.set_result(lease)
+        except Exception as error:
+            waiting.granted.set_exception(error)
+        return waiting
+
+    def _fitting(
+        self, passed: _Waiting, wanted: Choice[Any]
+    ) -> tuple[_Waiting, Choice[Any]] | None:
+        """Return who behind *passed* would go on with what the *wanted* slots hold.
+
+        Nobody passes a placement, nor who has been passed often enough.
+        """
+        behind = list(self._waiting)[self._waiting.index(passed) + 1 :][:MAX_LOOKED_AT]
+        for waiting in behind:
+            if waiting.granted.done():
+                continue
+            if waiting.is_placement:
+                return None
+            with suppress(Exception):  # whoever cannot choose is told so at its own turn
+                choice = waiting.choose()
+                if choice and choice.is_warm and set(choice.slot_ids) & set(wanted.slot_ids):
+                    return waiting, choice
+            if waiting.n_passes == 0:
+                return None
+        return None
+
+    def _abandon(self, waiting: _Waiting) -> None:
+        # Cancelled between the grant and our waking up: the lease is ours to give back.
+        if waiting.granted.done() and not waiting.granted.cancelled():
+            if waiting.granted.exception() is None:
+                waiting.granted.result().release()
+        elif waiting in self._waiting:
+            self._waiting.remove(waiting)
+            self._grant()
