@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx2
 import openai
 import pytest
 import pytest_asyncio
@@ -31,8 +32,17 @@ class Clients:
     """Both SDKs, asking one place."""
 
     def __init__(self, base_url: str) -> None:
-        self._anthropic = AsyncAnthropic(base_url=base_url, api_key="none", max_retries=0)
-        self._openai = AsyncOpenAI(base_url=base_url + "/v1", api_key="none", max_retries=0)
+        # llama-server closes idle connections when it likes: a request on one of them fails unsent.
+        limits = httpx2.Limits(max_keepalive_connections=0)
+        once: dict[str, Any] = {"api_key": "none", "max_retries": 0}
+        self._anthropic = AsyncAnthropic(
+            base_url=base_url, http_client=anthropic.DefaultAsyncHttpxClient(limits=limits), **once
+        )
+        self._openai = AsyncOpenAI(
+            base_url=base_url + "/v1",
+            http_client=openai.DefaultAsyncHttpxClient(limits=limits),
+            **once,
+        )
 
     async def see(self, use: Use) -> Any:
         if use in ANTHROPIC:
