@@ -11,6 +11,15 @@ Hosts = Annotated[
     Meta(title="names, separated by commas", pattern=r"^\s*([\w.-]+\s*(,\s*[\w.-]+\s*)*)?$"),
 ]
 
+_URL = r"https?://[^/?#,\s]+[^?#,\s]*"
+Urls = Annotated[
+    str,
+    Meta(
+        title="http:// or https:// URL, or several, separated by commas",
+        pattern=rf"^\s*{_URL}\s*(,\s*{_URL}\s*)*$",
+    ),
+]
+
 _ANY_HOST = ("", "0.0.0.0", "[::]")
 
 
@@ -23,6 +32,11 @@ def split_address(address: str) -> tuple[str, int]:
 def parse_hosts(hosts: str) -> list[str]:
     """Return the names of a setting that has several, separated by commas."""
     return [host.strip() for host in hosts.split(",") if host.strip()]
+
+
+def parse_urls(urls: str) -> list[str]:
+    """Return the base URLs of a setting that has several, separated by commas."""
+    return [url.strip().rstrip("/") for url in urls.split(",") if url.strip()]
 
 
 def reachable(address: str) -> str:

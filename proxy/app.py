@@ -1,47 +1,32 @@
 """The composition root: the only file that builds things and wires them together."""
 
-import asyncio
-import contextlib
 import stat
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
 from proxy import __version__
-from proxy.addresses import parse_hosts, split_address
+from proxy.addresses import parse_hosts, parse_urls, split_address
+from proxy.building import Builder
 from proxy.config import Settings
 from proxy.core.degradation import DegradationKind
-from proxy.driver.contact.absence import Absence
-from proxy.driver.contact.attach import Attacher
-from proxy.driver.contact.attachment import Attachment
-from proxy.driver.contact.learning import Learning
 from proxy.driver.contact.lifecycle import Lifecycle
-from proxy.driver.contact.remembering import Remembering
 from proxy.driver.degradations import Degradations
 from proxy.driver.faults import Faults
-from proxy.driver.reporting.earlier_requests import EarlierRequests
-from proxy.driver.reporting.gauges import connect_gauges
+from proxy.driver.fleet.dispatch import Dispatch
+from proxy.driver.fleet.earlier_requests import EarlierRequests
+from proxy.driver.fleet.fleet import Fleet, Patience
+from proxy.driver.fleet.warming import Warming
+from proxy.driver.gauges import connect_gauges
 from proxy.driver.reporting.journal import Journal, Keep
 from proxy.driver.reporting.report import Report
-from proxy.driver.saving.room import Room
-from proxy.driver.saving.saver import RewriteStateFile, Saver, keep_as_saved
-from proxy.driver.saving.slot_saves import SlotSaves
+from proxy.driver.saving.saver import RewriteStateFile, keep_as_saved
 from proxy.driver.saving.write_back import WriteBack
-from proxy.driver.services import Services
-from proxy.driver.serving.cache import Cache
-from proxy.driver.serving.overflow import Overflow
-from proxy.driver.serving.prompts import PromptReader
-from proxy.driver.serving.stabilizing import Stabilizing
-from proxy.driver.serving.warming import Warming
-from proxy.driver.session import Session
-from proxy.driver.slots.arrivals import Arrivals
-from proxy.driver.slots.launches import Launches
-from proxy.driver.slots.slot_work import SlotWork
+from proxy.driver.served import Served
+from proxy.driver.services import Shared
 from proxy.driver.tasks import Tasks
 from proxy.errors import StoreFault, StoreLocked
 from proxy.front.admin import Admin
@@ -57,12 +42,12 @@ from proxy.metrics import Metrics
 from proxy.page.events import Events
 from proxy.page.files import PageFiles
 from proxy.page.looks import Looks
-from proxy.stabilize.names import parse_switches
 from proxy.store.budget import Limits
 from proxy.store.state_files import is_private
 from proxy.store.store import CheckpointStore
 from proxy.upstream.aliases import parse_aliases
 from proxy.upstream.llama_server import LlamaServer, new_session
+from proxy.upstream.target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +56,29 @@ class Running:
 
     port: int
     admin_port: int
-    lifecycle: Lifecycle
-    store: CheckpointStore | None
-    metrics: Metrics
-    write_back: WriteBack
-    degradations: Degradations
+    fleet: Fleet
+    shared: Shared
+
+    @property
+    def lifecycle(self) -> Lifecycle:
+        """That of the only llama-server, or the first one."""
+        return self.fleet.backends[0].lifecycle
+
+    @property
+    def write_back(self) -> WriteBack:
+        return self.fleet.backends[0].write_back
+
+    @property
+    def store(self) -> CheckpointStore | None:
+        return self.shared.opened_store
+
+    @property
+    def metrics(self) -> Metrics:
+        return self.shared.metrics
+
+    @property
+    def degradations(self) -> Degradations:
+        return self.shared.everywhere
 
 
 def open_store(settings: Settings, degradations: Degradations) -> CheckpointStore | None:
@@ -119,70 +122,42 @@ async def run_proxy(
     metrics.build_info.labels(__version__).set(1)
     degradations = Degradations(metrics)
     store = open_store(settings, degradations)
+    journal = Journal(Keep(settings.explain_keep))
+    report = Report(metrics, journal)
+    shared = Shared(
+        store, metrics, Faults(metrics), degradations, report, journal, Tasks(), Served()
+    )
     try:
         async with new_session() as client:
-            upstream = LlamaServer(client, settings.upstream, settings.upstream_api_key)
-            journal = Journal(Keep(settings.explain_keep))
-            report = Report(metrics, journal)
-            services = Services(
-                upstream, store, metrics, Faults(metrics), degradations, report, journal, Tasks()
-            )
-            absence = Absence(settings.upstream_wait_seconds, is_expected=is_llama_server_coming)
-            async with _serve(settings, services, rewrite, absence) as running:
+            key = settings.upstream_api_key
+            roots = [LlamaServer(client, Target(url), key) for url in parse_urls(settings.upstream)]
+            builder = Builder(settings, shared, rewrite, is_coming=is_llama_server_coming)
+            async with _serve(settings, shared, builder, roots) as running:
                 yield running
     finally:
         if store is not None:
             store.close()
 
 
-def _new_session(services: Services, saver: Saver, attachment: Attachment) -> Session:
-    work = SlotWork(services, attachment)
-    saves = SlotSaves(services, attachment, Room(services, attachment, saver))
-    return Session(
-        attachment,
-        PromptReader(services.upstream, shares_headers=len(attachment.desk.table) > 1),
-        work,
-        saves,
-        Launches(services, attachment, work, saves),
-        Arrivals(attachment.desk),
-    )
-
-
-def _new_lifecycle(
-    settings: Settings, services: Services, saver: Saver, absence: Absence
-) -> Lifecycle:
-    attacher = Attacher(
-        services,
-        saver,
-        max_waiting=settings.max_requests,
-        n_context_checkpoints=settings.context_checkpoints,
-    )
-    learning = Learning(services, saver)
-    new_session = partial(_new_session, services, saver)
-    return Lifecycle(services, attacher, new_session, learning, absence)
-
-
 def _operators(
-    settings: Settings, services: Services, lifecycle: Lifecycle, cache: Cache
+    settings: Settings, shared: Shared, fleet: Fleet, dispatch: Dispatch
 ) -> web.Application:
     """Return what the admin listener serves."""
-    page = MetricsPage(
-        services.metrics, services.upstream, joins_upstream=settings.join_upstream_metrics
-    )
+    page = MetricsPage(shared.metrics, fleet, joins_upstream=settings.join_upstream_metrics)
     warm = Warm(
-        Warming(services, lifecycle, cache),
-        EarlierRequests(services.journal, lifecycle, services.upstream),
+        Warming(shared, fleet, dispatch),
+        EarlierRequests(shared.journal, fleet),
         aliases=parse_aliases(settings.aliases),
         shares_between_api_keys=settings.share_between_api_keys,
     )
     views = (
-        Admin(services, lifecycle, page),
-        Checkpoints(lifecycle, services.opened_store),
-        Tree(lifecycle, services.opened_store),
-        Requests(services.journal),
+        Admin(shared, fleet, page),
+        Checkpoints(shared.served, shared.opened_store),
+        Tree(shared.served, shared.opened_store),
+        Requests(shared.journal),
         warm,
         PageFiles(),
-        events := Events(Looks(services, lifecycle)),
+        events := Events(Looks(shared, fleet)),
     )
     own_hosts = (split_address(settings.admin)[0], *parse_hosts(settings.admin_hosts))
     middlewares = [only_by_own_names(*own_hosts)]
@@ -192,59 +167,52 @@ def _operators(
     return app
 
 
-@asynccontextmanager
-async def _serve(
-    settings: Settings, services: Services, rewrite: RewriteStateFile, absence: Absence
-) -> AsyncIterator[Running]:
-    lifecycle = _new_lifecycle(settings, services, Saver(services, rewrite), absence)
-    stabilizing = Stabilizing(services, parse_switches(settings.stabilizers))
-    overflow = Overflow(services, is_on=settings.context_overflow == "stable")
-    cache = Cache(services, lifecycle, stabilizing, overflow)
-    write_back = WriteBack(lifecycle, services.tasks, settings.idle_save_seconds)
+def _clients(
+    settings: Settings, shared: Shared, fleet: Fleet, dispatch: Dispatch
+) -> web.Application:
+    """Return what the listener for clients serves."""
     front = Front(
-        services.upstream,
-        cache,
-        services.report,
+        fleet,
+        dispatch,
+        shared.report,
         max_requests=settings.max_requests,
         allows_state_changes=settings.allow_state_changes,
         shares_between_api_keys=settings.share_between_api_keys,
         aliases=parse_aliases(settings.aliases),
     )
-    connect_gauges(services, lifecycle)
-    clients = web.Application(client_max_size=settings.max_body_bytes)
-    clients.router.add_route("*", "/{path:.*}", front.handle)
-    operators = _operators(settings, services, lifecycle, cache)
+    app = web.Application(client_max_size=settings.max_body_bytes)
+    app.router.add_route("*", "/{path:.*}", front.handle)
+    return app
+
+
+@asynccontextmanager
+async def _serve(
+    settings: Settings, shared: Shared, builder: Builder, roots: Sequence[LlamaServer]
+) -> AsyncIterator[Running]:
+    patience = Patience(settings.upstream_wait_seconds, settings.drain_seconds)
+    fleet = Fleet(roots, builder.build, shared.tasks, patience)
+    dispatch = Dispatch(fleet, builder.stabilizing, shared.report)
+    connect_gauges(shared, fleet)
+    operators = _operators(settings, shared, fleet, dispatch)
+    clients = _clients(settings, shared, fleet, dispatch)
     # In reverse order of leaving: stop listening, then save, then stop watching.
-    remembering = Remembering(services, lifecycle)
-    async with (
-        _background(remembering.run()),
-        _background(lifecycle.watch()),
-        _background(write_back.run()),
-    ):
+    async with fleet:
         try:
             async with (
                 _listen(operators, settings.admin, 1.0) as admin_port,
                 _listen(clients, settings.listen, settings.drain_seconds) as port,
             ):
                 try:
-                    yield Running(
-                        port,
-                        admin_port,
-                        lifecycle,
-                        services.opened_store,
-                        services.metrics,
-                        write_back,
-                        services.degradations,
-                    )
+                    yield Running(port, admin_port, fleet, shared)
                 finally:
-                    absence.give_up()
+                    fleet.give_up()
         finally:
             try:
-                await services.tasks.drain(settings.drain_seconds)
-                await write_back.drain(settings.drain_seconds)
-                await stabilizing.keep()
+                await shared.tasks.drain(settings.drain_seconds)
+                await fleet.drain(settings.drain_seconds)
+                await builder.stabilizing.keep()
             finally:
-                await services.tasks.drain(0)
+                await shared.tasks.drain(0)
 
 
 @asynccontextmanager
@@ -266,14 +234,3 @@ async def _listen(app: web.Application, address: str, drain_seconds: float) -> A
         yield int(runner.addresses[0][1])
     finally:
         await runner.cleanup()
-
-
-@asynccontextmanager
-async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    task = asyncio.ensure_future(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task

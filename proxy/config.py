@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from proxy.addresses import Address, Hosts
+from proxy.addresses import Address, Hosts, Urls
 from proxy.stabilize.names import SWITCHES_PATTERN
 
 
@@ -25,12 +25,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """
 
     upstream: Annotated[
-        str,
+        Urls,
         Meta(
-            title="http:// or https:// URL",
-            pattern=r"^https?://[^/?#]+[^?#]*$",
-            description="URL of llama-server.",
-            extra=_more("If it runs with --api-prefix, the prefix belongs to the URL."),
+            description="URL of llama-server, of its router or of llama-swap.",
+            extra=_more(
+                "If it runs with --api-prefix, the prefix belongs to the URL. Several llama-servers with "
+                "the same model and the same slot_save_path are separated by commas; see docs/models.md."
+            ),
         ),
     ] = "http://127.0.0.1:8080"
     slot_save_path: Annotated[

@@ -26,6 +26,7 @@ from proxy.doctor.gain import Measured, measure
 from proxy.errors import CacheFault, SettingsError, StoreLocked, UpstreamUnreachable
 from proxy.loading import merge_settings
 from proxy.upstream.llama_server import LlamaServer, new_session
+from proxy.upstream.target import Target
 
 _LENGTHS = "1000,4000,16000"
 
@@ -98,7 +99,7 @@ async def _measure(url: str, key: str | None, directory: Path, lengths: list[int
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     shown = Console(stderr=True)
     async with new_session() as session:
-        upstream = LlamaServer(session, url.rstrip("/"), key)
+        upstream = LlamaServer(session, Target(url.rstrip("/")), key)
         if not shown.is_terminal:
             return await measure(upstream, directory, lengths, lambda _: None)
         with shown.status("looking for an empty slot") as status:

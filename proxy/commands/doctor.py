@@ -23,6 +23,7 @@ from proxy.errors import SettingsError
 from proxy.loading import load_settings
 from proxy.store.budget import Limits
 from proxy.upstream.llama_server import LlamaServer, new_session
+from proxy.upstream.target import Target
 
 _SETTINGS = (
     "upstream",
@@ -84,7 +85,7 @@ async def examine(
         limits=Limits(settings.max_store_bytes, settings.min_free_bytes),
     )
     async with new_session() as session:
-        upstream = LlamaServer(session, settings.upstream, settings.upstream_api_key)
+        upstream = LlamaServer(session, Target(settings.upstream), settings.upstream_api_key)
         examination = Examination(
             subject, upstream, rewrite=rewrite, free_bytes=free_bytes, note=note
         )

@@ -28,6 +28,7 @@ from proxy.run.build import find_free_port, read_help, require_free_port, split_
 from proxy.run.supervisor import Supervisor
 from proxy.upstream.flags import known_names, parse_help, read_given
 from proxy.upstream.llama_server import LlamaServer, new_session
+from proxy.upstream.target import Target
 
 _DIRECTORY_HELP = (
     "Where saved states are kept; llama-server gets the same. "
@@ -154,7 +155,7 @@ async def _run_until_told(
     log = get_logger("main")
     require_free_port(launch.host, launch.port)
     async with new_session() as client:
-        upstream = LlamaServer(client, settings.upstream, settings.upstream_api_key)
+        upstream = LlamaServer(client, Target(settings.upstream), settings.upstream_api_key)
         supervisor = Supervisor(command, upstream.is_ready, restarts=restarts)
         running: asyncio.Task[None] | None = None
         try:

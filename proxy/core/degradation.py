@@ -230,5 +230,16 @@ _WORST_FIRST = (State.FORWARDING, State.DEGRADED, State.CACHING)
 
 def state_under(active: Iterable[DegradationKind]) -> State:
     """Return how requests are served while the *active* degradations last."""
-    states = {EXPLANATIONS[kind].leads_to for kind in active}
+    return worst_of(*(EXPLANATIONS[kind].leads_to for kind in active))
+
+
+def worst_of(*states: State) -> State:
     return next((state for state in _WORST_FIRST if state in states), State.CACHING)
+
+
+def state_among(states: Iterable[State]) -> State:
+    """Return how several llama-servers serve: as all of them do, or degraded if they differ."""
+    known = set(states)
+    if len(known) <= 1:
+        return worst_of(*known)
+    return State.DEGRADED

@@ -2,9 +2,16 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from proxy.core.degradation import EXPLANATIONS, DegradationKind, State, state_under
+from proxy.core.degradation import (
+    EXPLANATIONS,
+    DegradationKind,
+    State,
+    state_among,
+    state_under,
+    worst_of,
+)
 from proxy.errors import CacheFault
 from proxy.log import get_logger
 from proxy.metrics import Metrics
@@ -22,40 +29,61 @@ class CannotCache(CacheFault):
         self.detail = detail
 
 
+_Key = tuple[str, DegradationKind]
+
+
 @dataclass(frozen=True, slots=True)
 class Degradation:
-    """An active degradation; `since` is in seconds of the epoch."""
+    """An active degradation; `since` is in seconds of the epoch, `where` which llama-server it is of.
+
+    Empty where there is only one, or where it is the proxy's.
+    """
 
     kind: DegradationKind
     detail: str
     since: float
+    where: str = ""
 
     @property
     def reason(self) -> str:
         """Why, in words for a person, with the error that was seen."""
         reason = EXPLANATIONS[self.kind].reason
+        if self.where:
+            reason = f"{self.where}: {reason}"
         return f"{reason} ({self.detail})" if self.detail else reason
 
 
 class Degradations:
-    """All that keeps the proxy from caching as it should."""
+    """All that keeps the proxy from caching as it should, at any of its llama-servers."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.time) -> None:
         self._metrics = metrics
         self._clock = clock
         self._log = get_logger("cache")
-        self._active: dict[DegradationKind, Degradation] = {}
-        self._logged_at: dict[DegradationKind, float] = {}
+        self._active: dict[_Key, Degradation] = {}
+        self._logged_at: dict[_Key, float] = {}
+        self._places: set[str] = set()
         self.state = State.CACHING
         self.since = clock()
         """When the state last changed, in seconds of the epoch."""
 
-    def __contains__(self, kind: DegradationKind) -> bool:
-        return kind in self._active
+    def at(self, where: str) -> "DegradationsHere":
+        """Return those of one llama-server, of which nothing is wrong yet."""
+        self._places.add(where)
+        self._update_state()
+        return DegradationsHere(self, where)
 
-    @property
-    def kinds(self) -> frozenset[DegradationKind]:
-        return frozenset(self._active)
+    def __contains__(self, kind: DegradationKind) -> bool:
+        return any(active is kind for _, active in self._active)
+
+    def leave(self, where: str) -> None:
+        """Forget a llama-server that was none."""
+        self.end(*self.kinds(where), where=where)
+        self._places.discard(where)
+        self._update_state()
+
+    def kinds(self, where: str = "") -> frozenset[DegradationKind]:
+        return frozenset(kind for place, kind in self._active if place == where)
 
     @property
     def active(self) -> list[Degradation]:
@@ -66,40 +94,46 @@ class Degradations:
             key=lambda d: (-order.index(EXPLANATIONS[d.kind].leads_to), d.since),
         )
 
-    def begin(self, kind: DegradationKind, detail: str = "") -> None:
+    def begin(self, kind: DegradationKind, detail: str = "", where: str = "") -> None:
         """Note that something is wrong; if it was already, only a new *detail* is noted."""
-        if known := self._active.get(kind):
-            since = known.since
-            self._active[kind] = Degradation(kind, detail or known.detail, since)
+        key = where, kind
+        if known := self._active.get(key):
+            self._active[key] = replace(known, detail=detail or known.detail)
             return
-        self._active[kind] = Degradation(kind, detail, self._clock())
+        self._active[key] = Degradation(kind, detail, self._clock(), where)
         self._metrics.degradations.labels(kind).inc()
         self._metrics.degraded.labels(kind).set(1)
         self._update_state()
-        self._report(self._active[kind])
+        self._report(self._active[key])
 
-    def end(self, *kinds: DegradationKind) -> None:
+    def end(self, *kinds: DegradationKind, where: str = "") -> None:
         """Note that these are mended; those that are not active are left alone."""
         for kind in kinds:
-            if (ended := self._active.pop(kind, None)) is None:
+            if (ended := self._active.pop((where, kind), None)) is None:
                 continue
-            self._metrics.degraded.labels(kind).set(0)
+            self._metrics.degraded.labels(kind).set(any(k is kind for _, k in self._active))
             self._update_state()
-            if self._logged_at.get(kind) == ended.since:
+            if self._logged_at.get((where, kind)) == ended.since:
                 seconds = round(self._clock() - ended.since, 1)
                 self._log.info(
-                    "degradation ended", kind=kind.value, seconds=seconds, state=self.state.value
+                    "degradation ended",
+                    kind=kind.value,
+                    **_at(where),
+                    seconds=seconds,
+                    state=self.state.value,
                 )
 
     def _update_state(self) -> None:
-        state = state_under(self._active)
+        of_servers = state_among(state_under(self.kinds(place)) for place in self._places)
+        state = worst_of(state_under(self.kinds()), of_servers)
         if state is not self.state:
             self.state, self.since = state, self._clock()
 
     def _report(self, begun: Degradation) -> None:
-        if begun.since - self._logged_at.get(begun.kind, -QUIET_SECONDS) < QUIET_SECONDS:
+        key = begun.where, begun.kind
+        if begun.since - self._logged_at.get(key, -QUIET_SECONDS) < QUIET_SECONDS:
             return
-        self._logged_at[begun.kind] = begun.since
+        self._logged_at[key] = begun.since
         about = EXPLANATIONS[begun.kind]
         write = self._log.info if about.is_passing else self._log.warning
         write(
@@ -109,3 +143,31 @@ class Degradations:
             cure=about.cure,
             state=self.state.value,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DegradationsHere:
+    """What keeps one llama-server from being cached as it should."""
+
+    everywhere: Degradations
+    where: str
+
+    def __contains__(self, kind: DegradationKind) -> bool:
+        return kind in self.kinds
+
+    @property
+    def kinds(self) -> frozenset[DegradationKind]:
+        return self.everywhere.kinds(self.where)
+
+    def begin(self, kind: DegradationKind, detail: str = "") -> None:
+        self.everywhere.begin(kind, detail, self.where)
+
+    def end(self, *kinds: DegradationKind) -> None:
+        self.everywhere.end(*kinds, where=self.where)
+
+    def leave(self) -> None:
+        self.everywhere.leave(self.where)
+
+
+def _at(where: str) -> dict[str, str]:
+    return {"where": where} if where else {}

@@ -27,8 +27,9 @@ class Arrival:
 class GenerationRequest:
     """A client's request on a generation route; `tenant` is empty where keys make no difference.
 
-    `session` is what the client calls its session, empty if it does not say. `rewrites` are the
-    stabilizers that changed the body.
+    `model` is what the client calls the model, `session` its session; each empty if it does not say.
+    `server` is which llama-server serves it, empty if there is only one. `rewrites` are the stabilizers
+    that changed the body.
     """
 
     arrival: Arrival
@@ -37,6 +38,8 @@ class GenerationRequest:
     headers: Mapping[str, str]
     tenant: bytes = b""
     session: str = ""
+    model: str = ""
+    server: str = ""
     rewrites: tuple[str, ...] = ()
 
     @property

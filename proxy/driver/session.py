@@ -8,12 +8,14 @@ from proxy.driver.serving.prompts import PromptReader
 from proxy.driver.slots.arrivals import Arrivals
 from proxy.driver.slots.launches import Launches
 from proxy.driver.slots.slot_work import SlotWork
+from proxy.upstream.llama_server import LlamaServer
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
     """Everything that lives as long as one llama-server process does."""
 
+    upstream: LlamaServer
     attachment: Attachment
     reader: PromptReader
     work: SlotWork

@@ -10,9 +10,10 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from proxy.core.degradation import EXPLANATIONS
 from proxy.core.rates import Rates
 from proxy.core.slots import SlotTable, state_of
-from proxy.driver.contact.lifecycle import Lifecycle
 from proxy.driver.degradations import Degradation
-from proxy.driver.services import Services
+from proxy.driver.fleet.backend import Backend
+from proxy.driver.fleet.fleet import Fleet
+from proxy.driver.services import Shared
 from proxy.front.metrics_page import MetricsPage, join_seconds
 from proxy.metrics import POSITION_LABELS
 
@@ -20,9 +21,9 @@ from proxy.metrics import POSITION_LABELS
 class Admin:
     """Answers operators."""
 
-    def __init__(self, services: Services, lifecycle: Lifecycle, metrics_page: MetricsPage) -> None:
-        self._services = services
-        self._lifecycle = lifecycle
+    def __init__(self, shared: Shared, fleet: Fleet, metrics_page: MetricsPage) -> None:
+        self._shared = shared
+        self._fleet = fleet
         self._metrics_page = metrics_page
 
     def routes(self) -> list[web.RouteDef]:
@@ -30,20 +31,18 @@ class Admin:
 
     async def health(self, request: web.Request) -> web.Response:
         """200 as long as requests are answered; `state` and `reasons` say how well they are cached."""
-        degradations, store = self._services.degradations, self._services.opened_store
+        degradations, store = self._shared.everywhere, self._shared.opened_store
         body: dict[str, object] = {
             "state": degradations.state,
             "since": moment(degradations.since),
             "reasons": [describe(degradation) for degradation in degradations.active],
-            "llama_server": "attached" if self._lifecycle.current else "not attached",
         }
-        if session := self._lifecycle.current:
-            attachment = session.attachment
-            body["rule"] = attachment.rule.kind.value
-            body["slots"] = describe_slots(attachment.desk.table)
-            body["rates"] = describe_rates(attachment.rates)
-        body["waiting"] = self._lifecycle.n_waiting
-        body["background_tasks"] = len(self._services.tasks)
+        if self._fleet.is_single:
+            body |= describe_backend(self._fleet.backends[0])
+        else:
+            body["llama_servers"] = {b.name: describe_backend(b) for b in self._fleet.backends}
+        body["waiting"] = self._fleet.n_waiting
+        body["background_tasks"] = len(self._shared.tasks)
         if store is not None:
             body["checkpoints"] = len(store)
             body["checkpoint_bytes"] = store.size_bytes
@@ -59,7 +58,7 @@ class Admin:
 
         Both since the proxy started; None while there was none.
         """
-        total = self._services.metrics.total
+        total = self._shared.metrics.total
         n_bytes = total("written_bytes")
         n_tokens = {
             "reused": total("prompt_tokens", source="reused"),
@@ -74,6 +73,20 @@ class Admin:
         headers = {"Content-Type": CONTENT_TYPE_LATEST}
         text = await self._metrics_page.text(join_seconds(request.headers))
         return web.Response(body=text, headers=headers)
+
+
+def describe_backend(backend: Backend) -> dict[str, object]:
+    """Return whether a llama-server is attached, and if so what is known of it."""
+    session = backend.lifecycle.current
+    if session is None:
+        return {"llama_server": "not attached"}
+    attachment = session.attachment
+    return {
+        "llama_server": "attached",
+        "rule": attachment.rule.kind.value,
+        "slots": describe_slots(attachment.desk.table),
+        "rates": describe_rates(attachment.rates),
+    }
 
 
 def describe(degradation: Degradation) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from collections.abc import AsyncIterator, Callable
 
 import aiohttp
-from aiohttp import web
 
 from proxy.front.error_bodies import anthropic_error, anthropic_event
 from proxy.upstream.answers import MAX_BUFFERED_BYTES
@@ -64,12 +63,13 @@ class EditedAnswer:
             yield b"", self._lines.finish()
 
 
-def edited_answer(
-    client: web.Request, answer: aiohttp.ClientResponse, n_found: int | None
-) -> EditedAnswer:
-    """Return the answer with what has to be changed in it; *n_found* is as in driver's Send."""
-    path, headers = client.path, answer.headers
-    is_ours = client.method != "HEAD" and "Content-Encoding" not in headers
+def edited_answer(path: str, answer: aiohttp.ClientResponse, n_found: int | None) -> EditedAnswer:
+    """Return the answer to a request of a *path* with what has to be changed in it.
+
+    *n_found* is as in driver's Send.
+    """
+    headers = answer.headers
+    is_ours = answer.method != "HEAD" and "Content-Encoding" not in headers
     if is_ours and headers.get("Content-Type", "").startswith("text/event-stream"):
         return EditedAnswer(answer, edit_of_stream(path, n_found), None)
     is_small = int(headers.get("Content-Length", MAX_BUFFERED_BYTES + 1)) <= MAX_BUFFERED_BYTES

@@ -3,12 +3,15 @@
 import secrets
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
 
 from aiohttp import web
 
+from proxy.driver.fleet.dispatch import Dispatch
+from proxy.driver.fleet.fleet import Fleet
 from proxy.driver.reporting.report import Report
 from proxy.driver.requests import Answer, Arrival, GenerationRequest
-from proxy.driver.serving.cache import Cache
 from proxy.errors import (
     BadTarget,
     BodyTooLarge,
@@ -19,10 +22,10 @@ from proxy.errors import (
 )
 from proxy.front.error_bodies import error_response
 from proxy.front.keys import keys_of, tenant_of
-from proxy.front.relay import Exchange, end_to_end
+from proxy.front.relay import Body, Exchange, end_to_end
 from proxy.log import get_logger
 from proxy.upstream.aliases import Aliases, with_alias
-from proxy.upstream.bodies import wants_stream
+from proxy.upstream.bodies import model_of, wants_stream
 from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.routes import Route, changes_server_state, counts_tokens, generation_route
 
@@ -35,13 +38,30 @@ _SESSION_HEADERS = (
 """What Claude Code, OpenCode and codex call a session by; an agent within it has one of its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A client's request: the model that its target names, and the path as a llama-server would see it.
+
+    `may_load` says that the model may be loaded for it.
+    """
+
+    request: web.Request
+    model: str
+    path: str
+    may_load: bool
+
+    @property
+    def route(self) -> Route | None:
+        return generation_route(self.request.method, self.path)
+
+
 class Front:
     """Answers clients."""
 
     def __init__(
         self,
-        upstream: LlamaServer,
-        cache: Cache,
+        fleet: Fleet,
+        dispatch: Dispatch,
         report: Report,
         *,
         max_requests: int,
@@ -49,8 +69,8 @@ class Front:
         shares_between_api_keys: bool,
         aliases: Aliases,
     ) -> None:
-        self._upstream = upstream
-        self._cache = cache
+        self._fleet = fleet
+        self._dispatch = dispatch
         self._report = report
         self._max_requests = max_requests
         self._n_requests = 0
@@ -61,75 +81,88 @@ class Front:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer any request; the proxy's own errors come in the shape of the client's API."""
-        exchange = Exchange(self._upstream, request)
+        asked = self._asked(request)
+        exchange = Exchange(request, asked.path)
         try:
-            return await self._handle(request, exchange)
+            return await self._handle(asked, exchange)
         except CacheFault as fault:
             # Such faults end where they arise; one that did not must still not become the client's.
-            return await self._refuse(request, exchange, ProxyError(str(fault)))
+            return await self._refuse(asked, exchange, ProxyError(str(fault)))
         except ProxyError as error:
-            if generation_route(request.method, request.path) is None:
-                self._log.warning("request failed", path=request.path, reason=str(error))
-            return await self._refuse(request, exchange, error)
+            if asked.route is None:
+                self._log.warning("request failed", path=asked.path, reason=str(error))
+            return await self._refuse(asked, exchange, error)
         except ConnectionResetError:
             # The client went away while its answer was written: there is nobody to answer.
             return exchange.response or web.Response(status=499)
 
+    def _asked(self, request: web.Request) -> "_Asked":
+        may_load = request.query.get("autoload") not in ("false", "0")
+        named = request.query.get("model", "") if may_load else ""
+        return _Asked(request, *self._fleet.split_path(request.path, named), may_load)
+
     async def _refuse(
-        self, request: web.Request, exchange: Exchange, error: ProxyError
+        self, asked: "_Asked", exchange: Exchange, error: ProxyError
     ) -> web.StreamResponse:
         with suppress(ConnectionResetError):
             if await exchange.end_kept(error) and exchange.response is not None:
                 return exchange.response
-        return error_response(request.path, error)
+        return error_response(asked.path, error)
 
-    async def _handle(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
-        route = generation_route(request.method, request.path)
+    async def _handle(self, asked: "_Asked", exchange: Exchange) -> web.StreamResponse:
+        request, route = asked.request, asked.route
         if not request.raw_path.startswith("/"):
             raise BadTarget("the request target must be a path")
-        changes_state = changes_server_state(request.method, request.path)
+        changes_state = changes_server_state(request.method, asked.path)
         if changes_state and not self._allows_state_changes:
             raise RefusedByProxy(
-                f"POST {request.path} would change llama-server's state behind the cache's back "
+                f"POST {asked.path} would change llama-server's state behind the cache's back "
                 "(allow_state_changes permits it)"
             )
         if route is None:
             try:
-                await self._pass_on(request, exchange)
+                await self._pass_on(asked, exchange)
             finally:
                 if changes_state:
-                    await self._cache.server_state_changed()
+                    await self._fleet.server_state_changed()
         else:
-            await self._generate(route, request, exchange)
+            await self._generate(route, asked, exchange)
         if exchange.response is None:
             raise ProxyError("no answer was relayed")
         return exchange.response
 
-    async def _pass_on(self, request: web.Request, exchange: Exchange) -> None:
-        if self._aliases and counts_tokens(request.method, request.path):
-            body = with_alias(await _read_body(request), self._aliases)
-            headers = end_to_end(request.headers, without=frozenset(("content-length",)))
-            await exchange.send(body, headers)
-        else:
-            content = request.content if request.body_exists else None
-            await exchange.send(content, end_to_end(request.headers))
+    async def _pass_on(self, asked: "_Asked", exchange: Exchange) -> None:
+        request, model = asked.request, asked.model
+        headers = end_to_end(request.headers)
+        content: Body = request.content if request.body_exists else None
+        counts = self._aliases and counts_tokens(request.method, asked.path)
+        if counts or (request.method == "POST" and self._fleet.has_models):
+            content = with_alias(await _read_body(request), self._aliases)
+            headers.popall("Content-Length", None)
+            model = model or (model_of(content) if asked.may_load else "")
+        async with self._fleet.passing(request.method, asked.path, model) as upstream:
+            await exchange.send(upstream, content, headers)
 
-    async def _generate(self, route: Route, request: web.Request, exchange: Exchange) -> None:
-        arrival = Arrival(secrets.token_hex(4), request.path)
+    async def _generate(self, route: Route, asked: "_Asked", exchange: Exchange) -> None:
+        request = asked.request
+        arrival = Arrival(secrets.token_hex(4), asked.path)
         self._n_requests += 1
         try:
             if self._n_requests > self._max_requests:
                 raise TooManyRequests(f"{self._max_requests} requests are being served already")
-            generation = await self._read(route, request, arrival)
+            generation = await self._read(route, asked, arrival)
 
             async def send(
-                body: bytes, on_start: Callable[[], None], n_found: int | None = None
+                upstream: LlamaServer,
+                body: bytes,
+                on_start: Callable[[], None],
+                n_found: int | None = None,
             ) -> Answer:
                 headers = end_to_end(request.headers, without=_REBUILT)
-                return await exchange.send(body, headers, on_start, n_found)
+                return await exchange.send(upstream, body, headers, on_start, n_found)
 
             async with exchange.kept() if wants_stream(generation.raw) else nullcontext():
-                await self._cache.serve(generation, send)
+                await self._dispatch.serve(generation, lambda upstream: partial(send, upstream))
         except BaseException as error:
             if not exchange.is_answered:
                 self._report.unanswered(arrival, error)
@@ -137,9 +170,8 @@ class Front:
         finally:
             self._n_requests -= 1
 
-    async def _read(
-        self, route: Route, request: web.Request, arrival: Arrival
-    ) -> GenerationRequest:
+    async def _read(self, route: Route, asked: "_Asked", arrival: Arrival) -> GenerationRequest:
+        request = asked.request
         raw = with_alias(await _read_body(request), self._aliases)
         keys = keys_of(request.headers)
         return GenerationRequest(
@@ -149,6 +181,7 @@ class Front:
             headers=keys,
             tenant=tenant_of(keys, is_shared=self._shares_between_api_keys),
             session=" ".join(filter(None, map(request.headers.get, _SESSION_HEADERS))),
+            model=asked.model or model_of(raw),
         )
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
+from proxy.driver.fleet.fleet import Fleet
 from proxy.errors import UpstreamFault
 from proxy.log import get_logger
 from proxy.metrics import Metrics
 from proxy.upstream.exposition import check_exposition
-from proxy.upstream.llama_server import LlamaServer
 
 JOIN_SECONDS = 3.0
 """llama-server answers between two batches, and not during a save; scrapers give up after ten seconds."""
@@ -24,9 +24,9 @@ def join_seconds(headers: Mapping[str, str]) -> float:
 class MetricsPage:
     """Writes the answer; without llama-server's part if that cannot be had."""
 
-    def __init__(self, metrics: Metrics, upstream: LlamaServer, *, joins_upstream: bool) -> None:
+    def __init__(self, metrics: Metrics, fleet: Fleet, *, joins_upstream: bool) -> None:
         self._metrics = metrics
-        self._upstream = upstream
+        self._fleet = fleet
         self._joins_upstream = joins_upstream
         self._complaint = ""
 
@@ -38,7 +38,7 @@ class MetricsPage:
 
     async def _of_llama_server(self, seconds: float) -> bytes:
         try:
-            return check_exposition(await self._upstream.metrics(seconds))
+            return check_exposition(await self._fleet.first.metrics(seconds))
         except UpstreamFault as fault:
             self._complain(str(fault))
             return b""

@@ -68,9 +68,10 @@ class Heard:
 class Exchange:
     """One request to llama-server whose answer goes to one client."""
 
-    def __init__(self, upstream: LlamaServer, client: web.Request) -> None:
-        self._upstream = upstream
+    def __init__(self, client: web.Request, path: str) -> None:
+        """*path* is the client's, as a llama-server would see it."""
         self._client = client
+        self._path = path
         self._keeper = Keeper(client)
         self._has_begun = False
         self._relayed: web.StreamResponse | None = None
@@ -88,6 +89,7 @@ class Exchange:
 
     async def send(
         self,
+        upstream: LlamaServer,
         body: Body,
         headers: CIMultiDict[str],
         on_start: Callable[[], None] = lambda: None,
@@ -100,26 +102,28 @@ class Exchange:
         if the request was not even sent; an answer that breaks off ends in an error event.
         """
         try:
-            async with await self._answer_to(body, headers) as answer:
+            async with await self._answer_to(upstream, body, headers) as answer:
                 if _is_stream(answer):
                     on_start()
                 heard = Heard(answer)
-                with self._upstream.pending.noted(heard):
+                with upstream.pending.noted(heard):
                     return await self._relay(answer, heard, n_found)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if self._has_begun:
                 raise  # the client is gone, or _relay has told it
             is_unsent = isinstance(error, _NOT_CONNECTED)
             raise (UpstreamNotReached if is_unsent else UpstreamGone)(
-                f"llama-server at {self._upstream.base_url}: {reason_of(error)}"
+                f"llama-server at {upstream.target.base_url}: {reason_of(error)}"
             ) from error
 
-    async def _answer_to(self, body: Body, headers: CIMultiDict[str]) -> aiohttp.ClientResponse:
+    async def _answer_to(
+        self, upstream: LlamaServer, body: Body, headers: CIMultiDict[str]
+    ) -> aiohttp.ClientResponse:
         """Send the request and return the answer once its headers are there."""
-        async with self._upstream.pending.call():
-            return await self._upstream.session.request(
+        async with upstream.pending.call():
+            return await upstream.session.request(
                 self._client.method,
-                self._upstream.url(self._client.raw_path),
+                upstream.url(self._client.raw_path),
                 # aiohttp writes a large body from a file in pieces, and warns of one in bytes.
                 data=io.BytesIO(body) if isinstance(body, bytes) else body,
                 headers=headers,
@@ -131,7 +135,7 @@ class Exchange:
         await self._keeper.stop()
         if self._has_begun or self._keeper.response is None:
             return False
-        await self._keeper.end(error_event(self._client.path, error))
+        await self._keeper.end(error_event(self._path, error))
         return True
 
     async def _relay(
@@ -143,7 +147,7 @@ class Exchange:
         reader = AnswerReader(answer.headers.get("Content-Type", ""))
         calls = self._calls_of(answer)
         made: list[CallMade] = []
-        edited = edited_answer(self._client, answer, n_found)
+        edited = edited_answer(self._path, answer, n_found)
         n_bytes = await edited.n_bytes()
         self._has_begun = True
         response = self._relayed = self._keeper.response or await self._begin(answer, n_bytes)
@@ -175,13 +179,13 @@ class Exchange:
         """Tell a client whose stream has begun already what llama-server said instead of one."""
         body = await answer.read()
         self._has_begun = True
-        await self._keeper.end(error_event_of(self._client.path, answer.status, body))
+        await self._keeper.end(error_event_of(self._path, answer.status, body))
         self.is_answered = True
         return Answer(answer.status, None)
 
     def _calls_of(self, answer: aiohttp.ClientResponse) -> CallsMade | None:
         """Return what reads the tool calls of an answer; clients will not send them back as they were."""
-        route = generation_route(self._client.method, self._client.path)
+        route = generation_route(self._client.method, self._path)
         form = FORMS.get(route) if route else None
         is_read = form is not None and answer.status == 200
         return CallsMade(form, is_stream=_is_stream(answer)) if is_read and form else None
@@ -209,7 +213,7 @@ class Exchange:
         """
         if _is_stream(answer):
             gone = UpstreamGone(f"llama-server went away in mid-answer: {error}")
-            await response.write(error_event(self._client.path, gone))
+            await response.write(error_event(self._path, gone))
             await response.write_eof()
         elif self._client.transport is not None:
             self._client.transport.close()

@@ -7,15 +7,15 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from proxy.driver.reporting.earlier_requests import EarlierRequests, NotKnown
+from proxy.driver.fleet.earlier_requests import EarlierRequests, NotKnown
+from proxy.driver.fleet.warming import Warmed, Warming
 from proxy.driver.requests import Arrival, GenerationRequest
-from proxy.driver.serving.warming import Warmed, Warming
 from proxy.errors import CacheFault, ProxyError
 from proxy.front.json_answers import json_response, refuse_foreign_pages
 from proxy.front.keys import keys_of, tenant_of
 from proxy.front.stored.queries import is_asked_for
 from proxy.upstream.aliases import Aliases, with_alias
-from proxy.upstream.bodies import parse_body
+from proxy.upstream.bodies import model_of, parse_body
 from proxy.upstream.header_bodies import header_request, route_path
 from proxy.upstream.routes import Route, generation_route
 
@@ -86,6 +86,7 @@ class Warm:
             raw=with_alias(wanted, self._aliases),
             headers=keys,
             tenant=tenant_of(keys, is_shared=self._shares_between_api_keys),
+            model=model_of(with_alias(raw, self._aliases)),
         )
 
     async def _warm(

@@ -8,8 +8,8 @@ import msgspec
 from proxy.core.slots import Known, Slot, state_of
 from proxy.core.views.overview import Overview, ServerView, SlotView, StoreView
 from proxy.driver.contact.attachment import Attachment
-from proxy.driver.contact.lifecycle import Lifecycle
-from proxy.driver.services import Services
+from proxy.driver.fleet.fleet import Fleet
+from proxy.driver.services import Shared
 from proxy.front.admin import describe, moment
 from proxy.store.store import CheckpointStore
 
@@ -21,31 +21,34 @@ _MAX_DIGITS = 18
 class Looks:
     """Looks at the running proxy."""
 
-    def __init__(self, services: Services, lifecycle: Lifecycle) -> None:
-        self._services = services
-        self._lifecycle = lifecycle
+    def __init__(self, shared: Shared, fleet: Fleet) -> None:
+        self._shared = shared
+        self._fleet = fleet
         self._run = secrets.token_hex(4)
         self._epoch = time.time() - time.monotonic()
         self._store_view: StoreView | None = None
 
     def now(self) -> Overview:
         """Return the present, without requests and without a position."""
-        degradations, journal = self._services.degradations, self._services.journal
-        session = self._lifecycle.current
+        degradations, journal = self._shared.everywhere, self._shared.journal
         return Overview(
             state=degradations.state.value,
             since=moment(degradations.since),
             reasons=tuple(describe(degradation) for degradation in degradations.active),
-            server=self._server(session.attachment) if session else None,
-            n_waiting=self._lifecycle.n_waiting,
-            store=self._store(self._services.opened_store),
+            servers=tuple(
+                self._server(backend.name, session.attachment)
+                for backend in self._fleet.backends
+                if (session := backend.lifecycle.current)
+            ),
+            n_waiting=self._fleet.n_waiting,
+            store=self._store(self._shared.opened_store),
             today=journal.today(),
             keeps=journal.keep.value,
         )
 
     def since(self, position: str) -> Overview:
         """Return the present and the requests since a position; the last ones if it is not known."""
-        journal = self._services.journal
+        journal = self._shared.journal
         run, _, number = position.partition("-")
         is_known = run == self._run and number.isdecimal() and len(number) <= _MAX_DIGITS
         n_seen = int(number) if is_known else 0
@@ -56,8 +59,9 @@ class Looks:
             requests=tuple(journal.latest(n_new)),
         )
 
-    def _server(self, attachment: Attachment) -> ServerView:
+    def _server(self, name: str, attachment: Attachment) -> ServerView:
         return ServerView(
+            name=name,
             build=attachment.build,
             rule=attachment.rule.kind.value,
             n_ctx=attachment.n_ctx,

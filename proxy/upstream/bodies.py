@@ -63,16 +63,29 @@ def parse_body(raw: bytes) -> GenerationBody | None:
         return None
 
 
-class _Streaming(msgspec.Struct):
+class _Head(msgspec.Struct):
+    """What is read of a body before it is known whose request it is."""
+
     stream: Any = False
+    model: Any = ""
+
+
+def _head_of(raw: bytes) -> _Head:
+    try:
+        return msgspec.json.decode(raw, type=_Head)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _Head()
 
 
 def wants_stream(raw: bytes) -> bool:
     """Return whether the answer to a body comes as a stream."""
-    try:
-        return msgspec.json.decode(raw, type=_Streaming).stream is True
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return False
+    return _head_of(raw).stream is True
+
+
+def model_of(raw: bytes) -> str:
+    """Return what a body calls the model, empty if it does not say."""
+    model = _head_of(raw).model
+    return model if isinstance(model, str) else ""
 
 
 def as_chat_body(route: Route, body: GenerationBody) -> GenerationBody:

@@ -41,9 +41,10 @@ def header_request(route: Route, body: GenerationBody, *, is_whole: bool) -> byt
     return msgspec.json.encode(fields)
 
 
-def tokens_request(tokens: TokenIds) -> bytes:
-    """Return the request to /completion that has some tokens evaluated."""
-    return msgspec.json.encode({"prompt": tokens.tolist(), "n_predict": 1, "max_tokens": 1})
+def tokens_request(tokens: TokenIds, model: str) -> bytes:
+    """Return the request to /completion that has some tokens evaluated, by a *model* if it says which."""
+    fields = {"prompt": tokens.tolist(), "n_predict": 1, "max_tokens": 1}
+    return msgspec.json.encode({"model": model, **fields} if model else fields)
 
 
 def _header(route: Route, body: GenerationBody) -> dict[str, Any]:

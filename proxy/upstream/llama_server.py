@@ -16,7 +16,7 @@ from yarl import URL
 
 from proxy.core.model import SlotId
 from proxy.core.prefix import TokenIds, token_ids
-from proxy.errors import UpstreamRefused, UpstreamSlow, UpstreamUnreachable
+from proxy.errors import UpstreamFault, UpstreamRefused, UpstreamSlow, UpstreamUnreachable
 from proxy.upstream.pending import Pending
 from proxy.upstream.replies import (
     AppliedTemplate,
@@ -34,6 +34,7 @@ from proxy.upstream.replies import (
     Tokenized,
     TokenizedPieces,
 )
+from proxy.upstream.target import Presence, Target
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
@@ -63,32 +64,43 @@ def new_session() -> aiohttp.ClientSession:
 
 
 class LlamaServer:
-    """One llama-server, by its base URL."""
+    """One llama-server, by its target."""
 
-    def __init__(self, session: aiohttp.ClientSession, base_url: str, api_key: str | None) -> None:
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        target: Target,
+        api_key: str | None,
+        presence: Presence | None = None,
+    ) -> None:
         self.session = session
         self.pending = Pending()
-        self.base_url = base_url.rstrip("/")
+        self.target = target
+        self.presence = presence or Presence()
+        self._api_key = api_key
         self.own_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
+    def at(self, target: Target, presence: Presence | None = None) -> "LlamaServer":
+        """Return another llama-server that takes the same key."""
+        return LlamaServer(self.session, target, self._api_key, presence)
+
     def url(self, raw_path: str) -> URL:
-        """Return the URL of a path with its query, left exactly as the client encoded it."""
-        return URL(self.base_url + raw_path, encoded=True)
+        """Return the URL of a client's path with its query, left exactly as the client encoded it."""
+        return URL(self.target.base_url + raw_path, encoded=True)
+
+    def _own_url(self, method: str, path: str) -> URL:
+        return self.url(self.target.path(method, path))
 
     async def is_ready(self) -> bool:
         """Return whether the model is loaded: until then GET /health is 503 (server-http.cpp)."""
         try:
-            async with self.session.get(
-                self.url("/health"),
-                headers=self.own_headers,
-                timeout=aiohttp.ClientTimeout(total=QUICK_SECONDS),
-            ) as reply:
-                return reply.status == 200
-        except (aiohttp.ClientError, TimeoutError, OSError):
+            await self._read("GET", "/health", seconds=QUICK_SECONDS)
+        except UpstreamFault:
             return False
+        return True
 
     async def props(self) -> Props:
-        return await self._call("GET", "/props", Props, seconds=QUICK_SECONDS)
+        return await self.call("GET", "/props", Props, seconds=QUICK_SECONDS)
 
     async def process_id(self, props: Props) -> str:
         """Return a mark of the process that answered with *props*.
@@ -99,12 +111,9 @@ class LlamaServer:
         """
         if _RANDOM_MARKER.fullmatch(props.media_marker):
             return props.media_marker
+        url, limit = self._own_url("GET", "/metrics"), aiohttp.ClientTimeout(total=QUICK_SECONDS)
         try:
-            async with self.session.get(
-                self.url("/metrics"),
-                headers=self.own_headers,
-                timeout=aiohttp.ClientTimeout(total=QUICK_SECONDS),
-            ) as reply:
+            async with self.session.get(url, headers=self.own_headers, timeout=limit) as reply:
                 return reply.headers.get("Process-Start-Time-Unix", "")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UpstreamUnreachable(f"GET /metrics: {reason_of(error)}") from error
@@ -115,18 +124,19 @@ class LlamaServer:
 
     async def slots(self) -> list[SlotStatus]:
         """Return the slots' states; 501 (UpstreamRefused) under --no-slots."""
-        return await self._call("GET", "/slots", list[SlotStatus], seconds=SLOT_ACTION_SECONDS)
+        return await self.call("GET", "/slots", list[SlotStatus], seconds=SLOT_ACTION_SECONDS)
 
     async def model_meta(self) -> ModelMeta:
-        models = await self._call("GET", "/v1/models", Models, seconds=QUICK_SECONDS)
-        return next((m.meta for m in models.data if m.meta), ModelMeta())
+        models = await self.call("GET", "/v1/models", Models, seconds=QUICK_SECONDS)
+        metas = (m.meta for m in models.data if m.meta and self.target.is_listed_as(m.id))
+        return next(metas, ModelMeta())
 
     async def lora_adapters(self) -> list[LoraAdapter]:
-        return await self._call("GET", "/lora-adapters", list[LoraAdapter], seconds=QUICK_SECONDS)
+        return await self.call("GET", "/lora-adapters", list[LoraAdapter], seconds=QUICK_SECONDS)
 
     async def apply_template(self, body: bytes, headers: Headers) -> str:
         """Render a chat body; the same parser as /v1/chat/completions reads it."""
-        reply = await self._call("POST", "/apply-template", AppliedTemplate, body, headers)
+        reply = await self.call("POST", "/apply-template", AppliedTemplate, body, headers)
         return reply.prompt
 
     async def tokenize(self, content: Any, headers: Headers, *, add_special: bool) -> TokenIds:
@@ -136,17 +146,17 @@ class LlamaServer:
         (server-context.cpp, handle_completions_impl against post_tokenize).
         """
         body = {"content": content, "add_special": add_special, "parse_special": True}
-        reply = await self._call("POST", "/tokenize", Tokenized, body, headers)
+        reply = await self.call("POST", "/tokenize", Tokenized, body, headers)
         return token_ids(reply.tokens)
 
     async def tokenize_plain(self, text: str, headers: Headers) -> list[int]:
         """Tokenize *text* with special tokens read as ordinary text."""
         body = {"content": text, "add_special": False, "parse_special": False}
-        return (await self._call("POST", "/tokenize", Tokenized, body, headers)).tokens
+        return (await self.call("POST", "/tokenize", Tokenized, body, headers)).tokens
 
     async def pieces(self, text: str, headers: Headers) -> TokenizedPieces:
         body = {"content": text, "add_special": True, "parse_special": True, "with_pieces": True}
-        return await self._call("POST", "/tokenize", TokenizedPieces, body, headers)
+        return await self.call("POST", "/tokenize", TokenizedPieces, body, headers)
 
     async def evaluate(
         self, slot_id: SlotId, tokens: TokenIds, headers: Headers | None = None
@@ -163,18 +173,18 @@ class LlamaServer:
             "cache_prompt": True,
             "n_cache_reuse": 0,
         }
-        reply = await self._call("POST", "/completion", Evaluated, body, headers, seconds=None)
+        reply = await self.call("POST", "/completion", Evaluated, body, headers, seconds=None)
         return reply.timings
 
     async def evaluate_anywhere(self, tokens: TokenIds) -> Evaluated:
         """Evaluate *tokens* in the slot that llama-server chooses, idle or as soon as one is."""
         body = {"prompt": tokens.tolist(), "n_predict": 0, "cache_prompt": True, "n_cache_reuse": 0}
-        return await self._call("POST", "/completion", Evaluated, body, seconds=None)
+        return await self.call("POST", "/completion", Evaluated, body, seconds=None)
 
     async def overwrite(self, slot_id: SlotId) -> None:
         """Make a slot hold one token, and nothing of what it held."""
         body = {"prompt": [0], "n_predict": 0, "id_slot": slot_id, "cache_prompt": False}
-        await self._call("POST", "/completion", Evaluated, body, seconds=None)
+        await self.call("POST", "/completion", Evaluated, body, seconds=None)
 
     async def canary(self, slot_id: SlotId, tokens: TokenIds) -> list[tuple[int, float]]:
         """Evaluate *tokens* from nothing; return the ten likeliest next tokens with log-probabilities."""
@@ -186,7 +196,7 @@ class LlamaServer:
             "id_slot": slot_id,
             "cache_prompt": False,
         }
-        reply = await self._call("POST", "/completion", Canary, body, seconds=None)
+        reply = await self.call("POST", "/completion", Canary, body, seconds=None)
         if not reply.completion_probabilities:
             raise UpstreamRefused(200, "no probabilities in the reply to n_probs")
         return [(p.id, p.logprob) for p in reply.completion_probabilities[0].top_logprobs]
@@ -221,9 +231,9 @@ class LlamaServer:
         self, slot_id: SlotId, action: str, reply_type: type[T], body: dict[str, str]
     ) -> T:
         path = f"/slots/{slot_id}?action={action}"
-        return await self._call("POST", path, reply_type, body, seconds=SLOT_ACTION_SECONDS)
+        return await self.call("POST", path, reply_type, body, seconds=SLOT_ACTION_SECONDS)
 
-    async def _call(
+    async def call(
         self,
         method: str,
         path: str,
@@ -233,6 +243,7 @@ class LlamaServer:
         *,
         seconds: float | None = 60.0,
     ) -> T:
+        """Make one call of the proxy's own; returns its reply, read as *reply_type*."""
         content = await self._read(method, path, body, headers, seconds=seconds)
         try:
             return msgspec.json.decode(content, type=reply_type)
@@ -248,14 +259,16 @@ class LlamaServer:
         *,
         seconds: float | None,
     ) -> bytes:
+        self.presence.require(self.target.name)
         data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
+        data = self.target.body(data)
         sent = {"Content-Type": "application/json", **(headers or self.own_headers)}
         try:
             async with (
                 self.pending.call(),
                 self.session.request(
                     method,
-                    self.url(path),
+                    self._own_url(method, path),
                     data=None if data is None else io.BytesIO(data),
                     headers=sent,
                     timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=5.0),

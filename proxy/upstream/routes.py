@@ -73,6 +73,18 @@ def changes_server_state(method: str, path: str) -> bool:
     return method == "POST" and (path.startswith("/slots/") or path == "/lora-adapters")
 
 
+def unloads_models(method: str, path: str) -> bool:
+    """Return whether a request has a host of models load or unload one.
+
+    Read from server-models.cpp (router) and llama-swap's proxymanager.go.
+    """
+    if method == "GET":
+        return path == "/unload"
+    return path in ("/models", "/models/load", "/models/unload") or path.startswith(
+        "/api/models/unload"
+    )
+
+
 def error_shape(path: str) -> ErrorShape:
     """Return the shape in which clients of *path* expect errors."""
     return ErrorShape.ANTHROPIC if path.startswith("/v1/messages") else ErrorShape.OPENAI

@@ -3,9 +3,9 @@
 import pytest
 from structlog.testing import capture_logs
 
+from proxy.driver.fleet.fleet import Fleet
 from proxy.front import metrics_page
 from proxy.metrics import Metrics
-from proxy.upstream.llama_server import LlamaServer
 from tests.integration.conftest import StartRig
 from tests.integration.rig import Rig
 
@@ -57,7 +57,7 @@ def test_wait_for_llama_server_leaves_the_scraper_half_of_its_time() -> None:
 
 
 async def test_llama_server_is_not_asked_unless_the_operator_wants_it() -> None:
-    class Untouched(LlamaServer):
+    class Untouched(Fleet):
         def __init__(self) -> None:
             pass
 

@@ -38,8 +38,8 @@ async def test_page_is_told_of_requests_as_they_end_and_once(start_rig: StartRig
             assert reply.headers["Content-Type"] == "text/event-stream"
             told = overviews(reply)
             first = await anext(told)
-            assert first.state == "caching" and first.server is not None and not first.requests
-            assert {slot.state for slot in first.server.slots} == {"empty"}
+            assert first.state == "caching" and first.servers and not first.requests
+            assert {slot.state for slot in first.servers[0].slots} == {"empty"}
             await rig.chat(question("a"))
             async for overview in told:
                 if overview.requests:
@@ -110,7 +110,7 @@ class TalkativeLooks:
             state="degraded",
             since="",
             reasons=(reason,),
-            server=None,
+            servers=(),
             n_waiting=0,
             store=None,
             today=Today(since=0.0),

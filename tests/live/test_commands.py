@@ -16,6 +16,7 @@ from proxy.errors import StoreLocked
 from proxy.offline.store import open_offline
 from proxy.upstream.llama_server import LlamaServer as LlamaServerClient
 from proxy.upstream.llama_server import new_session
+from proxy.upstream.target import Target
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
@@ -176,7 +177,7 @@ async def test_bench_shows_what_restoring_brings(tmp_path: Path) -> None:
         assert status == 0 and "500 tokens" in output and "times" in output, output
         assert "Left out" in output and list(directory.iterdir()) == []
         async with new_session() as session:
-            upstream = LlamaServerClient(session, server.base_url, None)
+            upstream = LlamaServerClient(session, Target(server.base_url), None)
             measured = await measure(upstream, directory, [500, 2000], lambda _: None)
             with open_offline(directory, may_be_new=True), pytest.raises(StoreLocked):
                 await measure(upstream, directory, [500], lambda _: None)

@@ -17,6 +17,7 @@ from proxy.upstream import llama_server
 from proxy.upstream.bodies import as_chat_body, parse_body
 from proxy.upstream.routes import generation_route
 from proxy.upstream.state_file import read_state_file
+from proxy.upstream.target import Target
 from tests.lab import generated_bodies, messages_bodies, responses_bodies
 from tests.lab.models import TEMPLATE_FOLDER, model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
@@ -55,7 +56,7 @@ class Server:
         route, body = generation_route("POST", path), parse_body(raw)
         assert route is not None and body is not None
         async with llama_server.new_session() as session:
-            upstream = llama_server.LlamaServer(session, self.process.base_url, None)
+            upstream = llama_server.LlamaServer(session, Target(self.process.base_url), None)
             chat = as_chat_body(route, body)
             return await PromptReader(upstream).read(route, chat, {}, Namespace(b""), rule)
 

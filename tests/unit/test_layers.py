@@ -50,6 +50,7 @@ MAY_IMPORT = {
     "proxy.run": {"proxy.core", "proxy.errors", "proxy.log", "proxy.run"},
     "proxy.run.guard": set(),
     "proxy.app": {"proxy"},
+    "proxy.building": {"proxy.config", "proxy.driver", "proxy.stabilize", "proxy.upstream"},
     "proxy.commands": {"proxy.commands", "proxy.app", "proxy.config", "proxy.core", "proxy.errors"}
     | {"proxy.addresses", "proxy.log", "proxy.run", "proxy.sizes", "proxy.upstream"}
     | {"proxy.loading", "proxy.offline"},

@@ -8,7 +8,7 @@ import pytest
 
 from proxy.driver.faults import Faults
 from proxy.driver.requests import Arrival, GenerationRequest
-from proxy.driver.services import Services
+from proxy.driver.services import Shared
 from proxy.driver.serving.stabilizing import Stabilizing
 from proxy.driver.session import Session
 from proxy.driver.tasks import Tasks
@@ -30,20 +30,24 @@ class Upstream:
         raise UpstreamRefused(400, "no")
 
 
-def stabilizing(switches: str = "safe") -> tuple[Stabilizing, Services, Upstream]:
+def stabilizing(switches: str = "safe") -> tuple[Stabilizing, Shared, Upstream]:
     metrics, upstream = Metrics(), Upstream()
     services = SimpleNamespace(
-        upstream=upstream,
         opened_store=None,
         metrics=metrics,
         faults=Faults(metrics),
         tasks=Tasks(),
     )
-    known = cast(Services, services)
+    known = cast(Shared, services)
     return Stabilizing(known, parse_switches(switches)), known, upstream
 
 
-SESSION = cast(Session, SimpleNamespace(attachment=SimpleNamespace(process_id="one")))
+def session(upstream: Upstream, process_id: str = "one") -> Session:
+    attachment = SimpleNamespace(process_id=process_id)
+    return cast(Session, SimpleNamespace(attachment=attachment, upstream=upstream))
+
+
+SESSION = session(Upstream())
 
 
 def request(route: Route = Route.MESSAGES, **fields: Any) -> GenerationRequest:
@@ -79,9 +83,9 @@ async def test_billing_line_is_dropped_counted_and_named() -> None:
 async def test_template_is_asked_once_for_each_process() -> None:
     stabilizers, _, upstream = stabilizing()
     for _ in range(3):
-        await stabilizers.rewrite(SESSION, request())
+        await stabilizers.rewrite(session(upstream), request())
     n_asked = upstream.n_asked
-    other = cast(Session, SimpleNamespace(attachment=SimpleNamespace(process_id="two")))
+    other = session(upstream, "two")
     await stabilizers.rewrite(other, request())
     assert upstream.n_asked == 2 * n_asked > 0
 

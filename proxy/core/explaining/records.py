@@ -15,7 +15,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     `at` is when it came, in seconds since 1970; the other times are since then. What is not known is null.
     `n_missed` tokens were evaluated although they were known; `cause` says why, `part` and `message`
-    (counted from 0) where in the prompt.
+    (counted from 0) where in the prompt. `server` says which llama-server, or model, served it where there
+    are several.
     """
 
     id: str
@@ -28,6 +29,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     status: int | None = None
     why: str | None = None
     chosen: str | None = None
+    server: str | None = None
     slot: int | None = None
     n_prompt: int | None = None
     expected: int | None = None

@@ -7,7 +7,7 @@ nothing else that is kept could give, halved for every half-life since a request
 The lowest standing goes first, then the least value per byte.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from heapq import heapify, heappop, heappush
@@ -59,12 +59,17 @@ class Standing(IntEnum):
 class Present:
     """What value depends on besides the checkpoints: the clock, the rates, the model that is served.
 
-    Without `namespaces` it is not known what llama-server serves, and every model counts fully.
+    Without `namespaces` it is not known what llama-server serves, and every model counts fully. `rates`
+    are those of a namespace that `rates_by` does not tell.
     """
 
     now: float
     rates: Rates = field(default_factory=Rates)
     namespaces: frozenset[Namespace] = frozenset()
+    rates_by: Mapping[Namespace, Rates] = field(default_factory=dict)
+
+    def rates_of(self, namespace: Namespace) -> Rates:
+        return self.rates_by.get(namespace, self.rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +88,9 @@ Rank = tuple[Standing, float, float, CheckpointId]
 
 def value_seconds(checkpoint: Checkpoint, stretches: Iterable[Stretch], present: Present) -> float:
     """Return the expected seconds that losing the *stretches* of a checkpoint would cost."""
+    rates = present.rates_of(checkpoint.namespace)
     seconds = sum(
-        present.rates.evaluation_seconds(s.n_before, s.n_before + s.n_tokens)
+        rates.evaluation_seconds(s.n_before, s.n_before + s.n_tokens)
         * _likelihood(s.asked_at, present.now)
         for s in stretches
     )

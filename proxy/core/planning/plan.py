@@ -162,6 +162,11 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     return _plan(prompt, now, options)
 
 
+def n_held(prompt: Prompt, now: Situation) -> int:
+    """Return how many tokens of a prompt some slot holds, usable or not."""
+    return max((_shared(prompt, slot) for slot in now.slots), default=0)
+
+
 def _steadiest(options: list[Option]) -> Option:
     """Return the cheapest option, or one that reuses clearly more and is hardly dearer."""
     cheapest = options[0]

@@ -26,8 +26,12 @@ class SlotView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerView(msgspec.Struct, frozen=True, kw_only=True):
-    """llama-server, once the proxy is attached to it; `n_ctx` is what one slot holds."""
+    """A llama-server that the proxy is attached to; `n_ctx` is what one slot holds.
 
+    `name` is the model where one address has several, else the address.
+    """
+
+    name: str
     build: str
     rule: str
     n_ctx: int
@@ -69,7 +73,7 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     since: str
     reasons: tuple[dict[str, str], ...]
-    server: ServerView | None
+    servers: tuple[ServerView, ...]
     n_waiting: int
     store: StoreView | None
     today: Today

@@ -13,7 +13,7 @@ from proxy.core.probes import SelfTestResult
 from proxy.core.rates import Rates
 from proxy.core.slots import Content
 from proxy.driver.contact.identity import tenant_namespace
-from proxy.driver.degradations import CannotCache, Degradations
+from proxy.driver.degradations import CannotCache, DegradationsHere
 from proxy.driver.slots.leases import LeaseDesk
 from proxy.errors import CacheFault, NoRoom, UpstreamUnreachable
 from proxy.upstream.replies import Timings
@@ -39,7 +39,7 @@ class Attachment:
     build: str
     desk: LeaseDesk
     n_ctx: int
-    degradations: Degradations
+    degradations: DegradationsHere
     n_believed_points: int = 10
     obstacle: CannotCache | None = None
     model_namespace: Namespace | None = None

@@ -6,7 +6,7 @@ every request, where it costs no time. While requests wait for it to come back, 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 from proxy.core.degradation import OF_PROCESS, DegradationKind
@@ -42,13 +42,17 @@ class Lifecycle:
         new_session: Callable[[Attachment], Session],
         learning: Learning,
         absence: Absence,
+        is_host_of_models: Callable[[], Awaitable[bool]],
     ) -> None:
+        """*is_host_of_models* finds out whether what answers starts llama-servers; then this is over."""
         self._services = services
         self._degradations = services.degradations
         self._upstream = services.upstream
         self._attacher = attacher
         self._new_session = new_session
         self._learning = learning
+        self._is_host_of_models = is_host_of_models
+        self._presence = services.upstream.presence
         self.absence = absence
         self._log = get_logger("lifecycle")
         self._poked = asyncio.Event()
@@ -58,7 +62,10 @@ class Lifecycle:
         self._n_state_changes = 0
         self.current: Session | None = None
         self._reported = ""
-        self._degradations.begin(DegradationKind.ATTACHING)
+        self.is_over = False
+        """Whether there is no llama-server at this address, but a host of several models."""
+        if self._presence.is_there:
+            self._degradations.begin(DegradationKind.ATTACHING)
 
     async def session(self, since: float) -> Session | None:
         """Return the current session; if there is none, look once more, and wait a while for it.
@@ -113,7 +120,8 @@ class Lifecycle:
             since_retry += seconds
             self._is_retry_due = since_retry >= RETRY_SECONDS
             since_retry = 0.0 if self._is_retry_due else since_retry
-            await self._look_for(None)
+            if self._is_look_due():
+                await self._look_for(None)
             if self.current:
                 self._learning.look_again(self.current)
             self._poked.clear()
@@ -122,6 +130,11 @@ class Lifecycle:
                     await self._poked.wait()
             except TimeoutError:
                 pass
+
+    def _is_look_due(self) -> bool:
+        presence = self._presence
+        is_news = presence.is_there != (self.current is not None) or self._poked.is_set()
+        return not self.is_over and (presence.is_polled or is_news)
 
     def _seconds_to_next_look(self) -> float:
         return min(WATCH_SECONDS, RETURN_WATCH_SECONDS) if self.absence.n_waiting else WATCH_SECONDS
@@ -133,16 +146,18 @@ class Lifecycle:
         await asyncio.wait({self._look}, timeout=seconds)
 
     async def _look_once(self) -> None:
+        if not self._presence.is_there:
+            return self.end()
         try:
             props = await self._ask()
             if props.total_slots < 1:
-                self._lose(DegradationKind.NOT_A_LLAMA_SERVER, "no slots")
+                await self._lose_or_end(DegradationKind.NOT_A_LLAMA_SERVER, "no slots")
             else:
                 await self._follow(props)
         except UpstreamSlow:
             pass  # busy is not gone
         except UpstreamFault as fault:
-            self._lose(_kind_of(fault), str(fault))
+            await self._lose_or_end(_kind_of(fault), str(fault))
         except Exception as error:
             self._services.faults.record("lifecycle", error)
             if self.current is None:
@@ -175,6 +190,17 @@ class Lifecycle:
             self._is_retry_due and not session.attachment.can_cache and _is_idle(session.attachment)
         ):
             await self._attach(props, process_id)
+
+    def end(self) -> None:
+        """Forget the session: its process is gone, and nobody misses it."""
+        self._close()
+        self._degradations.end(*OF_PROCESS)
+
+    async def _lose_or_end(self, kind: DegradationKind, detail: str) -> None:
+        if kind is DegradationKind.NOT_A_LLAMA_SERVER and await self._is_host_of_models():
+            self.is_over = True
+            return self.end()
+        self._lose(kind, detail)
 
     def _lose(self, kind: DegradationKind, detail: str = "") -> None:
         """Forget the session; what was wrong with its process is over, and this begins."""
@@ -210,6 +236,7 @@ class Lifecycle:
         self._outlast_strangers(session)
         self._learning.begin(session)
         self._degradations.end(*before)
+        self._services.served.note(self._upstream.target, attachment)
         self.current = session
         self._report(attachment, props)
 

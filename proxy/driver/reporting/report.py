@@ -85,6 +85,7 @@ class Report:
             path=request.path,
             outcome=outcome.value,
             status=answer.status,
+            server=request.server or None,
             first_token_seconds=_rounded(first_token_seconds),
             seconds=round(time.monotonic() - arrived_at, 4),
             rewrites=request.rewrites,

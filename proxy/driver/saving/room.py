@@ -3,7 +3,6 @@
 Owns: what was learned of the sizes of this model's states, and what is said when there is no room.
 """
 
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
@@ -28,15 +27,6 @@ _MOST_SHARE = 2
 """An extrapolation reserves no more than this part of the budget; the file itself then tells."""
 
 
-def present_of(attachment: Attachment | None) -> Present:
-    """Return what the value of checkpoints depends on now."""
-    if attachment is None:
-        return Present(time.time())
-    namespaces = frozenset(attachment.tenant_namespace(t) for t in {b"", *attachment.tenants})
-    is_known = attachment.can_cache
-    return Present(time.time(), attachment.rates, namespaces if is_known else frozenset())
-
-
 class Room:
     """Reserves room in the store for the states of one llama-server process."""
 
@@ -44,6 +34,9 @@ class Room:
         self._services = services
         self._attachment = attachment
         self._saver = saver
+
+    def _present(self) -> Present:
+        return self._services.served.present(self._attachment)
 
     @asynccontextmanager
     async def for_slot(self, content: Content) -> AsyncIterator[str]:
@@ -53,7 +46,7 @@ class Room:
         """
         claim = Claim(
             self._expected_bytes(extent_of(content)),
-            present_of(self._attachment),
+            self._present(),
             self._replaced_by(content),
             spared_seconds=self._spared_seconds(content),
         )
@@ -64,7 +57,7 @@ class Room:
     async def probe(self, slot_id: SlotId, n_tokens: int) -> AsyncIterator[SavedSlot]:
         """Save a slot of *n_tokens* to look at the file, which is then deleted; raises CacheFault."""
         n_bytes = self._expected_bytes((n_tokens, 0))
-        claim = Claim(n_bytes, present_of(self._attachment), is_passing=True)
+        claim = Claim(n_bytes, self._present(), is_passing=True)
         async with self._reserved(claim) as name:
             yield await self.save(slot_id, name)
 
@@ -127,7 +120,7 @@ class Room:
 
     def _sizes(self) -> list[StateSize]:
         """Return the sizes of this model's states; before it is identified, those of all models'."""
-        ours = present_of(self._attachment).namespaces
+        ours = self._present().namespaces
         stored = (c for c in self._services.store if not ours or c.namespace in ours)
         return [
             *self._attachment.sizes,

@@ -6,13 +6,17 @@ alone until its save has been put off for long enough.
 
 import asyncio
 import time
+from contextlib import suppress
+from functools import partial
 
 from proxy.core.keeping.write_back import is_write_back_due, worth_of
 from proxy.core.model import CheckpointKind
-from proxy.core.slots import Known, Slot
+from proxy.core.slots import Known, Slot, SlotTable
 from proxy.driver.contact.attachment import Attachment
 from proxy.driver.contact.lifecycle import Lifecycle
 from proxy.driver.session import Session
+from proxy.driver.slots.lease import Choice
+from proxy.driver.slots.leases import DeskClosed
 from proxy.driver.tasks import Tasks
 from proxy.log import get_logger
 
@@ -49,6 +53,17 @@ class WriteBack:
             n_saved = sum(task.done() and task.result() is not None for task in saves)
             get_logger("main").info("slots saved", n_saved=n_saved, n_dirty=len(saves))
 
+    async def settle(self, seconds: float) -> None:
+        """Save every dirty slot once nothing runs any more, in at most *seconds*."""
+        session = self._lifecycle.current
+        if session is None:
+            return
+        desk = session.attachment.desk
+        with suppress(TimeoutError, DeskClosed):
+            async with asyncio.timeout(seconds):
+                (await desk.lease(partial(_all_slots, desk.table))).release()
+        await self.drain(seconds)
+
     def _take_up_postponed(self) -> None:
         if session := self._lifecycle.current:
             session.saves.take_up_postponed()
@@ -71,6 +86,11 @@ class WriteBack:
         saves = asyncio.gather(*tasks, return_exceptions=True)
         saves.add_done_callback(lambda _: turn.end())
         return tasks
+
+
+def _all_slots(table: SlotTable) -> Choice[None] | None:
+    is_free = not any(slot.is_leased for slot in table)
+    return Choice(tuple(slot.id for slot in table), None) if is_free else None
 
 
 def _is_due(session: Session, slot: Slot, idle_seconds: float | None) -> bool:

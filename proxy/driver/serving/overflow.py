@@ -23,7 +23,7 @@ from proxy.core.planning.overflow import (
     step_of,
 )
 from proxy.driver.requests import GenerationRequest
-from proxy.driver.services import Services
+from proxy.driver.services import Shared
 from proxy.driver.serving.stabilizing import FORMS
 from proxy.driver.session import Session
 from proxy.errors import StabilizerFailed, UpstreamFault
@@ -37,6 +37,7 @@ from proxy.stabilize.shortening import (
     wanted_tokens,
 )
 from proxy.upstream.bodies import GenerationBody
+from proxy.upstream.llama_server import LlamaServer
 
 REWRITE = "context_overflow"
 _N_CONVERSATIONS = 1024
@@ -58,7 +59,7 @@ class Fitted:
 class Overflow:
     """Leaves out what is oldest of conversations that do not fit, in large steps."""
 
-    def __init__(self, services: Services, *, is_on: bool) -> None:
+    def __init__(self, services: Shared, *, is_on: bool) -> None:
         self._services = services
         self._is_on = is_on
         self._counts: LRUCache[bytes, int] = LRUCache(_N_MESSAGES)
@@ -77,9 +78,9 @@ class Overflow:
             return given
         try:
             conversation = conversation_of(form, given.body.fields)
-            parts = await self._count(conversation, given.request)
+            parts = await self._count(session.upstream, conversation, given.request)
             places = places_to_cut(parts, step_of(n_ctx, n_room))
-            key = _key_of(given.request, conversation)
+            key = _key_of(session.upstream, given.request, conversation)
             return await self._shorten(form, given, read, places, key, n_room) or given
         except UpstreamFault as fault:
             self._services.faults.record("stabilize", fault)
@@ -124,22 +125,27 @@ class Overflow:
                 return Fitted(request, body, prompt)
         return None
 
-    async def _count(self, conversation: list[Json], request: GenerationRequest) -> list[Part]:
+    async def _count(
+        self, upstream: LlamaServer, conversation: list[Json], request: GenerationRequest
+    ) -> list[Part]:
         """Return the messages with their own tokens, whatever a template adds to them."""
         parts: list[Part] = []
         for start in range(0, len(conversation), _N_COUNTED_AT_ONCE):
             some = conversation[start : start + _N_COUNTED_AT_ONCE]
-            counts = await asyncio.gather(*(self._n_tokens(message, request) for message in some))
+            counts = await asyncio.gather(
+                *(self._n_tokens(upstream, message, request) for message in some)
+            )
             for index, n_tokens in enumerate(counts, start):
                 before = conversation[index - 1] if index else None
                 parts.append(Part(_begins(conversation[index], before), n_tokens))
         return parts
 
-    async def _n_tokens(self, message: Json, request: GenerationRequest) -> int:
+    async def _n_tokens(
+        self, upstream: LlamaServer, message: Json, request: GenerationRequest
+    ) -> int:
         text = rendered_text(message)
-        key = xxhash.xxh3_128_digest(text.encode())
+        key = xxhash.xxh3_128_digest(f"{upstream.target.model}\0{text}".encode())
         if key not in self._counts:
-            upstream = self._services.upstream
             tokens = await upstream.tokenize(text, request.headers, add_special=False)
             self._counts[key] = len(tokens)
         return self._counts[key]
@@ -151,7 +157,8 @@ def _begins(message: Json, before: Json | None) -> Begins:
     return Begins.STEP if begins_step(message, before) else Begins.NOTHING
 
 
-def _key_of(request: GenerationRequest, conversation: list[Json]) -> bytes:
-    """Return what tells a conversation from others: who leads it, and how it began."""
-    began = msgspec.json.encode([request.session, rendered_text(conversation[:1])])
+def _key_of(upstream: LlamaServer, request: GenerationRequest, conversation: list[Json]) -> bytes:
+    """Return what tells a conversation from others: with whom, who leads it, and how it began."""
+    model = upstream.target.model
+    began = msgspec.json.encode([model, request.session, rendered_text(conversation[:1])])
     return xxhash.xxh3_128_digest(request.tenant + began)

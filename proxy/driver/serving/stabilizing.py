@@ -1,7 +1,7 @@
 """The stabilizers at work: requests are rewritten before anything else looks at them.
 
-Owns: what the template at hand does (asked once for each llama-server process), and the memory of
-earlier requests, which outlives this process in the index. What cannot be rewritten goes on as it came.
+Owns: what each llama-server's template does (asked once for each process), and the memory of earlier
+requests, which outlives this process in the index. What cannot be rewritten goes on as it came.
 """
 
 import asyncio
@@ -10,9 +10,10 @@ from contextlib import suppress
 from dataclasses import replace
 
 import msgspec
+from cachetools import LRUCache
 
 from proxy.driver.requests import GenerationRequest
-from proxy.driver.services import Services
+from proxy.driver.services import Shared
 from proxy.driver.session import Session
 from proxy.errors import StabilizerFailed, StoreFault, UpstreamFault, UpstreamRefused
 from proxy.stabilize.calls_made import CallMade
@@ -23,6 +24,7 @@ from proxy.stabilize.names import Name
 from proxy.stabilize.stabilizing import stabilize
 from proxy.stabilize.template_facts import BODIES, inlined_body, keeps_inlined, read_facts
 from proxy.upstream.bodies import GenerationBody, parse_body
+from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.routes import Route
 
 FORMS = {
@@ -34,6 +36,7 @@ FORMS = {
 _ASK_SECONDS = 2.0
 """So long a request waits for what the template does; after that it goes on as if nothing were known."""
 _VALUE_NAME = "stabilizers"
+_N_PROCESSES = 64
 _CACHE_KEYS = ("prompt_cache_key", "promptCacheKey")
 """OpenAI's name, and OpenCode's for other providers."""
 
@@ -41,12 +44,12 @@ _CACHE_KEYS = ("prompt_cache_key", "promptCacheKey")
 class Stabilizing:
     """Applies the stabilizers that are switched on."""
 
-    def __init__(self, services: Services, switches: frozenset[Name]) -> None:
+    def __init__(self, services: Shared, switches: frozenset[Name]) -> None:
         self._services = services
         self._switches = switches
         self._memory = self._remembered()
         self._effect = Effect()
-        self._facts: dict[str, asyncio.Task[Facts]] = {}
+        self._facts: LRUCache[str, asyncio.Task[Facts]] = LRUCache(_N_PROCESSES)
 
     async def rewrite(self, session: Session, request: GenerationRequest) -> GenerationRequest:
         """Return the request as it is to be served: the same one if nothing applies."""
@@ -110,31 +113,32 @@ class Stabilizing:
         """Return what the template of this llama-server does; nothing is known if it cannot be asked."""
         process_id = session.attachment.process_id
         if process_id not in self._facts:
-            self._facts = {process_id: self._services.tasks.start(self._ask())}
+            self._facts[process_id] = self._services.tasks.start(self._ask(session.upstream))
         asked = self._facts[process_id]
         await asyncio.wait({asked}, timeout=_ASK_SECONDS)
         return asked.result() if asked.done() else Facts()
 
-    async def _ask(self) -> Facts:
+    async def _ask(self, upstream: LlamaServer) -> Facts:
         try:
-            renderings = {probe: await self._render(body) for probe, body in BODIES.items()}
+            renderings = {probe: await _render(upstream, body) for probe, body in BODIES.items()}
             facts = read_facts(renderings)
             inlined = inlined_body(facts)
-            if inlined is None or keeps_inlined(await self._render(inlined), renderings):
+            if inlined is None or keeps_inlined(await _render(upstream, inlined), renderings):
                 return facts
             return replace(facts, reasoning_marks=None)
         except (UpstreamFault, ValueError, KeyError) as fault:
             self._services.faults.record("stabilize", fault)
             return Facts()
 
-    async def _render(self, body: dict[str, object]) -> str | None:
-        """Return a rendering, None if the template refuses the body; raises UpstreamFault."""
-        try:
-            return await self._services.upstream.apply_template(msgspec.json.encode(body), {})
-        except UpstreamRefused as refusal:
-            if refusal.status in (400, 500):
-                return None
-            raise
+
+async def _render(upstream: LlamaServer, body: dict[str, object]) -> str | None:
+    """Return a rendering, None if the template refuses the body; raises UpstreamFault."""
+    try:
+        return await upstream.apply_template(msgspec.json.encode(body), {})
+    except UpstreamRefused as refusal:
+        if refusal.status in (400, 500):
+            return None
+        raise
 
 
 def _cache_key(body: GenerationBody) -> str:

@@ -10,8 +10,7 @@ from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.views.listing import Deleted
 from proxy.core.views.selection import Selected, Selection, select
 from proxy.core.views.tree import STORE, parse_node_id
-from proxy.driver.contact.lifecycle import Lifecycle
-from proxy.driver.saving.room import present_of
+from proxy.driver.served import Served
 from proxy.errors import StoreFault
 from proxy.front.json_answers import json_response
 from proxy.front.stored.queries import (
@@ -28,8 +27,8 @@ _MAX_SECONDS = 1 << 40
 class Checkpoints:
     """Lists, pins and deletes checkpoints."""
 
-    def __init__(self, lifecycle: Lifecycle, store: CheckpointStore | None) -> None:
-        self._lifecycle = lifecycle
+    def __init__(self, served: Served, store: CheckpointStore | None) -> None:
+        self._served = served
         self._opened_store = store
 
     def routes(self) -> list[web.RouteDef]:
@@ -44,8 +43,7 @@ class Checkpoints:
     async def list(self, request: web.Request) -> web.Response:
         """Return all checkpoints, the most valuable first."""
         store = require_store(request, self._opened_store)
-        session = self._lifecycle.current
-        present = present_of(session.attachment if session else None)
+        present = self._served.present()
         listed = [list_stored(checkpoint, store, present) for checkpoint in store]
         return json_response(
             200, {"checkpoints": sorted(listed, key=lambda c: -(c.value_seconds or 0))}

@@ -5,8 +5,7 @@ from aiohttp import web
 
 from proxy.core.views.listing import ListedCheckpoint, ListedNode, list_node
 from proxy.core.views.tree import STORE, Node, NodeId, children_of, node_of, parse_node_id, under
-from proxy.driver.contact.lifecycle import Lifecycle
-from proxy.driver.saving.room import present_of
+from proxy.driver.served import Served
 from proxy.front.json_answers import json_response
 from proxy.front.stored.queries import list_stored, require_store, whole_number
 from proxy.store.store import CheckpointStore
@@ -31,8 +30,8 @@ class TreeLevel(msgspec.Struct, frozen=True):
 class Tree:
     """Shows the store as a tree."""
 
-    def __init__(self, lifecycle: Lifecycle, store: CheckpointStore | None) -> None:
-        self._lifecycle = lifecycle
+    def __init__(self, served: Served, store: CheckpointStore | None) -> None:
+        self._served = served
         self._opened_store = store
 
     def routes(self) -> list[web.RouteDef]:
@@ -53,8 +52,7 @@ class Tree:
         return json_response(200, level)
 
     def _level(self, store: CheckpointStore, node_id: NodeId, offset: int, limit: int) -> TreeLevel:
-        session = self._lifecycle.current
-        present = present_of(session.attachment if session else None)
+        present = self._served.present()
         checkpoints = under(node_id, store)
         node = list_node(node_of(node_id, checkpoints), present.namespaces)
         children = children_of(node_id, checkpoints, offset, limit)

@@ -19,7 +19,7 @@ function show(overview) {
   showToday(overview.today);
   showQueue(overview);
   requests.take(overview.requests, overview.keeps);
-  showSlots(overview.server, requests.latest, (id) => requests.show(id));
+  showSlots(overview.servers, requests.latest, (id) => requests.show(id));
   store.take(overview.store);
   document.documentElement.dataset.shown = overview.position;
 }
@@ -32,4 +32,4 @@ byId("pause").addEventListener("click", (event) => {
   stream.isPaused = isPaused;
 });
 
-setInterval(() => last && showSlots(last.server, requests.latest, (id) => requests.show(id)), AGES_MS);
+setInterval(() => last && showSlots(last.servers, requests.latest, (id) => requests.show(id)), AGES_MS);

@@ -6,17 +6,19 @@ import { ago, number } from "./words.js";
 const STATES = { leased: "In use", known: "Idle", empty: "Empty", unknown: "Not known" };
 
 // *requests* are the last ones, the newest first; *show* opens one of them.
-export function showSlots(server, requests, show) {
-  const slots = server?.slots ?? [];
-  reconcile(byId("slots").tBodies[0], slots, (slot) => String(slot.id), makeRow, (row, slot) => {
-    const last = requests.find((request) => request.slot === slot.id);
+export function showSlots(servers, requests, show) {
+  const several = servers.length > 1;
+  const slots = servers.flatMap((server) => server.slots.map((slot) => ({ server, slot })));
+  const nameOf = ({ server, slot }) => (several ? `${server.name} ${slot.id}` : String(slot.id));
+  reconcile(byId("slots").tBodies[0], slots, nameOf, (item) => makeRow(nameOf(item)), (row, { server, slot }) => {
+    const last = requests.find((request) => request.slot === slot.id && (!request.server || request.server === server.name));
     update(row, slot, server.n_ctx, last, show);
   });
 }
 
-function makeRow(slot) {
+function makeRow(name) {
   return make("tr", {},
-    make("th", { scope: "row" }, String(slot.id)),
+    make("th", { scope: "row" }, name),
     make("td", { class: "outcome" }),
     make("td"), make("td", { class: "wide" }), make("td", { class: "wide time" }));
 }

@@ -16,16 +16,20 @@ export function showConnection(connection) {
   byId("connection").className = connection === "gone" ? "gone" : "";
 }
 
-export function showState({ state, since, reasons, server }) {
+export function showState({ state, since, reasons, servers }) {
   say(byId("state-word"), capital(state));
   document.title = state === "caching" ? NAME : `${capital(state)} · ${NAME}`;
   byId("state").className = `state ${state}`;
   byId("state").title = `since ${clock(Date.parse(since) / 1000)}`;
-  say(byId("server"), server ? `llama-server ${server.build} · rule: ${server.rule}` : "llama-server is not attached");
-  reconcile(byId("reasons"), reasons, (reason) => reason.kind, makeReason, (element, reason) => {
+  say(byId("server"), servers.length ? servers.map(describe).join(" · ") : "no llama-server is attached");
+  reconcile(byId("reasons"), reasons, (reason) => reason.reason, makeReason, (element, reason) => {
     element.className = state;
     say(element.querySelector(".reason"), reason.reason);
   });
+}
+
+function describe({ name, build, rule }, index, servers) {
+  return `${servers.length > 1 ? name : `llama-server ${build}`} · rule: ${rule}`;
 }
 
 function makeReason(reason) {
@@ -58,7 +62,7 @@ function makeFigure([name]) {
 }
 
 export function showQueue(overview) {
-  const running = overview.server?.slots.filter((slot) => slot.state === "leased" && !slot.is_closing).length ?? 0;
+  const running = overview.servers.flatMap((server) => server.slots).filter((slot) => slot.state === "leased" && !slot.is_closing).length;
   const waiting = overview.n_waiting ? `${counted(overview.n_waiting, "request")} waiting` : "nobody waits";
   say(byId("queue"), `${running} running, ${waiting}`);
 }

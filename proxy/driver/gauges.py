@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from proxy.core.degradation import State
 from proxy.core.explaining.causes import Cause
@@ -11,50 +11,57 @@ from proxy.core.model import Checkpoint, RuleKind
 from proxy.core.prefix import TokenIds
 from proxy.core.slots import SlotState, state_of
 from proxy.driver.contact.attachment import Attachment
-from proxy.driver.contact.lifecycle import Lifecycle
 from proxy.driver.degradations import Degradations
+from proxy.driver.fleet.fleet import Fleet
 from proxy.driver.reporting.journal import Journal
-from proxy.driver.services import Services
+from proxy.driver.services import Shared
 from proxy.log import get_logger
 from proxy.metrics import POSITION_LABELS, Metrics
 from proxy.store.store import CheckpointStore
 
 
-def connect_gauges(services: Services, lifecycle: Lifecycle) -> None:
+def connect_gauges(shared: Shared, fleet: Fleet) -> None:
     """Let every gauge read its value from what serves now; zero while there is nothing."""
-    metrics = services.metrics
-    metrics.background_tasks.set_function(lambda: len(services.tasks))
+    metrics = shared.metrics
+    metrics.background_tasks.set_function(lambda: len(shared.tasks))
     metrics.event_loop_tasks.set_function(lambda: len(asyncio.all_tasks()))
     for state in State:
-        metrics.state.labels(state).set_function(_is_state(services.degradations, state))
-    _connect_attachment(metrics, lifecycle)
-    if services.opened_store is not None:
-        _connect_store(services, services.opened_store)
+        metrics.state.labels(state).set_function(_is_state(shared.everywhere, state))
+    metrics.waiting_requests.set_function(lambda: fleet.n_waiting)
+    _connect_attachments(metrics, fleet)
+    if shared.opened_store is not None:
+        _connect_store(shared, shared.opened_store)
 
 
-def _connect_attachment(metrics: Metrics, lifecycle: Lifecycle) -> None:
-    def of_attachment(read: Callable[[Attachment], float]) -> Callable[[], float]:
-        return lambda: read(lifecycle.current.attachment) if lifecycle.current else 0.0
+def _connect_attachments(metrics: Metrics, fleet: Fleet) -> None:
+    def total(read: Callable[[Attachment], float]) -> Callable[[], float]:
+        return lambda: float(sum(map(read, _attachments(fleet))))
 
-    metrics.waiting_requests.set_function(lambda: lifecycle.n_waiting)
-    metrics.rule_end_tokens.set_function(of_attachment(lambda a: a.rule.end_holds_from))
+    def highest(read: Callable[[Attachment], float]) -> Callable[[], float]:
+        return lambda: max(map(read, _attachments(fleet)), default=0.0)
+
+    metrics.rule_end_tokens.set_function(highest(lambda a: a.rule.end_holds_from))
     for position, label in POSITION_LABELS.items():
         metrics.evaluation_tokens_per_second.labels(label).set_function(
-            of_attachment(_rate_up_to(position))
+            highest(_rate_up_to(position))
         )
     warm, cold = (
         metrics.restore_bytes_per_second.labels("warm"),
         metrics.restore_bytes_per_second.labels("cold"),
     )
-    warm.set_function(of_attachment(lambda a: a.rates.warm_restore.bytes_per_second))
-    cold.set_function(of_attachment(lambda a: a.rates.cold_restore.bytes_per_second))
-    metrics.save_bytes_per_second.set_function(
-        of_attachment(lambda a: a.rates.save.bytes_per_second)
-    )
+    warm.set_function(highest(lambda a: a.rates.warm_restore.bytes_per_second))
+    cold.set_function(highest(lambda a: a.rates.cold_restore.bytes_per_second))
+    metrics.save_bytes_per_second.set_function(highest(lambda a: a.rates.save.bytes_per_second))
     for state in SlotState:
-        metrics.slots.labels(state).set_function(of_attachment(_n_slots_in(state)))
+        metrics.slots.labels(state).set_function(total(_n_slots_in(state)))
     for kind in RuleKind:
-        metrics.rule.labels(kind).set_function(of_attachment(_is_rule(kind)))
+        metrics.rule.labels(kind).set_function(highest(_is_rule(kind)))
+
+
+def _attachments(fleet: Fleet) -> Iterator[Attachment]:
+    for backend in fleet.backends:
+        if session := backend.lifecycle.current:
+            yield session.attachment
 
 
 def _is_state(degradations: Degradations, state: State) -> Callable[[], float]:
@@ -73,7 +80,7 @@ def _is_rule(kind: RuleKind) -> Callable[[Attachment], float]:
     return lambda attachment: float(attachment.can_cache and attachment.rule.kind is kind)
 
 
-def _connect_store(services: Services, store: CheckpointStore) -> None:
+def _connect_store(services: Shared, store: CheckpointStore) -> None:
     metrics = services.metrics
     count_evictions(metrics, services.journal, store)
     metrics.checkpoints.set_function(lambda: len(store))

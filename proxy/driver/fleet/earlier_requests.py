@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from proxy.core.explaining.records import Explanation
 from proxy.core.prefix import Namespace, TokenIds
 from proxy.driver.contact.attachment import Attachment
-from proxy.driver.contact.lifecycle import Lifecycle
+from proxy.driver.fleet.fleet import Fleet
 from proxy.driver.reporting.journal import Journal, Keep
 from proxy.driver.requests import Arrival, GenerationRequest
 from proxy.errors import CacheFault
@@ -28,10 +28,9 @@ class NotKnown(CacheFault):
 class EarlierRequests:
     """Makes requests again whose prompts the journal has kept."""
 
-    def __init__(self, journal: Journal, lifecycle: Lifecycle, upstream: LlamaServer) -> None:
+    def __init__(self, journal: Journal, fleet: Fleet) -> None:
         self._journal = journal
-        self._lifecycle = lifecycle
-        self._upstream = upstream
+        self._fleet = fleet
 
     def again(
         self, request_id: str, keys: Mapping[str, str], *, is_whole: bool
@@ -44,17 +43,28 @@ class EarlierRequests:
         if explanation is None:
             raise NotKnown(self._journal.why_unknown(request_id))
         namespace, tokens = self._prompt(explanation)
-        if (session := self._lifecycle.current) is None:
-            raise NotKnown("llama-server is not attached: /health says why")
+        upstream, tenant = self._owner(namespace)
         n_header = explanation.way.cuts[0] if explanation.way else 0
         wanted = tokens if is_whole or not n_header else tokens[:n_header]
         return GenerationRequest(
             arrival=Arrival(secrets.token_hex(4), _PATH),
             route=Route.COMPLETION,
-            raw=tokens_request(wanted),
-            headers=keys or self._upstream.own_headers,
-            tenant=_tenant(session.attachment, namespace),
+            raw=tokens_request(wanted, upstream.target.model),
+            headers=keys or upstream.own_headers,
+            tenant=tenant,
+            model=upstream.target.model,
         )
+
+    def _owner(self, namespace: Namespace) -> tuple[LlamaServer, bytes]:
+        """Return the llama-server that serves a namespace, and its tenant."""
+        sessions = [s for b in self._fleet.backends if (s := b.lifecycle.current)]
+        if not sessions:
+            raise NotKnown("llama-server is not attached: /health says why")
+        for session in sessions:
+            tenant = _tenant(session.attachment, namespace)
+            if tenant is not None:
+                return session.upstream, tenant
+        raise NotKnown("llama-server has another model, other adapters or other settings since")
 
     def _prompt(self, explanation: Explanation) -> tuple[Namespace, TokenIds]:
         if self._journal.keep is Keep.NONE:
@@ -67,8 +77,6 @@ class EarlierRequests:
         return known.namespace, prompts.tokens(known)
 
 
-def _tenant(attachment: Attachment, namespace: Namespace) -> bytes:
-    for tenant in (b"", *attachment.tenants):
-        if attachment.tenant_namespace(tenant) == namespace:
-            return tenant
-    raise NotKnown("llama-server has another model, other adapters or other settings since")
+def _tenant(attachment: Attachment, namespace: Namespace) -> bytes | None:
+    tenants = (b"", *attachment.tenants)
+    return next((t for t in tenants if attachment.tenant_namespace(t) == namespace), None)

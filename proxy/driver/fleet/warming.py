@@ -18,13 +18,16 @@ from proxy.core.model import Checkpoint, CheckpointKind, Prompt, Rule
 from proxy.core.prefix import common_prefix_length
 from proxy.core.restore import usable_tokens
 from proxy.core.slots import Content, Known, Slot, Unknown
-from proxy.driver.contact.lifecycle import Lifecycle
-from proxy.driver.requests import Answer, GenerationRequest
-from proxy.driver.services import Services
-from proxy.driver.serving.cache import Cache
+from proxy.driver.fleet.backend import Backend
+from proxy.driver.fleet.dispatch import Dispatch
+from proxy.driver.fleet.fleet import Fleet
+from proxy.driver.fleet.group import Group
+from proxy.driver.requests import Answer, GenerationRequest, Send
+from proxy.driver.services import Shared
 from proxy.driver.session import Session
 from proxy.errors import CacheFault, UpstreamFault, UpstreamNotReached
 from proxy.upstream.answers import AnswerReader
+from proxy.upstream.llama_server import LlamaServer
 
 _LOOK_SECONDS = 0.5
 
@@ -51,10 +54,10 @@ class Warmed:
 class Warming:
     """Warms headers."""
 
-    def __init__(self, services: Services, lifecycle: Lifecycle, cache: Cache) -> None:
-        self._services = services
-        self._lifecycle = lifecycle
-        self._cache = cache
+    def __init__(self, shared: Shared, fleet: Fleet, dispatch: Dispatch) -> None:
+        self._shared = shared
+        self._fleet = fleet
+        self._dispatch = dispatch
         self._busy = asyncio.Lock()
 
     async def warm(
@@ -65,59 +68,43 @@ class Warming:
         Raises NotWarmed, or what makes serving any request impossible.
         """
         async with self._busy:
-            began = time.monotonic()
-            session = await self._lifecycle.session(began)
-            if session is None or not session.attachment.is_caching:
-                raise NotWarmed("nothing is cached now: /health says why")
-            prompt = await self._read(session, request)
-            wanted = _wanted_tokens(prompt, is_whole=is_whole) - SLACK_TOKENS
-            n_usable, checkpoint = self._best(session, prompt)
-            if was_kept := n_usable >= wanted:
-                on_progress(prompt.n_tokens, prompt.n_tokens)
-            else:
-                async with self._watched(session, prompt, on_progress):
-                    await self._cache.serve(request, partial(self._send, request))
-                await self._save(session, prompt)
-                n_usable, checkpoint = self._best(session, prompt)
-            if checkpoint is None or n_usable < wanted:
-                raise NotWarmed(_why_not_kept(session.attachment.rule, n_usable, wanted))
-            seconds, n_header = time.monotonic() - began, prompt.cuts.header
-            return Warmed(checkpoint, n_usable, n_header, prompt.n_tokens, was_kept, seconds)
+            async with self._fleet.group(request.model, time.monotonic()) as group:
+                return await self._warm(group, request, on_progress, is_whole=is_whole)
 
-    async def _read(self, session: Session, request: GenerationRequest) -> Prompt:
-        prompt, reason = await self._cache.prompt_of(session, request)
-        if prompt is None:
-            raise NotWarmed(f"this request is not cached: {reason}")
-        return prompt
-
-    async def _send(
+    async def _warm(
         self,
+        group: Group | None,
         request: GenerationRequest,
-        raw: bytes,
-        on_start: Callable[[], None],
-        n_found: int | None = None,
-    ) -> Answer:
-        upstream = self._services.upstream
-        headers = {"Content-Type": "application/json", **request.headers}
-        try:
-            url = upstream.url(request.path)
-            async with upstream.session.post(url, data=raw, headers=headers) as reply:
-                body = await reply.read()
-        except aiohttp.ClientConnectorError as error:
-            raise UpstreamNotReached(str(error)) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise NotWarmed(f"llama-server went away: {error}") from error
-        if reply.status != 200:
-            raise NotWarmed(f"llama-server answered {reply.status}: {body[:300]!r}")
-        reader = AnswerReader(reply.headers.get("Content-Type", ""))
-        reader.feed(body)
-        return Answer(reply.status, reader.timings())
+        on_progress: OnProgress,
+        *,
+        is_whole: bool,
+    ) -> Warmed:
+        began = time.monotonic()
+        if group is None:
+            raise NotWarmed(f"there is no model {request.model!r}")
+        backend, session = await group.first_to_ask(began)
+        if session is None or not session.attachment.is_caching:
+            raise NotWarmed("nothing is cached now: /health says why")
+        prompt = await _read(backend, session, request)
+        wanted = _wanted_tokens(prompt, is_whole=is_whole) - SLACK_TOKENS
+        n_usable, checkpoint = self._best(session, prompt)
+        if was_kept := n_usable >= wanted:
+            on_progress(prompt.n_tokens, prompt.n_tokens)
+        else:
+            async with self._watched(session, prompt, on_progress):
+                await self._dispatch.serve(request, partial(_sending, request))
+            await self._save(group, prompt)
+            n_usable, checkpoint = self._best(session, prompt)
+        if checkpoint is None or n_usable < wanted:
+            raise NotWarmed(_why_not_kept(session.attachment.rule, n_usable, wanted))
+        seconds, n_header = time.monotonic() - began, prompt.cuts.header
+        return Warmed(checkpoint, n_usable, n_header, prompt.n_tokens, was_kept, seconds)
 
     @asynccontextmanager
     async def _watched(
         self, session: Session, prompt: Prompt, on_progress: OnProgress
     ) -> AsyncIterator[None]:
-        watch = self._services.tasks.start(self._watch(session, prompt, on_progress))
+        watch = self._shared.tasks.start(self._watch(session, prompt, on_progress))
         try:
             yield
         finally:
@@ -137,26 +124,56 @@ class Warming:
                 on_progress(min(max(busy), prompt.n_tokens), prompt.n_tokens)
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def _save(self, session: Session, prompt: Prompt) -> None:
+    async def _save(self, group: Group, prompt: Prompt) -> None:
         """Save the slot that holds the prompt, unless a file covers it already."""
-        desk = session.attachment.desk
-        async with session.launches.turn():
-            for slot in desk.table.free():
-                if not _holds(prompt, slot) or (lease := desk.try_lease(slot.id)) is None:
-                    continue
-                with lease:
-                    save = session.saves.write_back(slot.id, CheckpointKind.HEADER)
-                    await self._services.finish(lease, save)
+        for session in group.sessions:
+            desk = session.attachment.desk
+            async with session.launches.turn():
+                for slot in desk.table.free():
+                    if not _holds(prompt, slot) or (lease := desk.try_lease(slot.id)) is None:
+                        continue
+                    with lease:
+                        save = session.saves.write_back(slot.id, CheckpointKind.HEADER)
+                        await self._shared.finish(lease, save)
 
     def _best(self, session: Session, prompt: Prompt) -> tuple[int, Checkpoint | None]:
         """Return how many tokens of a prompt can be restored at most, and from what."""
         rule, n_prompt = session.attachment.rule, prompt.n_tokens + 1
         best: tuple[int, Checkpoint | None] = (0, None)
-        for found in self._services.store.find(prompt.namespace, prompt.tokens):
+        for found in self._shared.store.find(prompt.namespace, prompt.tokens):
             n_usable = usable_tokens(rule, found.checkpoint, found.n_common, n_prompt)
             if n_usable > best[0]:
                 best = n_usable, found.checkpoint
         return best
+
+
+async def _read(backend: Backend, session: Session, request: GenerationRequest) -> Prompt:
+    prompt, reason = await backend.cache.prompt_of(session, request)
+    if prompt is None:
+        raise NotWarmed(f"this request is not cached: {reason}")
+    return prompt
+
+
+def _sending(request: GenerationRequest, upstream: LlamaServer) -> Send:
+    """Return how a request that nobody else has made is sent."""
+
+    async def send(raw: bytes, on_start: Callable[[], None], n_found: int | None = None) -> Answer:
+        headers = {"Content-Type": "application/json", **request.headers}
+        try:
+            url = upstream.url(request.path)
+            async with upstream.session.post(url, data=raw, headers=headers) as reply:
+                body = await reply.read()
+        except aiohttp.ClientConnectorError as error:
+            raise UpstreamNotReached(str(error)) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise NotWarmed(f"llama-server went away: {error}") from error
+        if reply.status != 200:
+            raise NotWarmed(f"llama-server answered {reply.status}: {body[:300]!r}")
+        reader = AnswerReader(reply.headers.get("Content-Type", ""))
+        reader.feed(body)
+        return Answer(reply.status, reader.timings())
+
+    return send
 
 
 def _wanted_tokens(prompt: Prompt, *, is_whole: bool) -> int:

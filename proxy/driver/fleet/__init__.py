@@ -1,0 +1,1 @@
+"""Several llama-servers behind one proxy: by model, or with the same one."""

@@ -1,0 +1,181 @@
+"""Brings each generation request to a llama-server that serves it, and to another one if that goes away."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+
+from proxy.core.explaining.causes import Cause
+from proxy.core.model import Outcome
+from proxy.core.planning.offers import Offer, best_offer
+from proxy.driver.fleet.backend import Backend
+from proxy.driver.fleet.fleet import Fleet
+from proxy.driver.fleet.group import Group
+from proxy.driver.reporting.report import Findings, Report
+from proxy.driver.requests import Answer, GenerationRequest, Send
+from proxy.driver.serving.arrival_order import Place
+from proxy.driver.serving.cache import KeyRefused, ReadRequest
+from proxy.driver.serving.planning import Planning
+from proxy.driver.serving.stabilizing import Stabilizing
+from proxy.driver.session import Session
+from proxy.driver.slots.leases import DeskClosed
+from proxy.errors import UpstreamGone, UpstreamNotReached
+from proxy.upstream.llama_server import LlamaServer
+
+MAX_LOADS = 4
+"""A request has a model loaded so many times at most that does not stay: then its host answers."""
+
+SendTo = Callable[[LlamaServer], Send]
+"""Returns how a body is sent to a llama-server, and its answer relayed."""
+
+
+class Dispatch:
+    """Serves generation requests."""
+
+    def __init__(self, fleet: Fleet, stabilizing: Stabilizing, report: Report) -> None:
+        self._fleet = fleet
+        self._stabilizing = stabilizing
+        self._report = report
+
+    async def serve(self, request: GenerationRequest, send_to: SendTo) -> None:
+        """Serve one request; what sending raises passes through, cache faults do not.
+
+        A request of which nothing was sent yet waits for a llama-server that is away. Raises
+        UpstreamAbsent if that takes too long.
+        """
+        place, last = Place(request.arrival.arrived_at), None
+        try:
+            for n_tries in count(1):
+                async with self._fleet.group(request.model, place.arrived_at) as group:
+                    if last is not None and last is not group:
+                        last.order.leave(place)
+                    last = group
+                    if group is None:
+                        return await self._pass_on(request, send_to(self._fleet.root))
+                    may_be_lost = group.presence.is_there and n_tries < MAX_LOADS
+                    if await self._try(group, request, send_to, place, may_be_lost=may_be_lost):
+                        return None
+                    group.order.join(place)
+        finally:
+            if last is not None:
+                last.order.leave(place)
+
+    async def _pass_on(self, request: GenerationRequest, send: Send) -> None:
+        answer = await send(request.raw, lambda: None)
+        findings = Findings(why="no such model", cause=Cause.NOT_LOOKED_UP)
+        self._report.answered(request, answer, Outcome.BYPASS, findings)
+
+    async def _try(
+        self,
+        group: Group,
+        request: GenerationRequest,
+        send_to: SendTo,
+        place: Place,
+        *,
+        may_be_lost: bool,
+    ) -> bool:
+        """Serve a request; return False if llama-server went away before anything was sent."""
+        if group.order or not group.sessions:
+            group.order.join(place)
+        backend, session = await group.first_to_ask(place.since)
+        if session is None:
+            if backend.lifecycle.is_over or (may_be_lost and await group.is_lost()):
+                return False
+            group.order.leave(place)
+            await self._serve_unplaced(backend, request, send_to)
+            return True
+        try:
+            read = await backend.cache.read(session, request)
+            backend, session, read = await _best(group, backend, session, read)
+        except KeyRefused:
+            group.order.leave(place)
+            await backend.cache.let_refuse(request, self._sending(backend, request, send_to))
+            return True
+        except DeskClosed:
+            return await _look_elsewhere(group, backend)
+        send = self._sending(backend, request, send_to)
+        return await self._serve_by(group, backend, session, read, send, place)
+
+    async def _serve_by(
+        self,
+        group: Group,
+        backend: Backend,
+        session: Session,
+        read: ReadRequest,
+        send: Send,
+        place: Place,
+    ) -> bool:
+        """Serve a request that was read; return False if it has to be served elsewhere."""
+
+        async def turn() -> None:
+            await group.order.turn(place)
+            group.order.leave(place)  # whoever is next comes to the desk after us
+
+        try:
+            await backend.cache.serve(session, read, send, turn)
+        except DeskClosed:
+            return await _look_elsewhere(group, backend)
+        except UpstreamNotReached:
+            if await backend.lifecycle.is_replaced(session):
+                return False
+            backend.lifecycle.poke()
+            raise
+        except UpstreamGone:
+            backend.lifecycle.poke()
+            raise
+        return True
+
+    async def _serve_unplaced(
+        self, backend: Backend, request: GenerationRequest, send_to: SendTo
+    ) -> None:
+        """Forward to a llama-server that is not attached."""
+        try:
+            await backend.cache.serve_unplaced(request, self._sending(backend, request, send_to))
+        except UpstreamGone:
+            backend.lifecycle.poke()
+            raise
+
+    def _sending(self, backend: Backend, request: GenerationRequest, send_to: SendTo) -> Send:
+        """Return how to send to a llama-server, noting what its answer tells."""
+        send = send_to(backend.services.upstream)
+
+        async def send_and_watch(
+            raw: bytes, on_start: Callable[[], None], n_found: int | None = None
+        ) -> Answer:
+            answer = await send(raw, on_start, n_found)
+            self._stabilizing.note_calls(request, answer.calls)
+            if answer.is_broken:
+                backend.lifecycle.poke()
+            return answer
+
+        return send_and_watch
+
+
+async def _look_elsewhere(group: Group, backend: Backend) -> bool:
+    """Have it looked at what became of a llama-server; return False, for it does not serve any more."""
+    backend.lifecycle.poke()
+    await group.is_lost()
+    return False
+
+
+async def _best(
+    group: Group, reader: Backend, session: Session, read: ReadRequest
+) -> tuple[Backend, Session, ReadRequest]:
+    """Return the llama-server of a group that serves a request, which the *reader* has read, best."""
+    present = [(b, s) for b in group.backends if (s := b.lifecycle.current) is not None]
+    if len(group.backends) == 1 or not present:
+        return reader, session, read
+    offers = [_offer(backend, session, read) for backend, session in present]
+    backend, chosen = present[best_offer(offers)]
+    if chosen is not session:
+        read = await backend.cache.take_over(chosen, read)
+    return backend, chosen, read
+
+
+def _offer(backend: Backend, session: Session, read: ReadRequest) -> Offer:
+    """Return what a llama-server can do for a request; one that was not read goes by who is busy."""
+    attachment, prompt = session.attachment, read.prompt
+    if prompt is not None:
+        namespace = attachment.tenant_namespace(read.request.tenant)
+        return Planning(backend.services, session, replace(prompt, namespace=namespace)).offer()
+    n_busy = sum(slot.is_leased for slot in attachment.desk.table)
+    return Offer(0.0, 0, n_busy, attachment.desk.n_waiting, len(attachment.desk.table))

@@ -1,0 +1,208 @@
+"""All llama-servers that the proxy stands before, and which of them may serve a request.
+
+What answers at an address is found out when it is first asked: a llama-server, or a host of models
+that starts one for each.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+
+from proxy.driver.contact.absence import Absence
+from proxy.driver.fleet.backend import Backend
+from proxy.driver.fleet.group import Group
+from proxy.driver.fleet.hosted_models import HostedModels
+from proxy.driver.tasks import Tasks
+from proxy.errors import UpstreamFault
+from proxy.log import get_logger
+from proxy.upstream.hosts import recognise
+from proxy.upstream.llama_server import LlamaServer
+from proxy.upstream.routes import unloads_models
+from proxy.upstream.target import Presence, Target
+
+IsHost = Callable[[], Awaitable[bool]]
+Build = Callable[[LlamaServer, str, IsHost], Backend]
+"""Builds what follows and serves one llama-server: which one, what it is called among others, empty if it
+is the only one, and what tells whether it is none, but a host of models."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long requests wait for an absent host, and how long a model may take to be saved."""
+
+    wait_seconds: float
+    save_seconds: float
+
+
+class Fleet:
+    """The llama-servers behind one proxy; entered, it follows them."""
+
+    def __init__(
+        self, roots: Sequence[LlamaServer], build: Build, tasks: Tasks, patience: Patience
+    ) -> None:
+        self._build = build
+        self._tasks = tasks
+        self._patience = patience
+        self._log = get_logger("fleet")
+        self._running: list[asyncio.Task[None]] = []
+        self._roots = list(roots)
+        self._plain = Group([])
+        self._hosted: dict[LlamaServer, HostedModels] = {}
+
+    async def __aenter__(self) -> "Fleet":
+        for root in self._roots:
+            where = root.target.name if len(self._roots) > 1 else ""
+            self._plain.backends.append(self._start(root, where, partial(self._is_host, root)))
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for task in self._running:
+            task.cancel()
+        for task in self._running:
+            with suppress(asyncio.CancelledError):
+                await task
+
+    @property
+    def backends(self) -> list[Backend]:
+        """Every llama-server that is followed: at an address, or as a model that was loaded once."""
+        of_models = (b for hosted in self._hosted.values() for b in hosted.backends)
+        return [*self._plain.backends, *of_models]
+
+    @property
+    def n_waiting(self) -> int:
+        """How many requests wait for a slot, for llama-server or for a model."""
+        return sum(b.lifecycle.n_waiting for b in self.backends) + sum(
+            hosted.n_waiting for hosted in self._hosted.values()
+        )
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one llama-server, at an address of its own."""
+        return len(self._plain.backends) == 1 and not self._hosted
+
+    @property
+    def first(self) -> LlamaServer:
+        """An attached llama-server; if there is none, what answers at the first address."""
+        attached = (b.services.upstream for b in self.backends if b.lifecycle.current)
+        return next(attached, self._roots[0])
+
+    @property
+    def root(self) -> LlamaServer:
+        """What requests are passed on to that are no generations."""
+        present = (b.services.upstream for b in self._plain.backends if b.lifecycle.current)
+        hosts = (root for root, hosted in self._hosted.items() if not hosted.absence.is_waited_for)
+        return next(present, None) or next(hosts, None) or self._roots[0]
+
+    def _start(self, upstream: LlamaServer, where: str, is_host: IsHost) -> Backend:
+        backend = self._build(upstream, where, is_host)
+        self._running.append(asyncio.ensure_future(backend.run()))
+        return backend
+
+    async def _is_host(self, root: LlamaServer) -> bool:
+        """Find out whether a host of models answers at an address; if so, it is followed from now on."""
+        if (host := await recognise(root)) is None:
+            return False
+        self._log.info("several models", address=root.target.base_url, kind=host.kind)
+
+        def new_backend(target: Target, presence: Presence) -> Backend:
+            return self._start(root.at(target, presence), target.name, _is_no_host)
+
+        hosted = HostedModels(
+            root,
+            host,
+            new_backend,
+            self._tasks,
+            Absence(self._patience.wait_seconds, is_expected=True),
+            self._patience.save_seconds,
+        )
+        with suppress(UpstreamFault):
+            await hosted.look()
+        for backend in [b for b in self._plain.backends if b.services.upstream is root]:
+            self._plain.backends.remove(backend)
+            backend.services.degradations.leave()
+        self._hosted[root] = hosted
+        self._running.append(asyncio.ensure_future(hosted.watch()))
+        return True
+
+    @asynccontextmanager
+    async def group(self, model: str, since: float) -> AsyncIterator[Group | None]:
+        """Yield the llama-servers that may serve a request for *model*, loaded while the block runs.
+
+        None if no host knows it. Raises UpstreamAbsent if the host is away for too long; *since* is when
+        the request began to wait.
+        """
+        hosted, named = await self._find(model)
+        if hosted is not None and named:
+            async with hosted.use(named, since) as group:
+                yield group
+        else:
+            yield self._plain if self._plain.backends else None
+
+    async def _find(self, model: str) -> tuple[HostedModels | None, str]:
+        """Return a host that has a model, one that has loaded it if there is one, and its name there."""
+        found: list[tuple[HostedModels, str]] = []
+        for hosted in self._hosted.values() if model else ():
+            if name := await hosted.named(model):
+                if hosted.is_loaded(name):
+                    return hosted, name
+                found.append((hosted, name))
+        return found[0] if found else (None, "")
+
+    def split_path(self, path: str, model: str) -> tuple[str, str]:
+        """Return the model that a client's path names, and the path as a llama-server would see it.
+
+        *model* is what its query says.
+        """
+        for hosted in self._hosted.values():
+            return hosted.split_path(path, model)
+        return "", path
+
+    @property
+    def has_models(self) -> bool:
+        """Whether requests have to say which model they are for."""
+        return bool(self._hosted)
+
+    @asynccontextmanager
+    async def passing(self, method: str, path: str, model: str) -> AsyncIterator[LlamaServer]:
+        """Yield where a request is passed on to that is no generation, with its model loaded meanwhile."""
+        if unloads_models(method, path):
+            await self.save_all()
+        elif model:
+            hosted, named = await self._find(model)
+            if hosted is not None and named:
+                async with hosted.use(named, time.monotonic()):
+                    yield hosted.root
+                return
+        yield self.root
+
+    async def server_state_changed(self) -> None:
+        """A client changed slots or adapters: nothing that was known holds any more."""
+        await asyncio.gather(*(b.lifecycle.attach_again() for b in self.backends))
+
+    async def save_all(self) -> None:
+        """Save what the slots of all loaded models hold: a client is about to have some unloaded."""
+        await asyncio.gather(*(hosted.save_all() for hosted in self._hosted.values()))
+
+    async def drain(self, seconds: float) -> None:
+        """Save every dirty slot now, in at most *seconds*."""
+        await asyncio.gather(*(b.write_back.drain(seconds) for b in self.backends))
+
+    def give_up(self) -> None:
+        """Send away whoever waits for a llama-server: the proxy is about to stop."""
+        for backend in self.backends:
+            backend.lifecycle.absence.give_up()
+        for hosted in self._hosted.values():
+            hosted.absence.give_up()
+
+
+async def _is_no_host() -> bool:
+    return False

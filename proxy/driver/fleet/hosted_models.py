@@ -1,0 +1,247 @@
+"""The models of one host: which are loaded, who uses them, and how they make room for each other.
+
+A host ends a model's llama-server to load another, and what its slots held is gone. So the proxy decides
+when that happens: a model that has to go is let finish what it answers and is written back first.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+
+from proxy.core.planning.residency import Residents, next_step
+from proxy.driver.contact.absence import Absence
+from proxy.driver.fleet.backend import Backend, NewBackend
+from proxy.driver.fleet.group import Group
+from proxy.driver.tasks import Tasks
+from proxy.errors import CacheFault, UpstreamFault, UpstreamSlow, UpstreamUnreachable
+from proxy.log import get_logger
+from proxy.upstream.hosts import ModelHost, Models
+from proxy.upstream.llama_server import LlamaServer
+from proxy.upstream.target import Presence
+
+_LOOK_SECONDS = 1.0
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    model: str
+    admitted: "asyncio.Future[None]"
+
+
+class HostedModels:
+    """Follows a host of models, and lets requests use them."""
+
+    def __init__(
+        self,
+        root: LlamaServer,
+        host: ModelHost,
+        new_backend: NewBackend,
+        tasks: Tasks,
+        absence: Absence,
+        save_seconds: float,
+    ) -> None:
+        self.root = root
+        self._host = host
+        self.absence = absence
+        self._new_backend = new_backend
+        self._tasks = tasks
+        self._save_seconds = save_seconds
+        self._log = get_logger("models")
+        self._models = Models(frozenset(), frozenset())
+        self._groups: dict[str, Group] = {}
+        self._users: Counter[str] = Counter()
+        self._used_at: dict[str, float] = {}
+        self._together: set[frozenset[str]] = set()
+        self._waiting: list[_Waiting] = []
+        self._changing: frozenset[str] = frozenset()
+        self._poked = asyncio.Event()
+        self._looking = asyncio.Lock()
+
+    @property
+    def n_waiting(self) -> int:
+        """How many requests wait for a model, or for the host itself."""
+        return len(self._waiting) + self.absence.n_waiting
+
+    @property
+    def backends(self) -> list[Backend]:
+        """Those of the models that have been loaded since the proxy runs."""
+        return [backend for group in self._groups.values() for backend in group.backends]
+
+    async def watch(self) -> None:
+        """Follow what is loaded, until cancelled."""
+        while True:
+            await self._try_to_look()
+            self._poked.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await self._poked.wait()
+
+    def poke(self) -> None:
+        """Look soon: something went wrong with a model."""
+        self._poked.set()
+
+    async def look(self) -> None:
+        """Ask the host which models it has loaded; raises UpstreamFault if it does not say.
+
+        One look after the other, so that what an earlier one saw is never believed after a later one.
+        """
+        async with self._looking:
+            try:
+                models = await self._host.models()
+            except UpstreamSlow:
+                raise
+            except UpstreamUnreachable:
+                self.absence.note_unreachable()
+                self._follow(replace(self._models, loaded=frozenset()))
+                raise
+            self.absence.note_answer()
+            self._follow(models)
+
+    async def _try_to_look(self) -> None:
+        with suppress(UpstreamFault):
+            await self.look()
+
+    def _follow(self, models: Models) -> None:
+        self._models = models
+        for model in models.loaded - self._changing:
+            self.group(model).presence.is_there = True
+        for model, group in self._groups.items():
+            if model not in models.loaded and group.presence.is_there:
+                self._lose(group)
+        for group in self._groups.values():
+            for backend in group.backends:
+                backend.lifecycle.poke()
+        self._advance()
+
+    def _lose(self, group: Group) -> None:
+        group.presence.is_there = False
+        for backend in group.backends:
+            backend.lifecycle.end()
+
+    def split_path(self, path: str, model: str) -> tuple[str, str]:
+        """Return the model that a client's path or its query (*model*) names, and the path without it."""
+        return self._host.split_path(path, model, self._models)
+
+    async def named(self, name: str) -> str | None:
+        """Return the model that clients call *name*, None if the host has none."""
+        found = self._models.named(name)
+        if found is None:
+            await self._try_to_look()
+            found = self._models.named(name)
+        if found is None and self._host.hides_names:
+            await self.save_all()  # to ask for a model loads it
+            with suppress(UpstreamFault):
+                found = await self._host.resolve(name)
+                await self.look()
+        return found
+
+    def is_loaded(self, model: str) -> bool:
+        return model in self._models.loaded
+
+    def group(self, model: str) -> Group:
+        """Return what serves a model."""
+        if model not in self._groups:
+            presence = Presence(is_there=False, is_polled=self._host.is_polled)
+            backend = self._new_backend(self._host.target(model), presence)
+            self._groups[model] = Group([backend], presence, self._try_to_look)
+        return self._groups[model]
+
+    @asynccontextmanager
+    async def use(self, model: str, since: float) -> AsyncIterator[Group]:
+        """Keep a model loaded while the block runs, and load it first if need be.
+
+        One that cannot be loaded is left to the host to refuse: its `presence` says so. Raises
+        UpstreamAbsent if the host is away for too long; *since* is when the request began to wait.
+        """
+        if self.absence.is_waited_for:
+            self.poke()
+            await self.absence.outlast(since)
+        group = self.group(model)
+        await self._admission(model)
+        try:
+            yield group
+        finally:
+            self._users[model] -= 1
+            self._advance()
+
+    async def _admission(self, model: str) -> None:
+        """Return once the model is loaded, or could not be."""
+        waiting = _Waiting(model, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        self._advance()
+        try:
+            await waiting.admitted
+        except asyncio.CancelledError:
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+            elif waiting.admitted.done() and not waiting.admitted.cancelled():
+                self._users[model] -= 1
+            self._advance()
+            raise
+
+    def _advance(self) -> None:
+        """Let in whoever can be, and begin to load what is to be loaded next."""
+        wanted = [waiting.model for waiting in self._waiting]
+        step = next_step(wanted, self._residents(), kept_out=self._changing)
+        self._admit([self._waiting[place] for place in step.admitted])
+        if step.load is not None:
+            self._changing = step.leaving | {step.load}
+            self._tasks.start(self._change(step.load, step.leaving))
+
+    def _residents(self) -> Residents:
+        models = self._models
+        return Residents(
+            models.loaded, self._users, self._used_at, models.n_at_most, frozenset(self._together)
+        )
+
+    def _admit(self, admitted: Iterable[_Waiting]) -> None:
+        for waiting in admitted:
+            self._waiting.remove(waiting)
+            if not waiting.admitted.done():
+                self._users[waiting.model] += 1
+                self._used_at[waiting.model] = time.monotonic()
+                waiting.admitted.set_result(None)
+
+    async def _change(self, model: str, leaving: frozenset[str]) -> None:
+        """Write back and unload the models that leave, and load the one that comes."""
+        before, began = self._models.loaded, time.monotonic()
+        try:
+            await self._let_go(leaving)
+            await self._host.load(model)
+        except CacheFault as fault:
+            self._log.warning("model not loaded", model=model, reason=str(fault))
+        finally:
+            await self._try_to_look()
+            self._changing = frozenset()
+            self._note_together(model, before)
+            # Who waited for a model that cannot be loaded is told so by the host itself.
+            if model not in self._models.loaded:
+                self._admit([w for w in self._waiting if w.model == model])
+            self._follow(self._models)
+        if model in self._models.loaded:
+            seconds, gone = time.monotonic() - began, sorted(before - self._models.loaded)
+            self._log.info("model loaded", model=model, seconds=round(seconds, 3), unloaded=gone)
+
+    async def _let_go(self, leaving: frozenset[str]) -> None:
+        """Save what the slots of these models hold, and let nothing of ours reach them any more."""
+        groups = [self.group(model) for model in leaving]
+        backends = [backend for group in groups for backend in group.backends]
+        await asyncio.gather(*(b.write_back.settle(self._save_seconds) for b in backends))
+        for group in groups:
+            self._lose(group)
+        for model in leaving:
+            await self._host.unload(model)
+
+    def _note_together(self, model: str, before: frozenset[str]) -> None:
+        loaded = self._models.loaded
+        if model in loaded:
+            for other in before - {model}:
+                pair = frozenset((model, other))
+                (self._together.add if other in loaded else self._together.discard)(pair)
+
+    async def save_all(self) -> None:
+        """Save what the slots of all loaded models hold: a client is about to have some unloaded."""
+        await asyncio.gather(*(b.write_back.settle(self._save_seconds) for b in self.backends))
