@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.lab.models import model_path
+from tests.lab.processes import await_end, child_pids
 from tests.lab.server import (
     BASE_ARGUMENTS,
     DEFAULT_MODEL_FOLDER,
@@ -66,14 +67,14 @@ class Router(ServerProcess):
 
     def stop(self, patience_seconds: float = STOP_TIMEOUT_SECONDS) -> None:
         """End the router; its children end when they see their standard input closed."""
-        children = self._children() if self._process is not None else []
+        children = child_pids(self.pid) if self._process is not None else []
         super().stop(patience_seconds)
-        _await_end(children)
+        await_end(children)
 
     def kill(self) -> None:
-        children = self._children() if self._process is not None else []
+        children = child_pids(self.pid) if self._process is not None else []
         super().kill()
-        _await_end(children)
+        await_end(children)
 
     def statuses(self) -> dict[str, str]:
         """Return each model's status: unloaded, loading, loaded or sleeping."""
@@ -87,7 +88,7 @@ class Router(ServerProcess):
 
     def child_pid(self, model: str) -> int:
         """Return the process id of a loaded model's child."""
-        for pid in self._children():
+        for pid in child_pids(self.pid):
             words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
             if words[words.index("--alias") + 1] == model:
                 return pid
@@ -112,23 +113,3 @@ class Router(ServerProcess):
     def _listed(self) -> list[dict[str, Any]]:
         models: list[dict[str, Any]] = self.request("GET", "/models")[1]["data"]
         return models
-
-    def _children(self) -> list[int]:
-        threads = Path(f"/proc/{self.pid}/task").iterdir()
-        return [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
-
-
-def _await_end(pids: Sequence[int]) -> None:
-    deadline = time.monotonic() + STOP_TIMEOUT_SECONDS
-    while any(_is_running(pid) for pid in pids):
-        if time.monotonic() > deadline:
-            raise LlamaServerError("children outlive their router")
-        time.sleep(POLL_INTERVAL_SECONDS)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"  # an orphan stays one where nobody collects them
