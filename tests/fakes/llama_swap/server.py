@@ -129,7 +129,7 @@ class LlamaSwap:
             ) from None
 
     async def _pass_on(self, request: web.Request, url: str, body: bytes) -> web.StreamResponse:
-        dropped = (*_HOP_BY_HOP, *(CREDENTIALS if self._config.api_keys else ()))
+        dropped = ("content-length", *_HOP_BY_HOP, *(CREDENTIALS if self._config.api_keys else ()))
         response: web.StreamResponse | None = None
         try:
             async with self._client.request(
