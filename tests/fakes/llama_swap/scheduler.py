@@ -43,6 +43,7 @@ class Scheduler:
         self._waiting: list[Ticket] = []
         self._swaps: dict[ModelProcess, list[ModelProcess]] = {}
         self._tasks: set[asyncio.Future[None]] = set()
+        self._is_closing = False
 
     @asynccontextmanager
     async def serving(self, process: ModelProcess) -> AsyncIterator[None]:
@@ -70,8 +71,16 @@ class Scheduler:
         await asyncio.gather(*(p.stop(p.model.unload_seconds) for p in processes))
         self._advance()
 
+    async def close(self) -> None:
+        """End all processes, and start none any more."""
+        self._is_closing = True
+        await self.unload(self._processes)
+        await asyncio.gather(*self._tasks)
+
     def _advance(self) -> None:
         """Serve or start whatever nothing stands in the way of, in order of arrival."""
+        if self._is_closing:
+            return
         for ticket in list(self._waiting):
             process = ticket.process
             if process in self._swaps:
@@ -103,6 +112,8 @@ class Scheduler:
     async def _swap(self, process: ModelProcess, evicted: list[ModelProcess]) -> None:
         failure: StartFailed | None = None
         await asyncio.gather(*(other.stop(self._start_seconds) for other in evicted))
+        if self._is_closing:
+            return
         try:
             await process.start(self._start_seconds)
         except StartFailed as error:

@@ -64,7 +64,7 @@ class LlamaSwap:
             }
             self._scheduler = Scheduler(self._processes.values(), self._config.start_seconds)
             yield
-            await self._scheduler.unload(list(self._processes.values()))
+            await self._scheduler.close()
 
     async def _by_body(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
