@@ -66,8 +66,17 @@ locate() {
     echo "${found#./}"
 }
 
-# Backends are looked for in the working directory, because the loader (not llama-server) is the
-# running executable; relative path arguments therefore do not mean what the caller meant.
+# A router starts its children by its own path in /proc: it must be llama-server that the kernel starts, and not
+# the loader with llama-server as an argument.  The path that names the loader has a fixed room in the program.
+name_loader() {
+    local server=$staging/root/$1 loader=$2 named
+    named=$(LC_ALL=C grep -a -o -m 1 '/lib[0-9a-z/]*/ld-linux[-a-z0-9_.]*' "$server") || die "$1 names no loader"
+    [ ${#loader} -le ${#named} ] || die "there is no room in $1 to name $loader"
+    LC_ALL=C sed -i "s|$named\\x00|$loader$(printf '\\x00%.0s' $(seq ${#loader} ${#named}))|" "$server"
+}
+
+# The folder is changed for the backends, which are looked for in it, and for the loader, which is named relative to
+# it; relative path arguments therefore do not mean what the caller meant.
 write_wrapper() {
     local loader server libc backends implementation
     loader=$(locate "dynamic loader" -name 'ld-linux*.so.*' -type f)
@@ -75,13 +84,14 @@ write_wrapper() {
     libc=$(locate "libc" -name 'libc.so.6')
     implementation=$(locate "server library" -name 'libllama-server-impl.so*')
     backends=$(locate "CPU backend folder" -name 'backends*' -type d)
+    name_loader "$server" "$(realpath --relative-to="$staging/root/$backends" "$staging/root/$loader")"
     cat >"$staging/llama-server" <<WRAPPER
 #!/bin/sh
 # Runs the unpacked llama-server with its own C library.  Path arguments must be absolute.
 root=\$(dirname "\$(readlink -f "\$0")")/root
 cd "\$root/$backends" || exit 1
-exec "\$root/$loader" --library-path "\$root/$(dirname "$libc"):\$root/$(dirname "$implementation")" \\
-    "\$root/$server" "\$@"
+export LD_LIBRARY_PATH="\$root/$(dirname "$libc"):\$root/$(dirname "$implementation")"
+exec "\$root/$server" "\$@"
 WRAPPER
     chmod +x "$staging/llama-server"
 }

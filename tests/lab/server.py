@@ -1,4 +1,4 @@
-"""Starts and stops one real llama-server, and asks it simple questions.
+"""Starts and stops a real server, most often one llama-server, and asks it simple questions.
 
 Owns the process, its port and its log file.  Knows nothing about models, slots or caching: tests
 talk to the server's own HTTP interface through `request`.
@@ -18,7 +18,7 @@ import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEFAULT_SERVER_FOLDER = REPOSITORY / ".lab" / "llama-server"
@@ -34,7 +34,7 @@ BASE_ARGUMENTS = ("--cache-ram", "0", "--metrics", "--fit", "off", "-fa", "on")
 
 
 class LlamaServerError(Exception):
-    """llama-server is missing, died, or did not become ready."""
+    """A server is missing, died, or did not become ready."""
 
 
 def find_llama_server() -> Path:
@@ -63,36 +63,17 @@ def new_log_path() -> Path:
     return Path(name)
 
 
-class LlamaServer:
-    """One llama-server process; the same object can be started again, on the same port."""
+class ServerProcess:
+    """One process that answers GET /health; the same object can be started again, on the same port."""
 
-    def __init__(
-        self,
-        model: Path,
-        slot_save_path: Path | None = None,
-        n_slots: int = 2,
-        n_ctx: int = 65536,
-        extra_args: Sequence[str] = (),
-        port: int | None = None,
-        binary: Path | None = None,
-        log_path: Path | None = None,
-        n_threads: int = 1,
-    ) -> None:
-        """Describe the process; `n_ctx` is shared out evenly between the slots.
-
-        llama-server's threads spin while they wait for each other, so that a second one makes a tiny
-        model many times slower as soon as anything else wants the processor.
-        """
-        self.model = model
-        self.slot_save_path = slot_save_path
-        self.n_slots = n_slots
-        self.n_ctx = n_ctx
-        self.n_threads = n_threads
-        self.extra_args = tuple(extra_args)
+    def __init__(self, port: int | None = None, log_path: Path | None = None) -> None:
         self.port = port or find_free_port()
-        self.binary = binary or find_llama_server()
         self.log_path = log_path or new_log_path()
         self._process: subprocess.Popen[bytes] | None = None
+
+    def command(self) -> list[str]:
+        """Return the command line."""
+        raise NotImplementedError
 
     @property
     def base_url(self) -> str:
@@ -101,23 +82,13 @@ class LlamaServer:
     @property
     def pid(self) -> int:
         if self._process is None:
-            raise LlamaServerError("llama-server is not started")
+            raise LlamaServerError("the server is not started")
         return self._process.pid
-
-    def command(self) -> list[str]:
-        """Return the command line; paths are absolute because the binary may change its folder."""
-        command = [str(self.binary), "--model", str(self.model.resolve())]
-        command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["-np", str(self.n_slots), "-c", str(self.n_ctx), *BASE_ARGUMENTS]
-        command += ["-t", str(self.n_threads)]
-        if self.slot_save_path is not None:
-            command += ["--slot-save-path", str(self.slot_save_path.resolve())]
-        return [*command, *self.extra_args]
 
     def start(self) -> None:
         """Start the process and wait until GET /health answers 200."""
         if self._process is not None:
-            raise LlamaServerError("llama-server is already started")
+            raise LlamaServerError("the server is already started")
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self.command(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
@@ -152,14 +123,6 @@ class LlamaServer:
         """Return all that the process has printed so far, over all its starts."""
         return self.log_path.read_text(errors="replace")
 
-    def evaluated_tokens(self) -> int:
-        """Return how many prompt tokens were evaluated (not reused) since the start."""
-        _, metrics = self.request("GET", "/metrics")
-        for line in metrics.splitlines():
-            if line.startswith("llamacpp:prompt_tokens_total "):
-                return int(float(line.split()[1]))
-        raise LlamaServerError("/metrics has no llamacpp:prompt_tokens_total")
-
     def request(
         self, method: str, path: str, body: object = None, timeout_seconds: float = 300.0
     ) -> tuple[int, Any]:
@@ -170,9 +133,9 @@ class LlamaServer:
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while not self._is_ready():
             if self._process is None or self._process.poll() is not None:
-                raise LlamaServerError(f"llama-server died at start:\n{self._log_tail()}")
+                raise LlamaServerError(f"{self.command()[0]} died at start:\n{self._log_tail()}")
             if time.monotonic() > deadline:
-                raise LlamaServerError(f"llama-server is not ready:\n{self._log_tail()}")
+                raise LlamaServerError(f"{self.command()[0]} is not ready:\n{self._log_tail()}")
             time.sleep(POLL_INTERVAL_SECONDS)
 
     def _is_ready(self) -> bool:
@@ -184,7 +147,7 @@ class LlamaServer:
     def _log_tail(self) -> str:
         return "\n".join(self.log_text().splitlines()[-LOG_TAIL_LINES:])
 
-    def __enter__(self) -> LlamaServer:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -195,6 +158,58 @@ class LlamaServer:
         traceback: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+class LlamaServer(ServerProcess):
+    """One llama-server with one model."""
+
+    def __init__(
+        self,
+        model: Path,
+        slot_save_path: Path | None = None,
+        n_slots: int = 2,
+        n_ctx: int = 65536,
+        extra_args: Sequence[str] = (),
+        port: int | None = None,
+        binary: Path | None = None,
+        log_path: Path | None = None,
+        n_threads: int = 1,
+    ) -> None:
+        """Describe the process; `n_ctx` is shared out evenly between the slots.
+
+        llama-server's threads spin while they wait for each other, so that a second one makes a tiny
+        model many times slower as soon as anything else wants the processor.
+        """
+        super().__init__(port, log_path)
+        self.model = model
+        self.slot_save_path = slot_save_path
+        self.n_slots = n_slots
+        self.n_ctx = n_ctx
+        self.n_threads = n_threads
+        self.extra_args = tuple(extra_args)
+        self.binary = binary or find_llama_server()
+
+    def command(self) -> list[str]:
+        """Return the command line; paths are absolute because the binary may change its folder."""
+        command = [str(self.binary), "--model", str(self.model.resolve())]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["-np", str(self.n_slots), "-c", str(self.n_ctx), *BASE_ARGUMENTS]
+        command += ["-t", str(self.n_threads)]
+        if self.slot_save_path is not None:
+            command += ["--slot-save-path", str(self.slot_save_path.resolve())]
+        return [*command, *self.extra_args]
+
+    def evaluated_tokens(self) -> int:
+        """Return how many prompt tokens were evaluated (not reused) since the start."""
+        return read_evaluated_tokens(self.request("GET", "/metrics")[1])
+
+
+def read_evaluated_tokens(metrics: str) -> int:
+    """Return llama-server's count of evaluated prompt tokens from its answer to GET /metrics."""
+    for line in metrics.splitlines():
+        if line.startswith("llamacpp:prompt_tokens_total "):
+            return int(float(line.split()[1]))
+    raise LlamaServerError("/metrics has no llamacpp:prompt_tokens_total")
 
 
 def request(

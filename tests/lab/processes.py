@@ -1,0 +1,31 @@
+"""The processes that a server has started: which they are, and that they end."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+END_TIMEOUT_SECONDS = 60.0
+_POLL_SECONDS = 0.02
+
+
+def child_pids(pid: int) -> list[int]:
+    """Return the processes that any thread of a process has started."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+
+
+def await_end(pids: Sequence[int]) -> None:
+    """Wait until none of the processes runs."""
+    deadline = time.monotonic() + END_TIMEOUT_SECONDS
+    while any(_is_running(pid) for pid in pids):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"some of the processes {pids} do not end")
+        time.sleep(_POLL_SECONDS)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"  # an orphan stays one where nobody collects them

@@ -1,0 +1,119 @@
+"""A llama-swap before real llama-servers: the real one, if there is one here, or the stand-in."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.lab.models import model_path
+from tests.lab.processes import await_end, child_pids
+from tests.lab.server import (
+    DEFAULT_MODEL_FOLDER,
+    STOP_TIMEOUT_SECONDS,
+    LlamaServer,
+    ServerProcess,
+    read_evaluated_tokens,
+)
+
+START_SECONDS = 20
+
+
+def find_llama_swap() -> list[str]:
+    """Return the command of a llama-swap: LLAMA_SWAP_BIN, PATH, or the stand-in of the tests."""
+    found = os.environ.get("LLAMA_SWAP_BIN") or shutil.which("llama-swap")
+    return [found] if found else [sys.executable, "-m", "tests.fakes.llama_swap"]
+
+
+class Swap(ServerProcess):
+    """One llama-swap and its llama-servers, of which it runs one at a time unless groups say otherwise."""
+
+    def __init__(
+        self,
+        folder: Path,
+        kinds: Mapping[str, str],
+        slot_save_path: Path | None = None,
+        *,
+        n_slots: int = 2,
+        n_ctx: int = 16384,
+        extra_args: Sequence[str] = (),
+        settings: Mapping[str, Mapping[str, Any]] | None = None,
+        **config: Any,
+    ) -> None:
+        """Describe it; each id of `kinds` becomes a tiny model of that kind.
+
+        `folder` gets its configuration and log; `settings` adds to what that says of models by id (aliases,
+        ttl, ...), `config` to the rest of it (groups, upstream, ...).
+        """
+        super().__init__(log_path=folder / "llama-swap.log")
+        servers = {
+            model_id: LlamaServer(
+                model_path(kind, "tiny", DEFAULT_MODEL_FOLDER),
+                slot_save_path,
+                n_slots=n_slots,
+                n_ctx=n_ctx,
+                extra_args=extra_args,
+                log_path=self.log_path,
+            )
+            for model_id, kind in kinds.items()
+        }
+        self._config_path = folder / "llama-swap.yaml"
+        models = {
+            model_id: {
+                "cmd": shlex.join(server.command()),
+                "proxy": server.base_url,
+                **(settings or {}).get(model_id, {}),
+            }
+            for model_id, server in servers.items()
+        }
+        written = {"healthCheckTimeout": START_SECONDS, "models": models, **config}
+        self._config_path.write_text(yaml.safe_dump(written, sort_keys=False))
+
+    def command(self) -> list[str]:
+        address = f"127.0.0.1:{self.port}"
+        return [
+            *find_llama_swap(),
+            "--config",
+            str(self._config_path.resolve()),
+            "--listen",
+            address,
+        ]
+
+    def stop(self, patience_seconds: float = STOP_TIMEOUT_SECONDS) -> None:
+        """End it; it ends its llama-servers first."""
+        children = child_pids(self.pid) if self._process is not None else []
+        super().stop(patience_seconds)
+        await_end(children)
+
+    def kill(self) -> None:
+        """End it with SIGKILL, and its llama-servers too: they would outlive it."""
+        children = child_pids(self.pid) if self._process is not None else []
+        super().kill()
+        for pid in children:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        await_end(children)
+
+    def states(self) -> dict[str, str]:
+        """Return the state of each model that has a process: starting, ready or stopping."""
+        return {model["model"]: model["state"] for model in self._running()}
+
+    def child_url(self, model: str) -> str:
+        """Return the address of the process that serves a running model."""
+        return next(str(each["proxy"]) for each in self._running() if each["model"] == model)
+
+    def evaluated_tokens(self, model: str) -> int:
+        """Return how many prompt tokens a running model's process has evaluated (not reused)."""
+        return read_evaluated_tokens(self.request("GET", f"/upstream/{model}/metrics")[1])
+
+    def _running(self) -> list[dict[str, Any]]:
+        running: list[dict[str, Any]] = self.request("GET", "/running")[1]["running"]
+        return running
