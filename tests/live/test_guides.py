@@ -1,0 +1,118 @@
+"""The commands of README.md and docs/, done as they stand, before a real llama-server."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.documents.blocks import Block, blocks_for
+from tests.lab.conversation import agent_requests, prose, system, tools, user
+from tests.lab.models import model_path
+from tests.lab.reader import Reader
+from tests.lab.server import DEFAULT_MODEL_FOLDER, request
+
+STARTS_SERVER = re.compile(r"^llama-server |^llama-prefix-cache (serve|run) ", re.M)
+FRONT = "llama-prefix-cache serve --upstream"
+KNOWN_ID = "5f0c1a2b"
+"""The id of a request on the pages."""
+TOOLS = tools(2)
+
+BLOCKS = blocks_for(__file__)
+STARTING = [b for b in BLOCKS if STARTS_SERVER.search(b.text)]
+ASKING = [b for b in BLOCKS if b not in STARTING and b.treatment == "run by"]
+SHOWN = [b for b in BLOCKS if b.treatment == "checked by"]
+
+
+def new_reader(folder: Path, kind: str) -> Reader:
+    reader = Reader(folder, model_path(kind, "tiny", DEFAULT_MODEL_FOLDER))
+    body = {"messages": [system(150), user(1)], "tools": TOOLS, "max_tokens": 4}
+    (reader.home / "first-request.json").write_text(json.dumps(body))
+    return reader
+
+
+def chat(reader: Reader, messages: list[Any], **headers: str) -> dict[str, Any]:
+    body = {"messages": messages, "tools": TOOLS, "max_tokens": 4, "temperature": 0}
+    url, path = reader.url("8081"), "/v1/chat/completions"
+    status, reply = request(url, "POST", path, body, headers=headers)
+    assert status == 200, reply
+    return dict(reply)
+
+
+def about_today(day: int) -> list[Any]:
+    return [{"role": "system", "content": f"Today is 2026-11-{day}.\n{prose(7, 120)}"}, user(1)]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
+    """Somebody who has done what README.md says, and has had a few requests since."""
+    (front,) = [block for block in STARTING if FRONT in block.text]
+    with new_reader(tmp_path_factory.mktemp("served"), "hybrid") as reader:
+        reader.do(front.text)
+        for messages in (*agent_requests(2, 1, header=[system(150)]), about_today(20)):
+            chat(reader, messages)
+        chat(reader, about_today(21))
+        chat(reader, [user(2)], Authorization="Bearer another")  # there is a reason in /health now
+        yield reader
+
+
+@pytest.mark.parametrize("block", [b for b in STARTING if FRONT not in b.text], ids=str)
+def test_block_that_starts_a_server(block: Block, tmp_path: Path) -> None:
+    with new_reader(tmp_path, block.words or "hybrid") as reader:
+        reader.do(block.text)
+        if "llama-prefix-cache run" not in block.text:
+            assert "Caching will work.\n" in reader.do("llama-prefix-cache doctor " + SLOTS)
+            return
+        _, health = request(reader.url("8082"), "GET", "/health")
+        assert (health["state"], health["reasons"]) == ("caching", [])
+        requests = agent_requests(2, 1, header=[system(150)])
+        chat(reader, requests[0])
+        usage = chat(reader, requests[1])["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] / 2
+
+
+SLOTS = "--upstream http://127.0.0.1:8080 --slot-save-path ~/slots"
+
+
+@pytest.mark.parametrize("block", ASKING, ids=str)
+def test_block_before_a_running_proxy(served: Reader, block: Block) -> None:
+    if "curl" in block.text and not shutil.which("curl"):
+        pytest.skip("curl is not installed here")
+    _, last = request(served.url("8082"), "GET", "/requests/last")
+    served.do(block.text.replace(KNOWN_ID, last["request"]["id"]))
+
+
+def header_of(reader: Reader) -> str:
+    """Return the node of the one header that has sessions under it."""
+    _, node = request(reader.url("8082"), "GET", "/tree")
+    while node["node"]["level"] != "header":
+        parent = max(node["children"], key=lambda child: child["n_checkpoints"])["id"]
+        _, node = request(reader.url("8082"), "GET", f"/tree?parent={parent}")
+    return str(node["node"]["id"])
+
+
+def unlike(shown: Any, real: Any, where: str = "") -> list[str]:
+    """Return where what a page shows has other fields, or other kinds of values, than is the case."""
+    if isinstance(shown, dict) and isinstance(real, dict):
+        missing = [f"{where}.{key}" for key in shown.keys() - real.keys()]
+        common = shown.keys() & real.keys()
+        return missing + [u for k in common for u in unlike(shown[k], real[k], f"{where}.{k}")]
+    if isinstance(shown, list) and isinstance(real, list) and real:
+        found = ((unlike(s, r, where) for r in real) for s in shown)
+        return [place for each in found for place in min(each, key=len, default=[])]
+    if isinstance(shown, list) and isinstance(real, list):
+        return [f"{where}: nothing to compare"] if any(isinstance(s, dict) for s in shown) else []
+    is_number = isinstance(shown, int | float) and isinstance(real, int | float)
+    is_like = None in (shown, real) or is_number or type(shown) is type(real)
+    return [] if is_like else [f"{where}: {real!r}"]
+
+
+@pytest.mark.parametrize("block", SHOWN, ids=str)
+def test_answer_has_the_fields_that_a_page_shows(served: Reader, block: Block) -> None:
+    path = block.words.replace("HEADER", header_of(served))
+    status, real = request(served.url("8082"), "GET", path)
+    assert status == 200
+    assert unlike(json.loads(block.text), real) == []
