@@ -16,6 +16,10 @@ from tests.lab.run import is_alive
 from tests.lab.server import REPOSITORY, find_free_port, find_llama_server
 
 COMMAND_SECONDS = 300.0
+_INTERPRETERS = {
+    "sh": ("bash", "-e", "-u", "-o", "pipefail", "-c"),
+    "python": (sys.executable, "-c"),
+}
 _PROGRAM = """#!/bin/sh
 exec {python} {behind} {name} {command} -- "$@"
 """
@@ -72,10 +76,10 @@ class Reader:
                 text = text.replace(before + number, before + port)
         return text
 
-    def do(self, commands: str, *, may_fail: bool = False) -> str:
-        """Run commands as they stand on a page; return what they printed."""
+    def do(self, commands: str, *, language: str = "sh", may_fail: bool = False) -> str:
+        """Run commands, or a program in Python, as they stand on a page; return what they printed."""
         done = subprocess.run(
-            ["bash", "-e", "-u", "-o", "pipefail", "-c", self.on_free_ports(commands)],
+            [*_INTERPRETERS[language], self.on_free_ports(commands)],
             cwd=self.home,
             env=self.environment,
             stdin=subprocess.DEVNULL,

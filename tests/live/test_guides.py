@@ -14,12 +14,14 @@ from tests.lab.conversation import agent_requests, prose, system, tools, user
 from tests.lab.models import model_path
 from tests.lab.reader import Reader
 from tests.lab.server import DEFAULT_MODEL_FOLDER, request
+from tests.live.conftest import StartRig
 
 STARTS_SERVER = re.compile(r"^llama-server |^llama-prefix-cache (serve|run) ", re.M)
 FRONT = "llama-prefix-cache serve --upstream"
 KNOWN_ID = "5f0c1a2b"
 """The id of a request on the pages."""
 TOOLS = tools(2)
+SLOTS = "--upstream http://127.0.0.1:8080 --slot-save-path ~/slots"
 
 BLOCKS = blocks_for(__file__)
 STARTING = [b for b in BLOCKS if STARTS_SERVER.search(b.text)]
@@ -74,15 +76,17 @@ def test_block_that_starts_a_server(block: Block, tmp_path: Path) -> None:
         assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] / 2
 
 
-SLOTS = "--upstream http://127.0.0.1:8080 --slot-save-path ~/slots"
-
-
 @pytest.mark.parametrize("block", ASKING, ids=str)
 def test_block_before_a_running_proxy(served: Reader, block: Block) -> None:
     if "curl" in block.text and not shutil.which("curl"):
         pytest.skip("curl is not installed here")
     _, last = request(served.url("8082"), "GET", "/requests/last")
-    served.do(block.text.replace(KNOWN_ID, last["request"]["id"]))
+    commands = block.text.replace(KNOWN_ID, last["request"]["id"])
+    printed = served.do(commands, language=block.language)
+    assert '{"error"' not in printed
+    if block.language == "python":
+        n_prompt, n_cached = map(int, re.findall(r"\d+", printed.splitlines()[-1]))
+        assert n_cached > n_prompt * 0.9
 
 
 def header_of(reader: Reader) -> str:
@@ -110,9 +114,51 @@ def unlike(shown: Any, real: Any, where: str = "") -> list[str]:
     return [] if is_like else [f"{where}: {real!r}"]
 
 
+def test_documents_that_move_to_the_newest_message_are_told_as_an_edited_message(
+    served: Reader,
+) -> None:
+    """docs/openai-clients.md: what Open WebUI does with documents by default."""
+    document, head = f"<source>{prose(3, 200)}</source>\n", system(120, seed=8)
+    chat(served, [head, user(1), {"role": "user", "content": document + "What is it about?"}])
+    answered = [head, user(1), {"role": "user", "content": "What is it about?"}]
+    answered.append({"role": "assistant", "content": "Ships."})
+    chat(served, [*answered, {"role": "user", "content": document + "Which ones?"}])
+    _, last = request(served.url("8082"), "GET", "/requests/last")
+    assert last["request"]["cause"] == "edited message"
+    assert last["request"]["n_missed"] > 200
+
+
 @pytest.mark.parametrize("block", SHOWN, ids=str)
 def test_answer_has_the_fields_that_a_page_shows(served: Reader, block: Block) -> None:
     path = block.words.replace("HEADER", header_of(served))
     status, real = request(served.url("8082"), "GET", path)
     assert status == 200
     assert unlike(json.loads(block.text), real) == []
+
+
+def behind_the_users_back(messages: list[Any]) -> Iterator[list[Any]]:
+    """Yield what Open WebUI asks after an answer: instructions first, then the last messages."""
+    for seed, n_messages in ((1, 2), (2, 6), (3, 6)):  # title, tags, follow-ups
+        history = "\n".join(f"{m['role'].upper()}: {m['content']}" for m in messages[-n_messages:])
+        yield [
+            {"role": "user", "content": f"### Task:\n{prose(seed, 80)}\n<chat>\n{history}\n</chat>"}
+        ]
+
+
+@pytest.mark.parametrize("n_slots", [1, 2])
+async def test_chat_goes_on_after_its_title_tags_and_follow_ups(
+    start_rig: StartRig, n_slots: int
+) -> None:
+    """docs/openai-clients.md: at most 40 tokens more than the new ones."""
+    async with start_rig("hybrid", n_slots=n_slots) as rig:
+        messages = [system(500), user(1, 200)]
+        reply = await rig.chat(messages)
+        messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
+        for task in behind_the_users_back(messages):
+            await rig.chat(task)
+        n_before = reply["usage"]["prompt_tokens"]
+        evaluated = await rig.evaluated()
+        reply = await rig.chat([*messages, user(2)])
+        n_new = reply["usage"]["prompt_tokens"] - n_before
+        assert await rig.evaluated() - evaluated <= n_new + 40 < n_before / 4
+        assert n_before > 1400

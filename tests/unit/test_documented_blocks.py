@@ -1,9 +1,13 @@
 """Every fenced block of README.md and docs/ is run, checked, or says why not; and the plain checks."""
 
+import json
 import re
 import shlex
 import subprocess
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -80,6 +84,14 @@ def check_settings(block: Block, directory: Path) -> None:
     }
 
 
+def check_client(block: Block) -> None:
+    """Another program's configuration can only be parsed here, and has the proxy's address in it."""
+    parse: dict[str, Callable[[str], Any]] = {"yaml": yaml.safe_load, "json": json.loads}
+    read = {**parse, "toml": tomllib.loads}[block.language](block.text)
+    assert isinstance(read, dict)
+    assert {"http://127.0.0.1:8081/v1", "local-model"} <= set(re.findall(r"[\w:/.-]+", str(read)))
+
+
 def check_completion(block: Block) -> None:
     variable, name = re.findall(r"(\w+)=(\w+_source) llama-prefix-cache", block.text)[0]
     script = CliRunner(env={variable: name}).invoke(main, prog_name="llama-prefix-cache").output
@@ -88,7 +100,9 @@ def check_completion(block: Block) -> None:
 
 def test_blocks_that_only_need_to_be_read(tmp_path: Path) -> None:
     for block in blocks_for(__file__):
-        if block.language in ("zsh", "fish"):
+        if block.words == "client":
+            check_client(block)
+        elif block.language in ("zsh", "fish"):
             check_completion(block)
         elif block.language == "yaml":
             check_settings(block, tmp_path)
