@@ -1,7 +1,9 @@
 """The commands of README.md and docs/, done as they stand, before a real llama-server."""
 
 import json
+import plistlib
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from proxy.config import Settings
 from tests.documents.blocks import Block, blocks_for
 from tests.lab.conversation import agent_requests, prose, system, tools, user
 from tests.lab.models import model_path
@@ -24,7 +27,7 @@ TOOLS = tools(2)
 SLOTS = "--upstream http://127.0.0.1:8080 --slot-save-path ~/slots"
 
 BLOCKS = blocks_for(__file__)
-STARTING = [b for b in BLOCKS if STARTS_SERVER.search(b.text)]
+STARTING = [b for b in BLOCKS if STARTS_SERVER.search(b.text) or b.language == "xml"]
 ASKING = [b for b in BLOCKS if b not in STARTING and b.treatment == "run by"]
 SHOWN = [b for b in BLOCKS if b.treatment == "checked by"]
 
@@ -61,11 +64,21 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
         yield reader
 
 
+def command_of(plist: str) -> str:
+    """Return the command of a LaunchAgent, which has time enough to save slots, with paths of here."""
+    agent = plistlib.loads(plist.encode())
+    assert agent["ExitTimeOut"] >= 5 * Settings(slot_save_path="").drain_seconds
+    assert agent["RunAtLoad"] and agent["KeepAlive"] == {"SuccessfulExit": False}
+    command = shlex.join(agent["ProgramArguments"]).replace("/Users/NAME/models/", "")
+    return re.sub(r"\S+/bin/", "", command)
+
+
 @pytest.mark.parametrize("block", [b for b in STARTING if FRONT not in b.text], ids=str)
 def test_block_that_starts_a_server(block: Block, tmp_path: Path) -> None:
     with new_reader(tmp_path, block.words or "hybrid") as reader:
-        reader.do(block.text)
-        if "llama-prefix-cache run" not in block.text:
+        commands = command_of(block.text) if block.language == "xml" else block.text
+        reader.do(commands)
+        if "llama-prefix-cache run" not in commands:
             assert "Caching will work.\n" in reader.do("llama-prefix-cache doctor " + SLOTS)
             return
         _, health = request(reader.url("8082"), "GET", "/health")
