@@ -29,8 +29,8 @@ COMMAND = re.compile(r"\bllama-prefix-cache ([a-z]+)((?: [^`|&;#>\n]*)?)")
 
 def lack(block: Block) -> str | None:
     """Return what a block lacks to be known to work, or None."""
-    if block.language == TEXT:
-        return "marked though it is text" if block.treatment else None
+    if block.language == TEXT and block.treatment is None:
+        return None
     if not block.language:
         return "its language is missing"
     if block.treatment is None:
