@@ -28,6 +28,7 @@ from tests.deployment.namespaces import (
     unmount,
     unpack_debian,
 )
+from tests.documents.blocks import blocks_for
 from tests.lab.models import model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY
 
@@ -42,10 +43,8 @@ TOLD = ("outcome", "chosen", "n_prompt", "confirmed", "evaluated")
 
 def read_commands() -> list[str]:
     """Return the commands of the page."""
-    page = (REPOSITORY / "docs" / "quickstart.md").read_text()
-    block = re.search(r"```sh\n(.*?)```", page, re.DOTALL)
-    assert block
-    return block[1].splitlines()
+    (block,) = blocks_for(__file__)
+    return block.text.splitlines()
 
 
 def prepare(root: Path) -> None:

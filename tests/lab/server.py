@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -213,14 +213,19 @@ def read_evaluated_tokens(metrics: str) -> int:
 
 
 def request(
-    base_url: str, method: str, path: str, body: object = None, timeout_seconds: float = 300.0
+    base_url: str,
+    method: str,
+    path: str,
+    body: object = None,
+    timeout_seconds: float = 300.0,
+    headers: Mapping[str, str] | None = None,
 ) -> tuple[int, Any]:
     """Send one request; return its status and parsed JSON (text, if it is not JSON).
 
     A body in bytes is sent as it is.
     """
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    sent = urllib.request.Request(base_url + path, data=data, method=method)
+    sent = urllib.request.Request(base_url + path, data, headers or {}, method=method)
     sent.add_header("Content-Type", "application/json")
     try:
         with _open_directly(sent, timeout_seconds) as reply:

@@ -1,8 +1,6 @@
 """The command as users run it, in a process of its own, before a real llama-server."""
 
 import os
-import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -19,7 +17,6 @@ import openai
 import pytest
 import yaml
 
-from proxy.__main__ import main
 from proxy.config import NAMES
 from proxy.errors import SettingsError
 from proxy.loading import load_settings
@@ -28,7 +25,6 @@ from tests.lab.models import model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer, find_free_port
 
 EXAMPLE = REPOSITORY / "deploy" / "config.example.yaml"
-README = (REPOSITORY / "README.md").read_text()
 
 
 @contextmanager
@@ -137,21 +133,3 @@ def test_example_configuration_is_complete_and_shows_the_defaults(tmp_path: Path
     assert load_settings(path, {}, EXAMPLE) == load_settings(path, {}, None)
     with pytest.raises(SettingsError, match="not a directory"):
         load_settings({}, {}, EXAMPLE)
-
-
-def test_readme_names_only_options_and_targets_that_exist() -> None:
-    commands = [
-        shlex.split(line.split("#")[0])
-        for block in re.findall(r"```(?:sh|console)?\n(.*?)```", README, re.S)
-        for line in block.replace("\\\n", " ").splitlines()
-        if line.startswith(("llama-prefix-cache", "make", ".venv/bin/llama-prefix-cache"))
-    ]
-    targets = re.findall(r"^([\w-]+):", (REPOSITORY / "Makefile").read_text(), re.M)
-    assert ["make", "demo"] in commands and ["make", "test"] in commands
-    for command in commands:
-        if command[0] == "make":
-            assert command[1] in targets
-        else:
-            own = command[: command.index("--")] if command[1] == "run" else command
-            options = {option for part in main.commands[command[1]].params for option in part.opts}
-            assert {part for part in own if part.startswith("--")} <= options

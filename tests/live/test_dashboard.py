@@ -3,14 +3,13 @@
 import asyncio
 import json
 import math
-import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from proxy.metrics import PREFIX
+from tests.documents.blocks import blocks_for
 from tests.documents.files import DASHBOARD, REPOSITORY
 from tests.lab.conversation import system, tools, user
 from tests.lab.prometheus import Prometheus, promtool
@@ -60,9 +59,8 @@ async def traffic(rig: Rig) -> None:
 
 
 def documented_queries() -> list[str]:
-    """Return the queries in docs/operations.md; a line that is indented goes on with the one before."""
-    blocks = re.findall(r"```\n(.*?)```", (REPOSITORY / "docs" / "operations.md").read_text(), re.S)
-    queries = "".join(block for block in blocks if f"{PREFIX}_" in block)
+    """Return the queries in docs/; a line that is indented goes on with the one before."""
+    queries = "".join(block.text for block in blocks_for(__file__))
     return queries.replace("\n ", " ").splitlines()
 
 
@@ -89,7 +87,7 @@ def without_data(
 ) -> list[tuple[str, str]]:
     """Return queries that bring no number: values up to before the fault, graphs up to now."""
     empty, now = [], time.time()
-    asked = [("docs/operations.md", {"instant": True, "expr": q}) for q in documented_queries()]
+    asked = [("docs/", {"instant": True, "expr": q}) for q in documented_queries()]
     for title, target in asked + list(targets(json.loads(DASHBOARD.read_text())["panels"])):
         expr = filled_in(target["expr"], served_at - started_at)
         if target["instant"]:

@@ -27,7 +27,11 @@ def complaints(folder: Path) -> Iterator[str]:
     changes = (REPOSITORY / "CHANGELOG.md").read_text()
     if not re.search(rf"^## \[(Unreleased|{re.escape(__version__)})\]", changes, re.M):
         yield f"CHANGELOG.md has no section for {__version__}"
-    print(run_module("pytest", "tests/unit/test_documents.py").strip())
+    print(
+        run_module(
+            "pytest", "tests/unit/test_documents.py", "tests/unit/test_documented_blocks.py"
+        ).strip()
+    )
 
 
 def main() -> None:

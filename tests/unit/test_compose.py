@@ -8,7 +8,10 @@ import yaml
 from check_jsonschema import main as check_jsonschema
 from click.testing import CliRunner
 
+from proxy.config import NAMES
+from proxy.sources import ENVIRONMENT_PREFIX
 from tests.deployment.dockerfile import read_dockerfile
+from tests.documents.blocks import blocks_for
 from tests.documents.files import REPOSITORY
 from tests.documents.settings import all_settings
 from tests.unit.test_systemd import PROXY as PROXY_UNIT
@@ -114,3 +117,12 @@ def test_monitoring_is_that_of_the_machine_but_for_addresses() -> None:
     for name in ("prometheus", "grafana"):
         mounted = [Path(volume.split(":")[0]) for volume in SERVICES[name]["volumes"]]
         assert all((DEPLOY / path).exists() for path in mounted if path.name != name)
+
+
+def test_settings_for_both_are_read_by_them() -> None:
+    (block,) = blocks_for(__file__)
+    theirs, ours = settings_in(block.text)
+    assert theirs == "LLAMA_API_KEY"
+    assert ours.removeprefix(ENVIRONMENT_PREFIX).lower() in NAMES
+    for service in (*SERVERS.values(), PROXY):
+        assert any("settings.env" in str(file) for file in service["env_file"])

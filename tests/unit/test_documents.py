@@ -8,11 +8,12 @@ import pytest
 from proxy.config import NAMES
 from proxy.core.degradation import DegradationKind
 from proxy.metrics import Metrics
+from tests.documents.blocks import PAGES
 from tests.documents.files import REPOSITORY, TABLES, generated_files
 from tests.documents.settings import all_settings
 
 DOCS = REPOSITORY / "docs"
-LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
 
 
 @pytest.mark.parametrize("path", generated_files(), ids=lambda path: path.name)
@@ -49,7 +50,20 @@ def test_every_setting_is_described_in_whole_sentences() -> None:
     assert [s.name for s in all_settings() if not s.words.endswith(".")] == []
 
 
-@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+def test_readme_leads_to_every_page() -> None:
+    linked = set(re.findall(r"\]\(docs/([\w-]+\.md)", (REPOSITORY / "README.md").read_text()))
+    assert {path.name for path in DOCS.glob("*.md")} - linked == set()
+
+
+def headings(page: Path) -> list[str]:
+    """Return the headings of a page as GitHub names them in addresses."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_lead_somewhere(path: Path) -> None:
-    missing = [link for link in LINK.findall(path.read_text()) if not (path.parent / link).exists()]
-    assert missing == []
+    for link, heading in LINK.findall(path.read_text()):
+        target = path.parent / link if link else path
+        assert target.exists()
+        assert not heading or heading in headings(target), f"{link}#{heading}"

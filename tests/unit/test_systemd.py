@@ -3,18 +3,17 @@
 import re
 import shutil
 import subprocess
-import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.documents.blocks import blocks_for
 from tests.documents.files import REPOSITORY
 from tests.documents.settings import all_settings
 
 UNITS = REPOSITORY / "deploy" / "systemd"
-GUIDE = (REPOSITORY / "docs" / "systemd.md").read_text()
-DOCKER_GUIDE = (REPOSITORY / "docs" / "docker.md").read_text()
+BLOCKS = [block.text for block in blocks_for(__file__) if block.words != "docker"]
+(DOCKER,) = [block.text for block in blocks_for(__file__) if block.words == "docker"]
 DEFAULTS = {setting.name: setting.default for setting in all_settings()}
 
 
@@ -32,16 +31,11 @@ PROXY = read_unit((UNITS / "llama-prefix-cache.service").read_text())
 SERVER = read_unit((UNITS / "llama-server.service").read_text())
 
 
-def blocks_of_guide() -> Iterator[str]:
-    for block in re.findall(r"```ini\n(.*?)```", GUIDE, re.DOTALL):
-        yield textwrap.dedent(block)
-
-
 def test_proxy_ends_before_llama_server_and_has_the_time_for_it() -> None:
     assert "llama-server.service" in PROXY["After"][0].split()
     # Requests, what they have started, and saves; each may take drain_seconds.
     assert int(PROXY["TimeoutStopSec"][0]) >= 5 * DEFAULTS["drain_seconds"]
-    both = next(block for block in blocks_of_guide() if " run " in block)
+    both = next(block for block in BLOCKS if " run " in block)
     assert "KillMode=mixed" in both
     assert read_unit(both)["TimeoutStopSec"] == PROXY["TimeoutStopSec"]
 
@@ -64,11 +58,10 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The units and the guide's own one, with programs that are there."""
     folder = tmp_path_factory.mktemp("units")
     units = {path.name: path.read_text() for path in UNITS.glob("*.service")}
-    units["llama-prefix-cache-run.service"] = next(b for b in blocks_of_guide() if " run " in b)
-    (docker,) = re.findall(r"```ini\n(.*?)```", DOCKER_GUIDE, re.DOTALL)
-    units["llama-prefix-cache-docker.service"] = textwrap.dedent(docker)
+    units["llama-prefix-cache-run.service"] = next(b for b in BLOCKS if " run " in b)
+    units["llama-prefix-cache-docker.service"] = DOCKER
     units["docker.service"] = "[Service]\nExecStart=/bin/true\n"
-    for number, drop_in in enumerate(block for block in blocks_of_guide() if " run " not in block):
+    for number, drop_in in enumerate(block for block in BLOCKS if " run " not in block):
         path = folder / "llama-prefix-cache.service.d" / f"{number}.conf"
         path.parent.mkdir(exist_ok=True)
         path.write_text(drop_in)
