@@ -11,7 +11,7 @@ from proxy.app import Running, run_proxy
 from proxy.config import Settings
 from proxy.core.keeping.write_back import is_write_back_due
 from proxy.driver.saving.saver import RewriteStateFile, keep_as_saved
-from tests.lab.server import LlamaServer
+from tests.lab.server import LlamaServer, ServerProcess
 
 SETTLE_SECONDS = 300.0
 _DEFAULTS = {"min_free_bytes": 0, "idle_save_seconds": 0.05, "drain_seconds": 5.0}
@@ -22,7 +22,7 @@ class Rig:
 
     def __init__(
         self,
-        server: LlamaServer,
+        server: ServerProcess,
         directory: Path,
         *,
         rewrite: RewriteStateFile = keep_as_saved,
@@ -84,18 +84,19 @@ class Rig:
                 await asyncio.sleep(0.02)
 
     def _is_settled(self) -> bool:
-        session = self.running.lifecycle.current
-        if session is None:
-            return False
-        attachment = session.attachment
-        return not any(
+        fleet = self.running.fleet
+        attachments = [s.attachment for b in fleet.backends if (s := b.lifecycle.current)]
+        is_known = fleet.has_models or len(attachments) == len(fleet.backends)
+        return is_known and not any(
             slot.is_leased or is_write_back_due(attachment.rule, slot.content)
+            for attachment in attachments
             for slot in attachment.desk.table
         )
 
     async def evaluated(self) -> int:
         """Return llama-server's count of evaluated tokens once write-backs have drained."""
         await self.settled()
+        assert isinstance(self.server, LlamaServer)
         return await asyncio.to_thread(self.server.evaluated_tokens)
 
     async def post(self, path: str, body: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
