@@ -44,7 +44,9 @@ class Models:
 
     async def n_new(self, model: str, messages: list[Message]) -> int:
         """Return how many tokens of a prompt no earlier one of the model began with."""
-        rendered = await self._post(model, "/apply-template", {"messages": messages, "tools": TOOLS})
+        rendered = await self._post(
+            model, "/apply-template", {"messages": messages, "tools": TOOLS}
+        )
         content = {"content": rendered["prompt"], "add_special": True, "parse_special": True}
         tokens = token_ids((await self._post(model, "/tokenize", content))["tokens"])
         seen = self.sequences.setdefault(model, [])

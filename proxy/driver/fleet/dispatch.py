@@ -17,7 +17,7 @@ from proxy.driver.serving.cache import KeyRefused, ReadRequest
 from proxy.driver.serving.planning import Planning
 from proxy.driver.serving.stabilizing import Stabilizing
 from proxy.driver.session import Session
-from proxy.driver.slots.leases import DeskClosed
+from proxy.driver.slots.leases import DeskClosed, FreeElsewhere
 from proxy.errors import UpstreamGone, UpstreamNotReached
 from proxy.upstream.llama_server import LlamaServer
 
@@ -110,8 +110,12 @@ class Dispatch:
             await group.order.turn(place)
             group.order.leave(place)  # whoever is next comes to the desk after us
 
+        if len(group.backends) > 1:
+            group.share(session.attachment.desk)
         try:
             await backend.cache.serve(session, read, send, turn)
+        except FreeElsewhere:
+            return False
         except DeskClosed:
             return await _look_elsewhere(group, backend)
         except UpstreamNotReached:

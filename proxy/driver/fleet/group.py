@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from proxy.driver.fleet.backend import Backend
 from proxy.driver.serving.arrival_order import ArrivalOrder
 from proxy.driver.session import Session
+from proxy.driver.slots.leases import LeaseDesk
 from proxy.upstream.target import Presence
 
 
@@ -28,6 +29,16 @@ class Group:
     def sessions(self) -> list[Session]:
         """Those of the llama-servers that are attached."""
         return [session for b in self.backends if (session := b.lifecycle.current)]
+
+    def share(self, desk: LeaseDesk) -> None:
+        """Let who waits longest elsewhere know of every slot of *desk* that comes free."""
+        desk.on_idle = self._offer
+
+    def _offer(self, idle: LeaseDesk) -> None:
+        desks = [session.attachment.desk for session in self.sessions]
+        fullest = max(desks, key=lambda desk: desk.n_waiting)
+        if fullest is not idle:
+            fullest.let_go()
 
     async def first_to_ask(self, since: float) -> tuple[Backend, Session | None]:
         """Return an attached llama-server; if there is none, wait a while for the first.

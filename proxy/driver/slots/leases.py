@@ -28,6 +28,10 @@ class DeskClosed(Exception):
     """llama-server was replaced while a request waited for a slot."""
 
 
+class FreeElsewhere(DeskClosed):
+    """Another llama-server with the same model has a free slot for a request that waited here."""
+
+
 MAX_OVERTAKES = 8
 """A request that declines the free slots there are, because a better one soon will be, lets so many
 later ones pass; then everybody waits for it. So many pass, too, that a slot fits which it would empty."""
@@ -65,6 +69,8 @@ class LeaseDesk:
         self._waiting: deque[_Waiting] = deque()
         self._placement: Lease[Any] | None = None
         self._choosing = asyncio.Lock()
+        self.on_idle: Callable[[LeaseDesk], None] = lambda desk: None
+        """Is told when a slot has come free that nobody here waits for."""
         self._is_held = False
         self._is_closed = False
 
@@ -178,6 +184,17 @@ class LeaseDesk:
                 self.table.lease(slot_id, time.monotonic())
                 self._placement.join(slot_id)
         self._grant()
+        if slot_ids and not self._waiting and not self.is_placing and self.table.free():
+            self.on_idle(self)
+
+    def let_go(self) -> bool:
+        """Send who has waited longest to a slot that is free elsewhere; return False if nobody waits."""
+        for waiting in tuple(self._waiting):
+            self._waiting.remove(waiting)
+            if not waiting.granted.done():
+                waiting.granted.set_exception(FreeElsewhere())
+                return True
+        return False
 
     def close(self) -> None:
         """Send everybody who waits away; leases that are out stay harmless."""
