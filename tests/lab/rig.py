@@ -3,9 +3,10 @@
 import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 import aiohttp
+from typing_extensions import TypeVar
 
 from proxy.app import Running, run_proxy
 from proxy.config import Settings
@@ -17,12 +18,15 @@ SETTLE_SECONDS = 300.0
 _DEFAULTS = {"min_free_bytes": 0, "idle_save_seconds": 0.05, "drain_seconds": 5.0}
 
 
-class Rig:
-    """One llama-server and one proxy; either can be restarted."""
+S = TypeVar("S", bound=ServerProcess, default=LlamaServer, covariant=True)
+
+
+class Rig(Generic[S]):
+    """One llama-server, or what starts several, and one proxy; either can be restarted."""
 
     def __init__(
         self,
-        server: ServerProcess,
+        server: S,
         directory: Path,
         *,
         rewrite: RewriteStateFile = keep_as_saved,
@@ -39,7 +43,7 @@ class Rig:
         self.running: Running
         self._stack = AsyncExitStack()
 
-    async def __aenter__(self) -> "Rig":
+    async def __aenter__(self) -> "Rig[S]":
         await asyncio.to_thread(self.server.start)
         await self.start_proxy()
         return self

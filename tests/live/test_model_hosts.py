@@ -26,7 +26,7 @@ Host = Router | Swap
 class Models:
     """A rig before a host of one model of each kind, which are called as their kinds are."""
 
-    def __init__(self, rig: Rig, host: Host) -> None:
+    def __init__(self, rig: Rig[Host], host: Host) -> None:
         self.rig = rig
         self.host = host
         self.sequences: dict[str, list[TokenIds]] = {}
