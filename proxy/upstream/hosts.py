@@ -6,6 +6,7 @@ unloaded. Every method raises UpstreamUnreachable if there was no answer, Upstre
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -158,6 +159,7 @@ class Router:
 
 
 _UPSTREAM = "/upstream/"
+_NAME = re.compile(r"[\w:@+-][\w.:@+-]*(/[\w:@+-][\w.:@+-]*)*")
 
 
 class _Run(msgspec.Struct):
@@ -205,6 +207,8 @@ class Swap:
         """Leave that to llama-swap, which knows who may stay."""
 
     async def resolve(self, name: str) -> str | None:
+        if not _NAME.fullmatch(name):
+            return None  # it would become part of a path
         marker = (await self._of(name).props()).media_marker
         for model in (await self.models()).loaded:
             if (await self._of(model).props()).media_marker == marker:

@@ -1,6 +1,8 @@
 """Several models behind one address, each with the proxy's cache: llama-server's router, and llama-swap."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from proxy.core.prefix import TokenIds, common_prefix_length, token_ids
 from tests.lab.conversation import Message, agent_requests, system, tools
+from tests.lab.processes import child_pids
 from tests.lab.rig import Rig
 from tests.lab.router import Router, link_models
 from tests.lab.swap import Swap
@@ -38,9 +41,13 @@ class Models:
         """Have each model loaded once, so that its rule is known."""
         for model in KINDS:
             await self.ask(model, [{"role": "user", "content": "hello"}], max_tokens=1)
-            async with asyncio.timeout(30):
-                while (await self.rig.health())["reasons"]:  # noqa: ASYNC110 - there is no event
-                    await asyncio.sleep(0.02)
+            await self.healthy()
+
+    async def healthy(self) -> None:
+        """Return once /health names nothing any more."""
+        async with asyncio.timeout(30):
+            while (await self.rig.health())["reasons"]:  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.02)
 
     async def n_new(self, model: str, messages: list[Message]) -> int:
         """Return how many tokens of a prompt no earlier one of the model began with."""
@@ -64,6 +71,48 @@ class Models:
         async with self.rig.client.get(self.rig.admin_url + "/requests?limit=1") as reply:
             record: dict[str, Any] = (await reply.json())["requests"][0]
             return record
+
+    async def ask_host(self, model: str, messages: list[Message]) -> dict[str, Any]:
+        """Return the message that a model answers without the proxy."""
+        body = {
+            "model": model,
+            "messages": messages,
+            "tools": TOOLS,
+            "max_tokens": 4,
+            "temperature": 0,
+        }
+        _, reply = await asyncio.to_thread(self.host.request, "POST", CHAT, body)
+        message: dict[str, Any] = reply["choices"][0]["message"]
+        return message
+
+    async def refusal(self, model: str, path: str, base_url: str | None = None) -> tuple[int, str]:
+        """Return how a request for a model that is not there is refused."""
+        body = {"model": model, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+        async with self.rig.client.post((base_url or self.rig.base_url) + path, json=body) as reply:
+            return reply.status, await reply.text()
+
+    async def unload(self, model: str) -> None:
+        """Have a client unload a model, and wait until it is."""
+        if isinstance(self.host, Router):
+            await self.rig.post("/models/unload", {"model": model})
+        else:
+            async with self.rig.client.post(
+                f"{self.rig.base_url}/api/models/unload/{model}"
+            ) as reply:
+                assert reply.status == 200
+        async with asyncio.timeout(30):
+            while model in self.loaded():  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.02)
+
+    def kill(self, model: str) -> None:
+        """Kill the process of a model."""
+        port = self.host.child_url(model).rpartition(":")[2]
+        for pid in child_pids(self.host.pid):
+            if f"--port\0{port}\0" in Path(f"/proc/{pid}/cmdline").read_text():
+                os.kill(pid, signal.SIGKILL)
+
+    def n_users(self) -> int:
+        return self.rig.running.fleet.n_waiting
 
     def loaded(self) -> set[str]:
         if isinstance(self.host, Router):
@@ -117,3 +166,98 @@ async def test_conversation_goes_on_after_its_model_was_swapped_out(
                 assert record["evaluated"] <= n_new + SLACK_TOKENS, (kind, record)
                 assert n_counted == record["evaluated"] + CANARY_TOKENS
                 assert reply["usage"]["prompt_tokens"] == len(models.sequences[kind][-1])
+
+
+async def test_clients_of_several_models_take_turns_and_get_right_answers(
+    start_models: StartModels,
+) -> None:
+    """Each client goes on with its conversation as fast as it can; the models push each other out."""
+    requests = agent_requests(1, 2, header=[system(60)])
+    async with start_models(max_requests=8) as models:
+
+        async def converse(model: str) -> list[str]:
+            replies = [await models.ask(model, messages, max_tokens=4) for messages in requests]
+            return [str(reply["choices"][0]["message"]) for reply in replies]
+
+        said = dict(zip(KINDS, await asyncio.gather(*map(converse, KINDS)), strict=True))
+        assert models.n_users() == 0 and len(models.loaded()) == 1
+        await models.rig.stop_proxy()
+        for kind in ("full", "hybrid"):
+            for messages, answer in zip(requests, said[kind], strict=True):
+                assert str(await models.ask_host(kind, messages)) == answer
+
+
+async def test_model_that_is_wanted_does_not_wait_for_all_who_come_later(
+    start_models: StartModels,
+) -> None:
+    question = [{"role": "user", "content": "count"}]
+    ended: list[str] = []
+
+    async def ask(models: Models, name: str, model: str, n_tokens: int) -> None:
+        await models.ask(model, question, max_tokens=n_tokens, ignore_eos=True)
+        ended.append(name)
+
+    async with start_models() as models:
+        await models.measure_all()
+        async with asyncio.TaskGroup() as group:
+            for name, model, n_tokens in (
+                ("long", "full", 600),
+                ("other", "hybrid", 2),
+                ("later", "full", 2),
+            ):
+                group.create_task(ask(models, name, model, n_tokens))
+                await asyncio.sleep(0.05)
+        assert ended == ["long", "other", "later"]
+
+
+async def test_what_happens_to_models_behind_the_proxys_back(start_models: StartModels) -> None:
+    first, second = agent_requests(1, 1, header=[system(450)])
+    async with start_models() as models:
+        await models.measure_all()
+        await models.ask("hybrid", first)
+        # A client has it unloaded: it is written back before.
+        await models.unload("hybrid")
+        assert not models.loaded()
+        await models.n_new("hybrid", first)
+        n_new = await models.n_new("hybrid", second)
+        await models.ask("hybrid", second)
+        assert (await models.last_request())["evaluated"] <= n_new + SLACK_TOKENS
+        # Its process dies: the next request has it loaded again.
+        models.kill("hybrid")
+        await models.ask("hybrid", second)
+        # Nobody has a model of this name, and the host says so in its own words.
+        refusal = await models.refusal("nobody", CHAT)
+        assert refusal == await models.refusal("nobody", CHAT, models.host.base_url)
+        status, words = await models.refusal("nobody", "/v1/messages/count_tokens")
+        assert status == refusal[0] and words.startswith('{"type":"error"')
+        counted = await models.rig.post(
+            "/v1/messages/count_tokens", {"model": "full", "messages": first[1:]}
+        )
+        assert counted["input_tokens"] > 0 and models.loaded() == {"full"}
+        await models.healthy()
+
+
+async def test_names_and_idleness_at_a_swap(tmp_path: Path) -> None:
+    """What only llama-swap has: names that it does not list, paths with a model, unloading after a while."""
+    slots = tmp_path / "slots"
+    slots.mkdir(mode=0o700)
+    first, second = agent_requests(1, 1, header=[system(450)])
+    settings = {"full": {"aliases": ["gpt"], "ttl": 2}}
+    host = Swap(tmp_path, {"full": "full", "hybrid": "hybrid"}, slots, n_ctx=32768, settings=settings)
+    async with Rig(host, slots) as rig:
+        models = Models(rig, host)
+        await models.ask("full", first)
+        await models.healthy()
+        await models.ask("gpt", second)
+        record = await models.last_request()
+        assert (record["server"], record["chosen"]) == ("full", "live")
+        path = f"/upstream/full{CHAT}"
+        await rig.post(path, {"messages": second, "tools": TOOLS, "max_tokens": 1})
+        record = await models.last_request()
+        assert (record["path"], record["chosen"]) == (CHAT, "live")
+        # Nobody asks, and the proxy's own looks do not keep it loaded.
+        async with asyncio.timeout(20):
+            while models.loaded():  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.1)
+        await models.ask("gpt", second)
+        assert (await models.last_request())["chosen"] == "restore"

@@ -193,6 +193,7 @@ class Lifecycle:
 
     def end(self) -> None:
         """Forget the session: its process is gone, and nobody misses it."""
+        self.absence.note_answer()  # its host is what would be waited for
         self._close()
         self._degradations.end(*OF_PROCESS)
 

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
+from cachetools import TTLCache
+
 from proxy.core.planning.residency import Residents, next_step
 from proxy.driver.contact.absence import Absence
 from proxy.driver.fleet.backend import Backend, NewBackend
@@ -23,6 +25,9 @@ from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.target import Presence
 
 _LOOK_SECONDS = 1.0
+_N_UNKNOWN = 256
+_UNKNOWN_SECONDS = 60.0
+"""So long a name that no model has is not asked for again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +64,7 @@ class HostedModels:
         self._changing: frozenset[str] = frozenset()
         self._poked = asyncio.Event()
         self._looking = asyncio.Lock()
+        self._unknown: TTLCache[str, bool] = TTLCache(_N_UNKNOWN, _UNKNOWN_SECONDS)
 
     @property
     def n_waiting(self) -> int:
@@ -107,14 +113,17 @@ class HostedModels:
     def _follow(self, models: Models) -> None:
         self._models = models
         for model in models.loaded - self._changing:
-            self.group(model).presence.is_there = True
+            self._note_loaded(self.group(model))
         for model, group in self._groups.items():
             if model not in models.loaded and group.presence.is_there:
                 self._lose(group)
-        for group in self._groups.values():
+        self._advance()
+
+    def _note_loaded(self, group: Group) -> None:
+        if not group.presence.is_there:
+            group.presence.is_there = True
             for backend in group.backends:
                 backend.lifecycle.poke()
-        self._advance()
 
     def _lose(self, group: Group) -> None:
         group.presence.is_there = False
@@ -131,11 +140,12 @@ class HostedModels:
         if found is None:
             await self._try_to_look()
             found = self._models.named(name)
-        if found is None and self._host.hides_names:
+        if found is None and self._host.hides_names and name not in self._unknown:
             await self.save_all()  # to ask for a model loads it
             with suppress(UpstreamFault):
                 found = await self._host.resolve(name)
                 await self.look()
+            self._unknown[name] = found is None
         return found
 
     def is_loaded(self, model: str) -> bool:
