@@ -154,7 +154,8 @@ class Router:
     def target(self, model: str) -> Target:
         return RouterTarget(self._root.target.base_url, model)
 
-    def split_path(self, path: str, asked: str, models: Models) -> tuple[str, str]:
+    @staticmethod
+    def split_path(path: str, asked: str, models: Models) -> tuple[str, str]:
         return asked, path
 
 
@@ -222,7 +223,8 @@ class Swap:
     def target(self, model: str) -> Target:
         return SwapTarget(self._root.target.base_url, model)
 
-    def split_path(self, path: str, asked: str, models: Models) -> tuple[str, str]:
+    @staticmethod
+    def split_path(path: str, asked: str, models: Models) -> tuple[str, str]:
         if not path.startswith(_UPSTREAM):
             return asked, path
         # A model's name may have slashes in it: the first beginning that is one counts.

@@ -243,7 +243,9 @@ async def test_names_and_idleness_at_a_swap(tmp_path: Path) -> None:
     slots.mkdir(mode=0o700)
     first, second = agent_requests(1, 1, header=[system(450)])
     settings = {"full": {"aliases": ["gpt"], "ttl": 2}}
-    host = Swap(tmp_path, {"full": "full", "hybrid": "hybrid"}, slots, n_ctx=32768, settings=settings)
+    host = Swap(
+        tmp_path, {"full": "full", "hybrid": "hybrid"}, slots, n_ctx=32768, settings=settings
+    )
     async with Rig(host, slots) as rig:
         models = Models(rig, host)
         await models.ask("full", first)

@@ -1,0 +1,61 @@
+"""How calls name the model that they are for."""
+
+import json
+
+import pytest
+
+from proxy.errors import UpstreamUnreachable
+from proxy.upstream.hosts import Models, Router, Swap
+from proxy.upstream.target import Presence, RouterTarget, SwapTarget, Target
+
+BASE = "http://10.0.0.1:8080/prefix"
+MODELS = Models(frozenset(), frozenset({"qwen", "author/model"}), {"nick": "qwen"})
+
+
+def test_llama_server_of_its_own_is_asked_as_it_is() -> None:
+    target = Target(BASE)
+    assert (target.path("GET", "/props"), target.body(b"{}")) == ("/props", b"{}")
+    assert target.name == "10.0.0.1:8080"
+
+
+def test_router_is_told_the_model_and_never_to_load_it() -> None:
+    target = RouterTarget(BASE, "a b&c")
+    assert target.path("GET", "/props") == "/props?model=a%20b%26c&autoload=false"
+    assert target.path("POST", "/slots/0?action=save") == "/slots/0?action=save&autoload=false"
+    body = target.body(b'{"model": "other", "filename": "x", "n": 1.0}')
+    assert body is not None and json.loads(body) == {"filename": "x", "n": 1.0, "model": "a b&c"}
+    assert target.body(None) is None
+    assert target.is_listed_as("a b&c") and not target.is_listed_as("other")
+
+
+def test_llama_swap_is_asked_by_path() -> None:
+    target = SwapTarget(BASE, "author/a model?")
+    assert target.path("GET", "/props") == "/upstream/author/a%20model%3F/props"
+    assert target.body(b"{}") == b"{}"
+
+
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("/upstream/qwen/v1/chat/completions", ("qwen", "/v1/chat/completions")),
+        ("/upstream/author/model/slots", ("author/model", "/slots")),
+        ("/upstream/author/props", ("author", "/props")),
+        ("/upstream/nick/props", ("nick", "/props")),
+        ("/upstream/unknown/props", ("unknown", "/props")),
+        ("/upstream/qwen", ("qwen", "")),
+        ("/v1/models", ("asked", "/v1/models")),
+    ],
+)
+def test_path_of_llama_swap_names_a_model(path: str, found: tuple[str, str]) -> None:
+    assert Swap.split_path(path, "asked", MODELS) == found
+
+
+def test_path_of_a_router_names_no_model() -> None:
+    path = "/upstream/author/model/v1/messages"
+    assert Router.split_path(path, "asked", MODELS) == ("asked", path)
+
+
+def test_what_is_not_loaded_is_not_asked() -> None:
+    Presence().require("qwen")
+    with pytest.raises(UpstreamUnreachable, match="qwen is not loaded"):
+        Presence(is_there=False).require("qwen")
