@@ -19,6 +19,7 @@ from proxy.errors import (
     ProxyError,
     RefusedByProxy,
     TooManyRequests,
+    UpstreamNotReached,
 )
 from proxy.front.error_bodies import error_response
 from proxy.front.keys import keys_of, tenant_of
@@ -140,8 +141,13 @@ class Front:
             content = with_alias(await _read_body(request), self._aliases)
             headers.popall("Content-Length", None)
             model = model or (model_of(content) if asked.may_load else "")
-        async with self._fleet.passing(request.method, asked.path, model) as upstream:
-            await exchange.send(upstream, content, headers)
+        async with self._fleet.passing(request.method, asked.path, model) as upstreams:
+            *others, last = upstreams
+            for upstream in others:
+                with suppress(UpstreamNotReached):
+                    await exchange.send(upstream, content, headers)
+                    return
+            await exchange.send(last, content, headers)
 
     async def _generate(self, route: Route, asked: "_Asked", exchange: Exchange) -> None:
         request = asked.request

@@ -227,9 +227,9 @@ class Swap:
     def split_path(path: str, asked: str, models: Models) -> tuple[str, str]:
         if not path.startswith(_UPSTREAM):
             return asked, path
-        # A model's name may have slashes in it: the first beginning that is one counts.
+        # A model's name may have slashes in it: the longest beginning that is one counts.
         parts = path.removeprefix(_UPSTREAM).split("/")
-        names = ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
+        names = ["/".join(parts[:n]) for n in range(len(parts), 0, -1)]
         name = next(filter(models.named, names), parts[0])
         return name, path.removeprefix(_UPSTREAM + name)
 

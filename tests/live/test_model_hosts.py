@@ -238,7 +238,7 @@ async def test_what_happens_to_models_behind_the_proxys_back(start_models: Start
 
 
 async def test_names_and_idleness_at_a_swap(tmp_path: Path) -> None:
-    """What only llama-swap has: names that it does not list, paths with a model, unloading after a while."""
+    """What only llama-swap has: names that it does not list, paths with a model, time-outs."""
     slots = tmp_path / "slots"
     slots.mkdir(mode=0o700)
     first, second = agent_requests(1, 1, header=[system(450)])

@@ -9,7 +9,7 @@ from proxy.upstream.hosts import Models, Router, Swap
 from proxy.upstream.target import Presence, RouterTarget, SwapTarget, Target
 
 BASE = "http://10.0.0.1:8080/prefix"
-MODELS = Models(frozenset(), frozenset({"qwen", "author/model"}), {"nick": "qwen"})
+MODELS = Models(frozenset(), frozenset({"qwen", "author/model", "author"}), {"nick": "qwen"})
 
 
 def test_llama_server_of_its_own_is_asked_as_it_is() -> None:
@@ -48,6 +48,11 @@ def test_llama_swap_is_asked_by_path() -> None:
 )
 def test_path_of_llama_swap_names_a_model(path: str, found: tuple[str, str]) -> None:
     assert Swap.split_path(path, "asked", MODELS) == found
+
+
+def test_longest_name_in_a_path_counts() -> None:
+    path = "/upstream/author/model/v1/messages"
+    assert Swap.split_path(path, "", MODELS) == ("author/model", "/v1/messages")
 
 
 def test_path_of_a_router_names_no_model() -> None:

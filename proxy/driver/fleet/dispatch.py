@@ -50,7 +50,7 @@ class Dispatch:
                         last.order.leave(place)
                     last = group
                     if group is None:
-                        return await self._pass_on(request, send_to(self._fleet.root))
+                        return await self._pass_on(request, send_to(self._fleet.roots[0]))
                     may_be_lost = group.presence.is_there and n_tries < MAX_LOADS
                     if await self._try(group, request, send_to, place, may_be_lost=may_be_lost):
                         return None

@@ -96,11 +96,12 @@ class Fleet:
         return next(attached, self._roots[0])
 
     @property
-    def root(self) -> LlamaServer:
-        """What requests are passed on to that are no generations."""
-        present = (b.services.upstream for b in self._plain.backends if b.lifecycle.current)
-        hosts = (root for root, hosted in self._hosted.items() if not hosted.absence.is_waited_for)
-        return next(present, None) or next(hosts, None) or self._roots[0]
+    def roots(self) -> list[LlamaServer]:
+        """What answers at the addresses, those first that are there: any may answer for all."""
+        plain = {b.services.upstream: b.lifecycle.current is None for b in self._plain.backends}
+        hosts = {root: hosted.absence.is_waited_for for root, hosted in self._hosted.items()}
+        is_away = plain | hosts
+        return sorted(self._roots, key=lambda root: is_away.get(root, True))
 
     def _start(self, upstream: LlamaServer, where: str, is_host: IsHost) -> Backend:
         backend = self._build(upstream, where, is_host)
@@ -172,17 +173,22 @@ class Fleet:
         return bool(self._hosted)
 
     @asynccontextmanager
-    async def passing(self, method: str, path: str, model: str) -> AsyncIterator[LlamaServer]:
-        """Yield where a request is passed on to that is no generation, with its model loaded meanwhile."""
+    async def passing(
+        self, method: str, path: str, model: str
+    ) -> AsyncIterator[Sequence[LlamaServer]]:
+        """Yield where to pass on a request that is no generation, with its model loaded meanwhile.
+
+        Where several can take it, the next one is for when one cannot be reached.
+        """
         if unloads_models(method, path):
             await self.save_all()
         elif model:
             hosted, named = await self._find(model)
             if hosted is not None and named:
                 async with hosted.use(named, time.monotonic()):
-                    yield hosted.root
+                    yield [hosted.root]
                 return
-        yield self.root
+        yield self.roots
 
     async def server_state_changed(self) -> None:
         """A client changed slots or adapters: nothing that was known holds any more."""
