@@ -29,7 +29,8 @@ class GenerationRequest:
 
     `model` is what the client calls the model, `session` its session; each empty if it does not say.
     `server` is which llama-server serves it, empty if there is only one. `rewrites` are the stabilizers
-    that changed the body.
+    that changed the body. It came to the first desk at `queued_at` of the monotonic clock, 0 if this is the
+    first.
     """
 
     arrival: Arrival
@@ -40,6 +41,7 @@ class GenerationRequest:
     session: str = ""
     model: str = ""
     server: str = ""
+    queued_at: float = 0.0
     rewrites: tuple[str, ...] = ()
 
     @property

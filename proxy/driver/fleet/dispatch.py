@@ -1,5 +1,6 @@
 """Brings each generation request to a llama-server that serves it, and to another one if that goes away."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
@@ -112,6 +113,8 @@ class Dispatch:
 
         if len(group.backends) > 1:
             group.share(session.attachment.desk)
+            place.queued_at = place.queued_at or time.monotonic()
+            read = replace(read, request=replace(read.request, queued_at=place.queued_at))
         try:
             await backend.cache.serve(session, read, send, turn)
         except FreeElsewhere:

@@ -10,10 +10,14 @@ from dataclasses import dataclass, field
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """One request's place; `since` is when it last joined, both times of the monotonic clock."""
+    """One request's place; `since` is when it last joined, all times of the monotonic clock.
+
+    `queued_at` is when it came to the first desk, 0 if it was at none yet.
+    """
 
     arrived_at: float
     since: float = 0.0
+    queued_at: float = 0.0
     moved: asyncio.Event = field(default_factory=asyncio.Event)
 
 

@@ -53,7 +53,7 @@ class CachedRequest:
         self._prompt = prompt
         self._inquiry = inquiry
         self._is_current = is_current
-        self._arrived = time.monotonic()
+        self._arrived = request.queued_at or time.monotonic()
         self._planning = Planning(services, session, prompt)
         self._confirmation = Confirmation(services, session.attachment, request.id, prompt)
 
