@@ -30,3 +30,10 @@ CASES = {
 def test_request_goes_to(case: str) -> None:
     offers, place = CASES[case]
     assert best_offer(offers) == place
+
+
+def test_offer_is_worth_less_beside_others_who_come_first() -> None:
+    assert offer(n_busy=1).beside(0) == offer(n_busy=1)
+    assert offer().beside(1) == offer(n_waiting=1)
+    assert offer(n_busy=1).beside(1) == offer(WAITING, n_busy=1, n_waiting=1)
+    assert best_offer([offer().beside(1), offer()]) == 1

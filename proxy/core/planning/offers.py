@@ -4,7 +4,7 @@ Owns: the choice between what each would make of it. Pure: offers come in, the p
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from proxy.core.keeping.write_back import STEADY_SECONDS
 from proxy.core.planning.plan import STEADY_TOKENS
@@ -23,6 +23,15 @@ class Offer:
     n_busy: int
     n_waiting: int
     n_slots: int
+
+    def beside(self, n_others: int) -> "Offer":
+        """Return what is left of it when so many others come first."""
+        has_room = self.n_busy + n_others < self.n_slots
+        return replace(
+            self,
+            seconds=self.seconds if has_room else None,
+            n_waiting=self.n_waiting + n_others,
+        )
 
     @property
     def load(self) -> float:

@@ -7,17 +7,15 @@ from itertools import count
 
 from proxy.core.explaining.causes import Cause
 from proxy.core.model import Outcome
-from proxy.core.planning.offers import Offer, best_offer
 from proxy.driver.fleet.backend import Backend
+from proxy.driver.fleet.choosing import Chosen, choose
 from proxy.driver.fleet.fleet import Fleet
 from proxy.driver.fleet.group import Group
 from proxy.driver.reporting.report import Findings, Report
 from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.serving.arrival_order import Place
-from proxy.driver.serving.cache import KeyRefused, ReadRequest
-from proxy.driver.serving.planning import Planning
+from proxy.driver.serving.cache import KeyRefused
 from proxy.driver.serving.stabilizing import Stabilizing
-from proxy.driver.session import Session
 from proxy.driver.slots.leases import DeskClosed, FreeElsewhere
 from proxy.errors import UpstreamGone, UpstreamNotReached
 from proxy.upstream.llama_server import LlamaServer
@@ -86,30 +84,27 @@ class Dispatch:
             return True
         try:
             read = await backend.cache.read(session, request)
-            backend, session, read = await _best(group, backend, session, read)
+            chosen = await choose(group, backend, session, read)
         except KeyRefused:
             group.order.leave(place)
             await backend.cache.let_refuse(request, self._sending(backend, request, send_to))
             return True
         except DeskClosed:
             return await _look_elsewhere(group, backend)
-        send = self._sending(backend, request, send_to)
-        return await self._serve_by(group, backend, session, read, send, place)
+        try:
+            return await self._serve_by(group, chosen, send_to, place)
+        finally:
+            chosen.on_way.arrive()
 
-    async def _serve_by(
-        self,
-        group: Group,
-        backend: Backend,
-        session: Session,
-        read: ReadRequest,
-        send: Send,
-        place: Place,
-    ) -> bool:
+    async def _serve_by(self, group: Group, chosen: Chosen, send_to: SendTo, place: Place) -> bool:
         """Serve a request that was read; return False if it has to be served elsewhere."""
+        backend, session, read = chosen.backend, chosen.session, chosen.read
+        send = self._sending(backend, read.request, send_to)
 
         async def turn() -> None:
             await group.order.turn(place)
             group.order.leave(place)  # whoever is next comes to the desk after us
+            chosen.on_way.arrive()
 
         if len(group.backends) > 1:
             group.share(session.attachment.desk)
@@ -162,27 +157,3 @@ async def _look_elsewhere(group: Group, backend: Backend) -> bool:
     backend.lifecycle.poke()
     await group.is_lost()
     return False
-
-
-async def _best(
-    group: Group, reader: Backend, session: Session, read: ReadRequest
-) -> tuple[Backend, Session, ReadRequest]:
-    """Return the llama-server of a group that serves a request, which the *reader* has read, best."""
-    present = [(b, s) for b in group.backends if (s := b.lifecycle.current) is not None]
-    if len(group.backends) == 1 or not present:
-        return reader, session, read
-    offers = [_offer(backend, session, read) for backend, session in present]
-    backend, chosen = present[best_offer(offers)]
-    if chosen is not session:
-        read = await backend.cache.take_over(chosen, read)
-    return backend, chosen, read
-
-
-def _offer(backend: Backend, session: Session, read: ReadRequest) -> Offer:
-    """Return what a llama-server can do for a request; one that was not read goes by who is busy."""
-    attachment, prompt = session.attachment, read.prompt
-    if prompt is not None:
-        namespace = attachment.tenant_namespace(read.request.tenant)
-        return Planning(backend.services, session, replace(prompt, namespace=namespace)).offer()
-    n_busy = sum(slot.is_leased for slot in attachment.desk.table)
-    return Offer(0.0, 0, n_busy, attachment.desk.n_waiting, len(attachment.desk.table))

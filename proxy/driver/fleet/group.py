@@ -1,6 +1,7 @@
 """The llama-servers any of which may serve a request: those with the same model."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 
 from proxy.driver.fleet.backend import Backend
@@ -24,6 +25,8 @@ class Group:
         self.presence = presence or Presence()
         self._look = look
         self.order = ArrivalOrder()
+        self.on_way: Counter[Backend] = Counter()
+        """How many requests were sent to each, and are not at its desk yet."""
 
     @property
     def sessions(self) -> list[Session]:
