@@ -135,6 +135,7 @@ def start_models(request: pytest.FixtureRequest, tmp_path: Path) -> StartModels:
         host: Host
         if request.param == "router":
             models = link_models(tmp_path / "models", kinds)
+            (models / "broken.gguf").write_bytes(b"GGUF")
             host = Router(models, slots, n_ctx=32768, log_path=tmp_path / "router.log")
         else:
             host = Swap(tmp_path, kinds, slots, n_ctx=32768)
@@ -230,6 +231,9 @@ async def test_what_happens_to_models_behind_the_proxys_back(start_models: Start
         assert refusal == await models.refusal("nobody", CHAT, models.host.base_url)
         status, words = await models.refusal("nobody", "/v1/messages/count_tokens")
         assert status == refusal[0] and words.startswith('{"type":"error"')
+        if isinstance(models.host, Router):
+            status, words = await models.refusal("broken", CHAT)
+            assert status == 500 and "model name=broken failed to load" in words
         counted = await models.rig.post(
             "/v1/messages/count_tokens", {"model": "full", "messages": first[1:]}
         )
