@@ -196,7 +196,7 @@ async def _serve(
     operators = _operators(settings, shared, fleet, dispatch)
     clients = _clients(settings, shared, fleet, dispatch)
     # In reverse order of leaving: stop listening, then save, then stop watching.
-    async with fleet:
+    async with fleet.followed():
         try:
             async with (
                 _listen(operators, settings.admin, 1.0) as admin_port,

@@ -166,7 +166,10 @@ def _enter(
             store.remove(dead)
         # Only now: a file that is refused must not leave a directory that knows its model.
         namespace = introduce(store.index, owner)
-        return [store.commit(_new_state(name, namespace, record, verified))]
+        entered = store.commit(_new_state(name, namespace, record, verified))
+        if any(dead.is_pinned for dead in same):
+            store.pin(entered, is_pinned=True)
+        return [entered]
     finally:
         store.files.remove(name)
 

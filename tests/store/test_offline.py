@@ -246,11 +246,14 @@ def test_state_whose_file_is_gone_or_cut_is_not_there_already(
 ) -> None:
     with open_offline(directory) as store:
         broken = store.checkpoints()[0]
+        store.pin(broken, is_pinned=True)
         damage(store.files.path(broken.file_name))
     imported = take(directory, file)
     assert (len(imported.entered), imported.n_already_there) == (1, 1)
     with open_offline(directory) as store:
         assert broken.id not in {checkpoint.id for checkpoint in store.checkpoints()}
+        pinned = [c.n_tokens for c in store.checkpoints() if c.is_pinned]
+        assert pinned == [broken.n_tokens], "what takes its place is kept as it was"
         assert (problems(store), len(store.checkpoints())) == ([], 2)
 
 

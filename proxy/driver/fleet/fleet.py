@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 
 from proxy.driver.contact.absence import Absence
 from proxy.driver.fleet.backend import Backend
@@ -39,7 +38,7 @@ class Patience:
 
 
 class Fleet:
-    """The llama-servers behind one proxy; entered, it follows them."""
+    """The llama-servers behind one proxy."""
 
     def __init__(
         self, roots: Sequence[LlamaServer], build: Build, tasks: Tasks, patience: Patience
@@ -53,23 +52,18 @@ class Fleet:
         self._plain = Group([])
         self._hosted: dict[LlamaServer, HostedModels] = {}
 
-    async def __aenter__(self) -> "Fleet":
+    @asynccontextmanager
+    async def followed(self) -> AsyncIterator[None]:
+        """Follow all llama-servers while the block runs."""
         for root in self._roots:
             where = root.target.name if len(self._roots) > 1 else ""
             self._plain.backends.append(self._start(root, where, partial(self._is_host, root)))
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for task in self._running:
-            task.cancel()
-        for task in self._running:
-            with suppress(asyncio.CancelledError):
-                await task
+        try:
+            yield
+        finally:
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
 
     @property
     def backends(self) -> list[Backend]:
