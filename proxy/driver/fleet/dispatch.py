@@ -58,6 +58,22 @@ class Dispatch:
             if last is not None:
                 last.order.leave(place)
 
+    async def serve_in(self, group: Group, request: GenerationRequest, send_to: SendTo) -> None:
+        """Serve one request for somebody who has the model kept loaded already.
+
+        To ask for it again would wait for those who wait for it to leave. Raises as `serve` does, and
+        UpstreamGone if llama-server goes away again and again.
+        """
+        place = Place(request.arrival.arrived_at)
+        try:
+            for _ in range(MAX_LOADS):
+                if await self._try(group, request, send_to, place, may_be_lost=False):
+                    return
+                group.order.join(place)
+        finally:
+            group.order.leave(place)
+        raise UpstreamGone("llama-server goes away again and again")
+
     async def _pass_on(self, request: GenerationRequest, send: Send) -> None:
         answer = await send(request.raw, lambda: None)
         findings = Findings(why="no such model", cause=Cause.NOT_LOOKED_UP)

@@ -92,7 +92,7 @@ class Warming:
             on_progress(prompt.n_tokens, prompt.n_tokens)
         else:
             async with self._watched(session, prompt, on_progress):
-                await self._dispatch.serve(request, partial(_sending, request))
+                await self._dispatch.serve_in(group, request, partial(_sending, request))
             await self._save(group, prompt)
             n_usable, checkpoint = self._best(session, prompt)
         if checkpoint is None or n_usable < wanted:
