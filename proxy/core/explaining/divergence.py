@@ -3,7 +3,7 @@
 Owns: the place and its name. What became of the states is `explain`'s.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from proxy.core.explaining.causes import Cause, Part
@@ -51,15 +51,32 @@ class Change:
     at: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Departure:
+    """Where *new* leaves *old*; `is_same` says that both are of one conversation."""
+
+    new: Seen
+    old: Seen
+    difference: Difference
+    part: Part
+    message: int | None
+    at: int | None
+    is_same: bool
+
+    def is_by(self, is_such: Callable[[str, str, int], bool]) -> bool:
+        """Return whether it is such a change of the text, as far as there are texts."""
+        return self.at is not None and is_such(self.new.text, self.old.text, self.at)
+
+
 def find_change(new: Seen, old: Seen, *, is_same_conversation: bool) -> Change:
     """Return where *new* leaves *old*, and why; the cause is first sight if that is to be expected."""
     at = common_prefix_length(new.text, old.text) if new.text and old.text else None
     if not new.sketch.messages:
         return Change(_cause_in_bare_text(new, old, at), Part.TEXT, None, at)
     difference = compare(new.sketch, old.sketch)
-    part, message = _place(new, difference, at)
-    cause = _cause(new, old, difference, part, message, at, is_same=is_same_conversation)
-    return Change(cause, part, message, at)
+    place = _place(new, difference, at)
+    departure = _Departure(new, old, difference, *place, at, is_same_conversation)
+    return Change(_cause(departure), *place, at)
 
 
 def _place(new: Seen, difference: Difference, at: int | None) -> tuple[Part, int | None]:
@@ -113,28 +130,16 @@ def _span(new: Seen, message: int) -> tuple[int, int]:
     return (begin, end + len(pieces[-1])) if begin >= 0 and end >= 0 else (0, 0)
 
 
-def _cause(
-    new: Seen,
-    old: Seen,
-    difference: Difference,
-    part: Part,
-    message: int | None,
-    at: int | None,
-    *,
-    is_same: bool,
-) -> Cause:
-    in_header = part in (Part.TOOLS, Part.SYSTEM)
-    if at is not None and part is not Part.TOOLS:
-        is_line = is_billing if is_same else are_both_billing
-        if in_header and is_line(new.text, old.text, at):
+def _cause(d: _Departure) -> Cause:
+    in_header = d.part in (Part.TOOLS, Part.SYSTEM)
+    if d.part is not Part.TOOLS:
+        if in_header and d.is_by(is_billing if d.is_same else are_both_billing):
             return Cause.BILLING_HEADER
-        if is_date(new.text, old.text, at) and (in_header or is_same):
+        if (in_header or d.is_same) and d.is_by(is_date):
             return Cause.DATE
-    if part is Part.TOOLS:
-        return _cause_in_tools(new.sketch, old.sketch, difference, is_same=is_same)
-    if part is Part.SYSTEM:
-        return _cause_in_system(new, old, at, is_same=is_same)
-    return _cause_in_messages(new, old, difference, part, message, at, is_same=is_same)
+    if d.part is Part.TOOLS:
+        return _cause_in_tools(d.new.sketch, d.old.sketch, d.difference, is_same=d.is_same)
+    return _cause_in_system(d) if d.part is Part.SYSTEM else _cause_in_messages(d)
 
 
 def _cause_in_tools(new: Sketch, old: Sketch, difference: Difference, *, is_same: bool) -> Cause:
@@ -150,14 +155,14 @@ def _cause_in_tools(new: Sketch, old: Sketch, difference: Difference, *, is_same
     return Cause.NEW_HEADER if has_other_system else Cause.TOOL_LIST
 
 
-def _cause_in_system(new: Seen, old: Seen, at: int | None, *, is_same: bool) -> Cause:
-    if at is not None and is_environment(new.text, old.text, at):
+def _cause_in_system(d: _Departure) -> Cause:
+    if d.is_by(is_environment):
         return Cause.ENVIRONMENT
-    if at is not None and is_reminder(new.text, old.text, at):
+    if d.is_by(is_reminder):
         return Cause.REMINDER
-    if at is None or _is_alike(new, old, at):
-        return Cause.SYSTEM_TEXT if at is not None or is_same else Cause.FIRST_SIGHT
-    return Cause.NEW_HEADER if is_same else Cause.FIRST_SIGHT
+    if d.at is None or _is_alike(d.new, d.old, d.at):
+        return Cause.SYSTEM_TEXT if d.at is not None or d.is_same else Cause.FIRST_SIGHT
+    return Cause.NEW_HEADER if d.is_same else Cause.FIRST_SIGHT
 
 
 def _is_alike(new: Seen, old: Seen, at: int) -> bool:
@@ -170,27 +175,19 @@ def _is_alike(new: Seen, old: Seen, at: int) -> bool:
     return at - begin + n_behind >= _LIKE_SHARE * max(end, old_end) - begin * _LIKE_SHARE
 
 
-def _cause_in_messages(
-    new: Seen,
-    old: Seen,
-    difference: Difference,
-    part: Part,
-    message: int | None,
-    at: int | None,
-    *,
-    is_same: bool,
-) -> Cause:
-    if at is not None and part is Part.ASSISTANT and is_reasoning_dropped(new.text, old.text, at):
+def _cause_in_messages(d: _Departure) -> Cause:
+    new, old, message = d.new, d.old, d.message
+    if d.part is Part.ASSISTANT and d.is_by(is_reasoning_dropped):
         return Cause.REASONING
-    if at is not None and message is not None and is_reminder(new.text, old.text, at):
-        if is_same or is_alike_without_reminders(new.text, old.text, *_span(new, message)):
+    if message is not None and d.is_by(is_reminder):
+        if d.is_same or is_alike_without_reminders(new.text, old.text, *_span(new, message)):
             return Cause.REMINDER
-    if difference.message is None or difference.message != message:
-        return Cause.REASONING if part is Part.ASSISTANT else Cause.RENDERED_OTHERWISE
+    if d.difference.message is None or d.difference.message != message:
+        return Cause.REASONING if d.part is Part.ASSISTANT else Cause.RENDERED_OTHERWISE
     if is_truncated(new.sketch, old.sketch, message):
         return Cause.TRUNCATED_HISTORY
     is_first = message <= new.sketch.n_leading_system
-    return Cause.FIRST_SIGHT if is_first and not is_same else Cause.EDITED_MESSAGE
+    return Cause.FIRST_SIGHT if is_first and not d.is_same else Cause.EDITED_MESSAGE
 
 
 def _cause_in_bare_text(new: Seen, old: Seen, at: int | None) -> Cause:
