@@ -190,7 +190,7 @@ async def _serve(
     settings: Settings, shared: Shared, builder: Builder, roots: Sequence[LlamaServer]
 ) -> AsyncIterator[Running]:
     patience = Patience(settings.upstream_wait_seconds, settings.drain_seconds)
-    fleet = Fleet(roots, builder.build, shared.tasks, patience)
+    fleet = Fleet(roots, builder.build, shared, patience)
     dispatch = Dispatch(fleet, builder.stabilizing, shared.report)
     connect_gauges(shared, fleet)
     operators = _operators(settings, shared, fleet, dispatch)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from proxy.core.degradation import (
     EXPLANATIONS,
+    OF_PROCESS,
     DegradationKind,
     State,
     state_among,
@@ -68,17 +69,15 @@ class Degradations:
         """When the state last changed, in seconds of the epoch."""
 
     def at(self, where: str) -> "DegradationsHere":
-        """Return those of one llama-server, of which nothing is wrong yet."""
-        self._places.add(where)
-        self._update_state()
+        """Return those of one llama-server, which counts from when the first of them begins."""
         return DegradationsHere(self, where)
 
     def __contains__(self, kind: DegradationKind) -> bool:
         return any(active is kind for _, active in self._active)
 
     def leave(self, where: str) -> None:
-        """Forget a llama-server that was none."""
-        self.end(*self.kinds(where), where=where)
+        """Forget a llama-server that nobody misses."""
+        self.end(*(self.kinds(where) & OF_PROCESS), where=where)
         self._places.discard(where)
         self._update_state()
 
@@ -101,6 +100,7 @@ class Degradations:
             self._active[key] = replace(known, detail=detail or known.detail)
             return
         self._active[key] = Degradation(kind, detail, self._clock(), where)
+        self._places.add(where)
         self._metrics.degradations.labels(kind).inc()
         self._metrics.degraded.labels(kind).set(1)
         self._update_state()

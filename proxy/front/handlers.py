@@ -99,7 +99,8 @@ class Front:
 
     def _asked(self, request: web.Request) -> "_Asked":
         may_load = request.query.get("autoload") not in ("false", "0")
-        named = request.query.get("model", "") if may_load else ""
+        # Of a POST hosts read only the body.
+        named = request.query.get("model", "") if may_load and request.method == "GET" else ""
         return _Asked(request, *self._fleet.split_path(request.path, named), may_load)
 
     async def _refuse(
@@ -141,7 +142,8 @@ class Front:
             content = with_alias(await _read_body(request), self._aliases)
             headers.popall("Content-Length", None)
             model = model or (model_of(content) if asked.may_load else "")
-        async with self._fleet.passing(request.method, asked.path, model) as upstreams:
+        keys = keys_of(request.headers)
+        async with self._fleet.passing(request.method, asked.path, model, keys) as upstreams:
             *others, last = upstreams
             for upstream in others:
                 with suppress(UpstreamNotReached):

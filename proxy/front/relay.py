@@ -19,6 +19,7 @@ from proxy.stabilize.calls_made import CallMade, CallsMade
 from proxy.upstream.answers import AnswerReader
 from proxy.upstream.llama_server import LlamaServer, reason_of
 from proxy.upstream.routes import generation_route
+from proxy.upstream.target import Target
 
 Body = bytes | AsyncIterable[bytes] | None
 
@@ -83,6 +84,12 @@ class Exchange:
         """What the client has been sent so far, None if nothing."""
         return self._relayed or self._keeper.response
 
+    def _require_end(self, reader: AnswerReader) -> None:
+        """Raise ClientPayloadError if a stream ended early: llama-swap ends one as if it were whole."""
+        is_generation = generation_route(self._client.method, self._path) is not None
+        if is_generation and reader.has_token and not reader.is_complete:
+            raise aiohttp.ClientPayloadError("its stream ended before its last event")
+
     def kept(self) -> Keeper:
         """Return a context in which a client that asked for a stream is kept while it waits."""
         return self._keeper
@@ -105,9 +112,11 @@ class Exchange:
             async with await self._answer_to(upstream, body, headers) as answer:
                 if _is_stream(answer):
                     on_start()
+                elif upstream.target.speaks_plainly and answer.content_type == "text/plain":
+                    raise await _gone(upstream.target, answer)
                 heard = Heard(answer)
                 with upstream.pending.noted(heard):
-                    return await self._relay(answer, heard, n_found)
+                    return await self._relay(upstream.target, answer, heard, n_found)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if self._has_begun:
                 raise  # the client is gone, or _relay has told it
@@ -139,7 +148,11 @@ class Exchange:
         return True
 
     async def _relay(
-        self, answer: aiohttp.ClientResponse, heard: Heard, n_found: int | None
+        self,
+        target: Target,
+        answer: aiohttp.ClientResponse,
+        heard: Heard,
+        n_found: int | None,
     ) -> Answer:
         await self._keeper.stop()
         if self._keeper.response is not None and not (answer.status == 200 and _is_stream(answer)):
@@ -155,12 +168,15 @@ class Exchange:
         try:
             async for chunk, passed_on in edited.chunks():
                 heard.note()
+                if target.says_gone(chunk):
+                    raise aiohttp.ClientPayloadError("its process has ended")
                 reader.feed(chunk)
                 made += calls.feed(chunk) if calls else ()
                 if first_token_at is None and reader.has_token:
                     first_token_at = time.monotonic()
                 if passed_on:
                     await response.write(passed_on)
+            self._require_end(reader)
             await response.write_eof()
         except (asyncio.CancelledError, ConnectionResetError):
             if not reader.is_complete:
@@ -217,6 +233,13 @@ class Exchange:
             await response.write_eof()
         elif self._client.transport is not None:
             self._client.transport.close()
+
+
+async def _gone(target: Target, answer: aiohttp.ClientResponse) -> UpstreamGone:
+    """Return what a host says of a llama-server that it could not reach, or that did not answer."""
+    body = await answer.read()
+    kind = UpstreamNotReached if target.says_unreached(body) else UpstreamGone
+    return kind(f"{target.name}: {body[:200].decode(errors='replace')}")
 
 
 def _is_stream(answer: aiohttp.ClientResponse) -> bool:

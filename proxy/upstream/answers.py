@@ -20,7 +20,9 @@ _LAST_EVENTS = (
     b'"type":"response.completed"',
     b'"type":"response.incomplete"',
     b'"type":"response.failed"',
+    b'"error":{',
 )
+"""What the last event of a stream has in it, an error's included."""
 
 
 class _Details(msgspec.Struct):

@@ -11,11 +11,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import msgspec
 
 from proxy.errors import UpstreamFault, UpstreamRefused, UpstreamUnreachable
 from proxy.upstream.llama_server import QUICK_SECONDS, LlamaServer
+from proxy.upstream.routes import is_known
 from proxy.upstream.target import RouterTarget, SwapTarget, Target
 
 _LOOK_SECONDS = 0.05
@@ -56,6 +58,9 @@ class ModelHost(Protocol):
 
     async def load(self, model: str) -> None:
         """Return when the model is loaded; raises UpstreamRefused if it cannot be."""
+
+    async def accepts(self, keys: Mapping[str, str]) -> bool:
+        """Return whether a client with these headers may have a model loaded."""
 
     async def unload(self, model: str) -> None:
         """Return when the model is unloaded, or at once if that is left to the host."""
@@ -105,7 +110,7 @@ class Router:
     async def models(self) -> Models:
         listed = await self._list()
         return Models(
-            loaded=frozenset(m.id for m in listed if m.status.value in ("loaded", "sleeping")),
+            loaded=frozenset(m.id for m in listed if m.status.value == "loaded"),
             known=frozenset(m.id for m in listed),
             aliases={alias: m.id for m in listed for alias in m.aliases},
             n_at_most=self._n_at_most,
@@ -122,13 +127,24 @@ class Router:
             if refusal.status != 400:  # that it is running or loading already is no fault
                 raise
         status = await self._once(model, lambda value: value != "unloaded", _BEGIN_SECONDS)
+        if status == "sleeping":  # its slots are gone; to look at them wakes it
+            path = f"/slots?model={quote(model, safe='')}"
+            await self._root.call("GET", path, msgspec.Raw, seconds=None)
+            status = await self._status(model)
         if status == "loading":
             status = await self._once(model, lambda value: value != "loading", None)
-        if status == "unloaded":
+        if status != "loaded":
             raise UpstreamRefused(500, f"model {model} could not be loaded")
 
+    async def accepts(self, keys: Mapping[str, str]) -> bool:
+        return await _takes_key(self._root, "/models", keys)
+
     async def unload(self, model: str) -> None:
-        await self._post("unload", model)
+        try:
+            await self._post("unload", model)
+        except UpstreamRefused as refusal:
+            if refusal.status != 400:  # that it is not running is no fault
+                raise
         await self._once(model, lambda value: value == "unloaded", _UNLOAD_SECONDS)
 
     async def resolve(self, name: str) -> str | None:
@@ -160,6 +176,7 @@ class Router:
 
 
 _UPSTREAM = "/upstream/"
+_NO_KEY = {"Accept": "*/*"}
 _NAME = re.compile(r"[\w:@+-][\w.:@+-]*(/[\w:@+-][\w.:@+-]*)*")
 
 
@@ -204,12 +221,16 @@ class Swap:
     async def load(self, model: str) -> None:
         await self._of(model).call("GET", "/health", msgspec.Raw, seconds=None)
 
+    async def accepts(self, keys: Mapping[str, str]) -> bool:
+        return await _takes_key(self._root, "/running", keys)
+
     async def unload(self, model: str) -> None:
         """Leave that to llama-swap, which knows who may stay."""
 
     async def resolve(self, name: str) -> str | None:
         if not _NAME.fullmatch(name):
             return None  # it would become part of a path
+        await self.load(name)
         marker = (await self._of(name).props()).media_marker
         for model in (await self.models()).loaded:
             if (await self._of(model).props()).media_marker == marker:
@@ -230,8 +251,25 @@ class Swap:
         # A model's name may have slashes in it: the longest beginning that is one counts.
         parts = path.removeprefix(_UPSTREAM).split("/")
         names = ["/".join(parts[:n]) for n in range(len(parts), 0, -1)]
-        name = next(filter(models.named, names), parts[0])
-        return name, path.removeprefix(_UPSTREAM + name)
+        # Of one that is not known, what is behind it counts: nothing of ours may be hidden there.
+        unknown = (name for name in reversed(names) if is_known(_behind(path, name)))
+        name = next(filter(models.named, names), None) or next(unknown, parts[0])
+        return name, _behind(path, name)
+
+
+def _behind(path: str, name: str) -> str:
+    return path.removeprefix(_UPSTREAM + name)
+
+
+async def _takes_key(root: LlamaServer, path: str, keys: Mapping[str, str]) -> bool:
+    """Return whether a host answers who has these headers, and no others that tell who it is."""
+    try:
+        await root.call("GET", path, msgspec.Raw, headers=keys or _NO_KEY, seconds=QUICK_SECONDS)
+    except UpstreamRefused as refusal:
+        return refusal.status not in (401, 403)
+    except UpstreamFault:
+        pass  # then loading will fail, and say why
+    return True
 
 
 async def recognise(root: LlamaServer) -> ModelHost | None:

@@ -166,13 +166,8 @@ class LlamaServer:
         n_predict 0 still samples one token, but that one is never decoded
         (server-context.cpp, process_token).
         """
-        body = {
-            "prompt": tokens.tolist(),
-            "n_predict": 0,
-            "id_slot": slot_id,
-            "cache_prompt": True,
-            "n_cache_reuse": 0,
-        }
+        prompt = {"prompt": tokens.tolist(), "n_predict": 0}
+        body = {**prompt, "id_slot": slot_id, "cache_prompt": True, "n_cache_reuse": 0}
         reply = await self.call("POST", "/completion", Evaluated, body, headers, seconds=None)
         return reply.timings
 
@@ -281,9 +276,11 @@ class LlamaServer:
             raise UpstreamSlow(f"{method} {path}: no answer in time") from error
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamUnreachable(f"{method} {path}: {reason_of(error)}") from error
-        if status != 200:
-            raise UpstreamRefused(status, _error_message(content))
-        return content
+        if status == 200:
+            return content
+        if self.target.says_unreached(content):
+            raise UpstreamUnreachable(f"{method} {path}: {self.target.name} has ended")
+        raise UpstreamRefused(status, _error_message(content))
 
 
 def reason_of(error: Exception) -> str:

@@ -6,11 +6,19 @@ query of a GET, and loads a model that is not loaded unless `autoload=false` is 
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 from urllib.parse import quote, urlsplit
 
 import msgspec
 
 from proxy.errors import UpstreamUnreachable
+
+_GONE = b"proxy error: Failed to read connection"
+"""What a router writes behind the answer of a child that has died, as if it were a part of it."""
+
+
+_UNREACHED = b"proxy error: Could not establish connection"
+"""What it answers, with 500, until it has noticed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +27,8 @@ class Target:
 
     base_url: str
     model: str = ""
+    speaks_plainly: ClassVar[bool] = False
+    """Whether its host says in plain text what went wrong with llama-server."""
 
     @property
     def name(self) -> str:
@@ -33,6 +43,14 @@ class Target:
         """Return the body of a call of the proxy's own."""
         return data
 
+    def says_gone(self, chunk: bytes) -> bool:
+        """Return whether its host says in an answer that llama-server went away."""
+        return False
+
+    def says_unreached(self, content: bytes) -> bool:
+        """Return whether an error is its host's, which could not reach llama-server."""
+        return False
+
     def is_listed_as(self, model_id: str) -> bool:
         """Return whether an entry of /v1/models is of this one: a router lists all of its models."""
         return True
@@ -41,6 +59,8 @@ class Target:
 @dataclass(frozen=True, slots=True)
 class RouterTarget(Target):
     """One model of llama-server's router mode; never loaded by a call."""
+
+    speaks_plainly: ClassVar[bool] = True
 
     def path(self, method: str, path: str) -> str:
         named = f"model={quote(self.model, safe='')}&" if method == "GET" else ""
@@ -51,6 +71,12 @@ class RouterTarget(Target):
             return None
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         return msgspec.json.encode({**fields, "model": self.model})
+
+    def says_gone(self, chunk: bytes) -> bool:
+        return chunk.endswith(_GONE)
+
+    def says_unreached(self, content: bytes) -> bool:
+        return content.startswith(_UNREACHED)
 
     def is_listed_as(self, model_id: str) -> bool:
         return model_id == self.model

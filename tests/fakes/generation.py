@@ -127,4 +127,5 @@ class Generation:
 
 
 def _event(data: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(data).encode() + b"\n\n"
+    # Without spaces, as llama-server writes them.
+    return b"data: " + json.dumps(data, separators=(",", ":")).encode() + b"\n\n"

@@ -1,13 +1,16 @@
 """Several models behind one address, each with the proxy's cache: llama-server's router, and llama-swap."""
 
 import asyncio
+import json
 import os
 import signal
+import urllib.request
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from proxy.core.prefix import TokenIds, common_prefix_length, token_ids
@@ -72,6 +75,17 @@ class Models:
             record: dict[str, Any] = (await reply.json())["requests"][0]
             return record
 
+    @asynccontextmanager
+    async def answering(
+        self, model: str, messages: list[Message]
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Yield a long answer that has begun."""
+        body = {"model": model, "messages": messages, "tools": TOOLS, "stream": True}
+        body |= {"max_tokens": 20000, "ignore_eos": True}
+        async with self.rig.client.post(self.rig.base_url + CHAT, json=body) as reply:
+            await reply.content.readany()
+            yield reply
+
     async def ask_host(self, model: str, messages: list[Message]) -> dict[str, Any]:
         """Return the message that a model answers without the proxy."""
         body = {
@@ -126,6 +140,10 @@ class Models:
         return set(self.host.states())
 
 
+def _keyed(key: str) -> dict[str, Any]:
+    return {"apiKeys": [key]} if key else {}
+
+
 StartModels = Callable[..., AbstractAsyncContextManager[Models]]
 
 
@@ -134,7 +152,7 @@ def start_models(request: pytest.FixtureRequest, tmp_path: Path) -> StartModels:
     """Return a function that starts a host of models, of which one is loaded at a time."""
 
     @asynccontextmanager
-    async def start(**settings: Any) -> AsyncIterator[Models]:
+    async def start(key: str = "", **settings: Any) -> AsyncIterator[Models]:
         slots = tmp_path / "slots"
         slots.mkdir(mode=0o700)
         kinds = {kind: kind for kind in KINDS}
@@ -142,9 +160,12 @@ def start_models(request: pytest.FixtureRequest, tmp_path: Path) -> StartModels:
         if request.param == "router":
             models = link_models(tmp_path / "models", kinds)
             (models / "broken.gguf").write_bytes(b"GGUF")
-            host = Router(models, slots, n_ctx=32768, log_path=tmp_path / "router.log")
+            keyed = ("--api-key", key) if key else ()
+            log_path = tmp_path / "router.log"
+            host = Router(models, slots, n_ctx=32768, extra_args=keyed, log_path=log_path)
         else:
-            host = Swap(tmp_path, kinds, slots, n_ctx=32768)
+            host = Swap(tmp_path, kinds, slots, n_ctx=32768, **_keyed(key))
+        settings |= {"upstream_api_key": key} if key else {}
         # What is written back is what a swap has written back, not what was idle.
         async with Rig(host, slots, **{"idle_save_seconds": 3600.0, **settings}) as rig:
             yield Models(rig, host)
@@ -233,8 +254,11 @@ async def test_what_happens_to_models_behind_the_proxys_back(start_models: Start
         n_new = await models.n_new("hybrid", second)
         await models.ask("hybrid", second)
         assert (await models.last_request())["evaluated"] <= n_new + SLACK_TOKENS
-        # Its process dies: the next request has it loaded again.
-        models.kill("hybrid")
+        # Its process dies: that is told in an error event, and the next request has it loaded again.
+        async with models.answering("hybrid", second) as reply:
+            models.kill("hybrid")
+            *_, last = (await reply.read()).strip().split(b"\n\n")
+            assert last.startswith(b"data: {") and b'"unavailable_error"' in last, last
         await models.ask("hybrid", second)
         # Nobody has a model of this name, and the host says so in its own words.
         refusal = await models.refusal("nobody", CHAT)
@@ -277,3 +301,33 @@ async def test_names_and_idleness_at_a_swap(tmp_path: Path) -> None:
                 await asyncio.sleep(0.1)
         await models.ask("gpt", second)
         assert (await models.last_request())["chosen"] == "restore"
+
+
+async def test_nobody_without_a_key_has_models_swapped(start_models: StartModels) -> None:
+    hello = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+    async with start_models(key="right") as models:
+        url, client = models.rig.base_url, models.rig.client
+        for model, key, status in (
+            ("full", "right", 200),
+            ("hybrid", "wrong", 401),
+            ("hybrid", "", 401),
+            ("full", "wrong", 401),
+        ):
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            for path in (CHAT, "/v1/messages/count_tokens"):
+                body = {"model": model, **hello}
+                async with client.post(url + path, json=body, headers=headers) as reply:
+                    assert (reply.status, path) == (status, path)
+        async with client.get(f"{url}/props?model=hybrid") as reply:
+            assert reply.status == 401
+        assert await asyncio.to_thread(_loaded_with_key, models.host, "right") == {"full"}
+
+
+def _loaded_with_key(host: Host, key: str) -> set[str]:
+    path = "/models" if isinstance(host, Router) else "/running"
+    sent = urllib.request.Request(host.base_url + path, headers={"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(sent, timeout=10) as reply:
+        told = json.load(reply)
+    if isinstance(host, Router):
+        return {m["id"] for m in told["data"] if m["status"]["value"] == "loaded"}
+    return {run["model"] for run in told["running"]}

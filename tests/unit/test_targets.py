@@ -43,6 +43,9 @@ def test_llama_swap_is_asked_by_path() -> None:
         ("/upstream/nick/props", ("nick", "/props")),
         ("/upstream/unknown/props", ("unknown", "/props")),
         ("/upstream/qwen", ("qwen", "")),
+        ("/upstream/team/gpt/slots/0", ("team/gpt", "/slots/0")),
+        ("/upstream/team/gpt//slots/0", ("team/gpt", "//slots/0")),
+        ("/upstream/team/gpt/v1/messages", ("team/gpt", "/v1/messages")),
         ("/v1/models", ("asked", "/v1/models")),
     ],
 )

@@ -162,11 +162,6 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     return _plan(prompt, now, options)
 
 
-def n_held(prompt: Prompt, now: Situation) -> int:
-    """Return how many tokens of a prompt some slot holds, usable or not."""
-    return max((_shared(prompt, slot) for slot in now.slots), default=0)
-
-
 def _steadiest(options: list[Option]) -> Option:
     """Return the cheapest option, or one that reuses clearly more and is hardly dearer."""
     cheapest = options[0]
@@ -179,7 +174,7 @@ def _steadiest(options: list[Option]) -> Option:
 def _plan(prompt: Prompt, now: Situation, options: list[Option]) -> Plan:
     best = options[0]
     n_reused = best.start.n_reused
-    shared = {slot.id: _shared(prompt, slot) for slot in now.slots}
+    shared = {slot.id: n_shared_with(prompt, slot) for slot in now.slots}
     n_shared = max(now.n_shared, *shared.values())
     cuts = replace(prompt.cuts, branch=branch_of(now.rule, n_shared, prompt.n_tokens, n_reused))
     return Plan(
@@ -199,7 +194,8 @@ def _plan(prompt: Prompt, now: Situation, options: list[Option]) -> Plan:
     )
 
 
-def _shared(prompt: Prompt, slot: Slot) -> int:
+def n_shared_with(prompt: Prompt, slot: Slot) -> int:
+    """Return how many tokens of a prompt a slot holds, usable or not."""
     content = slot.content
     if not isinstance(content, Known) or content.namespace != prompt.namespace:
         return 0

@@ -62,6 +62,8 @@ class Lifecycle:
         self._n_state_changes = 0
         self.current: Session | None = None
         self._reported = ""
+        self.on_attached: Callable[[Session], None] = lambda session: None
+        """Is told of every new session."""
         self.is_over = False
         """Whether there is no llama-server at this address, but a host of several models."""
         if self._presence.is_there:
@@ -195,7 +197,7 @@ class Lifecycle:
         """Forget the session: its process is gone, and nobody misses it."""
         self.absence.note_answer()  # its host is what would be waited for
         self._close()
-        self._degradations.end(*OF_PROCESS)
+        self._degradations.leave()
 
     async def _lose_or_end(self, kind: DegradationKind, detail: str) -> None:
         if kind is DegradationKind.NOT_A_LLAMA_SERVER and await self._is_host_of_models():
@@ -239,6 +241,7 @@ class Lifecycle:
         self._degradations.end(*before)
         self._services.served.note(self._upstream.target, attachment)
         self.current = session
+        self.on_attached(session)
         self._report(attachment, props)
 
     def _outlast_strangers(self, session: Session) -> None:

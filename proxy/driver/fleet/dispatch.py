@@ -44,16 +44,18 @@ class Dispatch:
         place, last = Place(request.arrival.arrived_at), None
         try:
             for n_tries in count(1):
-                async with self._fleet.group(request.model, place.arrived_at) as group:
+                async with self._fleet.group(
+                    request.model, place.arrived_at, request.headers
+                ) as group:
                     if last is not None and last is not group:
                         last.order.leave(place)
                     last = group
                     if group is None:
                         return await self._pass_on(request, send_to(self._fleet.roots[0]))
-                    may_be_lost = group.presence.is_there and n_tries < MAX_LOADS
+                    may_be_lost = n_tries < MAX_LOADS
                     if await self._try(group, request, send_to, place, may_be_lost=may_be_lost):
                         return None
-                    group.order.join(place)
+                    group.keep(place)
         finally:
             if last is not None:
                 last.order.leave(place)
@@ -91,13 +93,15 @@ class Dispatch:
         """Serve a request; return False if llama-server went away before anything was sent."""
         if group.order or not group.sessions:
             group.order.join(place)
+        was_there = group.presence.is_there
         backend, session = await group.first_to_ask(place.since)
         if session is None:
-            if backend.lifecycle.is_over or (may_be_lost and await group.is_lost()):
+            if backend.lifecycle.is_over or (was_there and may_be_lost and await group.is_lost()):
                 return False
             group.order.leave(place)
-            await self._serve_unplaced(backend, request, send_to)
-            return True
+            return await self._serve_unplaced(
+                group, backend, request, send_to, may_be_lost=may_be_lost
+            )
         try:
             read = await backend.cache.read(session, request)
             chosen = await choose(group, backend, session, read)
@@ -123,7 +127,6 @@ class Dispatch:
             chosen.on_way.arrive()
 
         if len(group.backends) > 1:
-            group.share(session.attachment.desk)
             place.queued_at = place.queued_at or time.monotonic()
             read = replace(read, request=replace(read.request, queued_at=place.queued_at))
         try:
@@ -134,6 +137,7 @@ class Dispatch:
             return await _look_elsewhere(group, backend)
         except UpstreamNotReached:
             if await backend.lifecycle.is_replaced(session):
+                await group.is_lost()
                 return False
             backend.lifecycle.poke()
             raise
@@ -143,14 +147,26 @@ class Dispatch:
         return True
 
     async def _serve_unplaced(
-        self, backend: Backend, request: GenerationRequest, send_to: SendTo
-    ) -> None:
-        """Forward to a llama-server that is not attached."""
+        self,
+        group: Group,
+        backend: Backend,
+        request: GenerationRequest,
+        send_to: SendTo,
+        *,
+        may_be_lost: bool,
+    ) -> bool:
+        """Forward to a llama-server that is not attached; return False if its host has gone away."""
         try:
             await backend.cache.serve_unplaced(request, self._sending(backend, request, send_to))
+        except UpstreamNotReached:
+            backend.lifecycle.poke()
+            if may_be_lost and group.is_hosted and await group.is_lost():
+                return False
+            raise
         except UpstreamGone:
             backend.lifecycle.poke()
             raise
+        return True
 
     def _sending(self, backend: Backend, request: GenerationRequest, send_to: SendTo) -> Send:
         """Return how to send to a llama-server, noting what its answer tells."""

@@ -6,7 +6,7 @@ that starts one for each.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from proxy.driver.contact.absence import Absence
 from proxy.driver.fleet.backend import Backend
 from proxy.driver.fleet.group import Group
 from proxy.driver.fleet.hosted_models import HostedModels
-from proxy.driver.tasks import Tasks
+from proxy.driver.services import Shared
 from proxy.errors import UpstreamFault
 from proxy.log import get_logger
 from proxy.upstream.hosts import recognise
@@ -41,10 +41,11 @@ class Fleet:
     """The llama-servers behind one proxy."""
 
     def __init__(
-        self, roots: Sequence[LlamaServer], build: Build, tasks: Tasks, patience: Patience
+        self, roots: Sequence[LlamaServer], build: Build, shared: Shared, patience: Patience
     ) -> None:
         self._build = build
-        self._tasks = tasks
+        self._tasks = shared.tasks
+        self._everywhere = shared.everywhere
         self._patience = patience
         self._log = get_logger("fleet")
         self._running: list[asyncio.Task[None]] = []
@@ -58,6 +59,8 @@ class Fleet:
         for root in self._roots:
             where = root.target.name if len(self._roots) > 1 else ""
             self._plain.backends.append(self._start(root, where, partial(self._is_host, root)))
+        if len(self._roots) > 1:
+            self._plain.share()
         try:
             yield
         finally:
@@ -117,40 +120,40 @@ class Fleet:
             new_backend,
             self._tasks,
             Absence(self._patience.wait_seconds, is_expected=True),
+            self._everywhere.at(root.target.name),
             self._patience.save_seconds,
         )
         with suppress(UpstreamFault):
             await hosted.look()
-        for backend in [b for b in self._plain.backends if b.services.upstream is root]:
-            self._plain.backends.remove(backend)
-            backend.services.degradations.leave()
+        self._plain.backends = [b for b in self._plain.backends if b.services.upstream is not root]
         self._hosted[root] = hosted
         self._running.append(asyncio.ensure_future(hosted.watch()))
         return True
 
     @asynccontextmanager
-    async def group(self, model: str, since: float) -> AsyncIterator[Group | None]:
+    async def group(
+        self, model: str, since: float, keys: Mapping[str, str]
+    ) -> AsyncIterator[Group | None]:
         """Yield the llama-servers that may serve a request for *model*, loaded while the block runs.
 
         None if no host knows it. Raises UpstreamAbsent if the host is away for too long; *since* is when
-        the request began to wait.
+        the request began to wait. *keys* are the headers with its client's key.
         """
         hosted, named = await self._find(model)
         if hosted is not None and named:
-            async with hosted.use(named, since) as group:
+            async with hosted.use(named, since, keys) as group:
                 yield group
         else:
             yield self._plain if self._plain.backends else None
 
     async def _find(self, model: str) -> tuple[HostedModels | None, str]:
         """Return a host that has a model, one that has loaded it if there is one, and its name there."""
-        found: list[tuple[HostedModels, str]] = []
-        for hosted in self._hosted.values() if model else ():
-            if name := await hosted.named(model):
-                if hosted.is_loaded(name):
-                    return hosted, name
-                found.append((hosted, name))
-        return found[0] if found else (None, "")
+        hosts = list(self._hosted.values()) if model else []
+        found = [(hosted, name) for hosted in hosts if (name := hosted.known(model))]
+        if not found:
+            asked = [(hosted, await hosted.named(model)) for hosted in hosts]
+            found = [(hosted, name) for hosted, name in asked if name]
+        return min(found, key=lambda each: not each[0].is_loaded(each[1]), default=(None, ""))
 
     def split_path(self, path: str, model: str) -> tuple[str, str]:
         """Return the model that a client's path names, and the path as a llama-server would see it.
@@ -168,7 +171,7 @@ class Fleet:
 
     @asynccontextmanager
     async def passing(
-        self, method: str, path: str, model: str
+        self, method: str, path: str, model: str, keys: Mapping[str, str]
     ) -> AsyncIterator[Sequence[LlamaServer]]:
         """Yield where to pass on a request that is no generation, with its model loaded meanwhile.
 
@@ -179,7 +182,7 @@ class Fleet:
         elif model:
             hosted, named = await self._find(model)
             if hosted is not None and named:
-                async with hosted.use(named, time.monotonic()):
+                async with hosted.use(named, time.monotonic(), keys):
                     yield [hosted.root]
                 return
         yield self.roots
@@ -201,7 +204,7 @@ class Fleet:
         for backend in self.backends:
             backend.lifecycle.absence.give_up()
         for hosted in self._hosted.values():
-            hosted.absence.give_up()
+            hosted.give_up()
 
 
 async def _is_no_host() -> bool:

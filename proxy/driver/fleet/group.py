@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 
 from proxy.driver.fleet.backend import Backend
-from proxy.driver.serving.arrival_order import ArrivalOrder
+from proxy.driver.serving.arrival_order import ArrivalOrder, Place
 from proxy.driver.session import Session
 from proxy.driver.slots.leases import LeaseDesk
 from proxy.upstream.target import Presence
@@ -29,17 +29,29 @@ class Group:
         """How many requests were sent to each, and are not at its desk yet."""
 
     @property
+    def is_hosted(self) -> bool:
+        """Whether a host has it loaded and unloaded."""
+        return self._look is not None
+
+    @property
     def sessions(self) -> list[Session]:
         """Those of the llama-servers that are attached."""
         return [session for b in self.backends if (session := b.lifecycle.current)]
 
-    def share(self, desk: LeaseDesk) -> None:
-        """Let who waits longest elsewhere know of every slot of *desk* that comes free."""
+    def share(self) -> None:
+        """Let who waits longest at one know of every slot of another that comes free."""
+        for backend in self.backends:
+            backend.lifecycle.on_attached = self._welcome
+
+    def _welcome(self, session: Session) -> None:
+        desk = session.attachment.desk
         desk.on_idle = self._offer
+        for _ in desk.table.free():
+            self._offer(desk)
 
     def _offer(self, idle: LeaseDesk) -> None:
         desks = [session.attachment.desk for session in self.sessions]
-        fullest = max(desks, key=lambda desk: desk.n_waiting)
+        fullest = max(desks, key=lambda desk: desk.n_waiting, default=idle)
         if fullest is not idle:
             fullest.let_go()
 
@@ -54,16 +66,39 @@ class Group:
             backend = min(present or self.backends, key=lambda b: b.lifecycle.n_waiting)
             return backend, await backend.lifecycle.session(since)
         asked = {asyncio.ensure_future(b.lifecycle.session(since)): b for b in self.backends}
+        waiting: set[asyncio.Task[Session | None]] = set(asked)
         try:
-            done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-            first = next((task for task in done if not task.exception()), done.pop())
-            return asked[first], first.result()
+            # One that is missing, or there without a session, is not taken over one that comes.
+            while waiting:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    if task.exception() is None and task.result() is not None:
+                        return asked[task], task.result()
+            is_there = (task for task in asked if _is_there(task, asked[task]))
+            refused = (task for task in asked if task.exception() is not None)
+            last = next(is_there, None) or next(refused, None) or next(iter(asked))
+            return asked[last], last.result()
         finally:
             for task in asked:
                 task.cancel()
+
+    def keep(self, place: Place) -> None:
+        """Let a request that has to try again come before those who arrived after it.
+
+        Not where it asks for its model again: who waits for it there may be what its model waits for.
+        """
+        if self.is_hosted:
+            self.order.leave(place)
+        else:
+            self.order.join(place)
 
     async def is_lost(self) -> bool:
         """Look again, after something went wrong; return whether the model is not loaded any more."""
         if self._look is not None:
             await self._look()
         return not self.presence.is_there
+
+
+def _is_there(task: "asyncio.Task[Session | None]", backend: Backend) -> bool:
+    """Return whether a llama-server can be reached that has no session."""
+    return task.exception() is None and not backend.lifecycle.absence.unreachable_seconds

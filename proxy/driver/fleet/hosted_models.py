@@ -7,18 +7,27 @@ when that happens: a model that has to go is let finish what it answers and is w
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
 from cachetools import TTLCache
 
+from proxy.core.degradation import DegradationKind
 from proxy.core.planning.residency import Residents, next_step
 from proxy.driver.contact.absence import Absence
+from proxy.driver.contact.lifecycle import CUT_SECONDS
+from proxy.driver.degradations import DegradationsHere
 from proxy.driver.fleet.backend import Backend, NewBackend
 from proxy.driver.fleet.group import Group
 from proxy.driver.tasks import Tasks
-from proxy.errors import CacheFault, UpstreamFault, UpstreamSlow, UpstreamUnreachable
+from proxy.errors import (
+    CacheFault,
+    UpstreamAbsent,
+    UpstreamFault,
+    UpstreamSlow,
+    UpstreamUnreachable,
+)
 from proxy.log import get_logger
 from proxy.upstream.hosts import ModelHost, Models
 from proxy.upstream.llama_server import LlamaServer
@@ -46,11 +55,13 @@ class HostedModels:
         new_backend: NewBackend,
         tasks: Tasks,
         absence: Absence,
+        degradations: DegradationsHere,
         save_seconds: float,
     ) -> None:
         self.root = root
         self._host = host
         self.absence = absence
+        self._degradations = degradations
         self._new_backend = new_backend
         self._tasks = tasks
         self._save_seconds = save_seconds
@@ -62,9 +73,19 @@ class HostedModels:
         self._together: set[frozenset[str]] = set()
         self._waiting: list[_Waiting] = []
         self._changing: frozenset[str] = frozenset()
+        self._has_given_up = False
         self._poked = asyncio.Event()
         self._looking = asyncio.Lock()
         self._unknown: TTLCache[str, bool] = TTLCache(_N_UNKNOWN, _UNKNOWN_SECONDS)
+
+    def give_up(self) -> None:
+        """Send away whoever waits for a model, now and from now on: the proxy is about to stop."""
+        self._has_given_up = True
+        self.absence.give_up()
+        for waiting in self._waiting:
+            if not waiting.admitted.done():
+                waiting.admitted.set_exception(UpstreamAbsent("its model is not loaded yet"))
+        self._waiting.clear()
 
     @property
     def n_waiting(self) -> int:
@@ -99,12 +120,21 @@ class HostedModels:
                 models = await self._host.models()
             except UpstreamSlow:
                 raise
-            except UpstreamUnreachable:
+            except UpstreamUnreachable as fault:
                 self.absence.note_unreachable()
+                self._degradations.begin(DegradationKind.UNREACHABLE, str(fault))
                 self._follow(replace(self._models, loaded=frozenset()))
+                if self.absence.unreachable_seconds >= CUT_SECONDS:
+                    self._cut_silent()
                 raise
             self.absence.note_answer()
+            self._degradations.leave()
             self._follow(models)
+
+    def _cut_silent(self) -> None:
+        """End what the host has begun to answer and will not go on with."""
+        for backend in self.backends:
+            backend.services.upstream.pending.cut_silent(CUT_SECONDS)
 
     async def _try_to_look(self) -> None:
         with suppress(UpstreamFault):
@@ -134,14 +164,19 @@ class HostedModels:
         """Return the model that a client's path or its query (*model*) names, and the path without it."""
         return self._host.split_path(path, model, self._models)
 
+    def known(self, name: str) -> str | None:
+        """Return the model that clients call *name*, as far as that is known."""
+        return self._models.named(name)
+
     async def named(self, name: str) -> str | None:
         """Return the model that clients call *name*, None if the host has none."""
-        found = self._models.named(name)
+        found = self.known(name)
         if found is None:
             await self._try_to_look()
-            found = self._models.named(name)
+            found = self.known(name)
         if found is None and self._host.hides_names and name not in self._unknown:
-            await self.save_all()  # to ask for a model loads it
+            # To ask for a model loads it: what is idle is saved, and nobody is held up for a name.
+            await asyncio.gather(*(b.write_back.drain(self._save_seconds) for b in self.backends))
             with suppress(UpstreamFault):
                 found = await self._host.resolve(name)
                 await self.look()
@@ -160,16 +195,20 @@ class HostedModels:
         return self._groups[model]
 
     @asynccontextmanager
-    async def use(self, model: str, since: float) -> AsyncIterator[Group]:
+    async def use(self, model: str, since: float, keys: Mapping[str, str]) -> AsyncIterator[Group]:
         """Keep a model loaded while the block runs, and load it first if need be.
 
-        One that cannot be loaded is left to the host to refuse: its `presence` says so. Raises
-        UpstreamAbsent if the host is away for too long; *since* is when the request began to wait.
+        One that cannot be loaded, or not for who has no right *keys*, is left to the host to refuse: its
+        `presence` says so. Raises UpstreamAbsent if the host is away for too long; *since* is when the
+        request began to wait.
         """
         if self.absence.is_waited_for:
             self.poke()
             await self.absence.outlast(since)
         group = self.group(model)
+        if not self.is_loaded(model) and not await self._host.accepts(keys):
+            yield group
+            return
         await self._admission(model)
         try:
             yield group
@@ -179,6 +218,8 @@ class HostedModels:
 
     async def _admission(self, model: str) -> None:
         """Return once the model is loaded, or could not be."""
+        if self._has_given_up:
+            raise UpstreamAbsent("its model is not loaded, and the proxy is about to stop")
         waiting = _Waiting(model, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._advance()

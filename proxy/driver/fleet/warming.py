@@ -68,7 +68,7 @@ class Warming:
         Raises NotWarmed, or what makes serving any request impossible.
         """
         async with self._busy:
-            async with self._fleet.group(request.model, time.monotonic()) as group:
+            async with self._fleet.group(request.model, time.monotonic(), request.headers) as group:
                 return await self._warm(group, request, on_progress, is_whole=is_whole)
 
     async def _warm(

@@ -12,9 +12,9 @@ from proxy.core.degradation import DegradationKind
 from proxy.core.model import Candidate, Checkpoint, Prompt
 from proxy.core.planning.candidates import most_useful, promising
 from proxy.core.planning.displacement import Occupant
-from proxy.core.planning.offers import Offer
+from proxy.core.planning.offers import Offer, make_offer
 from proxy.core.planning.options import Restore
-from proxy.core.planning.plan import Plan, Situation, n_held, plan_request
+from proxy.core.planning.plan import Plan, Situation, plan_request
 from proxy.driver.services import Services
 from proxy.driver.session import Session
 from proxy.driver.slots.lease import Choice
@@ -76,16 +76,10 @@ class Planning:
 
     def offer(self) -> Offer:
         """Return what this llama-server could do for the request at once; nothing is kept for it."""
-        desk, launches = self._attachment.desk, self._session.launches
-        now = self._situation()
-        plan = None if launches.is_save_coming else plan_request(self._prompt, now)
-        return Offer(
-            seconds=plan.option.total_seconds if plan else None,
-            n_reused=plan.start.n_reused if plan else n_held(self._prompt, now),
-            n_busy=sum(slot.is_leased for slot in desk.table),
-            n_waiting=desk.n_waiting + launches.n_waiting,
-            n_slots=len(now.slots),
-        )
+        launches = self._session.launches
+        n_waiting = self._attachment.desk.n_waiting + launches.n_waiting
+        may_start = not launches.is_save_coming
+        return make_offer(self._prompt, self._situation(), n_waiting, may_start=may_start)
 
     def _situation(self) -> Situation:
         attachment, now = self._attachment, time.monotonic()
