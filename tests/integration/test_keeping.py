@@ -21,7 +21,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "a"},
 }
 SERVED = [path for path in BODIES if path != "/v1/responses"]
-LAST = {CHAT: b"[DONE]", COMPLETION: b'"stop": true', "/v1/messages": b"message_stop"}
+LAST = {CHAT: b"[DONE]", COMPLETION: b'"stop":true', "/v1/messages": b"message_stop"}
 
 
 @pytest.fixture(autouse=True)

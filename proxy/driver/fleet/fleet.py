@@ -153,7 +153,7 @@ class Fleet:
         if not found:
             asked = [(hosted, await hosted.named(model)) for hosted in hosts]
             found = [(hosted, name) for hosted, name in asked if name]
-        return min(found, key=lambda each: not each[0].is_loaded(each[1]), default=(None, ""))
+        return min(found, key=_preference, default=(None, ""))
 
     def split_path(self, path: str, model: str) -> tuple[str, str]:
         """Return the model that a client's path names, and the path as a llama-server would see it.
@@ -205,6 +205,12 @@ class Fleet:
             backend.lifecycle.absence.give_up()
         for hosted in self._hosted.values():
             hosted.give_up()
+
+
+def _preference(found: tuple[HostedModels, str]) -> tuple[bool, bool]:
+    """Return what puts one host that has a model before another: that it is there, and has it loaded."""
+    hosted, model = found
+    return hosted.absence.is_waited_for, not hosted.is_loaded(model)
 
 
 async def _is_no_host() -> bool:
