@@ -14,6 +14,18 @@ from proxy.commands.admin import Admin
 from proxy.commands.options import EXIT_FAILED, config_option, fail, json_option
 from proxy.commands.printing import print_json
 from proxy.commands.words import size_in_words
+from proxy.core.degradation import EXPLANATIONS
+
+_LOOK_SECONDS = 0.5
+_PASSING = frozenset(kind.value for kind, told in EXPLANATIONS.items() if told.is_passing)
+
+
+class _Reason(msgspec.Struct):
+    kind: str
+
+
+class _Health(msgspec.Struct):
+    reasons: list[_Reason]
 
 
 @click.command()
@@ -75,7 +87,7 @@ def warm(
     listener = find_admin(admin, config)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     body = for_model(file.read(), model) if file else b""
-    last = asyncio.run(_follow(listener, body, query, headers))
+    last = asyncio.run(_warm(listener, body, query, headers))
     if "warmed" not in last:
         fail(last.get("error", "the proxy went away"), EXIT_FAILED)
     warmed = last["warmed"]
@@ -100,6 +112,26 @@ def for_model(body: bytes, model: str | None) -> bytes:
     except msgspec.DecodeError:
         return body
     return msgspec.json.encode({**fields, "model": model})
+
+
+async def _warm(
+    admin: Admin, body: bytes, query: dict[str, str], headers: dict[str, str]
+) -> dict[str, Any]:
+    """Have a body warmed; return the last thing that was said.
+
+    A model that was just loaded for it may have to be examined first: that is waited for.
+    """
+    while True:
+        last = await _follow(admin, body, query, headers)
+        if "warmed" in last or not await _is_being_examined(admin):
+            return last
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def _is_being_examined(admin: Admin) -> bool:
+    """Return whether what keeps requests from being cached ends by itself."""
+    health = await admin.ask_async("/health", _Health)
+    return any(reason.kind in _PASSING for reason in health.reasons)
 
 
 async def _follow(
