@@ -8,7 +8,8 @@ from proxy.doctor.survey_facts import HostedFacts, HostFacts, Survey
 from proxy.doctor.verdict import Finding, blocker, limit, ok
 from proxy.doctor.words import counted
 
-MODELS, SAVE_PATH, IDLE, REQUESTS = "models", "slot-save-path", "idle models", "requests"
+MODELS, SAVE_PATH, IDLE = "models", "slot-save-path", "idle models"
+LOADING, REQUESTS = "loading", "requests"
 SWAP_CONCURRENCY = 10
 """llama-swap's concurrencyLimit for a model that says nothing of it; what is above it is told 429."""
 _N_NAMED = 8
@@ -42,6 +43,13 @@ def host_findings(host: HostFacts, survey: Survey) -> Iterator[Finding]:
         yield _models_finding(host, survey)
     yield from _save_path_findings(host, survey)
     yield from _idle_findings(host, survey.settings.idle_save_seconds)
+    if host.tells_of_loading:
+        yield limit(
+            LOADING,
+            "While a model is loaded, llama-swap writes about it into the reasoning of the answer. Clients"
+            " send that back as the model's, which never wrote it, so that no state fits beyond it.",
+            "sendLoadingState: false in llama-swap's configuration",
+        )
     if host.kind == "llama-swap":
         yield from _requests_findings(_examined(host, survey))
 

@@ -11,6 +11,7 @@ from proxy.errors import UpstreamFault, UpstreamRefused
 from proxy.upstream.hosted_flags import HostedFlags, hosted_flags
 from proxy.upstream.hosts import ModelHost, Models, recognise
 from proxy.upstream.llama_server import LlamaServer
+from proxy.upstream.loading_state import load_and_listen
 
 Note = Callable[[str], object]
 
@@ -41,7 +42,7 @@ async def reach(root: LlamaServer, asked_for: str, *, may_load: bool, note: Note
         name = await _named(host, before, asked_for, may_load=may_load)
         facts = replace(facts, n_at_most=before.n_at_most, asked_for=name)
         if name and may_load and name not in before.loaded:
-            facts = await _load(host, before, facts)
+            facts = await _load(root, host, before, facts)
         return await _with_models(root, host, facts, is_one_asked_for=bool(asked_for))
     except UpstreamFault as fault:
         return Reached((), replace(facts, problem=str(fault)))
@@ -58,10 +59,15 @@ async def _named(host: ModelHost, models: Models, name: str, *, may_load: bool) 
     return found or ""
 
 
-async def _load(host: ModelHost, before: Models, facts: HostFacts) -> HostFacts:
+async def _load(root: LlamaServer, host: ModelHost, before: Models, facts: HostFacts) -> HostFacts:
     name = facts.asked_for
     try:
-        await host.load(name)
+        if name in (await host.models()).loaded:
+            pass  # by having been asked what it is called
+        elif host.kind == "llama-swap":
+            facts = replace(facts, tells_of_loading=await load_and_listen(root, name))
+        else:
+            await host.load(name)
     except UpstreamRefused as refusal:
         return replace(facts, problem=f"{name} could not be loaded ({refusal})")
     after = await host.models()

@@ -24,7 +24,7 @@ class HostFacts:
     """A host of models: llama-server's router, or llama-swap; `n_at_most` may be loaded at once.
 
     `asked_for` is the model that was to be examined alone. `loaded` is the one that was loaded for that,
-    and `unloaded` are those that had to make room.
+    and `unloaded` are those that had to make room; `tells_of_loading` if clients that waited were told.
     """
 
     url: str
@@ -35,6 +35,7 @@ class HostFacts:
     asked_for: str = ""
     loaded: str = ""
     unloaded: tuple[str, ...] = ()
+    tells_of_loading: bool | None = None
     problem: str = ""
 
     @property

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,13 +123,21 @@ async def test_doctor_at_llama_swap_sees_what_its_configuration_costs(
 ) -> None:
     kinds = {"full": "full", "author/hybrid": "hybrid"}
     short = {"full": {"ttl": 5, "aliases": ["nick"]}}
-    with Swap(tmp_path, kinds, directory, n_slots=10, n_ctx=20480, settings=short) as swap:
+    options: dict[str, Any] = {"settings": short, "sendLoadingState": True}
+    with Swap(tmp_path, kinds, directory, n_slots=10, n_ctx=20480, **options) as swap:
         survey = await survey_of(directory, swap.base_url)
         assert swap.states() == {} and "none is loaded" in problems(survey)["models"]
         survey = await survey_of(directory, swap.base_url, model="nick")
-        assert set(swap.states()) == {"full"}
+        assert set(swap.states()) == {"full"} and set(problems(survey)) == {
+            "idle models",
+            "requests",
+        }
+        swap.request("GET", "/unload")
+        survey = await survey_of(directory, swap.base_url, model="full")
+        assert [f.server.name for f in survey.llama_servers] == ["full"] and is_complete(survey)
     found = problems(survey)
-    assert set(found) == {"idle models", "requests"} and is_complete(survey)
+    assert set(found) == {"idle models", "requests", "loading"}
+    assert "sendLoadingState: false" in found["loading"]
     assert "full is unloaded when it was idle for 5 s" in found["idle models"]
     assert "concurrencyLimit: 40" in found["requests"]
 
