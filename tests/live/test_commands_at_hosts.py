@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from proxy.doctor.verdict import Severity, exit_status
 from proxy.upstream.llama_server import LlamaServer as LlamaServerClient
 from proxy.upstream.llama_server import new_session
 from proxy.upstream.target import Target
+from tests.documents.blocks import blocks_for
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
@@ -170,8 +172,11 @@ def new_run(tmp_path: Path, directory: Path) -> Iterator[RunProcess]:
     models = link_models(tmp_path / "models", {"full": "full", "hybrid": "hybrid"})
     preset = tmp_path / "presets.ini"
     preset.write_text("version = 1\n[hybrid]\nnp = 2\nctx-checkpoints = 6\n")
-    router = ("--models-dir", str(models), "--models-preset", str(preset), "--models-max", "1")
-    arguments = (*router, *LLAMA_SERVER_ARGUMENTS)
+    (block,) = blocks_for(__file__)
+    own, _, theirs = block.text.partition(" -- llama-server ")
+    assert own == "llama-prefix-cache run"
+    documented = shlex.split(theirs.replace("~/models", str(models)))
+    arguments = (*documented, "--models-preset", str(preset), *LLAMA_SERVER_ARGUMENTS)
     run = RunProcess(tmp_path / "run.log", slot_save_path=directory, arguments=arguments)
     yield run
     run.kill()
