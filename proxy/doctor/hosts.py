@@ -51,7 +51,9 @@ async def reach(root: LlamaServer, asked_for: str, *, may_load: bool, note: Note
 async def _named(host: ModelHost, models: Models, name: str, *, may_load: bool) -> str:
     """Return the model that is called *name*, empty if there is none."""
     found = models.named(name)
-    if found is None and name and may_load and host.hides_names:
+    if found is None and name and host.hides_names:
+        if not may_load:
+            return name  # to ask whether it is one would load it
         try:
             found = await host.resolve(name)
         except UpstreamRefused:
