@@ -26,6 +26,10 @@ class Admin:
         """Return what a request is answered with; exits with a plain word if it is not."""
         return self.decode(self.raw(method, path, query), type_)
 
+    async def ask_async(self, path: str, type_: type[T]) -> T:
+        """Return what GET *path* is answered with; exits as `ask` does."""
+        return self.decode((await self._raw("GET", path, None, ()))[1], type_)
+
     def decode(self, body: bytes, type_: type[T]) -> T:
         """Return what an answer says; exits if it is not one of ours."""
         try:

@@ -36,6 +36,9 @@ _LENGTHS = "1000,4000,16000"
 @click.option(
     "--slot-save-path", type=click.Path(path_type=Path), help="llama-server's, seen from here."
 )
+@click.option(
+    "--model", metavar="NAME", help="At a router or llama-swap: measure this one, and load it."
+)
 @click.option("--tokens", default=_LENGTHS, help=f"Lengths of prompts. [{_LENGTHS}]")
 @click.option("--upstream-api-key", metavar="KEY", help="llama-server's --api-key.")
 @config_option
@@ -43,6 +46,7 @@ _LENGTHS = "1000,4000,16000"
 def bench(
     url: str,
     slot_save_path: Path | None,
+    model: str | None,
     tokens: str,
     upstream_api_key: str | None,
     config: Path | None,
@@ -53,11 +57,15 @@ def bench(
     \b
     llama-prefix-cache bench http://127.0.0.1:8080 --slot-save-path /var/lib/llama-prefix-cache
     llama-prefix-cache bench http://127.0.0.1:8080 --slot-save-path ~/slots --tokens 1000,8000,30000
+    llama-prefix-cache bench http://127.0.0.1:8080 --slot-save-path ~/slots --model qwen3
 
     Each prompt is evaluated cold (nothing is there), hot (its slot still holds it) and restored (from a
     file that was just written, so most likely from memory). An empty slot is used and left empty, and no
-    file is left; no proxy may run on the directory meanwhile. Exit status: 0 measured, 1 restored states
-    were not reused, or no slot is empty, 69 llama-server does not answer, or a proxy uses the directory.
+    file is left; no proxy may run on the directory meanwhile. At a router or llama-swap the loaded model is
+    measured, or the one that is named: others may be unloaded for it.
+
+    Exit status: 0 measured, 1 restored states were not reused, or no slot is empty, or there is no such
+    model, 69 llama-server does not answer, or a proxy uses the directory.
     """
     lengths = _lengths(tokens)
     directory = find_directory(slot_save_path, config)
@@ -66,7 +74,9 @@ def bench(
     except SettingsError as error:
         fail(error, EXIT_USAGE)
     try:
-        measured = asyncio.run(_measure(url, key.get("upstream_api_key"), directory, lengths))
+        measured = asyncio.run(
+            _measure(url, key.get("upstream_api_key"), directory, lengths, model or "")
+        )
     except (KeyboardInterrupt, asyncio.CancelledError):
         fail("interrupted; the slot is empty again", EXIT_CUT_SHORT)
     except StoreLocked:
@@ -93,7 +103,9 @@ def _lengths(text: str) -> list[int]:
     return lengths
 
 
-async def _measure(url: str, key: str | None, directory: Path, lengths: list[int]) -> Measured:
+async def _measure(
+    url: str, key: str | None, directory: Path, lengths: list[int], model: str
+) -> Measured:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -101,14 +113,18 @@ async def _measure(url: str, key: str | None, directory: Path, lengths: list[int
     async with new_session() as session:
         upstream = LlamaServer(session, Target(url.rstrip("/")), key)
         if not shown.is_terminal:
-            return await measure(upstream, directory, lengths, lambda _: None)
+            return await measure(upstream, directory, lengths, lambda _: None, model)
         with shown.status("looking for an empty slot") as status:
-            return await measure(upstream, directory, lengths, status.update)
+            return await measure(upstream, directory, lengths, status.update, model)
 
 
 def _tell(measured: Measured) -> None:
     shown = console()
-    shown.print(f"{measured.model} on {measured.build}\n")
+    shown.print(f"{measured.model} on {measured.build}")
+    if measured.loaded:
+        gone = f", for which {', '.join(measured.unloaded)} had to go" if measured.unloaded else ""
+        shown.print(f"{measured.loaded} was loaded for this, and stays{gone}.")
+    shown.print()
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in (
         "prompt",

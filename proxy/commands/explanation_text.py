@@ -37,8 +37,9 @@ def explanation_text(explanation: Explanation) -> Text:
 
 def _head(request: RequestRecord) -> Text:
     colour = _COLOURS.get(request.outcome, "default")
+    by = f"  by {request.server}" if request.server else ""
     return Text(request.outcome, style=f"bold {colour}").append(
-        f"  {request.id}  {request.path}", style="not bold default"
+        f"  {request.id}  {request.path}{by}", style="not bold default"
     )
 
 

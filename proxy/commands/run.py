@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,16 @@ from proxy.commands.options import (
 )
 from proxy.commands.stopping import Stopping
 from proxy.config import Settings
-from proxy.core.launch import Launch, Wanted, plan_launch
+from proxy.core.launch import Given, Launch, Wanted, plan_launch
+from proxy.core.presets import Presets, given_to_all, heed_presets
 from proxy.errors import LlamaServerDied, SettingsError, StoreLocked
 from proxy.loading import complete_settings, merge_settings
 from proxy.log import configure_logging, get_logger
 from proxy.run.build import find_free_port, read_help, require_free_port, split_command
 from proxy.run.supervisor import Supervisor
-from proxy.upstream.flags import known_names, parse_help, read_given
+from proxy.upstream.flags import Option, known_names, parse_help, read_given, variables_of
 from proxy.upstream.llama_server import LlamaServer, new_session
+from proxy.upstream.presets import read_presets
 from proxy.upstream.target import Target
 
 _DIRECTORY_HELP = (
@@ -36,6 +38,7 @@ _DIRECTORY_HELP = (
 )
 
 
+_PRESETS = "--models-preset"
 _LEARNED = ("upstream", "context_checkpoints")
 """Settings that follow from llama-server's own flags."""
 
@@ -49,6 +52,7 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
 
     \b
     llama-prefix-cache run -- llama-server -m model.gguf -c 65536
+    llama-prefix-cache run -- llama-server --models-dir ~/models -c 65536     several models (a router)
 
     COMMAND gets what it lacks for its slots to be saved: --slot-save-path, a free --port, -np 1,
     --cache-ram 0, --ctx-checkpoints 8 and --metrics, as far as the build knows them. What you give
@@ -90,6 +94,7 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
 def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, Any]) -> Launch:
     options = parse_help(read_help(program))
     given = read_given(options, arguments, os.environ)
+    presets = _presets(given, options)
     own_path = merged.get("slot_save_path")
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     wanted = Wanted(
@@ -98,7 +103,20 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
         free_port=find_free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
     )
-    return plan_launch(given, known_names(options), wanted)
+    launch = plan_launch(given_to_all(given, presets), known_names(options), wanted)
+    if _PRESETS in given:
+        heed_presets(launch, given, presets, variables_of(options), wanted.working_directory)
+    return launch
+
+
+def _presets(given: Mapping[str, Given], options: Sequence[Option]) -> Presets:
+    """Return what --models-preset says of a router's models; llama-server complains if it is not there."""
+    if _PRESETS not in given:
+        return {}
+    try:
+        return read_presets(Path(given[_PRESETS].value).read_text(), options)
+    except (OSError, UnicodeDecodeError):
+        return {}
 
 
 def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
@@ -137,7 +155,8 @@ def _first_key(file: str | None) -> str | None:
 
 def _tell(launch: Launch, merged: dict[str, Any]) -> None:
     log = get_logger("run")
-    log.info("llama-server gets these flags too", added=" ".join(launch.added))
+    variables = [f"{name}={value}" for name, value in launch.environment.items()]
+    log.info("llama-server gets these flags too", added=" ".join([*launch.added, *variables]))
     for name in _LEARNED:
         if name in merged:
             log.warning(f"{name} is ignored: it follows from llama-server's own flags")
@@ -156,7 +175,7 @@ async def _run_until_told(
     require_free_port(launch.host, launch.port)
     async with new_session() as client:
         upstream = LlamaServer(client, Target(settings.upstream), settings.upstream_api_key)
-        supervisor = Supervisor(command, upstream.is_ready, restarts=restarts)
+        supervisor = Supervisor(command, launch.environment, upstream.is_ready, restarts=restarts)
         running: asyncio.Task[None] | None = None
         try:
             # The proxy listens before llama-server is started, so that a taken port costs nothing.

@@ -11,6 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.table import Table
 
 from proxy.commands.access import Access, OfRunningProxy, with_store
+from proxy.commands.llama_servers import (
+    LlamaServerStats,
+    ask_llama_servers,
+    llama_server_in_words,
+)
 from proxy.commands.printing import console, print_json
 from proxy.commands.words import age_in_words, size_in_words
 from proxy.core.views.listing import ListedCheckpoint
@@ -65,18 +70,21 @@ def stats(store: Access, as_json: bool) -> None:
     llama-prefix-cache stats --slot-save-path /var/lib/llama-prefix-cache     only what is stored
     """
     brought, max_bytes = None, None
+    servers: list[LlamaServerStats] = []
     if isinstance(store, OfRunningProxy):
         try:
             samples = read_samples(store.admin.raw("GET", "/metrics").decode())
-            brought = _brought(samples, store.admin.ask("GET", "/health", dict[str, Any])["state"])
+            health = store.admin.ask("GET", "/health", dict[str, Any])
+            brought = _brought(samples, health["state"])
             max_bytes = int(samples["checkpoint_limit_bytes", ""])
+            servers = ask_llama_servers(store.admin, health)
         except (ValueError, KeyError):
             store.admin.fail_foreign()
     stored = summary(store.checkpoints(), max_bytes)
     if as_json:
-        print_json({"store": stored, "since_start": brought})
+        print_json({"store": stored, "llama_servers": servers, "since_start": brought})
     else:
-        console().print(_table(stored, brought))
+        console().print(_table(stored, servers, brought))
 
 
 def summary(checkpoints: Sequence[ListedCheckpoint], max_bytes: int | None) -> Stored:
@@ -131,8 +139,9 @@ def _brought(samples: dict[tuple[str, str], float], state: str) -> Brought:
     )
 
 
-def _table(stored: Stored, brought: Brought | None) -> Table:
+def _table(stored: Stored, servers: Sequence[LlamaServerStats], brought: Brought | None) -> Table:
     table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
     limit = f" of {size_in_words(stored.max_store_bytes)}" if stored.max_store_bytes else ""
     kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(stored.kinds.items()))
     table.add_row("checkpoints", f"{stored.n_checkpoints:,} ({kinds or 'nothing is stored'})")
@@ -142,6 +151,9 @@ def _table(stored: Stored, brought: Brought | None) -> Table:
     if stored.last_used_at is not None:
         table.add_row("last used", age_in_words(time.time() - stored.last_used_at))
     table.add_row("restored", f"{stored.n_restores}x in all")
+    for number, server in enumerate(servers):
+        title = "llama-servers" if server.name else "llama-server"
+        table.add_row("" if number else title, llama_server_in_words(server))
     if brought is not None:
         _add_brought(table, brought)
     return table

@@ -27,8 +27,13 @@ class Given:
     written: str
     value: str
 
+    @property
+    def is_flag(self) -> bool:
+        """Whether it stands on the command line."""
+        return self.written.startswith("-")
+
     def __str__(self) -> str:
-        if self.written.startswith("-"):
+        if self.is_flag:
             return self.written if self.value in (ON, OFF) else f"{self.written} {self.value}"
         return f"{self.written}={self.value}"
 
@@ -48,7 +53,7 @@ class Launch:
     """What to add to a llama-server command, and where it will listen.
 
     With a conflict nothing may be started. `api_key` is one of llama-server's own; they may instead
-    stand in the file `api_key_file`.
+    stand in the file `api_key_file`. `environment` is added where the command line would be too strong.
     """
 
     host: str = "127.0.0.1"
@@ -58,10 +63,16 @@ class Launch:
     n_context_checkpoints: int = 32
     api_key: str | None = None
     api_key_file: str | None = None
-    added: list[str] = field(default_factory=list)
+    additions: list[tuple[str, ...]] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)
+
+    @property
+    def added(self) -> list[str]:
+        """What is added to the command line."""
+        return [word for addition in self.additions for word in addition]
 
     @property
     def upstream(self) -> str:
@@ -88,7 +99,7 @@ def plan_launch(given: Mapping[str, Given], known: Collection[str], wanted: Want
 
 def _add(launch: Launch, known: Collection[str], name: str, *values: str) -> bool:
     if name in known:
-        launch.added += [name, *values]
+        launch.additions.append((name, *values))
     return name in known
 
 
@@ -129,7 +140,7 @@ def _place_listener(launch: Launch, given: Mapping[str, Given], wanted: Wanted) 
     port = given.get("--port")
     if port is None or port.value == "0":  # 0 asks for any free port, and that is what it gets
         launch.port = wanted.free_port
-        launch.added += ["--port", str(launch.port)]
+        launch.additions.append(("--port", str(launch.port)))
     elif port.value.isdecimal():
         launch.port = int(port.value)
     else:

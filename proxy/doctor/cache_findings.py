@@ -117,8 +117,8 @@ def cost_finding(cost: CostFacts) -> Finding:
     return limit(COST, text, "Put the directory of --slot-save-path on a faster disk.")
 
 
-def store_finding(store: StoreFacts, directory: str) -> Finding:
-    """Return whose checkpoints lie in the directory."""
+def store_finding(store: StoreFacts, directory: str, *, has_others: bool = False) -> Finding:
+    """Return whose checkpoints lie in the directory; *has_others* if other models use it too."""
     empty_it = f"stop the proxy and delete {directory}/index and {directory}/lpc-*.state"
     if store.problem:
         return blocker(
@@ -142,6 +142,8 @@ def store_finding(store: StoreFacts, directory: str) -> Finding:
             "Start llama-server as it was started then (-np, -kvu, -fa, --cache-type-k, --cache-type-v,"
             " --lora, build); or leave them, they go when space is needed.",
         )
+    if has_others:
+        return ok(STORE, f"{have}, none of this model yet.")
     return limit(
         STORE,
         f"{have}, all of another model than the one that runs now: they cannot serve it, and they"
@@ -161,4 +163,5 @@ def cache_findings(facts: Facts) -> Iterator[Finding]:
     if facts.cost is not None:
         yield cost_finding(facts.cost)
     if facts.store is not None:
-        yield store_finding(facts.store, facts.directory.path)
+        has_others = bool(facts.server.host)
+        yield store_finding(facts.store, facts.directory.path, has_others=has_others)

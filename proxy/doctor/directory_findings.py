@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from proxy.doctor.facts import CostFacts, DirectoryFacts, Facts, ProbeSaveFacts
+from proxy.doctor.facts import CostFacts, DirectoryFacts, ProbeSaveFacts
 from proxy.doctor.verdict import Finding, blocker, limit, ok
 from proxy.doctor.words import size
 
@@ -12,9 +12,16 @@ LEAST_FREE_BYTES = 64 << 20
 """What must be free where the size of a state is not known."""
 
 
-def directory_findings(facts: Facts) -> Iterator[Finding]:
+def directory_findings(
+    directory: DirectoryFacts, saved: ProbeSaveFacts | None, cost: CostFacts | None
+) -> Iterator[Finding]:
     """Yield whether both processes can use the directory, who else can, and how much fits in."""
-    directory, saved = facts.directory, facts.probe_save
+    yield from use_findings(directory, saved)
+    yield from place_findings(directory, saved, cost)
+
+
+def use_findings(directory: DirectoryFacts, saved: ProbeSaveFacts | None) -> Iterator[Finding]:
+    """Yield whether both processes can use the directory."""
     if directory.problem:
         yield blocker(
             DIRECTORY,
@@ -24,8 +31,14 @@ def directory_findings(facts: Facts) -> Iterator[Finding]:
         )
     elif saved is not None:
         yield from _probe_save_findings(directory, saved)
+
+
+def place_findings(
+    directory: DirectoryFacts, saved: ProbeSaveFacts | None, cost: CostFacts | None
+) -> Iterator[Finding]:
+    """Yield who else can get at the directory, and how much fits in."""
     yield from _permission_findings(directory, saved)
-    yield from _space_findings(directory, facts.cost)
+    yield from _space_findings(directory, cost)
 
 
 def _share(path: str) -> str:

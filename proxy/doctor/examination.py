@@ -1,98 +1,87 @@
-"""One examination, from first contact to the last probe: gathers facts, judges nothing.
+"""One examination of one llama-server, from first contact to the last probe: it judges nothing.
 
-Slots are only probed where nobody else decides over them: a proxy that uses the directory is asked
-instead, and a slot that holds work is left alone.
+Slots are only probed where nobody else decides over them: one that holds work is left alone.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TypeVar
 
 from proxy.doctor.behaviour import examine_behaviour
 from proxy.doctor.bench import Bench, set_up
-from proxy.doctor.directory import FreeBytes, ProbeFiles, examine_directory, free_bytes_of
-from proxy.doctor.facts import BehaviourFacts, Contact, Facts, ServerFacts, StoreFacts
+from proxy.doctor.directory import ProbeFiles
+from proxy.doctor.facts import (
+    BehaviourFacts,
+    Contact,
+    DirectoryFacts,
+    Facts,
+    ServerFacts,
+    StoreFacts,
+)
+from proxy.doctor.hosts import Note
 from proxy.doctor.memory import Model, examine_cost, examine_memory, examine_store, identify_model
-from proxy.doctor.running_proxy import ask_proxy
 from proxy.driver.saving.saver import RewriteStateFile, keep_as_saved
-from proxy.errors import CacheFault, StoreFault, StoreLocked, UpstreamFault, UpstreamRefused
-from proxy.store.budget import Limits
-from proxy.store.inspection import IndexContent, keep_proxies_out, read_index
+from proxy.errors import CacheFault, StoreFault, UpstreamFault, UpstreamRefused
+from proxy.store.inspection import IndexContent, read_index
 from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.replies import Props
 
 T = TypeVar("T")
-Note = Callable[[str], object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What is to be examined; `admin` is where a proxy would answer operators, HOST:PORT."""
-
-    url: str
-    has_key: bool
-    directory: Path
-    admin: str
-    limits: Limits
 
 
 class Examination:
-    """Examines one subject, once."""
+    """Examines one llama-server, once."""
 
     def __init__(
         self,
-        subject: Subject,
         upstream: LlamaServer,
+        directory: DirectoryFacts,
+        files: ProbeFiles,
         *,
+        host: str = "",
+        name: str = "",
+        has_key: bool = False,
         rewrite: RewriteStateFile = keep_as_saved,
-        free_bytes: FreeBytes = free_bytes_of,
         note: Note = lambda text: None,
     ) -> None:
-        """Prepare; *note* is told what is going on, *rewrite* and *free_bytes* are for tests."""
-        self._subject = subject
+        """Prepare; *host* is the kind of host that has it, *name* what it is called among others."""
         self._upstream = upstream
+        self._directory = directory
+        self._files = files
+        self._known = ServerFacts(
+            url=upstream.target.base_url, contact=Contact.ANSWERS, name=name, host=host
+        )
+        self._has_key = has_key
         self._rewrite = rewrite
-        self._free_bytes = free_bytes
-        self._note = note
+        self._note: Note = (lambda text: note(f"{name}: {text}")) if name else note
         self._failures: list[str] = []
 
-    async def run(self) -> Facts:
-        """Return all facts; raises nothing that a person could mend."""
-        subject, files = self._subject, ProbeFiles(self._subject.directory)
-        self._note("asking llama-server what it is")
+    async def run(self, *, may_probe: bool) -> Facts:
+        """Return all facts, without probes in slots if they are not to be touched."""
         server, props = await self._contact()
-        facts = Facts(
-            server=server,
-            directory=examine_directory(files, subject.limits, self._free_bytes),
-        )
-        if props is None:
+        facts = Facts(server=server, directory=self._directory)
+        if props is None or not may_probe:
             return facts
         try:
-            with keep_proxies_out(subject.directory):
-                if server.has_slot_save_path and not facts.directory.problem:
-                    facts = await self._examine_slots(facts, files, props)
-        except StoreLocked as lock:
-            proxy = await ask_proxy(self._upstream.session, subject.admin, str(lock))
-            facts = replace(facts, proxy=proxy)
+            if server.has_slot_save_path and not self._directory.problem:
+                facts = await self._examine_slots(facts, props)
         except UpstreamFault as fault:
             self._failures.append(f"the slots could not be examined: {fault}")
         return replace(facts, failures=tuple(self._failures))
 
     async def _contact(self) -> tuple[ServerFacts, Props | None]:
-        url = self._subject.url
+        known = self._known
         try:
             props = await self._upstream.props()
             if props.total_slots < 1:
-                return ServerFacts(url=url, contact=Contact.NO_SLOTS), None
+                return replace(known, contact=Contact.NO_SLOTS), None
             process_id = await self._upstream.process_id(props)
         except UpstreamFault as fault:
-            contact = _contact_of(fault, has_key=self._subject.has_key)
-            return ServerFacts(url=url, contact=contact, detail=str(fault)), None
-        server = ServerFacts(
-            url=url,
-            contact=Contact.ANSWERS,
+            contact = _contact_of(fault, has_key=self._has_key)
+            return replace(known, contact=contact, detail=str(fault)), None
+        server = replace(
+            known,
             build=props.build_info,
             model=props.model_path,
             n_slots=props.total_slots,
@@ -106,10 +95,10 @@ class Examination:
         except UpstreamFault as fault:
             return replace(server, detail=str(fault)), props
 
-    async def _examine_slots(self, facts: Facts, files: ProbeFiles, props: Props) -> Facts:
+    async def _examine_slots(self, facts: Facts, props: Props) -> Facts:
         """Add what only slots can tell; raises UpstreamFault if llama-server goes away."""
         self._note("looking for empty slots")
-        async with set_up(self._upstream, files, self._rewrite, props.total_slots) as bench:
+        async with set_up(self._upstream, self._files, self._rewrite, props.total_slots) as bench:
             saved = bench.first_save
             facts = replace(facts, probe_save=saved)
             if saved is not None and (not saved.is_whole or saved.left_behind):
@@ -125,7 +114,7 @@ class Examination:
 
     def _read_index(self) -> IndexContent | StoreFault:
         try:
-            return read_index(self._subject.directory)
+            return read_index(self._files.directory)
         except StoreFault as fault:
             return fault
 
@@ -137,9 +126,8 @@ class Examination:
         if model is None:
             return facts
         content = index if isinstance(index, IndexContent) else IndexContent()
-        return await self._probe_model(
-            replace(facts, store=examine_store(content, model)), bench, props, model, content
-        )
+        facts = replace(facts, store=examine_store(content, model), states=model.facts)
+        return await self._probe_model(facts, bench, props, model, content)
 
     async def _probe_model(
         self, facts: Facts, bench: Bench, props: Props, model: Model, index: IndexContent

@@ -24,10 +24,15 @@ class Contact(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """llama-server as it describes itself; `n_ctx` is one slot's context in tokens."""
+    """llama-server as it describes itself; `n_ctx` is one slot's context in tokens.
+
+    `name` is its model at a host, or its address among several; `host` is the kind of that host.
+    """
 
     url: str
     contact: Contact
+    name: str = ""
+    host: str = ""
     detail: str = ""
     build: str = ""
     model: str = ""
@@ -94,6 +99,22 @@ class ProxyFacts:
     reasons: tuple[str, ...] = ()
     written_last_day_bytes: int = 0
     max_write_bytes_per_day: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateFacts:
+    """Whose states those of a llama-server are, and in which form; what is the same fits another's.
+
+    `numbers` are sizes of vocabulary and model. `model` says which file it is: its content if that could
+    be read, else its path. `canary` is what it predicts.
+    """
+
+    model: str
+    is_model_read: bool
+    numbers: tuple[int, ...]
+    adapters: tuple[tuple[int, str, float], ...] = ()
+    layout: str = ""
+    canary: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +188,7 @@ class Facts:
     proxy: ProxyFacts | None = None
     slots: SlotFacts | None = None
     probe_save: ProbeSaveFacts | None = None
+    states: StateFacts | None = None
     store: StoreFacts | None = None
     behaviour: BehaviourFacts = field(default_factory=BehaviourFacts)
     memory: MemoryFacts | None = None

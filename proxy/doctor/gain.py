@@ -1,15 +1,16 @@
 """What restoring brings on this server: prompts of some lengths evaluated cold, hot and restored."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from proxy.doctor.bench import N_MORE, Bench, set_up
 from proxy.doctor.directory import ProbeFiles
+from proxy.doctor.hosts import Note, Reached, reach
 from proxy.driver.saving.saver import keep_as_saved
-from proxy.errors import SaveRejected
+from proxy.errors import CacheFault, SaveRejected
 from proxy.store.inspection import keep_proxies_out
 from proxy.upstream.llama_server import LlamaServer
 
@@ -43,33 +44,71 @@ class Gain(msgspec.Struct, frozen=True):
         return self.cold_seconds / max(1e-6, self.restored_seconds)
 
 
+class NotOneModel(CacheFault):
+    """A host has other models loaded than the one to be measured; the message says what to do."""
+
+
 class Measured(msgspec.Struct, frozen=True):
-    """What was measured on which model; lengths that do not fit into a slot are left out."""
+    """What was measured on which model; lengths that do not fit into a slot are left out.
+
+    At a host, `loaded` is the model that was loaded for this, and `unloaded` are those that had to go.
+    """
 
     build: str
     model: str
     n_ctx: int
     gains: list[Gain]
     left_out: list[int]
+    loaded: str = ""
+    unloaded: tuple[str, ...] = ()
 
 
 async def measure(
-    upstream: LlamaServer, directory: Path, lengths: Sequence[int], note: Callable[[str], object]
+    root: LlamaServer, directory: Path, lengths: Sequence[int], note: Note, model: str = ""
 ) -> Measured:
-    """Measure each length in an empty slot, which is left empty; raises CacheFault or OSError."""
+    """Measure each length in an empty slot, which is left empty; *model* is loaded if *root* is a host.
+
+    Raises CacheFault or OSError.
+    """
+    with keep_proxies_out(directory):
+        reached = await reach(root, model, may_load=True, note=note)
+        measured = await _measure_all(_only(reached, model), ProbeFiles(directory), lengths, note)
+    if reached.host is None:
+        return measured
+    return msgspec.structs.replace(
+        measured, loaded=reached.host.loaded, unloaded=reached.host.unloaded
+    )
+
+
+def _only(reached: Reached, model: str) -> LlamaServer:
+    host = reached.host
+    if len(reached.upstreams) == 1 and (host is not None or not model):
+        return reached.upstreams[0]
+    if host is None:
+        raise NotOneModel("there is one model at this address: leave --model out")
+    if host.problem:
+        raise NotOneModel(f"{host.name}: {host.problem}")
+    names = ", ".join(each.name for each in host.models)
+    if model:
+        raise NotOneModel(f"{host.name} has no model {model}: give one of {names}")
+    n_loaded = f"{len(reached.upstreams)} models loaded" if reached.upstreams else "no model loaded"
+    raise NotOneModel(f"{host.name} has {n_loaded}: say which to measure by --model, of {names}")
+
+
+async def _measure_all(
+    upstream: LlamaServer, files: ProbeFiles, lengths: Sequence[int], note: Note
+) -> Measured:
     props = await upstream.props()
     n_ctx = props.default_generation_settings.n_ctx
     fitting = [n for n in lengths if n + _N_KEPT <= n_ctx]
-    with keep_proxies_out(directory):
-        files = ProbeFiles(directory)
-        async with set_up(upstream, files, keep_as_saved, props.total_slots) as bench:
-            _require_usable(bench)
-            bench.n_vocab = (await upstream.model_meta()).n_vocab
-            await bench.evaluate(bench.empty[0], bench.text(3))  # the first is always slower
-            gains = []
-            for n_tokens in fitting:
-                note(f"measuring {n_tokens:,} tokens")
-                gains.append(await _measure(bench, n_tokens))
+    async with set_up(upstream, files, keep_as_saved, props.total_slots) as bench:
+        _require_usable(bench)
+        bench.n_vocab = (await upstream.model_meta()).n_vocab
+        await bench.evaluate(bench.empty[0], bench.text(3))  # the first is always slower
+        gains = []
+        for n_tokens in fitting:
+            note(f"measuring {n_tokens:,} tokens")
+            gains.append(await _measure(bench, n_tokens))
     left_out = [n for n in lengths if n not in fitting]
     return Measured(props.build_info, props.model_path, n_ctx, gains, left_out)
 

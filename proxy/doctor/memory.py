@@ -6,8 +6,9 @@ from proxy.core.namespace import KnownNamespace, choose_namespace, is_same_canar
 from proxy.core.prefix import Namespace
 from proxy.core.probes import SelfTestResult
 from proxy.doctor.bench import Bench
-from proxy.doctor.facts import CostFacts, MemoryFacts, StoreFacts
+from proxy.doctor.facts import CostFacts, MemoryFacts, StateFacts, StoreFacts
 from proxy.driver.contact.identity import (
+    Identity,
     Layout,
     canary_tokens,
     read_identity,
@@ -34,10 +35,25 @@ _COST_TOKENS = 1100
 class Model:
     """The model that runs now, as its canary and a probe save show it."""
 
-    def __init__(self, static: str, canary: Canary, state: StateFile) -> None:
-        self.static = static
+    def __init__(self, identity: Identity, canary: Canary, state: StateFile) -> None:
+        layout: Layout = (state.version, state.layout)
+        self.static = static_key(identity, layout)
+        self.identity = identity
         self.canary = canary
         self.state = state
+
+    @property
+    def facts(self) -> StateFacts:
+        """What another llama-server's must be like for states to fit both."""
+        identity, state = self.identity, self.state
+        return StateFacts(
+            model=identity.model,
+            is_model_read=" " not in identity.model,
+            numbers=(identity.n_vocab, identity.n_params, identity.size_bytes),
+            adapters=identity.adapters,
+            layout=repr((state.version, state.layout)),
+            canary=tuple(self.canary),
+        )
 
     def namespace(self, index: IndexContent) -> Namespace | None:
         """Return the namespace of this model's states, if the index knows it."""
@@ -59,8 +75,7 @@ async def identify_model(bench: Bench, props: Props) -> Model:
     await bench.erase()
     if state.tokens[: len(tokens)] != tokens:
         raise SaveRejected("a slot did not hold what was evaluated in it: somebody else uses it")
-    layout: Layout = (state.version, state.layout)
-    return Model(static_key(identity, layout), canary, state)
+    return Model(identity, canary, state)
 
 
 def examine_store(index: IndexContent, model: Model) -> StoreFacts:

@@ -28,11 +28,22 @@ class _Writes(msgspec.Struct, frozen=True):
     max_bytes_per_day: int = 0
 
 
+class _Attached(msgspec.Struct):
+    rule: str = "not attached"
+
+
 class _Health(msgspec.Struct):
     state: str
     rule: str = ""
+    llama_servers: dict[str, _Attached] = {}
     reasons: list[_Reason] = []
     writes: _Writes = _Writes()
+
+
+def _rule(health: _Health) -> str:
+    """Return the rule of the only llama-server, or that of each."""
+    rules = (f"{name}: {each.rule}" for name, each in sorted(health.llama_servers.items()))
+    return health.rule or ", ".join(rules) or "none yet, no model was loaded"
 
 
 async def ask_proxy(session: aiohttp.ClientSession, admin: str, lock: str) -> ProxyFacts:
@@ -48,7 +59,7 @@ async def ask_proxy(session: aiohttp.ClientSession, admin: str, lock: str) -> Pr
         lock=lock,
         answers=True,
         is_caching=health.state != "forwarding",
-        rule=health.rule,
+        rule=_rule(health),
         reasons=tuple(each.reason for each in health.reasons if each.kind not in _PASSING),
         written_last_day_bytes=health.writes.bytes_last_day,
         max_write_bytes_per_day=health.writes.max_bytes_per_day,

@@ -19,6 +19,13 @@ SERVER, SLOTS, IDLE_SLOTS = "llama-server", "slots", "idle slots"
 RAM_CACHE, SIMILARITY, PROXY = "RAM cache", "similarity", "running proxy"
 
 
+_START = {
+    "router": "Start the router",
+    "llama-swap": "In llama-swap's configuration, have its cmd start it",
+}
+"""Where the flags of a host's model come from."""
+
+
 def contact_finding(server: ServerFacts) -> Finding:
     """Return whether there is a llama-server to talk to, and why not."""
     match server.contact:
@@ -54,8 +61,9 @@ def contact_finding(server: ServerFacts) -> Finding:
         case Contact.NO_SLOTS:
             return blocker(
                 SERVER,
-                f"What answers at {server.url} has no slots: it is a router for several models.",
-                "Give the address of a llama-server that runs one model (-m FILE) with --upstream URL.",
+                f"What answers at {server.url} has no slots, and does not say that it is a router.",
+                "Give the address of a llama-server that runs one model (-m FILE) with --upstream URL, or"
+                " that of a router of llama.cpp 0.7.0 or later.",
             )
 
 
@@ -65,7 +73,7 @@ def ability_findings(server: ServerFacts, directory: str) -> Iterator[Finding]:
         yield blocker(
             SERVER,
             "It was started without --slot-save-path, so no slot can be saved.",
-            f"Start llama-server with --slot-save-path {directory}",
+            f"{_START.get(server.host, 'Start llama-server')} with --slot-save-path {directory}",
         )
     elif server.has_slot_save_path is None:
         yield blocker(
@@ -100,8 +108,18 @@ def slots_finding(server: ServerFacts, slots: SlotFacts | None) -> Finding:
         f"{there_are}: {found}. The probes need an empty one and none was emptied, so what a"
         " restored state is good for here was not examined.",
         "Run doctor when llama-server has just started, or empty a slot N whose work you can spare:"
-        f" curl -X POST '{server.url}/slots/N?action=erase'",
+        f" {_erase_command(server)}",
     )
+
+
+def _erase_command(server: ServerFacts) -> str:
+    path, body = "", ""
+    match server.host:
+        case "router":
+            body = f""" -d '{{"model": "{server.name}"}}'"""
+        case "llama-swap":
+            path = f"/upstream/{server.name}"
+    return f"curl -X POST '{server.url}{path}/slots/N?action=erase'{body}"
 
 
 def behaviour_findings(

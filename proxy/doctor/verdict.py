@@ -18,12 +18,16 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at: what it is, what that means, and the flag or step that mends it."""
+    """One thing that was looked at: what it is, what that means, and the flag or step that mends it.
+
+    `about` says which llama-server, model or host it is about, where there are several.
+    """
 
     topic: str
     severity: Severity
     text: str
     cure: str = ""
+    about: str = ""
 
 
 def ok(topic: str, text: str) -> Finding:

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -66,8 +66,8 @@ class LlamaProcess:
         self._is_over = False
 
     @classmethod
-    async def start(cls, command: Sequence[str]) -> "LlamaProcess":
-        """Start *command*; raises OSError if no process can be started at all."""
+    async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> "LlamaProcess":
+        """Start *command* with more *environment* than ours; raises OSError if nothing can be started."""
         readable, writable = os.pipe()
         guard = (sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()))
         try:
@@ -79,6 +79,7 @@ class LlamaProcess:
                 stdout=writable,
                 stderr=writable,
                 start_new_session=True,
+                env={**os.environ, **environment},
             )
         except BaseException:
             os.close(readable)

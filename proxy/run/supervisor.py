@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from proxy.core.launch import restart_delay_seconds
@@ -37,9 +37,16 @@ class Supervisor:
     """Runs one llama-server command."""
 
     def __init__(
-        self, command: Sequence[str], is_ready: Callable[[], Awaitable[bool]], *, restarts: bool
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        is_ready: Callable[[], Awaitable[bool]],
+        *,
+        restarts: bool,
     ) -> None:
+        """*environment* is what the command gets beside ours."""
         self._command = command
+        self._environment = environment
         self._is_ready = is_ready
         self._restarts = restarts
         self._log = get_logger("llama-server")
@@ -63,7 +70,7 @@ class Supervisor:
             await asyncio.sleep(delay_seconds)
 
     async def _run_once(self) -> _End:
-        process = await LlamaProcess.start(self._command)
+        process = await LlamaProcess.start(self._command, self._environment)
         self._log.info("started llama-server", pid=process.pid)
         ended = asyncio.ensure_future(process.wait())
         try:

@@ -50,6 +50,21 @@ def parse_help(text: str) -> list[Option]:
     return options
 
 
+def variables_of(options: Iterable[Option]) -> dict[str, str]:
+    """Return the environment variable that stands for an option, by each of its names."""
+    return {
+        name: option.environment
+        for option in options
+        if option.environment
+        for name in option.names
+    }
+
+
+def is_true(value: str) -> bool:
+    """Return whether llama-server takes a value for a yes."""
+    return value in _TRUE
+
+
 def _split_names(line: str) -> tuple[tuple[str, ...], str]:
     names, end = [], 0
     while match := _NAME.match(line, end):
@@ -99,7 +114,7 @@ def _from_environment(option: Option, environment: Mapping[str, str]) -> Given |
         return None
     value = environment[name]
     if option.is_switch:
-        value = ON if value in _TRUE else OFF
+        value = ON if is_true(value) else OFF
         if value == OFF and not option.can_be_turned_off:
             return None
     return Given(name, value)

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +49,27 @@ def settings_for(server: FakeLlamaServer) -> Settings:
     )
 
 
-async def diagnose(server: FakeLlamaServer) -> tuple[Facts, dict[str, str]]:
-    """Return the facts, and text and cure of all that is not well."""
-    facts = await examine(settings_for(server))
+@dataclass(frozen=True)
+class Diagnosis:
+    """The facts, exit status, and text and cure of all that is not well."""
+
+    facts: Facts
+    exit_status: int
+    problems: dict[str, str]
+
+
+async def diagnose(server: FakeLlamaServer) -> Diagnosis:
+    survey = await examine(settings_for(server))
     assert os.listdir(server.directory) == []
     assert [slot.tokens for slot in server.slots] == [[]] * server.n_slots
-    return facts, {
-        f.topic: f"{f.text} -> {f.cure}"
-        for f in findings_of(facts)
-        if f.severity is not Severity.OK
-    }
+    (facts,), findings = survey.llama_servers, findings_of(survey)
+    problems = {f.topic: f"{f.text} -> {f.cure}" for f in findings if f.severity is not Severity.OK}
+    return Diagnosis(facts, exit_status(findings), problems)
 
 
 async def test_scripted_server_is_approved(server: FakeLlamaServer) -> None:
-    facts, problems = await diagnose(server)
-    assert (problems, facts.failures) == ({}, ())
+    found = await diagnose(server)
+    assert (found.problems, found.facts.failures) == ({}, ())
 
 
 @pytest.mark.parametrize(
@@ -78,58 +85,60 @@ async def test_server_that_cannot_be_examined_is_named(
     server: FakeLlamaServer, faults: Faults, contact: Contact, cure: str
 ) -> None:
     server.faults = faults
-    facts, problems = await diagnose(server)
-    assert facts.server.contact is contact
-    assert exit_status(findings_of(facts)) == 2
-    assert cure in problems["llama-server"]
+    found = await diagnose(server)
+    assert found.facts.server.contact is contact
+    assert found.exit_status == 2
+    assert cure in found.problems["llama-server"]
 
 
 async def test_server_that_cannot_write_is_named(server: FakeLlamaServer) -> None:
     server.faults.refuse["save"] = 500
-    facts, problems = await diagnose(server)
-    assert exit_status(findings_of(facts)) == 2
-    assert "could not save" in problems["directory"]
-    assert "write there" in problems["directory"] and "not full" in problems["directory"]
+    found = await diagnose(server)
+    assert found.exit_status == 2
+    assert "could not save" in found.problems["directory"]
+    assert (
+        "write there" in found.problems["directory"] and "not full" in found.problems["directory"]
+    )
 
 
 async def test_server_whose_restarts_cannot_be_told_is_named(server: FakeLlamaServer) -> None:
     server.faults.props["media_marker"] = "<always the same>"
     server.faults.refuse["metrics"] = 501
-    facts, problems = await diagnose(server)
-    assert exit_status(findings_of(facts)) == 2
-    assert "--metrics" in problems["llama-server"]
+    found = await diagnose(server)
+    assert found.exit_status == 2
+    assert "--metrics" in found.problems["llama-server"]
 
 
 async def test_server_that_restores_to_no_use_is_named(directory: Path) -> None:
     async with FakeLlamaServer(directory, memory=Memory.NOTHING) as server:
-        facts, problems = await diagnose(server)
-    assert exit_status(findings_of(facts)) == 2
-    assert "evaluates every token again" in problems["memory rule"]
+        found = await diagnose(server)
+    assert found.exit_status == 2
+    assert "evaluates every token again" in found.problems["memory rule"]
 
 
 async def test_window_that_has_to_be_repaired_is_named(directory: Path) -> None:
     async with FakeLlamaServer(directory, memory=Memory.CUT_WINDOW, file_version=3) as server:
-        facts, problems = await diagnose(server)
-    assert exit_status(findings_of(facts)) == 1
-    assert list(problems) == ["memory rule"]
-    assert "End only" in problems["memory rule"]
-    assert "llama.cpp 0.7.0 or later" in problems["memory rule"]
-    assert "--swa-full" in problems["memory rule"]
+        found = await diagnose(server)
+    assert found.exit_status == 1
+    assert list(found.problems) == ["memory rule"]
+    assert "End only" in found.problems["memory rule"]
+    assert "llama.cpp 0.7.0 or later" in found.problems["memory rule"]
+    assert "--swa-full" in found.problems["memory rule"]
 
 
 async def test_unknown_slot_file_version_is_named(directory: Path) -> None:
     async with FakeLlamaServer(directory, file_version=5) as server:
-        facts, problems = await diagnose(server)
-    assert exit_status(findings_of(facts)) >= 1
-    assert "Version 5 is not known" in problems["slot files"]
+        found = await diagnose(server)
+    assert found.exit_status >= 1
+    assert "Version 5 is not known" in found.problems["slot files"]
 
 
 async def test_probe_that_fails_is_named_and_the_others_run(server: FakeLlamaServer) -> None:
     server.faults.refuse["lora-adapters"] = 500
-    facts, problems = await diagnose(server)
-    assert exit_status(findings_of(facts)) == 1
-    assert "the model could not be examined" in problems["probe"]
-    assert facts.probe_save is not None and facts.probe_save.is_whole
+    found = await diagnose(server)
+    assert found.exit_status == 1
+    assert "the model could not be examined" in found.problems["probe"]
+    assert found.facts.probe_save is not None and found.facts.probe_save.is_whole
 
 
 @pytest.mark.parametrize("place", ["save", "evaluate", "generate", "restore", "erase"])

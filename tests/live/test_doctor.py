@@ -21,6 +21,7 @@ from proxy.config import Settings
 from proxy.core.model import RuleKind
 from proxy.doctor.facts import Facts
 from proxy.doctor.findings import findings_of, is_complete
+from proxy.doctor.survey_facts import Survey
 from proxy.doctor.verdict import Severity, exit_status, summary
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
@@ -38,21 +39,26 @@ NewServer = Callable[..., LlamaServer]
 class Diagnosis:
     """What doctor found, in the forms that the tests ask for."""
 
-    facts: Facts
+    survey: Survey
+
+    @property
+    def facts(self) -> Facts:
+        (facts,) = self.survey.llama_servers
+        return facts
 
     @property
     def exit_status(self) -> int:
-        return exit_status(findings_of(self.facts))
+        return exit_status(findings_of(self.survey))
 
     @property
     def summary(self) -> str:
-        return summary(findings_of(self.facts), is_complete=is_complete(self.facts))
+        return summary(findings_of(self.survey), is_complete=is_complete(self.survey))
 
     def problems(self) -> dict[str, str]:
         """Return text and cure of all that is not well, by topic."""
         return {
             f.topic: f"{f.text} -> {f.cure}"
-            for f in findings_of(self.facts)
+            for f in findings_of(self.survey)
             if f.severity is not Severity.OK
         }
 
@@ -443,7 +449,7 @@ def test_command_prints_json(new_server: NewServer, directory: Path) -> None:
     assert result.returncode == content["exit_status"] == 2
     assert content["verdict"] == "Caching will not work."
     assert "--slot-save-path" in next(f["cure"] for f in content["findings"] if f["cure"])
-    assert content["facts"]["server"]["has_slot_save_path"] is False
+    assert content["facts"]["llama_servers"][0]["server"]["has_slot_save_path"] is False
 
 
 def test_command_without_a_server_says_so(directory: Path) -> None:

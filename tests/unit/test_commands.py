@@ -6,15 +6,21 @@ from typing import Any
 import pytest
 from click import BadParameter
 
+from proxy.commands.explanation_text import explanation_text
+from proxy.commands.llama_servers import Attached, llama_server_in_words, llama_servers_of
 from proxy.commands.naming import NotNamed, named
 from proxy.commands.stats import read_samples, summary
+from proxy.commands.warm import for_model
 from proxy.commands.words import Age, age_in_words, size_in_words
+from proxy.core.explaining.causes import Cause
+from proxy.core.explaining.records import Explanation, RequestRecord
 from proxy.core.model import CheckpointId, Family
 from proxy.core.views.listing import ListedCheckpoint, list_checkpoint
 from proxy.core.views.selection import Selection, select
 from proxy.core.views.tree import NodeId
 from proxy.upstream.bodies import parse_body
 from proxy.upstream.header_bodies import header_request, route_path
+from proxy.upstream.hosted_flags import HostedFlags, read_flags
 from proxy.upstream.routes import generation_route
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, checkpoint
 
@@ -129,3 +135,52 @@ def test_body_is_cut_to_its_header_and_one_token() -> None:
     assert warmed({"messages": [USER]})[0] == "/v1/chat/completions"
     nothing = parse_body(b'{"nothing": 1}')
     assert nothing is not None and route_path(nothing) == ""
+
+
+def record(server: str | None, confirmed: int, evaluated: int) -> RequestRecord:
+    return RequestRecord(
+        id="5f0c1a2b",
+        at=0.0,
+        path="/v1/messages",
+        outcome="hit",
+        cause=Cause.HIT,
+        server=server,
+        confirmed=confirmed,
+        evaluated=evaluated,
+        seconds=0.1,
+    )
+
+
+def test_llama_servers_are_told_each_with_its_requests() -> None:
+    attached = Attached("attached", "any prefix", {"known": 1, "empty": 1})
+    both = {"full": attached, "hybrid": Attached("not attached")}
+    records = [record("full", 90, 10), record("full", 90, 10), record("gone", 5, 5)]
+    assert [llama_server_in_words(each) for each in llama_servers_of(both, records)] == [
+        "full: rule: any prefix; slots: 1 empty, 1 known; 2 of the last requests, 90% reused",
+        "hybrid: not attached",
+    ]
+    (only,) = llama_servers_of({"": attached}, [record(None, 90, 10)])
+    assert llama_server_in_words(only) == "rule: any prefix; slots: 1 empty, 1 known"
+
+
+def test_explanation_names_the_llama_server_where_there_are_several() -> None:
+    def first_line(server: str | None) -> str:
+        explanation = Explanation(request=record(server, 90, 10), says="", cure="")
+        return explanation_text(explanation).plain.splitlines()[0]
+
+    assert first_line("full") == "hit  5f0c1a2b  /v1/messages  by full"
+    assert first_line(None) == "hit  5f0c1a2b  /v1/messages"
+
+
+def test_body_to_warm_is_for_the_model_that_was_named() -> None:
+    body = b'{"model": "a", "messages": [{"n": 1.50}]}'
+    assert for_model(body, None) == body
+    assert for_model(body, "b") == b'{"model":"b","messages":[{"n": 1.50}]}'
+    assert for_model(b"no JSON", "b") == b"no JSON"
+
+
+def test_flags_of_a_hosted_model_are_found_wherever_they_stand() -> None:
+    words = "docker run x --slot_save_path /a --slot-save-path /b --sleep-idle-seconds 60".split()
+    assert read_flags("m", words, 5.0) == HostedFlags("m", "/b", 5.0, 60.0)
+    assert read_flags("m", ["--sleep-idle-seconds", "-1"], -1.0) == HostedFlags("m")
+    assert read_flags("m", ["--slot-save-path"]) == HostedFlags("m")

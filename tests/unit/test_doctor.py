@@ -19,10 +19,12 @@ from proxy.doctor.facts import (
     ProxyFacts,
     ServerFacts,
     SlotFacts,
+    StateFacts,
     StoreFacts,
 )
 from proxy.doctor.findings import findings_of, is_complete
 from proxy.doctor.report import json_report, report
+from proxy.doctor.survey_facts import HostedFacts, HostFacts, SettingsFacts, Survey
 from proxy.doctor.verdict import Finding, Severity, exit_status, summary
 from proxy.doctor.words import counted, seconds, size
 from tests.unit.builders import ANY_PREFIX, END_ONLY, NOTHING, RESTORE_POINTS
@@ -100,19 +102,25 @@ def proxy(**changes: Any) -> Facts:
     return Facts(server=SERVER, directory=DIRECTORY, proxy=found)
 
 
-def problems(facts: Facts) -> list[Finding]:
-    return [finding for finding in findings_of(facts) if finding.severity is not Severity.OK]
+def alone(facts: Facts) -> Survey:
+    """Return the survey of one llama-server at an address of its own."""
+    return Survey(directory=facts.directory, llama_servers=(facts,), proxy=facts.proxy)
+
+
+def problems(facts: Facts | Survey) -> list[Finding]:
+    survey = facts if isinstance(facts, Survey) else alone(facts)
+    return [finding for finding in findings_of(survey) if finding.severity is not Severity.OK]
 
 
 def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
-    findings = findings_of(HEALTHY)
+    findings = findings_of(alone(HEALTHY))
     assert problems(HEALTHY) == []
     assert [f.topic for f in findings] == [
         *("llama-server", "slots", "idle slots", "RAM cache", "similarity", "slot files"),
         *("memory rule", "cost", "checkpoints", "directory", "permissions", "disk space"),
     ]
     assert exit_status(findings) == 0
-    assert summary(findings, is_complete=is_complete(HEALTHY)) == "Caching will work."
+    assert summary(findings, is_complete=is_complete(alone(HEALTHY))) == "Caching will work."
 
 
 @pytest.mark.parametrize(
@@ -271,13 +279,13 @@ def test_problem_is_named_with_its_cure(
     assert (finding.severity, finding.topic) == (severity, topic)
     assert said in finding.text
     assert cure in finding.cure
-    assert exit_status(findings_of(facts)) == severity
+    assert exit_status(findings_of(alone(facts))) == severity
 
 
 def test_worst_finding_decides() -> None:
     facts = replace(behaviour(has_ram_cache=True), memory=replace(MEMORY, rule=NOTHING))
-    assert exit_status(findings_of(facts)) == 2
-    assert summary(findings_of(facts), is_complete=True) == "Caching will not work."
+    assert exit_status(findings_of(alone(facts))) == 2
+    assert summary(findings_of(alone(facts)), is_complete=True) == "Caching will not work."
 
 
 def test_without_an_empty_slot_nothing_good_is_promised() -> None:
@@ -290,8 +298,10 @@ def test_without_an_empty_slot_nothing_good_is_promised() -> None:
     (finding,) = problems(facts)
     assert "0 empty, 1 holding work, 1 busy" in finding.text
     assert "/slots/N?action=erase" in finding.cure
-    assert exit_status(findings_of(facts)) == 1
-    assert "not everything" in summary(findings_of(facts), is_complete=is_complete(facts))
+    assert exit_status(findings_of(alone(facts))) == 1
+    assert "not everything" in summary(
+        findings_of(alone(facts)), is_complete=is_complete(alone(facts))
+    )
 
 
 def test_proxy_that_caches_is_proof_enough() -> None:
@@ -301,8 +311,8 @@ def test_proxy_that_caches_is_proof_enough() -> None:
     }
     facts = proxy(answers=True, is_caching=True, rule="restore points", **written)
     assert problems(facts) == []
-    assert is_complete(facts)
-    (finding,) = [f for f in findings_of(facts) if f.topic == "running proxy"]
+    assert is_complete(alone(facts))
+    (finding,) = [f for f in findings_of(alone(facts)) if f.topic == "running proxy"]
     assert "restore points" in finding.text
     assert "3.0 GiB of 50 GiB" in finding.text
 
@@ -310,7 +320,7 @@ def test_proxy_that_caches_is_proof_enough() -> None:
 @pytest.mark.parametrize("n_slots", [1, 2])
 def test_what_could_not_be_told_is_said_and_no_problem(n_slots: int) -> None:
     facts = replace(server(n_slots=n_slots), behaviour=BehaviourFacts())
-    told = {f.topic: f.text for f in findings_of(facts)}
+    told = {f.topic: f.text for f in findings_of(alone(facts))}
     assert problems(facts) == []
     assert "Could not be told" in told["RAM cache"]
     assert ("one slot" in told["similarity"]) == (n_slots == 1)
@@ -351,7 +361,7 @@ def test_shortest_state_of_a_rule_is_told() -> None:
 def test_other_remembered_rule_is_told_and_mends_itself() -> None:
     facts = replace(HEALTHY, memory=replace(MEMORY, remembered_rule=NOTHING))
     assert problems(facts) == []
-    assert any("remembers another one, nothing" in f.text for f in findings_of(facts))
+    assert any("remembers another one, nothing" in f.text for f in findings_of(alone(facts)))
 
 
 def test_what_follows_from_cleared_slots_is_not_told_twice() -> None:
@@ -361,12 +371,12 @@ def test_what_follows_from_cleared_slots_is_not_told_twice() -> None:
 
 
 def text_of(facts: Facts, topic: str) -> str:
-    (text,) = [finding.text for finding in findings_of(facts) if finding.topic == topic]
+    (text,) = [finding.text for finding in findings_of(alone(facts)) if finding.topic == topic]
     return text
 
 
 def test_report_begins_with_the_verdict_and_is_plain_in_a_pipe() -> None:
-    lines = report(behaviour(has_ram_cache=True), Console(highlight=False)).splitlines()
+    lines = report(alone(behaviour(has_ram_cache=True)), Console(highlight=False)).splitlines()
     assert lines[0] == "Caching will work, with limits."
     assert any(
         line.lstrip().startswith("-> Start llama-server with --cache-ram 0") for line in lines
@@ -376,15 +386,16 @@ def test_report_begins_with_the_verdict_and_is_plain_in_a_pipe() -> None:
 
 def test_report_is_coloured_on_a_terminal() -> None:
     console = Console(force_terminal=True, width=60, highlight=False, color_system="standard")
-    assert "\x1b[" in report(HEALTHY, console)
+    assert "\x1b[" in report(alone(HEALTHY), console)
 
 
 def test_json_report_says_the_same() -> None:
-    content = msgspec.json.decode(json_report(behaviour(has_ram_cache=True)))
+    content = msgspec.json.decode(json_report(alone(behaviour(has_ram_cache=True))))
     (problem,) = [f for f in content["findings"] if f["severity"] != "ok"]
     assert (content["exit_status"], problem["severity"]) == (1, "limit")
     assert problem["cure"] == "Start llama-server with --cache-ram 0"
-    assert content["facts"]["memory"]["rule"]["kind"] == "any prefix"
+    (facts,) = content["facts"]["llama_servers"]
+    assert facts["memory"]["rule"]["kind"] == "any prefix"
 
 
 def test_numbers_are_told_in_plain_words() -> None:
@@ -395,3 +406,173 @@ def test_numbers_are_told_in_plain_words() -> None:
         *("less than 0.01 s", "0.25 s", "3.1 s", "340 s")
     ]
     assert [counted(n, "slot") for n in (1, 2)] == ["1 slot", "2 slots"]
+
+
+STATES = StateFacts(
+    model="a1b2", is_model_read=True, numbers=(4096, 1, 2), layout="f16", canary=((7, -0.5),)
+)
+HYBRID, FULL = "/models/hybrid", "full"
+
+
+def at_host(kind: str = "router", name: str = FULL, **changes: Any) -> Facts:
+    found = replace(SERVER, name=name, host=kind, **changes)
+    return replace(HEALTHY, server=found, store=StoreFacts(n_checkpoints=3, size_bytes=GIB))
+
+
+def hosted(*servers: Facts, asked_for: str = "", idle: float = 10.0, **changes: Any) -> Survey:
+    """Return the survey of a host with a loaded model full, and one that is not."""
+    models = (
+        HostedFacts(name=FULL, is_loaded=True, slot_save_path="/states/"),
+        HostedFacts(name="hybrid", slot_save_path="/states"),
+    )
+    host = HostFacts(
+        url=SERVER.url, kind="router", n_at_most=1, tells_all_flags=True, models=models
+    )
+    host = replace(host, **changes)
+    return Survey(
+        directory=DIRECTORY,
+        llama_servers=servers,
+        hosts=(host,),
+        settings=SettingsFacts(idle_save_seconds=idle, asked_for=asked_for),
+    )
+
+
+def test_host_is_approved_with_what_was_examined_and_says_whom_findings_are_about() -> None:
+    survey = hosted(at_host())
+    findings = findings_of(survey)
+    assert problems(survey) == [] and is_complete(survey)
+    (models,) = [f.text for f in findings if f.topic == "models"]
+    assert "2 models, of which 1 at once; examined: full. Not examined: hybrid" in models
+    (store,) = [f.text for f in findings if f.topic == "checkpoints"]
+    assert "none of this model yet" in store
+    about = [f.about for f in findings]
+    assert list(dict.fromkeys(about)) == ["router at 127.0.0.1:8080", "full (router)", ""]
+    loaded = hosted(at_host(), loaded=FULL, unloaded=("hybrid",))
+    assert "full was loaded for this, and stays; hybrid had to go" in text_of_all(loaded)
+    text = report(survey, Console(highlight=False))
+    assert "\nfull (router)\nok" in text and "\nall\nok" in text
+
+
+def text_of_all(survey: Survey) -> str:
+    return "\n".join(finding.text for finding in findings_of(survey))
+
+
+def flags(*models: HostedFacts) -> tuple[HostedFacts, ...]:
+    return (HostedFacts(name=FULL, is_loaded=True, slot_save_path="/states"), *models)
+
+
+@pytest.mark.parametrize(
+    ("survey", "severity", "topic", "said", "cure"),
+    [
+        (hosted(), LIMIT, "models", "none is loaded", "doctor --model NAME, of full, hybrid"),
+        (hosted(problem="full could not be loaded"), BLOCKER, "models", "not be loaded", "log"),
+        (hosted(asked_for="b"), BLOCKER, "models", "There is no model b", "these: full, hybrid"),
+        (
+            replace(alone(HEALTHY), settings=SettingsFacts(asked_for="b")),
+            *(LIMIT, "models", "takes any name", "Leave it out"),
+        ),
+        (
+            replace(hosted(asked_for="b"), hosts=(replace(hosted().hosts[0], asked_for="b"),)),
+            *(LIMIT, "models", "while a proxy decides", "Stop the proxy"),
+        ),
+        (
+            hosted(at_host(), models=flags(HostedFacts(name="b"))),
+            *(
+                LIMIT,
+                "slot-save-path",
+                "their flags say: b.",
+                "router itself with --slot-save-path",
+            ),
+        ),
+        (
+            hosted(at_host(), models=flags(HostedFacts(name="b", slot_save_path="/x"))),
+            *(LIMIT, "slot-save-path", "b (/x)", "the command line of the router"),
+        ),
+        (
+            hosted(at_host(), models=flags(HostedFacts(name="b", sleep_seconds=9))),
+            *(LIMIT, "idle models", "b falls asleep", "--idle-save-seconds 2"),
+        ),
+        (
+            hosted(
+                at_host("llama-swap", n_slots=10),
+                kind="llama-swap",
+                tells_all_flags=False,
+                models=(HostedFacts(name=FULL, is_loaded=True), HostedFacts(name="b")),
+            ),
+            *(LIMIT, "requests", "has 10 slots", "concurrencyLimit: 40"),
+        ),
+        (
+            hosted(at_host(has_slot_save_path=False)),
+            *(BLOCKER, "llama-server", "without", "Start the router with --slot-save-path"),
+        ),
+    ],
+)
+def test_problem_of_a_host_is_named_with_its_cure(
+    survey: Survey, severity: Severity, topic: str, said: str, cure: str
+) -> None:
+    found = [f for f in problems(survey) if f.topic == topic]
+    assert len(found) == 1, problems(survey)
+    assert found[0].severity is severity and said in found[0].text and cure in found[0].cure
+
+
+def test_what_no_flag_says_but_a_model_does_is_no_problem() -> None:
+    """The router hands on environment variables, and containers have other paths."""
+    by_variable = hosted(at_host(), models=(HostedFacts(name=FULL), HostedFacts(name="b")))
+    assert problems(by_variable) == []
+    elsewhere = (HostedFacts(name=name, slot_save_path="/mnt") for name in (FULL, "b"))
+    assert problems(hosted(at_host(), models=tuple(elsewhere))) == []
+    assert problems(hosted(at_host(), idle=8.0, models=flags(HostedFacts(
+        name="b", slot_save_path="/states", unload_seconds=9)))) == []  # fmt: skip
+    busy = replace(at_host("llama-swap", HYBRID), slots=SlotFacts(n_empty=0, n_held=2, n_busy=0))
+    (finding,) = [f for f in problems(hosted(busy, kind="llama-swap")) if f.topic == "slots"]
+    assert f"/upstream/{HYBRID}/slots/N?action=erase'" in finding.cure
+
+
+def pair(**changes: Any) -> Survey:
+    """Return the survey of two llama-servers at addresses of their own, the second one changed."""
+    server_changes = {k: changes.pop(k) for k in ("n_ctx",) if k in changes}
+    first, second = (
+        replace(HEALTHY, server=replace(SERVER, name=name), states=STATES) for name in ("a", "b")
+    )
+    second = replace(
+        second,
+        server=replace(second.server, **server_changes),
+        states=replace(STATES, **changes),
+    )
+    return Survey(directory=DIRECTORY, llama_servers=(first, second))
+
+
+@pytest.mark.parametrize(
+    ("survey", "severity", "said", "cure"),
+    [
+        (pair(model="c3d4"), BLOCKER, "a and b serve different models", "the same model"),
+        (pair(numbers=(1, 1, 1)), BLOCKER, "different models", "a proxy for each"),
+        (pair(adapters=((0, "x", 1.0),)), LIMIT, "different adapters", "--lora"),
+        (
+            pair(model="/b.gguf 2", is_model_read=False),
+            *(LIMIT, "different paths", "read the model's file"),
+        ),
+        (pair(layout="q8"), LIMIT, "in different forms", "-ctk"),
+        (pair(canary=((7, -0.7),)), LIMIT, "predict differently", "--rope-*"),
+        (pair(n_ctx=4096), LIMIT, "32,768 and 4,096 tokens", "the same -c"),
+    ],
+)
+def test_llama_servers_that_share_no_states_are_named(
+    survey: Survey, severity: Severity, said: str, cure: str
+) -> None:
+    (finding,) = problems(survey)
+    assert (finding.severity, finding.topic) == (severity, "sharing")
+    assert said in finding.text and cure in finding.cure
+
+
+def test_llama_servers_that_share_states_are_approved() -> None:
+    survey = pair()
+    assert problems(survey) == []
+    assert [f.text for f in findings_of(survey) if f.topic == "sharing"] == [
+        "A state of any of them can be continued by the others: a, b."
+    ]
+    unknown = replace(survey, llama_servers=(survey.llama_servers[0], replace(
+        survey.llama_servers[1], states=None)))  # fmt: skip
+    assert not [f for f in findings_of(unknown) if f.topic == "sharing"]
+    two_models = hosted(at_host(), at_host(name="b", n_ctx=1))
+    assert not [f for f in findings_of(two_models) if f.topic == "sharing"]

@@ -50,6 +50,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="cam
     health_check_timeout: int = 120
     unload_timeout: int = 10
     include_aliases_in_list: bool = False
+    send_loading_state: bool = False
     api_keys: tuple[str, ...] = ()
     upstream: _Upstream = _Upstream()
 
@@ -81,6 +82,7 @@ class Config:
     models: dict[str, Model]
     start_seconds: int
     lists_aliases: bool
+    sends_loading_state: bool
     api_keys: tuple[str, ...]
     ignore_paths: tuple[str, ...]
 
@@ -108,6 +110,7 @@ def read_config(path: Path) -> Config:
         models,
         file.health_check_timeout,
         file.include_aliases_in_list,
+        file.send_loading_state,
         file.api_keys,
         file.upstream.ignore_paths,
     )

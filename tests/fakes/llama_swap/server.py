@@ -73,9 +73,24 @@ class LlamaSwap:
         if model.settings.use_model_name:
             body = json.dumps({**fields, "model": model.settings.use_model_name}).encode()
         path = request.raw_path
-        return await self._serve(
-            request, model, path.removeprefix("/v") if path[:3] == "/v/" else path, body
-        )
+        target = path.removeprefix("/v") if path[:3] == "/v/" else path
+        told: web.StreamResponse | None = None
+        if fields.get("stream") and path == "/v1/chat/completions":
+            told = await self._tell_of_loading(request, model)
+        return await self._serve(request, model, target, body, told)
+
+    async def _tell_of_loading(
+        self, request: web.Request, model: Model
+    ) -> web.StreamResponse | None:
+        """Begin the answer to who waits for a model, if that is wanted."""
+        if not self._config.sends_loading_state or self._processes[model.id].state == "ready":
+            return None
+        told = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await told.prepare(request)
+        delta = {"reasoning_content": f"llama-swap loading model: {model.id}\n"}
+        event = json.dumps({"choices": [{"delta": delta}]})
+        await told.write(f"data: {event}\n\n".encode())
+        return told
 
     async def _by_query(self, request: web.Request) -> web.StreamResponse:
         model = self._find(request.query.get("model"))
@@ -115,12 +130,17 @@ class LlamaSwap:
         raise errors.Refused(404, "model not found")
 
     async def _serve(
-        self, request: web.Request, model: Model, target: str, body: bytes
+        self,
+        request: web.Request,
+        model: Model,
+        target: str,
+        body: bytes,
+        told: web.StreamResponse | None = None,
     ) -> web.StreamResponse:
         process = self._processes[model.id]
         try:
             async with self._scheduler.serving(process):
-                return await self._pass_on(request, model.proxy + target, body)
+                return await self._pass_on(request, model.proxy + target, body, told)
         except (StartFailed, ModelUnloaded) as error:
             raise errors.Refused(500, f"unspecific error: {error}") from None
         except LimitReached:
@@ -128,9 +148,14 @@ class LlamaSwap:
                 429, "Too many requests", {"Retry-After": "1"}, code="concurrency_limit"
             ) from None
 
-    async def _pass_on(self, request: web.Request, url: str, body: bytes) -> web.StreamResponse:
+    async def _pass_on(
+        self,
+        request: web.Request,
+        url: str,
+        body: bytes,
+        response: web.StreamResponse | None = None,
+    ) -> web.StreamResponse:
         dropped = ("content-length", *_HOP_BY_HOP, *(CREDENTIALS if self._config.api_keys else ()))
-        response: web.StreamResponse | None = None
         try:
             async with self._client.request(
                 request.method,
@@ -140,8 +165,10 @@ class LlamaSwap:
                 data=body or None,
                 allow_redirects=False,
             ) as answer:
-                response = web.StreamResponse(status=answer.status, headers=_answer_headers(answer))
-                await response.prepare(request)
+                if response is None:
+                    headers = _answer_headers(answer)
+                    response = web.StreamResponse(status=answer.status, headers=headers)
+                    await response.prepare(request)
                 async for chunk in answer.content.iter_any():
                     await response.write(chunk)
         except aiohttp.ClientError:

@@ -1,0 +1,205 @@
+"""The commands where there are several models or several llama-servers, on real ones."""
+
+import asyncio
+import json
+import os
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.commands.doctor import examine
+from proxy.config import Settings
+from proxy.doctor.findings import findings_of, is_complete
+from proxy.doctor.gain import NotOneModel, measure
+from proxy.doctor.survey_facts import Survey
+from proxy.doctor.verdict import Severity, exit_status
+from proxy.upstream.llama_server import LlamaServer as LlamaServerClient
+from proxy.upstream.llama_server import new_session
+from proxy.upstream.target import Target
+from tests.documents.blocks import blocks_for
+from tests.lab.conversation import agent_requests, system, tools
+from tests.lab.models import model_path
+from tests.lab.rig import Rig
+from tests.lab.router import Router, link_models
+from tests.lab.run import LLAMA_SERVER_ARGUMENTS, RunProcess
+from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.swap import Swap
+from tests.live.test_commands import asked, command
+
+MESSAGES = agent_requests(2, 1, header=[system(150)])
+TOOLS = tools(2)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "slots"
+    path.mkdir(mode=0o700)
+    return path
+
+
+@pytest.fixture
+def router(tmp_path: Path, directory: Path) -> Router:
+    models = link_models(tmp_path / "models", {"full": "full", "hybrid": "hybrid"})
+    return Router(models, directory, log_path=tmp_path / "router.log")
+
+
+async def survey_of(directory: Path, *urls: str, model: str = "", admin: str = "") -> Survey:
+    settings = Settings(
+        upstream=", ".join(urls),
+        slot_save_path=str(directory),
+        min_free_bytes=0,
+        admin=admin or "127.0.0.1:9",
+    )
+    return await examine(settings, model=model)
+
+
+def problems(survey: Survey) -> dict[str, str]:
+    """Return about whom, and the text and cure of, all that is not well, by topic."""
+    return {
+        f.topic: f"{f.about}: {f.text} -> {f.cure}"
+        for f in findings_of(survey)
+        if f.severity is not Severity.OK
+    }
+
+
+async def test_doctor_and_bench_at_a_router_load_only_the_model_that_is_named(
+    router: Router, directory: Path
+) -> None:
+    with router:
+        survey = await survey_of(directory, router.base_url)
+        assert set(router.statuses().values()) == {"unloaded"}
+        assert "none is loaded" in problems(survey)["models"] and not is_complete(survey)
+        survey = await survey_of(directory, router.base_url, model="hybrid")
+        assert (problems(survey), is_complete(survey)) == ({}, True)
+        assert [f.server.name for f in survey.llama_servers] == ["hybrid"]
+        assert router.statuses() == {"full": "unloaded", "hybrid": "loaded"}
+        slots = router.request("GET", "/slots?model=hybrid")[1]
+        assert [slot.get("n_prompt_tokens", 0) for slot in slots] == [0, 0]
+        assert os.listdir(directory) == []
+        async with new_session() as session:
+            root = LlamaServerClient(session, Target(router.base_url), None)
+            measured = await measure(root, directory, [200], lambda _: None)
+            assert measured.model.endswith("hybrid.gguf") and measured.loaded == ""
+            measured = await measure(root, directory, [200], lambda _: None, "full")
+            assert (measured.loaded, measured.unloaded) == ("full", ("hybrid",))
+            assert all(gain.is_reused for gain in measured.gains)
+            with pytest.raises(NotOneModel, match="give one of full, hybrid"):
+                await measure(root, directory, [200], lambda _: None, "nosuch")
+
+
+async def test_commands_before_a_router_say_which_model(
+    router: Router, directory: Path, tmp_path: Path
+) -> None:
+    body = {"model": "nosuch", "messages": MESSAGES[1], "tools": TOOLS}
+    (tmp_path / "request.json").write_text(json.dumps(body))
+    async with Rig(router, directory) as rig:
+        admin = ("--admin", rig.admin_url)
+        warm = ("warm", tmp_path / "request.json", *admin)
+        status, output = await command(*warm)
+        assert status == 1 and "no model 'nosuch'" in output
+        warmed = await asked(*warm, "--model", "full")
+        assert warmed["n_usable"] >= warmed["n_header_tokens"] > 0
+        reply = await rig.chat(MESSAGES[0], tools=TOOLS, model="full")
+        assert reply["timings"]["cache_n"] >= warmed["n_header_tokens"]
+        status, output = await command("explain", *admin)
+        assert status == 0 and "/v1/chat/completions  by full" in output
+        (stats,) = (await asked("stats", *admin))["llama_servers"]
+        assert (stats["name"], stats["is_attached"], stats["rule"]) == ("full", True, "any prefix")
+        assert stats["reused_tokens"] >= warmed["n_header_tokens"]
+        status, output = await command("stats", *admin)
+        assert status == 0 and "llama-servers  full: rule: any prefix; slots: " in output
+        assert (await command("ls", *admin))[0] == 0
+        survey = await survey_of(
+            directory, router.base_url, model="hybrid", admin=rig.admin_url.removeprefix("http://")
+        )
+        assert survey.proxy is not None and survey.proxy.rule == "full: any prefix"
+        assert "while a proxy decides" in problems(survey)["models"]
+        assert router.statuses() == {"full": "loaded", "hybrid": "unloaded"}
+
+
+async def test_doctor_at_llama_swap_sees_what_its_configuration_costs(
+    tmp_path: Path, directory: Path
+) -> None:
+    kinds = {"full": "full", "author/hybrid": "hybrid"}
+    short = {"full": {"ttl": 5, "aliases": ["nick"]}}
+    options: dict[str, Any] = {"settings": short, "sendLoadingState": True}
+    with Swap(tmp_path, kinds, directory, n_slots=10, n_ctx=20480, **options) as swap:
+        survey = await survey_of(directory, swap.base_url)
+        assert swap.states() == {} and "none is loaded" in problems(survey)["models"]
+        survey = await survey_of(directory, swap.base_url, model="nick")
+        assert set(swap.states()) == {"full"} and set(problems(survey)) == {
+            "idle models",
+            "requests",
+        }
+        swap.request("GET", "/unload")
+        survey = await survey_of(directory, swap.base_url, model="full")
+        assert [f.server.name for f in survey.llama_servers] == ["full"] and is_complete(survey)
+    found = problems(survey)
+    assert set(found) == {"idle models", "requests", "loading"}
+    assert "sendLoadingState: false" in found["loading"]
+    assert "full is unloaded when it was idle for 5 s" in found["idle models"]
+    assert "concurrencyLimit: 40" in found["requests"]
+
+
+async def test_doctor_names_llama_servers_that_cannot_share(
+    tmp_path: Path, directory: Path
+) -> None:
+    model, elsewhere = model_path("full", "tiny", DEFAULT_MODEL_FOLDER), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    servers = [
+        LlamaServer(model, path, n_slots=1, n_ctx=8192, extra_args=args, log_path=tmp_path / name)
+        for path, args, name in (
+            (directory, (), "first.log"),
+            (directory, ("-ctk", "q8_0", "-ctv", "q8_0"), "second.log"),
+            (elsewhere, (), "third.log"),
+        )
+    ]
+    with servers[0], servers[1], servers[2]:
+        survey = await survey_of(directory, *(server.base_url for server in servers))
+    found = problems(survey)
+    assert exit_status(findings_of(survey)) == 2
+    assert set(found) == {"sharing", "directory"}
+    assert "in different forms" in found["sharing"] and servers[1].base_url[7:] in found["sharing"]
+    assert found["directory"].startswith(f"{servers[2].base_url[7:]}: ")
+    assert "it writes elsewhere" in found["directory"]
+
+
+@pytest.fixture
+def new_run(tmp_path: Path, directory: Path) -> Iterator[RunProcess]:
+    models = link_models(tmp_path / "models", {"full": "full", "hybrid": "hybrid"})
+    preset = tmp_path / "presets.ini"
+    preset.write_text("version = 1\n[hybrid]\nnp = 2\nctx-checkpoints = 6\n")
+    (block,) = blocks_for(__file__)
+    own, _, theirs = block.text.partition(" -- llama-server ")
+    assert own == "llama-prefix-cache run"
+    documented = shlex.split(theirs.replace("~/models", str(models)))
+    arguments = (*documented, "--models-preset", str(preset), *LLAMA_SERVER_ARGUMENTS)
+    run = RunProcess(tmp_path / "run.log", slot_save_path=directory, arguments=arguments)
+    yield run
+    run.kill()
+
+
+async def test_run_starts_a_router_whose_models_are_cached_and_keep_their_presets(
+    new_run: RunProcess,
+) -> None:
+    def ask() -> None:
+        new_run.start_and_await_caching()
+        for n_request in range(2):
+            for model in ("full", "hybrid"):
+                body = {"model": model, "messages": MESSAGES[n_request], "tools": TOOLS}
+                usage = new_run.post("/v1/chat/completions", {**body, "max_tokens": 4})["usage"]
+                n_cached = usage["prompt_tokens_details"]["cached_tokens"]
+                assert n_request == 0 or n_cached > usage["prompt_tokens"] / 2
+        slots = {
+            name: sum(server["slots"].values())
+            for name, server in new_run.health()["llama_servers"].items()
+            if server["llama_server"] == "attached"
+        }
+        assert slots == {"hybrid": 2}
+        assert new_run.stop() == 0
+
+    await asyncio.to_thread(ask)
+    assert "LLAMA_ARG_N_PARALLEL=1" in new_run.log_text()
