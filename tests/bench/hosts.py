@@ -49,7 +49,7 @@ async def measure_swaps(leftovers: ExitStack) -> Section:
         ours = await _measure(name, sizes, leftovers, has_proxy=True)
         alone = await _measure(name, sizes, leftovers, has_proxy=False)
         for kind in KINDS:
-            cost, theirs = worst(ours.costs[kind]), worst(alone.costs[kind])
+            cost, theirs = worst(ours.costs[kind], alone.costs[kind])
             counts = cost.n_prompt, cost.n_new, cost.n_evaluated, cost.n_at_most
             section.add(name, kind, *counts, theirs.n_evaluated, is_met=cost.is_met)
     return section
@@ -69,13 +69,14 @@ async def measure_swap_times(leftovers: ExitStack) -> Section:
         sizes = {SMALL: "small", OTHER: "tiny"}
         ours = await _measure(name, sizes, leftovers, has_proxy=True)
         alone = await _measure(name, sizes, leftovers, has_proxy=False)
-        seconds, theirs = _median_seconds(ours), _median_seconds(alone)
+        seconds, their_seconds = _median_seconds(ours), _median_seconds(alone)
+        cost, theirs = worst(ours.costs[SMALL], alone.costs[SMALL])
         swap = SwapSeconds.median_of(ours.swaps[-N_MEASURED:])
         parts = (swap.save, swap.load, swap.attach, seconds - swap.total)
         section.add(
-            *(name, worst(ours.costs[SMALL]).n_evaluated, f"{seconds:.2f} s"),
+            *(name, cost.n_evaluated, f"{seconds:.2f} s"),
             *(f"{part:.2f} s" for part in parts),
-            *(worst(alone.costs[SMALL]).n_evaluated, f"{theirs:.2f} s"),
+            *(theirs.n_evaluated, f"{their_seconds:.2f} s"),
             is_met=None,
         )
     return section

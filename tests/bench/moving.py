@@ -57,9 +57,11 @@ class Cost:
         return self.n_evaluated <= self.n_at_most
 
 
-def worst(costs: list[Cost]) -> Cost:
-    """Return the one that evaluated most beyond what was new."""
-    return max(costs, key=lambda cost: cost.n_evaluated - cost.n_new)
+def worst(costs: list[Cost], others: list[Cost]) -> tuple[Cost, Cost]:
+    """Return the one that evaluated most beyond what was new, and its counterpart of *others*."""
+    return max(
+        zip(costs, others, strict=True), key=lambda pair: pair[0].n_evaluated - pair[0].n_new
+    )
 
 
 def new_folder(leftovers: ExitStack) -> Path:
