@@ -108,6 +108,7 @@ ONE := $(TRACE)$(MODEL)$(SIZE)$(SLOTS)$(VARIANT)
 bench: $(SETUP) llama-server models
 ifeq ($(ONE),)
 	@status=0; $(BIN)/python -m tests.bench.main_job --document || status=$$?; \
+	  $(BIN)/python -m tests.bench.moves --document || status=$$?; \
 	  $(BIN)/python -m tests.bench.traces --document $(AGAIN:%=--again) || status=$$?; exit $$status
 else
 	@$(BIN)/python -m tests.bench.traces $(TRACE:%=--trace %) $(MODEL:%=--model %) \

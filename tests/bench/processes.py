@@ -116,6 +116,10 @@ class ProxyProcess:
             await self._wait_until("idle", _is_idle)
             await asyncio.sleep(SETTLED_SECONDS)
 
+    async def leased_at_most(self, n_slots: int) -> None:
+        """Wait until no more slots than that are leased."""
+        await self._wait_until("less busy", lambda health: n_leased(health) <= n_slots)
+
     async def metrics(self) -> str:
         """Return what GET /metrics says."""
         async with aiohttp.ClientSession() as client:
@@ -142,8 +146,14 @@ class ProxyProcess:
             return None
 
 
+def n_leased(health: Health) -> int:
+    """Return how many slots are leased, of one llama-server or of all of several."""
+    servers = health.get("llama_servers", {"": health}).values()
+    return sum(server.get("slots", {}).get("leased", 0) for server in servers)
+
+
 def _is_idle(health: Health) -> bool:
-    return "leased" not in health.get("slots", {}) and not health.get("waiting")
+    return not n_leased(health) and not health.get("waiting")
 
 
 class Stack:

@@ -29,7 +29,7 @@ END_BIAS = 60.0
 class Lab:
     """One llama-server, one proxy, one repository, and a home folder for each client."""
 
-    rig: Rig
+    rig: Rig[Any]
     folder: Path
     repository: Path
     n_evaluated_before: int

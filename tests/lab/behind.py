@@ -18,13 +18,17 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 def serves(name: str, arguments: list[str]) -> bool:
     """Return whether a program goes on until it is ended."""
+    if name == "llama-swap":
+        return True
     if name == "llama-server":
         return not {"--help", "--version"} & set(arguments) and "BEHIND" not in os.environ
     return arguments[:1] in (["serve"], ["run"])
 
 
 def is_ready(name: str, arguments: list[str]) -> bool:
-    """Return whether llama-server has loaded, or the proxy keeps what it is asked."""
+    """Return whether llama-server or llama-swap answers well, or the proxy keeps what it is asked."""
+    if name == "llama-swap":
+        return _answer(arguments[arguments.index("--listen") + 1]) == "OK"
     if name == "llama-server":
         port = arguments[arguments.index("--port") + 1]
         return _get(f"127.0.0.1:{port}").get("status") == "ok"
@@ -33,10 +37,17 @@ def is_ready(name: str, arguments: list[str]) -> bool:
 
 def _get(address: str) -> dict[str, object]:
     try:
-        with _OPENER.open(f"http://{address}/health", timeout=10) as reply:
-            return dict(json.load(reply))
-    except (OSError, urllib.error.URLError, ValueError):
+        return dict(json.loads(_answer(address)))
+    except ValueError:
         return {}
+
+
+def _answer(address: str) -> str:
+    try:
+        with _OPENER.open(f"http://{address}/health", timeout=10) as reply:
+            return str(reply.read().decode())
+    except (OSError, urllib.error.URLError):
+        return ""
 
 
 def start(name: str, command: list[str], arguments: list[str]) -> None:

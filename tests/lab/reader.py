@@ -1,11 +1,13 @@
 """Somebody who does what a page says, word by word, on a machine with a llama-server and a small model.
 
 Owns a home folder and what was started there. Commands are run by bash as they stand on the page, but for
-three ports: 8080, 8081 and 8082 become free ones. `llama-server`, `llama-prefix-cache serve` and `run`
-come back once they serve, and go on behind the scenes, as if in another terminal.
+four ports: 8080, 8081, 8082 and 8090 become free ones. `llama-server`, `llama-swap`,
+`llama-prefix-cache serve` and `run` come back once they serve, and go on behind the scenes, as if in
+another terminal.
 """
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,8 +16,10 @@ from pathlib import Path
 
 from tests.lab.run import is_alive
 from tests.lab.server import REPOSITORY, find_free_port, find_llama_server
+from tests.lab.swap import find_llama_swap
 
 COMMAND_SECONDS = 300.0
+PORTS = ("8080", "8081", "8082", "8090")
 _INTERPRETERS = {
     "sh": ("bash", "-e", "-u", "-o", "pipefail", "-c"),
     "python": (sys.executable, "-c"),
@@ -30,14 +34,15 @@ class ReaderError(Exception):
 
 
 class Reader:
-    """One home folder with the model as `model.gguf`, and three ports."""
+    """One home folder with the model as `model.gguf`, and four ports."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         self.home = folder / "home"
         self._own = folder / "reader"
-        self.ports = {number: str(find_free_port()) for number in ("8080", "8081", "8082")}
+        self.ports = {number: str(find_free_port()) for number in PORTS}
         programs = {
             "llama-server": str(find_llama_server()),
+            "llama-swap": shlex.join(find_llama_swap()),
             "llama-prefix-cache": f"{sys.executable} -m proxy",
         }
         for path in (self.home, self._own / "bin"):

@@ -22,12 +22,19 @@ from tests.lab.server import (
 
 
 def link_models(
-    folder: Path, kinds: Mapping[str, str], models: Path = DEFAULT_MODEL_FOLDER
+    folder: Path,
+    kinds: Mapping[str, str],
+    models: Path = DEFAULT_MODEL_FOLDER,
+    sizes: Mapping[str, str] | None = None,
 ) -> Path:
-    """Fill `folder` for --models-dir: each id of `kinds` becomes a tiny model of that kind."""
+    """Fill `folder` for --models-dir: each id of `kinds` becomes a model of that kind.
+
+    It is tiny unless `sizes` says otherwise.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for model_id, kind in kinds.items():
-        (folder / f"{model_id}.gguf").symlink_to(model_path(kind, "tiny", models).resolve())
+        path = model_path(kind, (sizes or {}).get(model_id, "tiny"), models)
+        (folder / f"{model_id}.gguf").symlink_to(path.resolve())
     return folder
 
 

@@ -80,6 +80,10 @@ class ServerProcess:
         return f"http://127.0.0.1:{self.port}"
 
     @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
+    @property
     def pid(self) -> int:
         if self._process is None:
             raise LlamaServerError("the server is not started")

@@ -45,10 +45,11 @@ class Swap(ServerProcess):
         n_slots: int = 2,
         n_ctx: int = 16384,
         extra_args: Sequence[str] = (),
+        sizes: Mapping[str, str] | None = None,
         settings: Mapping[str, Mapping[str, Any]] | None = None,
         **config: Any,
     ) -> None:
-        """Describe it; each id of `kinds` becomes a tiny model of that kind.
+        """Describe it; each id of `kinds` becomes a model of that kind, tiny unless `sizes` says otherwise.
 
         `folder` gets its configuration and log; `settings` adds to what that says of models by id (aliases,
         ttl, ...), `config` to the rest of it (groups, upstream, ...).
@@ -56,7 +57,7 @@ class Swap(ServerProcess):
         super().__init__(log_path=folder / "llama-swap.log")
         servers = {
             model_id: LlamaServer(
-                model_path(kind, "tiny", DEFAULT_MODEL_FOLDER),
+                model_path(kind, (sizes or {}).get(model_id, "tiny"), DEFAULT_MODEL_FOLDER),
                 slot_save_path,
                 n_slots=n_slots,
                 n_ctx=n_ctx,

@@ -13,7 +13,9 @@ from proxy.offline.store import open_offline
 from tests.documents.blocks import Block, blocks_for
 from tests.lab.models import model_path
 from tests.lab.reader import Reader
+from tests.lab.router import Router, link_models
 from tests.lab.server import DEFAULT_MODEL_FOLDER, DEFAULT_SERVER_FOLDER, LlamaServer, request
+from tests.lab.swap import Swap
 
 LIBRARIES = DEFAULT_SERVER_FOLDER / "root" / "usr" / "lib"
 PRINTABLE = re.compile(rb"[\x20-\x7e\n]{8,}")
@@ -119,6 +121,39 @@ def test_quoted_lines_are_produced(tmp_path: Path) -> None:
     told = chain(said_of_prompts(tmp_path), said_of_states(tmp_path), said_without_flags(tmp_path))
     said = "".join(told)
     assert [line for line in quoted("produced") if generalized(line).search(said) is None] == []
+
+
+def said_by_router(folder: Path) -> Iterator[str]:
+    """Ask for a model that is none, one that is not there, none, and one that may not be loaded."""
+    models = link_models(folder / "models", {"full": "full"})
+    (models / "broken.gguf").write_text("no model")
+    with Router(models, log_path=folder / "router.log") as router:
+        for model in ({"model": "broken"}, {"model": "nosuch"}, {}):
+            yield str(router.request("POST", "/completion", {"prompt": IDS[:9], **model})[1])
+        yield str(router.request("GET", "/props?model=full&autoload=false")[1])
+
+
+def said_by_swap(folder: Path) -> Iterator[str]:
+    settings: dict[str, Any] = {"coder": {"concurrencyLimit": 1}, "broken": {"cmd": "false"}}
+    kinds = {"coder": "full", "broken": "full"}
+    guard = {"ignorePaths": ["^/slots"]}
+    with Swap(folder, kinds, settings=settings, upstream=guard) as swap:
+        yield str(swap.request("GET", "/upstream/coder/slots")[1])
+        for model in ({"model": "nosuch"}, {}, {"model": "broken"}):
+            yield str(swap.request("POST", "/completion", {"prompt": IDS[:9], **model})[1])
+        body = {"model": "coder", "prompt": IDS[:9], "n_predict": 3000, "ignore_eos": True}
+        with ThreadPoolExecutor() as clients:
+            several = clients.map(lambda _: swap.request("POST", "/completion", body)[1], range(2))
+            yield "".join(map(str, several))
+
+
+def test_quoted_lines_of_hosts_are_theirs(tmp_path: Path) -> None:
+    for host, told in (
+        ("router", said_by_router(tmp_path)),
+        ("llama-swap", said_by_swap(tmp_path)),
+    ):
+        said = "".join(told)
+        assert [line for line in quoted(host) if generalized(line).search(said) is None] == []
 
 
 def generalized(line: str) -> re.Pattern[str]:

@@ -6,7 +6,7 @@ place. What it does was read in llama-swap's source as of autumn 2026 (files of 
 - internal/server/server.go, api.go, apigroup.go, auth.go: the routes, /running, /v1/models, unloading,
   /upstream/{model}/ with its redirects and `upstream.ignorePaths`, API keys, which are not passed on;
 - internal/swaputil/http.go, httperror.go: how a request names a model; statuses and bodies of errors;
-- internal/server/filters.go: `useModelName`;
+- internal/server/filters.go: `useModelName`, and filters but for setParamsByMatch and paths as their keys;
 - internal/router/scheduler/fifo.go, internal/router/base.go, group.go: what is evicted for what; that a
   busy model is waited for; that requests for one model share a swap; how many requests a model may have;
 - internal/process/process_command.go: states, health checks, SIGTERM to the process group and SIGKILL after
@@ -15,6 +15,6 @@ place. What it does was read in llama-swap's source as of autumn 2026 (files of 
 
 It does two things quicker: a starting model is asked for its health every 50 ms (there: after 250 ms, then
 every second), and an idle one for its `ttl` as often (there: every second). Not here: matrix, peers,
-selectors, profiles, hooks, filters, macros but PORT and MODEL_ID, logs, metrics, pages. Of sendLoadingState
+selectors, profiles, hooks, macros but PORT, MODEL_ID and env.NAME, logs, metrics, pages. Of sendLoadingState
 only the first line.
 """

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -12,6 +15,23 @@ DEFAULT_GROUP = "(default)"
 DEFAULT_CONCURRENCY_LIMIT = 10
 # What a browser loads with a page must not start a model.
 _STATIC_FILES = r"\.(css|gif|ico|jpeg|jpg|js|json|png|svg|txt)$"
+_ENVIRONMENT = re.compile(r"\$\{env\.(\w+)\}")
+
+
+class Filters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
+    """What becomes of bodies that name a model; not of what is sent to /upstream."""
+
+    strip_params: str = ""
+    set_params: dict[str, Any] = {}
+    set_params_by_id: dict[str, dict[str, Any]] = msgspec.field(
+        default_factory=dict, name="setParamsByID"
+    )
+
+    def applied(self, fields: dict[str, Any], requested: str) -> dict[str, Any]:
+        """Return a body with these filters applied, as requested by one of its model's names."""
+        stripped = {name.strip() for name in self.strip_params.split(",")} - {"model"}
+        kept = {name: value for name, value in fields.items() if name not in stripped}
+        return {**kept, **self.set_params, **self.set_params_by_id.get(requested, {})}
 
 
 class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="camel"):
@@ -28,6 +48,7 @@ class ModelSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ren
     unlisted: bool = False
     name: str = ""
     description: str = ""
+    filters: Filters = Filters()
 
 
 class Group(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,6 +75,10 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="cam
     api_keys: tuple[str, ...] = ()
     upstream: _Upstream = _Upstream()
 
+    def __post_init__(self) -> None:
+        if self.send_loading_state:
+            raise ValueError("sendLoadingState is not to be had here")
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -65,6 +90,10 @@ class Model:
     command: str
     proxy: str
     unload_seconds: int
+
+    @property
+    def aliases(self) -> set[str]:
+        return {*self.settings.aliases, *self.settings.filters.set_params_by_id}
 
     @property
     def words(self) -> list[str]:
@@ -90,11 +119,12 @@ class Config:
         """Return the model with that id or alias."""
         if name in self.models:
             return self.models[name]
-        return next((m for m in self.models.values() if name in m.settings.aliases), None)
+        return next((m for m in self.models.values() if name in m.aliases), None)
 
 
 def read_config(path: Path) -> Config:
-    file = msgspec.yaml.decode(path.read_bytes(), type=_File)
+    text = _ENVIRONMENT.sub(lambda found: os.environ[found[1]], path.read_text())
+    file = msgspec.yaml.decode(text, type=_File)
     models: dict[str, Model] = {}
     for offset, (model_id, settings) in enumerate(sorted(file.models.items())):
         macros = {"${PORT}": str(file.start_port + offset), "${MODEL_ID}": model_id}

@@ -69,9 +69,13 @@ class LlamaSwap:
     async def _by_body(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         fields = _json_fields(request, body)
-        model = self._find(fields.get("model"))
+        requested = fields.get("model")
+        model = self._find(requested)
+        filtered = model.settings.filters.applied(fields, str(requested))
         if model.settings.use_model_name:
-            body = json.dumps({**fields, "model": model.settings.use_model_name}).encode()
+            filtered["model"] = model.settings.use_model_name
+        if filtered != fields:
+            body = json.dumps(filtered).encode()
         path = request.raw_path
         target = path.removeprefix("/v") if path[:3] == "/v/" else path
         told: web.StreamResponse | None = None
