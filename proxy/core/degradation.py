@@ -100,8 +100,8 @@ EXPLANATIONS: dict[DegradationKind, Explanation] = {
         "Set upstream_api_key.",
     ),
     _K.NOT_A_LLAMA_SERVER: Explanation(
-        "What answers at `upstream` is not one llama-server with slots: something else, or a router.",
-        "Point `upstream` at one llama-server; under --api-prefix the prefix belongs to the URL.",
+        "What answers at `upstream` is no llama-server with slots, and no host of models that is known.",
+        "Point `upstream` at llama-server; under --api-prefix the prefix belongs to the URL.",
     ),
     _K.ATTACHING: Explanation(
         "First contact: slots are being saved and the model is being identified.",

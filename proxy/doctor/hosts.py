@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from proxy.doctor.survey_facts import HostedFacts, HostFacts
 from proxy.errors import UpstreamFault, UpstreamRefused
 from proxy.upstream.hosted_flags import HostedFlags, hosted_flags
-from proxy.upstream.hosts import ModelHost, Models, recognise
+from proxy.upstream.hosts.model_host import ModelHost, Models
+from proxy.upstream.hosts.recognising import recognise
 from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.loading_state import load_and_listen
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import msgspec
 
-from proxy.upstream.hosts import ModelHost
+from proxy.upstream.hosts.model_host import ModelHost
 from proxy.upstream.llama_server import QUICK_SECONDS, LlamaServer
 
 _SAVE_PATH = ("--slot-save-path",)

@@ -5,7 +5,9 @@ import json
 import pytest
 
 from proxy.errors import UpstreamUnreachable
-from proxy.upstream.hosts import Models, Router, Swap
+from proxy.upstream.hosts.model_host import Models
+from proxy.upstream.hosts.router import Router
+from proxy.upstream.hosts.swap import Swap
 from proxy.upstream.target import Presence, RouterTarget, SwapTarget, Target
 
 BASE = "http://10.0.0.1:8080/prefix"

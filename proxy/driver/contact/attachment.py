@@ -1,8 +1,9 @@
 """What the proxy knows about the llama-server process it is attached to."""
 
+import asyncio
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from proxy.core.degradation import DegradationKind
@@ -52,7 +53,18 @@ class Attachment:
     tenants: set[bytes] = field(default_factory=set)
     n_contradictions: int = 0
     n_contradictions_allowed: int = 2
+    _is_examined: asyncio.Event = field(default_factory=asyncio.Event)
     sizes: deque[StateSize] = field(default_factory=lambda: deque(maxlen=_MAX_SIZES))
+
+    async def examination(self, seconds: float) -> None:
+        """Wait until it is known what restores are good for here, at most so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._is_examined.wait()
+
+    def note_examined(self) -> None:
+        """Note that nothing more will be known soon."""
+        self._is_examined.set()
 
     @property
     def can_cache(self) -> bool:
@@ -108,12 +120,14 @@ class Attachment:
 
     def fail_self_test(self, detail: str) -> None:
         """Note that the rule could not be measured; nothing is restored without one."""
+        self.note_examined()
         self.degrade(DegradationKind.SELF_TEST_FAILED, detail)
         self.recover(DegradationKind.SELF_TEST_PENDING)
 
     def set_rule(self, rule: Rule) -> None:
         """Go by *rule* from now on: it was measured on this model and build."""
         self.rule = rule
+        self.note_examined()
         if not rule.can_restore:
             self.degrade(DegradationKind.RULE_IS_NOTHING)
         else:

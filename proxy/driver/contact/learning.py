@@ -37,13 +37,14 @@ class Learning:
         """
         attachment = session.attachment
         if not attachment.can_cache:
-            return
+            return attachment.note_examined()
         known = known_self_test(self._services.store, attachment)
         if known is not None:
             self._publish(attachment, known)
         elif lease := self._lease_empty(session):
             self._start(session, lease, session.launches.try_turn() or Turn(None))
         else:
+            attachment.note_examined()
             attachment.degrade(DegradationKind.NO_SLOT_FOR_SELF_TEST)
 
     def look_again(self, session: Session) -> None:

@@ -58,6 +58,7 @@ class Lifecycle:
         self._poked = asyncio.Event()
         self._look: asyncio.Task[None] | None = None
         self._is_retry_due = False
+        self._is_stale = False
         self._may_adopt = True
         self._n_state_changes = 0
         self.current: Session | None = None
@@ -77,6 +78,9 @@ class Lifecycle:
         """
         while self.current is None:
             await self._look_for(ATTACH_WAIT_SECONDS)
+            if self._is_stale:
+                self._is_stale = False
+                continue
             if not self.absence.is_waited_for:
                 break
             self.poke()
@@ -217,7 +221,7 @@ class Lifecycle:
             self.current = None
 
     async def _attach(self, props: Props, process_id: str) -> None:
-        last = self.current
+        last, n_lost = self.current, self._presence.n_lost
         self._close()
         before = self._degradations.kinds & OF_PROCESS  # attaching, or what the last try came to
         n_changes = -1
@@ -226,6 +230,10 @@ class Lifecycle:
         ):  # what was learned before a change is not true any more
             n_changes = self._n_state_changes
             attachment = await self._attacher.attach(props, process_id, may_adopt=self._may_adopt)
+        if n_lost != self._presence.n_lost:
+            attachment.desk.close()
+            self._is_stale = True  # that process is gone; the next one is looked at anew
+            return self.poke()
         self._may_adopt = self._may_adopt or attachment.can_cache
         if obstacle := attachment.obstacle:
             attachment.degrade(obstacle.kind, obstacle.detail)

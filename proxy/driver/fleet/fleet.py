@@ -18,7 +18,7 @@ from proxy.driver.fleet.hosted_models import HostedModels
 from proxy.driver.services import Shared
 from proxy.errors import UpstreamFault
 from proxy.log import get_logger
-from proxy.upstream.hosts import recognise
+from proxy.upstream.hosts.recognising import recognise
 from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.routes import unloads_models
 from proxy.upstream.target import Presence, Target
@@ -139,19 +139,19 @@ class Fleet:
         None if no host knows it. Raises UpstreamAbsent if the host is away for too long; *since* is when
         the request began to wait. *keys* are the headers with its client's key.
         """
-        hosted, named = await self._find(model)
+        hosted, named = await self._find(model, keys)
         if hosted is not None and named:
             async with hosted.use(named, since, keys) as group:
                 yield group
         else:
             yield self._plain if self._plain.backends else None
 
-    async def _find(self, model: str) -> tuple[HostedModels | None, str]:
+    async def _find(self, model: str, keys: Mapping[str, str]) -> tuple[HostedModels | None, str]:
         """Return a host that has a model, one that has loaded it if there is one, and its name there."""
         hosts = list(self._hosted.values()) if model else []
         found = [(hosted, name) for hosted in hosts if (name := hosted.known(model))]
         if not found:
-            asked = [(hosted, await hosted.named(model)) for hosted in hosts]
+            asked = [(hosted, await hosted.named(model, keys)) for hosted in hosts]
             found = [(hosted, name) for hosted, name in asked if name]
         return min(found, key=_preference, default=(None, ""))
 
@@ -180,7 +180,7 @@ class Fleet:
         if unloads_models(method, path):
             await self.save_all()
         elif model:
-            hosted, named = await self._find(model)
+            hosted, named = await self._find(model, keys)
             if hosted is not None and named:
                 async with hosted.use(named, time.monotonic(), keys):
                     yield [hosted.root]

@@ -25,11 +25,12 @@ from proxy.errors import (
     CacheFault,
     UpstreamAbsent,
     UpstreamFault,
+    UpstreamRefused,
     UpstreamSlow,
     UpstreamUnreachable,
 )
 from proxy.log import get_logger
-from proxy.upstream.hosts import ModelHost, Models
+from proxy.upstream.hosts.model_host import ModelHost, Models
 from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.target import Presence
 
@@ -156,7 +157,7 @@ class HostedModels:
                 backend.lifecycle.poke()
 
     def _lose(self, group: Group) -> None:
-        group.presence.is_there = False
+        group.presence.lose()
         for backend in group.backends:
             backend.lifecycle.end()
 
@@ -168,19 +169,24 @@ class HostedModels:
         """Return the model that clients call *name*, as far as that is known."""
         return self._models.named(name)
 
-    async def named(self, name: str) -> str | None:
-        """Return the model that clients call *name*, None if the host has none."""
+    async def named(self, name: str, keys: Mapping[str, str]) -> str | None:
+        """Return the model that clients call *name*, None if the host has none, or not for these *keys*."""
         found = self.known(name)
         if found is None:
             await self._try_to_look()
             found = self.known(name)
-        if found is None and self._host.hides_names and name not in self._unknown:
+        is_asked = found is None and self._host.hides_names and name not in self._unknown
+        if is_asked and await self._host.accepts(keys):
             # To ask for a model loads it: what is idle is saved, and nobody is held up for a name.
             await asyncio.gather(*(b.write_back.drain(self._save_seconds) for b in self.backends))
-            with suppress(UpstreamFault):
+            try:
                 found = await self._host.resolve(name)
-                await self.look()
-            self._unknown[name] = found is None
+                self._unknown[name] = found is None
+            except UpstreamRefused:
+                self._unknown[name] = True
+            except UpstreamFault:
+                pass  # it may be known later
+            await self._try_to_look()
         return found
 
     def is_loaded(self, model: str) -> bool:

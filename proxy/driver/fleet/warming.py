@@ -24,6 +24,7 @@ from proxy.driver.fleet.fleet import Fleet
 from proxy.driver.fleet.group import Group
 from proxy.driver.requests import Answer, GenerationRequest, Send
 from proxy.driver.services import Shared
+from proxy.driver.serving.cache import EXAMINATION_SECONDS
 from proxy.driver.session import Session
 from proxy.errors import CacheFault, UpstreamFault, UpstreamNotReached
 from proxy.upstream.answers import AnswerReader
@@ -83,6 +84,8 @@ class Warming:
         if group is None:
             raise NotWarmed(f"there is no model {request.model!r}")
         backend, session = await group.first_to_ask(began)
+        if session is not None:
+            await session.attachment.examination(EXAMINATION_SECONDS)
         if session is None or not session.attachment.is_caching:
             raise NotWarmed("nothing is cached now: /health says why")
         prompt = await _read(backend, session, request)

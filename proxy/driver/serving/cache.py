@@ -38,6 +38,9 @@ from proxy.upstream.bodies import (
 )
 from proxy.upstream.routes import Route, honours_id_slot
 
+EXAMINATION_SECONDS = 10.0
+"""So long a request waits for the first self-test of a model that was loaded for it: what begins without a
+rule is not cut, and may be evaluated again as a whole."""
 _TOKENIZED_OTHERWISE = "requests of this shape are tokenized differently"
 
 
@@ -79,6 +82,8 @@ class Cache:
 
         Raises KeyRefused, or DeskClosed if llama-server was replaced.
         """
+        if session.upstream.target.model:
+            await session.attachment.examination(EXAMINATION_SECONDS)
         request = await self._stabilizing.rewrite(session, request)
         request = replace(request, server=self._services.where) if self._services.where else request
         body = parse_body(request.raw)
@@ -218,6 +223,8 @@ class Cache:
         attachment = session.attachment
         try:
             shape = chat.shape(request.path)
+            if session.upstream.target.model:  # a host may change requests by the name they say
+                shape += f" {request.model}"
             if shape in attachment.disabled_shapes:
                 return unread(why=_TOKENIZED_OTHERWISE)
             namespace = attachment.tenant_namespace(request.tenant)

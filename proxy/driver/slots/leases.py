@@ -184,7 +184,8 @@ class LeaseDesk:
                 self.table.lease(slot_id, time.monotonic())
                 self._placement.join(slot_id)
         self._grant()
-        if slot_ids and not self._waiting and not self.is_placing and self.table.free():
+        is_idle = not self._waiting and not self.is_placing and bool(self.table.free())
+        if slot_ids and is_idle and not self._is_closed:
             self.on_idle(self)
 
     def let_go(self) -> bool:
