@@ -11,8 +11,6 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 
-from cachetools import TTLCache
-
 from proxy.core.degradation import DegradationKind
 from proxy.core.planning.residency import Residents, next_step
 from proxy.driver.contact.absence import Absence
@@ -20,12 +18,12 @@ from proxy.driver.contact.lifecycle import CUT_SECONDS
 from proxy.driver.degradations import DegradationsHere
 from proxy.driver.fleet.backend import Backend, NewBackend
 from proxy.driver.fleet.group import Group
+from proxy.driver.fleet.hidden_names import HiddenNames
 from proxy.driver.tasks import Tasks
 from proxy.errors import (
     CacheFault,
     UpstreamAbsent,
     UpstreamFault,
-    UpstreamRefused,
     UpstreamSlow,
     UpstreamUnreachable,
 )
@@ -35,9 +33,6 @@ from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.target import Presence
 
 _LOOK_SECONDS = 1.0
-_N_UNKNOWN = 256
-_UNKNOWN_SECONDS = 60.0
-"""So long a name that no model has is not asked for again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +72,7 @@ class HostedModels:
         self._has_given_up = False
         self._poked = asyncio.Event()
         self._looking = asyncio.Lock()
-        self._unknown: TTLCache[str, bool] = TTLCache(_N_UNKNOWN, _UNKNOWN_SECONDS)
+        self._hidden_names = HiddenNames(host)
 
     def give_up(self) -> None:
         """Send away whoever waits for a model, now and from now on: the proxy is about to stop."""
@@ -175,17 +170,11 @@ class HostedModels:
         if found is None:
             await self._try_to_look()
             found = self.known(name)
-        is_asked = found is None and self._host.hides_names and name not in self._unknown
+        is_asked = found is None and self._hidden_names.may_be_one(name)
         if is_asked and await self._host.accepts(keys):
             # To ask for a model loads it: what is idle is saved, and nobody is held up for a name.
             await asyncio.gather(*(b.write_back.drain(self._save_seconds) for b in self.backends))
-            try:
-                found = await self._host.resolve(name)
-                self._unknown[name] = found is None
-            except UpstreamRefused:
-                self._unknown[name] = True
-            except UpstreamFault:
-                pass  # it may be known later
+            found = await self._hidden_names.find(name)
             await self._try_to_look()
         return found
 
