@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 END_TIMEOUT_SECONDS = 60.0
@@ -10,8 +11,11 @@ _POLL_SECONDS = 0.02
 
 def child_pids(pid: int) -> list[int]:
     """Return the processes that any thread of a process has started."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    with suppress(FileNotFoundError):  # it has ended, and its children are nobody's
+        threads = Path(f"/proc/{pid}/task").iterdir()
+        told = [(thread / "children").read_text().split() for thread in threads]
+        return [int(child) for children in told for child in children]
+    return []
 
 
 def await_end(pids: Sequence[int]) -> None:

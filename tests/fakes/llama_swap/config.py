@@ -75,10 +75,6 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename="cam
     api_keys: tuple[str, ...] = ()
     upstream: _Upstream = _Upstream()
 
-    def __post_init__(self) -> None:
-        if self.send_loading_state:
-            raise ValueError("sendLoadingState is not to be had here")
-
 
 @dataclass(frozen=True, slots=True)
 class Model:
