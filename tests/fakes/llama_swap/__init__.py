@@ -15,6 +15,6 @@ place. What it does was read in llama-swap's source as of autumn 2026 (files of 
 
 It does two things quicker: a starting model is asked for its health every 50 ms (there: after 250 ms, then
 every second), and an idle one for its `ttl` as often (there: every second). Not here: matrix, peers,
-selectors, profiles, hooks, macros but PORT, MODEL_ID and env.NAME, logs, metrics, pages. Of sendLoadingState
-only the first line.
+selectors, profiles, hooks, macros but PORT, MODEL_ID and env.NAME, logs, metrics, pages. Of
+sendLoadingState only the first line.
 """
