@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -54,6 +55,26 @@ def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def find_free_ports(n_ports: int) -> int:
+    """Return the first of so many successive ports that nothing listens on.
+
+    They lie below those that the kernel gives away, so that nobody is given one meanwhile.
+    """
+    while True:
+        first = random.randrange(20000, 30000)
+        if all(_is_free(port) for port in range(first, first + n_ports)):
+            return first
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 def new_log_path() -> Path:

@@ -12,7 +12,7 @@ from tests.lab.conversation import Message, agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.reader import Reader
 from tests.lab.router import link_models
-from tests.lab.server import DEFAULT_MODEL_FOLDER, find_free_port, request
+from tests.lab.server import DEFAULT_MODEL_FOLDER, find_free_ports, request
 
 MODELS = {"coder": "hybrid", "small": "full"}
 TOOLS = tools(3)
@@ -34,7 +34,8 @@ class Host:
         if not name:
             return self.reader.do(block.text)
         # Two tests at once may not count from the same port.
-        given = f"startPort: {find_free_port()}\n" if name.endswith(".yaml") else ""
+        first = find_free_ports(len(MODELS))
+        given = f"startPort: {first}\n" if name.endswith(".yaml") else ""
         (self.reader.home / name).write_text(given + block.text + more)
         return ""
 
