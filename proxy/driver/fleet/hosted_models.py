@@ -201,7 +201,8 @@ class HostedModels:
             self.poke()
             await self.absence.outlast(since)
         group = self.group(model)
-        if not self.is_loaded(model) and not await self._host.accepts(keys):
+        may_wait = self._waiting or self._changing or not self.is_loaded(model)
+        if may_wait and not await self._host.accepts(keys):
             yield group
             return
         await self._admission(model)
@@ -223,7 +224,7 @@ class HostedModels:
         except asyncio.CancelledError:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
-            elif waiting.admitted.done() and not waiting.admitted.cancelled():
+            elif not waiting.admitted.cancelled() and not waiting.admitted.exception():
                 self._users[model] -= 1
             self._advance()
             raise
