@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from proxy.driver.contact import lifecycle
+from proxy.upstream.replies import Props
 from tests.fakes.faults import Faults
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION, Rig, question, until
@@ -304,3 +305,32 @@ async def test_attachment_that_fails_again_leaves_the_slots_as_they_are(
         n_saves = len(rig.server.seen_at("save"))
         await until(lambda: len(rig.server.seen_at("save")) > n_saves + 2)
         assert (await rig.chat("a")).n_reused == 308
+
+
+async def test_process_that_is_lost_during_a_look_is_not_attached(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host unloads a model while the proxy asks it what it is; then loads it again."""
+    async with start_rig() as rig:
+        backend = rig.running.fleet.backends[0]
+        followed, upstream = backend.lifecycle, backend.services.upstream
+        asked, answered = asyncio.Event(), asyncio.Event()
+        ask = upstream.props
+
+        async def ask_slowly() -> Props:
+            props = await ask()
+            asked.set()
+            await answered.wait()
+            return props
+
+        monkeypatch.setattr(upstream, "props", ask_slowly)
+        look = asyncio.ensure_future(followed.attach_again())
+        await asked.wait()
+        upstream.presence.lose()
+        followed.end()
+        answered.set()
+        await look
+        assert followed.current is None and await rig.reasons() == []
+        upstream.presence.is_there = True
+        assert (await rig.chat("a")).status == 200
+        assert followed.current is not None

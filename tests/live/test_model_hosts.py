@@ -259,7 +259,9 @@ async def test_what_happens_to_models_behind_the_proxys_back(start_models: Start
             models.kill("hybrid")
             *_, last = (await reply.read()).strip().split(b"\n\n")
             assert last.startswith(b"data: {") and b'"unavailable_error"' in last, last
-        await models.ask("hybrid", second)
+        async with asyncio.timeout(60):
+            several = ("hybrid", "swa", "hybrid", "full", "hybrid")
+            await asyncio.gather(*(models.ask(model, second, max_tokens=1) for model in several))
         # Nobody has a model of this name, and the host says so in its own words.
         refusal = await models.refusal("nobody", CHAT)
         assert refusal == await models.refusal("nobody", CHAT, models.host.base_url)

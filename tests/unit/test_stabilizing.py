@@ -17,10 +17,13 @@ from proxy.metrics import Metrics
 from proxy.stabilize.calls_made import CallMade
 from proxy.stabilize.names import parse_switches
 from proxy.upstream.routes import Route
+from proxy.upstream.target import Target
 
 
 class Upstream:
     """Renders nothing, as a template does that refuses all of it; counts how often it is asked."""
+
+    target = Target("http://127.0.0.1:8080")
 
     def __init__(self) -> None:
         self.n_asked = 0

@@ -152,18 +152,20 @@ class Lifecycle:
         await asyncio.wait({self._look}, timeout=seconds)
 
     async def _look_once(self) -> None:
-        if not self._presence.is_there:
+        if self.is_over or not self._presence.is_there:
             return self.end()
+        n_lost = self._presence.n_lost
         try:
             props = await self._ask()
             if props.total_slots < 1:
                 await self._lose_or_end(DegradationKind.NOT_A_LLAMA_SERVER, "no slots")
             else:
-                await self._follow(props)
+                await self._follow(props, n_lost)
         except UpstreamSlow:
             pass  # busy is not gone
         except UpstreamFault as fault:
-            await self._lose_or_end(_kind_of(fault), str(fault))
+            if n_lost == self._presence.n_lost:  # else whoever said that it is gone has ended it
+                await self._lose_or_end(_kind_of(fault), str(fault))
         except Exception as error:
             self._services.faults.record("lifecycle", error)
             if self.current is None:
@@ -186,16 +188,16 @@ class Lifecycle:
         self.absence.note_answer()
         return props
 
-    async def _follow(self, props: Props) -> None:
+    async def _follow(self, props: Props, n_lost: int) -> None:
         session = self.current
         process_id = await self._upstream.process_id(props)
         if session is None or session.attachment.process_id != process_id:
             self._lose(DegradationKind.ATTACHING)
-            await self._attach(props, process_id)
+            await self._attach(props, process_id, n_lost)
         elif (
             self._is_retry_due and not session.attachment.can_cache and _is_idle(session.attachment)
         ):
-            await self._attach(props, process_id)
+            await self._attach(props, process_id, n_lost)
 
     def end(self) -> None:
         """Forget the session: its process is gone, and nobody misses it."""
@@ -220,8 +222,8 @@ class Lifecycle:
             self.current.attachment.desk.close()
             self.current = None
 
-    async def _attach(self, props: Props, process_id: str) -> None:
-        last, n_lost = self.current, self._presence.n_lost
+    async def _attach(self, props: Props, process_id: str, n_lost: int) -> None:
+        last = self.current
         self._close()
         before = self._degradations.kinds & OF_PROCESS  # attaching, or what the last try came to
         n_changes = -1
@@ -233,6 +235,7 @@ class Lifecycle:
         if n_lost != self._presence.n_lost:
             attachment.desk.close()
             self._is_stale = True  # that process is gone; the next one is looked at anew
+            self._degradations.leave()
             return self.poke()
         self._may_adopt = self._may_adopt or attachment.can_cache
         if obstacle := attachment.obstacle:

@@ -160,9 +160,11 @@ class Fleet:
 
         *model* is what its query says.
         """
-        for hosted in self._hosted.values():
-            return hosted.split_path(path, model)
-        return "", path
+        split = [(hosted, *hosted.split_path(path, model)) for hosted in self._hosted.values()]
+        known = (found for found in split if found[0].known(found[1]))
+        shortest = sorted(split, key=lambda found: len(found[2]))
+        _, named, rest = next(known, next(iter(shortest), (None, "", path)))
+        return named, rest
 
     @property
     def has_models(self) -> bool:

@@ -5,6 +5,7 @@ when that happens: a model that has to go is let finish what it answers and is w
 """
 
 import asyncio
+import bisect
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -37,6 +38,7 @@ _LOOK_SECONDS = 1.0
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
+    since: float
     model: str
     admitted: "asyncio.Future[None]"
 
@@ -70,6 +72,7 @@ class HostedModels:
         self._waiting: list[_Waiting] = []
         self._changing: frozenset[str] = frozenset()
         self._has_given_up = False
+        self._change_under_way: asyncio.Task[None] | None = None
         self._poked = asyncio.Event()
         self._looking = asyncio.Lock()
         self._hidden_names = HiddenNames(host)
@@ -78,6 +81,8 @@ class HostedModels:
         """Send away whoever waits for a model, now and from now on: the proxy is about to stop."""
         self._has_given_up = True
         self.absence.give_up()
+        if self._change_under_way is not None:
+            self._change_under_way.cancel()
         for waiting in self._waiting:
             if not waiting.admitted.done():
                 waiting.admitted.set_exception(UpstreamAbsent("its model is not loaded yet"))
@@ -129,8 +134,8 @@ class HostedModels:
 
     def _cut_silent(self) -> None:
         """End what the host has begun to answer and will not go on with."""
-        for backend in self.backends:
-            backend.services.upstream.pending.cut_silent(CUT_SECONDS)
+        for upstream in (self.root, *(backend.services.upstream for backend in self.backends)):
+            upstream.pending.cut_silent(CUT_SECONDS)
 
     async def _try_to_look(self) -> None:
         with suppress(UpstreamFault):
@@ -205,19 +210,19 @@ class HostedModels:
         if may_wait and not await self._host.accepts(keys):
             yield group
             return
-        await self._admission(model)
+        await self._admission(model, since)
         try:
             yield group
         finally:
             self._users[model] -= 1
             self._advance()
 
-    async def _admission(self, model: str) -> None:
-        """Return once the model is loaded, or could not be."""
+    async def _admission(self, model: str, since: float) -> None:
+        """Return once the model is loaded, or could not be; who has to try again keeps its place."""
         if self._has_given_up:
             raise UpstreamAbsent("its model is not loaded, and the proxy is about to stop")
-        waiting = _Waiting(model, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
+        waiting = _Waiting(since, model, asyncio.get_running_loop().create_future())
+        bisect.insort(self._waiting, waiting, key=lambda each: each.since)
         self._advance()
         try:
             await waiting.admitted
@@ -236,7 +241,7 @@ class HostedModels:
         self._admit([self._waiting[place] for place in step.admitted])
         if step.load is not None:
             self._changing = step.leaving | {step.load}
-            self._tasks.start(self._change(step.load, step.leaving))
+            self._change_under_way = self._tasks.start(self._change(step.load, step.leaving))
 
     def _residents(self) -> Residents:
         models = self._models

@@ -16,8 +16,9 @@ from proxy.driver.contact.attachment import Attachment
 from proxy.driver.contact.lifecycle import Lifecycle
 from proxy.driver.session import Session
 from proxy.driver.slots.lease import Choice
-from proxy.driver.slots.leases import DeskClosed
+from proxy.driver.slots.leases import DeskClosed, FreeElsewhere
 from proxy.driver.tasks import Tasks
+from proxy.errors import TooManyRequests
 from proxy.log import get_logger
 
 _LOOK_SECONDS = 0.5
@@ -59,7 +60,7 @@ class WriteBack:
         if session is None:
             return
         desk = session.attachment.desk
-        with suppress(TimeoutError, DeskClosed):
+        with suppress(TimeoutError, DeskClosed, FreeElsewhere, TooManyRequests):
             async with asyncio.timeout(seconds):
                 (await desk.lease(partial(_all_slots, desk.table))).release()
         await self.drain(seconds)

@@ -26,6 +26,7 @@ from proxy.stabilize.template_facts import BODIES, inlined_body, keeps_inlined, 
 from proxy.upstream.bodies import GenerationBody, parse_body
 from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.routes import Route
+from proxy.upstream.target import Target
 
 FORMS = {
     Route.CHAT: Form.CHAT,
@@ -49,7 +50,7 @@ class Stabilizing:
         self._switches = switches
         self._memory = self._remembered()
         self._effect = Effect()
-        self._facts: LRUCache[str, asyncio.Task[Facts]] = LRUCache(_N_PROCESSES)
+        self._facts: LRUCache[tuple[Target, str], asyncio.Task[Facts]] = LRUCache(_N_PROCESSES)
 
     async def rewrite(self, session: Session, request: GenerationRequest) -> GenerationRequest:
         """Return the request as it is to be served: the same one if nothing applies."""
@@ -111,10 +112,10 @@ class Stabilizing:
 
     async def _facts_of(self, session: Session) -> Facts:
         """Return what the template of this llama-server does; nothing is known if it cannot be asked."""
-        process_id = session.attachment.process_id
-        if process_id not in self._facts:
-            self._facts[process_id] = self._services.tasks.start(self._ask(session.upstream))
-        asked = self._facts[process_id]
+        key = session.upstream.target, session.attachment.process_id
+        if key not in self._facts:
+            self._facts[key] = self._services.tasks.start(self._ask(session.upstream))
+        asked = self._facts[key]
         await asyncio.wait({asked}, timeout=_ASK_SECONDS)
         return asked.result() if asked.done() else Facts()
 

@@ -28,7 +28,7 @@ class DeskClosed(Exception):
     """llama-server was replaced while a request waited for a slot."""
 
 
-class FreeElsewhere(DeskClosed):
+class FreeElsewhere(Exception):
     """Another llama-server with the same model has a free slot for a request that waited here."""
 
 
@@ -117,7 +117,8 @@ class LeaseDesk:
         """Wait for the turn and for slots to choose from.
 
         With *may_be_passed*, declining free slots does not hold up those who came later, within bounds.
-        Raises TooManyRequests if the queue is full, DeskClosed if llama-server is replaced meanwhile.
+        Raises TooManyRequests if the queue is full, DeskClosed if llama-server is replaced meanwhile, and
+        FreeElsewhere.
         """
         if self._is_closed:
             raise DeskClosed

@@ -13,6 +13,8 @@ from proxy.errors import UpstreamFault, UpstreamRefused
 from proxy.upstream.llama_server import QUICK_SECONDS, LlamaServer
 from proxy.upstream.target import Target
 
+LOAD_SECONDS = 1800.0
+"""A model that is not loaded after so long never will be; until then nothing else is loaded."""
 _NO_KEY = {"Accept": "*/*"}
 
 

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 
 from proxy.errors import UpstreamRefused
-from proxy.upstream.hosts.model_host import Models, takes_key
+from proxy.upstream.hosts.model_host import LOAD_SECONDS, Models, takes_key
 from proxy.upstream.llama_server import QUICK_SECONDS, LlamaServer
 from proxy.upstream.target import RouterTarget, Target
 
@@ -68,10 +68,10 @@ class Router:
         status = await self._once(model, lambda value: value != "unloaded", _BEGIN_SECONDS)
         if status == "sleeping":  # its slots are gone; to look at them wakes it
             path = f"/slots?model={quote(model, safe='')}"
-            await self._root.call("GET", path, msgspec.Raw, seconds=None)
+            await self._root.call("GET", path, msgspec.Raw, seconds=LOAD_SECONDS)
             status = await self._status(model)
         if status == "loading":
-            status = await self._once(model, lambda value: value != "loading", None)
+            status = await self._once(model, lambda value: value != "loading", LOAD_SECONDS)
         if status != "loaded":
             raise UpstreamRefused(500, f"model {model} could not be loaded")
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from proxy.upstream.hosts.model_host import Models, takes_key
+from proxy.upstream.hosts.model_host import LOAD_SECONDS, Models, takes_key
 from proxy.upstream.llama_server import QUICK_SECONDS, LlamaServer
 from proxy.upstream.routes import is_known
 from proxy.upstream.target import SwapTarget, Target
@@ -71,7 +71,7 @@ class Swap:
         return Models(loaded, frozenset(names.values()) | loaded, {**names, **self._resolved})
 
     async def load(self, model: str) -> None:
-        await self._of(model).call("GET", "/health", msgspec.Raw, seconds=None)
+        await self._of(model).call("GET", "/health", msgspec.Raw, seconds=LOAD_SECONDS)
 
     async def accepts(self, keys: Mapping[str, str]) -> bool:
         return await takes_key(self._root, "/running", keys)
@@ -84,11 +84,12 @@ class Swap:
             return None  # it would become part of a path
         await self.load(name)
         marker = (await self._of(name).props()).media_marker
-        for model in (await self.models()).loaded:
-            if (await self._of(model).props()).media_marker == marker:
-                self._resolved[name] = model
-                return model
-        return None
+        loaded = (await self.models()).loaded
+        found = [m for m in loaded if (await self._of(m).props()).media_marker == marker]
+        if len(found) != 1:  # where LLAMA_MEDIA_MARKER fixes them, markers tell nothing
+            return None
+        self._resolved[name] = found[0]
+        return found[0]
 
     def _of(self, model: str) -> LlamaServer:
         return self._root.at(self.target(model))
