@@ -13,13 +13,13 @@ from typing import Any
 
 from tests.bench.ledger import Ledger
 from tests.bench.workload import Request
+from tests.lab import interleaved
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 
 HEADER = [system(450)]
 TOOLS = tools(6)
-SLACK_TOKENS = 32
 N_CTX = 32768
 
 
@@ -40,21 +40,10 @@ def conversation(model: str, seed: int = 0) -> list[Turn]:
 
 
 @dataclass(frozen=True, slots=True)
-class Cost:
-    """What one request cost; `n_new` tokens are all that a perfect cache would evaluate."""
+class Cost(interleaved.Cost):
+    """What one request cost, and how long its first token took."""
 
-    n_prompt: int
-    n_new: int
-    n_evaluated: int
     seconds: float
-
-    @property
-    def n_at_most(self) -> int:
-        return self.n_new + SLACK_TOKENS
-
-    @property
-    def is_met(self) -> bool:
-        return self.n_evaluated <= self.n_at_most
 
 
 def worst(costs: list[Cost], others: list[Cost]) -> tuple[Cost, Cost]:

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.lab.model_host import ModelHost
 from tests.lab.models import model_path
-from tests.lab.processes import await_end, child_pids
+from tests.lab.processes import child_pids
 from tests.lab.server import (
     BASE_ARGUMENTS,
     DEFAULT_MODEL_FOLDER,
     POLL_INTERVAL_SECONDS,
     STOP_TIMEOUT_SECONDS,
     LlamaServerError,
-    ServerProcess,
     find_llama_server,
     read_evaluated_tokens,
 )
@@ -38,7 +38,7 @@ def link_models(
     return folder
 
 
-class Router(ServerProcess):
+class Router(ModelHost):
     """One router and its children; an id is a file name in `models` without .gguf."""
 
     def __init__(
@@ -71,17 +71,6 @@ class Router(ServerProcess):
         if self.slot_save_path is not None:
             command += ["--slot-save-path", str(self.slot_save_path.resolve())]
         return [*command, *self.extra_args]
-
-    def stop(self, patience_seconds: float = STOP_TIMEOUT_SECONDS) -> None:
-        """End the router; its children end when they see their standard input closed."""
-        children = child_pids(self.pid) if self._process is not None else []
-        super().stop(patience_seconds)
-        await_end(children)
-
-    def kill(self) -> None:
-        children = child_pids(self.pid) if self._process is not None else []
-        super().kill()
-        await_end(children)
 
     def statuses(self) -> dict[str, str]:
         """Return each model's status: unloaded, loading, loaded or sleeping."""

@@ -5,22 +5,18 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import signal
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tests.lab.model_host import ModelHost
 from tests.lab.models import model_path
-from tests.lab.processes import await_end, child_pids
 from tests.lab.server import (
     DEFAULT_MODEL_FOLDER,
-    STOP_TIMEOUT_SECONDS,
     LlamaServer,
-    ServerProcess,
     read_evaluated_tokens,
 )
 
@@ -33,7 +29,7 @@ def find_llama_swap() -> list[str]:
     return [found] if found else [sys.executable, "-m", "tests.fakes.llama_swap"]
 
 
-class Swap(ServerProcess):
+class Swap(ModelHost):
     """One llama-swap and its llama-servers, of which it runs one at a time unless groups say otherwise."""
 
     def __init__(
@@ -87,21 +83,6 @@ class Swap(ServerProcess):
             "--listen",
             address,
         ]
-
-    def stop(self, patience_seconds: float = STOP_TIMEOUT_SECONDS) -> None:
-        """End it; it ends its llama-servers first."""
-        children = child_pids(self.pid) if self._process is not None else []
-        super().stop(patience_seconds)
-        await_end(children)
-
-    def kill(self) -> None:
-        """End it with SIGKILL, and its llama-servers too: they would outlive it."""
-        children = child_pids(self.pid) if self._process is not None else []
-        super().kill()
-        for pid in children:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        await_end(children)
 
     def states(self) -> dict[str, str]:
         """Return the state of each model that has a process: starting, ready or stopping."""
