@@ -6,10 +6,11 @@ that starts one for each.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from proxy.driver.contact.absence import Absence
 from proxy.driver.fleet.backend import Backend
@@ -23,6 +24,7 @@ from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.routes import unloads_models
 from proxy.upstream.target import Presence, Target
 
+_RETRY_SECONDS = 1.0
 IsHost = Callable[[], Awaitable[bool]]
 Build = Callable[[LlamaServer, str, IsHost], Backend]
 """Builds what follows and serves one llama-server: which one, what it is called among others, empty if it
@@ -46,6 +48,7 @@ class Fleet:
         self._build = build
         self._tasks = shared.tasks
         self._everywhere = shared.everywhere
+        self._faults = shared.faults
         self._patience = patience
         self._log = get_logger("fleet")
         self._running: list[asyncio.Task[None]] = []
@@ -102,8 +105,20 @@ class Fleet:
 
     def _start(self, upstream: LlamaServer, where: str, is_host: IsHost) -> Backend:
         backend = self._build(upstream, where, is_host)
-        self._running.append(asyncio.ensure_future(backend.run()))
+        self._run(backend.run)
         return backend
+
+    def _run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._running.append(asyncio.ensure_future(self._supervised(work)))
+
+    async def _supervised(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Go on with what follows a llama-server, whatever went wrong with it."""
+        while True:
+            try:
+                return await work()
+            except Exception as error:
+                self._faults.record("lifecycle", error)
+                await asyncio.sleep(_RETRY_SECONDS)
 
     async def _is_host(self, root: LlamaServer) -> bool:
         """Find out whether a host of models answers at an address; if so, it is followed from now on."""
@@ -127,7 +142,7 @@ class Fleet:
             await hosted.look()
         self._plain.backends = [b for b in self._plain.backends if b.services.upstream is not root]
         self._hosted[root] = hosted
-        self._running.append(asyncio.ensure_future(hosted.watch()))
+        self._run(hosted.watch)
         return True
 
     @asynccontextmanager
