@@ -195,7 +195,7 @@ class Fleet:
         Where several can take it, the next one is for when one cannot be reached.
         """
         if unloads_models(method, path):
-            await self.save_all()
+            await asyncio.gather(*(hosted.save_all(keys) for hosted in self._hosted.values()))
         elif model:
             hosted, named = await self._find(model, keys)
             if hosted is not None and named:
@@ -207,10 +207,6 @@ class Fleet:
     async def server_state_changed(self) -> None:
         """A client changed slots or adapters: nothing that was known holds any more."""
         await asyncio.gather(*(b.lifecycle.attach_again() for b in self.backends))
-
-    async def save_all(self) -> None:
-        """Save what the slots of all loaded models hold: a client is about to have some unloaded."""
-        await asyncio.gather(*(hosted.save_all() for hosted in self._hosted.values()))
 
     async def drain(self, seconds: float) -> None:
         """Save every dirty slot now, in at most *seconds*."""

@@ -294,6 +294,7 @@ class HostedModels:
                 pair = frozenset((model, other))
                 (self._together.add if other in loaded else self._together.discard)(pair)
 
-    async def save_all(self) -> None:
-        """Save what the slots of all loaded models hold: a client is about to have some unloaded."""
-        await asyncio.gather(*(b.write_back.settle(self._save_seconds) for b in self.backends))
+    async def save_all(self, keys: Mapping[str, str]) -> None:
+        """Save what all models hold: a client is about to have some unloaded, if its *keys* are right."""
+        if await self._host.accepts(keys):
+            await asyncio.gather(*(b.write_back.settle(self._save_seconds) for b in self.backends))
