@@ -28,9 +28,9 @@ class GenerationRequest:
     """A client's request on a generation route; `tenant` is empty where keys make no difference.
 
     `model` is what the client calls the model, `session` its session; each empty if it does not say.
-    `server` is which llama-server serves it, empty if there is only one. `rewrites` are the stabilizers
-    that changed the body. It came to the first desk at `queued_at` of the monotonic clock, 0 if this is the
-    first.
+    Its answer is a stream if it `wants_stream`. `server` is which llama-server serves it, empty if there is
+    only one. `rewrites` are the stabilizers that changed the body. It came to the first desk at
+    `queued_at` of the monotonic clock, 0 if this is the first.
     """
 
     arrival: Arrival
@@ -40,6 +40,7 @@ class GenerationRequest:
     tenant: bytes = b""
     session: str = ""
     model: str = ""
+    wants_stream: bool = False
     server: str = ""
     queued_at: float = 0.0
     rewrites: tuple[str, ...] = ()

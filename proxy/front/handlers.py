@@ -26,7 +26,7 @@ from proxy.front.keys import keys_of, tenant_of
 from proxy.front.relay import Body, Exchange, end_to_end
 from proxy.log import get_logger
 from proxy.upstream.aliases import Aliases, with_alias
-from proxy.upstream.bodies import model_of, wants_stream
+from proxy.upstream.bodies import head_of
 from proxy.upstream.llama_server import LlamaServer
 from proxy.upstream.routes import Route, changes_server_state, counts_tokens, generation_route
 
@@ -141,7 +141,7 @@ class Front:
         if counts or (request.method == "POST" and self._fleet.has_models):
             content = with_alias(await _read_body(request), self._aliases)
             headers.popall("Content-Length", None)
-            model = model or (model_of(content) if asked.may_load else "")
+            model = model or (head_of(content).named_model if asked.may_load else "")
         keys = keys_of(request.headers)
         async with self._fleet.passing(request.method, asked.path, model, keys) as upstreams:
             *others, last = upstreams
@@ -169,7 +169,7 @@ class Front:
                 headers = end_to_end(request.headers, without=_REBUILT)
                 return await exchange.send(upstream, body, headers, on_start, n_found)
 
-            async with exchange.kept() if wants_stream(generation.raw) else nullcontext():
+            async with exchange.kept() if generation.wants_stream else nullcontext():
                 await self._dispatch.serve(generation, lambda upstream: partial(send, upstream))
         except BaseException as error:
             if not exchange.is_answered:
@@ -181,7 +181,7 @@ class Front:
     async def _read(self, route: Route, asked: "_Asked", arrival: Arrival) -> GenerationRequest:
         request = asked.request
         raw = with_alias(await _read_body(request), self._aliases)
-        keys = keys_of(request.headers)
+        keys, head = keys_of(request.headers), head_of(raw)
         return GenerationRequest(
             arrival=arrival,
             route=route,
@@ -189,7 +189,8 @@ class Front:
             headers=keys,
             tenant=tenant_of(keys, is_shared=self._shares_between_api_keys),
             session=" ".join(filter(None, map(request.headers.get, _SESSION_HEADERS))),
-            model=asked.model or model_of(raw),
+            model=asked.model or head.named_model,
+            wants_stream=head.wants_stream,
         )
 
 

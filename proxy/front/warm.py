@@ -15,7 +15,7 @@ from proxy.front.json_answers import json_response, refuse_foreign_pages
 from proxy.front.keys import keys_of, tenant_of
 from proxy.front.stored.queries import is_asked_for
 from proxy.upstream.aliases import Aliases, with_alias
-from proxy.upstream.bodies import model_of, parse_body
+from proxy.upstream.bodies import head_of, parse_body
 from proxy.upstream.header_bodies import header_request, route_path
 from proxy.upstream.routes import Route, generation_route
 
@@ -86,7 +86,7 @@ class Warm:
             raw=with_alias(wanted, self._aliases),
             headers=keys,
             tenant=tenant_of(keys, is_shared=self._shares_between_api_keys),
-            model=model_of(with_alias(raw, self._aliases)),
+            model=head_of(with_alias(raw, self._aliases)).named_model,
         )
 
     async def _warm(

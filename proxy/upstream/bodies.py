@@ -63,29 +63,29 @@ def parse_body(raw: bytes) -> GenerationBody | None:
         return None
 
 
-class _Head(msgspec.Struct):
-    """What is read of a body before it is known whose request it is."""
+class Head(msgspec.Struct):
+    """What is read of a body before it is known who serves it, as its client wrote it."""
 
     stream: Any = False
     model: Any = ""
 
+    @property
+    def wants_stream(self) -> bool:
+        """Whether the answer comes as a stream."""
+        return self.stream is True
 
-def _head_of(raw: bytes) -> _Head:
+    @property
+    def named_model(self) -> str:
+        """What it calls the model, empty if it does not say."""
+        return self.model if isinstance(self.model, str) else ""
+
+
+def head_of(raw: bytes) -> Head:
+    """Return a body's head; an empty one if it is no JSON object."""
     try:
-        return msgspec.json.decode(raw, type=_Head)
+        return msgspec.json.decode(raw, type=Head)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _Head()
-
-
-def wants_stream(raw: bytes) -> bool:
-    """Return whether the answer to a body comes as a stream."""
-    return _head_of(raw).stream is True
-
-
-def model_of(raw: bytes) -> str:
-    """Return what a body calls the model, empty if it does not say."""
-    model = _head_of(raw).model
-    return model if isinstance(model, str) else ""
+        return Head()
 
 
 def as_chat_body(route: Route, body: GenerationBody) -> GenerationBody:
