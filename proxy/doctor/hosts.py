@@ -81,7 +81,7 @@ async def _with_models(
     root: LlamaServer, host: ModelHost, facts: HostFacts, *, is_one_asked_for: bool
 ) -> Reached:
     models = await host.models()
-    flags = {each.model: each for each in await hosted_flags(root, host)}
+    flags = {each.model: each for each in await hosted_flags(host)}
     hosted = (_hosted(name, models, flags.get(name)) for name in sorted(models.known))
     wanted = models.loaded & {facts.asked_for} if is_one_asked_for else models.loaded
     upstreams = tuple(root.at(host.target(name)) for name in sorted(wanted))

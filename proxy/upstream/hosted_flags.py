@@ -4,15 +4,11 @@ llama-server's router tells all of them (GET /models, status.args), without what
 environment variables; llama-swap those of the models that run (GET /running).
 """
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import msgspec
-
 from proxy.upstream.hosts.model_host import ModelHost
-from proxy.upstream.llama_server import QUICK_SECONDS, LlamaServer
 
 _SAVE_PATH = ("--slot-save-path",)
 _SLEEP = ("--sleep-idle-seconds",)
@@ -31,36 +27,10 @@ class HostedFlags:
     sleep_seconds: float = 0.0
 
 
-class _Status(msgspec.Struct):
-    args: list[str] = []
-
-
-class _RouterModel(msgspec.Struct):
-    id: str
-    status: _Status = msgspec.field(default_factory=_Status)
-
-
-class _RouterModels(msgspec.Struct):
-    data: list[_RouterModel] = []
-
-
-class _Run(msgspec.Struct):
-    model: str
-    cmd: str = ""
-    ttl: float = 0.0
-
-
-class _Running(msgspec.Struct):
-    running: list[_Run] = []
-
-
-async def hosted_flags(root: LlamaServer, host: ModelHost) -> list[HostedFlags]:
+async def hosted_flags(host: ModelHost) -> list[HostedFlags]:
     """Return what is told of each model; raises UpstreamFault."""
-    if host.kind == "router":
-        listed = await root.call("GET", "/models", _RouterModels, seconds=QUICK_SECONDS)
-        return [read_flags(m.id, m.status.args) for m in listed.data]
-    running = await root.call("GET", "/running", _Running, seconds=QUICK_SECONDS)
-    return [read_flags(run.model, _words(run.cmd), run.ttl) for run in running.running]
+    lines = await host.command_lines()
+    return [read_flags(line.model, line.words, line.unload_seconds) for line in lines]
 
 
 def read_flags(model: str, words: Sequence[str], unload_seconds: float = 0.0) -> HostedFlags:
@@ -84,10 +54,3 @@ def _seconds(text: str | None) -> float:
         return max(0.0, float(text or 0))
     except ValueError:
         return 0.0
-
-
-def _words(command: str) -> list[str]:
-    try:
-        return shlex.split(command, comments=True)
-    except ValueError:
-        return command.split()

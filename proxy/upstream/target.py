@@ -15,8 +15,6 @@ from proxy.errors import UpstreamUnreachable
 
 _GONE = b"proxy error: Failed to read connection"
 """What a router writes behind the answer of a child that has died, as if it were a part of it."""
-
-
 _UNREACHED = b"proxy error: Could not establish connection"
 """What it answers, with 500, until it has noticed."""
 

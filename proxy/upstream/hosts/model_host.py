@@ -3,7 +3,7 @@
 Every method raises UpstreamUnreachable if there was no answer, UpstreamRefused if an error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,6 +35,15 @@ class Models:
         return name if name in self.known else self.aliases.get(name)
 
 
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """What a host starts a model's llama-server with; it ends it after it was idle for `unload_seconds`."""
+
+    model: str
+    words: Sequence[str]
+    unload_seconds: float = 0.0
+
+
 class ModelHost(Protocol):
     """A host of several models."""
 
@@ -45,6 +54,9 @@ class ModelHost(Protocol):
     """Whether models may have names that it does not list."""
 
     async def models(self) -> Models: ...
+
+    async def command_lines(self) -> list[CommandLine]:
+        """Return those that the host tells: a router all of them, llama-swap those of what runs."""
 
     async def load(self, model: str) -> None:
         """Return when the model is loaded; raises UpstreamRefused if it cannot be."""

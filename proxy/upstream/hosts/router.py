@@ -9,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 
 from proxy.errors import UpstreamRefused
-from proxy.upstream.hosts.model_host import LOAD_SECONDS, Models, takes_key
+from proxy.upstream.hosts.model_host import LOAD_SECONDS, CommandLine, Models, takes_key
 from proxy.upstream.llama_server import QUICK_SECONDS, LlamaServer
 from proxy.upstream.target import RouterTarget, Target
 
@@ -23,6 +23,7 @@ _UNLOAD_SECONDS = 15.0
 
 class _Status(msgspec.Struct, frozen=True):
     value: str = ""
+    args: list[str] = []
 
 
 class _RouterModel(msgspec.Struct):
@@ -54,6 +55,9 @@ class Router:
             aliases={alias: m.id for m in listed for alias in m.aliases},
             n_at_most=self._n_at_most,
         )
+
+    async def command_lines(self) -> list[CommandLine]:
+        return [CommandLine(m.id, m.status.args) for m in await self._list()]
 
     async def _list(self) -> list[_RouterModel]:
         reply = await self._root.call("GET", "/models", _RouterModels, seconds=QUICK_SECONDS)

@@ -1,11 +1,12 @@
 """llama-swap, as its README and proxymanager.go have it."""
 
 import re
+import shlex
 from collections.abc import Mapping
 
 import msgspec
 
-from proxy.upstream.hosts.model_host import LOAD_SECONDS, Models, takes_key
+from proxy.upstream.hosts.model_host import LOAD_SECONDS, CommandLine, Models, takes_key
 from proxy.upstream.llama_server import QUICK_SECONDS, LlamaServer
 from proxy.upstream.routes import is_known
 from proxy.upstream.target import SwapTarget, Target
@@ -17,6 +18,8 @@ _NAME = re.compile(r"[\w:@+-][\w.:@+-]*(/[\w:@+-][\w.:@+-]*)*")
 class _Run(msgspec.Struct):
     model: str
     state: str = "ready"
+    cmd: str = ""
+    ttl: float = 0.0
 
 
 class Running(msgspec.Struct):
@@ -26,7 +29,6 @@ class Running(msgspec.Struct):
 class _SwapAbout(msgspec.Struct, frozen=True, rename={"model_id": "modelID", "peer_id": "peerID"}):
     """What llama-swap says of an entry: another name of a model, or a model of another llama-swap."""
 
-    type: str = "model"
     model_id: str = ""
     peer_id: str = ""
     aliases: tuple[str, ...] = ()
@@ -63,10 +65,17 @@ class Swap:
         self._root = root
         self._resolved: dict[str, str] = {}
 
+    async def _running(self) -> list[_Run]:
+        reply = await self._root.call("GET", "/running", Running, seconds=QUICK_SECONDS)
+        return reply.running
+
+    async def command_lines(self) -> list[CommandLine]:
+        return [CommandLine(r.model, _words(r.cmd), r.ttl) for r in await self._running()]
+
     async def models(self) -> Models:
-        running = await self._root.call("GET", "/running", Running, seconds=QUICK_SECONDS)
+        running = await self._running()
         listed = await self._root.call("GET", "/v1/models", _SwapModels, seconds=QUICK_SECONDS)
-        loaded = frozenset(run.model for run in running.running if run.state == "ready")
+        loaded = frozenset(run.model for run in running if run.state == "ready")
         names = {name: model for m in listed.data for name, model in m.names.items()}
         return Models(loaded, frozenset(names.values()) | loaded, {**names, **self._resolved})
 
@@ -108,6 +117,13 @@ class Swap:
         unknown = (name for name in reversed(names) if is_known(_behind(path, name)))
         name = next(filter(models.named, names), None) or next(unknown, parts[0])
         return name, _behind(path, name)
+
+
+def _words(command: str) -> list[str]:
+    try:
+        return shlex.split(command, comments=True)
+    except ValueError:
+        return command.split()
 
 
 def _behind(path: str, name: str) -> str:
