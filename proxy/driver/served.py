@@ -32,4 +32,4 @@ class Served:
                 names = [attachment.tenant_namespace(tenant) for tenant in tenants]
                 rates_by.update(dict.fromkeys(names, attachment.rates))
         rates = attachments[-1].rates if attachments else Rates()
-        return Present(time.time(), rates, frozenset(rates_by), rates_by)
+        return Present(time.time(), rates, rates_by)

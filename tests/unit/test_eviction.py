@@ -114,7 +114,7 @@ def test_value_of_another_models_state_is_a_share() -> None:
     shelf = Shelf()
     ours = shelf.put(run_of(1280))
     theirs = shelf.put(run_of(1280), namespace=OTHER_NAMESPACE)
-    present = Present(NOW, namespaces=frozenset({NAMESPACE}))
+    present = Present(NOW, rates_by={NAMESPACE: steady(1.0)})
     assert shelf.value(theirs, present) == OTHER_MODEL_SHARE * shelf.value(ours, present)
 
 

@@ -59,14 +59,18 @@ class Standing(IntEnum):
 class Present:
     """What value depends on besides the checkpoints: the clock, the rates, the model that is served.
 
-    Without `namespaces` it is not known what llama-server serves, and every model counts fully. `rates`
-    are those of a namespace that `rates_by` does not tell.
+    Without `rates_by` it is not known what llama-server serves, and every model counts fully. `rates`
+    are those of a namespace that it does not tell.
     """
 
     now: float
     rates: Rates = field(default_factory=Rates)
-    namespaces: frozenset[Namespace] = frozenset()
     rates_by: Mapping[Namespace, Rates] = field(default_factory=dict)
+
+    @property
+    def namespaces(self) -> frozenset[Namespace]:
+        """Those of the models that are served."""
+        return frozenset(self.rates_by)
 
     def rates_of(self, namespace: Namespace) -> Rates:
         return self.rates_by.get(namespace, self.rates)
@@ -102,7 +106,7 @@ def _likelihood(asked_at: float, now: float) -> float:
 
 
 def _is_of_other_model(checkpoint: Checkpoint, present: Present) -> bool:
-    return bool(present.namespaces) and checkpoint.namespace not in present.namespaces
+    return bool(present.rates_by) and checkpoint.namespace not in present.rates_by
 
 
 def standing(
