@@ -135,13 +135,11 @@ class Dispatch:
             return False
         except DeskClosed:
             return await _look_elsewhere(group, backend)
-        except UpstreamNotReached:
-            if await backend.lifecycle.is_replaced(session):
+        except UpstreamGone as gone:
+            is_unsent = isinstance(gone, UpstreamNotReached)
+            if is_unsent and await backend.lifecycle.is_replaced(session):
                 await group.is_lost()
                 return False
-            backend.lifecycle.poke()
-            raise
-        except UpstreamGone:
             backend.lifecycle.poke()
             raise
         return True
@@ -158,13 +156,11 @@ class Dispatch:
         """Forward to a llama-server that is not attached; return False if its host has gone away."""
         try:
             await backend.cache.serve_unplaced(request, self._sending(backend, request, send_to))
-        except UpstreamNotReached:
+        except UpstreamGone as gone:
             backend.lifecycle.poke()
-            if may_be_lost and group.is_hosted and await group.is_lost():
+            may_be_lost &= group.is_hosted and isinstance(gone, UpstreamNotReached)
+            if may_be_lost and await group.is_lost():
                 return False
-            raise
-        except UpstreamGone:
-            backend.lifecycle.poke()
             raise
         return True
 
