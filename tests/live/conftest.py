@@ -17,6 +17,14 @@ StartRig = Callable[..., AbstractAsyncContextManager[Rig]]
 
 
 @pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Return an empty directory for states."""
+    path = tmp_path / "slots"
+    path.mkdir(mode=0o700)
+    return path
+
+
+@pytest.fixture
 def start_rig(tmp_path: Path) -> StartRig:
     """Return a function that starts llama-server with a tiny model, and the proxy before it."""
 

@@ -34,13 +34,6 @@ TOOLS = tools(2)
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    path = tmp_path / "slots"
-    path.mkdir(mode=0o700)
-    return path
-
-
-@pytest.fixture
 def router(tmp_path: Path, directory: Path) -> Router:
     models = link_models(tmp_path / "models", {"full": "full", "hybrid": "hybrid"})
     return Router(models, directory, log_path=tmp_path / "router.log")

@@ -64,13 +64,6 @@ class Diagnosis:
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    path = tmp_path / "slots"
-    path.mkdir(mode=0o700)
-    return path
-
-
-@pytest.fixture
 def new_server(tmp_path: Path, directory: Path) -> NewServer:
     """Return a function that describes a llama-server with a tiny model."""
 
