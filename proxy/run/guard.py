@@ -10,13 +10,18 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-"""prctl(2). The signal is sent when the thread that started us ends: the proxy's main thread."""
+"""prctl(2). The signal is sent when the thread that started us ends, the proxy's main thread, and again
+when another one ends that the kernel has made our parent instead.
+
+SIGKILL, therefore: llama-server calls exit() in its handler of a second SIGTERM, and two threads that do
+wait for each other for ever. It has nothing of its own to save.
+"""
 
 
 def main() -> None:
     proxy_pid, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != proxy_pid:  # it was killed before that
             sys.exit(1)
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and exec would keep that

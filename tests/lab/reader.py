@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.lab.run import is_alive
+from tests.lab.processes import is_alive
 from tests.lab.server import REPOSITORY, find_free_port, find_llama_server
 from tests.lab.swap import find_llama_swap
 

@@ -142,11 +142,3 @@ class RunProcess:
             if time.monotonic() > deadline:
                 raise LlamaServerError(f"waited too long:\n{self.log_text()}")
             time.sleep(_POLL_SECONDS)
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs; one that only waits to be reaped does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

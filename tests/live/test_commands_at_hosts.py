@@ -22,6 +22,7 @@ from proxy.upstream.target import Target
 from tests.documents.blocks import blocks_for
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
+from tests.lab.processes import await_end, child_pids
 from tests.lab.rig import Rig
 from tests.lab.router import Router, link_models
 from tests.lab.run import LLAMA_SERVER_ARGUMENTS, RunProcess
@@ -194,3 +195,16 @@ async def test_run_starts_a_router_whose_models_are_cached_and_keep_their_preset
 
     await asyncio.to_thread(ask)
     assert "LLAMA_ARG_N_PARALLEL=1" in new_run.log_text()
+
+
+async def test_router_whose_proxy_is_killed_ends_with_its_models(new_run: RunProcess) -> None:
+    def load_and_kill() -> None:
+        new_run.start_and_await_caching()
+        new_run.post("/v1/chat/completions", {"model": "full", "messages": MESSAGES[0]})
+        (router,) = new_run.server_pids()
+        models = child_pids(router)
+        assert models
+        new_run.kill()
+        await_end([router, *models])
+
+    await asyncio.to_thread(load_and_kill)

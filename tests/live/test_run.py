@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import stat
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,8 @@ import pytest
 
 from tests.lab.interleaved import HEADER, TOOLS, Conversations
 from tests.lab.models import model_path
-from tests.lab.run import LLAMA_SERVER_ARGUMENTS, RunProcess, is_alive
+from tests.lab.processes import await_end, is_alive
+from tests.lab.run import LLAMA_SERVER_ARGUMENTS, RunProcess
 from tests.lab.server import DEFAULT_MODEL_FOLDER, find_free_port
 
 MEMORIES = ("full", "swa", "recurrent", "hybrid")
@@ -46,13 +46,6 @@ def ask(run: RunProcess, user: str) -> dict[str, Any]:
     messages = [*HEADER, {"role": "user", "content": user}]
     body = {"messages": messages, "tools": TOOLS, "max_tokens": 4, "temperature": 0}
     return run.post("/v1/chat/completions", body)
-
-
-def wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 60
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline, "llama-server is left behind"
-        time.sleep(0.05)
 
 
 def test_run_serves_a_cached_request_and_ctrl_c_leaves_nothing_running(
@@ -111,7 +104,7 @@ def test_second_signal_does_not_wait_for_a_running_request(new_run: StartRun) ->
         run.wait_for(lambda: "finishing requests" in run.log_text())
         assert run.stop() == 130
         assert asked.exception() is not None
-    wait_until_gone(run.server_pids())
+    await_end(run.server_pids())
 
 
 def test_llama_server_that_dies_ends_the_run_with_its_status(new_run: StartRun) -> None:
@@ -137,12 +130,16 @@ def test_llama_server_that_dies_is_started_again_with_restart(new_run: StartRun)
     assert not any(map(is_alive, run.server_pids()))
 
 
-def test_proxy_that_is_killed_takes_llama_server_along(new_run: StartRun) -> None:
+@pytest.mark.parametrize("hangs", [False, True])
+def test_proxy_that_is_killed_takes_llama_server_along(new_run: StartRun, hangs: bool) -> None:
     run = new_run()
     run.start_and_await_caching()
-    assert is_alive(run.server_pids()[0])
+    (pid,) = run.server_pids()
+    if hangs:
+        os.kill(pid, signal.SIGSTOP)  # answers no signal that it could handle itself
+    assert is_alive(pid)
     run.kill()
-    wait_until_gone(run.server_pids())
+    await_end(run.server_pids())
 
 
 def test_model_that_cannot_be_loaded_shows_the_last_lines(new_run: StartRun) -> None:
