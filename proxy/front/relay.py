@@ -238,7 +238,7 @@ class Exchange:
 async def _gone(target: Target, answer: aiohttp.ClientResponse) -> UpstreamGone:
     """Return what a host says of a llama-server that it could not reach, or that did not answer."""
     body = await answer.read()
-    kind = UpstreamNotReached if target.says_unreached(body) else UpstreamGone
+    kind = UpstreamNotReached if target.says_unreached(answer.status, body) else UpstreamGone
     return kind(f"{target.name}: {body[:200].decode(errors='replace')}")
 
 

@@ -278,7 +278,7 @@ class LlamaServer:
             raise UpstreamUnreachable(f"{method} {path}: {reason_of(error)}") from error
         if status == 200:
             return content
-        if self.target.says_unreached(content):
+        if self.target.says_unreached(status, content):
             raise UpstreamUnreachable(f"{method} {path}: {self.target.name} has ended")
         raise UpstreamRefused(status, _error_message(content))
 

@@ -17,6 +17,8 @@ _GONE = b"proxy error: Failed to read connection"
 """What a router writes behind the answer of a child that has died, as if it were a part of it."""
 _UNREACHED = b"proxy error: Could not establish connection"
 """What it answers, with 500, until it has noticed."""
+_BAD_GATEWAY = 502
+"""What llama-swap answers, without a word, until it has noticed (process_command.go)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +47,8 @@ class Target:
         """Return whether its host says in an answer that llama-server went away."""
         return False
 
-    def says_unreached(self, content: bytes) -> bool:
-        """Return whether an error is its host's, which could not reach llama-server."""
+    def says_unreached(self, status: int, content: bytes) -> bool:
+        """Return whether an answer is its host's, which could not reach llama-server."""
         return False
 
     def is_listed_as(self, model_id: str) -> bool:
@@ -73,7 +75,7 @@ class RouterTarget(Target):
     def says_gone(self, chunk: bytes) -> bool:
         return chunk.endswith(_GONE)
 
-    def says_unreached(self, content: bytes) -> bool:
+    def says_unreached(self, status: int, content: bytes) -> bool:
         return content.startswith(_UNREACHED)
 
     def is_listed_as(self, model_id: str) -> bool:
@@ -86,6 +88,9 @@ class SwapTarget(Target):
 
     def path(self, method: str, path: str) -> str:
         return f"/upstream/{quote(self.model, safe='/')}{path}"
+
+    def says_unreached(self, status: int, content: bytes) -> bool:
+        return status == _BAD_GATEWAY and not content
 
 
 @dataclass(slots=True)

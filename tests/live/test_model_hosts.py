@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shlex
 import signal
 import urllib.request
 from collections.abc import AsyncIterator, Callable
@@ -15,9 +16,11 @@ import pytest
 
 from proxy.core.prefix import TokenIds, common_prefix_length, token_ids
 from tests.lab.conversation import Message, agent_requests, system, tools
-from tests.lab.processes import child_pids
+from tests.lab.models import model_path
+from tests.lab.processes import await_end, child_pids
 from tests.lab.rig import Rig
 from tests.lab.router import Router, link_models
+from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 from tests.lab.swap import Swap
 
 SLACK_TOKENS = 32
@@ -274,6 +277,36 @@ async def test_what_happens_to_models_behind_the_proxys_back(start_models: Start
             "/v1/messages/count_tokens", {"model": "full", "messages": first[1:]}
         )
         assert counted["input_tokens"] > 0 and models.loaded() == {"full"}
+        await models.healthy()
+
+
+async def test_death_that_a_swap_has_not_noticed_is_waited_out(
+    tmp_path: Path, directory: Path
+) -> None:
+    first, second = agent_requests(1, 1, header=[system(450)])
+    model = model_path("full", "tiny", DEFAULT_MODEL_FOLDER)
+    server = LlamaServer(model, directory, n_slots=2, n_ctx=32768)
+    # What llama-swap watches lives on for a while.
+    command = shlex.join(["sh", "-c", f"{shlex.join(server.command())}; sleep 2"])
+    settings = {"full": {"cmd": command, "proxy": server.base_url}}
+    host = Swap(tmp_path, {"full": "full"}, settings=settings)
+    async with Rig(host, directory) as rig:
+        models = Models(rig, host)
+        await models.ask("full", first)
+        await models.healthy()
+        await rig.settled()
+        (wrapper,) = child_pids(host.pid)
+        (pid,) = child_pids(wrapper)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.to_thread(await_end, [pid])
+        assert await models.refusal("full", CHAT, host.base_url) == (502, "")
+        asked = asyncio.ensure_future(models.ask("full", second))
+        async with asyncio.timeout(60):
+            while not (reasons := (await rig.health())["reasons"]):  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.02)
+        assert [reason["kind"] for reason in reasons] == ["llama-server unreachable"]
+        await asked
+        assert (await models.last_request())["chosen"] == "restore"
         await models.healthy()
 
 

@@ -30,6 +30,27 @@ def test_router_is_told_the_model_and_never_to_load_it() -> None:
     assert target.is_listed_as("a b&c") and not target.is_listed_as("other")
 
 
+UNREACHED = b"proxy error: Could not establish connection"
+
+
+@pytest.mark.parametrize(
+    ("target", "status", "content", "is_unreached"),
+    [
+        (Target(BASE), 500, UNREACHED, False),
+        (Target(BASE), 502, b"", False),
+        (RouterTarget(BASE, "qwen"), 500, UNREACHED, True),
+        (RouterTarget(BASE, "qwen"), 502, b"", False),
+        (SwapTarget(BASE, "qwen"), 502, b"", True),
+        (SwapTarget(BASE, "qwen"), 502, b"upstream command exited prematurely", False),
+        (SwapTarget(BASE, "qwen"), 500, b"", False),
+    ],
+)
+def test_host_that_cannot_reach_llama_server_is_understood(
+    target: Target, status: int, content: bytes, is_unreached: bool
+) -> None:
+    assert target.says_unreached(status, content) is is_unreached
+
+
 def test_llama_swap_is_asked_by_path() -> None:
     target = SwapTarget(BASE, "author/a model?")
     assert target.path("GET", "/props") == "/upstream/author/a%20model%3F/props"
