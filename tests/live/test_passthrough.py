@@ -4,7 +4,6 @@ import asyncio
 import io
 import json
 import re
-import time
 from typing import Any
 
 import aiohttp
@@ -78,21 +77,19 @@ async def test_large_upload_reaches_llama_server_whole(rig: Rig) -> None:
     assert n_through == len(direct["tokens"]) > 300_000
 
 
-async def test_stream_is_relayed_chunk_by_chunk(rig: Rig) -> None:
+async def test_stream_is_relayed_while_llama_server_goes_on(rig: Rig) -> None:
     body = {
         "messages": [{"role": "user", "content": "go on"}],
         "stream": True,
-        "max_tokens": 400,
-        "temperature": 0,
+        "max_tokens": 20000,
+        "ignore_eos": True,
     }
-    arrivals = []
     async with rig.client.post(rig.base_url + "/v1/chat/completions", json=body) as reply:
         assert reply.headers["Content-Type"].startswith("text/event-stream")
-        async for _ in reply.content.iter_any():
-            arrivals.append(time.monotonic())
-    assert len(arrivals) > 100
-    gaps = [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)]
-    assert max(gaps) < (arrivals[-1] - arrivals[0]) / 2
+        for _ in range(5):
+            await reply.content.readany()
+            _, slots = await asyncio.to_thread(rig.server.request, "GET", "/slots")
+            assert [slot["is_processing"] for slot in slots].count(True) == 1
 
 
 @pytest.mark.parametrize("stream", [False, True])
