@@ -58,11 +58,12 @@ def check(index: Index, files: StateFiles) -> tuple[list[Checkpoint], CheckRepor
 def _intact(index: Index, files: StateFiles, checkpoint: Checkpoint) -> Checkpoint | None:
     """Return the record of a checkpoint whose file is the one that was committed, or None."""
     try:
-        stamp = files.stamp(checkpoint.file_name)
-        if stamp == checkpoint.file_stamp:
+        name = checkpoint.file_name
+        if files.is_unchanged(name, checkpoint.file_stamp, checkpoint.size_bytes):
             return checkpoint
         # A copied or restored directory has new inodes: its content decides.
-        if files.checksum(checkpoint.file_name) != checkpoint.checksum:
+        stamp = files.stamp(name)
+        if files.checksum(name) != checkpoint.checksum:
             return None
     except FileNotFoundError:
         return None

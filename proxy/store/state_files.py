@@ -86,14 +86,21 @@ class StateFiles:
         except OSError:
             return 0
 
-    def require_unchanged(self, name: str, expected: tuple[int, int]) -> None:
-        """Raise StoreFault if a file is gone or not the one that was stamped."""
+    def require_unchanged(self, name: str, stamp: tuple[int, int], size_bytes: int) -> None:
+        """Raise StoreFault if a file is gone, not the one that was stamped, or of another size.
+
+        llama-server ends itself over a recurrent state that is cut short (llama-memory-recurrent.cpp).
+        """
         try:
-            stamp = self.stamp(name)
+            is_unchanged = self.is_unchanged(name, stamp, size_bytes)
         except OSError as error:
             raise StoreFault(f"{name}: {error.strerror}") from error
-        if stamp != expected:
-            raise StoreFault(f"{name} was replaced since it was saved")
+        if not is_unchanged:
+            raise StoreFault(f"{name} was replaced or cut since it was saved")
+
+    def is_unchanged(self, name: str, stamp: tuple[int, int], size_bytes: int) -> bool:
+        """Return whether a file still has its stamp and size; OSError if it is gone."""
+        return self.stamp(name) == stamp and self.path(name).stat().st_size == size_bytes
 
     def checksum(self, name: str) -> str:
         with self.path(name).open("rb") as file:

@@ -145,7 +145,9 @@ class CheckpointStore:
         Raises StoreFault if its file is not the one that was committed.
         """
         with self.keep(checkpoint):
-            self.files.require_unchanged(checkpoint.file_name, checkpoint.file_stamp)
+            self.files.require_unchanged(
+                checkpoint.file_name, checkpoint.file_stamp, checkpoint.size_bytes
+            )
             yield checkpoint
             self._catalogue.touch(checkpoint.id)
 

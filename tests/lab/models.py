@@ -39,6 +39,9 @@ KINDS = {
     "hybrid_no_mrope": Kind(gguf.MODEL_ARCH.GRANITE_HYBRID, architectures.write_hybrid_no_mrope),
 }
 
+MEMORIES = ("full", "swa", "recurrent", "hybrid")
+"""One kind for each way in which a model remembers what it has read."""
+
 SIZES = {
     "tiny": Shape(
         n_layers=4, n_embd=64, n_ff=128, n_heads=2, n_kv_heads=1, head_size=32, state_size=32

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ import pytest
 from proxy.app import run_proxy
 from proxy.errors import StoreLocked
 from tests.lab.conversation import agent_requests, system, tools
+from tests.lab.models import MEMORIES
+from tests.lab.processes import is_alive
 from tests.lab.rig import Rig
 from tests.live.conftest import StartRig
 
@@ -71,11 +75,9 @@ async def test_damaged_file_is_refused_by_the_server_and_the_request_served(
     async with start_rig("hybrid") as rig:
         await ask(rig)
         await rig.stop_proxy()
-        for path in (tmp_path / "slots").glob("lpc-*.state"):
-            status = path.stat()
-            with path.open("r+b") as file:
-                file.truncate(status.st_size // 2)
-            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        for path in state_files(tmp_path):
+            with unnoticed(path), path.open("r+b") as file:
+                file.write(bytes(64))
         await asyncio.to_thread(rig.server.stop)
         await asyncio.to_thread(rig.server.start)
         await rig.start_proxy()
@@ -84,6 +86,40 @@ async def test_damaged_file_is_refused_by_the_server_and_the_request_served(
         assert sample(rig, "requests_total", outcome="degraded") == 1
         await rig.settled()
         assert await ask(rig, 2) > 0
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+async def test_file_that_is_cut_short_never_reaches_llama_server(
+    start_rig: StartRig, tmp_path: Path, kind: str
+) -> None:
+    async with start_rig(kind) as rig:
+        await ask(rig)
+        await rig.settled()
+        for path in state_files(tmp_path):
+            with unnoticed(path):
+                os.truncate(path, path.stat().st_size // 2)
+        await asyncio.to_thread(rig.server.stop)
+        await asyncio.to_thread(rig.server.start)
+        pid = rig.server.pid
+        assert await ask(rig, 1) == 0
+        assert sample(rig, "restores_total", result="missing") == 1
+        await rig.settled()
+        assert await ask(rig, 2) > 0
+        assert rig.server.pid == pid and is_alive(pid)
+
+
+def state_files(tmp_path: Path) -> list[Path]:
+    found = list((tmp_path / "slots").glob("lpc-*.state"))
+    assert found
+    return found
+
+
+@contextmanager
+def unnoticed(path: Path) -> Iterator[None]:
+    """Let a file keep its time, as one that a failing disk has changed."""
+    status = path.stat()
+    yield
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def sample(rig: Rig, name: str, **labels: str) -> float:
@@ -95,7 +131,7 @@ async def test_deleted_file_costs_only_speed(start_rig: StartRig, tmp_path: Path
     async with start_rig("hybrid") as rig:
         await ask(rig)
         await rig.settled()
-        for path in (tmp_path / "slots").glob("lpc-*.state"):
+        for path in state_files(tmp_path):
             path.unlink()
         rig.server.request("POST", "/slots/0?action=erase", {})
         rig.server.request("POST", "/slots/1?action=erase", {})
