@@ -19,9 +19,10 @@ from tests.bench.answers import FIELDS, Answer, distance, diverges_at, read_answ
 from tests.bench.by_hand import ByHand
 from tests.bench.progress import tell
 from tests.bench.request_log import RequestLog, Way
-from tests.bench.rigs import KINDS, new_server, open_rig
+from tests.bench.rigs import new_server, open_rig
 from tests.bench.section import Section
 from tests.bench.workload import Request, session
+from tests.lab.models import MEMORIES
 
 BY_HAND_BAR = 0.0005
 COLD_BARS = {"full": 0.005, "swa": 0.012, "recurrent": 0.005, "hybrid": 0.005}
@@ -53,7 +54,7 @@ async def measure_correctness(leftovers: ExitStack, log: RequestLog) -> Section:
         f"by hand <= {BY_HAND_BAR}, cold <= 0.005 (SWA 0.012)",
         ("memory", "requests", "number", "by hand", "cold", "texts as by hand", "texts as cold"),
     )
-    for kind in KINDS:
+    for kind in MEMORIES:
         compared = await _compare(kind, leftovers, log)
         for name, group in _groups(compared).items():
             _add(section, kind, name, group)

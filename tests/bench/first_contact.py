@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from proxy.core.namespace import CANARY_TOKENS
 from tests.bench.progress import tell
-from tests.bench.rigs import KINDS, open_rig
+from tests.bench.rigs import open_rig
 from tests.bench.section import Section
+from tests.lab.models import MEMORIES
 from tests.lab.rig import Rig
 
 N_TIMES = 3
@@ -24,7 +25,7 @@ async def measure_first_contact(leftovers: ExitStack) -> Section:
         f"later starts {len(CANARY_TOKENS)} tokens",
         ("memory", "rule", "first: evaluated", "first: s", "later: evaluated", "later: s"),
     )
-    for kind in KINDS:
+    for kind in MEMORIES:
         tell(f"first contact, {kind}")
         measured = [await _measure(kind, leftovers) for _ in range(N_TIMES)]
         first_seconds = median(start.first_seconds for start in measured)

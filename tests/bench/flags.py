@@ -21,11 +21,10 @@ from proxy.core.prefix import TokenIds, common_prefix_length
 from tests.bench.interrupts import run_to_the_end
 from tests.bench.ledger import Ledger
 from tests.bench.progress import tell
-from tests.bench.rigs import KINDS
 from tests.bench.section import Section
 from tests.bench.traces.metrics import Counters, add_up, read_counters
 from tests.lab.conversation import Message, agent_requests, system, tools
-from tests.lab.models import model_path
+from tests.lab.models import MEMORIES, model_path
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer, request
 
@@ -239,7 +238,7 @@ async def run(kinds: list[str], names: list[str], leftovers: ExitStack) -> int:
 def main() -> int:
     """Run what the command line names; all by default."""
     parser = argparse.ArgumentParser(description="Measure what llama-server's flags cost.")
-    parser.add_argument("--model", nargs="+", choices=KINDS, default=["hybrid", "full"])
+    parser.add_argument("--model", nargs="+", choices=MEMORIES, default=["hybrid", "full"])
     parser.add_argument("--flags", nargs="+", choices=FLAGS, default=list(FLAGS))
     arguments = parser.parse_args()
     return run_to_the_end(lambda leftovers: run(arguments.model, arguments.flags, leftovers))

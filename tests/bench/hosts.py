@@ -12,10 +12,10 @@ from tests.bench.moving import N_CTX, Cost, Turn, conversation, lengths, new_fol
 from tests.bench.play import stream_first_token
 from tests.bench.processes import ProxyProcess, Setup
 from tests.bench.progress import tell
-from tests.bench.rigs import KINDS
 from tests.bench.section import Section
 from tests.bench.swap_log import SwapSeconds, read_swaps
 from tests.lab.conversation import user
+from tests.lab.models import MEMORIES
 from tests.lab.router import Router, link_models
 from tests.lab.swap import Swap
 
@@ -44,11 +44,11 @@ async def measure_swaps(leftovers: ExitStack) -> Section:
         f"{N_CANARY} tokens",
         ("through", "memory", "prompt", "new", "evaluated", "at most", "without the proxy"),
     )
-    sizes = dict.fromkeys(KINDS, "tiny")
+    sizes = dict.fromkeys(MEMORIES, "tiny")
     for name in HOSTS:
         ours = await _measure(name, sizes, leftovers, has_proxy=True)
         alone = await _measure(name, sizes, leftovers, has_proxy=False)
-        for kind in KINDS:
+        for kind in MEMORIES:
             cost, theirs = worst(ours.costs[kind], alone.costs[kind])
             counts = cost.n_prompt, cost.n_new, cost.n_evaluated, cost.n_at_most
             section.add(name, kind, *counts, theirs.n_evaluated, is_met=cost.is_met)

@@ -19,9 +19,8 @@ from tests.bench.moving import (
 from tests.bench.play import stream_first_token
 from tests.bench.processes import ProxyProcess, Setup
 from tests.bench.progress import tell
-from tests.bench.rigs import KINDS
 from tests.bench.section import Section
-from tests.lab.models import model_path
+from tests.lab.models import MEMORIES, model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 
 N_TIMES = 3
@@ -42,7 +41,7 @@ async def measure_pairs(leftovers: ExitStack) -> Section:
             *("without the proxy: evaluated", "first token"),
         ),
     )
-    for kind, size in (*((kind, "tiny") for kind in KINDS), ("hybrid", "small")):
+    for kind, size in (*((kind, "tiny") for kind in MEMORIES), ("hybrid", "small")):
         tell(f"two llama-servers, {kind} {size}")
         pair = _Pair(kind, size, leftovers)
         moved, fled, alone = await pair.measure()

@@ -6,10 +6,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.bench.progress import tell
-from tests.bench.rigs import KINDS
 from tests.bench.section import Section
 from tests.lab.interleaved import Conversations, Cost
-from tests.lab.models import model_path
+from tests.lab.models import MEMORIES, model_path
 from tests.lab.run import RunProcess
 from tests.lab.server import DEFAULT_MODEL_FOLDER
 
@@ -23,7 +22,7 @@ async def measure_restarts(leftovers: ExitStack) -> Section:
         "evaluated <= new + 32",
         ("memory", "conversation", "prompt", "new", "evaluated", "at most"),
     )
-    for kind in KINDS:
+    for kind in MEMORIES:
         tell(f"run: {kind}")
         for i, cost in enumerate(await asyncio.to_thread(_measure, kind, leftovers)):
             cells = (cost.n_prompt, cost.n_new, cost.n_evaluated, cost.n_at_most)

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from proxy.driver.saving.saver import RewriteStateFile, keep_as_saved
 from tests.bench.ledger import Ledger
 from tests.bench.progress import tell
-from tests.bench.rigs import KINDS, open_rig
+from tests.bench.rigs import open_rig
 from tests.bench.section import Section
 from tests.bench.workload import Request, conversation, second_conversation
+from tests.lab.models import MEMORIES
 from tests.lab.older_builds import strip_context_checkpoints
 from tests.lab.rig import Rig
 
@@ -76,7 +77,7 @@ class ReuseBenchmark:
         )
 
     async def run(self) -> list[Section]:
-        for kind in KINDS:
+        for kind in MEMORIES:
             await self._run(kind, keep_as_saved)
             await self._run(kind, strip_context_checkpoints)
         return [self.next_turn, self.second]

@@ -11,8 +11,6 @@ from tests.lab.models import model_path
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 
-KINDS = ("full", "swa", "recurrent", "hybrid")
-
 
 def new_server(kind: str, leftovers: ExitStack) -> LlamaServer:
     """Return a llama-server with a tiny model and a temporary --slot-save-path, not yet started."""

@@ -8,11 +8,11 @@ import pytest
 from proxy.core.slots import TAINTED, Empty
 from tests.lab.apis import CHAT, MESSAGES, RESPONSES, Api
 from tests.lab.conversation import Message, answer, system, tool_call, tool_result, user
+from tests.lab.models import MEMORIES
 from tests.lab.rig import Rig
 from tests.live.conftest import StartRig
 from tests.live.ledger import SLACK_TOKENS, TOOLS, ApiLedger
 
-KINDS = ("full", "swa", "recurrent", "hybrid")
 HEADER = [system(450)]
 NEVER_IDLE: dict[str, Any] = {"idle_save_seconds": 3600.0}
 """Nothing is saved but for a reason that the test gives."""
@@ -87,7 +87,7 @@ class Confirmed:
 
 
 @both_apis
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MEMORIES)
 @pytest.mark.parametrize(("stream", "n_slots"), [(False, 1), (True, 2)], ids=["whole", "stream"])
 async def test_conversations_by_turns_and_a_restart_evaluate_only_what_is_new(
     start_rig: StartRig, api: Api, kind: str, stream: bool, n_slots: int
@@ -105,7 +105,7 @@ async def test_conversations_by_turns_and_a_restart_evaluate_only_what_is_new(
 @pytest.mark.parametrize(
     ("api", "kind", "n_slots"),
     [
-        *((MESSAGES, kind, 2) for kind in KINDS),
+        *((MESSAGES, kind, 2) for kind in MEMORIES),
         *((MESSAGES, "hybrid", n_slots) for n_slots in (1, 4)),
         (RESPONSES, "hybrid", 2),
     ],
@@ -160,7 +160,7 @@ async def test_prompt_that_another_slot_is_answering_is_placed_beside_it(
             await assert_as_foreseen(rig)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MEMORIES)
 async def test_requests_of_all_apis_at_once_do_not_take_each_others_slots(
     start_rig: StartRig, kind: str
 ) -> None:
@@ -179,7 +179,7 @@ async def test_requests_of_all_apis_at_once_do_not_take_each_others_slots(
 
 
 @both_apis
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MEMORIES)
 async def test_request_sent_again_after_it_was_left_finds_what_was_evaluated(
     start_rig: StartRig, api: Api, kind: str
 ) -> None:

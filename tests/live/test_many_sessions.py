@@ -15,11 +15,11 @@ from tests.lab.conversation import (
     tool_result,
     user,
 )
+from tests.lab.models import MEMORIES
 from tests.lab.rig import Rig
 from tests.live.conftest import StartRig
 from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
 
-KINDS = ("full", "swa", "recurrent", "hybrid")
 HEADER = [system(450)]
 NEVER_IDLE: dict[str, Any] = {"idle_save_seconds": 3600.0}
 """Nothing is saved but for a reason that the test gives."""
@@ -62,7 +62,7 @@ class Counted:
                 assert n_evaluated <= n_new + SLACK_TOKENS
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MEMORIES)
 async def test_conversations_by_turns_on_one_slot_evaluate_only_what_is_new(
     start_rig: StartRig, kind: str
 ) -> None:
@@ -102,7 +102,7 @@ async def test_conversation_keeps_one_file_with_the_few_points_that_are_worth_it
                 assert any(place - SLACK_TOKENS <= p <= place for p in only.restore_points)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MEMORIES)
 async def test_header_that_changes_half_way_shares_its_stable_part(
     start_rig: StartRig, kind: str
 ) -> None:
@@ -118,7 +118,7 @@ async def test_header_that_changes_half_way_shares_its_stable_part(
             assert n_evaluated <= n_new + SLACK_TOKENS
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MEMORIES)
 @pytest.mark.parametrize("n_slots", [1, 2])
 async def test_titles_after_every_turn_cost_the_conversation_nothing(
     start_rig: StartRig, kind: str, n_slots: int
@@ -132,7 +132,7 @@ async def test_titles_after_every_turn_cost_the_conversation_nothing(
             await chat(rig, title, tools=[])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MEMORIES)
 async def test_conversation_goes_on_after_a_fork_of_it_has_had_the_slot(
     start_rig: StartRig, kind: str
 ) -> None:
@@ -150,7 +150,7 @@ async def test_conversation_goes_on_after_a_fork_of_it_has_had_the_slot(
         assert n_evaluated <= n_new + SLACK_TOKENS
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MEMORIES)
 async def test_requests_with_the_same_new_header_at_once_evaluate_it_once(
     start_rig: StartRig, kind: str
 ) -> None:

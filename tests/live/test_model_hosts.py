@@ -16,7 +16,7 @@ import pytest
 
 from proxy.core.prefix import TokenIds, common_prefix_length, token_ids
 from tests.lab.conversation import Message, agent_requests, system, tools
-from tests.lab.models import model_path
+from tests.lab.models import MEMORIES, model_path
 from tests.lab.processes import await_end, child_pids
 from tests.lab.rig import Rig
 from tests.lab.router import Router, link_models
@@ -25,7 +25,6 @@ from tests.lab.swap import Swap
 
 SLACK_TOKENS = 32
 CANARY_TOKENS = 128
-KINDS = ("full", "swa", "recurrent", "hybrid")
 TOOLS = tools(6)
 CHAT = "/v1/chat/completions"
 
@@ -45,7 +44,7 @@ class Models:
 
     async def measure_all(self) -> None:
         """Have each model loaded once, so that its rule is known."""
-        for model in KINDS:
+        for model in MEMORIES:
             await self.ask(model, [{"role": "user", "content": "hello"}], max_tokens=1)
             await self.healthy()
 
@@ -158,7 +157,7 @@ def start_models(request: pytest.FixtureRequest, tmp_path: Path) -> StartModels:
     async def start(key: str = "", **settings: Any) -> AsyncIterator[Models]:
         slots = tmp_path / "slots"
         slots.mkdir(mode=0o700)
-        kinds = {kind: kind for kind in KINDS}
+        kinds = {kind: kind for kind in MEMORIES}
         host: Host
         if request.param == "router":
             models = link_models(tmp_path / "models", kinds)
@@ -183,12 +182,12 @@ async def test_conversation_goes_on_after_its_model_was_swapped_out(
     async with start_models() as models:
         await models.measure_all()
         for messages in requests[:2]:
-            for kind in KINDS:
+            for kind in MEMORIES:
                 await models.n_new(kind, messages)
                 reply = await models.ask(kind, messages)
                 assert reply["model"] and models.loaded() == {kind}
         for messages in requests[2:]:
-            for kind in KINDS:
+            for kind in MEMORIES:
                 reply = await models.ask(kind, messages)
                 record = await models.last_request()
                 n_counted = models.host.evaluated_tokens(kind)
@@ -210,9 +209,11 @@ async def test_clients_of_several_models_take_turns_and_get_right_answers(
             replies = [await models.ask(model, messages, max_tokens=4) for messages in requests]
             return [str(reply["choices"][0]["message"]) for reply in replies]
 
-        said = dict(zip(KINDS, await asyncio.gather(*map(converse, KINDS)), strict=True))
+        said = dict(zip(MEMORIES, await asyncio.gather(*map(converse, MEMORIES)), strict=True))
         # Warming keeps its model loaded, although the others want it to go.
-        others = [models.ask(kind, requests[0], max_tokens=1) for kind in KINDS if kind != "full"]
+        others = [
+            models.ask(kind, requests[0], max_tokens=1) for kind in MEMORIES if kind != "full"
+        ]
         told, *_ = await asyncio.gather(models.warm("full", requests[1]), *others)
         assert "warmed" in told, told
         assert models.n_waiting() == 0 and len(models.loaded()) == 1

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from tests.lab.interleaved import HEADER, TOOLS, Conversations
-from tests.lab.models import model_path
+from tests.lab.models import MEMORIES, model_path
 from tests.lab.processes import await_end, is_alive
 from tests.lab.run import LLAMA_SERVER_ARGUMENTS, RunProcess
 from tests.lab.server import DEFAULT_MODEL_FOLDER, find_free_port
 
-MEMORIES = ("full", "swa", "recurrent", "hybrid")
 N_BEFORE = 3
 
 StartRun = Callable[..., RunProcess]

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from tests.lab.conversation import Message, agent_requests, system
-from tests.lab.models import model_path
+from tests.lab.models import MEMORIES, model_path
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
 
-KINDS = ("full", "swa", "recurrent", "hybrid")
 HEADER = [system(450)]
 
 
@@ -93,7 +92,7 @@ def start_pair(tmp_path: Path) -> StartPair:
     return start
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MEMORIES)
 async def test_conversation_that_moves_evaluates_only_new_tokens(
     start_pair: StartPair, kind: str
 ) -> None:

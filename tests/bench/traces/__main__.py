@@ -26,11 +26,11 @@ from tests.bench.traces.chart import draw, rows_of
 from tests.bench.traces.chat import ChatFailed
 from tests.bench.traces.measure import Measurement
 from tests.bench.traces.outcomes import Outcomes
-from tests.bench.traces.plan import KINDS, Choice, Planned, plan
+from tests.bench.traces.plan import Choice, Planned, plan
 from tests.bench.traces.report import requests_table, results_table
 from tests.bench.traces.result import ALONE, THROUGH_PROXY, Case, Failure, Result
 from tests.bench.traces.stored import StoredResults
-from tests.lab.models import SIZES
+from tests.lab.models import MEMORIES, SIZES
 from tests.lab.server import LlamaServerError
 
 CHART, CHART_KIND = DOCUMENT.with_name("benchmarks-traces.svg"), "hybrid"
@@ -129,7 +129,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Play traces of many sessions.")
     allowed: dict[str, Iterable[str]] = {
         "trace": TRACES,
-        "model": KINDS,
+        "model": MEMORIES,
         "size": SIZES,
         "variant": (*THROUGH_PROXY, *ALONE),
     }

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from tests.bench.traces.catalogue import TRACES
 from tests.bench.traces.result import Case, Variant
+from tests.lab.models import MEMORIES
 
-KINDS = ("full", "swa", "recurrent", "hybrid")
 N_TIMES_MIXED = 5
 N_TIMES_WALL = 3
 """Wall times are compared by their medians."""
@@ -47,7 +47,7 @@ def plan(choice: Choice) -> list[Planned]:
 def _everything(choice: Choice) -> Iterator[Planned]:
     for name, trace in TRACES.items():
         for n_slots in choice.slots or trace().slots:
-            for kind in KINDS:
+            for kind in MEMORIES:
                 for variant in choice.variants or _variants(name, kind, n_slots):
                     for size in choice.sizes or ("tiny",):
                         case = Case(name, kind, size, n_slots, variant)
