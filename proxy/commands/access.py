@@ -84,7 +84,8 @@ class OfDirectory:
         self._store = store
 
     def checkpoints(self) -> list[ListedCheckpoint]:
-        return [list_checkpoint(checkpoint) for checkpoint in self._store.checkpoints()]
+        names = self._store.model_names()
+        return [list_checkpoint(checkpoint, names) for checkpoint in self._store.checkpoints()]
 
     def pin(self, checkpoint: ListedCheckpoint, *, is_pinned: bool) -> None:
         self._store.pin(self._store.get(checkpoint.id), is_pinned=is_pinned)

@@ -32,11 +32,13 @@ def ls(store: Access, name: str | None, shows_all: bool, as_json: bool) -> None:
     \b
     llama-prefix-cache ls
     llama-prefix-cache ls 5d3a90c2            only that header (or session, or namespace)
+    llama-prefix-cache ls qwen3.5-35b-q4      only that model
     llama-prefix-cache ls --json | jq '.checkpoints | length'
     llama-prefix-cache ls --slot-save-path /var/lib/llama-prefix-cache     without a proxy
 
-    ID is the beginning of what another ls has shown, 4 digits at least. A namespace is a model (and the
-    API key that asked for it), a header is tools and system prompt, a session is one conversation.
+    ID is the beginning of what another ls has shown, 4 digits at least, or the name of a model. A
+    namespace is a model (and the API key that asked for it), a header is tools and system prompt, a
+    session is one conversation.
     """
     checkpoints = store.checkpoints()
     if name is not None:
@@ -87,6 +89,8 @@ def _title(level: int, node_id: str, checkpoints: Checkpoints) -> str:
     if not node_id.strip("0"):
         return "no header known"
     words = f"{_TITLES[level]} {node_id[:_DIGITS]}"
+    if level == 0:
+        return " of ".join(filter(None, (words, checkpoints[0].model)))
     lengths = {1: [c.n_header_tokens for c in checkpoints], 2: [c.n_tokens for c in checkpoints]}
     return f"{words} of {max(lengths[level]):,} tokens" if level in lengths else words
 

@@ -1,4 +1,4 @@
-"""Finds the checkpoints that a few hex digits name, be it one checkpoint or all of a session or header."""
+"""Finds the checkpoints that a few hex digits or a model's name stand for."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,14 +8,15 @@ MIN_DIGITS = 4
 
 
 class NotNamed(Exception):
-    """Nothing, or more than one thing, begins with these digits; the message says which."""
+    """Nothing, or more than one thing, is called so; the message says which."""
 
 
 def named(text: str, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
-    """Return the checkpoints that *text* names: the beginning of an id, or an id from /tree.
+    """Return the checkpoints that *text* names: the beginning of an id, an id from /tree, or a model.
 
     Raises NotNamed.
     """
+    of_model = [checkpoint for checkpoint in checkpoints if checkpoint.model == text]
     if "/" in text:
         found = {text: [c for c in checkpoints if f"{c.parent}/".startswith(f"{text}/")]}
     else:
@@ -25,10 +26,14 @@ def named(text: str, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedChec
                 if node_id.rpartition("/")[2].startswith(text.lower()):
                     found.setdefault(node_id, []).append(checkpoint)
     found = {node_id: below for node_id, below in found.items() if below}
+    if of_model:
+        if any(below != of_model for below in found.values()):
+            raise NotNamed(f"{text!r} is a model's name and begins ids, too: give more digits")
+        return of_model
     if len(text) < MIN_DIGITS:
         raise NotNamed(f"{text!r} is too short: give {MIN_DIGITS} digits of an id at least")
     if not found:
-        raise NotNamed(f"there is nothing with an id that begins with {text!r}: see ls")
+        raise NotNamed(f"no model is called {text!r}, and no id begins so: see ls")
     if len(found) > 1:
         raise NotNamed(f"{len(found)} ids begin with {text!r}: give more digits")
     return next(iter(found.values()))

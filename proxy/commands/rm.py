@@ -52,7 +52,7 @@ def rm(store: Access, names: tuple[str, ...], yes: bool, pinned: bool, as_json: 
 
 
 @click.command()
-@click.option("--namespace", metavar="ID", help="Only of this model, as ls shows it.")
+@click.option("--namespace", metavar="ID", help="Only of this namespace or model, as ls shows it.")
 @click.option("--unused-for", type=Age(), default=0, help="Only what was not used for so long.")
 @click.option("--everything", is_flag=True, help="Without any condition.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
@@ -94,11 +94,13 @@ def _node(store: Access, namespace: str | None) -> NodeId:
     if namespace is None:
         return STORE
     try:
-        parents = {c.parent.split("/")[0] for c in named(namespace, store.checkpoints())}
+        found = named(namespace, store.checkpoints())
     except NotNamed as complaint:
         fail(complaint, EXIT_FAILED)
-    (parent,) = parents
-    if not parent.startswith(namespace.lower()):
+    parent, *others = {c.parent.split("/")[0] for c in found}
+    if others:
+        fail(f"{namespace!r} has {1 + len(others)} namespaces: give the id of one", EXIT_FAILED)
+    if not parent.startswith(namespace.lower()) and found[0].model != namespace:
         fail(f"{namespace!r} is not a namespace: see the first level of ls", EXIT_FAILED)
     return parse_node_id(parent)
 

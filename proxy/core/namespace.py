@@ -19,10 +19,14 @@ TOLERANCE = 0.01
 
 
 class KnownNamespace(msgspec.Struct, frozen=True):
-    """A namespace's id and its canary: the likeliest tokens with their log-probabilities."""
+    """A namespace's id and its canary: the likeliest tokens with their log-probabilities.
+
+    `name` is what the model was called when it was last served.
+    """
 
     id: bytes
     canary: list[tuple[int, float]]
+    name: str = ""
 
 
 def choose_namespace(
@@ -33,10 +37,10 @@ def choose_namespace(
 
 
 def new_namespace(
-    static: str, known: Sequence[KnownNamespace], canary: list[tuple[int, float]]
+    static: str, known: Sequence[KnownNamespace], canary: list[tuple[int, float]], name: str
 ) -> KnownNamespace:
     """Return a namespace for a model that is none of those *known* under what is told of it."""
-    return KnownNamespace(xxhash.xxh3_128_digest(f"{static} {len(known)}".encode()), canary)
+    return KnownNamespace(xxhash.xxh3_128_digest(f"{static} {len(known)}".encode()), canary, name)
 
 
 def is_same_canary(left: Sequence[tuple[int, float]], right: Sequence[tuple[int, float]]) -> bool:

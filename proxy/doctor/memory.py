@@ -15,12 +15,12 @@ from proxy.driver.contact.identity import (
     static_key,
     tenant_namespace,
 )
-from proxy.driver.contact.memory import (
+from proxy.driver.contact.known_models import (
     NAMESPACES_PREFIX,
     namespaces_name,
-    self_test_name,
     tenants_name,
 )
+from proxy.driver.contact.memory import self_test_name
 from proxy.driver.contact.self_test import SelfTest
 from proxy.errors import SaveRejected
 from proxy.store.inspection import IndexContent

@@ -12,8 +12,8 @@ import msgspec
 import xxhash
 
 from proxy.core.model import Checkpoint
+from proxy.driver.contact.known_models import Owner
 from proxy.errors import CacheFault
-from proxy.offline.models import Owner
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

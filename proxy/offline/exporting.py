@@ -12,6 +12,7 @@ import msgspec
 
 from proxy.core.model import Checkpoint
 from proxy.core.prefix import tokens_to_bytes
+from proxy.driver.contact.known_models import Owner, owners
 from proxy.errors import StoreFault
 from proxy.offline.bundle import (
     FORMAT_VERSION,
@@ -22,7 +23,6 @@ from proxy.offline.bundle import (
     member,
     member_names,
 )
-from proxy.offline.models import Owner, owners
 from proxy.offline.store import OfflineStore
 from proxy.store.opening import LOCK_NAME
 

@@ -14,6 +14,7 @@ import msgspec
 
 from proxy.core.model import Checkpoint, Cuts
 from proxy.core.prefix import Namespace, TokenIds, hash_prefixes, tokens_from_bytes
+from proxy.driver.contact.known_models import Owner, knows_models
 from proxy.errors import StateFileMalformed, StoreFault
 from proxy.offline.bundle import (
     FORMAT_VERSION,
@@ -24,7 +25,7 @@ from proxy.offline.bundle import (
     Note,
     member_names,
 )
-from proxy.offline.models import Owner, introduce, knows_models, namespace_of
+from proxy.offline.models import introduce, namespace_of
 from proxy.offline.store import OfflineStore
 from proxy.store.new_state import NewState
 from proxy.upstream.state_file import StateFile, read_state_file

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from proxy.core.model import Checkpoint
-from proxy.core.prefix import TokenIds, hash_prefixes
+from proxy.core.prefix import Namespace, TokenIds, hash_prefixes
+from proxy.driver.contact.known_models import model_names
 from proxy.errors import StoreFault
 from proxy.store import new_state, opening
 from proxy.store.index import Index
@@ -27,6 +28,10 @@ class OfflineStore:
 
     def checkpoints(self) -> list[Checkpoint]:
         return self.index.all()
+
+    def model_names(self) -> dict[Namespace, str]:
+        """Return what the model of each namespace is called, as far as that is known."""
+        return model_names(self.index)
 
     def get(self, checkpoint_id: str) -> Checkpoint:
         """Return a checkpoint by its id in hex; raises StoreFault if it is not there."""

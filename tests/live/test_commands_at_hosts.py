@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -105,7 +106,12 @@ async def test_commands_before_a_router_say_which_model(
         assert stats["reused_tokens"] >= warmed["n_header_tokens"]
         status, output = await command("stats", *admin)
         assert status == 0 and "llama-servers  full: rule: any prefix; slots: " in output
-        assert (await command("ls", *admin))[0] == 0
+        status, output = await command("ls", "full", *admin)
+        assert status == 0 and re.search(r"namespace [0-9a-f]{8} of full ", output)
+        purged = await asked("purge", "--namespace", "full", "--dry-run", *admin)
+        assert purged["n_deleted"] == len((await asked("ls", *admin))["checkpoints"]) > 0
+        status, output = await command("ls", "hybrid", *admin)
+        assert status == 1 and "no model is called 'hybrid'" in output
         survey = await survey_of(
             directory, router.base_url, model="hybrid", admin=rig.admin_url.removeprefix("http://")
         )

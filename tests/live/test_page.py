@@ -1,5 +1,6 @@
 """The live page in a real Chromium, before the proxy on the real llama-server, with traffic."""
 
+import re
 from importlib.resources import files
 from typing import Any
 
@@ -66,6 +67,8 @@ async def new_request_appears_and_is_explained(rig: Rig, page: Page) -> None:
 
 async def tree_opens_by_keyboard(page: Page) -> None:
     await page.until("document.querySelector('#tree button')")
+    name = await page.run("document.querySelector('#tree button').innerText")
+    assert re.match(r"\S+-tiny \([0-9a-f]{8}\)", name)
     await page.run("document.querySelector('#requests-title').focus()")
     for _ in range(100):
         if await page.run("document.activeElement.closest('#tree') !== null"):
@@ -83,6 +86,8 @@ async def tree_opens_by_keyboard(page: Page) -> None:
 
 async def nothing_is_wider_than_a_phone(page: Page) -> None:
     await page.resize(360, 740)
+    # A model may have a long name.
+    await page.run("document.querySelector('#tree button').innerText = 'Qwen35_35B_'.repeat(8)")
     wide = "[...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().right > 360)"
     assert await page.run(f"{wide}.map(e => e.outerHTML)") == []
     assert await page.run("document.documentElement.scrollWidth") == 360

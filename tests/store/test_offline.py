@@ -15,13 +15,18 @@ from proxy.core.model import Checkpoint, Cuts, Family
 from proxy.core.namespace import KnownNamespace
 from proxy.core.prefix import Namespace, hash_prefixes
 from proxy.driver.contact.identity import tenant_namespace
-from proxy.driver.contact.memory import namespaces_name, tenants_name
+from proxy.driver.contact.known_models import (
+    model_names,
+    namespaces_name,
+    owners,
+    tenants_name,
+)
 from proxy.errors import StoreFault, StoreLocked
 from proxy.offline.bundle import BundleRefused
 from proxy.offline.checking import ProblemKind, examine, mend
 from proxy.offline.exporting import export_checkpoints
 from proxy.offline.importing import Imported, import_checkpoints
-from proxy.offline.models import namespace_of, owners
+from proxy.offline.models import namespace_of
 from proxy.offline.store import OfflineStore, open_offline
 from proxy.store.opening import LOCK_NAME
 from tests.store.conftest import branch, new_state, opened, run_of
@@ -42,7 +47,7 @@ def nothing(n_bytes: int) -> None:
 async def meet(directory: Path, canary: list[tuple[int, float]], *, commits: bool = False) -> None:
     """Leave a store that a proxy has served a model from, with two states of it."""
     with opened(directory) as store:
-        known = [KnownNamespace(MODEL, canary)]
+        known = [KnownNamespace(MODEL, canary, "coder")]
         await store.put_value(namespaces_name("static"), known)
         await store.put_value(tenants_name(MODEL), [TENANT])
         for tokens in PROMPTS if commits else ():
@@ -172,6 +177,7 @@ def test_checkpoints_arrive_in_a_new_directory_as_they_were(file: Path, tmp_path
             assert (record.header, record.marks, record.n_prompt) == (200, (250,), 260)
             assert record.has_every_position and not record.is_pinned
             assert record.family == FAMILY
+            assert model_names(store.index)[namespace] == "coder"
     again = take(tmp_path / "second", file)
     assert (again.entered, again.n_already_there, again.is_new_model) == ((), 2, False)
 

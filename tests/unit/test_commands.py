@@ -30,7 +30,7 @@ STORED = [
     checkpoint(200, id=CheckpointId(0xABCD << 48 | 2), family=Family(HEADER, 0), is_pinned=True),
     checkpoint(300, id=CheckpointId(0xFFFF << 40), last_used_at=500.0, namespace=OTHER_NAMESPACE),
 ]
-LISTED = [list_checkpoint(stored) for stored in STORED]
+LISTED = [list_checkpoint(stored, {OTHER_NAMESPACE: "coder"}) for stored in STORED]
 
 
 def names(text: str) -> list[int]:
@@ -45,17 +45,23 @@ def test_few_digits_name_a_checkpoint_or_all_under_a_node() -> None:
     assert names("5d3a") == [100, 200]
     assert names(NAMESPACE.hex()[:6]) == [100, 200]
     assert names(str(NodeId(NAMESPACE, HEADER, SESSION))) == [100]
-    assert names(OTHER_NAMESPACE.hex()) == names("00ffff") == [300]
+    assert names(OTHER_NAMESPACE.hex()) == names("00ffff") == names("coder") == [300]
     for text, complaint in (
         ("abcd", "2 ids"),
         ("5d3", "too short"),
-        ("1234", "nothing"),
-        ("0000", "nothing"),  # what is not known is no name
-        ("nonsense", "nothing"),
-        (f"{NAMESPACE.hex()}/99", "nothing"),
+        ("1234", "no model"),
+        ("0000", "no model"),  # what is not known is no name
+        ("nonsense", "no model"),
+        (f"{NAMESPACE.hex()}/99", "no model"),
     ):
         with pytest.raises(NotNamed, match=complaint):
             named(text, LISTED)
+
+
+def test_name_of_a_model_that_begins_ids_too_is_asked_back() -> None:
+    both = [list_checkpoint(stored, {OTHER_NAMESPACE: "abcd"}) for stored in STORED]
+    with pytest.raises(NotNamed, match="begins ids, too"):
+        named("abcd", both)
 
 
 def test_selection_leaves_out_pinned_ones_and_what_was_used_lately() -> None:

@@ -23,8 +23,9 @@ MAY_IMPORT = {
     | {"proxy.metrics", "proxy.log", "proxy.front", "proxy.stabilize"},
     "proxy.doctor": {"proxy.core", "proxy.store", "proxy.upstream", "proxy.driver"}
     | {"proxy.addresses", "proxy.errors", "proxy.doctor"},
-    "proxy.offline": {"proxy.core", "proxy.store", "proxy.errors", "proxy.offline"},
-    "proxy.offline.models": {"proxy.driver.contact.identity", "proxy.driver.contact.memory"},
+    "proxy.offline": {"proxy.core", "proxy.store", "proxy.errors", "proxy.offline"}
+    | {"proxy.driver.contact.known_models"},
+    "proxy.offline.models": {"proxy.driver.contact.identity"},
     "proxy.offline.checking": {"proxy.upstream.state_file"},
     "proxy.offline.importing": {"proxy.upstream.state_file"},
     "proxy.front.stored": {"proxy.store"},

@@ -3,7 +3,7 @@
 Owns: the names of their fields, which the admin listener, the commands and docs/operations.md share. Pure.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 import msgspec
@@ -16,7 +16,8 @@ from proxy.core.views.tree import Level, Node, NodeId
 class ListedCheckpoint(msgspec.Struct, frozen=True):
     """A checkpoint as operators see it; `value_seconds` is what losing it would cost.
 
-    Only a running proxy knows that, and whether its file is likely in memory.
+    Only a running proxy knows that, and whether its file is likely in memory. `model` is what the model was
+    called when it was last served; None if that is not known.
     """
 
     id: str
@@ -32,13 +33,15 @@ class ListedCheckpoint(msgspec.Struct, frozen=True):
     is_pinned: bool
     is_warm: bool | None = None
     value_seconds: float | None = None
+    model: str | None = None
     level: Literal["checkpoint"] = "checkpoint"
 
 
 class ListedNode(msgspec.Struct, frozen=True):
     """A node above the checkpoints; what it counts are all checkpoints under it.
 
-    `is_served` says whether the model that llama-server serves now can use them; None if that is not known.
+    `is_served` says whether the model that llama-server serves now can use them, and `model` what theirs is
+    called; None if that is not known.
     """
 
     id: str
@@ -53,6 +56,7 @@ class ListedNode(msgspec.Struct, frozen=True):
     last_used_at: float
     n_restores: int
     is_served: bool | None
+    model: str | None = None
 
 
 class Deleted(msgspec.Struct, frozen=True):
@@ -67,10 +71,12 @@ class Deleted(msgspec.Struct, frozen=True):
 
 def list_checkpoint(
     checkpoint: Checkpoint,
+    names: Mapping[Namespace, str],
     *,
     value_seconds: float | None = None,
     is_warm: bool | None = None,
 ) -> ListedCheckpoint:
+    """Return a checkpoint as operators see it; *names* are those of the models of namespaces."""
     family = checkpoint.family
     session_id = family.session_id or None
     return ListedCheckpoint(
@@ -87,11 +93,17 @@ def list_checkpoint(
         is_pinned=checkpoint.is_pinned,
         is_warm=is_warm,
         value_seconds=None if value_seconds is None else round(value_seconds, 3),
+        model=names.get(checkpoint.namespace),
     )
 
 
-def list_node(node: Node, served: Collection[Namespace]) -> ListedNode:
-    """Return a node as operators see it; *served* are the namespaces of the model that is served now."""
+def list_node(
+    node: Node, names: Mapping[Namespace, str], served: Collection[Namespace]
+) -> ListedNode:
+    """Return a node as operators see it.
+
+    *names* are those of the models of namespaces, *served* the namespaces of the model that is served now.
+    """
     is_store = node.id.level is Level.STORE
     is_known = bool(served) and not is_store
     return ListedNode(
@@ -107,4 +119,5 @@ def list_node(node: Node, served: Collection[Namespace]) -> ListedNode:
         last_used_at=node.last_used_at,
         n_restores=node.n_restores,
         is_served=node.id.namespace in served if is_known else None,
+        model=names.get(node.id.namespace) if node.id.namespace else None,
     )

@@ -8,6 +8,9 @@ namespace all of it belongs to.
 import time
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from pathlib import Path
+
+import msgspec
 
 from proxy.core.degradation import DegradationKind
 from proxy.core.keeping.family import family_of
@@ -26,11 +29,11 @@ from proxy.core.slots import (
 from proxy.driver.contact.attachment import Attachment
 from proxy.driver.contact.identity import canary_tokens, read_identity, static_key
 from proxy.driver.contact.idle_slots import disturb, seen_clearing
+from proxy.driver.contact.known_models import namespaces_name
 from proxy.driver.contact.memory import (
     known_rates,
     known_sizes,
     known_tenants,
-    namespaces_name,
     owner_of,
 )
 from proxy.driver.degradations import CannotCache
@@ -146,7 +149,7 @@ class Attacher:
         table.set_content(slot_id, Empty())
         static = static_key(identity, (probe.version, probe.layout))
         attachment.saves_context_checkpoints = bool(probe.restore_points)
-        attachment.model_namespace = await self._namespace(self._services.store, static, canary)
+        attachment.model_namespace = await self._namespace(static, canary, self._name(props))
 
     async def _adopt_slots(self, room: Room, table: SlotTable, files: AsyncExitStack) -> Adopted:
         """Save every idle slot that holds something; the files live as long as *files*.
@@ -208,16 +211,23 @@ class Attacher:
         async with room.probe(slot_id, len(tokens)) as saved:
             return saved.state
 
+    def _name(self, props: Props) -> str:
+        """Return what people call the model: its name at its host, or that of its file."""
+        return self._upstream.target.model or Path(props.model_path).name.removesuffix(".gguf")
+
     async def _namespace(
-        self, store: CheckpointStore, static: str, canary: list[tuple[int, float]]
+        self, static: str, canary: list[tuple[int, float]], name: str
     ) -> Namespace:
-        name = namespaces_name(static)
-        known = store.index.value(name, list[KnownNamespace]) or []
+        store, key = self._services.store, namespaces_name(static)
+        known = store.index.value(key, list[KnownNamespace]) or []
         chosen = choose_namespace(known, canary)
         if chosen is None:
-            chosen = new_namespace(static, known, canary)
-            await store.put_value(name, [*known, chosen])
-        return Namespace(chosen.id)
+            named = new_namespace(static, known, canary, name)
+        else:
+            named = msgspec.structs.replace(chosen, name=name)
+        if named != chosen:
+            await store.put_value(key, [*(k for k in known if k is not chosen), named])
+        return Namespace(named.id)
 
     async def _commit(
         self, store: CheckpointStore, attachment: Attachment, slot_id: SlotId, saved: SavedSlot

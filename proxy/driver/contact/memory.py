@@ -8,9 +8,8 @@ from proxy.core.prefix import Namespace, TokenIds
 from proxy.core.probes import SelfTestResult
 from proxy.core.rates import Rates
 from proxy.driver.contact.attachment import Attachment
+from proxy.driver.contact.known_models import tenants_name
 from proxy.store.store import CheckpointStore
-
-NAMESPACES_PREFIX = "namespaces "
 
 
 def owner_of(store: CheckpointStore, attachment: Attachment, tokens: TokenIds) -> Namespace | None:
@@ -35,14 +34,6 @@ def known_tenants(store: CheckpointStore, attachment: Attachment) -> set[bytes]:
 async def remember_tenant(store: CheckpointStore, attachment: Attachment, tenant: bytes) -> None:
     attachment.tenants.add(tenant)
     await store.put_value(tenants_name(attachment.model_namespace), sorted(attachment.tenants))
-
-
-def tenants_name(model_namespace: Namespace | None) -> str:
-    return f"tenants {(model_namespace or b'').hex()}"
-
-
-def namespaces_name(static: str) -> str:
-    return NAMESPACES_PREFIX + static
 
 
 def known_self_test(store: CheckpointStore, attachment: Attachment) -> SelfTestResult | None:

@@ -10,6 +10,7 @@ from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.views.listing import Deleted
 from proxy.core.views.selection import Selected, Selection, select
 from proxy.core.views.tree import STORE, parse_node_id
+from proxy.driver.contact.known_models import model_names
 from proxy.driver.served import Served
 from proxy.errors import StoreFault
 from proxy.front.json_answers import json_response
@@ -43,8 +44,8 @@ class Checkpoints:
     async def list(self, request: web.Request) -> web.Response:
         """Return all checkpoints, the most valuable first."""
         store = require_store(request, self._opened_store)
-        present = self._served.present()
-        listed = [list_stored(checkpoint, store, present) for checkpoint in store]
+        names, present = model_names(store.index), self._served.present()
+        listed = [list_stored(checkpoint, names, store, present) for checkpoint in store]
         return json_response(
             200, {"checkpoints": sorted(listed, key=lambda c: -(c.value_seconds or 0))}
         )

@@ -5,10 +5,13 @@ operator visits could otherwise reach it; browsers send an Origin with every req
 something, and with every one that comes from another site's page.
 """
 
+from collections.abc import Mapping
+
 from aiohttp import web
 
 from proxy.core.keeping.eviction import Present
 from proxy.core.model import Checkpoint
+from proxy.core.prefix import Namespace
 from proxy.core.views.listing import ListedCheckpoint, list_checkpoint
 from proxy.front.json_answers import refuse_foreign_pages
 from proxy.store.store import CheckpointStore
@@ -25,11 +28,12 @@ def require_store(request: web.Request, store: CheckpointStore | None) -> Checkp
 
 
 def list_stored(
-    checkpoint: Checkpoint, store: CheckpointStore, present: Present
+    checkpoint: Checkpoint, names: Mapping[Namespace, str], store: CheckpointStore, present: Present
 ) -> ListedCheckpoint:
     """Return a checkpoint as operators see it, with what only a running proxy knows."""
     return list_checkpoint(
         checkpoint,
+        names,
         value_seconds=store.value_seconds(checkpoint, present),
         is_warm=store.is_warm(checkpoint),
     )

@@ -5,6 +5,7 @@ from aiohttp import web
 
 from proxy.core.views.listing import ListedCheckpoint, ListedNode, list_node
 from proxy.core.views.tree import STORE, Node, NodeId, children_of, node_of, parse_node_id, under
+from proxy.driver.contact.known_models import model_names
 from proxy.driver.served import Served
 from proxy.front.json_answers import json_response
 from proxy.front.stored.queries import list_stored, require_store, whole_number
@@ -52,17 +53,17 @@ class Tree:
         return json_response(200, level)
 
     def _level(self, store: CheckpointStore, node_id: NodeId, offset: int, limit: int) -> TreeLevel:
-        present = self._served.present()
+        names, present = model_names(store.index), self._served.present()
         checkpoints = under(node_id, store)
-        node = list_node(node_of(node_id, checkpoints), present.namespaces)
+        node = list_node(node_of(node_id, checkpoints), names, present.namespaces)
         children = children_of(node_id, checkpoints, offset, limit)
         end = offset + len(children)
         return TreeLevel(
             node,
             [
-                list_node(child, present.namespaces)
+                list_node(child, names, present.namespaces)
                 if isinstance(child, Node)
-                else list_stored(child, store, present)
+                else list_stored(child, names, store, present)
                 for child in children
             ],
             end if end < node.n_children else None,

@@ -109,6 +109,7 @@ function name(item) {
   const short = item.id.split("/").at(-1).slice(0, 8);
   switch (item.level) {
     case "namespace":
+      if (item.model) return `${item.model} (${short}${item.is_served === false ? ", not served now" : ""})`;
       return item.is_served === false ? `Another model or key ${short}` : `Model and key ${short}`;
     case "header":
       return item.n_tokens ? `Header of ${counted(item.n_tokens, "token")}` : "No known header";
