@@ -31,8 +31,8 @@ def rm(store: Access, names: tuple[str, ...], yes: bool, pinned: bool, as_json: 
     llama-prefix-cache rm 00f3b1c2
     llama-prefix-cache rm --yes 5d3a90c2      all of a header, without being asked
 
-    ID is the beginning of what ls shows: a checkpoint, or all of a session, header or namespace. Pinned
-    ones stay, unless --pinned. What slots hold stays too.
+    ID is the beginning of what ls shows: a checkpoint, or all of a session, header or namespace; or the
+    name of a model, for all of it. Pinned ones stay, unless --pinned. What slots hold stays too.
     """
     found = find_all(store, names)
     going = [checkpoint for checkpoint in found if pinned or not checkpoint.is_pinned]
