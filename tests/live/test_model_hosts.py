@@ -54,6 +54,16 @@ class Models:
             while (await self.rig.health())["reasons"]:  # noqa: ASYNC110 - there is no event
                 await asyncio.sleep(0.02)
 
+    async def attached(self, names: set[str]) -> None:
+        """Return once /health names exactly these models as attached."""
+        async with asyncio.timeout(30):
+            while {  # noqa: ASYNC110 - there is no event
+                name
+                for name, told in (await self.rig.health()).get("llama_servers", {}).items()
+                if told["llama_server"] == "attached"
+            } != names:
+                await asyncio.sleep(0.02)
+
     async def n_new(self, model: str, messages: list[Message]) -> int:
         """Return how many tokens of a prompt no earlier one of the model began with."""
         rendered = await self._post(
@@ -309,6 +319,28 @@ async def test_death_that_a_swap_has_not_noticed_is_waited_out(
         await asked
         assert (await models.last_request())["chosen"] == "restore"
         await models.healthy()
+
+
+async def test_models_seen_together_do_not_wait_for_each_other(
+    tmp_path: Path, directory: Path
+) -> None:
+    group = {"swap": False, "members": ["full", "hybrid"]}
+    kinds = {"full": "full", "hybrid": "hybrid"}
+    host = Swap(tmp_path, kinds, directory, n_ctx=32768, groups={"both": group})
+    question = [{"role": "user", "content": "count"}]
+    async with Rig(host, directory) as rig:
+        models = Models(rig, host)
+        # Loaded without the proxy, which looks once a second.
+        for model in kinds:
+            await models.ask_host(model, question)
+        await models.attached({"full", "hybrid"})
+        await models.healthy()
+        async with models.answering("full", question):
+            host.request("POST", "/api/models/unload/hybrid", {})
+            await models.attached({"full"})
+            await models.ask("hybrid", question, max_tokens=1)
+            _, slots = await asyncio.to_thread(host.request, "GET", "/upstream/full/slots")
+            assert any(slot["is_processing"] for slot in slots)
 
 
 async def test_names_and_idleness_at_a_swap(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from proxy.core.degradation import DegradationKind
 from proxy.core.planning.residency import Residents, next_step
@@ -143,6 +144,7 @@ class HostedModels:
 
     def _follow(self, models: Models) -> None:
         self._models = models
+        self._together.update(map(frozenset, combinations(models.loaded, 2)))
         for model in models.loaded - self._changing:
             self._note_loaded(self.group(model))
         for model, group in self._groups.items():
@@ -268,7 +270,7 @@ class HostedModels:
         finally:
             await self._try_to_look()
             self._changing = frozenset()
-            self._note_together(model, before)
+            self._note_displaced(model, before)
             # Who waited for a model that cannot be loaded is told so by the host itself.
             if model not in self._models.loaded:
                 self._admit([w for w in self._waiting if w.model == model])
@@ -287,12 +289,10 @@ class HostedModels:
         for model in leaving:
             await self._host.unload(model)
 
-    def _note_together(self, model: str, before: frozenset[str]) -> None:
-        loaded = self._models.loaded
-        if model in loaded:
-            for other in before - {model}:
-                pair = frozenset((model, other))
-                (self._together.add if other in loaded else self._together.discard)(pair)
+    def _note_displaced(self, model: str, before: frozenset[str]) -> None:
+        """Note which of the models that were loaded *before* have gone for one that is loaded now."""
+        gone = before - self._models.loaded if model in self._models.loaded else ()
+        self._together -= {frozenset((model, other)) for other in gone}
 
     async def save_all(self, keys: Mapping[str, str]) -> None:
         """Save what all models hold: a client is about to have some unloaded, if its *keys* are right."""
