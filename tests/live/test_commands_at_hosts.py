@@ -106,6 +106,7 @@ async def test_commands_before_a_router_say_which_model(
         assert stats["reused_tokens"] >= warmed["n_header_tokens"]
         status, output = await command("stats", *admin)
         assert status == 0 and "llama-servers  full: rule: any prefix; slots: " in output
+        await rig.settled()
         status, output = await command("ls", "full", *admin)
         assert status == 0 and re.search(r"namespace [0-9a-f]{8} of full ", output)
         purged = await asked("purge", "--namespace", "full", "--dry-run", *admin)
