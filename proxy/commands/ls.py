@@ -90,7 +90,8 @@ def _title(level: int, node_id: str, checkpoints: Checkpoints) -> str:
         return "no header known"
     words = f"{_TITLES[level]} {node_id[:_DIGITS]}"
     if level == 0:
-        return " of ".join(filter(None, (words, checkpoints[0].model)))
+        model = checkpoints[0].model
+        return f"{words} of {model}" if model else words
     lengths = {1: [c.n_header_tokens for c in checkpoints], 2: [c.n_tokens for c in checkpoints]}
     return f"{words} of {max(lengths[level]):,} tokens" if level in lengths else words
 

@@ -69,15 +69,15 @@ class StateFiles:
         source.rename(target)
         try:
             self._sync_directory()
-            return FileFacts(target.stat().st_size, self.stamp(final), checksum)
+            status = target.stat()
+            return FileFacts(status.st_size, _stamp_of(status), checksum)
         except OSError:
             target.unlink(missing_ok=True)
             raise
 
     def stamp(self, name: str) -> tuple[int, int]:
         """Return (inode, mtime_ns); OSError if the file is gone."""
-        status = self.path(name).stat()
-        return status.st_ino, status.st_mtime_ns
+        return _stamp_of(self.path(name).stat())
 
     def size_bytes(self, name: str) -> int:
         """Return the size of a file; 0 if it is gone."""
@@ -89,7 +89,7 @@ class StateFiles:
     def require_unchanged(self, name: str, stamp: tuple[int, int], size_bytes: int) -> None:
         """Raise StoreFault if a file is gone, not the one that was stamped, or of another size.
 
-        llama-server ends itself over a recurrent state that is cut short (llama-memory-recurrent.cpp).
+        llama-server may end itself over a recurrent state that is cut short (llama-memory-recurrent.cpp).
         """
         try:
             is_unchanged = self.is_unchanged(name, stamp, size_bytes)
@@ -100,7 +100,8 @@ class StateFiles:
 
     def is_unchanged(self, name: str, stamp: tuple[int, int], size_bytes: int) -> bool:
         """Return whether a file still has its stamp and size; OSError if it is gone."""
-        return self.stamp(name) == stamp and self.path(name).stat().st_size == size_bytes
+        status = self.path(name).stat()
+        return _stamp_of(status) == stamp and status.st_size == size_bytes
 
     def checksum(self, name: str) -> str:
         with self.path(name).open("rb") as file:
@@ -142,6 +143,10 @@ def is_private(mode: int) -> bool:
     The setgid bit says that it is on purpose: files then belong to the group that both users are in.
     """
     return not mode & (stat.S_IRWXO if mode & stat.S_ISGID else stat.S_IRWXO | stat.S_IRWXG)
+
+
+def _stamp_of(status: os.stat_result) -> tuple[int, int]:
+    return status.st_ino, status.st_mtime_ns
 
 
 def _checksum(descriptor: int) -> str:
