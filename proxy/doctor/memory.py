@@ -2,7 +2,7 @@
 
 import time
 
-from proxy.core.namespace import KnownNamespace, choose_namespace, is_same_canary
+from proxy.core.namespace import choose_namespace, is_same_canary
 from proxy.core.prefix import Namespace
 from proxy.core.probes import SelfTestResult
 from proxy.doctor.bench import Bench
@@ -17,8 +17,8 @@ from proxy.driver.contact.identity import (
 )
 from proxy.driver.contact.known_models import (
     NAMESPACES_PREFIX,
-    namespaces_name,
-    tenants_name,
+    known_namespaces,
+    known_tenants,
 )
 from proxy.driver.contact.memory import self_test_name
 from proxy.driver.contact.self_test import SelfTest
@@ -57,8 +57,7 @@ class Model:
 
     def namespace(self, index: IndexContent) -> Namespace | None:
         """Return the namespace of this model's states, if the index knows it."""
-        known = index.value(namespaces_name(self.static), list[KnownNamespace]) or []
-        chosen = choose_namespace(known, self.canary)
+        chosen = choose_namespace(known_namespaces(index, self.static), self.canary)
         return Namespace(chosen.id) if chosen else None
 
 
@@ -83,7 +82,7 @@ def examine_store(index: IndexContent, model: Model) -> StoreFacts:
     namespace = model.namespace(index)
     usable = []
     if namespace is not None:
-        tenants = {b"", *(index.value(tenants_name(namespace), list[bytes]) or [])}
+        tenants = {b"", *known_tenants(index, namespace)}
         ours = {tenant_namespace(namespace, tenant) for tenant in tenants}
         usable = [c for c in index.checkpoints if c.namespace in ours]
     return StoreFacts(
@@ -100,7 +99,7 @@ def _knows_canary(index: IndexContent, canary: Canary) -> bool:
         is_same_canary(known.canary, canary)
         for name in index.values
         if name.startswith(NAMESPACES_PREFIX)
-        for known in index.value(name, list[KnownNamespace]) or []
+        for known in known_namespaces(index, name.removeprefix(NAMESPACES_PREFIX))
     )
 
 

@@ -15,7 +15,7 @@ import msgspec
 from proxy.core.degradation import DegradationKind
 from proxy.core.keeping.family import family_of
 from proxy.core.model import CheckpointKind, SlotId
-from proxy.core.namespace import KnownNamespace, choose_namespace, new_namespace
+from proxy.core.namespace import choose_namespace, new_namespace
 from proxy.core.planning.evaluation import n_believed_points
 from proxy.core.prefix import Namespace, TokenIds
 from proxy.core.slots import (
@@ -29,11 +29,10 @@ from proxy.core.slots import (
 from proxy.driver.contact.attachment import Attachment
 from proxy.driver.contact.identity import canary_tokens, read_identity, static_key
 from proxy.driver.contact.idle_slots import disturb, seen_clearing
-from proxy.driver.contact.known_models import namespaces_name
+from proxy.driver.contact.known_models import known_namespaces, known_tenants, namespaces_name
 from proxy.driver.contact.memory import (
     known_rates,
     known_sizes,
-    known_tenants,
     owner_of,
 )
 from proxy.driver.degradations import CannotCache
@@ -120,7 +119,7 @@ class Attacher:
                 await self._erase_slots(table)
             slot_id = await self._empty_slot(table, adopted)
             await self._find_namespace(room, attachment, slot_id, props)
-            attachment.tenants = known_tenants(store, attachment)
+            attachment.tenants = known_tenants(store.index, attachment.model_namespace)
             attachment.sizes.extend(known_sizes(store, attachment))
             attachment.rates = known_rates(store, attachment)
             for adopted_id, saved in adopted.items():
@@ -218,15 +217,16 @@ class Attacher:
     async def _namespace(
         self, static: str, canary: list[tuple[int, float]], name: str
     ) -> Namespace:
-        store, key = self._services.store, namespaces_name(static)
-        known = store.index.value(key, list[KnownNamespace]) or []
+        store = self._services.store
+        known = known_namespaces(store.index, static)
         chosen = choose_namespace(known, canary)
         if chosen is None:
             named = new_namespace(static, known, canary, name)
         else:
             named = msgspec.structs.replace(chosen, name=name)
         if named != chosen:
-            await store.put_value(key, [*(k for k in known if k is not chosen), named])
+            others = (each for each in known if each is not chosen)
+            await store.put_value(namespaces_name(static), [*others, named])
         return Namespace(named.id)
 
     async def _commit(

@@ -5,6 +5,7 @@ known of the model without evaluating anything, beside the canary that it predic
 """
 
 from collections.abc import Iterator
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -14,6 +15,13 @@ from proxy.driver.contact.identity import tenant_namespace
 from proxy.store.index import Index
 
 NAMESPACES_PREFIX = "namespaces "
+T = TypeVar("T")
+
+
+class Values(Protocol):
+    """The values of an index, open or read."""
+
+    def value(self, name: str, value_type: type[T]) -> T | None: ...
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -27,11 +35,11 @@ class Owner(msgspec.Struct, frozen=True):
 def owners(index: Index) -> Iterator[tuple[Namespace, Owner]]:
     """Yield every namespace that an index can name the owner of."""
     for name in index.names(NAMESPACES_PREFIX):
-        for known in index.value(name, list[KnownNamespace]) or []:
+        static = name.removeprefix(NAMESPACES_PREFIX)
+        for known in known_namespaces(index, static):
             model = Namespace(known.id)
-            for tenant in {b"", *(index.value(tenants_name(model), list[bytes]) or [])}:
-                owner = Owner(name.removeprefix(NAMESPACES_PREFIX), known, tenant)
-                yield tenant_namespace(model, tenant), owner
+            for tenant in {b"", *known_tenants(index, model)}:
+                yield tenant_namespace(model, tenant), Owner(static, known, tenant)
 
 
 def model_names(index: Index) -> dict[Namespace, str]:
@@ -42,6 +50,16 @@ def model_names(index: Index) -> dict[Namespace, str]:
 def knows_models(index: Index) -> bool:
     """Return whether any model was ever served from this index."""
     return any(index.names(NAMESPACES_PREFIX))
+
+
+def known_namespaces(values: Values, static: str) -> list[KnownNamespace]:
+    """Return the models that have been met under the same *static* key."""
+    return values.value(namespaces_name(static), list[KnownNamespace]) or []
+
+
+def known_tenants(values: Values, model_namespace: Namespace | None) -> set[bytes]:
+    """Return the tenants that a model has served."""
+    return set(values.value(tenants_name(model_namespace), list[bytes]) or [])
 
 
 def namespaces_name(static: str) -> str:

@@ -26,11 +26,6 @@ def owner_of(store: CheckpointStore, attachment: Attachment, tokens: TokenIds) -
     return namespace if 2 * n_common >= len(tokens) else None
 
 
-def known_tenants(store: CheckpointStore, attachment: Attachment) -> set[bytes]:
-    """Return the tenants that this model has served before."""
-    return set(store.index.value(tenants_name(attachment.model_namespace), list[bytes]) or [])
-
-
 async def remember_tenant(store: CheckpointStore, attachment: Attachment, tenant: bytes) -> None:
     attachment.tenants.add(tenant)
     await store.put_value(tenants_name(attachment.model_namespace), sorted(attachment.tenants))
