@@ -23,7 +23,7 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
   { echo "$(PYTHON) with venv is missing: apt-get install python3.11-venv"; exit 1; }
 endef
 
-.PHONY: all setup llama-server models prometheus chromium demo test test-clients live lint format type docs screenshots bench clean
+.PHONY: all setup llama-server older-builds models prometheus chromium demo test test-long test-clients live lint format type docs screenshots bench clean
 
 all: lint type test
 
@@ -40,6 +40,10 @@ llama-server:
 	 else $(MAKE) --no-print-directory $(SERVER); fi
 $(SERVER):
 	tests/lab/fetch_llama_server.sh $(abspath $(LAB)/llama-server)
+
+# llama-servers of earlier months, from PyPI: their folders are named by the versions in tests/lab/older_server.py.
+older-builds: $(SETUP)
+	@$(BIN)/python -m tests.lab.older_server
 
 # For the dashboard and the alerts: one on PATH wins, otherwise Debian's own is unpacked into .lab.
 prometheus:
@@ -65,8 +69,12 @@ $(MODELS): $(SETUP) $(wildcard tests/lab/*.py tests/lab/templates/*)
 demo: $(SETUP) llama-server models
 	@$(BIN)/python -m tests.bench.demo
 
-test: $(SETUP) llama-server models prometheus chromium
+test: $(SETUP) llama-server older-builds models prometheus chromium
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The same with many more generated examples for each property.
+test-long: $(SETUP) llama-server older-builds models prometheus chromium
+	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile=long
 
 # The real Claude Code and OpenCode, pinned in tests/clients/package.json; npm is only needed to fetch them.
 test-clients: $(SETUP) llama-server models $(CLIENTS)
@@ -81,7 +89,7 @@ $(CLIENTS): tests/clients/package.json
 	npm install --prefix $(@D) --ignore-scripts --no-package-lock --no-audit --no-fund --loglevel=error
 	@touch $@
 
-live: $(SETUP) llama-server models prometheus chromium
+live: $(SETUP) llama-server older-builds models prometheus chromium
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/live
 
 lint: $(SETUP)

@@ -1,7 +1,9 @@
 """The composition root: the only file that builds things and wires them together."""
 
+import asyncio
+import math
 import stat
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,45 +11,147 @@ from pathlib import Path
 from aiohttp import web
 
 from proxy import __version__
-from proxy.addresses import parse_hosts, parse_urls, split_address
-from proxy.building import Builder
-from proxy.config import Settings
-from proxy.core.degradation import DegradationKind
-from proxy.driver.contact.lifecycle import Lifecycle
-from proxy.driver.degradations import Degradations
-from proxy.driver.faults import Faults
-from proxy.driver.fleet.dispatch import Dispatch
-from proxy.driver.fleet.earlier_requests import EarlierRequests
-from proxy.driver.fleet.fleet import Fleet, Patience
-from proxy.driver.fleet.warming import Warming
-from proxy.driver.gauges import connect_gauges
-from proxy.driver.reporting.journal import Journal, Keep
-from proxy.driver.reporting.report import Report
-from proxy.driver.saving.saver import RewriteStateFile, keep_as_saved
-from proxy.driver.saving.write_back import WriteBack
-from proxy.driver.served import Served
-from proxy.driver.services import Shared
-from proxy.driver.tasks import Tasks
+from proxy.core.conditions import DegradationKind, State
+from proxy.core.eviction import Removal
+from proxy.core.model import Checkpoint, RuleKind
+from proxy.core.slots import SlotState, state_of
+from proxy.core.tokens import TokenIds
 from proxy.errors import StoreFault, StoreLocked
-from proxy.front.admin import Admin
-from proxy.front.handlers import Front
-from proxy.front.metrics_page import MetricsPage
-from proxy.front.requests import Requests
-from proxy.front.stored.checkpoints import Checkpoints
-from proxy.front.stored.tree import Tree
-from proxy.front.visitors import only_by_own_names
-from proxy.front.warm import Warm
+from proxy.explain.causes import Cause
+from proxy.explain.report import Journal, Keep, Report
+from proxy.health import Degradations, Faults
+from proxy.llama.client import LlamaServer, new_session
+from proxy.llama.routes import Target, parse_aliases
 from proxy.log import get_logger
-from proxy.metrics import Metrics
-from proxy.page.events import Events
-from proxy.page.files import PageFiles
-from proxy.page.looks import Looks
-from proxy.store.budget import Limits
-from proxy.store.state_files import is_private
+from proxy.metrics import POSITION_LABELS, Metrics
+from proxy.servers.attachment import Attachment
+from proxy.servers.background import WriteBack
+from proxy.servers.building import Builder
+from proxy.servers.dispatch import Dispatch, FatalRequests
+from proxy.servers.pool import Fleet, Patience, Verifying
+from proxy.servers.server import Lifecycle
+from proxy.servers.warming import EarlierRequests, Warming
+from proxy.serving.process import NewestAttachments, Shared, note_quarantined
+from proxy.serving.saver import RewriteStateFile, keep_as_saved
+from proxy.settings import Settings, parse_hosts, parse_urls, split_address
+from proxy.store.catalogue import Limits
+from proxy.store.files import is_private
 from proxy.store.store import CheckpointStore
-from proxy.upstream.aliases import parse_aliases
-from proxy.upstream.llama_server import LlamaServer, new_session
-from proxy.upstream.target import Target
+from proxy.tasks import Tasks
+from proxy.web.admin import AdminListener, RequestList, Warm, only_by_own_names
+from proxy.web.clients import Front
+from proxy.web.page import Events, Looks, PageFiles
+from proxy.web.stored import Checkpoints, TreeView
+from proxy.web.writer import Unread
+
+# What /metrics shows of the present: read from the running proxy at each scrape.
+
+
+def connect_gauges(shared: Shared, fleet: Fleet) -> None:
+    """Let every gauge read its value from what serves now; zero while there is nothing."""
+    metrics = shared.metrics
+    metrics.background_tasks.set_function(lambda: len(shared.tasks))
+    metrics.event_loop_tasks.set_function(lambda: len(asyncio.all_tasks()))
+    for state in State:
+        metrics.state.labels(state).set_function(_is_state(shared.everywhere, state))
+    metrics.waiting_requests.set_function(lambda: fleet.n_waiting)
+    _connect_attachments(metrics, fleet)
+    if shared.opened_store is not None:
+        _connect_store(shared, shared.opened_store)
+
+
+def _connect_attachments(metrics: Metrics, fleet: Fleet) -> None:
+    def total(read: Callable[[Attachment], float]) -> Callable[[], float]:
+        return lambda: float(sum(map(read, _attachments(fleet))))
+
+    def highest(read: Callable[[Attachment], float]) -> Callable[[], float]:
+        return lambda: max(map(read, _attachments(fleet)), default=0.0)
+
+    metrics.rule_end_tokens.set_function(highest(lambda a: a.rule.end_holds_from))
+    for position, label in POSITION_LABELS.items():
+        metrics.evaluation_tokens_per_second.labels(label).set_function(
+            highest(_rate_up_to(position))
+        )
+    warm, cold = (
+        metrics.restore_bytes_per_second.labels("warm"),
+        metrics.restore_bytes_per_second.labels("cold"),
+    )
+    warm.set_function(highest(lambda a: a.rates.warm_restore.bytes_per_second))
+    cold.set_function(highest(lambda a: a.rates.cold_restore.bytes_per_second))
+    metrics.save_bytes_per_second.set_function(highest(lambda a: a.rates.save.bytes_per_second))
+    for state in SlotState:
+        metrics.slots.labels(state).set_function(total(_n_slots_in(state)))
+    for kind in RuleKind:
+        metrics.rule.labels(kind).set_function(highest(_is_rule(kind)))
+
+
+def _attachments(fleet: Fleet) -> Iterator[Attachment]:
+    for backend in fleet.backends:
+        if session := backend.lifecycle.current:
+            yield session.attachment
+
+
+def _is_state(degradations: Degradations, state: State) -> Callable[[], float]:
+    return lambda: float(degradations.state is state)
+
+
+def _n_slots_in(state: SlotState) -> Callable[[Attachment], float]:
+    return lambda attachment: sum(state_of(slot) is state for slot in attachment.desk.table)
+
+
+def _rate_up_to(position: float) -> Callable[[Attachment], float]:
+    return lambda attachment: attachment.rates.tokens_per_second(position)
+
+
+def _is_rule(kind: RuleKind) -> Callable[[Attachment], float]:
+    return lambda attachment: float(attachment.can_cache and str(attachment.rule) == kind)
+
+
+def _connect_store(services: Shared, store: CheckpointStore) -> None:
+    metrics = services.metrics
+    count_evictions(services, store)
+    metrics.checkpoints.set_function(lambda: len(store))
+    metrics.checkpoint_bytes.set_function(lambda: store.size_bytes)
+    metrics.checkpoint_limit_bytes.set(store.limits.max_bytes)
+    store.writes.on_write = metrics.written_bytes.inc
+    metrics.written_last_day_bytes.set_function(lambda: store.writes.last_day_bytes)
+    metrics.write_limit_bytes.set(store.writes.max_bytes_per_day)
+    metrics.disk_free_bytes.set_function(lambda: _free_bytes(store))
+
+
+def count_evictions(services: Shared, store: CheckpointStore) -> None:
+    """Count what the store removes, what it removed when it was opened included; the journal notes it."""
+    metrics, journal = services.metrics, services.journal
+    for reason, n_removed in store.removals.items():
+        metrics.evictions.labels(reason).inc(n_removed)
+
+    def note(checkpoint: Checkpoint, tokens: TokenIds | None, reason: Removal) -> None:
+        if reason is not Removal.SUPERSEDED:
+            is_broken = reason is Removal.BROKEN
+            cause = Cause.RESTORE_REFUSED if is_broken else Cause.EVICTED
+            journal.note_loss(checkpoint.namespace, tokens, cause)
+        metrics.evictions.labels(reason).inc()
+        if checkpoint.quarantine:
+            note_quarantined(services.everywhere, store)
+        get_logger("store").info(
+            "checkpoint removed",
+            reason=reason.value,
+            kind=checkpoint.kind.value,
+            n_tokens=checkpoint.n_tokens,
+            size_bytes=checkpoint.size_bytes,
+        )
+
+    store.on_removal = note
+
+
+def _free_bytes(store: CheckpointStore) -> float:
+    try:
+        return store.files.free_bytes()
+    except OSError:
+        return math.nan
+
+
+# The composition root: the only file that builds things and wires them together.
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +201,7 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
         return None
     if not is_private(mode):
         degradations.begin(DegradationKind.DIRECTORY_IS_OPEN, f"{directory} has mode {mode:04o}")
+    note_quarantined(degradations, store)
     get_logger("store").info(
         "store opened",
         directory=settings.slot_save_path,
@@ -125,9 +230,12 @@ async def run_proxy(
     journal = Journal(Keep(settings.explain_keep))
     report = Report(metrics, journal)
     shared = Shared(
-        store, metrics, Faults(metrics), degradations, report, journal, Tasks(), Served()
+        store, metrics, Faults(metrics), degradations, report, journal, Tasks(), NewestAttachments()
     )
+    rebuilding = Tasks()
     try:
+        if store is not None and store.rebuild_reason:
+            rebuilding.start(_rebuild(store, degradations))
         async with new_session() as client:
             key = settings.upstream_api_key
             roots = [LlamaServer(client, Target(url), key) for url in parse_urls(settings.upstream)]
@@ -135,26 +243,37 @@ async def run_proxy(
             async with _serve(settings, shared, builder, roots) as running:
                 yield running
     finally:
+        await rebuilding.drain(0)  # the next start goes on with it
         if store is not None:
             store.close()
+
+
+async def _rebuild(store: CheckpointStore, degradations: Degradations) -> None:
+    """Enter the states again that a damaged index has lost, while requests are served."""
+    log = get_logger("store")
+    degradations.begin(DegradationKind.INDEX_REBUILDING, store.rebuild_reason)
+    try:
+        log.info("index made anew", became=await store.rebuild())
+    except StoreFault as fault:
+        log.error("the index could not be made anew: the next start tries again", error=str(fault))
+        return
+    degradations.end(DegradationKind.INDEX_REBUILDING)
 
 
 def _operators(
     settings: Settings, shared: Shared, fleet: Fleet, dispatch: Dispatch
 ) -> web.Application:
     """Return what the admin listener serves."""
-    page = MetricsPage(shared.metrics, fleet, joins_upstream=settings.join_upstream_metrics)
     warm = Warm(
         Warming(shared, fleet, dispatch),
         EarlierRequests(shared.journal, fleet),
         aliases=parse_aliases(settings.aliases),
-        shares_between_api_keys=settings.share_between_api_keys,
     )
     views = (
-        Admin(shared, fleet, page),
+        AdminListener(shared, fleet),
         Checkpoints(shared.served, shared.opened_store),
-        Tree(shared.served, shared.opened_store),
-        Requests(shared.journal),
+        TreeView(shared.served, shared.opened_store),
+        RequestList(shared.journal),
         warm,
         PageFiles(),
         events := Events(Looks(shared, fleet)),
@@ -175,13 +294,13 @@ def _clients(
         fleet,
         dispatch,
         shared.report,
+        unread := Unread(shared.metrics),
         max_requests=settings.max_requests,
-        allows_state_changes=settings.allow_state_changes,
-        shares_between_api_keys=settings.share_between_api_keys,
         aliases=parse_aliases(settings.aliases),
     )
     app = web.Application(client_max_size=settings.max_body_bytes)
     app.router.add_route("*", "/{path:.*}", front.handle)
+    app.on_shutdown.append(unread.stop)
     return app
 
 
@@ -191,12 +310,14 @@ async def _serve(
 ) -> AsyncIterator[Running]:
     patience = Patience(settings.upstream_wait_seconds, settings.drain_seconds)
     fleet = Fleet(roots, builder.build, shared, patience)
-    dispatch = Dispatch(fleet, builder.stabilizing, shared.report)
+    fatal = FatalRequests(shared.opened_store)
+    dispatch = Dispatch(fleet, builder.stabilizing, shared.report, fatal)
     connect_gauges(shared, fleet)
+    verifying = Verifying(shared, fleet, settings.verify_interval_seconds)
     operators = _operators(settings, shared, fleet, dispatch)
     clients = _clients(settings, shared, fleet, dispatch)
     # In reverse order of leaving: stop listening, then save, then stop watching.
-    async with fleet.followed():
+    async with fleet.followed(), verifying.in_background():
         try:
             async with (
                 _listen(operators, settings.admin, 1.0) as admin_port,

@@ -25,6 +25,18 @@ class StoreFault(CacheFault):
     """The store could not read or write."""
 
 
+class IndexDamaged(StoreFault):
+    """The index cannot be worked on, but it can be made anew; `flaw` says what was found."""
+
+    def __init__(self, index: object, flaw: str) -> None:
+        super().__init__(f"the index {index} is damaged ({flaw}): `check --fix` makes it anew")
+        self.flaw = flaw
+
+
+class StateDamaged(StoreFault):
+    """A state file is not what llama-server has written."""
+
+
 class StoreLocked(StoreFault):
     """Another proxy has the directory."""
 
@@ -50,6 +62,10 @@ class UpstreamUnreachable(UpstreamFault):
 
 class UpstreamSlow(UpstreamUnreachable):
     """llama-server is there but did not answer in time."""
+
+
+class UpstreamLost(UpstreamUnreachable):
+    """llama-server went away while it worked on the call, which may be what ended it."""
 
 
 class UpstreamRefused(UpstreamFault):
@@ -101,8 +117,16 @@ class UpstreamGone(ProxyError):
     type = "unavailable_error"
 
 
+class UpstreamEnded(UpstreamGone):
+    """llama-server went away by itself while it worked on the request, before its answer began."""
+
+
 class UpstreamNotReached(UpstreamGone):
     """llama-server could not be connected to, so that nothing of the request was sent."""
+
+
+class UpstreamPerhapsReached(UpstreamNotReached):
+    """A host had no answer from its llama-server, and does not tell whether the request came there."""
 
 
 class UpstreamAbsent(ProxyError):
@@ -110,6 +134,13 @@ class UpstreamAbsent(ProxyError):
 
     status = 503
     type = "unavailable_error"
+
+
+class EndsLlamaServer(ProxyError):
+    """llama-server has ended twice in a row while it worked on this request."""
+
+    status = 422
+    type = "invalid_request_error"
 
 
 class TooManyRequests(ProxyError):

@@ -1,27 +1,118 @@
-"""Every Prometheus metric, in one place: base units, bounded labels, help that a user understands.
-
-All series exist from the start, at zero, so that a rate is right from the first event on. The table in
-docs/metrics.md is made from here.
-"""
+"""How metrics are defined: all their series from the start, and what the documents say of them."""
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+from typing import TypeVar
 
-from proxy.core.degradation import DegradationKind, State
-from proxy.core.explaining.causes import Cause, Part
-from proxy.core.keeping.eviction import Removal
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.metrics import MetricWrapperBase
+
+from proxy.core.conditions import DegradationKind, State
+from proxy.core.eviction import Removal
 from proxy.core.model import Outcome, RuleKind
 from proxy.core.rates import POSITIONS
 from proxy.core.slots import SlotState
-from proxy.metric_registry import MetricRegistry
-from proxy.stabilize.names import Name
+from proxy.explain.causes import Cause, PromptPart
+from proxy.stabilize.model import Name
+
+# How metrics are defined: all their series from the start, and what the documents say of them.
+
+
+M = TypeVar("M", bound=MetricWrapperBase)
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+@dataclass(frozen=True, slots=True)
+class MetricFamily:
+    """One metric as it is documented; `labels` are all values that each label can have."""
+
+    name: str
+    type: str
+    help: str
+    labels: dict[str, tuple[str, ...]]
+
+
+class MetricRegistry:
+    """Metrics whose names begin with the same word."""
+
+    def __init__(self, prefix: str) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self.families: list[MetricFamily] = []
+        self._prefix = prefix
+
+    def total(self, counter: str, **labels: str) -> float:
+        """Return what a counter has come to."""
+        return self.registry.get_sample_value(f"{self._prefix}_{counter}_total", labels) or 0.0
+
+    def exposition(self) -> bytes:
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, help_text: str, **labels: Iterable[str]) -> Counter:
+        metric = Counter(f"{self._prefix}_{name}", help_text, tuple(labels), registry=self.registry)
+        return self._define(metric, f"{name}_total", "counter", help_text, labels)
+
+    def _gauge(self, name: str, help_text: str, **labels: Iterable[str]) -> Gauge:
+        metric = Gauge(f"{self._prefix}_{name}", help_text, tuple(labels), registry=self.registry)
+        return self._define(metric, name, "gauge", help_text, labels)
+
+    def _histogram(
+        self,
+        name: str,
+        help_text: str,
+        *,
+        buckets: tuple[float, ...] = SECONDS,
+        **labels: Iterable[str],
+    ) -> Histogram:
+        metric = Histogram(
+            f"{self._prefix}_{name}",
+            help_text,
+            tuple(labels),
+            buckets=buckets,
+            registry=self.registry,
+        )
+        return self._define(metric, name, "histogram", help_text, labels)
+
+    def _define(
+        self,
+        metric: M,
+        name: str,
+        type_: str,
+        help_text: str,
+        labels: dict[str, Iterable[str]],
+    ) -> M:
+        """Note how a metric is documented, and bring all its series into being."""
+        values = {label: tuple(str(v) for v in allowed) for label, allowed in labels.items()}
+        self.families.append(MetricFamily(f"{self._prefix}_{name}", type_, help_text, values))
+        for combination in product(*values.values()) if values else ():
+            metric.labels(*combination)
+        return metric
+
+
+# Every Prometheus metric, in one place: base units, bounded labels, help that a user understands.
+#
+# All series exist from the start, at zero, so that a rate is right from the first event on. The table in
+# docs/metrics.md is made from here.
+
 
 PREFIX = "llama_prefix_cache"
 SHORT_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1)
 
 UNANSWERED = ("client left", "llama-server gone", "queue full", "other")
 STAGES = (
-    *("attach", "self-test", "lifecycle", "tokenize", "lookup", "erase", "prepare", "placement"),
-    *("settle", "explain", "save", "thin", "unattended action", "remember", "stabilize"),
+    *("attach", "self-test", "lifecycle", "tokenize", "lookup", "verify", "erase", "prepare"),
+    *("placement", "settle", "explain", "save", "thin", "quarantine", "unattended action"),
+    *("remember", "stabilize"),
 )
 POSITION_LABELS = {p: "none" if p == math.inf else str(p) for p in POSITIONS}
 MISSES = tuple(cause for cause in Cause if cause.is_miss)
@@ -57,6 +148,13 @@ class Metrics(MetricRegistry):
         self.waiting_requests = self._gauge(
             "waiting_requests",
             "Generation requests that wait for a slot, or for llama-server to come back.",
+        )
+        self.stalled_clients = self._counter(
+            "stalled_clients",
+            "Clients disconnected because they did not read their answers (docs/operations.md).",
+        )
+        self.unread_bytes = self._gauge(
+            "unread_bytes", "Bytes of answers that wait in memory until their clients read them."
         )
         self.background_tasks = self._gauge(
             "background_tasks",
@@ -98,7 +196,7 @@ class Metrics(MetricRegistry):
             "Requests that had tokens evaluated that were known, by cause (docs/misses.md) and by where in "
             "the prompt it lies.",
             cause=MISSES,
-            part=Part,
+            part=PromptPart,
         )
         self.missed_tokens = self._counter(
             "missed_tokens",
@@ -132,8 +230,9 @@ class Metrics(MetricRegistry):
         )
         self.restores = self._counter(
             "restores",
-            "Checkpoint restores by result; missing: the file was gone or replaced.",
-            result=("done", "missing", "refused"),
+            "Checkpoint restores by result; missing: the file was gone or damaged; ended: llama-server "
+            "went away meanwhile.",
+            result=("done", "missing", "refused", "ended"),
         )
         self.restored_bytes = self._counter("restored_bytes", "Size of the checkpoints restored.")
         self.restore_seconds = self._histogram("restore_seconds", "Time of a checkpoint restore.")
@@ -161,8 +260,12 @@ class Metrics(MetricRegistry):
         self.evictions = self._counter(
             "evictions",
             "Checkpoints deleted: over the budget, for free space on the disk, superseded by a newer one, "
-            "broken (the file was gone or replaced), or at an operator's word.",
+            "broken (the file was gone, damaged or made from a damaged one), or at an operator's word.",
             reason=Removal,
+        )
+        self.damaged_checkpoints = self._counter(
+            "damaged_checkpoints",
+            "Checkpoints whose file was not what llama-server had written: look at the disk.",
         )
         self.saves_skipped = self._counter(
             "saves_skipped",
@@ -175,12 +278,6 @@ class Metrics(MetricRegistry):
         self.stabilized = self._counter(
             "stabilized_requests",
             "Requests rewritten, by stabilizer (docs/stabilizers.md).",
-            stabilizer=Name,
-        )
-        self.stabilized_characters = self._counter(
-            "stabilized_characters",
-            "Characters of requests that begin like an earlier request only because of this stabilizer; "
-            "about four are a token. Calls and reasoning that it gives back are not counted.",
             stabilizer=Name,
         )
         self.shortened_requests = self._counter(
@@ -260,10 +357,6 @@ class Metrics(MetricRegistry):
             "cache_faults",
             "Faults that cost a request its speed, by what was being done.",
             stage=STAGES,
-        )
-        self.joined = self._gauge(
-            "llama_server_metrics_joined",
-            "1 if llama-server's own metrics, llamacpp:*, are in this answer (join_upstream_metrics).",
         )
         self.build_info = self._gauge(
             "build_info", "1; the version of the proxy is the label.", version=()

@@ -1,23 +1,27 @@
-"""Where a prompt is cut first, and why.
+"""Where a prompt is cut: for a state that the next request can use, or because the prompt does not fit."""
 
-Owns: which of a prompt's stable cuts are worth a stop on the way. Must never know how a cut is found
-(by rendering, or by what prompts share) or made (by evaluating the prefix alone).
-
-A stop at a cut costs no tokens: llama-server evaluates `ids[:cut]`, then the request continues there.
-What it buys depends on the rule:
-
-- restore points: llama-server makes a context checkpoint just before the end of every prompt, so a
-  stop plants one at the cut, which every later save of that slot carries;
-- end only: the state at the cut is the only one that a later request can continue, so it is saved
-  there, or the slot can be rewound to it for a few tokens when it is saved later;
-- any rule: a state that is saved at the cut can be restored into other slots while this one goes on.
-"""
-
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from itertools import accumulate
 
 from proxy.core.model import Candidate, CheckpointKind, Cuts, Rule, RuleKind
-from proxy.core.restore import usable_tokens
+from proxy.core.rule import usable_tokens
+
+# Where a prompt is cut first, and why.
+#
+# Owns: which of a prompt's stable cuts are worth a stop on the way. Must never know how a cut is found
+# (by rendering, or by what prompts share) or made (by evaluating the prefix alone).
+#
+# A stop at a cut costs no tokens: llama-server evaluates `ids[:cut]`, then the request continues there.
+# What it buys depends on the rule:
+#
+# - restore points: llama-server makes a context checkpoint just before the end of every prompt, so a
+# stop plants one at the cut, which every later save of that slot carries;
+# - end only: the state at the cut is the only one that a later request can continue, so it is saved
+# there, or the slot can be rewound to it for a few tokens when it is saved later;
+# - any rule: a state that is saved at the cut can be restored into other slots while this one goes on.
+
 
 SLACK_TOKENS = 16
 """A cut counts as covered by a restore point this close below it."""
@@ -71,7 +75,7 @@ def choose_stops(
     With *shares_header* the header is saved as soon as it is evaluated, for requests in other slots; with
     the surroundings behind it, where there are any.
     """
-    if not rule.can_restore:
+    if rule.kind is RuleKind.NOTHING:
         return ()
     stops: dict[int, Stop] = {}
     for n_cut, save_as in _saved(rule, cuts, shares_header=shares_header):
@@ -85,15 +89,28 @@ def choose_stops(
     if rule.kind is RuleKind.END_ONLY and _is_ahead(cuts.message_end, n_reused):
         stops.setdefault(cuts.message_end, Stop(cuts.message_end))
     for n_cut in _planted(rule, cuts):
-        n_before = max((n for n in (n_reused, *stops) if n <= n_cut), default=0)
-        is_far = n_cut >= n_before + MIN_STRIDE_TOKENS
+        is_far = all(_is_far(rule, n_cut, n) for n in (n_reused, *stops))
         if _is_ahead(n_cut, n_reused) and is_far and not is_covered(rule, candidates, n_cut):
             stops[n_cut] = Stop(n_cut)
     return tuple(stops[n] for n in sorted(stops))
 
 
+def _is_far(rule: Rule, n_cut: int, n_other: int) -> bool:
+    """Return whether a context checkpoint may be planted at *n_cut*, and costs another stop nothing."""
+    if rule.kind is RuleKind.END_ONLY:
+        return abs(n_cut - n_other) >= rule.stride_tokens
+    return n_other > n_cut or n_cut - n_other >= MIN_STRIDE_TOKENS
+
+
 def _saved(rule: Rule, cuts: Cuts, *, shares_header: bool) -> Iterator[tuple[int, CheckpointKind]]:
-    """Yield the cuts at which the slot is saved, the most important first."""
+    """Yield the cuts at which the slot is saved, the most important first.
+
+    Until the rule is known, those that other sessions share: either may be the one that serves them.
+    """
+    if not rule.is_known:
+        yield cuts.header, CheckpointKind.HEADER
+        yield cuts.surroundings, CheckpointKind.CONVERSATION
+        return
     if rule.kind is not RuleKind.END_ONLY and shares_header and cuts.surroundings > cuts.header:
         # The header is a place of that state, and of the conversation's that will supersede it.
         yield cuts.surroundings, CheckpointKind.CONVERSATION
@@ -125,3 +142,104 @@ def _planted(rule: Rule, cuts: Cuts) -> list[int]:
 
 def _is_ahead(n_cut: int, n_reused: int) -> bool:
     return n_cut >= MIN_CUT_TOKENS and n_cut > n_reused + SLACK_TOKENS
+
+
+# Where a conversation that does not fit the context is cut: in large steps, so that it stays cut there.
+#
+# Owns: the places where it may be cut. They are told by the messages before them alone, so that a longer
+# conversation has the same ones, after a restart as well. Pure.
+
+
+_RESERVE_SHARE = 1 / 8
+"""So much of the context is kept free for the answer, whatever the client allows it."""
+_KEPT_SHARE = 0.6
+"""About so much of the context is left when a conversation is cut: it is not cut again soon."""
+_MOST_RENDERED = 2
+"""Templates make no more of a message than so many times its own tokens."""
+_TURN_AHEAD_SHARE = 1 / 2
+"""If no turn begins within so much of a step, the conversation is cut in the middle of one."""
+
+
+class Begins(Enum):
+    """What a message begins."""
+
+    TURN = auto()
+    """The user says something."""
+    STEP = auto()
+    """The model answers; results of its calls follow."""
+    NOTHING = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class MessageSize:
+    """One message of a conversation, and how many tokens it has by itself."""
+
+    begins: Begins
+    n_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ContextCut:
+    """What is kept: the messages from *first* on, and the user's message of the turn that is cut in two."""
+
+    first: int
+    asked: int | None
+    n_left_out: int
+
+
+def room_for_prompt(n_ctx: int, n_wanted: int | None) -> int:
+    """Return how long a prompt may be, so that an answer of *n_wanted* tokens fits behind it."""
+    most = int(n_ctx * _RESERVE_SHARE)
+    return n_ctx - (most if n_wanted is None or n_wanted < 0 else min(n_wanted, most))
+
+
+def step_of(n_ctx: int, n_room: int) -> int:
+    """Return how many tokens are left out at once."""
+    return max(1, n_room - int(n_ctx * _KEPT_SHARE))
+
+
+def places_to_cut(parts: Sequence[MessageSize], n_step: int) -> list[ContextCut]:
+    """Return where a conversation may be cut: the i-th leaves out at least i + 1 steps.
+
+    That is where the next turn begins; where the model answers next if no turn begins soon. The newest
+    message of the user is always kept, and calls with their results.
+    """
+    before = [0, *accumulate(part.n_tokens for part in parts)]
+    places: list[ContextCut] = []
+    while (place := _place(parts, before, (len(places) + 1) * n_step, n_step)) is not None:
+        places.append(place)
+    return places
+
+
+def _place(
+    parts: Sequence[MessageSize], before: Sequence[int], n_least: int, n_step: int
+) -> ContextCut | None:
+    n_ahead = n_least + int(n_step * _TURN_AHEAD_SHARE)
+    behind = [i for i in range(len(parts)) if before[i] >= n_least]
+    turns = [i for i in behind if parts[i].begins is Begins.TURN and before[i] < n_ahead]
+    steps = [i for i in behind if parts[i].begins is not Begins.NOTHING]
+    if not steps:
+        return None
+    first = turns[0] if turns else steps[0]
+    asked = _asked(parts, first)
+    n_asked = parts[asked].n_tokens if asked is not None else 0
+    return ContextCut(first, asked, before[first] - n_asked)
+
+
+def _asked(parts: Sequence[MessageSize], first: int) -> int | None:
+    """Return the user's message of a turn that is cut in two, None if it is kept anyway."""
+    if parts[first].begins is Begins.TURN:
+        return None
+    turns = (i for i in range(first - 1, -1, -1) if parts[i].begins is Begins.TURN)
+    return next(turns, None)
+
+
+def first_to_try(places: Sequence[ContextCut], n_over: int, n_at_least: int) -> int:
+    """Return which place to try first for a prompt that is *n_over* tokens too long.
+
+    It is the first that may be enough: only a rendering tells. The conversation stays cut as far as it
+    was, *n_at_least* places in; turns that are over may take fewer tokens than they did.
+    """
+    enough = (i for i, p in enumerate(places) if p.n_left_out * _MOST_RENDERED >= n_over)
+    last = max(0, len(places) - 1)
+    return max(next(enough, last), min(n_at_least, last))

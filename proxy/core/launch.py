@@ -8,6 +8,12 @@ import posixpath
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+# How llama-server is started so that its slots can be cached: what is added to the user's flags.
+#
+# Owns: the additions, and the conflicts with what the user gave, which is never overridden. Must never
+# know how --help is read or a process started. Only options that the build knows are added.
+
+
 ON, OFF = "on", "off"
 
 N_CONTEXT_CHECKPOINTS = 8
@@ -39,7 +45,7 @@ class Given:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedLaunch:
     """What the proxy needs; `slot_save_path` is its own setting, absolute, if it was given one."""
 
     slot_save_path: str | None
@@ -82,7 +88,7 @@ class Launch:
         return f"http://{address}:{self.port}{self.api_prefix}"
 
 
-def plan_launch(given: Mapping[str, Given], known: Collection[str], wanted: Wanted) -> Launch:
+def plan_launch(given: Mapping[str, Given], known: Collection[str], wanted: WantedLaunch) -> Launch:
     """Return how to start a build that knows the options *known* beside what is *given*."""
     launch = Launch()
     _place_states(launch, given, known, wanted)
@@ -108,7 +114,7 @@ def _is_on(given: Mapping[str, Given], name: str) -> bool:
 
 
 def _place_states(
-    launch: Launch, given: Mapping[str, Given], known: Collection[str], wanted: Wanted
+    launch: Launch, given: Mapping[str, Given], known: Collection[str], wanted: WantedLaunch
 ) -> None:
     name = "--slot-save-path"
     if name not in known:
@@ -129,7 +135,7 @@ def _place_states(
         )
 
 
-def _place_listener(launch: Launch, given: Mapping[str, Given], wanted: Wanted) -> None:
+def _place_listener(launch: Launch, given: Mapping[str, Given], wanted: WantedLaunch) -> None:
     if host := given.get("--host"):
         # Several addresses stand behind commas, UNIX sockets among them (server-http.cpp).
         reachable = [h.strip() for h in host.value.split(",") if not h.strip().endswith(".sock")]
@@ -154,7 +160,7 @@ def _place_listener(launch: Launch, given: Mapping[str, Given], wanted: Wanted) 
         launch.api_prefix = given["--api-prefix"].value.rstrip("/")
 
 
-def _take_keys(launch: Launch, given: Mapping[str, Given], wanted: Wanted) -> None:
+def _take_keys(launch: Launch, given: Mapping[str, Given], wanted: WantedLaunch) -> None:
     if key := given.get("--api-key"):
         launch.api_key = key.value.split(",")[0].strip() or None
     elif file := given.get("--api-key-file"):
@@ -247,3 +253,65 @@ def restart_delay_seconds(n_failures: int) -> float:
     """Return how long to wait before a start that follows *n_failures* in a row."""
     n_doublings = min(10, max(0, n_failures - 1))
     return min(MAX_RESTART_DELAY_SECONDS, 2.0**n_doublings)
+
+
+# How what is added to a router's flags goes together with its presets, the flags for single models.
+#
+# Owns: which of the two is stronger. A router holds its own command line above the presets, and those
+# above variables (server-models.cpp); so what the proxy adds becomes variables, and overrides nothing.
+
+
+Presets = Mapping[str, Mapping[str, Given]]
+"""What each section sets, under every name of an option."""
+
+ALL_MODELS = "*"
+_SAVE_PATH = "--slot-save-path"
+_CHECKPOINTS = "--ctx-checkpoints"
+_OF_MODELS = frozenset(
+    (_SAVE_PATH, _CHECKPOINTS, "--swa-checkpoints", "--parallel", "--kv-unified", "--cache-ram")
+    + ("--cache-idle-slots", "--metrics", "--slots", "--no-slots", "--sleep-idle-seconds")
+)
+"""What a launch looks at that is a matter of models, not of the router."""
+
+
+def given_to_all(given: Mapping[str, Given], presets: Presets) -> dict[str, Given]:
+    """Return what holds for every model of which no preset says otherwise."""
+    preset = {n: value for n, value in presets.get(ALL_MODELS, {}).items() if n in _OF_MODELS}
+    return {**given, **preset, **_flags(given)}
+
+
+def heed_presets(
+    launch: Launch,
+    given: Mapping[str, Given],
+    presets: Presets,
+    variables: Mapping[str, str],
+    working_directory: str,
+) -> None:
+    """Make a launch leave the presets what they are; *variables* are those that stand for options."""
+    flags = _flags(given)
+    for section, preset in presets.items():
+        path, checkpoints = preset.get(_SAVE_PATH), preset.get(_CHECKPOINTS)
+        if path and _SAVE_PATH not in flags and section != ALL_MODELS:
+            written = posixpath.normpath(posixpath.join(working_directory, path.value))
+            if written != launch.slot_save_path:
+                launch.conflicts.append(
+                    f"{path} is not {launch.slot_save_path}, where the proxy keeps the states of all "
+                    "models: leave it out"
+                )
+        if checkpoints and _CHECKPOINTS not in flags and checkpoints.value.isdecimal():
+            n_checkpoints = min(launch.n_context_checkpoints, int(checkpoints.value))
+            launch.n_context_checkpoints = n_checkpoints
+    _add_as_variables(launch, variables)
+
+
+def _flags(given: Mapping[str, Given]) -> dict[str, Given]:
+    return {name: value for name, value in given.items() if value.is_flag}
+
+
+def _add_as_variables(launch: Launch, variables: Mapping[str, str]) -> None:
+    for addition in list(launch.additions):
+        name, *values = addition
+        if name in variables and name != "--port":
+            switched = OFF if name.startswith("--no-") else ON
+            launch.environment[variables[name]] = values[0] if values else switched
+            launch.additions.remove(addition)

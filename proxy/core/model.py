@@ -4,11 +4,21 @@ Owns: the nouns (rule, checkpoint, prompt, cut). Everything here is frozen; noth
 opens, logs or reads a clock.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
-from proxy.core.prefix import Namespace, TokenIds
+import msgspec
+import xxhash
+
+from proxy.core.tokens import Namespace, TokenIds
+
+# The values that the pure core decides about.
+#
+# Owns: the nouns (rule, checkpoint, prompt, cut). Everything here is frozen; nothing here awaits, opens,
+# logs or reads a clock.
+
 
 CheckpointId = NewType("CheckpointId", int)
 SlotId = NewType("SlotId", int)
@@ -23,22 +33,43 @@ class RuleKind(StrEnum):
     NOTHING = "nothing"
 
 
+STRIDES_TOKENS = (64, 256, 8192)
+"""How close two context checkpoints may be on builds of April (b8672), June (b9538) and early July 2026
+(b9873), measured; later ones set no limit at a prompt's end (server-context.cpp, create_checkpoint)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A learned rule; `end_holds_from` is the shortest state that can be continued at its very end.
 
-    A sliding-window state shorter than its window can only be continued at a context checkpoint.
+    A sliding-window state shorter than its window can only be continued at a context checkpoint. While it
+    is not known what a restore is good for, nothing is restored; but what is saved then may be useful.
+    Under *end only* llama-server makes no context checkpoint within `stride_tokens` behind another one.
     """
 
     kind: RuleKind
     end_holds_from: int = 0
+    is_known: bool = True
+    stride_tokens: int = STRIDES_TOKENS[0]
+
+    def after_shortfall(self, n_short: int) -> "Rule":
+        """Return the rule once a live slot went *n_short* tokens further back than was believed."""
+        stride = next((s for s in STRIDES_TOKENS if s > n_short), 0)
+        is_news = self.kind is RuleKind.END_ONLY and stride > self.stride_tokens
+        return replace(self, stride_tokens=stride) if is_news else self
 
     @property
     def can_restore(self) -> bool:
-        return self.kind is not RuleKind.NOTHING
+        return self.is_known and self.kind is not RuleKind.NOTHING
+
+    def __str__(self) -> str:
+        return self.kind.value if self.is_known else "not measured yet"
 
 
 NO_RULE = Rule(RuleKind.NOTHING)
+
+CAREFUL_RULE = Rule(RuleKind.END_ONLY, is_known=False)
+"""Until the rule is known: a state that is saved at a cut serves under every rule."""
 
 
 class CheckpointKind(StrEnum):
@@ -65,6 +96,21 @@ class Family:
 NO_FAMILY = Family()
 
 
+class FilePart(NamedTuple):
+    """A piece of a state file: its length and its xxh3-128 digest."""
+
+    n_bytes: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """Why, in words, a checkpoint is never offered again, and since when, in seconds since 1970."""
+
+    why: str
+    since: float
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """One saved state and what it can be restored for.
@@ -72,11 +118,16 @@ class Checkpoint:
     `restore_points` are token counts, ascending, read from the context checkpoints in the file; the
     end of the state, `n_tokens`, is not among them. `has_every_position` is true if the file holds
     attention state for all n_tokens positions and nothing recurrent, so that it can be cut anywhere.
-    `file_stamp` is (inode, mtime_ns) of the file as it was when its content was verified. The tokens
-    behind the first `n_prompt` were generated; 0 if that is not known. `header` and `turn_start` are cuts
-    of the prompt, in tokens, 0 where they are not known; `marks` are other places, ascending, that requests
-    may come back to. A pinned checkpoint is kept until an operator unpins it. It was restored `n_restores`
-    times. `family` says to which header and session it belongs.
+    The tokens behind the first `n_prompt` were generated; 0 if that is not known. `header` and `turn_start`
+    are cuts of the prompt, in tokens, 0 where they are not known; `marks` are other places, ascending, that
+    requests may come back to. A pinned checkpoint is kept until an operator unpins it. It was restored
+    `n_restores` times. `family` says to which header and session it belongs. One in `quarantine` may have
+    ended llama-server.
+
+    `parts` are the pieces that the file consists of, with the digests that were made when llama-server had
+    written them; records of older versions have a `checksum` of the whole file instead. At
+    `verified_at` the file was last found to be that. `ancestors` are the checkpoints from which its slot
+    was restored, directly or not.
     """
 
     id: CheckpointId
@@ -87,8 +138,6 @@ class Checkpoint:
     has_every_position: bool
     file_name: str
     size_bytes: int
-    file_stamp: tuple[int, int]
-    checksum: str
     created_at: float
     last_used_at: float
     n_prompt: int = 0
@@ -98,6 +147,23 @@ class Checkpoint:
     marks: tuple[int, ...] = ()
     n_restores: int = 0
     family: Family = NO_FAMILY
+    quarantine: Quarantine | None = None
+    parts: tuple[FilePart, ...] = ()
+    checksum: str = ""
+    verified_at: float = 0.0
+    ancestors: tuple[CheckpointId, ...] = ()
+
+    @property
+    def content(self) -> tuple[FilePart, ...]:
+        """The parts of the file, of which there is one where only the whole has a checksum."""
+        return self.parts or (FilePart(self.size_bytes, bytes.fromhex(self.checksum)),)
+
+    def may_stem_from(self, damaged: "Checkpoint") -> bool:
+        """Return whether this state may go back to bytes that were *damaged* when they were restored.
+
+        What was saved before the last time at which they were as they should be does not.
+        """
+        return damaged.id in self.ancestors and self.created_at >= damaged.verified_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,3 +238,65 @@ class Outcome(StrEnum):
     MISS = "miss"
     BYPASS = "bypass"
     DEGRADED = "degraded"
+
+
+# Which known namespace a model belongs to, by what it predicts.
+#
+# Owns: the canary's tokens, the comparison of two canaries, and the namespace of a tenant. Weights that
+# were replaced under the same path, a merged adapter or a rope flag show in no field of llama-server's
+# API; they show here. Measured: 0.0 between processes, -np, -c and thread counts, 0.0013 with flash
+# attention off, 0.08 and more with another rope scale.
+
+
+CANARY_TOKENS = tuple((index * 2654435761 + 97) % 30011 for index in range(128))
+"""Fixed ids, spread over the vocabulary; taken modulo its size. The last one is not evaluated with the
+others but alone in another slot, to see whether that makes llama-server clear the first."""
+
+TOLERANCE = 0.01
+
+
+class KnownNamespace(msgspec.Struct, frozen=True):
+    """A namespace's id and its canary: the likeliest tokens with their log-probabilities.
+
+    `name` is what the model was called when it was last served.
+    """
+
+    id: bytes
+    canary: list[tuple[int, float]]
+    name: str = ""
+
+
+def choose_namespace(
+    known: Iterable[KnownNamespace], canary: Sequence[tuple[int, float]]
+) -> KnownNamespace | None:
+    """Return the known namespace whose canary is *canary* within the tolerance, or None."""
+    return next((entry for entry in known if is_same_canary(entry.canary, canary)), None)
+
+
+def new_namespace(
+    static: str, known: Sequence[KnownNamespace], canary: list[tuple[int, float]], name: str
+) -> KnownNamespace:
+    """Return a namespace for a model that is none of those *known* under what is told of it."""
+    return KnownNamespace(xxhash.xxh3_128_digest(f"{static} {len(known)}".encode()), canary, name)
+
+
+def is_same_canary(left: Sequence[tuple[int, float]], right: Sequence[tuple[int, float]]) -> bool:
+    """Return whether two canaries come from the same model.
+
+    The tail of the list may differ by near ties; the likeliest token and half of all must be shared,
+    and every shared one must have the same log-probability.
+    """
+    if not left or not right:
+        return False
+    a, b = dict(left), dict(right)
+    shared = a.keys() & b.keys()
+    if left[0][0] not in b or right[0][0] not in a or 2 * len(shared) < len(a):
+        return False
+    return all(abs(a[token] - b[token]) <= TOLERANCE for token in shared)
+
+
+def tenant_namespace(model_namespace: Namespace | None, tenant: bytes) -> Namespace:
+    """Return the namespace of one tenant of a model."""
+    digest = xxhash.xxh3_128(model_namespace or b"no model namespace")
+    digest.update(tenant)
+    return Namespace(digest.digest())

@@ -36,13 +36,13 @@ _LEAST_SECONDS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UnitCost:
     """Seconds for one unit (a call, a token, a byte); `n_seen` measurements taught it, 0 is a default."""
 
     seconds: float
     n_seen: float = 0.0
 
-    def moved(self, miss: float, share: float, weight: float) -> "Part":
+    def moved(self, miss: float, share: float, weight: float) -> "UnitCost":
         """Return the part after a measurement was *miss* times the prediction.
 
         A miss beyond the largest step is an outlier or a new truth: what was believed counts half from
@@ -53,15 +53,15 @@ class Part:
         step = min(max(miss, 1 / largest), largest)
         exponent = share * weight / certainty if self.n_seen else weight
         n_seen = self.n_seen + share * weight if step == miss else self.n_seen / 2
-        return Part(self.seconds * step**exponent, max(n_seen, 0.1))
+        return UnitCost(self.seconds * step**exponent, max(n_seen, 0.1))
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """Saves, or restores of one sort: so long for the call and so long for each byte."""
 
-    call: Part
-    byte: Part
+    call: UnitCost
+    byte: UnitCost
 
     def seconds(self, size_bytes: int) -> float:
         return self.call.seconds + size_bytes * self.byte.seconds
@@ -81,18 +81,18 @@ class Transfer:
 
 
 def _transfer(bytes_per_second: float) -> Transfer:
-    return Transfer(Part(0.005, 1.0), Part(1 / bytes_per_second))
+    return Transfer(UnitCost(0.005, 1.0), UnitCost(1 / bytes_per_second))
 
 
-_DEFAULT_TOKEN = Part(1 / 500)
+_DEFAULT_TOKEN = UnitCost(1 / 500)
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Measured speeds of this server; the defaults only rank options until it has been measured."""
 
-    evaluation_call: Part = Part(0.005, 1.0)
-    tokens: tuple[Part, Part, Part, Part, Part] = (_DEFAULT_TOKEN,) * 5
+    evaluation_call: UnitCost = UnitCost(0.005, 1.0)
+    tokens: tuple[UnitCost, UnitCost, UnitCost, UnitCost, UnitCost] = (_DEFAULT_TOKEN,) * 5
     cold_restore: Transfer = _transfer(5e8)
     warm_restore: Transfer = _transfer(2e9)
     save: Transfer = _transfer(1e9)
@@ -148,11 +148,11 @@ class Rates:
         part = self.tokens[POSITIONS.index(position)]
         return 1 / part.seconds if part.n_seen else 0.0
 
-    def _believed(self) -> list[Part]:
+    def _believed(self) -> list[UnitCost]:
         """Return the parts of all positions, those never measured as the measured ones suggest."""
         measured = [i for i, part in enumerate(self.tokens) if part.n_seen]
         return [
-            part if part.n_seen or not measured else Part(self._suggested(i, measured))
+            part if part.n_seen or not measured else UnitCost(self._suggested(i, measured))
             for i, part in enumerate(self.tokens)
         ]
 
@@ -182,8 +182,8 @@ def _amounts(n_from: int, n_to: int) -> list[float]:
 
 
 def _taught(
-    parts: Sequence[Part], amounts: Sequence[float], seconds: float, weight: float
-) -> list[Part]:
+    parts: Sequence[UnitCost], amounts: Sequence[float], seconds: float, weight: float
+) -> list[UnitCost]:
     """Return *parts*, moved towards what makes *amounts* of them take *seconds*."""
     each = [part.seconds * amount for part, amount in zip(parts, amounts, strict=True)]
     predicted = sum(each)

@@ -6,14 +6,22 @@ is reserved in the same call and no lock is needed. Must never know how a slot i
 A content is *known*, *empty* or *unknown*; unknown is an honest state, not an error.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
-from proxy.core.model import Rule, RuleKind, SlotId
-from proxy.core.prefix import Namespace, TokenIds, common_prefix_length
-from proxy.core.restore import highest_point
+from proxy.core.model import NO_CUTS, Checkpoint, CheckpointId, Cuts, Rule, RuleKind, SlotId
+from proxy.core.rule import highest_point
+from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
+
+# The slot table: what each slot of llama-server holds, and who has the right to it.
+#
+# Owns: contents and leases, and every change of them. Nothing here awaits, so a slot that is chosen is
+# reserved in the same call and no lock is needed. Must never know how a slot is filled.
+#
+# A content is *known*, *empty* or *unknown*; unknown is an honest state, not an error.
+
 
 MAX_CONTEXT_CHECKPOINTS = 32
 """llama-server's default of --ctx-checkpoints: how many a slot, and so a state file, has at most."""
@@ -25,18 +33,33 @@ class Empty:
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """Which files a slot's state goes back to: the checkpoints that were restored, directly or not.
+
+    The first `n_restored` tokens came from a file that lacks positions: what lies behind them is whole, but
+    they cannot be continued before their end.
+    """
+
+    n_restored: int = 0
+    ancestors: tuple[CheckpointId, ...] = ()
+
+
+EVALUATED = Origin()
+
+
+@dataclass(frozen=True, slots=True)
 class Unknown:
     """The slot may hold anything; `tenant` is whose tokens those may be, None if anybody's.
 
     Anybody's are erased before the slot is used again. If `can_be_adopted`, a save will tell its tokens
     and they are worth keeping; `likely` are the tokens that a save may well find, such as the prompt of
-    a request that was abandoned on its way, or what is being evaluated. `n_restored` is as in Known.
+    a request that was abandoned on its way, or what is being evaluated.
     """
 
     tenant: Namespace | None = None
     can_be_adopted: bool = True
     likely: TokenIds | None = None
-    n_restored: int = 0
+    origin: Origin = EVALUATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +70,8 @@ class Known:
     `turn_start` are those of the conversation, `last_cut` where its prompt was last cut (0: nowhere).
     `marks` are other places, ascending, that requests may come back to: where turns began, where prompts
     branched. `n_saved` tokens of it are covered by a checkpoint in the store, which can be continued at
-    the `saved_points`; `shape` is the kind of request that the tokens were predicted for. The first
-    `n_restored` came from a file that lacks positions: what lies behind them is whole, but they cannot be
-    continued before their end. There are no more than `n_points_at_most` context checkpoints.
+    the `saved_points`; `shape` is the kind of request that the tokens were predicted for. There are no more
+    than `n_points_at_most` context checkpoints.
     """
 
     tokens: TokenIds
@@ -63,7 +85,7 @@ class Known:
     n_saved: int = 0
     saved_points: tuple[int, ...] = ()
     shape: str = ""
-    n_restored: int = 0
+    origin: Origin = EVALUATED
     n_points_at_most: int = MAX_CONTEXT_CHECKPOINTS
 
     @property
@@ -78,9 +100,9 @@ class Known:
 Content: TypeAlias = Empty | Unknown | Known
 
 
-def restored_tokens(content: Content) -> int:
-    """Return how many first tokens of a slot came from a file that lacks positions."""
-    return 0 if isinstance(content, Empty) else content.n_restored
+def origin_of(content: Content) -> Origin:
+    """Return which files a slot's state goes back to."""
+    return EVALUATED if isinstance(content, Empty) else content.origin
 
 
 TAINTED = Unknown(None, can_be_adopted=False)
@@ -138,7 +160,8 @@ class Slot:
     or llama-server is letting go of a request whose client left. `is_running` says that llama-server is
     known to run the lease's request, so that it will not place another one there. `is_ready` says that the
     lease's request is about to be sent, and that until then the slot holds what it holds. `destined` are
-    the tokens that the lease's request will put there, None if they are not known.
+    the tokens that the lease's request will put there, None if they are not known. What it holds came from
+    the saved states `sources`, and went into them; it `has_answered` a request since.
     """
 
     id: SlotId
@@ -149,6 +172,8 @@ class Slot:
     is_ready: bool = False
     used_at: float = 0.0
     destined: TokenIds | None = None
+    sources: tuple[Checkpoint, ...] = ()
+    has_answered: bool = False
 
 
 class SlotState(StrEnum):
@@ -178,6 +203,7 @@ class SlotTable:
 
     def __init__(self, contents: list[Content]) -> None:
         self._slots = [Slot(SlotId(i), content) for i, content in enumerate(contents)]
+        self._damaged: set[CheckpointId] = set()
 
     def __iter__(self) -> Iterator[Slot]:
         return iter(self._slots)
@@ -231,11 +257,215 @@ class SlotTable:
 
     def set_content(self, slot_id: SlotId, content: Content) -> None:
         """Record what a slot holds from now on; whatever ran in it has ended."""
+        if not self._damaged.isdisjoint(origin_of(content).ancestors):
+            content = TAINTED
+        slot = self._slots[slot_id]
+        sources = () if isinstance(content, Empty) else slot.sources
         self._slots[slot_id] = replace(
-            self._slots[slot_id], content=content, is_running=False, is_ready=False
+            slot, content=content, is_running=False, is_ready=False, sources=sources
         )
+
+    def distrust(self, damaged: Collection[CheckpointId]) -> None:
+        """Taint what goes back to *damaged* checkpoints: free slots now, others when they change next."""
+        self._damaged.update(damaged)
+        for slot in self.free():
+            self.set_content(slot.id, slot.content)
+
+    def note_restore(self, slot_id: SlotId, checkpoint: Checkpoint) -> None:
+        """Note that from now on a slot holds what comes from a checkpoint."""
+        self._slots[slot_id] = replace(
+            self._slots[slot_id], sources=(checkpoint,), has_answered=False
+        )
+
+    def note_save(self, slot_id: SlotId, checkpoint: Checkpoint) -> None:
+        """Note that what came from a checkpoint is now in another one as well."""
+        slot = self._slots[slot_id]
+        if slot.sources:
+            self._slots[slot_id] = replace(slot, sources=(slot.sources[-1], checkpoint))
+
+    def forget_sources(self, *slot_ids: SlotId) -> None:
+        """Note that no saved state in these slots, or in any, is to be suspected any more."""
+        for slot_id in slot_ids or [slot.id for slot in self]:
+            self._slots[slot_id] = replace(self._slots[slot_id], sources=())
+
+    def note_answer(self, slot_id: SlotId) -> None:
+        """Note that llama-server has answered a request from what a slot holds."""
+        self._slots[slot_id] = replace(self._slots[slot_id], has_answered=True)
+
+    def suspects(self, slot_id: SlotId, *, is_saving: bool = False) -> tuple[Checkpoint, ...]:
+        """Return the checkpoints to suspect if llama-server dies while it works on a slot.
+
+        A state that a request was answered from can be evaluated. Whether it can be saved is not known.
+        """
+        slot = self._slots[slot_id]
+        return slot.sources if is_saving or not slot.has_answered else ()
 
     def forget_free(self) -> None:
         """Mark every free slot unknown, after traffic that the proxy did not place."""
         for slot in self.free():
             self.set_content(slot.id, Unknown())
+
+
+# Which slot a request gets whose prompt is not looked up, and which one is emptied for another purpose.
+#
+# Owns: the choice by what would be lost. Pure.
+
+
+def choose_slot_for_bypass(slots: Iterable[Slot], namespace: Namespace) -> Slot | None:
+    """Return the free slot for a request whose prompt is not known, or None if there is none.
+
+    First a slot that such a request of the same tenant used before (llama-server reuses what it can),
+    then an empty one, then the one whose loss costs least.
+    """
+
+    def rank(slot: Slot) -> tuple[bool, int, float]:
+        if isinstance(slot.content, Unknown) and slot.content.tenant == namespace:
+            return False, 0, -slot.used_at
+        return True, *_loss(slot)
+
+    return min((slot for slot in slots if not slot.is_leased), key=rank, default=None)
+
+
+def choose_slot_to_empty(slots: Iterable[Slot]) -> Slot | None:
+    """Return the free slot whose loss costs least, or None if there is none."""
+    return min((slot for slot in slots if not slot.is_leased), key=_loss, default=None)
+
+
+def _loss(slot: Slot) -> tuple[int, float]:
+    n_unsaved = slot.content.n_unsaved + 1 if isinstance(slot.content, Known) else 0
+    return n_unsaved, slot.used_at
+
+
+# What must not be reused: other tenants' tokens, and restored states that cannot be cut.
+#
+# Owns: whether a slot is erased before a request uses it. Pure.
+
+
+def must_be_erased(
+    rule: Rule, content: Content, namespace: Namespace, tokens: TokenIds | None = None
+) -> bool:
+    """Return whether llama-server must not reuse what a slot holds for *tokens* (None: not known).
+
+    That is another tenant's tokens, or a restored state without all positions that would have to be cut
+    before its end. A server that saves context checkpoints refuses to; with --swa-full it cuts the state,
+    although the file has no more than a window.
+    """
+    if holds_foreign_tokens(content, namespace):
+        return True
+    n_restored = origin_of(content).n_restored
+    if rule.kind is RuleKind.RESTORE_POINTS or n_restored == 0:
+        return False
+    if tokens is None or not isinstance(content, Known):
+        return True
+    return common_prefix_length(content.tokens, tokens) < n_restored
+
+
+def holds_foreign_tokens(content: Content, namespace: Namespace) -> bool:
+    """Return whether a slot holds tokens of another tenant, which llama-server would reuse."""
+    match content:
+        case Empty():
+            return False
+        case Known():
+            return content.namespace != namespace
+        case Unknown():
+            return content.tenant != namespace
+
+
+# What a slot holds once a prompt was evaluated in it.
+#
+# Owns: the prediction of a content, context checkpoints and places included. Pure; a save tells the
+# truth.
+
+
+CONTEXT_CHECKPOINT_MARGIN = 5
+"""llama-server makes a context checkpoint 4 tokens before a prompt's end (server-context.cpp,
+"checkpoint the last"); a sliding-window model continues one token before it."""
+
+
+def after_evaluation(
+    before: Content,
+    tokens: TokenIds,
+    namespace: Namespace,
+    *,
+    cuts: Cuts = NO_CUTS,
+    n_generated: int = 0,
+    shape: str = "",
+    n_believed: int = 10,
+    stride_tokens: int = 1,
+) -> Known:
+    """Return what a slot holds once *tokens* were evaluated in it and *n_generated* sampled.
+
+    The last sampled token is never decoded. Context checkpoints behind the point where the prompt left
+    the old content are gone; one is new, shortly before the prompt's end, if it lies *stride_tokens* behind
+    the last. Only the newest *n_believed* are counted on.
+    """
+    n_kept = 0
+    old = before if isinstance(before, Known) and before.namespace == namespace else None
+    if old:
+        n_kept = common_prefix_length(old.tokens, tokens)
+    points = [p for p in old.restore_points if p <= n_kept] if old else []
+    newest = len(tokens) - CONTEXT_CHECKPOINT_MARGIN
+    if newest >= stride_tokens + max(points, default=-stride_tokens) and newest > 0:
+        points.append(newest)
+    origin = origin_of(before)
+    n_restored = _kept(origin.n_restored, n_kept) if old else min(origin.n_restored, len(tokens))
+    return Known(
+        tokens=tokens,
+        namespace=namespace,
+        n_tail=max(0, n_generated - 1),
+        restore_points=tuple(points[-n_believed:]) if n_believed else (),
+        header=_kept(cuts.header, len(tokens)) or (_kept(old.header, n_kept) if old else 0),
+        turn_start=_kept(cuts.turn_start, len(tokens))
+        or (_kept(old.turn_start, n_kept) if old else 0),
+        last_cut=_kept(old.last_cut, n_kept) if old else 0,
+        marks=_marks(old, n_kept, cuts, len(tokens)),
+        n_saved=min(old.n_saved, n_kept) if old else 0,
+        saved_points=tuple(p for p in old.saved_points if p <= n_kept) if old else (),
+        shape=shape,
+        origin=Origin(n_restored, origin.ancestors if n_kept or not old else ()),
+        n_points_at_most=min(
+            MAX_CONTEXT_CHECKPOINTS, _points_at_most(before) + CHECKPOINTS_PER_REQUEST
+        ),
+    )
+
+
+MAX_MARKS = 32
+"""More places than context checkpoints in a file are not kept."""
+
+
+def _marks(old: Known | None, n_kept: int, cuts: Cuts, n_tokens: int) -> tuple[int, ...]:
+    """Return where requests may come back to in a prompt that shares its first *n_kept* tokens with *old*.
+
+    A new user message is the place where a conversation forks: a summary or a title is asked for, a
+    subagent takes over, the user goes back and edits. What lies before it is then asked for again. Another
+    session shares an agent's surroundings. Of the prompt only *n_tokens* are evaluated so far.
+    """
+    forks = cuts.branch, cuts.last_turn_end, cuts.surroundings
+    marks = {mark for mark in forks if mark <= n_tokens}
+    if old:
+        marks |= {mark for mark in (*old.marks, old.turn_start) if mark <= n_kept}
+    return tuple(sorted(marks - {0, cuts.header, cuts.turn_start}))[-MAX_MARKS:]
+
+
+def _points_at_most(content: Content) -> int:
+    match content:
+        case Empty():
+            return 0
+        case Known():
+            return content.n_points_at_most
+        case Unknown():
+            return MAX_CONTEXT_CHECKPOINTS
+
+
+CHECKPOINTS_PER_REQUEST = 3
+"""So many context checkpoints llama-server adds for a request at most, and drops the oldest for them
+(server-context.cpp, create_checkpoint)."""
+
+
+def n_believed_points(n_context_checkpoints: int) -> int:
+    """Return how many of the newest points a slot surely still has that keeps so many checkpoints."""
+    return n_context_checkpoints // CHECKPOINTS_PER_REQUEST
+
+
+def _kept(n_cut: int, n_kept: int) -> int:
+    return n_cut if n_cut <= n_kept else 0

@@ -1,168 +1,267 @@
-"""One examination of one llama-server, from first contact to the last probe: it judges nothing.
+"""One examination of one llama-server: the real attach on a scratch store, and the probes beside it.
 
-Slots are only probed where nobody else decides over them: one that holds work is left alone.
+The attach says whether the model can be identified and its slots saved, whether idle slots keep what they
+hold, and, by its self-test, what a restored state is good for. Its degradations are reported as they are.
+This module judges nothing.
 """
 
-from collections.abc import Awaitable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from proxy.doctor.behaviour import examine_behaviour
-from proxy.doctor.bench import Bench, set_up
-from proxy.doctor.directory import ProbeFiles
+from proxy.core.conditions import DegradationKind
+from proxy.core.model import choose_namespace, is_same_canary, tenant_namespace
+from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
+from proxy.core.tokens import Namespace
 from proxy.doctor.facts import (
+    USUAL_TOKENS,
     BehaviourFacts,
-    Contact,
-    DirectoryFacts,
-    Facts,
+    CostFacts,
+    LlamaServerFacts,
+    MemoryFacts,
     ServerFacts,
+    SlotFacts,
+    StateFacts,
     StoreFacts,
 )
-from proxy.doctor.hosts import Note
-from proxy.doctor.memory import Model, examine_cost, examine_memory, examine_store, identify_model
-from proxy.driver.saving.saver import RewriteStateFile, keep_as_saved
-from proxy.errors import CacheFault, StoreFault, UpstreamFault, UpstreamRefused
-from proxy.store.inspection import IndexContent, read_index
-from proxy.upstream.llama_server import LlamaServer
-from proxy.upstream.replies import Props
+from proxy.doctor.probes import FreeBytes, Scratch, has_ram_cache, prefers_similar_slot, scratch
+from proxy.errors import UpstreamFault
+from proxy.llama.client import LlamaServer, Props
+from proxy.llama.state_file import SUPPORTED_VERSIONS, StateFile
+from proxy.servers.attach import Attacher
+from proxy.servers.attachment import Attachment, read_identity
+from proxy.servers.building import new_session
+from proxy.servers.self_test import Learning
+from proxy.servers.server import kind_of
+from proxy.serving.process import quarantined_in_words
+from proxy.serving.saver import RewriteStateFile
+from proxy.store.catalogue import Limits
+from proxy.store.known_models import (
+    NAMESPACES_PREFIX,
+    Owner,
+    known_namespaces,
+    known_tenants,
+    owners,
+)
+from proxy.store.opening import IndexContent
 
-T = TypeVar("T")
+Note = Callable[[str], object]
 
 
-class Examination:
-    """Examines one llama-server, once."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """What is to be examined; `admin` is where a proxy would answer operators, HOST:PORT.
 
-    def __init__(
-        self,
-        upstream: LlamaServer,
-        directory: DirectoryFacts,
-        files: ProbeFiles,
-        *,
-        host: str = "",
-        name: str = "",
-        has_key: bool = False,
-        rewrite: RewriteStateFile = keep_as_saved,
-        note: Note = lambda text: None,
-    ) -> None:
-        """Prepare; *host* is the kind of host that has it, *name* what it is called among others."""
-        self._upstream = upstream
-        self._directory = directory
-        self._files = files
-        self._known = ServerFacts(
-            url=upstream.target.base_url, contact=Contact.ANSWERS, name=name, host=host
-        )
-        self._has_key = has_key
-        self._rewrite = rewrite
-        self._note: Note = (lambda text: note(f"{name}: {text}")) if name else note
-        self._failures: list[str] = []
+    `asked_for` is the model of --model. `note` is told what is going on; `rewrite` and `free_bytes` are for
+    tests.
+    """
 
-    async def run(self, *, may_probe: bool) -> Facts:
-        """Return all facts, without probes in slots if they are not to be touched."""
-        server, props = await self._contact()
-        facts = Facts(server=server, directory=self._directory)
-        if props is None or not may_probe:
-            return facts
+    roots: Sequence[LlamaServer]
+    has_key: bool
+    directory: Path
+    admin: str
+    limits: Limits
+    idle_save_seconds: float
+    asked_for: str
+    rewrite: RewriteStateFile
+    free_bytes: FreeBytes
+    note: Note
+
+
+async def examine_server(
+    upstream: LlamaServer, server: ServerFacts, subject: Subject, index: IndexContent | None
+) -> LlamaServerFacts:
+    """Return all facts about a llama-server, with the degradations that its attach ran into.
+
+    Without *index* its slots are not touched. Raises StoreFault or OSError if there is no scratch store.
+    """
+    limits = Limits(subject.limits.max_bytes)
+    async with scratch(upstream, subject.directory, limits, subject.rewrite) as probing:
+        facts = LlamaServerFacts(server=server)
         try:
-            if server.has_slot_save_path and not self._directory.problem:
-                facts = await self._examine_slots(facts, props)
+            facts, props = await _contact(facts, probing, subject)
+            if props is not None and index is not None and facts.server.has_slot_save_path:
+                facts = await _examine_slots(facts, probing, props, index, subject.note)
         except UpstreamFault as fault:
-            self._failures.append(f"the slots could not be examined: {fault}")
-        return replace(facts, failures=tuple(self._failures))
-
-    async def _contact(self) -> tuple[ServerFacts, Props | None]:
-        known = self._known
-        try:
-            props = await self._upstream.props()
-            if props.total_slots < 1:
-                return replace(known, contact=Contact.NO_SLOTS), None
-            process_id = await self._upstream.process_id(props)
-        except UpstreamFault as fault:
-            contact = _contact_of(fault, has_key=self._has_key)
-            return replace(known, contact=contact, detail=str(fault)), None
-        server = replace(
-            known,
-            build=props.build_info,
-            model=props.model_path,
-            n_slots=props.total_slots,
-            n_ctx=props.default_generation_settings.n_ctx,
-            is_asleep=props.is_sleeping,
-            is_restart_visible=bool(process_id),
-        )
-        try:
-            can_save = await self._upstream.has_slot_save_path()
-            return replace(server, has_slot_save_path=can_save), props
-        except UpstreamFault as fault:
-            return replace(server, detail=str(fault)), props
-
-    async def _examine_slots(self, facts: Facts, props: Props) -> Facts:
-        """Add what only slots can tell; raises UpstreamFault if llama-server goes away."""
-        self._note("looking for empty slots")
-        async with set_up(self._upstream, self._files, self._rewrite, props.total_slots) as bench:
-            saved = bench.first_save
-            facts = replace(facts, probe_save=saved)
-            if saved is not None and (not saved.is_whole or saved.left_behind):
-                return facts
-            facts = replace(facts, slots=bench.facts)
-            index = self._read_index()
-            if bench.empty:
-                facts = await self._probe(facts, bench, props, index)
-        if not isinstance(index, IndexContent):
-            return replace(facts, store=StoreFacts(problem=str(index)))
-        used_bytes = sum(c.size_bytes for c in index.checkpoints)
-        return replace(facts, directory=replace(facts.directory, used_bytes=used_bytes))
-
-    def _read_index(self) -> IndexContent | StoreFault:
-        try:
-            return read_index(self._files.directory)
-        except StoreFault as fault:
-            return fault
-
-    async def _probe(
-        self, facts: Facts, bench: Bench, props: Props, index: IndexContent | StoreFault
-    ) -> Facts:
-        self._note("asking the model for its canary")
-        model = await self._attempt("the model", bench, identify_model(bench, props))
-        if model is None:
-            return facts
-        content = index if isinstance(index, IndexContent) else IndexContent()
-        facts = replace(facts, store=examine_store(content, model), states=model.facts)
-        return await self._probe_model(facts, bench, props, model, content)
-
-    async def _probe_model(
-        self, facts: Facts, bench: Bench, props: Props, model: Model, index: IndexContent
-    ) -> Facts:
-        n_ctx = props.default_generation_settings.n_ctx
-        self._note("trying out idle slots, similarity and the RAM cache")
-        behaviour = await self._attempt(
-            "slot behaviour", bench, examine_behaviour(bench, model.state.version)
-        )
-        self._note("saving and restoring states of up to 4,400 tokens")
-        memory = await self._attempt(
-            "the memory rule", bench, examine_memory(bench, model, index, props.build_info, n_ctx)
-        )
-        self._note("measuring the size of states")
-        cost = await self._attempt("the cost of a state", bench, examine_cost(bench, n_ctx))
-        return replace(facts, behaviour=behaviour or BehaviourFacts(), memory=memory, cost=cost)
-
-    async def _attempt(self, what: str, bench: Bench, work: Awaitable[T]) -> T | None:
-        """Return the result of a probe, or note why there is none and clean up behind it."""
-        try:
-            return await work
-        except (CacheFault, OSError) as fault:
-            self._failures.append(f"{what} could not be examined: {fault}")
-            with suppress(UpstreamFault):
-                await bench.erase()
-            return None
+            facts = replace(facts, failures=(f"the slots could not be examined: {fault}",))
+        return replace(facts, degradations=tuple(probing.services.degradations.everywhere.active))
 
 
-def _contact_of(fault: UpstreamFault, *, has_key: bool) -> Contact:
-    if not isinstance(fault, UpstreamRefused):
-        return Contact.UNREACHABLE
-    match fault.status:
-        case 503:
-            return Contact.LOADING
-        case 401:
-            return Contact.KEY_WRONG if has_key else Contact.KEY_MISSING
-        case _:
-            return Contact.NOT_LLAMA_SERVER
+async def _contact(
+    facts: LlamaServerFacts, probing: Scratch, subject: Subject
+) -> tuple[LlamaServerFacts, Props | None]:
+    """Ask llama-server what it is; the properties are None if it cannot be attached to at all."""
+    upstream, degradations = probing.server, probing.services.degradations
+    try:
+        props = await upstream.props()
+        process_id = await upstream.process_id(props)
+    except UpstreamFault as fault:
+        kind = kind_of(fault)
+        is_key_missing = kind is DegradationKind.API_KEY_REFUSED and not subject.has_key
+        degradations.begin(kind, "none was given" if is_key_missing else str(fault))
+        return facts, None
+    if props.total_slots < 1:
+        degradations.begin(DegradationKind.NOT_A_LLAMA_SERVER, "it has no slots")
+        return facts, None
+    if not process_id:
+        degradations.begin(DegradationKind.PROCESS_HAS_NO_NAME)
+    try:
+        has_path = await upstream.has_slot_save_path()
+        if not has_path:
+            degradations.begin(DegradationKind.NO_SLOT_SAVE_PATH)
+    except UpstreamFault as fault:
+        has_path = None
+        degradations.begin(DegradationKind.NOT_A_LLAMA_SERVER, str(fault))
+    server = replace(
+        facts.server,
+        build=props.build_info,
+        model=props.model_path,
+        n_slots=props.total_slots,
+        n_ctx=props.default_generation_settings.n_ctx,
+        is_asleep=props.is_sleeping,
+        has_slot_save_path=has_path,
+    )
+    return replace(facts, server=server), props
+
+
+async def _examine_slots(
+    facts: LlamaServerFacts, probing: Scratch, props: Props, index: IndexContent, note: Note
+) -> LlamaServerFacts:
+    """Attach, and probe what no attach tells, if there is an empty slot to do it in.
+
+    Raises UpstreamFault.
+    """
+    server, name = probing.server, f"{facts.server.name}: " if facts.server.name else ""
+    note(f"{name}looking for empty slots")
+    await probing.find_empty_slots(props.total_slots)
+    facts = replace(facts, probe_save=probing.first_save)
+    if not probing.can_save:
+        return facts
+    slots = SlotFacts(len(server.empty), len(server.held), server.n_busy)
+    facts = replace(facts, slots=slots)
+    if not server.empty:
+        return facts
+    note(f"{name}attaching, and saving and restoring states of up to 4,400 tokens")
+    attachment = await _attach(probing, props)
+    if not attachment.can_cache:
+        return facts
+    facts = await _describe(facts, probing, attachment, props, index)
+    note(f"{name}trying out similarity and the RAM cache")
+    try:
+        return replace(facts, behaviour=await _behaviour(probing, attachment))
+    except UpstreamFault as fault:
+        with suppress(UpstreamFault):
+            await server.erase_all()
+        return replace(facts, failures=(f"slot behaviour could not be examined: {fault}",))
+
+
+async def _attach(probing: Scratch, props: Props) -> Attachment:
+    """Attach as the proxy does, and wait for the self-test; raises UpstreamFault."""
+    services, server, saver = probing.services, probing.server, probing.saver
+    attacher = Attacher(
+        services,
+        saver,
+        max_waiting=0,
+        n_context_checkpoints=MAX_CONTEXT_CHECKPOINTS,
+        shares_between_api_keys=None,
+    )
+    # Whether a restart can be told was looked at: this attachment outlives none.
+    attachment = await attacher.attach(props, "examined once")
+    if attachment.obstacle:
+        attachment.degrade(attachment.obstacle.kind, attachment.obstacle.detail)
+    elif attachment.clears_idle_slots is None and any(server.held.values()):
+        # One empty slot was run: what the others held before must be there still.
+        statuses = [status for status in await server.slots() if server.held.get(status.id)]
+        attachment.note_clearing(clears=any(not status.n_held for status in statuses))
+    Learning(services, saver).begin(new_session(services, saver, attachment))
+    await attachment.examination(None)
+    return attachment
+
+
+async def _describe(
+    facts: LlamaServerFacts,
+    probing: Scratch,
+    attachment: Attachment,
+    props: Props,
+    index: IndexContent,
+) -> LlamaServerFacts:
+    """Add what the attach has found out about the model and its states."""
+    _, owner = next(owners(probing.services.store.index))
+    states = [state for state in probing.states if len(state.tokens)]
+    version, layout = states[0].version, states[0].layout
+    identity = await read_identity(probing.server, props)
+    canary = tuple(owner.known.canary)
+    return replace(
+        facts,
+        states=StateFacts(identity=identity, layout=repr((version, layout)), canary=canary),
+        store=_store(index, owner),
+        memory=MemoryFacts(
+            file_version=version,
+            is_version_supported=version in SUPPORTED_VERSIONS,
+            sections=tuple(section.kind for section in layout or ()),
+            rule=attachment.rule if attachment.self_test else None,
+        ),
+        cost=_cost(states, probing, attachment),
+    )
+
+
+def _store(index: IndexContent, owner: Owner) -> StoreFacts:
+    """Return which of the checkpoints are of the model that the attach found on this server."""
+    canary = owner.known.canary
+    chosen = choose_namespace(known_namespaces(index, owner.static), canary)
+    usable, models = [], []
+    if chosen is not None:
+        namespace = Namespace(chosen.id)
+        tenants = {b"", *known_tenants(index, namespace)}
+        ours = {tenant_namespace(namespace, tenant) for tenant in tenants}
+        usable = [c for c in index.checkpoints if c.namespace in ours]
+    else:
+        names = (name for name in index.values if name.startswith(NAMESPACES_PREFIX))
+        statics = (name.removeprefix(NAMESPACES_PREFIX) for name in names)
+        models = [model for static in statics for model in known_namespaces(index, static)]
+    return StoreFacts(
+        n_checkpoints=len(index.checkpoints),
+        size_bytes=sum(c.size_bytes for c in index.checkpoints),
+        n_usable=len(usable),
+        usable_bytes=sum(c.size_bytes for c in usable),
+        quarantined=quarantined_in_words(index.checkpoints),
+        knows_model_otherwise=any(is_same_canary(model.canary, canary) for model in models),
+    )
+
+
+def _cost(
+    states: Sequence[StateFile], probing: Scratch, attachment: Attachment
+) -> CostFacts | None:
+    """Return what a state costs, by the longest one of the self-test and one at most half as long."""
+    longer = max(states, key=lambda state: len(state.tokens))
+    shorter = [state for state in states if 2 * len(state.tokens) <= len(longer.tokens)]
+    if not shorter or not probing.server.restores:
+        return None
+    other = max(shorter, key=lambda state: len(state.tokens))
+    n_more_tokens = len(longer.tokens) - len(other.tokens)
+    bytes_per_token = max(0, longer.state_end - other.state_end) / n_more_tokens
+    fixed_bytes = max(0.0, longer.state_end - bytes_per_token * len(longer.tokens))
+    points_bytes = (longer.size_bytes - longer.state_end) // max(1, len(longer.restore_points))
+    state_bytes = round(fixed_bytes + bytes_per_token * USUAL_TOKENS)
+    largest_bytes = state_bytes + MAX_CONTEXT_CHECKPOINTS * points_bytes
+    restored_bytes, restore_seconds = max(probing.server.restores)
+    return CostFacts(
+        state_bytes=state_bytes,
+        largest_bytes=largest_bytes,
+        save_seconds=attachment.rates.save_seconds(largest_bytes),
+        restore_seconds=restore_seconds * largest_bytes / max(1, restored_bytes),
+        evaluate_seconds=attachment.rates.evaluation_seconds(0, USUAL_TOKENS),
+    )
+
+
+async def _behaviour(probing: Scratch, attachment: Attachment) -> BehaviourFacts:
+    """Return what llama-server does to slots by itself; raises UpstreamFault."""
+    server, clears = probing.server, attachment.clears_idle_slots
+    server.n_vocab = (await server.model_meta()).n_vocab
+    prefers_similar = await prefers_similar_slot(server, probing.states[-1].version)
+    return BehaviourFacts(
+        keeps_idle_slots=None if clears is None else not clears,
+        prefers_similar_slot=prefers_similar,
+        has_ram_cache=await has_ram_cache(server, prefers_similar=prefers_similar),
+    )

@@ -1,21 +1,24 @@
 """What restoring brings on this server: prompts of some lengths evaluated cold, hot and restored."""
 
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from proxy.doctor.bench import N_MORE, Bench, set_up
-from proxy.doctor.directory import ProbeFiles
-from proxy.doctor.hosts import Note, Reached, reach
-from proxy.driver.saving.saver import keep_as_saved
+from proxy.doctor.examination import Note
+from proxy.doctor.probes import Scratch, scratch
+from proxy.doctor.survey import Reached, reach
 from proxy.errors import CacheFault, SaveRejected
-from proxy.store.inspection import keep_proxies_out
-from proxy.upstream.llama_server import LlamaServer
+from proxy.llama.client import LlamaServer
+from proxy.serving.saver import keep_as_saved
+from proxy.store.catalogue import Limits
+from proxy.store.opening import keep_proxies_out
 
 _N_KEPT = 64
 """Tokens of the context that are left for what comes behind a prompt."""
+_N_MORE = 8
 
 
 class Gain(msgspec.Struct, frozen=True):
@@ -72,7 +75,7 @@ async def measure(
     """
     with keep_proxies_out(directory):
         reached = await reach(root, model, may_load=True, note=note)
-        measured = await _measure_all(_only(reached, model), ProbeFiles(directory), lengths, note)
+        measured = await _measure_all(_only(reached, model), directory, lengths, note)
     if reached.host is None:
         return measured
     return msgspec.structs.replace(
@@ -88,7 +91,7 @@ def _only(reached: Reached, model: str) -> LlamaServer:
         raise NotOneModel("there is one model at this address: leave --model out")
     if host.problem:
         raise NotOneModel(f"{host.name}: {host.problem}")
-    names = ", ".join(each.name for each in host.models)
+    names = ", ".join(flags.model for flags in host.models)
     if model:
         raise NotOneModel(f"{host.name} has no model {model}: give one of {names}")
     n_loaded = f"{len(reached.upstreams)} models loaded" if reached.upstreams else "no model loaded"
@@ -96,52 +99,50 @@ def _only(reached: Reached, model: str) -> LlamaServer:
 
 
 async def _measure_all(
-    upstream: LlamaServer, files: ProbeFiles, lengths: Sequence[int], note: Note
+    upstream: LlamaServer, directory: Path, lengths: Sequence[int], note: Note
 ) -> Measured:
     props = await upstream.props()
     n_ctx = props.default_generation_settings.n_ctx
     fitting = [n for n in lengths if n + _N_KEPT <= n_ctx]
-    async with set_up(upstream, files, keep_as_saved, props.total_slots) as bench:
-        _require_usable(bench)
-        bench.n_vocab = (await upstream.model_meta()).n_vocab
-        await bench.evaluate(bench.empty[0], bench.text(3))  # the first is always slower
+    async with scratch(upstream, directory, Limits(sys.maxsize), keep_as_saved) as probing:
+        server = probing.server
+        await probing.find_empty_slots(props.total_slots)
+        if not probing.can_save:
+            raise SaveRejected("states cannot be saved and read here: doctor says why")
+        if not server.empty:
+            raise SaveRejected(
+                "no slot is empty: restart llama-server, or erase one that you can spare"
+            )
+        server.n_vocab = (await server.model_meta()).n_vocab
+        await server.evaluate(
+            server.empty[0], server.text(3, _N_KEPT)
+        )  # the first is always slower
         gains = []
         for n_tokens in fitting:
             note(f"measuring {n_tokens:,} tokens")
-            gains.append(await _measure(bench, n_tokens))
+            gains.append(await _measure(probing, n_tokens))
     left_out = [n for n in lengths if n not in fitting]
     return Measured(props.build_info, props.model_path, n_ctx, gains, left_out)
 
 
-def _require_usable(bench: Bench) -> None:
-    saved = bench.first_save
-    if saved is not None and (not saved.is_whole or saved.left_behind):
-        raise SaveRejected("states cannot be saved and read here: doctor says why")
-    if not bench.empty:
-        raise SaveRejected(
-            "no slot is empty: restart llama-server, or erase one that you can spare"
-        )
-
-
-async def _measure(bench: Bench, n_tokens: int) -> Gain:
-    slot_id, upstream = bench.empty[0], bench.upstream
-    bench.used.add(slot_id)
-    text = bench.text(n_tokens, n_tokens + 2 * N_MORE)
-    await upstream.erase(slot_id)
+async def _measure(probing: Scratch, n_tokens: int) -> Gain:
+    server, slot_id = probing.server, probing.server.empty[0]
+    text = server.text(n_tokens, n_tokens + 2 * _N_MORE)
+    await server.erase(slot_id)
 
     async def seconds_of(n: int) -> tuple[float, int]:
         began = time.monotonic()
-        timings = await upstream.evaluate(slot_id, text[:n])
+        timings = await server.evaluate(slot_id, text[:n])
         return time.monotonic() - began, timings.cache_n
 
     cold_seconds, _ = await seconds_of(n_tokens)
-    hot_seconds, _ = await seconds_of(n_tokens + N_MORE)
-    async with bench.saver.saved(slot_id) as saved:
-        await upstream.erase(slot_id)
+    hot_seconds, _ = await seconds_of(n_tokens + _N_MORE)
+    async with probing.saver.saved(slot_id) as saved:
+        await server.erase(slot_id)
         began = time.monotonic()
-        await upstream.restore(slot_id, saved.file_name)
+        await server.restore(slot_id, saved.file_name)
         restore_seconds = time.monotonic() - began
-        evaluate_seconds, n_reused = await seconds_of(n_tokens + 2 * N_MORE)
+        evaluate_seconds, n_reused = await seconds_of(n_tokens + 2 * _N_MORE)
     return Gain(
         n_tokens=n_tokens,
         cold_seconds=round(cold_seconds, 4),

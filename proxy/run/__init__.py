@@ -1,0 +1,1 @@
+"""llama-server as a process of our own."""

@@ -1,18 +1,87 @@
-"""One llama-server process of our own: its start, its output, its end.
-
-It leads a session of its own, so that Ctrl-C in a terminal reaches only the proxy, which saves first.
-Its output goes to our stderr as it comes. None outlives us, whatever becomes of us.
-"""
+"""llama-server as a process of our own: its build and port, its start and end, and its next start."""
 
 import asyncio
 import os
+import shutil
 import signal
+import socket
+import subprocess
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+
+from proxy.core.launch import restart_delay_seconds
+from proxy.errors import LlamaServerDied, SettingsError
+from proxy.log import get_logger
+
+# What has to be asked of the machine before llama-server is started: its build, and its port.
+
+
+_HELP_SECONDS = 60.0
+"""Builds for GPUs load their libraries first."""
+
+
+def split_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a command's program, its subcommands included (`llama serve`), and its arguments."""
+    n_program = next((i for i, part in enumerate(command) if part.startswith("-")), len(command))
+    return list(command[:n_program]), list(command[n_program:])
+
+
+def read_help(program: Sequence[str]) -> str:
+    """Return a build's --help; raises SettingsError if there is no such program or it does not answer."""
+    if not program or shutil.which(program[0]) is None:
+        raise SettingsError(f"{' '.join(program) or 'no program'}: command not found")
+    try:
+        done = subprocess.run(
+            [*program, "--help"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_HELP_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SettingsError(f"{program[0]} --help: {error}") from error
+    return done.stdout.decode(errors="replace")
+
+
+def find_free_port(host: str) -> int:
+    """Return a port of *host* that nothing listens on; raises OSError if the host is not ours."""
+    return _bind(host, 0)
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Raise OSError if something listens on *port* of *host* already.
+
+    Builds of llama-server that share ports would start all the same, and answer every other request.
+    """
+    try:
+        _bind(host, port)
+    except OSError as error:
+        raise OSError(
+            f"llama-server cannot listen on {host}:{port}: {error.strerror or error}"
+        ) from error
+
+
+def _bind(host: str, port: int) -> int:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host or "127.0.0.1", port, type=socket.SOCK_STREAM
+    )[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+        return int(probe.getsockname()[1])
+
+
+# One llama-server process of our own: its start, its output, its end.
+#
+# It leads a session of its own, so that Ctrl-C in a terminal reaches only the proxy, which saves first.
+# Its output goes to our stderr as it comes. None outlives us, whatever becomes of us.
+
 
 _GUARD = Path(__file__).with_name("guard.py")
 _N_TAIL_LINES = 15
@@ -131,3 +200,90 @@ def describe_end(status: int) -> str:
         return f"signal {signal.Signals(-status).name}"
     except ValueError:
         return f"signal {-status}"
+
+
+# Keeps llama-server running: starts it, waits until it is ready, says how it died, starts it again.
+
+
+STOP_SECONDS = 20.0
+"""How long llama-server may take to end; it finishes the batch at hand first."""
+_LOOK_SECONDS = 0.2
+_STEADY_SECONDS = 60.0
+"""A process that was ready for so long starts a new count of failures."""
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    """How a process ended, its last lines, and how long it had been ready: None if it never was."""
+
+    how: str
+    last_lines: str
+    ready_seconds: float | None
+
+    def __str__(self) -> str:
+        if self.ready_seconds is not None:
+            return f"llama-server died: {self.how}"
+        return (
+            f"llama-server died before it was ready: {self.how}; it said last:\n{self.last_lines}"
+        )
+
+
+class Supervisor:
+    """Runs one llama-server command."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        is_ready: Callable[[], Awaitable[bool]],
+        *,
+        restarts: bool,
+    ) -> None:
+        """*environment* is what the command gets beside ours."""
+        self._command = command
+        self._environment = environment
+        self._is_ready = is_ready
+        self._restarts = restarts
+        self._log = get_logger("llama-server")
+
+    async def run(self) -> None:
+        """Run llama-server until cancelled, then stop it; cancelled once more, kill it.
+
+        Raises LlamaServerDied when it ends by itself: always if it was never ready, because a command
+        that does not work now will not work the next time either; later unless it may be restarted.
+        """
+        n_failures = 0
+        has_been_ready = False
+        while True:
+            end = await self._run_once()
+            has_been_ready = has_been_ready or end.ready_seconds is not None
+            if not (self._restarts and has_been_ready):
+                raise LlamaServerDied(str(end))
+            n_failures = 1 if (end.ready_seconds or 0.0) >= _STEADY_SECONDS else n_failures + 1
+            delay_seconds = restart_delay_seconds(n_failures)
+            self._log.error(str(end), restart_in_seconds=delay_seconds)
+            await asyncio.sleep(delay_seconds)
+
+    async def _run_once(self) -> _End:
+        process = await LlamaProcess.start(self._command, self._environment)
+        self._log.info("started llama-server", pid=process.pid)
+        ended = asyncio.ensure_future(process.wait())
+        try:
+            ready_at = await self._await_ready(ended)
+            how = await ended
+        finally:
+            ended.cancel()
+            await process.stop(STOP_SECONDS)
+        ready_seconds = None if ready_at is None else time.monotonic() - ready_at
+        return _End(how, process.tail(), ready_seconds)
+
+    async def _await_ready(self, ended: "asyncio.Future[str]") -> float | None:
+        """Return when it was ready; None if it ended first. Loading a large model takes minutes."""
+        began = time.monotonic()
+        while not ended.done():
+            if await self._is_ready():
+                now = time.monotonic()
+                self._log.info("llama-server is ready", after_seconds=round(now - began, 1))
+                return now
+            await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
+        return None

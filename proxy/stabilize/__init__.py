@@ -1,0 +1,1 @@
+"""Rewrites of requests that keep their prompts from changing at the beginning."""

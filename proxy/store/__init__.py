@@ -1,0 +1,1 @@
+"""The checkpoints of one directory: index, state files, records, and their budget."""

@@ -4,27 +4,25 @@ Files first, then the index entry; entry gone first, then the file. All writes r
 Room is made before a file is written: whoever wants to save reserves its bytes first.
 """
 
+import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from proxy.core.keeping.eviction import Present, Removal
-from proxy.core.model import Candidate, Checkpoint, CheckpointId
-from proxy.core.prefix import Namespace, TokenIds, count_blocks, hash_prefixes, token_ids
-from proxy.errors import NoRoom, StoreFault
-from proxy.store import new_state, opening
-from proxy.store.budget import Budget, Claim, Limits
-from proxy.store.catalogue import Catalogue
-from proxy.store.index import Index
-from proxy.store.new_state import NewState
-from proxy.store.state_files import StateFiles
-from proxy.store.write_ledger import WriteLedger
-from proxy.store.writer import Writer
+from proxy.core.eviction import Present, Removal, family_of
+from proxy.core.model import Candidate, Checkpoint, CheckpointId, Cuts, Quarantine
+from proxy.core.tokens import Namespace, TokenIds, count_blocks, hash_prefixes, token_ids
+from proxy.errors import NoRoom, StateDamaged, StoreFault
+from proxy.store import opening, rebuilding
+from proxy.store.catalogue import Budget, Catalogue, Claim, Limits
+from proxy.store.files import FileStamp, StateFiles, Verification
+from proxy.store.rebuilding import open_or_renew
+from proxy.store.writing import NewState, WriteLedger, Writer, commit_state
 
 MAX_COMPARED = 512
 """How many checkpoints one lookup compares token by token, at most."""
@@ -36,19 +34,24 @@ class CheckpointStore:
     def __init__(self, directory: Path, limits: Limits) -> None:
         """Lock and open the store in *directory*, and bring it within its budget.
 
-        Raises StoreLocked if another proxy has it, StoreFault if the index cannot be read.
+        A damaged index is replaced by one that `rebuild` fills. Raises StoreLocked if another proxy has
+        the directory, StoreFault if the index cannot be read.
         """
         self.files = StateFiles(directory)
         self.limits = limits
         self.removals = Counter({reason: 0 for reason in Removal})
         self.on_removal: Callable[[Checkpoint, TokenIds | None, Removal], None] = lambda *_: None
+        self.on_damage: Callable[[Checkpoint, list[Checkpoint]], None] = lambda *_: None
+        self._verification = Verification(self.files)
+        self._verifying: dict[CheckpointId, asyncio.Future[StoreFault | None]] = {}
+        self._damaged: set[CheckpointId] = set()
         self._budget = Budget(limits)
         self._catalogue = Catalogue()
         with ExitStack() as undo:
             self._lock_descriptor = opening.lock(directory)
             undo.callback(os.close, self._lock_descriptor)
             try:
-                self.index = Index(directory / "index")
+                self.index = open_or_renew(directory / "index", self.files)
                 undo.callback(self.index.close)
                 self.report = self._open()
             except OSError as error:
@@ -58,7 +61,10 @@ class CheckpointStore:
         self.writes = WriteLedger(self.index, limits.max_write_bytes_per_day)
 
     def _open(self) -> opening.CheckReport:
-        intact, report = opening.check(self.index, self.files)
+        intact, report, self._rebuild = opening.check(self.index, self.files)
+        if self._rebuild and not self._rebuild.pending and not self._rebuild.lost:
+            self.index.end_rebuild()
+            self._rebuild = None
         for checkpoint in intact:
             tokens = self.index.tokens(checkpoint.id) or token_ids(())
             self._catalogue.enter(checkpoint, hash_prefixes(checkpoint.namespace, tokens))
@@ -74,6 +80,9 @@ class CheckpointStore:
 
     def close(self) -> None:
         """Write what is pending and release the directory."""
+        for verifying in self._verifying.values():
+            verifying.cancel()
+        self._verification.close()
         self._writer.close()
         try:
             with suppress(StoreFault):
@@ -81,6 +90,33 @@ class CheckpointStore:
             self.index.close()
         finally:
             os.close(self._lock_descriptor)
+
+    @property
+    def rebuild_reason(self) -> str:
+        """Why the index has lost states that `rebuild` enters again; empty if it has all."""
+        return self._rebuild.reason if self._rebuild else ""
+
+    async def rebuild(self) -> str:
+        """Enter the states that the index has lost, between other writes; return what became of them.
+
+        Raises StoreFault. What is broken off is taken up by the next opening.
+        """
+        if (rebuild := self._rebuild) is None:
+            return ""
+
+        def enter(entries: Iterable[rebuilding.Entry]) -> None:
+            for checkpoint, _, hashes in entries:
+                self._catalogue.enter(checkpoint, hashes)
+
+        work = partial(rebuilding.enter_batch, self.index, self.files, rebuild)
+        while rebuild.pending:
+            await self._writer.write(work, then=enter)
+        await self._writer.write(partial(rebuilding.finish, self.index, self.files, rebuild))
+        self._rebuild = None
+        n_too_many = self.size_bytes - self.limits.max_bytes
+        victims = self._catalogue.victims(n_too_many, Present(time.time()))
+        await self._remove(victims, Removal.BUDGET)
+        return rebuild.words
 
     def __len__(self) -> int:
         return len(self._catalogue)
@@ -138,18 +174,83 @@ class CheckpointStore:
         """Keep a checkpoint from eviction between its choice and its restore."""
         return self._catalogue.keep(checkpoint.id)
 
-    @contextmanager
-    def using(self, checkpoint: Checkpoint) -> Iterator[Checkpoint]:
+    @asynccontextmanager
+    async def using(self, checkpoint: Checkpoint) -> AsyncIterator[None]:
         """Keep a checkpoint from eviction while it is being restored.
 
-        Raises StoreFault if its file is not the one that was committed.
+        Raises StoreFault if its file is not what was saved, before the block or once it has ended.
         """
         with self.keep(checkpoint):
-            self.files.require_unchanged(
-                checkpoint.file_name, checkpoint.file_stamp, checkpoint.size_bytes
-            )
-            yield checkpoint
+            await self.verify(checkpoint)
+            yield
+            if not self._verification.is_done(checkpoint):
+                raise StoreFault(f"{checkpoint.file_name} was changed while it was restored")
             self._catalogue.touch(checkpoint.id)
+
+    def verify_soon(self, checkpoint: Checkpoint) -> None:
+        """Begin to verify a checkpoint that will likely be restored, unless that was done."""
+        if not self._verification.is_done(checkpoint):
+            self._begin_to_verify(checkpoint)
+
+    async def verify(self, checkpoint: Checkpoint, *, bytes_per_second: float = 0.0) -> None:
+        """Verify the file of a checkpoint, unless that was done and it has not changed since.
+
+        With *bytes_per_second* it is done in any case, and no faster. Raises StoreFault if the file cannot
+        be read or is not what was saved; then it is gone, and with it whatever may stem from it.
+        """
+        if bytes_per_second:
+            fault = await self._verify(checkpoint, bytes_per_second)
+        elif self._verification.is_done(checkpoint):
+            return
+        else:
+            fault = await asyncio.shield(self._begin_to_verify(checkpoint))
+        if fault is not None:
+            raise fault
+
+    def _begin_to_verify(self, checkpoint: Checkpoint) -> "asyncio.Future[StoreFault | None]":
+        verifying = self._verifying.get(checkpoint.id)
+        if verifying is None:
+            verifying = asyncio.ensure_future(self._verify(checkpoint))
+            self._verifying[checkpoint.id] = verifying
+            verifying.add_done_callback(lambda _: self._verifying.pop(checkpoint.id))
+        return verifying
+
+    async def _verify(
+        self, checkpoint: Checkpoint, bytes_per_second: float = 0.0
+    ) -> StoreFault | None:
+        """Verify a file, and return what is wrong with it; whatever that is, it is offered no more."""
+        try:
+            await self._verification.verify(checkpoint, bytes_per_second=bytes_per_second)
+        except StateDamaged as damage:
+            return await self._remove_damaged(checkpoint) or damage
+        except OSError as error:
+            self.quarantine(checkpoint)
+            with suppress(StoreFault):
+                if isinstance(error, FileNotFoundError):
+                    await self.remove(checkpoint, Removal.BROKEN)
+            return StoreFault(f"{checkpoint.file_name}: {error.strerror}")
+        self._catalogue.note_verified(checkpoint.id)
+        if not bytes_per_second:
+            self._catalogue.note_read(checkpoint)
+        return None
+
+    async def _remove_damaged(self, damaged: Checkpoint) -> StoreFault | None:
+        """Remove a checkpoint and what may stem from it; return what prevents that."""
+        damaged = self.get(damaged.id) or damaged
+        stemming = [c for c in self if c.may_stem_from(damaged)]
+        for checkpoint in (damaged, *stemming):
+            self._damaged.add(checkpoint.id)
+            self.quarantine(checkpoint)  # should it not go
+        self.on_damage(damaged, stemming)
+        try:
+            await self._remove([damaged, *stemming], Removal.BROKEN)
+        except StoreFault as fault:
+            return fault
+        return None
+
+    def lineage(self, checkpoint: Checkpoint) -> tuple[CheckpointId, ...]:
+        """Return a checkpoint and those of its ancestors that are still there."""
+        return (*(i for i in checkpoint.ancestors if self.get(i)), checkpoint.id)
 
     def is_warm(self, checkpoint: Checkpoint) -> bool:
         """Return whether the file of a checkpoint is likely in the page cache."""
@@ -166,12 +267,40 @@ class CheckpointStore:
         """Offer a checkpoint no more while this process runs; eviction takes it first."""
         self._catalogue.quarantine(checkpoint.id)
 
+    def is_quarantined(self, checkpoint: Checkpoint) -> bool:
+        return self._catalogue.is_quarantined(checkpoint.id)
+
+    async def quarantine_for_good(
+        self, checkpoints: Iterable[Checkpoint], quarantine: Quarantine
+    ) -> None:
+        """Never offer checkpoints again, whatever restarts; return once that is on disk."""
+        await self._update(*(self._catalogue.quarantine(c.id, quarantine) for c in checkpoints))
+
     async def pin(self, checkpoint_id: CheckpointId, *, is_pinned: bool) -> Checkpoint | None:
         """Keep a checkpoint whatever happens, or no longer; None if it is gone."""
         record = self._catalogue.set_pinned(checkpoint_id, is_pinned=is_pinned)
-        if record is not None:
-            await self._writer.write(partial(self.index.update, [record]))
+        await self._update(record)
         return record
+
+    async def _update(self, *records: Checkpoint | None) -> None:
+        there = [record for record in records if record is not None]
+        await self._writer.write(partial(opening.rewrite, self.index, self.files, there))
+
+    async def move(self, checkpoint: Checkpoint, namespace: Namespace) -> None:
+        """Give a checkpoint to another namespace; one that is gone stays gone."""
+        with self.keep(checkpoint):
+            tokens = self.index.tokens(checkpoint.id)
+            if tokens is None:
+                return
+            new, relatives = hash_prefixes(namespace, tokens), self.find(namespace, tokens)
+            cuts = Cuts(checkpoint.header, checkpoint.turn_start)
+            family = family_of(namespace, tokens, checkpoint.kind, cuts, relatives)
+            moved = replace(checkpoint, namespace=namespace, family=family)
+            old = hash_prefixes(checkpoint.namespace, tokens)
+            await self._writer.write(
+                partial(opening.move, self.index, self.files, moved, old, new),
+                then=lambda _: self._catalogue.move(moved, new),
+            )
 
     async def reserve(self, claim: Claim) -> str:
         """Make room for a file; return the temporary name under which it is to be written.
@@ -214,17 +343,24 @@ class CheckpointStore:
             raise
 
     async def commit(self, state: NewState) -> Checkpoint:
-        """Seal a state's file and enter it in the index; raises StoreFault if either fails."""
+        """Seal a state's file and enter it in the index; raises StoreFault if either fails.
+
+        So it does if the state goes back to one that turned out damaged meanwhile.
+        """
+        if not self._damaged.isdisjoint(state.ancestors):
+            raise StoreFault("what the slot was restored from is damaged")
         hashes = hash_prefixes(state.namespace, state.tokens)
 
-        def enter(checkpoint: Checkpoint) -> None:
+        def enter(committed: tuple[Checkpoint, FileStamp]) -> None:
+            checkpoint, stamp = committed
+            self._verification.note(checkpoint.id, stamp)
             self._catalogue.enter(checkpoint, hashes)
             self._catalogue.note_read(checkpoint)
             self._budget.release(state.temporary_name)
 
         touched = self._catalogue.take_touched()
-        work = partial(new_state.commit, self.index, self.files, state, hashes, touched)
-        return await self._writer.write(work, then=enter)
+        work = partial(commit_state, self.index, self.files, state, hashes, touched)
+        return (await self._writer.write(work, then=enter))[0]
 
     async def remove(self, checkpoint: Checkpoint, reason: Removal) -> bool:
         """Delete a checkpoint, entry first; return False if it is gone, pinned or in use.
@@ -259,6 +395,7 @@ class CheckpointStore:
     async def _delete(self, checkpoint: Checkpoint, reason: Removal) -> None:
         def forget(tokens: TokenIds | None) -> None:
             self._catalogue.forget(checkpoint.id)
+            self._verification.forget(checkpoint.id)
             self.removals[reason] += 1
             self.on_removal(checkpoint, tokens, reason)
 

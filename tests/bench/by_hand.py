@@ -18,7 +18,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any
 
-from proxy.core.prefix import TokenIds, common_prefix_length
+from proxy.core.tokens import TokenIds, common_prefix_length
 from tests.bench.answers import FIELDS, Answer, read_answer
 from tests.bench.ledger import Ledger
 from tests.bench.request_log import Way

@@ -14,20 +14,18 @@ import msgspec
 import structlog
 
 from proxy.core.model import Outcome, Prompt, Rule, RuleKind, SlotId
-from proxy.core.planning.options import Option, UseLive
-from proxy.core.planning.plan import Plan
-from proxy.core.prefix import Namespace, token_ids
+from proxy.core.plan import Plan, StartOption, UseLive
 from proxy.core.slots import Reuse
-from proxy.driver.contact.attachment import Attachment
-from proxy.driver.reporting.inquiry import Inquiry
-from proxy.driver.reporting.journal import Journal
-from proxy.driver.reporting.report import Findings, Report
-from proxy.driver.requests import Answer, Arrival, GenerationRequest
-from proxy.driver.serving.account import Account
+from proxy.core.tokens import Namespace, token_ids
+from proxy.explain.causes import Cause
+from proxy.explain.explanation import Judgement
+from proxy.explain.report import Inquiry, Journal, Report
+from proxy.llama.bodies import GenerationBody
+from proxy.llama.client import Timings
+from proxy.llama.routes import Route
 from proxy.metrics import Metrics
-from proxy.upstream.bodies import GenerationBody
-from proxy.upstream.replies import Timings
-from proxy.upstream.routes import Route
+from proxy.servers.attachment import Attachment
+from proxy.serving.request import Account, Answer, Arrival, GenerationRequest
 
 SPACE = Namespace(b"n" * 16)
 ATTACHMENT = cast(
@@ -70,19 +68,21 @@ class Desk:
         self.report = Report(Metrics(), self.journal)
         self._n_requests = 0
 
-    def serve(self, prompt: Prompt, body: GenerationBody, n_reused: int) -> tuple[float, Findings]:
+    def serve(self, prompt: Prompt, body: GenerationBody, n_reused: int) -> tuple[float, Judgement]:
         """Return the milliseconds of CPU that it took to explain, count and record a request."""
         self._n_requests += 1
         request = GenerationRequest(Arrival(f"{self._n_requests:08x}", "/v1"), Route.CHAT, b"", {})
-        plan = Plan(Option(SlotId(0), UseLive(Reuse(n_reused, n_reused)), 0.0), n_shared=n_reused)
+        plan = Plan(
+            StartOption(SlotId(0), UseLive(Reuse(n_reused, n_reused)), 0.0), n_shared=n_reused
+        )
         account = Account(plan, prompt.n_tokens)
         account.add(Timings(n_reused, prompt.n_tokens - n_reused))
         began = time.thread_time()
         inquiry = Inquiry(self.journal, ATTACHMENT, prompt, body)
         inquiry.note_planned()
-        findings = inquiry.findings(account, request.id)
-        self.report.answered(request, Answer(200, None), Outcome.HIT, findings)
-        return 1000 * (time.thread_time() - began), findings
+        judgement = inquiry.judge(account, request.id)
+        self.report.answered(request, Answer(200, None), Outcome.HIT, judgement, account)
+        return 1000 * (time.thread_time() - began), judgement
 
 
 def time_of_hits(n_tokens: int) -> float:
@@ -111,9 +111,9 @@ def time_of_misses(n_tokens: int) -> tuple[float, float]:
         tokens[5] = number
         prompt = Prompt(tokens, SPACE, text=stamp + first.text)
         body = GenerationBody(raw, msgspec.json.decode(raw))
-        milliseconds, findings = desk.serve(prompt, body, 5)
+        milliseconds, judgement = desk.serve(prompt, body, 5)
         taken.append(milliseconds)
-        assert number == 0 or findings.cause == "date", findings
+        assert number == 0 or judgement.cause is Cause.DATE, judgement
     return median(taken[1:100]), median(taken[-100:])
 
 

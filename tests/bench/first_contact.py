@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from statistics import median
 from typing import NamedTuple
 
-from proxy.core.namespace import CANARY_TOKENS
+from proxy.core.model import CANARY_TOKENS
 from tests.bench.progress import tell
 from tests.bench.rigs import open_rig
 from tests.bench.section import Section

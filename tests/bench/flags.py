@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from proxy.core.prefix import TokenIds, common_prefix_length
+from proxy.core.tokens import TokenIds, common_prefix_length
 from tests.bench.interrupts import run_to_the_end
 from tests.bench.ledger import Ledger
 from tests.bench.progress import tell

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from proxy.core.namespace import CANARY_TOKENS
+from proxy.core.model import CANARY_TOKENS
 from tests.bench.moving import N_CTX, Cost, Turn, conversation, lengths, new_folder, worst
 from tests.bench.play import stream_first_token
 from tests.bench.processes import ProxyProcess, Setup

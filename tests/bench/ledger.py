@@ -6,7 +6,7 @@ Asks llama-server directly to render and tokenize, which evaluates nothing.
 import asyncio
 from typing import Any
 
-from proxy.core.prefix import TokenIds, common_prefix_length, token_ids
+from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from tests.bench.workload import Request
 from tests.lab.server import LlamaServer
 

@@ -15,13 +15,13 @@ from typing import Any
 import click
 
 from proxy.app import Running, run_proxy
-from proxy.config import Settings
 from proxy.core.model import CheckpointKind, Cuts, Family
-from proxy.core.prefix import Namespace, hash_prefixes, token_ids
+from proxy.core.tokens import Namespace, hash_prefixes, token_ids
 from proxy.log import configure_logging
-from proxy.store.budget import Limits
-from proxy.store.new_state import NewState, commit
+from proxy.settings import Settings
+from proxy.store.catalogue import Limits
 from proxy.store.store import CheckpointStore
+from proxy.store.writing import NewState, commit_state
 from tests.lab.browser import Page, open_page
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
@@ -207,10 +207,11 @@ def fill(directory: Path, n_checkpoints: int) -> None:
                 tokens=tokens,
                 restore_points=(64,),
                 has_every_position=False,
+                parts=store.files.parts(name, [5]),
                 cuts=Cuts(header=64),
                 family=Family(header + 1, session + 1),
             )
-            commit(store.index, store.files, state, hash_prefixes(namespace, tokens), ())
+            commit_state(store.index, store.files, state, hash_prefixes(namespace, tokens), ())
     finally:
         store.close()
 

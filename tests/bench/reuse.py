@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from proxy.driver.saving.saver import RewriteStateFile, keep_as_saved
+from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from tests.bench.ledger import Ledger
 from tests.bench.progress import tell
 from tests.bench.rigs import open_rig

@@ -248,7 +248,7 @@ def _n_descriptors(pid: int) -> int:
 
 
 def _is_state(path: Path) -> bool:
-    return path.name.startswith("lpc-")
+    return path.name.startswith("lpc-") and path.suffix != ".meta"
 
 
 def _size(path: Path) -> int:

@@ -3,9 +3,9 @@
 import json
 from dataclasses import dataclass
 
-from proxy.core.prefix import TokenIds, common_prefix_length, token_ids
-from proxy.upstream.bodies import as_chat_body, parse_body
-from proxy.upstream.routes import generation_route
+from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
+from proxy.llama.bodies import as_chat_body, parse_body
+from proxy.llama.routes import generation_route
 from tests.clients.scripted_server import Recorded, ScriptedServer
 
 SLACK_TOKENS = 32

@@ -9,9 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 from msgspec import Meta
 
-from proxy.config import Settings
-from proxy.sizes import UNITS, is_size
-from proxy.sources import ENVIRONMENT_PREFIX
+from proxy.settings import ENVIRONMENT_PREFIX, UNITS, Settings, is_size
 
 WIDTH = 104
 BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
@@ -20,7 +18,7 @@ EXAMPLE_HEAD = """\
 # llama-prefix-cache: every setting with its default.
 # Use it with `llama-prefix-cache serve --config FILE`. Flags (--max-store-bytes) beat the environment
 # (LLAMA_PREFIX_CACHE_MAX_STORE_BYTES), which beats this file. An unknown name is refused at start.
-# Written by `make docs` from proxy/config.py.
+# Written by `make docs` from proxy/settings.py.
 """
 
 

@@ -1,9 +1,9 @@
 """The tables of metrics, stabilizers and of what can be wrong, from the code that has them."""
 
-from proxy.core.degradation import EXPLANATIONS
-from proxy.core.explaining.causes import MEANINGS
+from proxy.core.conditions import EXPLANATIONS
+from proxy.explain.causes import MEANINGS
 from proxy.metrics import Metrics
-from proxy.stabilize.names import REASONS, SAFE
+from proxy.stabilize.model import REASONS, SAFE
 
 
 def metrics_table() -> str:

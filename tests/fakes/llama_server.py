@@ -80,13 +80,14 @@ class FakeLlamaServer:
         self.n_ctx = n_ctx or (4096 if needs_long else 2048)
         self.file_version = file_version
         self.api_keys = api_keys
+        self.keys_that_may_not_look: tuple[str, ...] = ()
+        """Those for which something before this server refuses /props."""
         self.fixed_media_marker = media_marker
         self.has_generation_prompt = has_generation_prompt
         self.faults = faults or Faults()
         self.seen: list[Seen] = []
         self.n_evaluated = 0
-        self.metrics = b""
-        """What /metrics answers."""
+        self.n_chunks_sent = 0
         self.n_processes = 0
         self.port = 0
         self._gates: dict[str, Gate] = {}
@@ -186,6 +187,8 @@ class FakeLlamaServer:
             return _error(503, "Loading model", "unavailable_error")
         if self.api_keys and request.path not in PUBLIC and _key(request) not in self.api_keys:
             return _error(401, "Invalid API Key", "authentication_error")
+        if place == "props" and _key(request) in self.keys_that_may_not_look:
+            return _error(403, "Forbidden", "permission_error")
         if place not in IN_SLOT:
             if trouble := await self._trouble(place, request):
                 return trouble
@@ -196,11 +199,19 @@ class FakeLlamaServer:
         await asyncio.sleep(self.faults.slow_seconds.get(place, 0.0))
         if gate := self._gates.get(place):
             await gate.arrive()
-        if place in self.faults.drop:
+        if place in self.faults.drop or self._dies(place):
             return _cut(request)
         if status := self.faults.refuse.get(place):
             return _error(status, f"scripted fault at {place}", "server_error")
         return None
+
+    def _dies(self, place: str) -> bool:
+        """Return whether this process ends here; the next one is there then."""
+        if not self.faults.dies_at.get(place):
+            return False
+        self.faults.dies_at[place] -= 1
+        self.replace_process()
+        return True
 
     async def _route(self, request: web.Request) -> web.StreamResponse:
         path = request.path
@@ -251,7 +262,7 @@ class FakeLlamaServer:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         headers = {"Process-Start-Time-Unix": str(self.n_processes)}
-        return web.Response(body=self.metrics, headers=headers)
+        return web.Response(body=b"", headers=headers)
 
     async def _models(self, request: web.Request) -> web.Response:
         meta = {"n_vocab": tokenizer.N_VOCAB, "n_params": 1, "size": 1}
@@ -361,6 +372,8 @@ class FakeLlamaServer:
         trouble = await _while_wanted(request, self._trouble(place, request))
         if trouble is not None:
             return trouble
+        if place == "generate" and "n_probs" not in body and self._dies("answer"):
+            return _cut(request)
         n_reused = slot.evaluate(prompt, reuses=body.get("cache_prompt", True))
         self.n_evaluated += len(prompt) - n_reused
         pieces = generate(prompt, n_predict(body))
@@ -394,6 +407,8 @@ class FakeLlamaServer:
         n_sent = 0
         try:
             await response.prepare(request)
+            if self._dies("stream"):
+                return _cut(request)
             for event in done.events(shape):
                 if n_sent == self.faults.dies_after_chunks:
                     return _cut(request)
@@ -401,6 +416,7 @@ class FakeLlamaServer:
                     break
                 await response.write(event)
                 n_sent += 1
+                self.n_chunks_sent += 1
                 await asyncio.sleep(self.faults.chunk_seconds)
         except ConnectionResetError:
             pass  # the client has left

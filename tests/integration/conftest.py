@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 
-from proxy.driver.contact import lifecycle
-from proxy.driver.slots import abandoned
+from proxy.servers import server as lifecycle
+from proxy.serving import launches as abandoned
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.integration.rig import Rig
 
 StartRig = Callable[..., AbstractAsyncContextManager[Rig]]
 
 SETTINGS = (
+    "verify_interval_seconds",
     "idle_save_seconds",
     "drain_seconds",
     "upstream_wait_seconds",
@@ -26,9 +27,7 @@ SETTINGS = (
     "max_body_bytes",
     "upstream_api_key",
     "share_between_api_keys",
-    "allow_state_changes",
     "aliases",
-    "join_upstream_metrics",
     "stabilizers",
     "context_overflow",
     "admin_hosts",

@@ -15,10 +15,10 @@ import pytest
 from yarl import URL
 
 from proxy.app import Running, run_proxy
-from proxy.config import Settings
-from proxy.core.degradation import DegradationKind
-from proxy.core.keeping.write_back import is_write_back_due
-from proxy.driver.contact.attachment import Attachment
+from proxy.core.conditions import DegradationKind
+from proxy.core.saving import is_write_back_due
+from proxy.servers.attachment import Attachment
+from proxy.settings import Settings
 from tests.fakes.llama_server import FakeLlamaServer, Seen
 
 SETTLE_SECONDS = 30.0
@@ -56,6 +56,12 @@ def with_image(messages: Messages) -> Messages:
         for message in messages
     ]
 
+
+KEYS: dict[str, Any] = {
+    "api_keys": ("own", "alice", "bob", "carol"),
+    "upstream_api_key": "own",
+}
+"""Options of a rig whose llama-server asks for a key; without, all clients are one tenant."""
 
 MESSAGES_FORMS = pytest.mark.parametrize("form", [list, with_image], ids=["read", "not read"])
 """Only if the prompt of a /v1/messages request is read is a slot prepared for it that is the most similar
@@ -141,7 +147,7 @@ class Rig:
             **{
                 "min_free_bytes": 0,
                 "idle_save_seconds": 0.04,
-                "drain_seconds": 2.0,
+                "drain_seconds": 10.0,
                 **self.options,
             },
         )

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from proxy.app import run_proxy
-from proxy.config import Settings
-from proxy.driver.contact import lifecycle
+from proxy.servers import server as lifecycle
+from proxy.settings import Settings
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, COMPLETION, Reply, Rig, hang_up, question, until
+from tests.integration.rig import CHAT, COMPLETION, KEYS, Reply, Rig, hang_up, question, until
 from tests.integration.test_queue import occupy, served
 from tests.lab.server import find_free_port
 
@@ -63,7 +63,7 @@ async def test_unprepared_request_waits_too(start_rig: StartRig, path: str) -> N
 async def test_request_that_could_not_be_sent_waits_too(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with start_rig(n_slots=1) as rig:
+    async with start_rig(n_slots=1, **KEYS) as rig:
         monkeypatch.setattr(lifecycle, "WATCH_SECONDS", 60.0)
         await asyncio.sleep(0.1)
         gate = rig.server.hold("erase", n_calls=1)
@@ -187,14 +187,14 @@ async def test_what_a_closing_server_will_not_answer_is_cut_off(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Told to end, llama-server waits for clients whose requests it has dropped."""
-    monkeypatch.setattr(lifecycle, "CUT_SECONDS", 0.2)
+    monkeypatch.setattr(lifecycle, "CUT_SECONDS", 1.0)
     async with start_rig(n_slots=3) as rig:
         gate = rig.server.hold("generate", n_calls=1)
         whole = ask(rig, "a")
         await gate.reached()
         rig.server.faults.chunk_seconds = 60.0
         silent = asyncio.ensure_future(rig.post(CHAT, stream_of("b")))
-        await until(lambda: len(rig.requests_seen()) == 2)
+        await until(lambda: rig.server.n_chunks_sent)
         rig.server.faults.chunk_seconds = 0.05
         talking = asyncio.ensure_future(rig.post(CHAT, stream_of("c", 20)))
         await until(lambda: len(rig.requests_seen()) == 3)

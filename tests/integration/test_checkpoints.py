@@ -3,9 +3,9 @@
 import asyncio
 from typing import Any
 
-from proxy.commands.access import OfRunningProxy
-from proxy.commands.admin import Admin
-from proxy.core.views.listing import Deleted
+from proxy.cli.access import OfRunningProxy
+from proxy.cli.common import Admin
+from proxy.explain.views import Deleted
 from tests.integration.conftest import StartRig
 from tests.integration.rig import Rig
 

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from proxy.core.degradation import EXPLANATIONS, DegradationKind
+from proxy.core.conditions import EXPLANATIONS, DegradationKind
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
 from tests.integration.rig import (
     CHAT,
     COMPLETION,
+    KEYS,
     MESSAGES_FORMS,
     Form,
     Rig,
@@ -166,7 +167,7 @@ async def test_directory_that_others_can_read_is_noted_and_cached_in(
 
 
 async def test_several_api_keys_are_noted(start_rig: StartRig) -> None:
-    async with start_rig() as rig:
+    async with start_rig(**KEYS) as rig:
         await rig.chat("a", key="alice")
         assert await rig.reasons() == []
         await rig.chat("a", key="bob")

@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from proxy.commands.doctor import examine
-from proxy.commands.options import EXIT_CUT_SHORT
-from proxy.config import Settings
-from proxy.doctor.facts import Contact, Facts
-from proxy.doctor.findings import findings_of
-from proxy.doctor.verdict import Severity, exit_status
+from proxy.cli.common import EXIT_CUT_SHORT
+from proxy.cli.doctor import examine
+from proxy.core.conditions import DegradationKind
+from proxy.doctor.facts import LlamaServerFacts
+from proxy.doctor.findings import Severity, exit_status
+from proxy.doctor.survey_findings import findings_of
+from proxy.settings import Settings
 from tests.fakes.faults import Faults
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.fakes.slots import Memory
@@ -53,7 +54,7 @@ def settings_for(server: FakeLlamaServer) -> Settings:
 class Diagnosis:
     """The facts, exit status, and text and cure of all that is not well."""
 
-    facts: Facts
+    facts: LlamaServerFacts
     exit_status: int
     problems: dict[str, str]
 
@@ -73,32 +74,31 @@ async def test_scripted_server_is_approved(server: FakeLlamaServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("faults", "contact", "cure"),
+    ("faults", "kind", "cure"),
     [
-        (Faults(is_loading=True), Contact.LOADING, "answers 200"),
-        (Faults(refuse={"props": 404}), Contact.NOT_LLAMA_SERVER, "--api-prefix"),
-        (Faults(props={"total_slots": 0}), Contact.NO_SLOTS, "runs one model"),
-        (Faults(drop={"props"}), Contact.UNREACHABLE, "--upstream URL"),
+        (Faults(is_loading=True), DegradationKind.LOADING, "answers 200"),
+        (Faults(refuse={"props": 404}), DegradationKind.NOT_A_LLAMA_SERVER, "--api-prefix"),
+        (Faults(props={"total_slots": 0}), DegradationKind.NOT_A_LLAMA_SERVER, "--upstream URL"),
+        (Faults(drop={"props"}), DegradationKind.UNREACHABLE, "--upstream URL"),
     ],
 )
 async def test_server_that_cannot_be_examined_is_named(
-    server: FakeLlamaServer, faults: Faults, contact: Contact, cure: str
+    server: FakeLlamaServer, faults: Faults, kind: DegradationKind, cure: str
 ) -> None:
     server.faults = faults
     found = await diagnose(server)
-    assert found.facts.server.contact is contact
+    assert [degradation.kind for degradation in found.facts.degradations] == [kind]
     assert found.exit_status == 2
-    assert cure in found.problems["llama-server"]
+    assert cure in found.problems[kind]
 
 
 async def test_server_that_cannot_write_is_named(server: FakeLlamaServer) -> None:
     server.faults.refuse["save"] = 500
     found = await diagnose(server)
     assert found.exit_status == 2
-    assert "could not save" in found.problems["directory"]
-    assert (
-        "write there" in found.problems["directory"] and "not full" in found.problems["directory"]
-    )
+    problem = found.problems["directory"]
+    assert "is of no use: llama-server answered 500" in problem
+    assert "write there" in problem and "not full" in problem
 
 
 async def test_server_whose_restarts_cannot_be_told_is_named(server: FakeLlamaServer) -> None:
@@ -106,14 +106,14 @@ async def test_server_whose_restarts_cannot_be_told_is_named(server: FakeLlamaSe
     server.faults.refuse["metrics"] = 501
     found = await diagnose(server)
     assert found.exit_status == 2
-    assert "--metrics" in found.problems["llama-server"]
+    assert "--metrics" in found.problems["restarts cannot be told"]
 
 
 async def test_server_that_restores_to_no_use_is_named(directory: Path) -> None:
     async with FakeLlamaServer(directory, memory=Memory.NOTHING) as server:
         found = await diagnose(server)
     assert found.exit_status == 2
-    assert "evaluates every token again" in found.problems["memory rule"]
+    assert "reuses nothing of a restored state" in found.problems["nothing can be restored"]
 
 
 async def test_window_that_has_to_be_repaired_is_named(directory: Path) -> None:
@@ -137,8 +137,9 @@ async def test_probe_that_fails_is_named_and_the_others_run(server: FakeLlamaSer
     server.faults.refuse["lora-adapters"] = 500
     found = await diagnose(server)
     assert found.exit_status == 1
-    assert "the model could not be examined" in found.problems["probe"]
-    assert found.facts.probe_save is not None and found.facts.probe_save.is_whole
+    assert "could not be examined at first contact" in found.problems["attaching failed"]
+    assert "nobody else uses llama-server" in found.problems["attaching failed"]
+    assert found.facts.probe_save is not None and not found.facts.probe_save.problem
 
 
 @pytest.mark.parametrize("place", ["save", "evaluate", "generate", "restore", "erase"])

@@ -1,16 +1,13 @@
 """What nobody foresaw must not reach a client, and what is found on the way must still count."""
 
-import asyncio
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from proxy.core.degradation import DegradationKind
-from proxy.core.slots import Known
-from proxy.driver.contact.self_test import SelfTest
-from proxy.store.budget import Limits
-from proxy.store.catalogue import Catalogue
+from proxy.core.conditions import DegradationKind
+from proxy.servers.self_test import SelfTest
+from proxy.store.catalogue import Catalogue, Limits
 from tests.integration.conftest import StartRig
 from tests.integration.rig import question, until
 
@@ -80,26 +77,6 @@ async def test_request_does_not_wait_for_a_self_test_beside_a_free_slot(
         await evaluate.reached()
         assert (await again).status == 200
         evaluate.open()
-
-
-async def test_adapters_that_change_during_first_contact_are_not_forgotten(
-    start_rig: StartRig,
-) -> None:
-    async with start_rig(n_slots=2, allow_state_changes=True) as rig:
-        await rig.chat("a")
-        await rig.settled()
-        await rig.stop_proxy()
-        canary = rig.server.hold("generate", n_calls=1)
-        await rig.start_proxy(waits=False)
-        await canary.reached()
-        changed = asyncio.ensure_future(rig.post("/lora-adapters", []))
-        await until(lambda: rig.running.lifecycle._n_state_changes)
-        canary.open()
-        await changed
-        await rig.looked()
-        assert rig.attachment is not None
-        held = [slot.content for slot in rig.attachment.desk.table]
-        assert not any(isinstance(content, Known) for content in held)
 
 
 async def test_work_that_there_was_no_room_for_is_saved_when_there_is(start_rig: StartRig) -> None:

@@ -13,10 +13,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from yarl import URL
 
-from proxy.core.views.overview import Overview, Today
-from proxy.page import events as events_module
-from proxy.page.events import MAX_READERS, Events
-from proxy.page.files import POLICY, PageFiles
+from proxy.explain.views import Overview, Today
+from proxy.web import page as events_module
+from proxy.web.page import MAX_READERS, POLICY, Events, PageFiles
 from tests.integration.conftest import StartRig
 from tests.integration.rig import SETTLE_SECONDS, Rig, question, until
 

@@ -15,6 +15,7 @@ from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
 from tests.integration.rig import (
     CHAT,
+    KEYS,
     MESSAGES_FORMS,
     Form,
     Messages,
@@ -70,7 +71,7 @@ async def test_placed_request_keeps_its_slot_to_the_end(
 async def test_slot_that_another_tenant_leaves_is_not_landed_on(
     start_rig: StartRig, form: Form
 ) -> None:
-    async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
+    async with start_rig(n_slots=2, idle_save_seconds=60.0, **KEYS) as rig:
         await rig.chat("x", key="bob")
         rig.server.faults.chunk_seconds = 0.02
         same = question("same")
@@ -104,7 +105,7 @@ async def test_slot_that_joins_unseen_is_not_taken_for_ones_own(start_rig: Start
 @MESSAGES_FORMS
 async def test_slot_that_cannot_be_erased_is_overwritten(start_rig: StartRig, form: Form) -> None:
     """llama-server does not read cache_prompt of a /v1/messages request."""
-    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0, **KEYS) as rig:
         same = question("same")
         await rig.chat(same, key="alice")
         rig.server.faults.refuse["erase"] = 500

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from proxy.driver.contact import lifecycle
-from proxy.upstream.replies import Props
+from proxy.llama.client import Props
+from proxy.servers import server as lifecycle
 from tests.fakes.faults import Faults
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION, Rig, question, until
@@ -29,8 +29,9 @@ async def test_loading_server_is_named_and_waited_for(start_rig: StartRig) -> No
         assert (await rig.health())["state"] == "forwarding"
         assert await rig.reasons() == ["llama-server is loading"]
         rig.server.faults.is_loading = False
-        assert (await asked).n_reused == 0
+        assert (await asked).status == 200
         await rig.attached()
+        assert rig.sample("prompt_tokens_total", source="reused") == 0
         assert (await rig.health())["state"] == "caching"
         assert (await rig.chat("a")).n_reused == 308
 
@@ -285,17 +286,6 @@ async def test_busy_slot_is_left_alone_at_first_contact(start_rig: StartRig) -> 
             assert reply.status == 200
 
 
-async def test_state_changed_by_an_allowed_client_is_learned_anew(start_rig: StartRig) -> None:
-    async with start_rig(n_slots=1, allow_state_changes=True) as rig:
-        await rig.chat("a")
-        await rig.settled()
-        assert (await rig.post("/slots/0?action=erase", {})).status == 200
-        await rig.attached()
-        assert (await rig.chat("a")).n_reused == 308
-        assert rig.sample("live_reuse_short_total") == 0
-        assert rig.sample("restores_total", result="done") == 1
-
-
 async def test_attachment_that_fails_again_leaves_the_slots_as_they_are(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,7 +314,10 @@ async def test_process_that_is_lost_during_a_look_is_not_attached(
             return props
 
         monkeypatch.setattr(upstream, "props", ask_slowly)
-        look = asyncio.ensure_future(followed.attach_again())
+        session = followed.current
+        assert session is not None
+        followed.end()
+        look = asyncio.ensure_future(followed.is_still(session))
         await asked.wait()
         upstream.presence.lose()
         followed.end()

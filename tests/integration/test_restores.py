@@ -2,11 +2,11 @@
 
 import pytest
 
-from proxy.upstream import llama_server
+from proxy.llama import client as llama_server
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
-from tests.integration.rig import Rig, hang_up, until
+from tests.integration.rig import Rig, hang_up, question, until
 
 FULL_PROMPT = 309
 
@@ -81,9 +81,8 @@ async def test_ineffective_restore_before_a_stop_is_noticed(start_rig: StartRig)
         await displace(rig)
         rig.server.faults.restores_are_inert = True
         said = first.content["choices"][0]["message"]
-        question = [{"role": "user", "content": "".join(f" a{i}" for i in range(300))}]
         more = {"role": "user", "content": "".join(f" more{i}" for i in range(200))}
-        reply = await rig.chat([*question, said, more])
+        reply = await rig.chat([*question("a"), said, more])
         assert reply.status == 200
         assert rig.sample("restore_ineffective_total") == 1
 
@@ -110,9 +109,8 @@ async def test_slow_restore_is_waited_for(start_rig: StartRig) -> None:
         assert (await rig.chat("a")).n_reused == FULL_PROMPT - 1
 
 
-@pytest.mark.parametrize("trouble", ["restart", "loading"])
-async def test_restore_cut_by_a_restart_does_not_condemn_the_checkpoint(
-    start_rig: StartRig, trouble: str
+async def test_restore_refused_by_a_loading_server_does_not_condemn_the_checkpoint(
+    start_rig: StartRig,
 ) -> None:
     async with start_rig(n_slots=1) as rig:
         await save_a(rig)
@@ -120,10 +118,7 @@ async def test_restore_cut_by_a_restart_does_not_condemn_the_checkpoint(
         asked = rig.begin_chat("a")
         await gate.reached()
         await hang_up(asked)  # so that the only state of it is the one in the store
-        if trouble == "restart":
-            rig.server.replace_process()
-        else:
-            rig.server.faults.refuse["restore"] = 503
+        rig.server.faults.refuse["restore"] = 503
         rig.server.release("restore")
         await until(lambda: rig.sample("restores_total", result="refused"))
         rig.server.faults.refuse.clear()
@@ -131,16 +126,60 @@ async def test_restore_cut_by_a_restart_does_not_condemn_the_checkpoint(
         assert (await rig.chat("a")).n_reused == FULL_PROMPT - 1
 
 
-async def test_checkpoint_replaced_by_another_file_is_not_restored(start_rig: StartRig) -> None:
+async def test_checkpoint_in_another_file_of_the_same_content_is_restored(
+    start_rig: StartRig,
+) -> None:
     async with start_rig(n_slots=1) as rig:
         await save_a(rig)
         for path in rig.server.directory.glob("lpc-*.state"):
             path.write_bytes(path.read_bytes())
-        before = len(rig.server.seen_at("restore"))
-        reply = await rig.chat("a")
-        assert (reply.status, reply.n_reused <= 4) == (200, True)
+        assert (await rig.chat("a")).n_reused == FULL_PROMPT - 1
+
+
+async def test_checkpoint_whose_content_was_changed_is_not_restored_and_the_next_best_one_is(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        forks = [[*question("a"), *question(other, 100)] for other in ("c", "d")]
+        for fork in forks:
+            await rig.chat(fork)
+            await displace(rig)
+        store = rig.running.store
+        assert store is not None and len(store) == 3
+        by_age = sorted(store, key=lambda checkpoint: checkpoint.created_at)
+        path = store.files.path(by_age[-1].file_name)
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        reply = await rig.chat(forks[1])
+        assert reply.n_reused >= FULL_PROMPT - 5
         assert rig.sample("restores_total", result="missing") == 1
-        assert len(rig.server.seen_at("restore")) == before
+        assert rig.sample("damaged_checkpoints_total") == 1
+        assert await rig.reasons() == []
+
+
+async def test_file_that_changes_while_it_is_restored_is_not_reused(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        gate = rig.server.hold("restore")
+        asked = rig.begin_chat("a")
+        await gate.reached()
+        for path in rig.server.directory.glob("lpc-*.state"):
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        rig.server.release("restore")
+        reply = await asked
+        assert (reply.status, reply.n_reused) == (200, 0)
+
+
+async def test_damage_is_found_in_the_background_before_anybody_asks_for_the_state(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, verify_interval_seconds=0.05) as rig:
+        await save_a(rig)
+        paths = list(rig.server.directory.glob("lpc-*.state"))
+        for path in paths:
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+        await until(lambda: rig.sample("damaged_checkpoints_total") == len(paths))
+        await until(lambda: not any(path.exists() for path in paths))
+        assert rig.sample("restores_total", result="missing") == 0
 
 
 async def test_two_requests_for_one_checkpoint_are_both_served(start_rig: StartRig) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from proxy.core.keeping.eviction import Present, Removal
+from proxy.core.eviction import Present, Removal
 from proxy.core.model import Checkpoint
 from proxy.errors import NoRoom
-from proxy.store.budget import Claim
+from proxy.store.catalogue import Claim
 from proxy.store.store import CheckpointStore
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from proxy.core.degradation import DegradationKind
-from proxy.upstream import llama_server
+from proxy.core.conditions import DegradationKind
+from proxy.llama import client as llama_server
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig

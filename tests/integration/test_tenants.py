@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from proxy.core.model import SlotId
+from proxy.core.slots import Unknown
 from tests.fakes.faults import Faults
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, MESSAGES_FORMS, Form, Rig, hang_up, question
+from tests.integration.rig import CHAT, KEYS, MESSAGES_FORMS, Form, Rig, hang_up, question
 
 
 def last_sent(rig: Rig) -> dict[str, Any]:
@@ -15,7 +17,7 @@ def last_sent(rig: Rig) -> dict[str, Any]:
 
 
 async def test_slot_of_another_tenant_is_erased_first(start_rig: StartRig) -> None:
-    async with start_rig(n_slots=1) as rig:
+    async with start_rig(n_slots=1, **KEYS) as rig:
         await rig.chat("a", key="alice")
         await rig.settled()
         n_erased = len(rig.server.seen_at("erase"))
@@ -25,7 +27,7 @@ async def test_slot_of_another_tenant_is_erased_first(start_rig: StartRig) -> No
 
 
 async def test_slot_of_the_same_tenant_is_not_erased(start_rig: StartRig) -> None:
-    async with start_rig(n_slots=1) as rig:
+    async with start_rig(n_slots=1, **KEYS) as rig:
         await rig.chat("a", key="alice")
         n_erased = len(rig.server.seen_at("erase"))
         assert (await rig.chat("a", key="alice")).n_reused == 308
@@ -37,7 +39,7 @@ async def test_slot_of_the_same_tenant_is_not_erased(start_rig: StartRig) -> Non
 
 
 async def test_displaced_work_of_another_tenant_is_saved_for_him(start_rig: StartRig) -> None:
-    async with start_rig(n_slots=1, idle_save_seconds=60.0) as rig:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0, **KEYS) as rig:
         await rig.chat("a", key="alice")
         assert (await rig.chat("a", key="bob")).n_reused == 0
         assert rig.checkpoints == [("conversation", 312)]
@@ -45,25 +47,25 @@ async def test_displaced_work_of_another_tenant_is_saved_for_him(start_rig: Star
 
 
 async def test_checkpoint_of_another_tenant_is_not_restored(start_rig: StartRig) -> None:
-    async with start_rig(n_slots=1) as rig:
+    async with start_rig(n_slots=1, **KEYS) as rig:
         await rig.chat("a", key="alice")
         await rig.settled()
         rig.server.replace_process()
         await rig.attached()
         assert (await rig.chat("a", key="bob")).n_reused == 0
-        assert (await rig.chat("a")).n_reused == 0
+        assert (await rig.chat("a", key="carol")).n_reused == 0
         assert rig.sample("restores_total", result="done") == 0
 
 
 async def test_shared_keys_share_everything(start_rig: StartRig) -> None:
-    async with start_rig(n_slots=1, share_between_api_keys=True) as rig:
+    async with start_rig(n_slots=1, share_between_api_keys=True, **KEYS) as rig:
         await rig.chat("a", key="alice")
         assert (await rig.chat("a", key="bob")).n_reused == 308
 
 
 @pytest.mark.parametrize("status", [500, 501])
 async def test_slot_that_cannot_be_erased_is_not_reused(start_rig: StartRig, status: int) -> None:
-    async with start_rig(n_slots=1) as rig:
+    async with start_rig(n_slots=1, **KEYS) as rig:
         await rig.chat("a", key="alice")
         await rig.settled()
         rig.server.faults.refuse["erase"] = status
@@ -80,7 +82,7 @@ async def test_slot_that_cannot_be_erased_is_not_reused(start_rig: StartRig, sta
 async def test_slot_that_cannot_be_erased_is_not_reused_by_an_uncached_request(
     start_rig: StartRig, fields: dict[str, Any]
 ) -> None:
-    async with start_rig(n_slots=2) as rig:
+    async with start_rig(n_slots=2, **KEYS) as rig:
         for name in "ab":
             await rig.chat(name, key="alice")
         await rig.settled()
@@ -93,7 +95,7 @@ async def test_slot_that_cannot_be_erased_is_not_reused_by_an_uncached_request(
 async def test_messages_request_finds_nothing_of_another_tenant(
     start_rig: StartRig, form: Form
 ) -> None:
-    async with start_rig(n_slots=2) as rig:
+    async with start_rig(n_slots=2, **KEYS) as rig:
         for name in "ab":
             await rig.chat(name, key="alice")
         await rig.settled()
@@ -105,7 +107,7 @@ async def test_messages_request_finds_nothing_of_another_tenant(
 
 async def test_server_without_slot_actions_keeps_tenants_apart(start_rig: StartRig) -> None:
     faults = Faults(refuse={"save": 501, "restore": 501, "erase": 501})
-    async with start_rig(n_slots=1, faults=faults) as rig:
+    async with start_rig(n_slots=1, faults=faults, **KEYS) as rig:
         await rig.chat("a", key="alice")
         assert (await rig.chat("a", key="alice")).n_reused == 308
         assert (await rig.chat("a", key="bob")).n_reused == 0
@@ -115,7 +117,7 @@ async def test_server_without_slot_actions_keeps_tenants_apart(start_rig: StartR
 async def test_leaving_before_the_slot_is_erased_does_not_make_its_tokens_ones_own(
     start_rig: StartRig, fields: dict[str, Any]
 ) -> None:
-    async with start_rig(n_slots=1) as rig:
+    async with start_rig(n_slots=1, **KEYS) as rig:
         await rig.chat("a", key="alice")
         await rig.settled()
         rig.server.faults.forgets_dropped_actions = True
@@ -128,3 +130,55 @@ async def test_leaving_before_the_slot_is_erased_does_not_make_its_tokens_ones_o
         await rig.settled()
         assert len(rig.checkpoints) == 1
         assert (await rig.chat("a", key="bob")).n_reused == 0
+
+
+# Who llama-server refuses.
+
+BEYOND = {"messages": question("b"), "n": 2}
+"""A request that would take both slots."""
+
+
+async def test_refused_request_neither_waits_nor_touches_a_slot(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0, **KEYS) as rig:
+        await rig.chat("a", key="alice")
+        n_saved = len(rig.server.seen_at("save"))
+        gate = rig.server.hold("generate", n_calls=1)
+        running = asyncio.ensure_future(rig.chat("a", key="alice"))
+        await gate.reached()
+        for path, body in ((CHAT, BEYOND), (CHAT, b"no JSON"), ("/v1/embeddings", {"input": "b"})):
+            assert (await rig.post(path, body, key="mallory")).status == 401
+            assert (await rig.post(path, body)).status == 401
+        gate.open()
+        assert (await running).n_reused == 308
+        assert len(rig.server.seen_at("save")) == n_saved
+
+
+async def test_key_that_is_taken_is_asked_about_once_for_each_process(start_rig: StartRig) -> None:
+    async with start_rig(**KEYS) as rig:
+
+        def n_asked(key: str) -> int:
+            asked = rig.server.seen_at("props")
+            return sum(r.headers.get("Authorization") == f"Bearer {key}" for r in asked)
+
+        for _ in range(3):
+            await rig.chat("a", key="alice")
+            await rig.post(CHAT, BEYOND, key="mallory")
+        assert (n_asked("alice"), n_asked("mallory")) == (1, 3)
+        rig.server.replace_process()
+        rig.server.api_keys = ("own", "bob")
+        await rig.attached()
+        assert (await rig.post(CHAT, BEYOND, key="alice")).status == 401
+
+
+async def test_request_that_is_answered_though_its_key_seemed_wrong_leaves_slots_unknown(
+    start_rig: StartRig,
+) -> None:
+    """Where something before llama-server lets clients generate, but not look."""
+    async with start_rig(n_slots=1, idle_save_seconds=60.0, **KEYS) as rig:
+        rig.server.keys_that_may_not_look = ("alice",)
+        attachment = rig.attachment
+        assert attachment is not None
+        assert (await rig.chat("a", key="alice")).n_reused == 0
+        assert isinstance(attachment.desk.table[SlotId(0)].content, Unknown)
+        await rig.chat("a", key="alice")
+        assert (await rig.chat("a", key="alice")).n_reused == 308

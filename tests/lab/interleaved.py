@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from proxy.core.prefix import TokenIds, common_prefix_length, token_ids
+from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from tests.lab.conversation import Message, agent_requests, system, tools
 from tests.lab.run import RunProcess
 

@@ -49,6 +49,10 @@ SIZES = {
     "small": Shape(
         n_layers=8, n_embd=512, n_ff=1024, n_heads=8, n_kv_heads=2, head_size=64, state_size=64
     ),
+    # 256 KB of keys and values for each token: 4,000 tokens are a state of 1 GB, but 38 MB of weights.
+    "large": Shape(
+        n_layers=64, n_embd=64, n_ff=128, n_heads=8, n_kv_heads=8, head_size=128, state_size=32
+    ),
     # Six of the hybrid's layers keep 8 states of 512 x 512 floats: 50 MB for each sequence and for each
     # of its context checkpoints, as with a model of some 30 billion weights, but 19 MB of weights.
     "heavy": Shape(

@@ -4,7 +4,7 @@ import os
 import struct
 from pathlib import Path
 
-from proxy.upstream.state_file import read_state_file
+from proxy.llama.state_file import read_state_file
 
 _ROTATION_BYTES = 8
 _VERSION_OFFSET = 4

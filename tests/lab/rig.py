@@ -9,9 +9,9 @@ import aiohttp
 from typing_extensions import TypeVar
 
 from proxy.app import Running, run_proxy
-from proxy.config import Settings
-from proxy.core.keeping.write_back import is_write_back_due
-from proxy.driver.saving.saver import RewriteStateFile, keep_as_saved
+from proxy.core.saving import is_write_back_due
+from proxy.serving.saver import RewriteStateFile, keep_as_saved
+from proxy.settings import Settings
 from tests.lab.server import LlamaServer, ServerProcess
 
 SETTLE_SECONDS = 300.0
@@ -30,10 +30,13 @@ class Rig(Generic[S]):
         directory: Path,
         *,
         rewrite: RewriteStateFile = keep_as_saved,
+        settles: bool = True,
         **settings: Any,
     ) -> None:
+        """Without *settles* the first start does not wait until everything is known."""
         self.server = server
         self.rewrite = rewrite
+        self._settles = settles
         self.settings = Settings(
             slot_save_path=str(directory),
             listen="127.0.0.1:0",
@@ -60,7 +63,9 @@ class Rig(Generic[S]):
         self.client = await self._stack.enter_async_context(
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600))
         )
-        await self.settled()
+        if self._settles:
+            await self.settled()
+        self._settles = True
 
     async def stop_proxy(self) -> None:
         await self._stack.aclose()

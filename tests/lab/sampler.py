@@ -53,4 +53,5 @@ class SizeSampler:
         return n_bytes if self._names() == names else None
 
     def _names(self) -> list[str]:
-        return sorted(name for name in os.listdir(self._directory) if name.startswith("lpc-"))
+        names = sorted(os.listdir(self._directory))
+        return [name for name in names if name.startswith("lpc-") and not name.endswith(".meta")]

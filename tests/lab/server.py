@@ -105,6 +105,11 @@ class ServerProcess:
         return self._process is not None
 
     @property
+    def has_died(self) -> bool:
+        """Whether the process has ended without being told to."""
+        return self._process is not None and self._process.poll() is not None
+
+    @property
     def pid(self) -> int:
         if self._process is None:
             raise LlamaServerError("the server is not started")

@@ -36,6 +36,7 @@ def start_rig(tmp_path: Path) -> StartRig:
         n_ctx: int = 65536,
         extra_args: tuple[str, ...] = (),
         has_slot_save_path: bool = True,
+        binary: Path | None = None,
         **options: Any,
     ) -> AsyncIterator[Rig]:
         directory = tmp_path / "slots"
@@ -46,6 +47,7 @@ def start_rig(tmp_path: Path) -> StartRig:
             n_slots=n_slots,
             n_ctx=n_ctx,
             extra_args=extra_args,
+            binary=binary,
             log_path=tmp_path / "llama-server.log",
         )
         async with Rig(server, directory, **options) as rig:

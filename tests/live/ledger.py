@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from proxy.core.prefix import TokenIds, common_prefix_length, token_ids
-from proxy.upstream.bodies import as_chat_body, parse_body
-from proxy.upstream.routes import generation_route
+from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
+from proxy.llama.bodies import as_chat_body, parse_body
+from proxy.llama.routes import generation_route
 from tests.lab.apis import CHAT, Api, Usage
 from tests.lab.conversation import Message, tools
 from tests.lab.rig import Rig

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from proxy.core.prefix import BLOCK_TOKENS, FIRST_BLOCK_TOKENS
+from proxy.core.tokens import BLOCK_TOKENS, FIRST_BLOCK_TOKENS
 from tests.lab.rig import Rig
 from tests.live.conftest import KINDS, StartRig
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from proxy.driver.saving.saver import keep_as_saved
+from proxy.serving.saver import keep_as_saved
 from tests.lab.conversation import Message, prose, system, user
 from tests.lab.older_builds import strip_context_checkpoints
 from tests.lab.rig import Rig

@@ -17,9 +17,8 @@ import openai
 import pytest
 import yaml
 
-from proxy.config import NAMES
 from proxy.errors import SettingsError
-from proxy.loading import load_settings
+from proxy.settings import NAMES, load_settings
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer, find_free_port

@@ -10,13 +10,13 @@ import pytest
 from click.testing import CliRunner
 
 from proxy.__main__ import main
-from proxy.core.keeping.eviction import Removal
+from proxy.core.eviction import Removal
 from proxy.doctor.gain import measure
 from proxy.errors import StoreLocked
-from proxy.offline.store import open_offline
-from proxy.upstream.llama_server import LlamaServer as LlamaServerClient
-from proxy.upstream.llama_server import new_session
-from proxy.upstream.target import Target
+from proxy.llama.client import LlamaServer as LlamaServerClient
+from proxy.llama.client import new_session
+from proxy.llama.routes import Target
+from proxy.store.offline import open_offline
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
@@ -151,7 +151,7 @@ async def test_header_of_an_earlier_request_is_warmed_for_whoever_sent_it(
     other = [*MESSAGES[0][:-1], {"role": "user", "content": "Something else."}]
     body = {"messages": MESSAGES[0], "tools": TOOLS, "max_tokens": 2}
     ann, bob = ({"Authorization": f"Bearer {name}"} for name in ("ann", "bob"))
-    async with start_rig("hybrid") as rig:
+    async with start_rig("hybrid", share_between_api_keys=False) as rig:
         await rig.post(CHAT, body, headers=ann)
         await lose_states(rig)
         warm = ("warm", "--from-request", "last", "--admin", rig.admin_url)

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from proxy.commands.doctor import examine
-from proxy.config import Settings
-from proxy.doctor.findings import findings_of, is_complete
+from proxy.cli.doctor import examine
+from proxy.doctor.facts import Survey
+from proxy.doctor.findings import Severity, exit_status
 from proxy.doctor.gain import NotOneModel, measure
-from proxy.doctor.survey_facts import Survey
-from proxy.doctor.verdict import Severity, exit_status
-from proxy.upstream.llama_server import LlamaServer as LlamaServerClient
-from proxy.upstream.llama_server import new_session
-from proxy.upstream.target import Target
+from proxy.doctor.survey_findings import findings_of, is_complete
+from proxy.llama.client import LlamaServer as LlamaServerClient
+from proxy.llama.client import new_session
+from proxy.llama.routes import Target
+from proxy.settings import Settings
 from tests.documents.blocks import blocks_for
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
@@ -160,10 +160,10 @@ async def test_doctor_names_llama_servers_that_cannot_share(
         survey = await survey_of(directory, *(server.base_url for server in servers))
     found = problems(survey)
     assert exit_status(findings_of(survey)) == 2
-    assert set(found) == {"sharing", "directory"}
+    assert set(found) == {"sharing", "another slot save path"}
     assert "in different forms" in found["sharing"] and servers[1].base_url[7:] in found["sharing"]
-    assert found["directory"].startswith(f"{servers[2].base_url[7:]}: ")
-    assert "it writes elsewhere" in found["directory"]
+    assert found["another slot save path"].startswith(f"{servers[2].base_url[7:]}: ")
+    assert "not into slot_save_path" in found["another slot save path"]
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from proxy.upstream.context_checkpoints import select_context_checkpoints
-from proxy.upstream.state_file import read_state_file
+from proxy.llama.state_file import read_state_file
 from tests.lab.models import model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 from tests.live.test_window_repair import LOGPROB_BAR, Bench, distance, n_reused, prompt
+from tests.unit.state_files import select_points
 
 KINDS = ("swa", "recurrent", "hybrid", "hybrid_no_mrope")
 N_KEPT_BY_SERVER = 4
@@ -80,7 +80,7 @@ def test_thinned_file_is_continued_at_each_point_kept_and_at_its_end(bench: Benc
     early, late = (max(p for p in state.restore_points if p < n) for n in (900, 2100))
     thin = whole.with_name("thin")
     shutil.copyfile(whole, thin)
-    assert select_context_checkpoints(thin, {early, late}, {}) == {early, late}
+    assert select_points(thin, {early, late}, {}) == {early, late}
     assert thin.stat().st_size == state.state_end + 12 + sum(
         c.size_bytes for c in state.context_checkpoints if c.restore_point in {early, late}
     )
@@ -93,7 +93,7 @@ def test_thinned_file_is_continued_at_each_point_kept_and_at_its_end(bench: Benc
 
 def test_file_without_any_context_checkpoint_is_continued_at_its_end_only(bench: Bench) -> None:
     file = grown(bench, *LENGTHS, END, name="bare")
-    assert select_context_checkpoints(file, (), {}) == set()
+    assert select_points(file, (), {}) == set()
     assert file.stat().st_size == read_state_file(file).state_end
     require_continued_at(bench, file, END, prompt(END + 300))
     require_continued_at(bench, file, 0, diverging_at(2000))
@@ -109,7 +109,7 @@ def test_dropped_point_is_grafted_from_an_older_file(forgetful: Bench, slot: int
     assert point not in own
     tokens = diverging_at(point + 3)
     require_continued_at(forgetful, newer, max(p for p in own if p < point), tokens)
-    assert select_context_checkpoints(newer, own[-1:], {point: older}) == {point, own[-1]}
+    assert select_points(newer, own[-1:], {point: older}) == {point, own[-1]}
     require_continued_at(forgetful, newer, point, tokens)
     require_continued_at(forgetful, newer, own[-1], diverging_at(own[-1] + 2))
     require_continued_at(forgetful, newer, END, prompt(END + 300))
@@ -120,7 +120,7 @@ def test_graft_stays_in_the_slot_and_is_saved_again(forgetful: Bench) -> None:
     older = grown(forgetful, 900, name="older")
     point = max(read_state_file(older).restore_points)
     newer = grown(forgetful, 900, *range(1000, END, 200), END, name="newer")
-    select_context_checkpoints(newer, (), {point: older})
+    select_points(newer, (), {point: older})
     forgetful.restored(newer.name, prompt(END + 300))
     forgetful.post("/slots/0?action=save", {"filename": "next"})
     next_file = newer.with_name("next")
@@ -140,9 +140,9 @@ def test_donor_that_does_not_fit_is_left_out_and_the_file_still_restores(
     other = of_another_shape(bench, tmp_path)
     assert point in read_state_file(other).restore_points
     for donor in (cut, other, tmp_path / "gone"):
-        assert select_context_checkpoints(newer, {last}, {point: donor}) == {last}
+        assert select_points(newer, {last}, {point: donor}) == {last}
         require_continued_at(bench, newer, last, diverging_at(last + 2))
-    assert select_context_checkpoints(newer, {last}, {point: older}) == {point, last}
+    assert select_points(newer, {last}, {point: older}) == {point, last}
     require_continued_at(bench, newer, point, diverging_at(point + 3))
 
 

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from proxy.core.model import NO_RULE, Prompt, Rule, RuleKind
-from proxy.core.prefix import Namespace
-from proxy.driver.serving.prompts import PromptReader
+from proxy.core.tokens import Namespace
 from proxy.errors import NotConvertible, UpstreamRefused
-from proxy.upstream import llama_server
-from proxy.upstream.bodies import as_chat_body, parse_body
-from proxy.upstream.routes import generation_route
-from proxy.upstream.state_file import read_state_file
-from proxy.upstream.target import Target
+from proxy.llama import client as llama_server
+from proxy.llama.bodies import as_chat_body, parse_body
+from proxy.llama.routes import Target, generation_route
+from proxy.llama.state_file import read_state_file
+from proxy.serving.prompts import PromptReader
 from tests.lab import generated_bodies, messages_bodies, responses_bodies
 from tests.lab.models import TEMPLATE_FOLDER, model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
@@ -33,8 +32,6 @@ TEMPLATES = {
     for folder in (TEMPLATE_FOLDER, Path(__file__).with_name("templates"))
     for path in sorted(folder.glob("*.jinja"))
 }
-
-few_examples = settings(max_examples=40, deadline=None)
 
 
 class Server:
@@ -127,7 +124,6 @@ def test_body_that_the_server_refuses_is_not_predicted(server: Server, path: str
 
 
 @given(body=generated_bodies.messages_bodies)
-@few_examples
 def test_prediction_for_any_messages_body_is_what_the_slot_holds(
     server: Server, body: dict[str, Any]
 ) -> None:
@@ -135,7 +131,6 @@ def test_prediction_for_any_messages_body_is_what_the_slot_holds(
 
 
 @given(body=generated_bodies.responses_bodies)
-@few_examples
 def test_prediction_for_any_responses_body_is_what_the_slot_holds(
     server: Server, body: dict[str, Any]
 ) -> None:

@@ -111,7 +111,7 @@ def check_alerts(prometheus: Prometheus) -> None:
 async def test_every_panel_has_data_under_traffic_and_every_alert_can_be_evaluated(
     start_rig: StartRig, tmp_path: Path
 ) -> None:
-    settings = {"join_upstream_metrics": True, "max_write_bytes_per_day": 1 << 40}
+    settings = {"max_write_bytes_per_day": 1 << 40}
     async with start_rig("full", n_slots=1, n_ctx=8192, **settings) as rig:
         started_at = time.time()
         async with scraping(rig, tmp_path) as prometheus:

@@ -2,8 +2,8 @@
 
 import re
 
-from proxy.run.build import read_help
-from proxy.upstream.flags import known_names, parse_help
+from proxy.llama.flags import known_names, parse_help
+from proxy.run.process import read_help
 from tests.documents.files import REPOSITORY
 from tests.lab.server import find_llama_server
 from tests.unit.test_compose import EXAMPLE, SERVERS

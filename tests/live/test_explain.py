@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from proxy.__main__ import main
 from proxy.core.model import Prompt
-from proxy.core.rates import Part, Transfer
+from proxy.core.rates import Transfer, UnitCost
 from tests.lab.conversation import Message, answer, prose, system, tool_call, tool_result, tools
 from tests.lab.rig import Rig
 from tests.live.conftest import StartRig
@@ -205,7 +205,7 @@ async def of_slow_disk(rig: Rig) -> str:
     await again(rig, 75)
     await fill_slots(rig, 75)
     measured = session.attachment.rates
-    slow = Transfer(Part(60.0, 1.0), Part(1e-9, 1.0))
+    slow = Transfer(UnitCost(60.0, 1.0), UnitCost(1e-9, 1.0))
     session.attachment.rates = replace(measured, warm_restore=slow, cold_restore=slow)
     try:
         return await again(rig, 75)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from proxy.config import Settings
+from proxy.settings import Settings
 from tests.documents.blocks import Block, blocks_for
 from tests.lab.conversation import agent_requests, prose, system, tools, user
 from tests.lab.models import model_path
@@ -41,10 +41,10 @@ def new_reader(folder: Path, kind: str) -> Reader:
     return reader
 
 
-def chat(reader: Reader, messages: list[Any], **headers: str) -> dict[str, Any]:
+def chat(reader: Reader, messages: list[Any]) -> dict[str, Any]:
     body = {"messages": messages, "tools": TOOLS, "max_tokens": 4, "temperature": 0}
     url, path = reader.url("8081"), "/v1/chat/completions"
-    status, reply = request(url, "POST", path, body, headers=headers)
+    status, reply = request(url, "POST", path, body)
     assert status == 200, reply
     return dict(reply)
 
@@ -57,11 +57,12 @@ def about_today(day: int) -> list[Any]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
     """Somebody who has done what README.md says, and has had a few requests since."""
     with new_reader(tmp_path_factory.mktemp("served"), "hybrid") as reader:
-        reader.do(FRONT.text)
+        *before, serve = FRONT.text.splitlines()
+        reader.do("\n".join([*before, "chmod 755 ~/slots"]))  # so that /health has a reason to tell
+        reader.do(f"{serve}\nchmod 700 ~/slots")
         for messages in (*agent_requests(2, 1, header=[system(150)]), about_today(20)):
             chat(reader, messages)
         chat(reader, about_today(21))
-        chat(reader, [user(2)], Authorization="Bearer another")  # there is a reason in /health now
         yield reader
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from proxy.driver.saving.saver import keep_as_saved
+from proxy.serving.saver import keep_as_saved
 from tests.lab.conversation import agent_requests, system
 from tests.lab.older_builds import strip_context_checkpoints
 from tests.live.conftest import KINDS, StartRig

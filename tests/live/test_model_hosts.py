@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from proxy.core.prefix import TokenIds, common_prefix_length, token_ids
+from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from tests.lab.conversation import Message, agent_requests, system, tools
 from tests.lab.models import MEMORIES, model_path
 from tests.lab.processes import await_end, child_pids

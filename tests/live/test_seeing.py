@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from proxy.upstream.answers import AnswerReader
+from proxy.llama.answers import AnswerReader
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.rig import Rig
 from tests.live.conftest import StartRig

@@ -4,14 +4,13 @@ import asyncio
 
 import pytest
 
-from proxy.core.model import Rule, RuleKind
-from proxy.core.namespace import CANARY_TOKENS
-from proxy.core.probes import SelfTestResult
-from proxy.driver.contact.attachment import Attachment
-from proxy.driver.contact.memory import remember_self_test
-from proxy.driver.saving.saver import keep_as_saved
+from proxy.core.model import CANARY_TOKENS, Rule, RuleKind
+from proxy.core.rule import SelfTestResult
+from proxy.servers.attachment import Attachment, remember_self_test
+from proxy.serving.saver import keep_as_saved
 from tests.lab.conversation import prose
 from tests.lab.older_builds import strip_context_checkpoints
+from tests.lab.older_server import OLDEST, binary_of
 from tests.lab.rig import SETTLE_SECONDS, Rig
 from tests.live.conftest import KINDS, StartRig
 
@@ -74,3 +73,30 @@ async def test_rule_that_restores_contradict_is_learned_again(start_rig: StartRi
         assert attachment.rule == right
         await rig.restart()
         assert attachment_of(rig).rule == right
+
+
+@pytest.mark.parametrize("n_slots", [1, 2])
+@pytest.mark.parametrize("build", [None, OLDEST])
+async def test_session_that_begins_before_the_rule_is_known_leaves_its_header(
+    start_rig: StartRig, n_slots: int, build: str | None
+) -> None:
+    """On the oldest build a context checkpoint in a slot is in no file: the header needs its own."""
+    binary = binary_of(build) if build else None
+    header = {"role": "system", "content": prose(1, 500)}
+
+    async def begin_session(rig: Rig, text: str) -> None:
+        await rig.chat([header, {"role": "user", "content": text}])
+
+    options = {"n_slots": n_slots, "n_ctx": 8192 * n_slots, "binary": binary, "settles": False}
+    async with start_rig("hybrid", **options) as rig:
+        first = asyncio.ensure_future(begin_session(rig, prose(2, 300)))
+        async with asyncio.timeout(SETTLE_SECONDS):
+            while rig.running.lifecycle.current is None:  # noqa: ASYNC110 - there is no event for it
+                await asyncio.sleep(0.001)
+        assert not attachment_of(rig).rule.is_known
+        await first
+        await rig.settled()
+        assert attachment_of(rig).rule.is_known
+        await rig.restart()
+        await begin_session(rig, "another task")
+        assert await rig.evaluated() <= len(CANARY_TOKENS) + 64

@@ -101,11 +101,13 @@ async def test_conversation_that_moves_evaluates_only_new_tokens(
         ledger = Ledger(pair.rig)
         await ledger.enter(first)
         began = await pair.ask(first)
+        await pair.rig.settled()  # a slot that is being saved is not free for the next request
         # It stays where it is hot.
         n_new = await ledger.enter(second)
         stayed = await pair.ask(second)
         assert stayed["server"] == began["server"] and stayed["chosen"] == "live"
         assert stayed["evaluated"] <= n_new + SLACK_TOKENS
+        await pair.rig.settled()
         # Two others take both slots, and the one where it was is not the first that comes free.
         others = [agent_requests(1, 0, header=HEADER, seed=seed)[0] for seed in (500, 900)]
         async with pair.answering(others[0]) as first_end, pair.answering(others[1]) as second_end:

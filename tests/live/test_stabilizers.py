@@ -8,8 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from proxy.stabilize.model import Facts, Form
-from proxy.stabilize.names import SAFE
+from proxy.stabilize.model import SAFE, Form, RequestFacts
 from tests.lab.clients import claude_code_mutations as claude_code
 from tests.lab.clients.catalogue import ROWS, Row
 from tests.lab.clients.rendering import (
@@ -39,11 +38,13 @@ def server(template: str) -> Iterator[LlamaServer]:
 
 
 @pytest.fixture(scope="module")
-def facts(server: LlamaServer) -> Facts:
+def facts(server: LlamaServer) -> RequestFacts:
     return template_facts(server)
 
 
-def test_facts_of_a_template_are_read_from_its_renderings(facts: Facts, template: str) -> None:
+def test_facts_of_a_template_are_read_from_its_renderings(
+    facts: RequestFacts, template: str
+) -> None:
     assert facts.accepts_late_system is (template not in REFUSING)
     assert (facts.reasoning_marks is not None) is (template in DROPPING_REASONING)
     if facts.reasoning_marks is not None:
@@ -52,7 +53,7 @@ def test_facts_of_a_template_are_read_from_its_renderings(facts: Facts, template
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.mutation.name)
 def test_stabilizers_keep_of_a_prompt_what_can_be_kept(
-    server: LlamaServer, facts: Facts, template: str, row: Row
+    server: LlamaServer, facts: RequestFacts, template: str, row: Row
 ) -> None:
     column = 0 if template in SYSTEM_FIRST else 1
     without = kept_share(server, row.mutation, frozenset(), facts)
@@ -76,7 +77,7 @@ def has_late_system(row: Row) -> bool:
     "row", [r for r in ROWS if r.mutation.form is Form.ANTHROPIC], ids=lambda r: r.mutation.name
 )
 def test_stabilized_messages_body_is_counted_as_it_is_rendered_here(
-    server: LlamaServer, facts: Facts, row: Row
+    server: LlamaServer, facts: RequestFacts, row: Row
 ) -> None:
     for body in stabilized(row.mutation, row.mutation.switches, facts):
         prompt = render(server, Form.ANTHROPIC, body)
@@ -86,7 +87,7 @@ def test_stabilized_messages_body_is_counted_as_it_is_rendered_here(
 
 
 def test_late_system_text_stands_in_the_tool_result_it_followed(
-    server: LlamaServer, facts: Facts, template: str
+    server: LlamaServer, facts: RequestFacts, template: str
 ) -> None:
     mutation = claude_code.m3_system_message_in_a_tool_loop()
     prompt = render(server, Form.ANTHROPIC, stabilized(mutation, SAFE, facts)[-1])
@@ -100,11 +101,11 @@ def test_late_system_text_stands_in_the_tool_result_it_followed(
 
 
 def test_users_text_beside_a_tool_result_is_rendered_behind_it_as_a_users(
-    server: LlamaServer, facts: Facts
+    server: LlamaServer, facts: RequestFacts
 ) -> None:
     mutation = claude_code.m13_text_beside_a_tool_result()
     raw, ordered = (
-        render(server, Form.ANTHROPIC, stabilized(mutation, switches, Facts(False))[-1])
+        render(server, Form.ANTHROPIC, stabilized(mutation, switches, RequestFacts(False))[-1])
         for switches in (SAFE - {"tool_results_first"}, SAFE)
     )
     assert raw is not None and ordered is not None
@@ -117,7 +118,7 @@ def test_users_text_beside_a_tool_result_is_rendered_behind_it_as_a_users(
 
 
 def test_loaded_tool_is_named_in_the_result_of_the_search(
-    server: LlamaServer, facts: Facts
+    server: LlamaServer, facts: RequestFacts
 ) -> None:
     mutation = claude_code.m9_tool_loaded_in_mid_conversation()
     prompt = render(server, Form.ANTHROPIC, stabilized(mutation, SAFE, facts)[-1])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from proxy.offline.store import open_offline
+from proxy.store.offline import open_offline
 from tests.documents.blocks import Block, blocks_for
 from tests.lab.models import model_path
 from tests.lab.reader import Reader

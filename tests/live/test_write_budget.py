@@ -6,7 +6,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from proxy.core.degradation import DegradationKind
+from proxy.core.conditions import DegradationKind
 from tests.lab.conversation import Message, system, user
 from tests.lab.rig import Rig
 from tests.live.conftest import StartRig
@@ -40,7 +40,9 @@ def written(rig: Rig) -> int:
 
 def file_bytes(rig: Rig) -> int:
     assert rig.running.store is not None
-    return sum(path.stat().st_size for path in rig.running.store.files.directory.glob("lpc-*"))
+    return sum(
+        path.stat().st_size for path in rig.running.store.files.directory.glob("lpc-*.state")
+    )
 
 
 async def set_budget(rig: Rig, n_bytes: int) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind
-from proxy.core.prefix import Namespace, TokenIds, token_ids
-from proxy.store.budget import Limits
-from proxy.store.new_state import NewState
+from proxy.core.tokens import Namespace, TokenIds, token_ids
+from proxy.store.catalogue import Limits
 from proxy.store.store import CheckpointStore
+from proxy.store.writing import NewState
 
 NAMESPACE = Namespace(b"n" * 16)
 OTHER_NAMESPACE = Namespace(b"o" * 16)
@@ -34,12 +34,14 @@ def new_state(
 ) -> NewState:
     """Write a temporary state file into the store's directory, as llama-server does."""
     name = store.files.new_temporary_name()
-    (store.files.directory / name).write_bytes(content or b"state of " + tokens.tobytes())
+    path = store.files.directory / name
+    path.write_bytes(content or b"state of " + tokens.tobytes())
     fields: dict[str, Any] = {
         "namespace": NAMESPACE,
         "kind": CheckpointKind.CONVERSATION,
         "restore_points": (),
         "has_every_position": False,
+        "parts": store.files.parts(name, [8, path.stat().st_size - 8]),
     }
     return NewState(name, tokens=tokens, **(fields | changes))
 
@@ -52,7 +54,8 @@ def found(
 
 def names_in(directory: Path) -> set[str]:
     """Return the names of state files, finished or not."""
-    return {path.name for path in directory.iterdir() if path.name.startswith("lpc-")}
+    states = (".state", ".saving")
+    return {p.name for p in directory.iterdir() if p.name[:4] == "lpc-" and p.suffix in states}
 
 
 @contextmanager

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from proxy.core.keeping.eviction import Removal
+from proxy.core.eviction import Removal
 from proxy.core.model import CheckpointId
 from proxy.errors import StoreFault
+from proxy.store.files import StateFiles
 from proxy.store.index import Index
-from proxy.store.state_files import StateFiles
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import BUDGET, found, names_in, new_state, opened, run_of
 
@@ -45,7 +45,8 @@ COMMIT_STEPS: list[tuple[Any, str]] = [
     (StateFiles, "_protect"),
     (os, "fsync"),
     (Path, "rename"),
-    (StateFiles, "_sync_directory"),
+    (StateFiles, "write_whole"),
+    (StateFiles, "sync_directory"),
     (Index, "put"),
     (Index, "update"),
 ]
@@ -63,20 +64,26 @@ def named(step: Any) -> str:
 def abandon(store: CheckpointStore) -> None:
     """Let go of a store as a dying process does: nothing more is written."""
     store._writer.close()
-    store.index.close()
+    store.index._env.close()
     os.close(store._lock_descriptor)
 
 
-def check_reopened(directory: Path, must_have: set[CheckpointId], may_have: int) -> None:
+def sidecars_in(directory: Path) -> set[str]:
+    """Return the names of the states that have a record beside them."""
+    return {path.with_suffix(".state").name for path in directory.glob("lpc-*.meta")}
+
+
+async def check_reopened(directory: Path, must_have: set[CheckpointId], may_have: int) -> None:
     """Open the store and check that index, files and what is found agree."""
     with opened(directory) as store:
         ids = {checkpoint.id for checkpoint in store}
         assert must_have <= ids and len(ids - must_have) <= may_have
         assert {c.id for c in store.index.all()} == ids
         assert names_in(directory) == {c.file_name for c in store}
+        assert sidecars_in(directory) == names_in(directory)
         assert {c.checkpoint.id for c in found(store, run_of(2000))} == ids
         for checkpoint in store:
-            with store.using(checkpoint):
+            async with store.using(checkpoint):
                 content = store.files.path(checkpoint.file_name).read_bytes()
             assert content == b"state of " + run_of(checkpoint.n_tokens).tobytes()
     with opened(directory) as store:
@@ -96,7 +103,7 @@ async def test_crash_in_commit_leaves_a_store_that_opens_and_serves(
         with pytest.raises(Crash):
             await store.commit(state)
     abandon(store)
-    check_reopened(tmp_path, {kept.id}, may_have=1)
+    await check_reopened(tmp_path, {kept.id}, may_have=1)
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -112,7 +119,7 @@ async def test_crash_in_remove_leaves_a_store_that_opens_and_serves(
         with pytest.raises(Crash):
             await store.remove(going, Removal.BUDGET)
     abandon(store)
-    check_reopened(tmp_path, {kept.id}, may_have=1)
+    await check_reopened(tmp_path, {kept.id}, may_have=1)
 
 
 async def test_crash_after_the_entry_is_deleted_does_not_bring_it_back(
@@ -125,14 +132,14 @@ async def test_crash_after_the_entry_is_deleted_does_not_bring_it_back(
         with pytest.raises(Crash):
             await store.remove(going, Removal.BUDGET)
     abandon(store)
-    check_reopened(tmp_path, set(), may_have=0)
+    await check_reopened(tmp_path, set(), may_have=0)
 
 
 async def test_crash_after_commit_without_close_loses_nothing(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, BUDGET)
     ids = {(await store.commit(new_state(store, run_of(n)))).id for n in (300, 600, 900)}
     abandon(store)
-    check_reopened(tmp_path, ids, may_have=0)
+    await check_reopened(tmp_path, ids, may_have=0)
 
 
 # Steps that fail while the process lives on.
@@ -150,13 +157,14 @@ async def test_open_whose_check_fails_frees_the_directory_for_the_next(
         patch.setattr(Index, "delete", fail)
         with pytest.raises(StoreFault, match="full"):
             CheckpointStore(tmp_path, BUDGET)
-    check_reopened(tmp_path, {kept.id}, may_have=0)
+    await check_reopened(tmp_path, {kept.id}, may_have=0)
 
 
 FAILING_COMMIT_STEPS = [
     (os, "fsync", OSError("disk")),
     (Path, "rename", OSError("disk")),
-    (StateFiles, "_sync_directory", OSError("disk")),
+    (StateFiles, "write_whole", OSError("disk")),
+    (StateFiles, "sync_directory", OSError("disk")),
     (Index, "put", StoreFault("full")),
 ]
 
@@ -187,7 +195,7 @@ async def test_commit_whose_touched_records_cannot_be_written_is_a_commit(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = await store.commit(new_state(store, run_of(300)))
-    with store.using(first):
+    async with store.using(first):
         pass
     with monkeypatch.context() as patch:
         patch.setattr(Index, "update", fail)

@@ -7,7 +7,7 @@ import pytest
 
 from proxy.errors import StoreFault, StoreLocked
 from proxy.store.index import Index
-from proxy.store.inspection import IndexContent, keep_proxies_out, read_index
+from proxy.store.opening import IndexContent, keep_proxies_out, read_index
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import BUDGET, new_state, opened, run_of
 
@@ -41,7 +41,7 @@ def test_index_of_another_format_is_refused(tmp_path: Path) -> None:
 def test_garbage_is_refused(tmp_path: Path) -> None:
     (tmp_path / "index").mkdir()
     (tmp_path / "index" / "data.mdb").write_bytes(b"garbage" * 5000)
-    with pytest.raises(StoreFault, match="cannot be read"):
+    with pytest.raises(StoreFault, match="is damaged"):
         read_index(tmp_path)
 
 

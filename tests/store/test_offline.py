@@ -11,24 +11,19 @@ import pytest
 from click.testing import CliRunner
 
 from proxy.__main__ import main
-from proxy.core.model import Checkpoint, Cuts, Family
-from proxy.core.namespace import KnownNamespace
-from proxy.core.prefix import Namespace, hash_prefixes
-from proxy.driver.contact.identity import tenant_namespace
-from proxy.driver.contact.known_models import (
+from proxy.core.model import Checkpoint, Cuts, Family, KnownNamespace, tenant_namespace
+from proxy.core.tokens import Namespace, hash_prefixes
+from proxy.errors import StoreFault, StoreLocked
+from proxy.store.known_models import (
     model_names,
+    namespace_of,
     namespaces_name,
     owners,
     tenants_name,
 )
-from proxy.errors import StoreFault, StoreLocked
-from proxy.offline.bundle import BundleRefused
-from proxy.offline.checking import ProblemKind, examine, mend
-from proxy.offline.exporting import export_checkpoints
-from proxy.offline.importing import Imported, import_checkpoints
-from proxy.offline.models import namespace_of
-from proxy.offline.store import OfflineStore, open_offline
+from proxy.store.offline import OfflineStore, ProblemKind, examine, mend, open_offline
 from proxy.store.opening import LOCK_NAME
+from proxy.store.transfer import BundleRefused, Imported, export_checkpoints, import_checkpoints
 from tests.store.conftest import branch, new_state, opened, run_of
 from tests.unit.state_files import attention, state_file, words
 
@@ -109,7 +104,8 @@ def test_each_kind_of_damage_is_named_and_mended(store: OfflineStore) -> None:
     first, second = sorted(store.checkpoints(), key=lambda c: c.n_tokens)
     hashes = [hash_prefixes(OURS, tokens) for tokens in PROMPTS]
     path = store.files.path(first.file_name)
-    whole = path.read_bytes()
+    beside = store.files.path(store.files.sidecar_name(first.file_name))
+    whole, record = path.read_bytes(), beside.read_bytes()
 
     def mends(expected: ProblemKind, n_left: int) -> None:
         assert problems(store) == [expected]
@@ -119,29 +115,29 @@ def test_each_kind_of_damage_is_named_and_mended(store: OfflineStore) -> None:
 
     def enter(checkpoint: Checkpoint) -> None:
         path.write_bytes(whole)
+        beside.write_bytes(record)
         store.index.put(checkpoint, PROMPTS[0], hashes[0])
 
     (store.files.directory / "lpc-0123456789abcdef.saving").write_bytes(b"leftover")
     mends(ProblemKind.FILE_WITHOUT_ENTRY, 2)
-    store.index.replace_prefixes([(second.id, hashes[1])])
+    (store.files.directory / "lpc-0123456789abcdef.meta").write_bytes(b"leftover")
+    mends(ProblemKind.FILE_WITHOUT_ENTRY, 2)
+    beside.write_bytes(b"no record")
+    mends(ProblemKind.RECORD_GONE, 2)
+    assert beside.read_bytes() == record
+    store.index.delete(first.id, hashes[0])
+    store.index.put(first, PROMPTS[0], hashes[1][:2])
     mends(ProblemKind.NOT_FOUND, 2)
     assert set(store.index.reaching(hashes[0])) == {first.id, second.id}
-    store.index.delete(first.id, hashes[0][1:])
-    path.unlink()
-    mends(ProblemKind.STALE_PREFIXES, 1)
-    enter(first)
+    store.index.put(first, run_of(300, start=9), ())
+    mends(ProblemKind.TOKENS_DIFFER, 2)
+    assert store.index.tokens(first.id) == PROMPTS[0]
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     mends(ProblemKind.FILE_CHANGED, 1)
     assert not path.exists()
     enter(first)
     path.unlink()
     mends(ProblemKind.FILE_GONE, 1)
-    enter(first)
-    store.index.put(first, PROMPTS[0][:100], ())
-    mends(ProblemKind.TOKENS_GONE, 1)
-    enter(first)
-    store.index.put(first, run_of(300, start=9), ())
-    mends(ProblemKind.TOKENS_DIFFER, 1)
     assert list(store.index.reaching(hashes[0])) == [second.id]
 
 
@@ -241,7 +237,7 @@ def test_refusal_says_what_was_entered_before_and_the_rest_can_follow(
         second = tmp_path / f"second{n_bytes}"
         with pytest.raises(BundleRefused, match="; 1 checkpoint before that stayed entered"):
             take(second, cut)
-        assert len(list(second.glob("lpc-*"))) == 1
+        assert len(list(second.glob("lpc-*.state"))) == 1
         imported = take(second, file)
         assert (len(imported.entered), imported.n_already_there) == (1, 1)
 

@@ -1,18 +1,21 @@
 """The checkpoint store: what goes in comes out, and only if it is the same."""
 
 import asyncio
+import errno
 import os
 import shutil
 import stat
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+import xxhash
 
-from proxy.core.keeping.eviction import Removal
-from proxy.core.model import CheckpointId, CheckpointKind
-from proxy.core.prefix import (
+from proxy.core.eviction import Removal
+from proxy.core.model import Checkpoint, CheckpointId, CheckpointKind, Quarantine
+from proxy.core.tokens import (
     FIRST_BLOCK_TOKENS,
     Namespace,
     PrefixHash,
@@ -20,8 +23,9 @@ from proxy.core.prefix import (
     hash_prefixes,
     token_ids,
 )
-from proxy.errors import StoreFault, StoreLocked
-from proxy.store.budget import Limits
+from proxy.errors import StateDamaged, StoreFault, StoreLocked
+from proxy.store.catalogue import Limits
+from proxy.store.files import StateFiles
 from proxy.store.index import Index
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import (
@@ -136,6 +140,21 @@ async def test_quarantine_hides_a_checkpoint_until_the_next_process(tmp_path: Pa
         assert len(found(store, run_of(400))) == 1
 
 
+async def test_quarantine_for_good_outlives_the_process_and_makes_a_checkpoint_the_first_to_go(
+    tmp_path: Path,
+) -> None:
+    quarantine = Quarantine("llama-server ended", 1000.0)
+    with opened(tmp_path) as store:
+        good, bad = [await store.commit(new_state(store, run_of(n))) for n in (300, 600)]
+        await store.quarantine_for_good([bad], quarantine)
+        assert [c.checkpoint.id for c in found(store, run_of(700))] == [good.id]
+    with opened(tmp_path) as store:
+        assert {c.id: c.quarantine for c in store} == {good.id: None, bad.id: quarantine}
+        assert [c.checkpoint.id for c in found(store, run_of(700))] == [good.id]
+    with opened(tmp_path, replace(BUDGET, max_bytes=good.size_bytes + 1)) as store:
+        assert [c.id for c in store] == [good.id]
+
+
 async def test_put_value_survives_reopen_and_is_none_as_another_type(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         await store.put_value("rule", ["any prefix", 3])
@@ -148,36 +167,174 @@ async def test_put_value_survives_reopen_and_is_none_as_another_type(tmp_path: P
 # Using a checkpoint.
 
 
-async def test_using_a_replaced_file_is_refused(store: CheckpointStore) -> None:
+async def use(store: CheckpointStore, checkpoint: Checkpoint) -> None:
+    async with store.using(checkpoint):
+        pass
+
+
+def change(path: Path, content: bytes) -> None:
+    """Write into a file and keep its size, its inode and its times, as far as one can."""
+    before = path.stat()
+    assert len(content) == before.st_size
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def flipped(content: bytes, index: int) -> bytes:
+    return content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :]
+
+
+@pytest.mark.parametrize("index", [0, 7, 8, -2])
+@pytest.mark.parametrize("is_reopened", [False, True], ids=["same process", "reopened"])
+async def test_using_a_file_with_one_bit_flipped_is_refused_and_removes_it(
+    tmp_path: Path, index: int, is_reopened: bool
+) -> None:
+    with opened(tmp_path) as store:
+        checkpoint = await store.commit(new_state(store, run_of(300)))
+        path = store.files.path(checkpoint.file_name)
+        if not is_reopened:
+            change(path, flipped(path.read_bytes(), index))
+            with pytest.raises(StateDamaged, match="1 of its parts"):
+                await use(store, checkpoint)
+            assert found(store, run_of(300)) == [] and names_in(tmp_path) == set()
+    if is_reopened:
+        change(path, flipped(path.read_bytes(), index))
+        with opened(tmp_path) as store:
+            [candidate] = found(store, run_of(300))
+            with pytest.raises(StateDamaged):
+                await use(store, candidate.checkpoint)
+            assert store.index.all() == [] and names_in(tmp_path) == set()
+
+
+async def test_using_a_file_that_is_replaced_by_a_copy_verifies_the_copy(
+    store: CheckpointStore,
+) -> None:
     checkpoint = await store.commit(new_state(store, run_of(300)))
     path = store.files.path(checkpoint.file_name)
     other = path.with_name("other")
     other.write_bytes(path.read_bytes())
     other.rename(path)
-    with pytest.raises(StoreFault, match="was replaced"), store.using(checkpoint):
-        raise AssertionError("served a replaced file")
+    await use(store, checkpoint)
 
 
-async def test_using_a_file_written_to_is_refused(store: CheckpointStore) -> None:
+async def test_using_a_file_that_changes_meanwhile_is_refused_afterwards(
+    store: CheckpointStore,
+) -> None:
     checkpoint = await store.commit(new_state(store, run_of(300)))
     path = store.files.path(checkpoint.file_name)
-    path.write_bytes(b"x" * path.stat().st_size)
-    os.utime(path, ns=(0, checkpoint.file_stamp[1] + 1))
-    with pytest.raises(StoreFault, match="was replaced"), store.using(checkpoint):
-        raise AssertionError("served a changed file")
+    with pytest.raises(StoreFault, match="changed while it was restored"):
+        async with store.using(checkpoint):
+            change(path, flipped(path.read_bytes(), 20))
+
+
+async def test_using_a_verified_file_reads_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as store:
+        checkpoint = await store.commit(new_state(store, run_of(300)))
+        monkeypatch.setattr(StateFiles, "has_part", None)
+        await use(store, checkpoint)
+        monkeypatch.undo()
+    with opened(tmp_path) as store:
+        await use(store, checkpoint)
+        monkeypatch.setattr(StateFiles, "has_part", None)
+        await use(store, checkpoint)
+
+
+async def test_file_that_cannot_be_read_is_offered_no_more_and_kept(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> bool:
+        raise OSError(errno.EIO, "Input/output error")
+
+    checkpoint = await store.commit(new_state(store, run_of(300)))
+    os.utime(store.files.path(checkpoint.file_name))
+    monkeypatch.setattr(StateFiles, "has_part", fail)
+    with pytest.raises(StoreFault, match="Input/output error"):
+        await use(store, checkpoint)
+    assert found(store, run_of(300)) == []
+    assert names_in(store.files.directory) == {checkpoint.file_name}
+
+
+async def test_damaged_file_takes_what_may_stem_from_it_along(store: CheckpointStore) -> None:
+    damaged: list[tuple[Checkpoint, list[Checkpoint]]] = []
+    store.on_damage = lambda checkpoint, stemming: damaged.append((checkpoint, stemming))
+    first = await store.commit(new_state(store, run_of(300)))
+    second = await store.commit(new_state(store, run_of(400), ancestors=store.lineage(first)))
+    third = await store.commit(new_state(store, run_of(500), ancestors=store.lineage(second)))
+    assert third.ancestors == (first.id, second.id)
+    other = await store.commit(new_state(store, run_of(600)))
+    change(store.files.path(second.file_name), bytes(second.size_bytes))
+    with pytest.raises(StateDamaged):
+        await store.verify(second)
+    assert damaged == [(second, [third])]
+    assert {c.id for c in store} == {first.id, other.id}
+    with pytest.raises(StoreFault, match="is damaged"):
+        await store.commit(new_state(store, run_of(700), ancestors=(second.id,)))
+    assert store.lineage(third) == (first.id, third.id)
+
+
+async def test_damaged_file_that_cannot_be_removed_is_offered_no_more(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StoreFault("full")
+
+    checkpoint = await store.commit(new_state(store, run_of(300)))
+    change(store.files.path(checkpoint.file_name), bytes(checkpoint.size_bytes))
+    monkeypatch.setattr(Index, "delete", fail)
+    with pytest.raises(StoreFault, match="full"):
+        await use(store, checkpoint)
+    assert found(store, run_of(300)) == []
+
+
+async def test_what_was_saved_before_an_ancestor_was_last_verified_stays(
+    store: CheckpointStore,
+) -> None:
+    first = await store.commit(new_state(store, run_of(300)))
+    second = await store.commit(new_state(store, run_of(400), ancestors=(first.id,)))
+    await store.verify(first, bytes_per_second=1e9)
+    change(store.files.path(first.file_name), bytes(first.size_bytes))
+    with pytest.raises(StateDamaged):
+        await store.verify(first)
+    assert [c.id for c in store] == [second.id]
+
+
+async def test_record_of_an_older_version_is_verified_by_its_checksum(tmp_path: Path) -> None:
+    """Format 1 as 0.1.0 wrote it: a checksum of the whole file, and inode and time of the file."""
+    with opened(tmp_path) as store:
+        checkpoint = await store.commit(new_state(store, run_of(300)))
+        path = store.files.path(checkpoint.file_name)
+        old = msgspec.to_builtins(checkpoint, builtin_types=(bytes,))
+        for name in ("parts", "verified_at", "ancestors"):
+            del old[name]
+        old |= {
+            "file_stamp": (path.stat().st_ino, path.stat().st_mtime_ns),
+            "checksum": xxhash.xxh3_128_hexdigest(path.read_bytes()),
+        }
+        with store.index._env.begin(write=True, db=store.index._checkpoints) as transaction:
+            transaction.put(checkpoint.id.to_bytes(8), msgspec.msgpack.encode(old))
+    with opened(tmp_path) as store:
+        [candidate] = found(store, run_of(400))
+        await use(store, candidate.checkpoint)
+    change(path, flipped(path.read_bytes(), 100))
+    with opened(tmp_path) as store:
+        with pytest.raises(StateDamaged):
+            await use(store, candidate.checkpoint)
 
 
 async def test_using_a_missing_file_is_refused(store: CheckpointStore) -> None:
     checkpoint = await store.commit(new_state(store, run_of(300)))
     store.files.path(checkpoint.file_name).unlink()
-    with pytest.raises(StoreFault), store.using(checkpoint):
-        raise AssertionError("served a missing file")
+    with pytest.raises(StoreFault):
+        await use(store, checkpoint)
+    assert len(store) == 0
 
 
 async def test_using_a_checkpoint_marks_it_used_for_good(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         checkpoint = await store.commit(new_state(store, run_of(300)))
-        with store.using(checkpoint):
+        async with store.using(checkpoint):
             pass
         [used] = store
     with opened(tmp_path) as store:
@@ -189,8 +346,8 @@ async def test_using_a_checkpoint_keeps_it_from_removal_until_the_last_user_left
     store: CheckpointStore,
 ) -> None:
     checkpoint = await store.commit(new_state(store, run_of(300)))
-    with store.using(checkpoint):
-        with store.using(checkpoint):
+    async with store.using(checkpoint):
+        async with store.using(checkpoint):
             pass
         await store.remove(checkpoint, Removal.BUDGET)
         assert len(store) == 1
@@ -201,7 +358,7 @@ async def test_using_a_checkpoint_keeps_it_from_removal_until_the_last_user_left
 # Opening.
 
 
-async def test_open_of_a_copied_directory_serves_it_by_checksum(tmp_path: Path) -> None:
+async def test_open_of_a_copied_directory_serves_it(tmp_path: Path) -> None:
     original, copy = tmp_path / "original", tmp_path / "copy"
     original.mkdir()
     with opened(original) as store:
@@ -211,8 +368,7 @@ async def test_open_of_a_copied_directory_serves_it_by_checksum(tmp_path: Path) 
         with opened(copy) as store:
             [candidate] = found(store, run_of(400))
             assert candidate.checkpoint.id == checkpoint.id
-            assert candidate.checkpoint.file_stamp != checkpoint.file_stamp
-            with store.using(candidate.checkpoint):
+            async with store.using(candidate.checkpoint):
                 pass
 
 
@@ -276,19 +432,6 @@ async def test_foreign_files_in_the_directory_are_untouched(tmp_path: Path) -> N
     assert (tmp_path / "folder").is_dir()
 
 
-@pytest.mark.parametrize("content", [b"garbage" * 4000, b"short"])
-def test_open_with_an_unreadable_index_raises_store_fault_and_frees_the_lock(
-    tmp_path: Path, content: bytes
-) -> None:
-    (tmp_path / "index").mkdir()
-    (tmp_path / "index" / "data.mdb").write_bytes(content)
-    with pytest.raises(StoreFault):
-        CheckpointStore(tmp_path, BUDGET)
-    shutil.rmtree(tmp_path / "index")
-    with opened(tmp_path) as store:
-        assert len(store) == 0
-
-
 def test_open_with_an_index_that_is_a_file_raises_store_fault(tmp_path: Path) -> None:
     (tmp_path / "index").write_bytes(b"")
     with pytest.raises(StoreFault):
@@ -301,19 +444,6 @@ async def test_open_with_another_format_version_raises_store_fault(tmp_path: Pat
         await store.put_value("format", 999)
     with pytest.raises(StoreFault, match="format 999"):
         CheckpointStore(tmp_path, BUDGET)
-    assert names_in(tmp_path) == {checkpoint.file_name}
-
-
-async def test_open_with_an_unreadable_record_raises_store_fault_and_keeps_the_files(
-    tmp_path: Path,
-) -> None:
-    with opened(tmp_path) as store:
-        checkpoint = await store.commit(new_state(store, run_of(300)))
-        with store.index._env.begin(write=True, db=store.index._checkpoints) as transaction:
-            transaction.put(b"\0" * 8, msgspec.msgpack.encode({"not": "a checkpoint"}))
-    for _ in range(2):
-        with pytest.raises(StoreFault):
-            CheckpointStore(tmp_path, BUDGET)
     assert names_in(tmp_path) == {checkpoint.file_name}
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from proxy.core.model import CheckpointId
-from proxy.store.warmth import WarmFiles, page_cache_bytes
+from proxy.store.catalogue import WarmFiles, page_cache_bytes
 from tests.unit.builders import checkpoint
 
 ONE, TWO, THREE = (

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from proxy.core.keeping.eviction import Present
+from proxy.core.eviction import Present
 from proxy.errors import WRITE_BUDGET, NoRoom
-from proxy.store.budget import Claim, Limits
+from proxy.store.catalogue import Claim, Limits
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import opened
 from tests.store.test_room import SIZE, claim, save

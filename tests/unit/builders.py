@@ -3,8 +3,8 @@
 from typing import Any
 
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, Rule, RuleKind
-from proxy.core.prefix import Namespace, TokenIds, token_ids
-from proxy.core.rates import Part, Rates, Transfer
+from proxy.core.rates import Rates, Transfer, UnitCost
+from proxy.core.tokens import Namespace, TokenIds, token_ids
 
 NAMESPACE = Namespace(b"n" * 16)
 OTHER_NAMESPACE = Namespace(b"o" * 16)
@@ -17,8 +17,8 @@ NOTHING = Rule(RuleKind.NOTHING)
 
 def steady(tokens_per_second: float = 500.0, cold_bytes_per_second: float = 1e9) -> Rates:
     """Return rates that are the same at every position and size, and calls that cost nothing."""
-    call, token = Part(0.0, 1.0), Part(1 / tokens_per_second, 1.0)
-    transfer = Transfer(call, Part(1 / cold_bytes_per_second, 1.0))
+    call, token = UnitCost(0.0, 1.0), UnitCost(1 / tokens_per_second, 1.0)
+    transfer = Transfer(call, UnitCost(1 / cold_bytes_per_second, 1.0))
     return Rates(call, (token,) * 5, transfer, transfer, transfer)
 
 
@@ -43,8 +43,6 @@ def checkpoint(n_tokens: int, **changes: Any) -> Checkpoint:
         "has_every_position": False,
         "file_name": "lpc-0000000000000001.state",
         "size_bytes": 1000,
-        "file_stamp": (1, 1),
-        "checksum": "",
         "created_at": 0.0,
         "last_used_at": 0.0,
     }

@@ -1,4 +1,4 @@
-"""State files of both versions and every known composition, drawn at random: a model of what is written."""
+"""State files of all versions and every known composition, drawn at random: a model of what is written."""
 
 import struct
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from proxy.upstream.state_sections import FoundSection, Section
+from proxy.llama.state_file import FoundSection, Section
 from tests.unit.state_files import (
     F16_BYTES,
     F16_ROW,
@@ -163,7 +163,7 @@ def compositions(
     draw: st.DrawFn,
     kinds: tuple[str, ...] = KINDS,
     lacking: tuple[int, int] = (0, MOST_TOKENS),
-    versions: tuple[int, ...] = (3, 4),
+    versions: tuple[int, ...] = (2, 3, 4),
 ) -> Composition:
     """Draw files of models with these kinds of memory, whose windows lack so many first tokens."""
     kind, version = draw(st.sampled_from(kinds)), draw(st.sampled_from(versions))

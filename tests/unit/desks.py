@@ -6,8 +6,7 @@ from typing import TypeVar
 
 from proxy.core.model import SlotId
 from proxy.core.slots import Empty, SlotTable
-from proxy.driver.slots.lease import Choice, Lease
-from proxy.driver.slots.leases import LeaseDesk
+from proxy.serving.desk import Choice, Lease, LeaseDesk
 
 T = TypeVar("T")
 Choose = Callable[[], Choice[str] | None]

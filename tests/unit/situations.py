@@ -15,11 +15,10 @@ from proxy.core.model import (
     RuleKind,
     SlotId,
 )
-from proxy.core.planning.options import UseLive
-from proxy.core.planning.plan import Plan, Situation, plan_request
-from proxy.core.prefix import TokenIds, common_prefix_length, token_ids
+from proxy.core.plan import Plan, Situation, UseLive, plan_request
 from proxy.core.rates import Rates
-from proxy.core.slots import Content, Empty, Known, Reuse, Slot, Unknown
+from proxy.core.slots import Content, Empty, Known, Origin, Reuse, Slot, Unknown
+from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, checkpoint, run_of, steady
 
 UNUSED = UseLive(Reuse())
@@ -93,7 +92,7 @@ def known_contents(draw: st.DrawFn, tokens: st.SearchStrategy[TokenIds] = TINY_T
         turn_start=draw(st.integers(0, len(held))),
         last_cut=draw(st.integers(0, len(held))),
         n_saved=draw(st.integers(0, len(held))),
-        n_restored=draw(st.integers(0, len(held))),
+        origin=Origin(draw(st.integers(0, len(held)))),
     )
 
 

@@ -1,8 +1,16 @@
-"""Writes small state files as llama-server 0.7.0 (version 4) and older builds (version 3) lay them out."""
+"""Writes small state files as llama-server 0.7.0 (version 4) and older builds (2 and 3) lay them out."""
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from proxy.core.model import FilePart
+from proxy.errors import StateFileMalformed
+from proxy.llama.state_edits import Source, select_context_checkpoints
+from proxy.llama.state_file import read_state_file
 
 MAGIC = 0x67677371
 F16_ROW = (1, 8)
@@ -62,7 +70,11 @@ def attention(
     if has_v:
         write_v = _columns if is_v_transposed else _rows
         kv += b"".join(write_v(n_layers + layer, cells, row_bytes) for layer in range(n_layers))
-    filled = struct.pack("<I", len(cells)) + b"".join(_cell(cell, is_mrope) for cell in cells) + kv
+    filled = (
+        struct.pack("<I", len(cells))
+        + b"".join(_cell(cell, version, is_mrope) for cell in cells)
+        + kv
+    )
     streams = [struct.pack("<I", 0)] * n_streams
     streams[stream] = filled if cells else streams[stream]
     return struct.pack("<I", n_streams) + b"".join(streams)
@@ -85,8 +97,9 @@ def _columns(tensor: int, cells: Sequence[Cell], row_bytes: int) -> bytes:
     return struct.pack("<iII", F16_ROW[0], F16_BYTES, len(strips)) + b"".join(values)
 
 
-def _cell(cell: Cell, is_mrope: bool) -> bytes:
-    extra = struct.pack("<iii", cell.filling, cell.filling, 7) if is_mrope else b""
+def _cell(cell: Cell, version: int, is_mrope: bool) -> bytes:
+    n_coordinates = (3 if version > 2 else 2) if is_mrope else 0
+    extra = struct.pack("<iii", cell.filling, cell.filling, 7)[: 4 * n_coordinates]
     return struct.pack("<iI", cell.position, 1) + extra + struct.pack("<i", 0)
 
 
@@ -123,3 +136,24 @@ def context_checkpoints(*entries: tuple[int, int, int], version: int = 1) -> byt
 def draft_state() -> bytes:
     blob = struct.pack("<Q", 9) + b"\x22" * 9
     return b"SDFT" + struct.pack("<I", 1) + blob * 2
+
+
+def parts_of(path: Path) -> tuple[FilePart, ...]:
+    """Return the parts of a state file as it is, none of what is no state file."""
+    try:
+        sizes = read_state_file(path).part_sizes
+    except (OSError, StateFileMalformed):
+        return ()
+    with path.open("rb") as file:
+        return tuple(FilePart(n, xxhash.xxh3_128_digest(file.read(n))) for n in sizes)
+
+
+def select_points(path: Path, own: Collection[int], grafted: Mapping[int, Path]) -> set[int]:
+    """Thin and graft a state file; return the restore points that it has then.
+
+    The checksums that were carried must be those of the file.
+    """
+    donors = {point: Source(donor, parts_of(donor)) for point, donor in grafted.items()}
+    parts = select_context_checkpoints(Source(path, parts_of(path)), own, donors)
+    assert parts == parts_of(path)
+    return {*read_state_file(path).restore_points}

@@ -4,12 +4,10 @@ import pytest
 
 from proxy.core.cuts import Stop
 from proxy.core.model import SlotId
-from proxy.core.planning.displacement import Displacement
-from proxy.core.planning.options import Option, Restore, UseLive
-from proxy.core.planning.plan import Plan
+from proxy.core.plan import Displacement, Plan, Restore, StartOption, UseLive
 from proxy.core.slots import Reuse
-from proxy.driver.serving.account import Account
-from proxy.upstream.replies import Timings
+from proxy.llama.client import Timings
+from proxy.serving.request import Account
 from tests.unit.builders import checkpoint
 
 RESTORE = Restore(checkpoint(900), n_reused=900, n_common=900)
@@ -17,7 +15,7 @@ LIVE = UseLive(Reuse(800, 850))
 
 
 def account(start: Restore | UseLive, *replies: Timings) -> Account:
-    result = Account(Plan(Option(SlotId(0), start, 0.0)), n_prompt=1000)
+    result = Account(Plan(StartOption(SlotId(0), start, 0.0)), n_prompt=1000)
     for timings in replies:
         result.add(timings)
     return result
@@ -86,19 +84,19 @@ def test_restored_tokens_are_those_that_a_reply_confirms() -> None:
 
 
 def test_description_tells_what_was_chosen_and_what_else_there_was() -> None:
-    option = Option(SlotId(1), RESTORE, 0.25, Displacement(50, saves=True, seconds=0.5))
+    option = StartOption(SlotId(1), RESTORE, 0.25, Displacement(50, saves=True, seconds=0.5))
     others = (
-        Option(SlotId(0), LIVE, 0.4, Displacement(seconds=1.0)),
-        Option(SlotId(2), UseLive(Reuse()), 2.0),
+        StartOption(SlotId(0), LIVE, 0.4, Displacement(seconds=1.0)),
+        StartOption(SlotId(2), UseLive(Reuse()), 2.0),
     )
     kept = Account(Plan(option, (Stop(950),), alternatives=others), n_prompt=1000)
     kept.add(Timings(900, 50))
     kept.add(Timings(950, 50))
-    told, way = kept.describe(), kept.way()
-    assert (told["chosen"], told["slot"], way.stops) == ("restore", 1, (950,))
+    told = kept.describe()
+    assert (told["chosen"], told["slot"], told["stops"]) == ("restore", 1, (950,))
     assert (told["expected"], told["confirmed"], told["evaluated"]) == (900, 900, 100)
-    assert (way.expected_seconds, way.displaced_seconds) == (0.25, 0.5)
-    assert way.alternatives == (
+    assert (told["expected_seconds"], told["displaced_seconds"]) == (0.25, 0.5)
+    assert told["alternatives"] == (
         "live 800 in slot 0: 0.400 s + 1.000 s displaced",
         "nothing in slot 2: 2.000 s",
     )

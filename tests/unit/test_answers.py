@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.upstream.answers import AnswerReader
-from proxy.upstream.replies import Timings
+from proxy.llama.answers import AnswerReader
+from proxy.llama.client import Timings
 
 TIMINGS = {"cache_n": 1996, "prompt_n": 5, "prompt_ms": 1.5, "predicted_n": 8, "new_field": 1}
 JSON_ANSWER = json.dumps(
@@ -88,7 +88,7 @@ def test_timings_of_an_answer_without_any_are_none(content_type: str, answer: by
 def test_timings_of_an_answer_larger_than_the_buffer_are_none_and_forgotten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("proxy.upstream.answers.MAX_BUFFERED_BYTES", 100)
+    monkeypatch.setattr("proxy.llama.answers.MAX_BUFFERED_BYTES", 100)
     assert read("application/json", b'{"a": "' + b"x" * 100, b'"}' + JSON_ANSWER[-90:]) is None
 
 

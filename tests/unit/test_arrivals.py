@@ -5,15 +5,15 @@ from contextlib import ExitStack
 
 import pytest
 
-from proxy.core.planning.plan import Coming
-from proxy.driver.slots.arrivals import Arrival, Arrivals
-from proxy.driver.slots.lease import Choice
+from proxy.core.plan import Coming
+from proxy.serving.desk import Choice
+from proxy.serving.launches import Arrivals, ExpectedState
 from tests.unit.builders import NAMESPACE, run_of
 from tests.unit.desks import ONE, TWO, Choose, desk_of, queue, soon
 
 
-def arrival(n_tokens: int = 1000, seconds: float = 1000.0) -> Arrival:
-    return Arrival(run_of(n_tokens), NAMESPACE, time.monotonic() + seconds, 5000, (100, 200))
+def arrival(n_tokens: int = 1000, seconds: float = 1000.0) -> ExpectedState:
+    return ExpectedState(run_of(n_tokens), NAMESPACE, time.monotonic() + seconds, 5000, (100, 200))
 
 
 def test_announced_state_is_coming_while_the_block_runs() -> None:

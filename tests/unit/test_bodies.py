@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.model import SlotId
-from proxy.upstream.bodies import (
+from proxy.llama.bodies import (
     GenerationBody,
     bypass_reason,
     chat_reason,
@@ -21,7 +21,7 @@ from proxy.upstream.bodies import (
     taints_slot,
     with_messages,
 )
-from proxy.upstream.routes import Route
+from proxy.llama.routes import Route
 
 SLOT = SlotId(3)
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -45,7 +45,8 @@ def body(raw: bytes | dict[str, Any]) -> GenerationBody:
         b'"text"',
         b'{"a": 1',
         b'{"a": 1} x',
-        b"\xef\xbb\xbf{}",
+        b'{"a": 1,}',
+        b"\0{}",
         b'{"a": NaN}',
         b'{"a": "\\ud800"}',
         b'{"a": "\xff"}',

@@ -5,10 +5,16 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.bypass import choose_slot_for_bypass, choose_slot_to_empty
 from proxy.core.model import SlotId
-from proxy.core.prefix import Namespace
-from proxy.core.slots import Empty, Known, Slot, Unknown
+from proxy.core.slots import (
+    Empty,
+    Known,
+    Slot,
+    Unknown,
+    choose_slot_for_bypass,
+    choose_slot_to_empty,
+)
+from proxy.core.tokens import Namespace
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, run_of
 from tests.unit.situations import live_slots, slots
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from proxy.stabilize.calls_made import CallMade, CallsMade
 from proxy.stabilize.model import Form
+from proxy.stabilize.template import CallMade, CallsMade
 
 RAW = '{"path": "a.py", "limit": 1.0}'
 CALL = CallMade("c1", "read", RAW)
@@ -141,7 +141,7 @@ def test_answer_that_is_not_understood_has_no_calls(
 
 
 def test_answer_that_is_too_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.stabilize.calls_made.MAX_BYTES", 100)
+    monkeypatch.setattr("proxy.stabilize.template.MAX_BYTES", 100)
     calls = CallsMade(Form.CHAT, is_stream=False)
     for _ in range(20):
         calls.feed(b" " * 10)

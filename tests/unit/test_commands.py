@@ -6,22 +6,24 @@ from typing import Any
 import pytest
 from click import BadParameter
 
-from proxy.commands.explanation_text import explanation_text
-from proxy.commands.llama_servers import Attached, llama_server_in_words, llama_servers_of
-from proxy.commands.naming import NotNamed, named
-from proxy.commands.stats import read_samples, summary
-from proxy.commands.warm import for_model
-from proxy.commands.words import Age, age_in_words, size_in_words
-from proxy.core.explaining.causes import Cause
-from proxy.core.explaining.records import Explanation, RequestRecord
+from proxy.cli.access import NotNamed, named
+from proxy.cli.common import Age, age_in_words, size_in_words
+from proxy.cli.look import (
+    Attached,
+    explanation_text,
+    llama_server_in_words,
+    llama_servers_of,
+    read_samples,
+    summary,
+)
+from proxy.cli.serve import for_model
 from proxy.core.model import CheckpointId, Family
-from proxy.core.views.listing import ListedCheckpoint, list_checkpoint
-from proxy.core.views.selection import Selection, select
-from proxy.core.views.tree import NodeId
-from proxy.upstream.bodies import parse_body
-from proxy.upstream.header_bodies import header_request, route_path
-from proxy.upstream.hosted_flags import HostedFlags, read_flags
-from proxy.upstream.routes import generation_route
+from proxy.explain.causes import Cause
+from proxy.explain.explanation import Explanation, RequestRecord
+from proxy.explain.views import ListedCheckpoint, NodeId, Selection, list_checkpoint, select
+from proxy.llama.bodies import header_request, parse_body, route_path
+from proxy.llama.hosts import HostedFlags, read_flags
+from proxy.llama.routes import generation_route
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, checkpoint
 
 HEADER, SESSION = 0x5D3A90C2F1E84B07, 0x1B70C4D2A9E6F358

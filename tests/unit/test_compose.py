@@ -8,8 +8,7 @@ import yaml
 from check_jsonschema import main as check_jsonschema
 from click.testing import CliRunner
 
-from proxy.config import NAMES
-from proxy.sources import ENVIRONMENT_PREFIX
+from proxy.settings import ENVIRONMENT_PREFIX, NAMES
 from tests.deployment.dockerfile import read_dockerfile
 from tests.documents.blocks import blocks_for
 from tests.documents.files import REPOSITORY

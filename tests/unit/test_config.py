@@ -5,12 +5,9 @@ from typing import Any
 
 import pytest
 
-from proxy.addresses import split_address
-from proxy.config import NAMES, Settings
 from proxy.errors import SettingsError
-from proxy.loading import load_settings
-from proxy.sources import ENVIRONMENT_PREFIX
-from proxy.upstream.aliases import parse_aliases
+from proxy.llama.routes import parse_aliases
+from proxy.settings import ENVIRONMENT_PREFIX, NAMES, Settings, load_settings, split_address
 
 
 def load(
@@ -134,7 +131,7 @@ def test_variables_of_others_are_ignored(tmp_path: Path) -> None:
         ("listen: 127.0.0.1:70000", "listen"),
         ("max_store_bytes: 100", "max_store_bytes"),
         ("slot_save_path: ''", "slot_save_path"),
-        ("allow_state_changes: 1", "allow_state_changes"),
+        ("share_between_api_keys: 1", "share_between_api_keys"),
         ("aliases: a", "aliases"),
         ("aliases: a=b=c", "aliases"),
         ("aliases: a=b c=d", "aliases"),

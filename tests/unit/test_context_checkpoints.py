@@ -9,13 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from proxy.core.model import FilePart
 from proxy.errors import StateFileMalformed
-from proxy.upstream import context_checkpoints
-from proxy.upstream.context_checkpoints import select_context_checkpoints
-from proxy.upstream.state_file import read_state_file
+from proxy.llama import state_file as state_file_module
+from proxy.llama.state_edits import Source, select_context_checkpoints
+from proxy.llama.state_file import read_state_file
 from tests.unit.compositions import Composition, compositions
 from tests.unit.state_files import (
     appendix,
@@ -23,12 +25,14 @@ from tests.unit.state_files import (
     context_checkpoint,
     draft_state,
     partial_state,
+    parts_of,
     recurrent,
+    select_points,
     state_file,
     words,
 )
 
-FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 WITH_CHECKPOINTS = compositions(("swa", "recurrent", "hybrid", "hybrid swa"), versions=(4,))
 TOKENS = [11, 12, 13, 14, 15]
 N = len(TOKENS)
@@ -50,8 +54,7 @@ def select(
 ) -> tuple[set[int], bytes]:
     path.write_bytes(data)
     before = {*path.parent.iterdir()}
-    points = select_context_checkpoints(path, own, grafted)
-    assert points == {*read_state_file(path).restore_points}
+    points = select_points(path, own, grafted)
     assert {*path.parent.iterdir()} == before
     return {*points}, path.read_bytes()
 
@@ -71,9 +74,9 @@ def hybrid(*entries: bytes, tokens: list[int] = TOKENS) -> bytes:
 
 
 @FILES
-@given(WITH_CHECKPOINTS, st.data(), st.integers(1, 80))
+@given(WITH_CHECKPOINTS, st.data(), st.integers(12, 80))
 def test_selection_leaves_what_is_named_and_adds_what_donors_have(
-    path: Path, composition: Composition, data: st.DataObject, piece_bytes: int
+    path: Path, composition: Composition, data: st.DataObject, part_bytes: int
 ) -> None:
     n_tokens, points = len(composition.tokens), st.sets(st.integers(2, 45))
     donors: list[Composition] = []
@@ -90,7 +93,7 @@ def test_selection_leaves_what_is_named_and_adds_what_donors_have(
     for one in donors:
         files[one.slot].write_bytes(one.write())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context_checkpoints, "_PIECE_BYTES", piece_bytes)
+        patch.setattr(state_file_module, "PART_BYTES", part_bytes)
         paths = {point: files[one.slot] for point, one in wanted.items()}
         found, after = select(path, composition.write(), own, paths)
     assert found == {p for p, _ in kept + grafts}
@@ -103,7 +106,7 @@ def test_selection_leaves_what_is_named_and_adds_what_donors_have(
 def test_selection_of_all_there_is_does_not_write(path: Path, own: set[int]) -> None:
     path.write_bytes(hybrid(entry(2), entry(4)))
     os.utime(path, ns=(7, 7))
-    assert select_context_checkpoints(path, own, {}) == {2, 4}
+    assert select_points(path, own, {}) == {2, 4}
     assert path.stat().st_mtime_ns == 7
 
 
@@ -221,7 +224,7 @@ def test_file_whose_appendix_is_not_understood_is_left_alone(
 def test_selection_in_what_is_no_state_file_raises_malformed(path: Path) -> None:
     path.write_bytes(bytes(40))
     with pytest.raises(StateFileMalformed):
-        select_context_checkpoints(path, {3}, {})
+        select_points(path, {3}, {})
 
 
 @contextmanager
@@ -235,6 +238,30 @@ def largest_file(n_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def test_copy_of_what_is_not_what_it_was_raises_and_leaves_the_file_as_it_was(
+    path: Path, donor: Path
+) -> None:
+    donor.write_bytes(hybrid(entry(3)))
+    source, giver = Source(donor, parts_of(donor)), bytearray(donor.read_bytes())
+    giver[-17] ^= 1  # the last byte of its state
+    donor.write_bytes(giver)
+    data = hybrid(entry(2), entry(4))
+    path.write_bytes(data)
+    with pytest.raises(StateFileMalformed, match="donor is not what was saved"):
+        select_context_checkpoints(Source(path, parts_of(path)), {4}, {3: source})
+    assert path.read_bytes() == data
+
+
+def test_graft_from_a_file_with_one_checksum_for_all_of_it_is_left_out(
+    path: Path, donor: Path
+) -> None:
+    donor.write_bytes(hybrid(entry(3)))
+    whole = FilePart(donor.stat().st_size, xxhash.xxh3_128_digest(donor.read_bytes()))
+    path.write_bytes(hybrid(entry(4)))
+    own = parts_of(path)
+    assert select_context_checkpoints(Source(path, own), {4}, {3: Source(donor, (whole,))}) == own
+
+
 def test_full_disk_raises_os_error_and_leaves_nothing_behind(path: Path, donor: Path) -> None:
     large = 1 << 20
     state = recurrent(N - 1)[:20] + struct.pack("<iQ", 0, large) + bytes(large)
@@ -242,11 +269,11 @@ def test_full_disk_raises_os_error_and_leaves_nothing_behind(path: Path, donor: 
     donor.write_bytes(whole + appendix(entry(3, state + state[20:])))
     path.write_bytes(whole)
     with largest_file(len(whole) + large), pytest.raises(OSError):
-        select_context_checkpoints(path, set(), {3: donor})
+        select_points(path, set(), {3: donor})
     assert path.read_bytes()[: len(whole)] == whole
     assert {*path.parent.iterdir()} == {path, donor}
     path.write_bytes(whole)
-    assert select_context_checkpoints(path, set(), {3: donor}) == {3}
+    assert select_points(path, set(), {3: donor}) == {3}
 
 
 def test_state_in_front_is_neither_read_nor_copied(path: Path) -> None:
@@ -258,8 +285,12 @@ def test_state_in_front_is_neither_read_nor_copied(path: Path) -> None:
         file.write(state_file(words(TOKENS), head))
         file.seek(N * row_bytes, os.SEEK_CUR)
         file.write(struct.pack("<iQ", 1, 0) + STATE[1] + appendix(entry(2), entry(4)))
-    before = path.stat()
-    assert select_context_checkpoints(path, {4}, {}) == {4}
+    before, state = path.stat(), read_state_file(path)
+    digests = xxhash.xxh3_128_digest(entry(2)), xxhash.xxh3_128_digest(entry(4))
+    sizes = [state.state_end, 12, len(entry(2)), len(entry(4))]
+    parts = [FilePart(*part) for part in zip(sizes, (b"unread", b"", *digests), strict=True)]
+    thinned = select_context_checkpoints(Source(path, tuple(parts)), {4}, {})
+    assert [thinned[0], thinned[2]] == [parts[0], parts[3]]
     after = path.stat()
     assert after.st_size == before.st_size - len(entry(2))
     assert after.st_ino == before.st_ino

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.errors import NotConvertible
-from proxy.upstream.anthropic_body import chat_of_messages
-from proxy.upstream.bodies import GenerationBody, as_chat_body, leading_system, parse_body
-from proxy.upstream.responses_body import chat_of_responses
-from proxy.upstream.routes import Route
+from proxy.llama.bodies import GenerationBody, as_chat_body, leading_system, parse_body
+from proxy.llama.conversions import chat_of_messages, chat_of_responses
+from proxy.llama.routes import Route
 from tests.lab import messages_bodies, responses_bodies
 from tests.lab.generated_bodies import values
 

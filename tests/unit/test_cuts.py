@@ -16,7 +16,7 @@ from proxy.core.cuts import (
     choose_stops,
     is_covered,
 )
-from proxy.core.model import CheckpointKind, Cuts, Rule, RuleKind
+from proxy.core.model import CAREFUL_RULE, CheckpointKind, Cuts, Rule, RuleKind
 from tests.unit.builders import ANY_PREFIX, END_ONLY, NOTHING, RESTORE_POINTS, candidate
 
 CUTS = Cuts(header=1000, turn_start=2000, message_end=3000)
@@ -93,6 +93,31 @@ def test_choose_stops_of_two_close_cuts_plants_the_lower_one() -> None:
     assert choose_stops(RESTORE_POINTS, cuts, (), 0) == (Stop(cuts.branch),)
     apart = Cuts(header=1000, turn_start=1000 + MIN_STRIDE_TOKENS)
     assert choose_stops(RESTORE_POINTS, apart, (), 0) == (Stop(1000), Stop(apart.turn_start))
+
+
+def test_choose_stops_under_end_only_plants_nothing_that_costs_the_next_stop_its_point() -> None:
+    near = Cuts(message_end=3000, last_turn_end=3000 - END_ONLY.stride_tokens + 1)
+    assert choose_stops(END_ONLY, near, (), 0) == (Stop(3000),)
+    apart = replace(near, last_turn_end=3000 - END_ONLY.stride_tokens)
+    assert choose_stops(END_ONLY, apart, (), 0) == (Stop(apart.last_turn_end), Stop(3000))
+
+
+def test_rule_after_a_shortfall_keeps_context_checkpoints_as_far_apart_as_a_build_does() -> None:
+    assert END_ONLY.after_shortfall(9) is END_ONLY
+    assert END_ONLY.after_shortfall(99).stride_tokens == 256
+    assert END_ONLY.after_shortfall(99).after_shortfall(60).stride_tokens == 256
+    assert END_ONLY.after_shortfall(600).stride_tokens == 8192
+    assert END_ONLY.after_shortfall(9000) is END_ONLY
+    assert RESTORE_POINTS.after_shortfall(99) is RESTORE_POINTS
+
+
+def test_choose_stops_until_the_rule_is_known_saves_what_other_sessions_share() -> None:
+    cuts = replace(CUTS, surroundings=1500, branch=1800)
+    assert choose_stops(CAREFUL_RULE, cuts, (), 0) == (
+        Stop(1000, CheckpointKind.HEADER),
+        Stop(1500, CheckpointKind.CONVERSATION),
+        Stop(3000),
+    )
 
 
 def test_choose_stops_within_the_window_plants_only_what_prompts_share() -> None:

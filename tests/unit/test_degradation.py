@@ -2,15 +2,9 @@
 
 import pytest
 
-from proxy.core.degradation import (
-    EXPLANATIONS,
-    OF_PROCESS,
-    DegradationKind,
-    State,
-    state_under,
-)
-from proxy.driver import degradations as module
-from proxy.driver.degradations import Degradations
+from proxy import health as module
+from proxy.core.conditions import EXPLANATIONS, OF_PROCESS, DegradationKind, State, state_under
+from proxy.health import Degradations
 from proxy.metrics import Metrics
 
 K = DegradationKind
@@ -65,7 +59,8 @@ def test_state_is_that_of_the_worst(active: list[DegradationKind], state: State)
 
 
 def test_only_what_belongs_to_the_store_outlives_a_llama_server() -> None:
-    assert set(DegradationKind) - OF_PROCESS == {K.STORE_NOT_OPEN, K.DIRECTORY_IS_OPEN}
+    of_store = {K.STORE_NOT_OPEN, K.DIRECTORY_IS_OPEN, K.STATE_ENDED_SERVER, K.INDEX_REBUILDING}
+    assert set(DegradationKind) - OF_PROCESS == of_store
 
 
 def test_begun_and_ended_degradation_is_counted_and_shown(

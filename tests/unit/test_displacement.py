@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.keeping.write_back import N_RETURNS, is_write_back_due
 from proxy.core.model import Prompt, Rule
-from proxy.core.planning.displacement import (
+from proxy.core.plan import (
     HALF_LIFE_SECONDS,
     MAX_LOST_TOKENS,
     NOTHING_DISPLACED,
@@ -18,9 +17,10 @@ from proxy.core.planning.displacement import (
     displaced_tokens,
     is_continued,
 )
-from proxy.core.prefix import TokenIds
 from proxy.core.rates import Rates
+from proxy.core.saving import N_RETURNS, is_write_back_due
 from proxy.core.slots import Content, Empty, Known, Unknown
+from proxy.core.tokens import TokenIds
 from tests.unit.builders import (
     ANY_PREFIX,
     END_ONLY,

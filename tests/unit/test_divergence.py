@@ -5,11 +5,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.core.explaining.causes import Cause, Part
-from proxy.core.explaining.divergence import Change, Seen, find_change
-from proxy.core.explaining.text_changes import is_alike_without_reminders, is_date
-from proxy.upstream.bodies import GenerationBody
-from proxy.upstream.sketches import Contents, sketch_of
+from proxy.explain.causes import Cause, PromptPart
+from proxy.explain.compare import (
+    PromptChange,
+    Rendering,
+    find_change,
+    is_alike_without_reminders,
+    is_date,
+)
+from proxy.llama.bodies import GenerationBody, contents_of, sketch_of
 
 LONG = "Check the return value before it is used. " * 12
 OTHER = "Sing of the sea, the sun and of old ships. " * 12
@@ -33,7 +37,7 @@ def tool(name: str, text: str = "") -> Message:
 
 def seen(
     system: str, *messages: Message, tools: tuple[Message, ...] = (), has_reasoning: bool = True
-) -> Seen:
+) -> Rendering:
     """Return a prompt as a template renders it that has the system prompt first, then the tools."""
     fields = {"messages": [{"role": "system", "content": system}, *messages], "tools": [*tools]}
     body = GenerationBody(msgspec.json.encode(fields), fields)
@@ -43,11 +47,13 @@ def seen(
         reasoning = message.get("reasoning_content") if has_reasoning else ""
         thought = f"<think>{reasoning}</think>" if reasoning else ""
         text += f"<|{message['role']}|>{thought}{message['content']}<|end|>"
-    return Seen(sketch_of(body), text + "<|assistant|>", Contents(body))
+    return Rendering(sketch_of(body), text + "<|assistant|>", contents_of(body))
 
 
-def change(new: Seen, old: Seen, *, is_same: bool = True) -> tuple[Cause, Part, int | None]:
-    found: Change = find_change(new, old, is_same_conversation=is_same)
+def change(
+    new: Rendering, old: Rendering, *, is_same: bool = True
+) -> tuple[Cause, PromptPart, int | None]:
+    found: PromptChange = find_change(new, old, is_same_conversation=is_same)
     return found.cause, found.part, found.message
 
 
@@ -68,7 +74,7 @@ HEADERS = [
 
 @pytest.mark.parametrize(("old", "new", "cause"), HEADERS)
 def test_change_of_the_system_prompt_is_named(old: str, new: str, cause: Cause) -> None:
-    assert change(seen(new, *TALK), seen(old, *TALK)) == (cause, Part.SYSTEM, 0)
+    assert change(seen(new, *TALK), seen(old, *TALK)) == (cause, PromptPart.SYSTEM, 0)
 
 
 TOOLS = [
@@ -84,7 +90,7 @@ def test_change_of_the_tools_is_named(
     old: tuple[Message, ...], new: tuple[Message, ...], cause: Cause
 ) -> None:
     named = change(seen(LONG, *TALK, tools=new), seen(LONG, *TALK, tools=old))
-    assert named == (cause, Part.TOOLS, None)
+    assert named == (cause, PromptPart.TOOLS, None)
 
 
 def test_other_tools_and_system_prompt_are_a_new_header_or_another_agent() -> None:
@@ -95,70 +101,76 @@ def test_other_tools_and_system_prompt_are_a_new_header_or_another_agent() -> No
 
 REASONED = (user("One."), said("Yes.", "Let me think of it."), user("Two."))
 HISTORIES = [
-    (TALK, (*TALK[:2], user("Too."), *TALK[3:]), Cause.EDITED_MESSAGE, Part.USER, 3),
-    (TALK, (*TALK[2:], said(LONG), user("Four.")), Cause.TRUNCATED_HISTORY, Part.USER, 1),
+    (TALK, (*TALK[:2], user("Too."), *TALK[3:]), Cause.EDITED_MESSAGE, PromptPart.USER, 3),
+    (TALK, (*TALK[2:], said(LONG), user("Four.")), Cause.TRUNCATED_HISTORY, PromptPart.USER, 1),
     (
         TALK,
         (user("Sum of it all."), *TALK[3:], said(LONG), user("Four.")),
-        *(Cause.TRUNCATED_HISTORY, Part.USER, 1),
+        *(Cause.TRUNCATED_HISTORY, PromptPart.USER, 1),
     ),
     (
         (user(REMINDER + "One."), *TALK[1:]),
         (*TALK, said(LONG), user(REMINDER + "Four.")),
-        *(Cause.REMINDER, Part.USER, 1),
+        *(Cause.REMINDER, PromptPart.USER, 1),
     ),
-    (REASONED, (REASONED[0], said("Yes."), *REASONED[2:]), Cause.REASONING, Part.ASSISTANT, 2),
+    (
+        REASONED,
+        (REASONED[0], said("Yes."), *REASONED[2:]),
+        Cause.REASONING,
+        PromptPart.ASSISTANT,
+        2,
+    ),
     (
         (user("It is 2026-11-21 now. One."), *TALK[1:]),
         (user("It is 2026-11-22 now. One."), *TALK[1:]),
-        *(Cause.DATE, Part.USER, 1),
+        *(Cause.DATE, PromptPart.USER, 1),
     ),
 ]
 
 
 @pytest.mark.parametrize(("old", "new", "cause", "part", "message"), HISTORIES)
 def test_change_of_the_history_is_named(
-    old: tuple[Message, ...], new: tuple[Message, ...], cause: Cause, part: Part, message: int
+    old: tuple[Message, ...], new: tuple[Message, ...], cause: Cause, part: PromptPart, message: int
 ) -> None:
     assert change(seen(LONG, *new), seen(LONG, *old)) == (cause, part, message)
 
 
 def test_reasoning_that_the_template_drops_is_named_where_it_was() -> None:
     new = seen(LONG, *REASONED, said("No."), user("Three."), has_reasoning=False)
-    assert change(new, seen(LONG, *REASONED)) == (Cause.REASONING, Part.ASSISTANT, 2)
+    assert change(new, seen(LONG, *REASONED)) == (Cause.REASONING, PromptPart.ASSISTANT, 2)
 
 
 def test_same_messages_that_are_rendered_otherwise_are_named() -> None:
     new, old = seen(LONG, *TALK), seen(LONG, *TALK)
-    told = Seen(new.sketch, new.text.replace("<|user|>Two.", "<|user|>[2] Two."), new.contents)
-    assert change(told, old) == (Cause.RENDERED_OTHERWISE, Part.USER, 3)
+    told = Rendering(new.sketch, new.text.replace("<|user|>Two.", "<|user|>[2] Two."), new.contents)
+    assert change(told, old) == (Cause.RENDERED_OTHERWISE, PromptPart.USER, 3)
 
 
 def test_first_message_of_another_conversation_is_first_sight() -> None:
     new, old = seen(LONG, user("Sing.")), seen(LONG, *TALK)
-    assert change(new, old, is_same=False) == (Cause.FIRST_SIGHT, Part.USER, 1)
+    assert change(new, old, is_same=False) == (Cause.FIRST_SIGHT, PromptPart.USER, 1)
     reminded = seen(LONG, user(REMINDER + "One."))
     assert change(seen(LONG, user("Sing.")), reminded, is_same=False)[0] is Cause.FIRST_SIGHT
     assert change(seen(LONG, user("One.")), reminded, is_same=False)[0] is Cause.REMINDER
 
 
 def test_without_texts_the_message_is_told_but_not_what_is_in_it() -> None:
-    def bare(one: Seen) -> Seen:
-        return Seen(one.sketch)
+    def bare(one: Rendering) -> Rendering:
+        return Rendering(one.sketch)
 
     for old, new, _ in HEADERS:
         assert change(bare(seen(new, *TALK)), bare(seen(old, *TALK)))[0] is Cause.SYSTEM_TEXT
     before, after, *_ = HISTORIES[0]
     named = change(bare(seen(LONG, *after)), bare(seen(LONG, *before)))
-    assert named == (Cause.EDITED_MESSAGE, Part.USER, 3)
+    assert named == (Cause.EDITED_MESSAGE, PromptPart.USER, 3)
 
 
 def test_bare_texts_are_compared_as_they_are() -> None:
-    def text(content: str) -> Seen:
-        return Seen(sketch_of(GenerationBody(b"", {})), content)
+    def text(content: str) -> Rendering:
+        return Rendering(sketch_of(GenerationBody(b"", {})), content)
 
     assert change(text(LONG + "x" + OTHER), text(LONG + "y"))[0] is Cause.EDITED_MESSAGE
-    assert change(text(OTHER), text(LONG)) == (Cause.FIRST_SIGHT, Part.TEXT, None)
+    assert change(text(OTHER), text(LONG)) == (Cause.FIRST_SIGHT, PromptPart.TEXT, None)
     dated = text("On 2026-11-21. " + LONG), text("On 2026-11-22. " + LONG)
     assert change(*dated)[0] is Cause.DATE
 

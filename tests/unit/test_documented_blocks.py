@@ -15,7 +15,7 @@ import yaml
 from click.testing import CliRunner
 
 from proxy.__main__ import main
-from proxy.loading import load_settings
+from proxy.settings import load_settings
 from tests.documents.blocks import PAGES, TEXT, Block, all_blocks, blocks_for
 from tests.documents.files import REPOSITORY
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from proxy.config import NAMES
-from proxy.core.degradation import DegradationKind
+from proxy.core.conditions import DegradationKind
 from proxy.metrics import Metrics
+from proxy.settings import NAMES
 from tests.documents.blocks import PAGES
 from tests.documents.files import REPOSITORY, TABLES, generated_files
 from tests.documents.settings import all_settings

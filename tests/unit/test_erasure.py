@@ -3,8 +3,15 @@
 import pytest
 
 from proxy.core.model import Rule
-from proxy.core.planning.erasure import holds_foreign_tokens, must_be_erased
-from proxy.core.slots import Content, Empty, Known, Unknown
+from proxy.core.slots import (
+    Content,
+    Empty,
+    Known,
+    Origin,
+    Unknown,
+    holds_foreign_tokens,
+    must_be_erased,
+)
 from tests.unit.builders import (
     ANY_PREFIX,
     END_ONLY,
@@ -34,7 +41,7 @@ def test_holds_foreign_tokens_unless_they_are_surely_ours(
     assert holds_foreign_tokens(content, NAMESPACE) is is_foreign
 
 
-RESTORED = Known(run_of(900), NAMESPACE, n_restored=600)
+RESTORED = Known(run_of(900), NAMESPACE, origin=Origin(600))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +54,7 @@ RESTORED = Known(run_of(900), NAMESPACE, n_restored=600)
         (RESTORED, None, True),
         (Known(run_of(900), NAMESPACE), 599, False),
         (Known(run_of(900), NAMESPACE), None, False),
-        (Unknown(NAMESPACE, n_restored=600), 900, True),
+        (Unknown(NAMESPACE, origin=Origin(600)), 900, True),
         (Unknown(NAMESPACE), 900, False),
         (Empty(), None, False),
         (Known(run_of(900), OTHER_NAMESPACE), 900, True),

@@ -6,14 +6,14 @@ import pytest
 
 from proxy import errors
 from proxy.errors import ProxyError
-from proxy.front.edits import edit_of_stream
-from proxy.front.error_bodies import (
+from proxy.web.errors import (
     anthropic_error,
     anthropic_event,
     error_event,
     error_event_of,
     error_response,
 )
+from proxy.web.relay import edit_of_stream
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 

@@ -6,15 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.model import Cuts
-from proxy.core.planning.evaluation import (
+from proxy.core.model import CheckpointId, Cuts
+from proxy.core.slots import (
     CONTEXT_CHECKPOINT_MARGIN,
     MAX_MARKS,
+    Content,
+    Empty,
+    Known,
+    Origin,
+    Unknown,
     after_evaluation,
     n_believed_points,
 )
-from proxy.core.prefix import common_prefix_length, token_ids
-from proxy.core.slots import Content, Empty, Known, Unknown
+from proxy.core.tokens import common_prefix_length, token_ids
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, run_of
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20).map(token_ids)
@@ -30,10 +34,10 @@ def test_after_evaluation_in_an_empty_slot_knows_the_prompt_and_one_restore_poin
 @pytest.mark.parametrize(
     ("before", "n_restored"),
     [
-        (Known(run_of(200), NAMESPACE, n_restored=130), 130),
-        (Known(run_of(200), NAMESPACE, n_restored=131), 0),  # cut before it, so evaluated again
-        (Unknown(NAMESPACE, n_restored=130), 130),
-        (Unknown(NAMESPACE, n_restored=900), 300),
+        (Known(run_of(200), NAMESPACE, origin=Origin(130)), 130),
+        (Known(run_of(200), NAMESPACE, origin=Origin(131)), 0),  # cut before it, so evaluated again
+        (Unknown(NAMESPACE, origin=Origin(130)), 130),
+        (Unknown(NAMESPACE, origin=Origin(900)), 300),
         (Unknown(NAMESPACE), 0),
         (Empty(), 0),
     ],
@@ -41,7 +45,24 @@ def test_after_evaluation_in_an_empty_slot_knows_the_prompt_and_one_restore_poin
 def test_after_evaluation_knows_what_came_from_a_file_without_all_positions(
     before: Content, n_restored: int
 ) -> None:
-    assert after_evaluation(before, branch(130, 300), NAMESPACE).n_restored == n_restored
+    assert after_evaluation(before, branch(130, 300), NAMESPACE).origin.n_restored == n_restored
+
+
+@pytest.mark.parametrize(
+    ("before", "is_kept"),
+    [
+        (Known(run_of(200), NAMESPACE, origin=Origin(0, (CheckpointId(7),))), True),
+        (Known(run_of(200, start=5000), NAMESPACE, origin=Origin(0, (CheckpointId(7),))), False),
+        (Unknown(NAMESPACE, origin=Origin(0, (CheckpointId(7),))), True),
+        (Empty(), False),
+    ],
+    ids=["goes on", "nothing is left of it", "unknown", "empty"],
+)
+def test_after_evaluation_knows_which_files_the_state_goes_back_to(
+    before: Content, is_kept: bool
+) -> None:
+    held = after_evaluation(before, branch(130, 300), NAMESPACE)
+    assert held.origin.ancestors == ((7,) if is_kept else ())
 
 
 def test_after_evaluation_of_a_tiny_prompt_believes_in_no_restore_point() -> None:

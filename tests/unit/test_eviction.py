@@ -7,23 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.keeping.eviction import (
+from proxy.core.eviction import (
     HALF_LIFE_SECONDS,
     LIVE_SECONDS,
     OTHER_MODEL_SHARE,
     Exempt,
+    Gone,
+    Lineage,
     Present,
     choose_victims,
     standing,
     value_seconds,
 )
-from proxy.core.keeping.lineage import Gone, Lineage
-from proxy.core.model import (
-    Checkpoint,
-    CheckpointId,
-    CheckpointKind,
-)
-from proxy.core.prefix import TokenIds, hash_prefixes, token_ids
+from proxy.core.model import Checkpoint, CheckpointId, CheckpointKind
+from proxy.core.tokens import TokenIds, hash_prefixes, token_ids
 from tests.unit.builders import (
     NAMESPACE,
     OTHER_NAMESPACE,

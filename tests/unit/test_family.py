@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from proxy.core.keeping.family import family_of
+from proxy.core.eviction import family_of
 from proxy.core.model import Candidate, CheckpointKind, Cuts, Family
-from proxy.core.prefix import common_prefix_length, hash_prefixes
+from proxy.core.tokens import common_prefix_length, hash_prefixes
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, candidate, run_of
 
 CONVERSATION, HEADER = CheckpointKind.CONVERSATION, CheckpointKind.HEADER

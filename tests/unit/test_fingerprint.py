@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 
-from proxy.upstream.fingerprint import SAMPLE_BYTES, fingerprint_model
+from proxy.llama.model_file import SAMPLE_BYTES, fingerprint_model
 
 N_ELEMENTS = 2 * SAMPLE_BYTES // 4
 

@@ -3,7 +3,7 @@
 import pytest
 
 from proxy.core.launch import Given
-from proxy.upstream.flags import Option, known_names, parse_help, read_given
+from proxy.llama.flags import Flag, known_names, parse_help, read_given
 
 HELP = """\
 ----- common params -----
@@ -42,17 +42,15 @@ def given(*arguments: str, **environment: str) -> dict[str, Given]:
 
 def test_parse_help_finds_all_names_the_number_of_values_and_the_variable() -> None:
     assert OPTIONS == [
-        Option(("-h", "--help", "--usage"), 0),
-        Option(("-ot", "--override-tensor"), 1, "LLAMA_ARG_OVERRIDE_TENSOR"),
-        Option(("--control-vector-layer-range",), 2),
-        Option(("-np", "--parallel"), 1, "LLAMA_ARG_N_PARALLEL"),
-        Option(
-            ("-ctxcp", "--ctx-checkpoints", "--swa-checkpoints"), 1, "LLAMA_ARG_CTX_CHECKPOINTS"
-        ),
-        Option(("-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified"), 0, "LLAMA_ARG_KV_UNIFIED"),
-        Option(("--metrics",), 0, "LLAMA_ARG_ENDPOINT_METRICS"),
-        Option(("--api-key",), 1, "LLAMA_API_KEY"),
-        Option(("--fim-qwen-1.5b-default",), 0),
+        Flag(("-h", "--help", "--usage"), 0),
+        Flag(("-ot", "--override-tensor"), 1, "LLAMA_ARG_OVERRIDE_TENSOR"),
+        Flag(("--control-vector-layer-range",), 2),
+        Flag(("-np", "--parallel"), 1, "LLAMA_ARG_N_PARALLEL"),
+        Flag(("-ctxcp", "--ctx-checkpoints", "--swa-checkpoints"), 1, "LLAMA_ARG_CTX_CHECKPOINTS"),
+        Flag(("-kvu", "--kv-unified", "-no-kvu", "--no-kv-unified"), 0, "LLAMA_ARG_KV_UNIFIED"),
+        Flag(("--metrics",), 0, "LLAMA_ARG_ENDPOINT_METRICS"),
+        Flag(("--api-key",), 1, "LLAMA_API_KEY"),
+        Flag(("--fim-qwen-1.5b-default",), 0),
     ]
 
 

@@ -1,8 +1,8 @@
 """The journal of requests: what it remembers and how it is asked."""
 
-from proxy.core.explaining.causes import MEANINGS, Cause
-from proxy.core.explaining.records import Explanation, RequestRecord
-from proxy.driver.reporting.journal import MAX_REQUESTS, Journal
+from proxy.explain.causes import MEANINGS, Cause
+from proxy.explain.explanation import Explanation, RequestRecord
+from proxy.explain.report import MAX_REQUESTS, Journal
 
 
 def explanation(request_id: str, cause: Cause = Cause.DATE) -> Explanation:

@@ -4,16 +4,22 @@ from typing import Any
 
 import pytest
 
-from proxy.core.launch import Given, Launch, Wanted, plan_launch, restart_delay_seconds
-from proxy.core.presets import given_to_all, heed_presets
-from proxy.upstream.flags import Option
-from proxy.upstream.presets import read_presets
+from proxy.core.launch import (
+    Given,
+    Launch,
+    WantedLaunch,
+    given_to_all,
+    heed_presets,
+    plan_launch,
+    restart_delay_seconds,
+)
+from proxy.llama.flags import Flag, read_presets
 
 KNOWN = frozenset(
     "--slot-save-path --port -np --parallel --cache-ram --cache-idle-slots --no-cache-idle-slots "
     "--ctx-checkpoints --swa-checkpoints --metrics --slots --no-slots --kv-unified".split()
 )
-WANTED = Wanted(None, "/cache", 50123, "/work")
+WANTED = WantedLaunch(None, "/cache", 50123, "/work")
 
 
 def launch(known: Any = KNOWN, *, own: Any = None, **given: Any) -> Launch:
@@ -22,7 +28,9 @@ def launch(known: Any = KNOWN, *, own: Any = None, **given: Any) -> Launch:
     for key, value in given.items():
         name = "--" + key.replace("_", "-")
         flags[name] = value if isinstance(value, Given) else Given(name, value)
-    wanted = Wanted(own, WANTED.default_slot_save_path, WANTED.free_port, WANTED.working_directory)
+    wanted = WantedLaunch(
+        own, WANTED.default_slot_save_path, WANTED.free_port, WANTED.working_directory
+    )
     return plan_launch(flags, known, wanted)
 
 
@@ -152,12 +160,12 @@ def test_plan_launch_takes_one_of_llama_servers_keys() -> None:
 
 
 ROUTER_OPTIONS = [
-    Option(("--slot-save-path",), 1, "LLAMA_ARG_SLOT_SAVE_PATH"),
-    Option(("-np", "--parallel"), 1, "LLAMA_ARG_N_PARALLEL"),
-    Option(("--cache-ram",), 1, "LLAMA_ARG_CACHE_RAM"),
-    Option(("--ctx-checkpoints",), 1, "LLAMA_ARG_CTX_CHECKPOINTS"),
-    Option(("--metrics",), 0, "LLAMA_ARG_ENDPOINT_METRICS"),
-    Option(("--cache-idle-slots", "--no-cache-idle-slots"), 0, "LLAMA_ARG_CACHE_IDLE_SLOTS"),
+    Flag(("--slot-save-path",), 1, "LLAMA_ARG_SLOT_SAVE_PATH"),
+    Flag(("-np", "--parallel"), 1, "LLAMA_ARG_N_PARALLEL"),
+    Flag(("--cache-ram",), 1, "LLAMA_ARG_CACHE_RAM"),
+    Flag(("--ctx-checkpoints",), 1, "LLAMA_ARG_CTX_CHECKPOINTS"),
+    Flag(("--metrics",), 0, "LLAMA_ARG_ENDPOINT_METRICS"),
+    Flag(("--cache-idle-slots", "--no-cache-idle-slots"), 0, "LLAMA_ARG_CACHE_IDLE_SLOTS"),
 ]
 VARIABLES = {name: str(o.environment) for o in ROUTER_OPTIONS for name in o.names}
 
@@ -165,7 +173,7 @@ VARIABLES = {name: str(o.environment) for o in ROUTER_OPTIONS for name in o.name
 def launch_router(text: str, *, own: str | None = None, **given: Given) -> Launch:
     flags = {f"--{key.replace('_', '-')}": value for key, value in given.items()}
     presets = read_presets(text, ROUTER_OPTIONS)
-    wanted = Wanted(own, "/cache", 50123, "/work")
+    wanted = WantedLaunch(own, "/cache", 50123, "/work")
     made = plan_launch(given_to_all(flags, presets), KNOWN, wanted)
     heed_presets(made, flags, presets, VARIABLES, "/work")
     return made

@@ -5,9 +5,8 @@ import asyncio
 import pytest
 
 from proxy.core.slots import TAINTED
-from proxy.driver.slots.lease import Choice, Lease
-from proxy.driver.slots.leases import DeskClosed, LeaseDesk
 from proxy.errors import TooManyRequests
+from proxy.serving.desk import Choice, DeskClosed, Lease, LeaseDesk
 from tests.unit.desks import (
     ONE,
     TWO,

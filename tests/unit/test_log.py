@@ -5,8 +5,8 @@ import json
 import pytest
 import structlog
 
-from proxy.driver.faults import Faults
 from proxy.errors import UpstreamRefused
+from proxy.health import Faults
 from proxy.log import configure_logging, get_logger
 from proxy.metrics import Metrics
 

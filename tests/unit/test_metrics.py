@@ -5,15 +5,14 @@ import re
 
 import pytest
 
-from proxy.metric_registry import Family
-from proxy.metrics import PREFIX, STAGES, Metrics
+from proxy.metrics import PREFIX, STAGES, MetricFamily, Metrics
 from tests.unit.test_layers import MODULES
 
 FAMILIES = Metrics().families
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_metric_follows_the_conventions_of_prometheus(family: Family) -> None:
+def test_metric_follows_the_conventions_of_prometheus(family: MetricFamily) -> None:
     assert re.fullmatch(rf"{PREFIX}(_[a-z]+)+", family.name)
     assert family.name.endswith("_total") == (family.type == "counter")
     assert not re.search(

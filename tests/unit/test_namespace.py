@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.core.namespace import (
+from proxy.core.model import (
     CANARY_TOKENS,
     TOLERANCE,
     KnownNamespace,

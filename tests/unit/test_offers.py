@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.core.planning.offers import Offer, best_offer
+from proxy.core.residency import Offer, best_offer
 
 
 def offer(

@@ -3,8 +3,7 @@
 import pytest
 
 from proxy.core.model import SlotId
-from proxy.core.planning.displacement import Displacement
-from proxy.core.planning.options import Option, Restore, UseLive
+from proxy.core.plan import Displacement, Restore, StartOption, UseLive
 from proxy.core.slots import Reuse
 from tests.unit.builders import checkpoint
 
@@ -16,8 +15,8 @@ def test_use_live_counts_on_the_least_that_will_be_reused() -> None:
 def test_total_seconds_of_an_option_add_what_it_costs_others() -> None:
     start = UseLive(Reuse())
     displacement = Displacement(n_lost=100, saves=True, delay_seconds=0.5, seconds=2.0)
-    assert Option(SlotId(0), start, 3.0).total_seconds == 3.0
-    assert Option(SlotId(0), start, 3.0, displacement).total_seconds == 5.0
+    assert StartOption(SlotId(0), start, 3.0).total_seconds == 3.0
+    assert StartOption(SlotId(0), start, 3.0, displacement).total_seconds == 5.0
 
 
 @pytest.mark.parametrize(
@@ -29,4 +28,4 @@ def test_total_seconds_of_an_option_add_what_it_costs_others() -> None:
     ],
 )
 def test_kind_of_an_option_is_one_word(start: UseLive | Restore, kind: str) -> None:
-    assert Option(SlotId(0), start, 1.0).kind == kind
+    assert StartOption(SlotId(0), start, 1.0).kind == kind

@@ -7,17 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.planning.overflow import (
+from proxy.core.cuts import (
     Begins,
-    Part,
-    Place,
+    ContextCut,
+    MessageSize,
     first_to_try,
     places_to_cut,
     room_for_prompt,
     step_of,
 )
-from proxy.stabilize.model import Form, Json
-from proxy.stabilize.shortening import (
+from proxy.stabilize.drops import (
     begins_step,
     begins_turn,
     conversation_of,
@@ -25,6 +24,7 @@ from proxy.stabilize.shortening import (
     shortened,
     wanted_tokens,
 )
+from proxy.stabilize.model import Form, Json
 from tests.lab.apis import RESPONSES
 from tests.lab.clients import claude_code as cc
 from tests.lab.clients import opencode as oc
@@ -37,21 +37,21 @@ N_ROOM = 600
 
 
 @st.composite
-def conversations(draw: st.DrawFn) -> list[Part]:
+def conversations(draw: st.DrawFn) -> list[MessageSize]:
     """Draw turns: what the user says, and answers with the results of their calls."""
     parts = []
     for n_answers in draw(st.lists(st.integers(1, 12), min_size=1, max_size=12)):
-        parts.append(Part(Begins.TURN, draw(SIZES)))
+        parts.append(MessageSize(Begins.TURN, draw(SIZES)))
         for _ in range(n_answers):
-            parts.append(Part(Begins.STEP, draw(SIZES)))
+            parts.append(MessageSize(Begins.STEP, draw(SIZES)))
             n_results = draw(st.integers(0, 2))
-            parts += [Part(Begins.NOTHING, draw(SIZES)) for _ in range(n_results)]
+            parts += [MessageSize(Begins.NOTHING, draw(SIZES)) for _ in range(n_results)]
     return parts
 
 
 @given(conversations(), st.integers(1, 400))
 def test_cut_of_anything_keeps_the_newest_question_and_calls_with_their_results(
-    parts: list[Part], n_step: int
+    parts: list[MessageSize], n_step: int
 ) -> None:
     newest = max(i for i, part in enumerate(parts) if part.begins is Begins.TURN)
     for number, place in enumerate(places_to_cut(parts, n_step), 1):
@@ -69,7 +69,9 @@ def test_cut_of_anything_keeps_the_newest_question_and_calls_with_their_results(
         assert n_before >= number * n_step
 
 
-def cut_as_it_grows(parts: list[Part], *, restarts: bool) -> Iterator[tuple[int, Place | None]]:
+def cut_as_it_grows(
+    parts: list[MessageSize], *, restarts: bool
+) -> Iterator[tuple[int, ContextCut | None]]:
     """Yield how long each request of a conversation is before it is cut, and where it is cut."""
     reached = 0
     for n in range(1, len(parts) + 1):
@@ -87,7 +89,7 @@ def cut_as_it_grows(parts: list[Part], *, restarts: bool) -> Iterator[tuple[int,
 
 @given(conversations())
 def test_conversation_stays_cut_where_it_is_until_the_context_is_full_again(
-    parts: list[Part],
+    parts: list[MessageSize],
 ) -> None:
     made = list(cut_as_it_grows(parts, restarts=False))
     assert made == list(cut_as_it_grows(parts, restarts=True))  # nothing depends on memory
@@ -113,7 +115,7 @@ def test_room_is_left_for_the_answer_but_no_more_than_a_share() -> None:
 
 
 def test_first_place_that_may_be_enough_is_tried_and_none_before_the_last_cut() -> None:
-    places = [Place(i, None, 100 * i) for i in range(1, 5)]
+    places = [ContextCut(i, None, 100 * i) for i in range(1, 5)]
     cases = {(1, 0): 0, (200, 0): 0, (201, 0): 1, (50, 2): 2, (650, 2): 3, (999, 0): 3, (1, 9): 3}
     for (n_over, n_at_least), first in cases.items():
         assert first_to_try(places, n_over, n_at_least) == first
@@ -168,7 +170,7 @@ def test_every_cut_of_a_body_leaves_header_question_and_paired_calls(
 ) -> None:
     conversation = conversation_of(form, body)
     parts = [
-        Part(kind, len(rendered_text(m)))
+        MessageSize(kind, len(rendered_text(m)))
         for kind, m in zip(kinds(conversation), conversation, strict=True)
     ]
     places = places_to_cut(parts, 300)

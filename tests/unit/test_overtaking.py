@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from proxy.driver.slots.lease import Choice
-from proxy.driver.slots.leases import MAX_LOOKED_AT, MAX_OVERTAKES
+from proxy.serving.desk import MAX_LOOKED_AT, MAX_OVERTAKES, Choice
 from tests.unit.desks import ONE, TWO, Queue, any_slot, desk_of, fitting, queue, soon
 
 

@@ -1,7 +1,7 @@
 """The choice of slot and start for one request."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.cuts import MIN_BRANCH_TOKENS, MIN_STRIDE_TOKENS, Stop
@@ -15,17 +15,22 @@ from proxy.core.model import (
     RuleKind,
     SlotId,
 )
-from proxy.core.planning.displacement import MAX_LOST_TOKENS, NOTHING_DISPLACED, Occupant
-from proxy.core.planning.options import Option, Restore, UseLive, Why
-from proxy.core.planning.plan import (
+from proxy.core.plan import (
+    MAX_LOST_TOKENS,
     N_ALTERNATIVES,
+    NOTHING_DISPLACED,
     SHARED_HEADER_SAVES,
+    Occupant,
+    Restore,
     Situation,
+    StartOption,
+    UseLive,
+    Why,
     plan_request,
 )
-from proxy.core.prefix import TokenIds
 from proxy.core.rates import Rates
-from proxy.core.slots import Content, Empty, Known, Reuse, Slot, Unknown
+from proxy.core.slots import Content, Empty, Known, Origin, Reuse, Slot, Unknown
+from proxy.core.tokens import TokenIds
 from tests.unit.builders import (
     ANY_PREFIX,
     END_ONLY,
@@ -56,7 +61,6 @@ RULES = (ANY_PREFIX, RESTORE_POINTS, END_ONLY, NOTHING)
 # The central property: whatever lies in the store and in the slots, nothing wrong is ever reused.
 
 
-@settings(max_examples=400)
 @given(MEASURED_RULES, TINY_TOKENS, stored_states(), live_slots(), st.integers(1, 20))
 def test_plan_of_anything_reuses_only_equal_tokens_that_the_rule_allows(
     rule: Rule,
@@ -79,7 +83,7 @@ def test_plan_of_anything_reuses_only_equal_tokens_that_the_rule_allows(
 def require_right(
     rule: Rule,
     tokens: TokenIds,
-    option: Option,
+    option: StartOption,
     stored: dict[int, TokenIds],
     free: dict[SlotId, Slot],
     n_ctx: int,
@@ -182,7 +186,7 @@ def test_plan_over_another_tenants_slot_erases_it_first() -> None:
     assert not plan(1000, ANY_PREFIX, Known(run_of(1000), NAMESPACE)).erases
 
 
-RESTORED = Known(run_of(900), NAMESPACE, n_restored=600)
+RESTORED = Known(run_of(900), NAMESPACE, origin=Origin(600))
 
 
 def test_plan_erases_a_restored_slot_instead_of_cutting_it() -> None:

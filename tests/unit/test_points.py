@@ -7,18 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.cuts import SLACK_TOKENS
-from proxy.core.keeping.points import (
+from proxy.core.model import CheckpointId, CheckpointKind
+from proxy.core.rates import Rates
+from proxy.core.saving import (
     OLDER_PLACE_SHARE,
+    ChosenPoints,
     Donor,
-    Place,
-    Selection,
+    ReturnPoint,
     donors_of,
     marks_left,
     places_of,
     select_points,
 )
-from proxy.core.model import CheckpointId, CheckpointKind
-from proxy.core.rates import Rates
 from proxy.core.slots import Known
 from tests.unit.builders import NAMESPACE, candidate, checkpoint, run_of, steady
 
@@ -28,8 +28,8 @@ RATES = steady(500.0, 1e6)
 SMALL_BYTES, BIG_BYTES = 1000, 10**8
 
 
-def sure(*n_tokens: int) -> list[Place]:
-    return [Place(n, 1.0) for n in n_tokens]
+def sure(*n_tokens: int) -> list[ReturnPoint]:
+    return [ReturnPoint(n, 1.0) for n in n_tokens]
 
 
 def own_points(*points: int, size_bytes: int = SMALL_BYTES) -> dict[int, int]:
@@ -51,11 +51,11 @@ def test_places_of_older_marks_are_less_and_less_likely() -> None:
     )
     share = OLDER_PLACE_SHARE
     assert places_of(content, CONVERSATION) == [
-        Place(300, 1.0),
-        Place(700, share * share),
-        Place(1100, share),
-        Place(1500, 1.0),
-        Place(2000, 1.0),
+        ReturnPoint(300, 1.0),
+        ReturnPoint(700, share * share),
+        ReturnPoint(1100, share),
+        ReturnPoint(1500, 1.0),
+        ReturnPoint(2000, 1.0),
     ]
 
 
@@ -91,7 +91,7 @@ def test_donors_of_candidates_offer_the_points_that_are_common() -> None:
 
 def test_select_points_keeps_the_best_one_for_each_place() -> None:
     own = own_points(100, 295, 400, 1495, 1700, 1995)
-    assert select_points(own, [], sure(300, 1500, 2000), RATES) == Selection(
+    assert select_points(own, [], sure(300, 1500, 2000), RATES) == ChosenPoints(
         frozenset({295, 1495, 1995}), {}
     )
 
@@ -106,7 +106,7 @@ def test_select_points_takes_from_an_older_file_what_llama_server_has_dropped() 
     selection = select_points(
         own_points(900, 1995), [Donor(FIRST, (295, 1495))], sure(300, 1500, 2000), RATES
     )
-    assert selection == Selection(frozenset({1995}), {295: FIRST, 1495: FIRST})
+    assert selection == ChosenPoints(frozenset({1995}), {295: FIRST, 1495: FIRST})
     assert selection.points == {295, 1495, 1995}
 
 
@@ -118,7 +118,7 @@ def test_select_points_prefers_its_own_to_a_slightly_better_one_elsewhere() -> N
 
 
 def test_select_points_drops_a_place_that_is_not_worth_its_bytes() -> None:
-    places = [Place(500, 0.25), Place(1000, 0.5), Place(1500, 1.0)]
+    places = [ReturnPoint(500, 0.25), ReturnPoint(1000, 0.5), ReturnPoint(1500, 1.0)]
     own = own_points(495, 995, 1495)
     assert select_points(own, [], places, RATES).own == {495, 995, 1495}
     costly = own_points(495, 995, 1495, size_bytes=10**6)
@@ -127,7 +127,7 @@ def test_select_points_drops_a_place_that_is_not_worth_its_bytes() -> None:
 
 def test_select_points_counts_what_the_place_before_it_spares_already() -> None:
     """A second at 995 spares 500 tokens if there is one at 495, and 995 if there is not."""
-    places, size_bytes = [Place(500, 1.0), Place(1000, 0.5)], 400_000
+    places, size_bytes = [ReturnPoint(500, 1.0), ReturnPoint(1000, 0.5)], 400_000
     both = own_points(495, 995, size_bytes=size_bytes)
     assert select_points(both, [], places, RATES).own == {495}
     alone = own_points(995, size_bytes=size_bytes)
@@ -144,7 +144,7 @@ DONORS = st.lists(POINTS.map(sorted), max_size=3).map(
 )
 LIKELIHOODS = st.sampled_from([1.0, 0.5, 0.25, 0.125])
 PLACES = st.dictionaries(st.integers(1, 3000), LIKELIHOODS, max_size=8).map(
-    lambda places: [Place(n, places[n]) for n in sorted(places)]
+    lambda places: [ReturnPoint(n, places[n]) for n in sorted(places)]
 )
 RATES_DRAWN = st.builds(steady, st.floats(10, 1e4), st.floats(1e5, 1e10))
 SIZES = st.integers(0, 10**8)
@@ -152,7 +152,7 @@ SIZES = st.integers(0, 10**8)
 
 @given(POINTS, DONORS, PLACES, SIZES, RATES_DRAWN)
 def test_select_points_of_anything_keeps_what_is_there_before_some_place(
-    own: set[int], donors: list[Donor], places: list[Place], size_bytes: int, rates: Rates
+    own: set[int], donors: list[Donor], places: list[ReturnPoint], size_bytes: int, rates: Rates
 ) -> None:
     selection = select_points(own_points(*own, size_bytes=size_bytes), donors, places, rates)
     offered = {donor.id: donor.points for donor in donors}
@@ -172,7 +172,7 @@ def test_select_points_of_anything_keeps_what_is_there_before_some_place(
 
 @given(POINTS, DONORS, PLACES, SIZES, RATES_DRAWN)
 def test_select_points_of_anything_serves_every_sure_place_as_well_as_can_be(
-    own: set[int], donors: list[Donor], places: list[Place], size_bytes: int, rates: Rates
+    own: set[int], donors: list[Donor], places: list[ReturnPoint], size_bytes: int, rates: Rates
 ) -> None:
     selection = select_points(own_points(*own, size_bytes=size_bytes), donors, places, rates)
     every_point = own.union(*(donor.points for donor in donors))
@@ -186,7 +186,7 @@ def test_select_points_of_anything_serves_every_sure_place_as_well_as_can_be(
 
 @given(POINTS, DONORS, PLACES, RATES_DRAWN)
 def test_select_points_of_anything_large_keeps_none_close_to_another(
-    own: set[int], donors: list[Donor], places: list[Place], rates: Rates
+    own: set[int], donors: list[Donor], places: list[ReturnPoint], rates: Rates
 ) -> None:
     selection = select_points(own_points(*own, size_bytes=10**12), donors, places, rates)
     kept = [0, *sorted(selection.points)]
@@ -195,7 +195,7 @@ def test_select_points_of_anything_large_keeps_none_close_to_another(
 
 @given(POINTS, DONORS, PLACES, SIZES, RATES_DRAWN)
 def test_select_points_of_anything_grafts_only_where_its_own_are_worse(
-    own: set[int], donors: list[Donor], places: list[Place], size_bytes: int, rates: Rates
+    own: set[int], donors: list[Donor], places: list[ReturnPoint], size_bytes: int, rates: Rates
 ) -> None:
     selection = select_points(own_points(*own, size_bytes=size_bytes), donors, places, rates)
     for point in selection.grafted:
@@ -205,7 +205,12 @@ def test_select_points_of_anything_grafts_only_where_its_own_are_worse(
 
 @given(POINTS, DONORS, PLACES, *[SIZES] * 2, RATES_DRAWN)
 def test_select_points_that_cost_more_never_keeps_more_of_them(
-    own: set[int], donors: list[Donor], places: list[Place], one: int, other: int, rates: Rates
+    own: set[int],
+    donors: list[Donor],
+    places: list[ReturnPoint],
+    one: int,
+    other: int,
+    rates: Rates,
 ) -> None:
     cheap, costly = (
         select_points(own_points(*own, size_bytes=size_bytes), donors, places, rates).points

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.prefix import (
+from proxy.core.tokens import (
     BLOCK_TOKENS,
     FIRST_BLOCK_TOKENS,
     Namespace,

@@ -3,7 +3,7 @@
 import pytest
 
 from proxy.core.model import NO_RULE, Rule, RuleKind
-from proxy.core.probes import Probe, Trial, diverging_tells, is_hopeless, judge
+from proxy.core.rule import RestoreProbe, Trial, diverging_tells, judge
 
 N_BACK = 20
 
@@ -16,21 +16,23 @@ def probe(
     points: tuple[int, ...] = (),
     has_every_position: bool = False,
     reused_same: int | None = None,
-) -> Probe:
+) -> RestoreProbe:
     """Return a probe of *n_tokens* whose file carries *points*."""
     trials = [Trial(n_tokens + 8, n_tokens, reused_extended)]
     if reused_diverging is not None:
         trials.append(Trial(n_tokens, n_tokens - N_BACK, reused_diverging))
     if reused_same is not None:
         trials.append(Trial(n_tokens, n_tokens, reused_same))
-    return Probe(n_tokens, has_every_position, points, tuple(trials))
+    return RestoreProbe(n_tokens, has_every_position, points, tuple(trials))
 
 
-def whole(n_tokens: int, n_diverging: int | None = None, *, has_every: bool = True) -> Probe:
+def whole(n_tokens: int, n_diverging: int | None = None, *, has_every: bool = True) -> RestoreProbe:
     return probe(n_tokens, n_tokens, n_diverging, has_every_position=has_every)
 
 
-def with_points(n_tokens: int, points: tuple[int, ...], n_diverging: int | None = None) -> Probe:
+def with_points(
+    n_tokens: int, points: tuple[int, ...], n_diverging: int | None = None
+) -> RestoreProbe:
     return probe(n_tokens, n_tokens, n_diverging, points=points)
 
 
@@ -67,7 +69,7 @@ FORGETFUL_SWA = [
     ],
     ids=["full", "swa", "recurrent", "stripped", "repaired swa", "old swa", "no probes"],
 )
-def test_judge_of_measured_probes_learns_the_rule(probes: list[Probe], rule: Rule) -> None:
+def test_judge_of_measured_probes_learns_the_rule(probes: list[RestoreProbe], rule: Rule) -> None:
     assert judge(probes) == rule
 
 
@@ -108,16 +110,6 @@ def test_judge_of_a_repeated_prompt_that_reuses_too_little_is_not_any_prefix() -
 def test_judge_of_a_repeated_prompt_that_misses_its_context_checkpoint_is_end_only() -> None:
     forgetful = probe(64, 64, points=(60,), reused_same=0)
     assert judge([forgetful, *RECURRENT[1:]]) == Rule(RuleKind.END_ONLY)
-
-
-@pytest.mark.parametrize(
-    ("measured", "is_so"),
-    [(FORGETFUL_SWA[0], False), (FORGETFUL_SWA[1], True), (RECURRENT[1], False), (FULL[0], False)],
-)
-def test_longer_probe_is_hopeless_after_a_cut_window_that_gave_nothing(
-    measured: Probe, is_so: bool
-) -> None:
-    assert is_hopeless(measured) is is_so
 
 
 def test_diverging_request_tells_nothing_where_nothing_could_be_reused() -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.planning.residency import Residents, Step, next_step
+from proxy.core.residency import Residents, Step, next_step
 
 MODELS = "abc"
 

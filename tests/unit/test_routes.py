@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.upstream.routes import (
+from proxy.llama.routes import (
     ErrorShape,
     Route,
     changes_server_state,

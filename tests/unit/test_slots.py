@@ -4,16 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.model import Rule, RuleKind, SlotId
-from proxy.core.prefix import common_prefix_length, token_ids
-from proxy.core.slots import (
-    Empty,
-    Known,
-    Reuse,
-    SlotTable,
-    Unknown,
-    live_reuse,
-)
+from proxy.core.model import CheckpointId, Rule, RuleKind, SlotId
+from proxy.core.slots import TAINTED, Empty, Known, Origin, Reuse, SlotTable, Unknown, live_reuse
+from proxy.core.tokens import common_prefix_length, token_ids
 from tests.unit.builders import (
     ANY_PREFIX,
     END_ONLY,
@@ -21,9 +14,11 @@ from tests.unit.builders import (
     OTHER_NAMESPACE,
     RESTORE_POINTS,
     branch,
+    checkpoint,
     run_of,
 )
 
+SLOT = SlotId(0)
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20).map(token_ids)
 
 
@@ -129,3 +124,65 @@ def test_iteration_while_contents_change_sees_every_slot_once() -> None:
         table.set_content(slot.id, Unknown())
     assert [slot.id for slot in table] == [0, 1, 2, 3]
     assert len(table) == 4
+
+
+FIRST, SECOND, THIRD = (checkpoint(10, id=CheckpointId(i)) for i in range(3))
+
+
+@pytest.fixture
+def restored() -> SlotTable:
+    """Return a table whose only slot a state is being restored into."""
+    table = SlotTable([Unknown()])
+    table.note_restore(SLOT, FIRST)
+    return table
+
+
+def test_suspects_of_a_slot_that_nothing_was_restored_into_are_none() -> None:
+    table = SlotTable([Unknown()])
+    table.note_save(SLOT, FIRST)
+    assert table.suspects(SLOT) == table.suspects(SLOT, is_saving=True) == ()
+
+
+def test_suspect_is_what_was_restored_until_a_request_was_answered(restored: SlotTable) -> None:
+    restored.set_content(SLOT, Unknown(NAMESPACE))
+    assert restored.suspects(SLOT) == (FIRST,)
+    restored.note_answer(SLOT)
+    assert (restored.suspects(SLOT), restored.suspects(SLOT, is_saving=True)) == ((), (FIRST,))
+    restored.note_restore(SLOT, SECOND)
+    assert restored.suspects(SLOT) == (SECOND,)
+
+
+def test_suspects_are_also_what_was_saved_from_there_since(restored: SlotTable) -> None:
+    restored.note_save(SLOT, SECOND)
+    assert restored.suspects(SLOT) == (FIRST, SECOND)
+    restored.note_save(SLOT, THIRD)
+    assert restored.suspects(SLOT) == (SECOND, THIRD)
+
+
+def test_emptied_slot_has_no_suspects(restored: SlotTable) -> None:
+    restored.set_content(SLOT, Empty())
+    assert restored.suspects(SLOT, is_saving=True) == ()
+
+
+def test_suspects_are_forgotten_in_all_slots_at_once() -> None:
+    table = SlotTable([Unknown(), Unknown()])
+    for slot in table:
+        table.note_restore(slot.id, FIRST)
+    table.forget_sources()
+    assert [table.suspects(slot.id) for slot in table] == [(), ()]
+
+
+def test_distrusted_checkpoint_taints_free_slots_now_and_others_with_their_next_content() -> None:
+    def stems_from(*ancestors: int) -> Known:
+        return Known(
+            run_of(9), NAMESPACE, origin=Origin(ancestors=tuple(map(CheckpointId, ancestors)))
+        )
+
+    table = SlotTable([stems_from(1, 2), stems_from(3), stems_from(2)])
+    table.lease(SlotId(2), now=0.0)
+    table.distrust([CheckpointId(2)])
+    assert [slot.content for slot in table] == [TAINTED, stems_from(3), stems_from(2)]
+    table.set_content(SlotId(2), stems_from(2, 7))
+    assert table[SlotId(2)].content == TAINTED
+    table.set_content(SlotId(2), stems_from(7))
+    assert table[SlotId(2)].content == stems_from(7)

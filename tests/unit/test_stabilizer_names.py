@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from proxy.errors import SettingsError
-from proxy.loading import load_settings
-from proxy.stabilize.names import REASONS, SAFE, Name, parse_switches
-from proxy.stabilize.stabilizing import STABILIZERS
+from proxy.settings import load_settings
+from proxy.stabilize.model import REASONS, SAFE, Name, parse_switches
+from proxy.stabilize.run import STABILIZERS
 
 ALL = frozenset(Name)
 

@@ -5,18 +5,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.stabilize.memory import Memory
-from proxy.stabilize.model import Facts, Form, Marks, Stabilized
-from proxy.stabilize.names import Name
-from proxy.stabilize.stabilizing import STABILIZERS, stabilize
+from proxy.stabilize.model import Form, Marks, Memory, Name, RequestFacts, Stabilized
+from proxy.stabilize.run import STABILIZERS, stabilize
 from tests.lab.clients.catalogue import ROWS, Row
 
 ALL = frozenset(Name)
 MARKS = Marks("<think>\n", "\n</think>\n\n", "\n</think>\n", strips=True, writes_empty=True)
-FACTS = [Facts(accepts, marks) for accepts in (None, True, False) for marks in (None, MARKS)]
+FACTS = [RequestFacts(accepts, marks) for accepts in (None, True, False) for marks in (None, MARKS)]
 
 WORDS = st.sampled_from(
     [
@@ -116,7 +114,7 @@ BODY = st.fixed_dictionaries(
 FORMS = st.sampled_from(Form)
 
 
-def taught(form: Form, bodies: list[Any], facts: Facts) -> Memory:
+def taught(form: Form, bodies: list[Any], facts: RequestFacts) -> Memory:
     """Return a memory that has seen some requests and calls."""
     memory = Memory()
     for call_id in ("c1", "c2"):
@@ -127,17 +125,16 @@ def taught(form: Form, bodies: list[Any], facts: Facts) -> Memory:
     return memory
 
 
-@settings(max_examples=500, deadline=None)
 @given(FORMS, BODY, st.lists(BODY, max_size=2), st.sampled_from(FACTS))
 def test_stabilizing_raises_nothing_mutates_nothing_and_is_done_once(
-    form: Form, body: Any, earlier: list[Any], facts: Facts
+    form: Form, body: Any, earlier: list[Any], facts: RequestFacts
 ) -> None:
     memory = taught(form, [*earlier, body], facts)
     check(form, body, memory, ALL, facts)
 
 
 def check(
-    form: Form, body: Any, memory: Memory, switches: frozenset[Name], facts: Facts
+    form: Form, body: Any, memory: Memory, switches: frozenset[Name], facts: RequestFacts
 ) -> Stabilized:
     as_given, known = copy.deepcopy(body), memory.to_bytes()
     once = stabilize(form, body, memory, switches, facts)
@@ -193,10 +190,9 @@ def conversation_request(form: Form, n_turns: int, request: Any) -> Any:
     return {name: [{"role": "system", "content": system}, *messages[:-1]], "tools": tools}
 
 
-@settings(max_examples=200, deadline=None)
 @given(FORMS, REQUESTS, st.sets(st.sampled_from(Name)), st.sampled_from(FACTS))
 def test_every_request_of_a_conversation_is_stabilized_once_and_for_all(
-    form: Form, requests: list[Any], switches: set[Name], facts: Facts
+    form: Form, requests: list[Any], switches: set[Name], facts: RequestFacts
 ) -> None:
     memory = Memory()
     for n_turns, request in enumerate(requests):
@@ -206,7 +202,7 @@ def test_every_request_of_a_conversation_is_stabilized_once_and_for_all(
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.mutation.name)
 @pytest.mark.parametrize("facts", FACTS, ids=str)
-def test_stabilizing_a_clients_requests_is_done_once(row: Row, facts: Facts) -> None:
+def test_stabilizing_a_clients_requests_is_done_once(row: Row, facts: RequestFacts) -> None:
     memory = Memory()
     for made in row.mutation.calls_made:
         memory.remember_call(made.call_id, made.name, made.raw_arguments)
@@ -214,7 +210,6 @@ def test_stabilizing_a_clients_requests_is_done_once(row: Row, facts: Facts) -> 
         assert check(row.mutation.form, body, memory, ALL, facts).failures == ()
 
 
-@settings(max_examples=100, deadline=None)
 @given(FORMS, BODY)
 def test_with_all_off_the_very_body_comes_back(form: Form, body: Any) -> None:
     result = stabilize(form, body, taught(form, [body], FACTS[0]), frozenset())

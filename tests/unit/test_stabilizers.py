@@ -5,13 +5,11 @@ from typing import Any
 
 import pytest
 
-from proxy.stabilize.memory import Memory
-from proxy.stabilize.model import Facts, Form, Marks, Stabilized
-from proxy.stabilize.names import Name
-from proxy.stabilize.stabilizing import NO_FACTS, stabilize
+from proxy.stabilize.model import Form, Marks, Memory, Name, RequestFacts, Stabilized
+from proxy.stabilize.run import NO_FACTS, stabilize
 
-REFUSES = Facts(accepts_late_system=False)
-ACCEPTS = Facts(accepts_late_system=True)
+REFUSES = RequestFacts(accepts_late_system=False)
+ACCEPTS = RequestFacts(accepts_late_system=True)
 
 
 def run(
@@ -19,7 +17,7 @@ def run(
     body: dict[str, Any],
     *,
     form: Form = Form.ANTHROPIC,
-    facts: Facts = NO_FACTS,
+    facts: RequestFacts = NO_FACTS,
     memory: Memory | None = None,
 ) -> Stabilized:
     result = stabilize(form, body, memory or Memory(), {name}, facts)
@@ -195,7 +193,7 @@ def test_all_text_is_glued_to_the_last_result_if_wanted() -> None:
 
 
 @pytest.mark.parametrize("facts", [NO_FACTS, REFUSES, ACCEPTS])
-def test_system_message_behind_the_first_prompt_goes_in_front_of_it(facts: Facts) -> None:
+def test_system_message_behind_the_first_prompt_goes_in_front_of_it(facts: RequestFacts) -> None:
     first = user(text(note("git")), text("Fix it."))
     body = {"messages": [first, system("# Environment"), ANSWER]}
     result = run(Name.HOIST_SYSTEM_MESSAGE, body, facts=facts)
@@ -324,7 +322,7 @@ def test_reasoning_of_earlier_turns_becomes_text() -> None:
         Name.INLINE_REASONING,
         {"messages": messages},
         form=Form.CHAT,
-        facts=Facts(reasoning_marks=MARKS),
+        facts=RequestFacts(reasoning_marks=MARKS),
     )
     changed = result.body["messages"]
     assert changed[1]["content"] == "<think>\nwhy\n</think>\n"
@@ -339,14 +337,14 @@ def test_answers_without_reasoning_get_empty_marks_where_their_turn_was_written_
     quoting = {"role": "assistant", "content": "<think>\nis a word"}
     messages = [user("One."), bare, user(result_of("a")), quoting, user("Two.")]
     body = {"messages": messages}
-    facts = Facts(reasoning_marks=replace(MARKS, writes_empty=True))
+    facts = RequestFacts(reasoning_marks=replace(MARKS, writes_empty=True))
     changed = run(Name.INLINE_REASONING, body, facts=facts).body["messages"]
     assert changed[1]["content"] == "<think>\n\n</think>\n\nSo."
     assert changed[1]["reasoning_content"] == " "
     assert changed[3] == quoting
     again = {"messages": changed}
     assert run(Name.INLINE_REASONING, again, facts=facts).body is again
-    assert run(Name.INLINE_REASONING, body, facts=Facts(reasoning_marks=MARKS)).body is body
+    assert run(Name.INLINE_REASONING, body, facts=RequestFacts(reasoning_marks=MARKS)).body is body
 
 
 def test_anthropic_answer_with_reasoning_becomes_a_chat_message() -> None:
@@ -357,7 +355,7 @@ def test_anthropic_answer_with_reasoning_becomes_a_chat_message() -> None:
     ]
     messages = [user("One."), {"role": "assistant", "content": blocks}, user(result_of("a"))]
     body = {"messages": [*messages, user("Two.")]}
-    result = run(Name.INLINE_REASONING, body, facts=Facts(reasoning_marks=MARKS))
+    result = run(Name.INLINE_REASONING, body, facts=RequestFacts(reasoning_marks=MARKS))
     function = {"name": "read", "arguments": '{"b":1.0,"a":"é"}'}
     assert result.body["messages"][1] == {
         "role": "assistant",
@@ -372,6 +370,6 @@ def test_reasoning_is_left_alone_in_a_tool_loop_and_where_nothing_is_known_of_th
 ):
     answer = {"role": "assistant", "content": [{"type": "thinking", "thinking": "why"}]}
     loop = {"messages": [user("One."), answer, user(result_of("a"))]}
-    assert run(Name.INLINE_REASONING, loop, facts=Facts(reasoning_marks=MARKS)).body is loop
+    assert run(Name.INLINE_REASONING, loop, facts=RequestFacts(reasoning_marks=MARKS)).body is loop
     later = {"messages": [*loop["messages"], user("Two.")]}
     assert run(Name.INLINE_REASONING, later).body is later

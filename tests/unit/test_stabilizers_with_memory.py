@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-from proxy.stabilize.arguments import choose_call, means_the_same
-from proxy.stabilize.memory import Lesson, Memory
-from proxy.stabilize.model import Facts, Form, Stabilized
-from proxy.stabilize.names import Name
-from proxy.stabilize.stabilizing import NO_FACTS, stabilize
+from proxy.stabilize.model import Form, Lesson, Memory, Name, RequestFacts, Stabilized
+from proxy.stabilize.run import NO_FACTS, stabilize
+from proxy.stabilize.sticky import choose_call, means_the_same
 
 ANSWER = {"role": "assistant", "content": "Done."}
 
@@ -22,7 +20,7 @@ class Sender:
         self.form = form
         self.memory = Memory()
 
-    def send(self, body: dict[str, Any], facts: Facts = NO_FACTS) -> dict[str, Any]:
+    def send(self, body: dict[str, Any], facts: RequestFacts = NO_FACTS) -> dict[str, Any]:
         result = stabilize(self.form, body, self.memory, {self.name}, facts)
         assert result.failures == ()
         self.memory.learn(result.lessons)
@@ -70,16 +68,16 @@ def test_fresh_conversation_begins_with_the_tools_that_the_first_had() -> None:
 def test_conversations_that_begin_alike_are_told_apart_by_their_sessions() -> None:
     sender = Sender(Name.KEEP_TOOL_ORDER, form=Form.ANTHROPIC)
     for session, loaded in (("s1", "ab"), ("s2", "ac")):
-        sender.send(with_tools("a", n_answers=0), Facts(session=session))
-        sender.send(with_tools(*loaded), Facts(session=session))
-    bodies = [sender.send(with_tools(*"abc"), Facts(session=s)) for s in ("s1", "s2")]
+        sender.send(with_tools("a", n_answers=0), RequestFacts(session=session))
+        sender.send(with_tools(*loaded), RequestFacts(session=session))
+    bodies = [sender.send(with_tools(*"abc"), RequestFacts(session=s)) for s in ("s1", "s2")]
     assert [order(body) for body in bodies] == ["abc", "acb"]
 
 
 def test_order_is_never_learned_from_another_tenant() -> None:
     sender = Sender(Name.KEEP_TOOL_ORDER, form=Form.ANTHROPIC)
-    sender.send(with_tools(*"cba", n_answers=0), Facts(tenant="one"))
-    assert order(sender.send(with_tools(*"abc", n_answers=0), Facts(tenant="two"))) == "abc"
+    sender.send(with_tools(*"cba", n_answers=0), RequestFacts(tenant="one"))
+    assert order(sender.send(with_tools(*"abc", n_answers=0), RequestFacts(tenant="two"))) == "abc"
 
 
 @pytest.mark.parametrize(
@@ -343,8 +341,8 @@ def test_call_of_another_tenant_is_not_looked_at() -> None:
     call = {"id": "c1", "type": "function", "function": function}
     body = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
     switches = {Name.RESTORE_TOOL_ARGUMENTS}
-    assert stabilize(Form.CHAT, body, memory, switches, Facts(tenant="two")).body is body
-    assert stabilize(Form.CHAT, body, memory, switches, Facts(tenant="one")).changes
+    assert stabilize(Form.CHAT, body, memory, switches, RequestFacts(tenant="two")).body is body
+    assert stabilize(Form.CHAT, body, memory, switches, RequestFacts(tenant="one")).changes
 
 
 # the memory

@@ -6,18 +6,17 @@ from typing import Any, cast
 
 import pytest
 
-from proxy.driver.faults import Faults
-from proxy.driver.requests import Arrival, GenerationRequest
-from proxy.driver.services import Shared
-from proxy.driver.serving.stabilizing import Stabilizing
-from proxy.driver.session import Session
-from proxy.driver.tasks import Tasks
 from proxy.errors import UpstreamRefused
+from proxy.health import Faults
+from proxy.llama.routes import Route, Target
 from proxy.metrics import Metrics
-from proxy.stabilize.calls_made import CallMade
-from proxy.stabilize.names import parse_switches
-from proxy.upstream.routes import Route
-from proxy.upstream.target import Target
+from proxy.serving.launches import Session
+from proxy.serving.process import Shared
+from proxy.serving.request import Arrival, GenerationRequest
+from proxy.serving.rewriting import Stabilizing
+from proxy.stabilize.model import parse_switches
+from proxy.stabilize.template import CallMade
+from proxy.tasks import Tasks
 
 
 class Upstream:

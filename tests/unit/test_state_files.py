@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.store.state_files import is_private
+from proxy.store.files import is_private
 
 
 @pytest.mark.parametrize(

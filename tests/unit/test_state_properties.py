@@ -1,11 +1,11 @@
-"""State files of both versions and every known composition: what is written is what is read."""
+"""State files of all versions and every known composition: what is written is what is read."""
 
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from proxy.upstream.state_file import read_state_file
+from proxy.llama.state_file import read_state_file
 from tests.unit.compositions import Composition, compositions
 
 
@@ -14,7 +14,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "state"
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(compositions())
 def test_what_is_written_is_read_back_the_same(path: Path, composition: Composition) -> None:
     data = composition.write()

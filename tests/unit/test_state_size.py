@@ -3,14 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.keeping.state_size import StateSize, expected_bytes, extent_of
-from proxy.core.planning.evaluation import after_evaluation
+from proxy.core.saving import StateSize, expected_bytes, extent_of
 from proxy.core.slots import (
     MAX_CONTEXT_CHECKPOINTS,
     TAINTED,
     Empty,
     Known,
     Unknown,
+    after_evaluation,
 )
 from tests.unit.builders import NAMESPACE, run_of
 

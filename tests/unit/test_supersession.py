@@ -4,13 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.cuts import SLACK_TOKENS
-from proxy.core.keeping.supersession import SMALL_LOSS_TOKENS, superseded
+from proxy.core.eviction import SMALL_LOSS_TOKENS, superseded
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, Rule, RuleKind
-from proxy.core.restore import usable_tokens
+from proxy.core.rule import usable_tokens
 from tests.unit.builders import (
     ANY_PREFIX,
     END_ONLY,
@@ -196,7 +196,6 @@ def pairs(draw: st.DrawFn) -> tuple[Checkpoint, Candidate]:
     return newer, Candidate(older, n_common)
 
 
-@settings(max_examples=200)
 @given(st.builds(Rule, st.sampled_from(RuleKind)), pairs())
 def test_superseded_of_anything_is_repeated_and_nothing_that_is_kept_always(
     rule: Rule, pair: tuple[Checkpoint, Candidate]
@@ -211,7 +210,6 @@ def test_superseded_of_anything_is_repeated_and_nothing_that_is_kept_always(
         assert rule.can_restore and not gone.is_pinned
 
 
-@settings(max_examples=200)
 @given(pairs())
 def test_superseded_under_restore_points_costs_no_place_that_the_newer_does_not_know(
     pair: tuple[Checkpoint, Candidate],

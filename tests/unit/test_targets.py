@@ -5,10 +5,8 @@ import json
 import pytest
 
 from proxy.errors import UpstreamUnreachable
-from proxy.upstream.hosts.model_host import Models
-from proxy.upstream.hosts.router import Router
-from proxy.upstream.hosts.swap import Swap
-from proxy.upstream.target import Presence, RouterTarget, SwapTarget, Target
+from proxy.llama.hosts import Models, Router, Swap
+from proxy.llama.routes import Presence, RouterTarget, SwapTarget, Target
 
 BASE = "http://10.0.0.1:8080/prefix"
 MODELS = Models(frozenset(), frozenset({"qwen", "author/model", "author"}), {"nick": "qwen"})

@@ -2,10 +2,10 @@
 
 from datetime import datetime
 
-from proxy.core.explaining.causes import Cause
-from proxy.core.explaining.records import RequestRecord
-from proxy.core.views.overview import Today
-from proxy.driver.reporting.today import DaySums
+from proxy.explain.causes import Cause
+from proxy.explain.explanation import RequestRecord
+from proxy.explain.report import DaySums
+from proxy.explain.views import Today
 
 NOON = datetime(2026, 11, 21, 12).timestamp()
 MIDNIGHT = datetime(2026, 11, 22).timestamp()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.core.prefix import token_ids
+from proxy.core.tokens import token_ids
 from proxy.metrics import Metrics
 from tests.bench.document import put
 from tests.bench.section import Section

@@ -3,7 +3,7 @@
 import pytest
 
 from proxy.core.model import Checkpoint, CheckpointId, Family
-from proxy.core.views.tree import (
+from proxy.explain.views import (
     STORE,
     Level,
     Node,

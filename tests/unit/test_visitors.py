@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.front.visitors import is_own_name
+from proxy.web.admin import is_own_name
 
 
 @pytest.mark.parametrize(

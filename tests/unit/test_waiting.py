@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.model import Candidate, Prompt, Rule, RuleKind, SlotId
-from proxy.core.planning.plan import WORTH_WAITING_SHARE, WORTH_WAITING_TOKENS, Coming, plan_request
-from proxy.core.prefix import TokenIds
-from proxy.core.restore import usable_tokens
+from proxy.core.plan import WORTH_WAITING_SHARE, WORTH_WAITING_TOKENS, Coming, plan_request
+from proxy.core.rule import usable_tokens
 from proxy.core.slots import Content, Empty, Known, Slot
+from proxy.core.tokens import TokenIds
 from tests.unit.builders import (
     ANY_PREFIX,
     END_ONLY,

@@ -5,9 +5,7 @@ from typing import Any
 import pytest
 
 from proxy.core.model import Candidate, Prompt, Rule, SlotId
-from proxy.core.planning.displacement import Occupant
-from proxy.core.planning.options import Why
-from proxy.core.planning.plan import Situation, plan_request
+from proxy.core.plan import Occupant, Situation, Why, plan_request
 from proxy.core.slots import Content, Empty, Known, Slot
 from tests.unit.builders import (
     ANY_PREFIX,

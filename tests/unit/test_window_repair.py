@@ -8,9 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from proxy.errors import StateFileMalformed
-from proxy.upstream import window_repair
-from proxy.upstream.state_file import read_state_file
-from proxy.upstream.window_repair import repair_window
+from proxy.llama import state_edits as window_repair
+from proxy.llama.state_edits import repair_window
+from proxy.llama.state_file import read_state_file
 from tests.unit.compositions import MOST_TOKENS, Attention, Composition, compositions
 from tests.unit.state_files import (
     Cell,
@@ -22,7 +22,7 @@ from tests.unit.state_files import (
     words,
 )
 
-FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+FILES = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 N = 9
 WINDOWED = ("swa", "hybrid swa")
 CUT = compositions(WINDOWED, lacking=(2, MOST_TOKENS))

@@ -7,7 +7,7 @@ to evaluate at least one token of each.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from proxy.core.prefix import TokenIds, common_prefix_length
+from proxy.core.tokens import TokenIds, common_prefix_length
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from proxy.llama.state_file import read_state_file
 from proxy.stabilize.model import Form
-from proxy.upstream.state_file import read_state_file
 from tests.bench.processes import Setup, Stack
 from tests.bench.traces.catalogue import TRACES
 from tests.bench.traces.exact import Exchange, exact_new_tokens
@@ -45,7 +45,7 @@ class Measurement:
         played = await Player(self.stack).play(self._trace)
         requests = await asyncio.to_thread(self._costs, played)
         counters = add_up(self._counters_left(), before)
-        kept = [_read_kept(path) for path in sorted(self.stack.slots.glob("lpc-*"))]
+        kept = [_read_kept(path) for path in sorted(self.stack.slots.glob("lpc-*.state"))]
         await self.stack.stop()
         return Result(
             case=self._case,

@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from proxy.app import Running, run_proxy
-from proxy.commands import serve as command
-from proxy.config import Settings
-from proxy.driver.saving.saver import RewriteStateFile, keep_as_saved
+from proxy.cli import serve as command
+from proxy.serving.saver import RewriteStateFile, keep_as_saved
+from proxy.settings import Settings
 from tests.lab.older_builds import strip_context_checkpoints
 
 

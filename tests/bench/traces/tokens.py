@@ -2,12 +2,10 @@
 
 from typing import Any
 
-from proxy.core.prefix import TokenIds, token_ids
-from proxy.stabilize.memory import Memory
-from proxy.stabilize.model import Form
-from proxy.stabilize.names import Name
-from proxy.stabilize.stabilizing import stabilize
-from proxy.upstream.anthropic_body import chat_of_messages
+from proxy.core.tokens import TokenIds, token_ids
+from proxy.llama.conversions import chat_of_messages
+from proxy.stabilize.model import Form, Memory, Name
+from proxy.stabilize.run import stabilize
 from tests.bench.traces.exact import Exchange
 from tests.bench.traces.play import Sent
 from tests.bench.traces.trace import Request

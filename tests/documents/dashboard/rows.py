@@ -5,7 +5,7 @@ from here; tests/live/test_dashboard.py runs every query on a real Prometheus.
 """
 
 from tests.documents.dashboard.benefit import AT_A_GLANCE, MISSES, REUSE, TIME
-from tests.documents.dashboard.condition import LEARNED, LLAMA_SERVER, TROUBLE
+from tests.documents.dashboard.condition import LEARNED, TROUBLE
 from tests.documents.dashboard.resources import SLOTS, STORE
 
-ROWS = (AT_A_GLANCE, REUSE, MISSES, TIME, SLOTS, STORE, TROUBLE, LEARNED, LLAMA_SERVER)
+ROWS = (AT_A_GLANCE, REUSE, MISSES, TIME, SLOTS, STORE, TROUBLE, LEARNED)

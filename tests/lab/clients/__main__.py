@@ -3,7 +3,7 @@
 python -m tests.lab.clients
 """
 
-from proxy.stabilize.names import SAFE, Name
+from proxy.stabilize.model import SAFE, Name
 from tests.lab.clients.catalogue import ROWS, Row
 from tests.lab.clients.rendering import TEMPLATES, kept_share, server_with, template_facts
 from tests.lab.server import LlamaServer

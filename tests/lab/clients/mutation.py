@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from proxy.stabilize.calls_made import CallMade
-from proxy.stabilize.model import Form
-from proxy.stabilize.names import SAFE, Name
+from proxy.stabilize.model import SAFE, Form, Name
+from proxy.stabilize.template import CallMade
 
 Body = dict[str, Any]
 

@@ -1,12 +1,10 @@
 """Prompts of clients' requests as tokens of a real llama-server, and how much of one another keeps."""
 
-from proxy.core.prefix import common_prefix_length, token_ids
-from proxy.stabilize.memory import Memory
-from proxy.stabilize.model import Facts, Form
-from proxy.stabilize.names import Name
-from proxy.stabilize.stabilizing import stabilize
-from proxy.stabilize.template_facts import BODIES, inlined_body, keeps_inlined, read_facts
-from proxy.upstream.anthropic_body import chat_of_messages
+from proxy.core.tokens import common_prefix_length, token_ids
+from proxy.llama.conversions import chat_of_messages
+from proxy.stabilize.model import Form, Memory, Name, RequestFacts
+from proxy.stabilize.run import stabilize
+from proxy.stabilize.template import BODIES, inlined_body, keeps_inlined, read_facts
 from tests.lab.clients.mutation import Body, Mutation
 from tests.lab.models import TEMPLATE_FOLDER, model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
@@ -27,7 +25,7 @@ def server_with(template: str) -> LlamaServer:
     return LlamaServer(model, n_slots=1, n_ctx=4096, extra_args=arguments)
 
 
-def template_facts(server: LlamaServer) -> Facts:
+def template_facts(server: LlamaServer) -> RequestFacts:
     """Return what the server's template does with late system messages and old reasoning."""
     renderings = {probe: render(server, Form.CHAT, body) for probe, body in BODIES.items()}
     facts = read_facts(renderings)
@@ -53,7 +51,7 @@ def tokenize(server: LlamaServer, prompt: str) -> list[int]:
     return tokens
 
 
-def stabilized(mutation: Mutation, switches: frozenset[Name], facts: Facts) -> list[Body]:
+def stabilized(mutation: Mutation, switches: frozenset[Name], facts: RequestFacts) -> list[Body]:
     """Return the requests as they leave the proxy, each after it has seen those before."""
     memory = Memory()
     for made in mutation.calls_made:
@@ -68,7 +66,7 @@ def stabilized(mutation: Mutation, switches: frozenset[Name], facts: Facts) -> l
 
 
 def kept_share(
-    server: LlamaServer, mutation: Mutation, switches: frozenset[Name], facts: Facts
+    server: LlamaServer, mutation: Mutation, switches: frozenset[Name], facts: RequestFacts
 ) -> float | None:
     """Return the share of a prompt that the next one begins with; None if one is refused."""
     older, newer = stabilized(mutation, switches, facts)[-2:]

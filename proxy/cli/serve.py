@@ -1,0 +1,408 @@
+"""`llama-prefix-cache serve`, `run` and `warm`."""
+
+import asyncio
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from proxy.app import run_proxy
+from proxy.cli.access import admin_option, find_admin
+from proxy.cli.common import (
+    EXIT_CUT_SHORT,
+    EXIT_FAILED,
+    EXIT_LLAMA_SERVER_DIED,
+    EXIT_UNAVAILABLE,
+    EXIT_USAGE,
+    Admin,
+    Stopping,
+    config_option,
+    fail,
+    json_option,
+    print_json,
+    setting_options,
+    size_in_words,
+)
+from proxy.core.conditions import EXPLANATIONS
+from proxy.core.launch import (
+    Given,
+    Launch,
+    Presets,
+    WantedLaunch,
+    given_to_all,
+    heed_presets,
+    plan_launch,
+)
+from proxy.errors import LlamaServerDied, SettingsError, StoreLocked
+from proxy.llama.client import LlamaServer, new_session
+from proxy.llama.flags import Flag, known_names, parse_help, read_given, read_presets, variables_of
+from proxy.llama.routes import Target
+from proxy.log import configure_logging, get_logger
+from proxy.run.process import (
+    Supervisor,
+    find_free_port,
+    read_help,
+    require_free_port,
+    split_command,
+)
+from proxy.settings import Settings, complete_settings, load_settings, merge_settings, split_address
+
+# `llama-prefix-cache serve`: in front of a llama-server that somebody else runs.
+
+
+@click.command()
+@setting_options()
+def serve(config: Path | None, **flags: Any) -> None:
+    """Serve in front of a llama-server that is already running (or will be)."""
+    try:
+        settings = load_settings(flags, os.environ, config)
+    except SettingsError as error:
+        fail(error, EXIT_USAGE)
+    configure_logging(settings.log_level, settings.log_format)
+    try:
+        asyncio.run(_serve_until_told(settings))
+    except (StoreLocked, OSError) as error:
+        fail(error, EXIT_UNAVAILABLE)
+    except asyncio.CancelledError:
+        fail("stopped before everything was saved", EXIT_CUT_SHORT)
+
+
+async def _serve_until_told(settings: Settings) -> None:
+    stopping = Stopping()
+    log = get_logger("main")
+    async with run_proxy(settings):
+        log.info(
+            "serving", listen=settings.listen, admin=settings.admin, upstream=settings.upstream
+        )
+        await stopping.told.wait()
+        log.info("finishing requests and saving slots")
+    log.info("stopped")
+
+
+# `llama-prefix-cache run`: starts llama-server itself and serves in front of it.
+
+
+_DIRECTORY_HELP = (
+    "Where saved states are kept; llama-server gets the same. "
+    "[its --slot-save-path, or ~/.cache/llama-prefix-cache]"
+)
+
+
+_PRESETS = "--models-preset"
+_LEARNED = ("upstream", "context_checkpoints")
+"""Settings that follow from llama-server's own flags."""
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@setting_options(without=_LEARNED, descriptions={"slot_save_path": _DIRECTORY_HELP})
+@click.option("--restart", is_flag=True, help="Start llama-server again when it dies.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: Any) -> None:
+    """Start llama-server and serve in front of it.
+
+    \b
+    llama-prefix-cache run -- llama-server -m model.gguf -c 65536
+    llama-prefix-cache run -- llama-server --models-dir ~/models -c 65536     several models (a router)
+
+    COMMAND gets what it lacks for its slots to be saved: --slot-save-path, a free --port, -np 1,
+    --cache-ram 0, --ctx-checkpoints 8 and --metrics, as far as the build knows them. What you give
+    yourself is kept; if it cannot be, that is said and nothing is started.
+
+    With -np 1 a conversation has the whole context (-c) and requests run one after another; -np N serves
+    N at once, each with an Nth of the context.
+
+    On SIGTERM, SIGINT or SIGHUP, running requests are finished, slots are saved and llama-server is
+    stopped; a second signal hurries. Exit status: 0 after a signal, 2 for a conflict or a wrong setting,
+    69 if a port or the directory is taken, 70 if llama-server died, 130 if a second signal cut it short.
+    """
+    try:
+        program, arguments = split_command(command)
+        merged = merge_settings(flags, os.environ, config)
+        launch = _plan(program, arguments, merged)
+        if launch.conflicts:
+            fail(
+                "\n  ".join(["llama-server cannot be run like this:", *launch.conflicts]),
+                EXIT_USAGE,
+            )
+        settings = _settings(merged, launch)
+    except SettingsError as error:
+        fail(error, EXIT_USAGE)
+    configure_logging(settings.log_level, settings.log_format)
+    _tell(launch, merged)
+    try:
+        asyncio.run(
+            _run_until_told([*program, *arguments, *launch.added], settings, launch, restart)
+        )
+    except LlamaServerDied as error:
+        fail(error, EXIT_LLAMA_SERVER_DIED)
+    except (StoreLocked, OSError) as error:
+        fail(error, EXIT_UNAVAILABLE)
+    except asyncio.CancelledError:
+        fail("stopped before everything was saved", EXIT_CUT_SHORT)
+
+
+def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, Any]) -> Launch:
+    options = parse_help(read_help(program))
+    given = read_given(options, arguments, os.environ)
+    presets = _presets(given, options)
+    own_path = merged.get("slot_save_path")
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    wanted = WantedLaunch(
+        slot_save_path=str(Path(own_path).expanduser().absolute()) if own_path else None,
+        default_slot_save_path=str(Path(cache, "llama-prefix-cache").absolute()),
+        free_port=find_free_port("127.0.0.1"),
+        working_directory=str(Path.cwd()),
+    )
+    launch = plan_launch(given_to_all(given, presets), known_names(options), wanted)
+    if _PRESETS in given:
+        heed_presets(launch, given, presets, variables_of(options), wanted.working_directory)
+    return launch
+
+
+def _presets(given: Mapping[str, Given], options: Sequence[Flag]) -> Presets:
+    """Return what --models-preset says of a router's models; llama-server complains if it is not there."""
+    if _PRESETS not in given:
+        return {}
+    try:
+        return read_presets(Path(given[_PRESETS].value).read_text(), options)
+    except (OSError, UnicodeDecodeError):
+        return {}
+
+
+def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
+    """Return the settings that fit a launch; makes the directory if it is not there."""
+    directory = Path(launch.slot_save_path)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"{directory}: {error.strerror}") from error
+    values = {
+        **merged,
+        "slot_save_path": str(directory),
+        "upstream": launch.upstream,
+        "context_checkpoints": launch.n_context_checkpoints,
+    }
+    if values.get("upstream_api_key") is None:
+        values["upstream_api_key"] = launch.api_key or _first_key(launch.api_key_file)
+    settings = complete_settings(values)
+    if launch.port in {split_address(address)[1] for address in (settings.listen, settings.admin)}:
+        raise SettingsError(
+            f"llama-server's --port {launch.port} is the proxy's own: choose another"
+        )
+    return settings
+
+
+def _first_key(file: str | None) -> str | None:
+    """Return the first key of llama-server's --api-key-file: one on each line, # begins a comment."""
+    if file is None:
+        return None
+    try:
+        lines = Path(file).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"--api-key-file {file}: {error}") from error
+    return next((line for line in lines if line and not line.startswith("#")), None)
+
+
+def _tell(launch: Launch, merged: dict[str, Any]) -> None:
+    log = get_logger("run")
+    variables = [f"{name}={value}" for name, value in launch.environment.items()]
+    log.info("llama-server gets these flags too", added=" ".join([*launch.added, *variables]))
+    for name in _LEARNED:
+        if name in merged:
+            log.warning(f"{name} is ignored: it follows from llama-server's own flags")
+    for note in launch.notes:
+        log.info(note)
+    for warning in launch.warnings:
+        log.warning(warning)
+
+
+async def _run_until_told(
+    command: Sequence[str], settings: Settings, launch: Launch, restarts: bool
+) -> None:
+    """Run llama-server and the proxy until told to stop; raises LlamaServerDied and what run_proxy does."""
+    stopping = Stopping()
+    log = get_logger("main")
+    require_free_port(launch.host, launch.port)
+    async with new_session() as client:
+        upstream = LlamaServer(client, Target(settings.upstream), settings.upstream_api_key)
+        supervisor = Supervisor(command, launch.environment, upstream.is_ready, restarts=restarts)
+        running: asyncio.Task[None] | None = None
+        try:
+            # The proxy listens before llama-server is started, so that a taken port costs nothing.
+            async with run_proxy(settings, is_llama_server_coming=True):
+                log.info(
+                    "serving",
+                    listen=settings.listen,
+                    admin=settings.admin,
+                    upstream=settings.upstream,
+                )
+                running = asyncio.ensure_future(supervisor.run())
+                await _first_of(running, stopping)
+                if stopping.told.is_set():
+                    log.info("finishing requests and saving slots")
+        finally:
+            if running is not None:
+                await _stop(running)
+    log.info("stopped")
+
+
+async def _first_of(running: "asyncio.Task[None]", stopping: Stopping) -> None:
+    told = asyncio.ensure_future(stopping.told.wait())
+    try:
+        await asyncio.wait({running, told}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        told.cancel()
+
+
+async def _stop(running: "asyncio.Task[None]") -> None:
+    """Stop llama-server; raises LlamaServerDied if it had ended by itself."""
+    running.cancel()
+    await asyncio.wait({running})
+    if not running.cancelled():
+        running.result()
+
+
+# `llama-prefix-cache warm`: a header is evaluated and kept before the first user needs it.
+
+
+_LOOK_SECONDS = 0.5
+_PASSING = frozenset(kind.value for kind, told in EXPLANATIONS.items() if told.is_passing)
+
+
+class _Reason(msgspec.Struct):
+    kind: str
+
+
+class _Health(msgspec.Struct):
+    reasons: list[_Reason]
+
+
+@click.command()
+@click.argument("file", type=click.File("rb"), required=False)
+@click.option(
+    "--from-request",
+    "request_id",
+    metavar="ID|last",
+    help="In place of FILE: a request that was answered not long ago, by the id of its log line.",
+)
+@click.option("--whole", is_flag=True, help="The whole prompt, not only tools and system prompt.")
+@click.option(
+    "--model", metavar="NAME", help="Where there are several: the model, in place of FILE's own."
+)
+@click.option("--path", help="API that the body is for, such as /v1/messages. [by what it has]")
+@click.option(
+    "--api-key",
+    envvar="LLAMA_API_KEY",
+    help="The key of those who will use it: each has its own states.",
+)
+@click.option("--pin", is_flag=True, help="Keep it whatever the budget says.")
+@admin_option
+@config_option
+@json_option
+def warm(
+    file: Any,
+    request_id: str | None,
+    whole: bool,
+    model: str | None,
+    path: str | None,
+    api_key: str | None,
+    pin: bool,
+    admin: str | None,
+    config: Path | None,
+    as_json: bool,
+) -> None:
+    """Evaluate and keep a header for its first user.
+
+    \b
+    llama-prefix-cache warm first-request.json
+    llama-prefix-cache warm --pin --whole first-request.json
+    jq '.body' captured.json | llama-prefix-cache warm -
+    llama-prefix-cache warm --model qwen3 first-request.json     before a router or llama-swap
+    llama-prefix-cache warm --from-request last
+
+    FILE is a request's body as JSON, as a client sends it to any of the cached APIs. Kept are tools and
+    system prompt; the messages behind them are left out, unless --whole. The proxy must be running. Before
+    a router or llama-swap the body says which model it is for, and that one is loaded.
+
+    --from-request needs no body: the proxy remembers the tokens of its last requests, unless explain_keep
+    is none. Their state is kept for whoever sent them.
+    """
+    if (file is None) == (request_id is None):
+        raise click.UsageError("give either FILE or --from-request")
+    if request_id is not None and (path is not None or model is not None):
+        raise click.UsageError("--path and --model are for FILE")
+    given = {"path": path, "whole": "1" if whole else None, "request": request_id}
+    query = {name: value for name, value in given.items() if value}
+    listener = find_admin(admin, config)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    body = for_model(file.read(), model) if file else b""
+    last = asyncio.run(_warm(listener, body, query, headers))
+    if "warmed" not in last:
+        fail(last.get("error", "the proxy went away"), EXIT_FAILED)
+    warmed = last["warmed"]
+    if pin:
+        listener.raw("PUT", f"/checkpoints/{warmed['id']}/pin")
+    if as_json:
+        print_json({**warmed, "is_pinned": pin})
+        return
+    how = "were kept already" if warmed["was_kept"] else f"took {warmed['seconds']:.1f} s"
+    click.echo(
+        f"{warmed['n_usable']:,} of {warmed['n_prompt_tokens']:,} tokens are in {warmed['id'][:8]} "
+        f"({size_in_words(warmed['size_bytes'])}{', pinned' if pin else ''}): they {how}"
+    )
+
+
+def for_model(body: bytes, model: str | None) -> bytes:
+    """Return a request's body with another model in it; one that is no body is the proxy's to refuse."""
+    if model is None:
+        return body
+    try:
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError:
+        return body
+    return msgspec.json.encode({**fields, "model": model})
+
+
+async def _warm(
+    admin: Admin, body: bytes, query: dict[str, str], headers: dict[str, str]
+) -> dict[str, Any]:
+    """Have a body warmed; return the last thing that was said.
+
+    A model that was just loaded for it may have to be examined first: that is waited for.
+    """
+    while True:
+        last = await _follow(admin, body, query, headers)
+        if "warmed" in last or not await _is_being_examined(admin):
+            return last
+        await asyncio.sleep(_LOOK_SECONDS)
+
+
+async def _is_being_examined(admin: Admin) -> bool:
+    """Return whether what keeps requests from being cached ends by itself."""
+    health = await admin.ask_async("/health", _Health)
+    return any(reason.kind in _PASSING for reason in health.reasons)
+
+
+async def _follow(
+    admin: Admin, body: bytes, query: dict[str, str], headers: dict[str, str]
+) -> dict[str, Any]:
+    """Have a body warmed, showing progress on a terminal; return the last thing that was said."""
+    last: dict[str, Any] = {}
+    shown = Console(stderr=True)
+    columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=shown, disable=not shown.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def on_line(line: dict[str, Any]) -> None:
+            last.clear()
+            last.update(line)
+            if "n_done" in line:
+                bar.update(task, completed=line["n_done"], total=line["n_tokens"])
+
+        await admin.follow("/warm", body, query, headers, on_line)
+    return last

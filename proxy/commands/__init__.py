@@ -1,1 +1,0 @@
-"""The commands of `llama-prefix-cache`, one module each."""

@@ -1,1 +1,0 @@
-"""Why a request reused less of its prompt than somebody might expect."""

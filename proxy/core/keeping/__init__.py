@@ -1,1 +1,0 @@
-"""Which states are worth a file, which may replace each other, and which go first."""

@@ -1,1 +1,0 @@
-"""What people are shown of the store and of recent requests."""

@@ -1,1 +1,0 @@
-"""A llama-server process: found, identified, measured, followed and remembered."""

@@ -1,1 +1,0 @@
-"""What is told of requests: the log line, the journal, the gauges."""

@@ -1,1 +1,0 @@
-"""From a slot to a file: when, where to, and what of it is kept."""

@@ -1,1 +1,0 @@
-"""A generation request from its arrival to its answer."""

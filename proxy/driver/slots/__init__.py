@@ -1,1 +1,0 @@
-"""Who may use which slot, and what is done in it."""

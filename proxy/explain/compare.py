@@ -1,0 +1,417 @@
+"""Where a new prompt leaves a known one, and which change of the client or of the chat template that is.
+
+Prompts are compared twice. Their sketches (digests of tools and messages) tell which message differs. Their
+texts, as far as they are kept, tell which words differ. What became of states is not looked at here.
+"""
+
+import re
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from proxy.core.tokens import Namespace, common_prefix_length
+from proxy.explain.causes import Cause, PromptPart
+
+Digests: TypeAlias = "array[int]"
+"""64-bit digests, eight bytes each."""
+
+_PARTS = {"s": PromptPart.SYSTEM, "a": PromptPart.ASSISTANT, "t": PromptPart.TOOL_RESULT}
+_ALIKE_SHARE = 0.5
+"""A system prompt that shares this much of its text with the old one was changed; any other one is new."""
+_NEAR_CHARACTERS = 65536
+"""The text of a message is searched for in the rendered prompt no farther behind the message before it."""
+
+
+def digests(values: list[int]) -> Digests:
+    return array("Q", values)
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """The digests of a chat request: its tools by name and whole, and its messages in the chat form.
+
+    `roles` has a letter for each message: s, u, a or t for system, user, assistant or tool, and A for an
+    answer so long that hardly two conversations have it. A prompt without messages has an empty sketch.
+    `n_system_chars` is the length of the leading system message's text.
+    """
+
+    names: Digests
+    tools: Digests
+    roles: str
+    messages: Digests
+    n_system_chars: int = 0
+
+    @property
+    def n_leading_system(self) -> int:
+        return len(self.roles) - len(self.roles.lstrip("s"))
+
+    def part(self, message: int) -> PromptPart:
+        """Return what part of a prompt a message is."""
+        return _PARTS.get(self.roles[message].lower(), PromptPart.USER)
+
+    def conversation_keys(self, namespace: Namespace) -> Iterator[int]:
+        """Yield keys that tell this conversation from others, the newest first.
+
+        A key is two messages in a row, behind the leading system messages, or a long answer. Any other
+        single message may be part of many conversations: a request for a title repeats the first one.
+        """
+        for index in range(len(self.messages) - 1, self.n_leading_system - 1, -1):
+            if index > self.n_leading_system:
+                yield hash((namespace, self.messages[index - 1], self.messages[index]))
+            if self.roles[index] == "A":
+                yield hash((namespace, self.messages[index]))
+
+
+EMPTY = Sketch(digests([]), digests([]), "", digests([]))
+
+
+def begin_alike(new: Sketch, old: Sketch) -> bool:
+    """Return whether two prompts have the same first message under about the same header.
+
+    A request for a title repeats the first message of its conversation, but under another header.
+    """
+    first, before = new.n_leading_system, old.n_leading_system
+    has_same_tools = len(new.tools) > 0 and new.tools == old.tools
+    has_same_header = first > 0 and new.messages[:first] == old.messages[:before]
+    return have_same_first_message(new, old) and (has_same_tools or has_same_header)
+
+
+def have_same_first_message(new: Sketch, old: Sketch) -> bool:
+    """Return whether the same message follows the leading system messages in both."""
+    first, before = new.n_leading_system, old.n_leading_system
+    return new.messages[first : first + 1] == old.messages[before : before + 1]
+
+
+def goes_on(new: Sketch, old: Sketch) -> bool:
+    """Return whether one of two prompts begins with all tools and messages of the other."""
+    return new.tools == old.tools and _first_difference(new, old) is None
+
+
+def _first_difference(new: Sketch, old: Sketch) -> int | None:
+    """Return the first message that differs; None if one prompt only has more of them."""
+    n_both = min(len(new.messages), len(old.messages))
+    return next((i for i in range(n_both) if new.messages[i] != old.messages[i]), None)
+
+
+def _is_truncated(new: Sketch, old: Sketch, message: int) -> bool:
+    """Return whether later messages of *old* stand in *new* at *message*, or soon behind it.
+
+    Two of them in a row must be there, because short messages repeat themselves. A summary of what was left
+    out may come before them.
+    """
+    indexes: dict[tuple[int, int], int] = {}
+    for index in range(message, len(old.messages) - 1):
+        indexes.setdefault((old.messages[index], old.messages[index + 1]), index)
+    last = min(message + 3, len(new.messages) - 1)
+    pairs = ((i, (new.messages[i], new.messages[i + 1])) for i in range(message, last))
+    return any(indexes.get(pair, i) > i for i, pair in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """A prompt's text, and the sketch of the request that it was rendered from.
+
+    `text` is empty where it is not kept. `contents` returns the texts of a message, as the pieces that a
+    template renders; only a new prompt has it.
+    """
+
+    sketch: Sketch
+    text: str = ""
+    contents: Callable[[int], Sequence[str]] = lambda message: ()
+
+    def message_at(self, at: int) -> int | None:
+        """Return the first message that does not end before *at*; None if that is not known."""
+        position, n_missing = 0, 0
+        for index in range(len(self.sketch.messages)):
+            for piece in self.contents(index):
+                # Templates leave pieces out or change them; none of those is searched for to the end.
+                farthest = position + len(piece) + 2 * n_missing + _NEAR_CHARACTERS
+                found = self.text.find(piece, position, farthest)
+                if found < 0:
+                    n_missing += len(piece)
+                    continue
+                position, n_missing = found + len(piece), 0
+                if position > at:
+                    return index
+        return None
+
+    def span(self, message: int) -> tuple[int, int]:
+        """Return where a message begins and ends in the text; 0 and 0 if it is not there."""
+        pieces = self.contents(message)
+        if not pieces:
+            return 0, 0
+        begin = self.text.find(pieces[0])
+        end = self.text.find(pieces[-1], max(0, begin))
+        return (begin, end + len(pieces[-1])) if begin >= 0 and end >= 0 else (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptChange:
+    """A change of the client or the template, and where it lies.
+
+    `message` is the message's number; None in the tools and in texts without messages. The two texts share
+    their first `at` characters; None if there are no texts.
+    """
+
+    cause: Cause
+    part: PromptPart
+    message: int | None = None
+    at: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A new prompt, a known one, whether both are of the same conversation, and where they differ first.
+
+    `differing` is the first message that the client changed, `message` the first one that is rendered
+    otherwise.
+    """
+
+    new: Rendering
+    old: Rendering
+    is_same: bool
+    at: int | None
+    differing: int | None
+    part: PromptPart
+    message: int | None
+
+    def is_by(self, is_such: Callable[[str, str, int], bool]) -> bool:
+        """Return whether the texts, if there are any, differ in such a way."""
+        return self.at is not None and is_such(self.new.text, self.old.text, self.at)
+
+
+def find_change(new: Rendering, old: Rendering, *, is_same_conversation: bool) -> PromptChange:
+    """Return where *new* leaves *old*, and why; the cause is first sight if that is to be expected."""
+    at = common_prefix_length(new.text, old.text) if new.text and old.text else None
+    if not new.sketch.messages:
+        return PromptChange(_cause_in_bare_text(new, old, at), PromptPart.TEXT, None, at)
+    differing = _first_difference(new.sketch, old.sketch)
+    part, message = _where(new, old, differing, at)
+    pair = _Pair(new, old, is_same_conversation, at, differing, part, message)
+    return PromptChange(_cause(pair), part, message, at)
+
+
+def _where(
+    new: Rendering, old: Rendering, differing: int | None, at: int | None
+) -> tuple[PromptPart, int | None]:
+    """Return the part and the message of the new prompt in which the two differ first."""
+    if new.sketch.tools != old.sketch.tools and not _is_in_system(new, differing, at):
+        return PromptPart.TOOLS, None
+    rendered = None if at is None else new.message_at(at)
+    message = differing
+    if message is None or (rendered is not None and rendered < message):
+        message = rendered
+    return (PromptPart.NOWHERE, None) if message is None else (new.sketch.part(message), message)
+
+
+def _is_in_system(new: Rendering, differing: int | None, at: int | None) -> bool:
+    """Return whether the system prompt differs first; templates put the tools before or behind it."""
+    if at is None or differing is None or differing >= new.sketch.n_leading_system:
+        return False
+    begin, end = new.span(0)
+    return begin <= at < end
+
+
+def _cause(pair: _Pair) -> Cause:
+    in_header = pair.part in (PromptPart.TOOLS, PromptPart.SYSTEM)
+    if pair.part is PromptPart.TOOLS:
+        return _cause_in_tools(pair)
+    if in_header and pair.is_by(is_billing if pair.is_same else are_both_billing):
+        return Cause.BILLING_HEADER
+    if (in_header or pair.is_same) and pair.is_by(is_date):
+        return Cause.DATE
+    return _cause_in_system(pair) if in_header else _cause_in_messages(pair)
+
+
+def _cause_in_tools(pair: _Pair) -> Cause:
+    new, old = pair.new.sketch, pair.old.sketch
+    if sorted(new.tools) == sorted(old.tools):
+        return Cause.TOOL_ORDER
+    if new.names == old.names:
+        return Cause.TOOL_TEXT
+    if sorted(new.names) == sorted(old.names):
+        return Cause.TOOL_ORDER
+    if not pair.is_same:
+        return Cause.FIRST_SIGHT
+    has_other_system = pair.differing is not None and pair.differing < new.n_leading_system
+    return Cause.NEW_HEADER if has_other_system else Cause.TOOL_LIST
+
+
+def _cause_in_system(pair: _Pair) -> Cause:
+    if pair.is_by(is_environment):
+        return Cause.ENVIRONMENT
+    if pair.is_by(is_reminder):
+        return Cause.REMINDER
+    if pair.at is None:
+        return Cause.SYSTEM_TEXT if pair.is_same else Cause.FIRST_SIGHT
+    if _is_system_alike(pair.new, pair.old, pair.at):
+        return Cause.SYSTEM_TEXT
+    return Cause.NEW_HEADER if pair.is_same else Cause.FIRST_SIGHT
+
+
+def _is_system_alike(new: Rendering, old: Rendering, at: int) -> bool:
+    """Return whether most of the system prompt is the same, before and behind the change together."""
+    begin, end = new.span(0)
+    old_end = begin + old.sketch.n_system_chars
+    if not begin <= at <= min(end, old_end):
+        return False
+    n_behind = common_prefix_length(new.text[at:end][::-1], old.text[at:old_end][::-1])
+    return at - begin + n_behind >= _ALIKE_SHARE * (max(end, old_end) - begin)
+
+
+def _cause_in_messages(pair: _Pair) -> Cause:
+    new, old, message = pair.new, pair.old, pair.message
+    if pair.part is PromptPart.ASSISTANT and pair.is_by(is_reasoning_dropped):
+        return Cause.REASONING
+    if message is not None and pair.is_by(is_reminder):
+        if pair.is_same or is_alike_without_reminders(new.text, old.text, *new.span(message)):
+            return Cause.REMINDER
+    if message is None or message != pair.differing:
+        return Cause.REASONING if pair.part is PromptPart.ASSISTANT else Cause.RENDERED_OTHERWISE
+    if _is_truncated(new.sketch, old.sketch, message):
+        return Cause.TRUNCATED_HISTORY
+    is_first = message <= new.sketch.n_leading_system
+    return Cause.FIRST_SIGHT if is_first and not pair.is_same else Cause.EDITED_MESSAGE
+
+
+def _cause_in_bare_text(new: Rendering, old: Rendering, at: int | None) -> Cause:
+    if at is None:
+        return Cause.UNKNOWN
+    if is_date(new.text, old.text, at):
+        return Cause.DATE
+    is_edited = at >= _ALIKE_SHARE * len(old.text)
+    return Cause.EDITED_MESSAGE if is_edited else Cause.FIRST_SIGHT
+
+
+# How each kind of change is recognized in two texts that share their first *at* characters.
+
+_BILLING = "x-anthropic-billing-header"
+_LONG_LINE = 500
+"""No more of a line is looked at before and behind the change."""
+_DATE_CHARACTERS = 64
+"""A date is searched for this far before and behind the change."""
+_SAME_BEHIND_DATE = 8
+"""So many characters behind a changed date must be the same."""
+
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
+_DAY = r"\d{1,2}(?:st|nd|rd|th)?"
+_ITEM = "|".join(
+    (
+        r"\d{4}[-/]\d{1,2}[-/]\d{1,2}(?:T[\d:.]+)?",
+        r"\d{1,2}[./]\d{1,2}[./]\d{2,4}",
+        r"\d{1,2}:\d{2}(?::\d{2})?(?:[.,]\d+)?",
+        rf"{_MONTH}\s+{_DAY}(?:,?\s+\d{{4}})?",
+        rf"{_DAY}\s+{_MONTH}(?:,?\s+\d{{4}})?",
+        r"(?:Mon|Tue|Tues|Wed|Wednes|Thu|Thur|Thurs|Fri|Sat|Satur|Sun)(?:day)?\b",
+        r"\b1\d{9}(?:\d{3})?\b",
+        r"(?<=\d)\s?(?:[AaPp]\.?[Mm]\b\.?|Z\b|UTC|GMT|[A-Z]{3,4}\b|[+-]\d{2}:?\d{2})",
+        r"\b20\d{2}\b",
+    )
+)
+_DATE = re.compile(rf"(?:{_ITEM})(?:(?:[\s,]|\bat\b){{0,4}}(?:{_ITEM}))*")
+_ENVIRONMENT_LINE = re.compile(
+    r"\W*(?:primary |current )?(?:working directory|cwd|platform|os version|operating system|shell|"
+    r"is directory a git repo|current branch|git status|recent commits)\b",
+    re.IGNORECASE,
+)
+
+
+class _TextBlock(NamedTuple):
+    """A block of text, by the tags that may open it and those that may close it."""
+
+    opens: tuple[str, ...]
+    closes: tuple[str, ...]
+
+    def holds(self, text: str, at: int) -> bool:
+        """Return whether a block that was opened before *at* is not closed there."""
+        opened = max(text.rfind(tag, 0, at) for tag in self.opens)
+        return opened >= 0 and opened > max(text.rfind(tag, 0, at) for tag in self.closes)
+
+    def is_at(self, text: str, at: int) -> bool:
+        """Return whether *at* lies in a block, in its opening tag, or in white space before that."""
+        longest = max(map(len, self.opens))
+        begin, end = max(0, at - longest), at + longest + 4
+        found = [text.find(tag, begin, end) for tag in self.opens]
+        begins = any(0 <= tag_at <= at + 4 and not text[at:tag_at].strip() for tag_at in found)
+        return begins or self.holds(text, at)
+
+
+_ENVIRONMENT = _TextBlock(
+    ("<env>", "<environment>", "<environment_context>", "<environment_details>")
+    + ("# Environment", "gitStatus:", "useful information about the environment"),
+    ("</env", "\n# "),
+)
+_REMINDER = _TextBlock(("<system-reminder>",), ("</system-reminder>",))
+_REASONING = _TextBlock(
+    ("<think>", "<|channel|>analysis", "[THINK]", "<seed:think>", "<reasoning>"),
+    ("</think>", "<|end|>", "[/THINK]", "</seed:think>", "</reasoning>"),
+)
+
+
+def is_billing(new: str, old: str, at: int) -> bool:
+    """Return whether Claude Code's billing line differs, or only one text has it there."""
+    return any(_BILLING in _line(text, at) for text in (new, old))
+
+
+def are_both_billing(new: str, old: str, at: int) -> bool:
+    """Return whether both texts have that line there."""
+    return all(_BILLING in _line(text, at) for text in (new, old))
+
+
+def is_date(new: str, old: str, at: int) -> bool:
+    """Return whether both texts have a date or a time there, and the same text behind it."""
+    new_end, old_end = _end_of_date(new, at), _end_of_date(old, at)
+    if new_end is None or old_end is None:
+        return False
+    return new[new_end : new_end + _SAME_BEHIND_DATE] == old[old_end : old_end + _SAME_BEHIND_DATE]
+
+
+def is_environment(new: str, old: str, at: int) -> bool:
+    """Return whether the texts differ in the block about the folder, the platform or git."""
+    return any(
+        _ENVIRONMENT.holds(text, at) or _ENVIRONMENT_LINE.match(_line(text, at)) is not None
+        for text in (new, old)
+    )
+
+
+def is_reminder(new: str, old: str, at: int) -> bool:
+    """Return whether the texts differ in a reminder, or only one of them has a reminder there."""
+    return _REMINDER.is_at(new, at) or _REMINDER.is_at(old, at)
+
+
+def is_alike_without_reminders(new: str, old: str, begin: int, end: int) -> bool:
+    """Return whether *new* from *begin* to *end* also stands in *old*, apart from reminders."""
+    now = _without_reminders(new[begin:end]).strip()
+    return bool(now) and _without_reminders(old[begin:]).lstrip().startswith(now)
+
+
+def _without_reminders(text: str) -> str:
+    """Return a text without reminders and the space behind them; a reminder without an end stays."""
+    (opens,), (closes,) = _REMINDER
+    kept, position = list[str](), 0
+    while (begin := text.find(opens, position)) >= 0 and (end := text.find(closes, begin)) >= 0:
+        kept.append(text[position:begin])
+        position = end + len(closes)
+        while text[position : position + 1].isspace():
+            position += 1
+    return "".join([*kept, text[position:]])
+
+
+def is_reasoning_dropped(new: str, old: str, at: int) -> bool:
+    """Return whether the old text has reasoning there, and the new one has none."""
+    is_kept = _REASONING.is_at(new, at) and not _REASONING.holds(old, at)
+    return _REASONING.is_at(old, at) and not is_kept
+
+
+def _line(text: str, at: int) -> str:
+    """Return the line that *at* lies in, as far as it is near."""
+    nearest = max(0, at - _LONG_LINE)
+    begin = max(nearest, text.rfind("\n", nearest, at) + 1)
+    end = text.find("\n", at, at + _LONG_LINE)
+    return text[begin : end if end >= 0 else at + _LONG_LINE]
+
+
+def _end_of_date(text: str, at: int) -> int | None:
+    dates = _DATE.finditer(text, max(0, at - _DATE_CHARACTERS), at + _DATE_CHARACTERS)
+    return next((date.end() for date in dates if date.start() <= at <= date.end()), None)

@@ -1,0 +1,204 @@
+"""Why a request reused no more of its prompt than it did: one cause, its cost, and what is told of it.
+
+Owns: the order in which causes are considered, and the JSON that /requests answers (docs/operations.md).
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from proxy.core.model import Rule, RuleKind
+from proxy.core.plan import Plan, Why
+from proxy.explain.causes import Cause, PromptPart
+from proxy.explain.compare import PromptChange
+from proxy.explain.known import SLACK_TOKENS, Loss
+
+UNANSWERED = "unanswered"
+_CHEAPER = (
+    Why.NOTHING_WORTH_IT,
+    Why.LIVE_CHEAPER,
+    Why.RESTORE_SHORTER,
+    Why.NOTHING_DISPLACED,
+)
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation request, once it has ended.
+
+    `at` is when it came, in seconds since 1970; the other times are since then. What is not known is null.
+    `n_missed` tokens were evaluated although they were known; `cause` says why, `part` and `message`
+    (counted from 0) where in the prompt. `server` says which llama-server, or model, served it where there
+    are several. `stops` and `cuts` are in tokens; the cuts are header, turn start and branch, 0 where there
+    is none. `alternatives` are the next best plans; what the chosen one was to cost stands before them.
+    """
+
+    id: str
+    at: float
+    path: str
+    outcome: str
+    cause: Cause
+    part: PromptPart = PromptPart.NOWHERE
+    message: int | None = None
+    status: int | None = None
+    why: str | None = None
+    chosen: str | None = None
+    server: str | None = None
+    slot: int | None = None
+    n_prompt: int | None = None
+    expected: int | None = None
+    confirmed: int | None = None
+    evaluated: int | None = None
+    n_missed: int = 0
+    saved_seconds: float | None = None
+    queued_seconds: float | None = None
+    prepared_seconds: float | None = None
+    first_token_seconds: float | None = None
+    seconds: float
+    expected_seconds: float | None = None
+    displaced_seconds: float | None = None
+    alternatives: tuple[str, ...] | None = None
+    stops: tuple[int, ...] | None = None
+    cuts: tuple[int, int, int] | None = None
+    rewrites: tuple[str, ...] | None = None
+
+
+class Nearest(msgspec.Struct, frozen=True, kw_only=True):
+    """The known prompt that the request is compared with, and how many first tokens they share.
+
+    `kind` is request, or state: one in a slot or file, from before the proxy was started. Then it has no
+    `id`, and `n_tokens` is not known.
+    """
+
+    kind: str
+    n_common: int
+    id: str | None = None
+    n_tokens: int | None = None
+    age_seconds: float | None = None
+
+
+class Divergence(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the two prompts differ first: `before` is the same in both, then come `known` and `now`.
+
+    The texts are about 20 tokens long; empty unless explain_keep is text. The ids are those of the next
+    tokens on both sides.
+    """
+
+    part: PromptPart
+    message: int | None = None
+    before: str = ""
+    known: str = ""
+    now: str = ""
+    known_ids: tuple[int, ...] = ()
+    now_ids: tuple[int, ...] = ()
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request reused what it did, and what would help."""
+
+    request: RequestRecord
+    says: str
+    cure: str
+    nearest: Nearest | None = None
+    divergence: Divergence | None = None
+
+
+class Judgement(msgspec.Struct, frozen=True):
+    """Why a request reused no more, and the known prompt that its prompt was compared with.
+
+    `n_missed` tokens were evaluated because of `cause`. If a change of the prompt is the cause, `part` and
+    `message` say where it lies.
+    """
+
+    cause: Cause = Cause.NOT_LOOKED_UP
+    n_missed: int = 0
+    part: PromptPart = PromptPart.NOWHERE
+    message: int | None = None
+    nearest: Nearest | None = None
+    divergence: Divergence | None = None
+
+
+class ServedPrompt(Protocol):
+    """How a request was served, as its account tells; `failure` is what went wrong with the cache."""
+
+    plan: Plan
+    n_prompt: int
+    n_reused: int | None
+    failure: Cause | None
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What known prompts tell of a new one.
+
+    Its first `n_common` tokens were evaluated before. `n_like` of them would have been the same but for a
+    change of the client. `is_of_other_process` says that the llama-server process that evaluated them has
+    been replaced since.
+    """
+
+    n_common: int = 0
+    n_like: int = 0
+    is_of_other_process: bool = False
+    loss: Loss = Loss()
+
+
+def may_be_missed(served: ServedPrompt, past: Past) -> bool:
+    """Return whether there may be anything to explain."""
+    return max(_n_known(served, past), past.n_like) - (served.n_reused or 0) > SLACK_TOKENS
+
+
+def judge(served: ServedPrompt, rule: Rule, past: Past, change: PromptChange | None) -> Judgement:
+    """Return why no more was reused; *change* is where the client left an earlier prompt.
+
+    There are four kinds of causes, considered in this order: 1. what failed; 2. what was lost, so that no
+    slot and no file has it; 3. what the client or the template changed; 4. how the request was planned.
+    """
+    n_known, n_reused, plan = _n_known(served, past), served.n_reused or 0, served.plan
+    n_unused = n_known - n_reused
+    if served.failure is not None:
+        n_expected = max(n_known, plan.start.n_reused)
+        return Judgement(served.failure, max(0, n_expected - n_reused))
+    n_there = max(plan.n_shared, n_reused)
+    if n_unused > SLACK_TOKENS and n_there < n_known - SLACK_TOKENS:
+        return Judgement(_why_lost(rule, past, n_there), n_unused)
+    if change is not None and change.cause.is_miss:
+        n_missed = max(n_unused, past.n_like - n_reused)
+        if n_missed > SLACK_TOKENS:
+            return Judgement(change.cause, n_missed, change.part, change.message)
+    if n_unused > SLACK_TOKENS:
+        return Judgement(_why_unused(plan, rule, n_reused), n_unused)
+    is_new = change is not None and change.cause is Cause.FIRST_SIGHT
+    return Judgement(Cause.FIRST_SIGHT if is_new or not n_reused else Cause.HIT)
+
+
+def judge_with_others(judgement: Judgement, n_reused: int, n_of_others: int) -> Judgement:
+    """Return the judgement, or that the states of other API keys would have given *n_of_others* tokens."""
+    n_missed = n_of_others - n_reused
+    if judgement.cause.is_miss or n_missed <= SLACK_TOKENS:
+        return judgement
+    return Judgement(Cause.OTHER_KEY, n_missed)
+
+
+def _n_known(served: ServedPrompt, past: Past) -> int:
+    """Return how many tokens were evaluated before; llama-server always evaluates the last one anew."""
+    return min(max(past.n_common, served.plan.n_shared), served.n_prompt - 1)
+
+
+def _why_lost(rule: Rule, past: Past, n_there: int) -> Cause:
+    """Return what became of the state of a prompt of which slots and files have *n_there* tokens."""
+    if past.loss.cause is not None and past.loss.n_tokens > n_there + SLACK_TOKENS:
+        return past.loss.cause
+    if past.is_of_other_process:
+        return Cause.RESTART
+    return Cause.NOT_KEPT if rule.can_restore else Cause.NOTHING_RESTORABLE
+
+
+def _why_unused(plan: Plan, rule: Rule, n_reused: int) -> Cause:
+    """Return why a state was not used that a slot or a file has."""
+    if plan.n_in_use > n_reused + SLACK_TOKENS:
+        return Cause.IN_USE
+    if plan.why in _CHEAPER:
+        return Cause.CHEAPER
+    if not rule.can_restore:
+        return Cause.NOTHING_RESTORABLE
+    return Cause.UNKNOWN if rule.kind is RuleKind.ANY_PREFIX else Cause.NO_STATE_THERE

@@ -1,0 +1,191 @@
+"""The newest prompts, within a bound of bytes: which of them a new prompt is compared with.
+
+A prompt is replaced by a later one that goes on from it, so that mostly the newest prompt of each
+conversation is kept.
+"""
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from proxy.core.model import Prompt
+from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
+from proxy.explain.causes import Cause
+from proxy.explain.compare import Sketch, begin_alike, have_same_first_message
+
+SLACK_TOKENS = 64
+"""Fewer tokens than this are not worth an explanation: states end a few tokens before prompts do."""
+MAX_IDS = 100
+"""The ids of so many requests are kept with a prompt: `warm --from-request` finds the prompt by them."""
+_OWN_BYTES, _KEY_BYTES = 2000, 320
+"""About what a known prompt takes besides its tokens and text, and what each of its keys takes."""
+
+
+class Loss(NamedTuple):
+    """The state of the first `n_tokens` of a prompt is gone; `cause` says why."""
+
+    cause: Cause | None = None
+    n_tokens: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class KnownPrompt:
+    """A prompt that the llama-server process *process_id* has evaluated; `text` is empty if it is not kept.
+
+    `ended_at` is when that request ended, by the monotonic clock. `ids` are those of the requests whose
+    prompts this one begins with, the newest last. `loss` is what became of its state since.
+    """
+
+    namespace: Namespace
+    tokens: TokenIds
+    text: str
+    sketch: Sketch
+    process_id: str
+    ended_at: float
+    ids: tuple[str, ...]
+    loss: Loss = Loss()
+    keys: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        self.keys = frozenset(self.sketch.conversation_keys(self.namespace))
+
+    @property
+    def id(self) -> str:
+        return self.ids[-1]
+
+    @property
+    def size_bytes(self) -> int:
+        prompt_bytes = sys.getsizeof(self.tokens) + sys.getsizeof(self.text)
+        return prompt_bytes + _KEY_BYTES * len(self.keys) + _OWN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A known prompt, and how many first tokens a new prompt shares with it."""
+
+    known: KnownPrompt
+    n_common: int
+    is_same_conversation: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the new prompt begins with the known one, but for a few tokens at its end."""
+        n_known = len(self.known.tokens)
+        return self.n_common >= max(n_known - SLACK_TOKENS, (n_known + 1) // 2)
+
+    @property
+    def replaces(self) -> bool:
+        """Whether the new prompt is to be kept in place of the known one."""
+        is_exact = self.n_common == len(self.known.tokens)
+        return is_exact or (self.is_same_conversation and self.is_whole)
+
+    @property
+    def loss(self) -> Loss:
+        """What became of the state of the tokens in common."""
+        cause, n_tokens = self.known.loss
+        return Loss(cause, min(n_tokens, self.n_common))
+
+
+class KnownPrompts:
+    """Keeps prompts, and forgets the oldest of them first."""
+
+    def __init__(self, max_bytes: int, max_prompts: int) -> None:
+        self._max_bytes = max_bytes
+        self._max_prompts = max_prompts
+        self._known: list[KnownPrompt] = []
+        self._by_key: dict[int, KnownPrompt] = {}
+        self.size_bytes = 0
+        """About what all of it takes."""
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def newest(self) -> list[KnownPrompt]:
+        """Return all known prompts, the newest first; later changes do not change this list."""
+        return self._known[::-1]
+
+    def matches(
+        self, prompt: Prompt, sketch: Sketch, newest: list[KnownPrompt], planned_at: float
+    ) -> tuple[Match | None, Match | None]:
+        """Return the nearest known prompt, and the one that a new prompt is to be compared with.
+
+        *newest* were known when the new prompt was planned, at *planned_at*. There are four cases:
+        1. The prompt goes on from the last one of its conversation: that is also the nearest one.
+        2. The nearest one is of the same conversation, too: the nearest one is compared.
+        3. Only the last one is: the last one is compared. But the nearest one if it began the same
+           conversation again since, under a header more like the new one.
+        4. No request of the conversation had ended: the nearest one is compared.
+        """
+        by_key, last = self._by_key, None
+        keys = sketch.conversation_keys(prompt.namespace)
+        key = next((key for key in keys if key in by_key), None)
+        if key is not None and by_key[key].ended_at < planned_at:
+            n_common = common_prefix_length(by_key[key].tokens, prompt.tokens)
+            last = Match(by_key[key], n_common, is_same_conversation=True)
+            if last.is_whole:
+                return last, last
+        nearest = _nearest(prompt, newest)
+        if nearest is None:
+            return None, last
+        is_same = key in nearest.known.keys
+        if last is not None and not is_same:
+            is_begun_again = (
+                nearest.known.ended_at > last.known.ended_at
+                and nearest.n_common > last.n_common
+                and have_same_first_message(sketch, nearest.known.sketch)
+            )
+            if not is_begun_again:
+                return nearest, last
+            is_same = True
+        is_same = is_same or begin_alike(sketch, nearest.known.sketch)
+        return nearest, replace(nearest, is_same_conversation=is_same)
+
+    def add(self, known: KnownPrompt, matches: Iterable[Match | None]) -> None:
+        """Keep a prompt, in place of those of its *matches* that it replaces; the oldest may go."""
+        self._known.append(known)
+        self.size_bytes += known.size_bytes
+        self._by_key.update(dict.fromkeys(known.keys, known))
+        for match in matches:
+            if match is not None and match.replaces and match.known in self._known:
+                known.ids = (*match.known.ids, *known.ids)[-MAX_IDS:]
+                self._forget(match.known)
+        while len(self._known) > self._max_prompts or self.size_bytes > self._max_bytes:
+            self._forget(self._known[0])
+
+    def find(self, request_id: str) -> KnownPrompt | None:
+        """Return a prompt that begins with that of a request; None if none is kept any more."""
+        return next((known for known in self._known if request_id in known.ids), None)
+
+    def note_loss(self, namespace: Namespace, tokens: TokenIds, cause: Cause) -> None:
+        """Note with all prompts that begin like *tokens* that this state is gone."""
+        for known in self._known:
+            others, n_lost = known.tokens, known.loss.n_tokens
+            if n_lost < min(len(tokens), len(others)) and tokens[n_lost] == others[n_lost]:
+                n_common = common_prefix_length(others, tokens)
+                if n_common > n_lost and known.namespace == namespace:
+                    known.loss = Loss(cause, n_common)
+
+    def _forget(self, known: KnownPrompt) -> None:
+        self._known.remove(known)
+        self.size_bytes -= known.size_bytes
+        for key in known.keys:
+            if self._by_key[key] is known:
+                del self._by_key[key]
+
+
+def _nearest(prompt: Prompt, newest: list[KnownPrompt]) -> Match | None:
+    """Return the known prompt that shares the most first tokens; of several the newest."""
+    tokens = prompt.tokens
+    nearest, n_common, next_token = None, 0, tokens[0]
+    for known in newest:
+        others = known.tokens
+        # Most prompts are ruled out by the one token that a longer prefix in common has to have.
+        if n_common < len(others) and others[n_common] == next_token:
+            n_tokens = common_prefix_length(others, tokens)
+            if n_tokens > n_common and known.namespace == prompt.namespace:
+                nearest, n_common = known, n_tokens
+                if n_common == len(tokens):
+                    break
+                next_token = tokens[n_common]
+    return None if nearest is None else Match(nearest, n_common)

@@ -1,0 +1,386 @@
+"""What is told of each generation request once it has ended: a log line, counts, and an explanation.
+
+*Inquiry* finds out why a request reused no more. *Report* logs, counts and records it. *Journal* remembers
+the last requests, in memory only.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import date, datetime
+from enum import StrEnum
+from itertools import islice
+
+import msgspec
+
+from proxy.core.model import Outcome, Prompt
+from proxy.core.tokens import Namespace, TokenIds
+from proxy.errors import ProxyError, TooManyRequests, UpstreamAbsent, UpstreamGone
+from proxy.explain.causes import MEANINGS, Cause, PromptPart
+from proxy.explain.compare import PromptChange, Rendering, find_change, goes_on
+from proxy.explain.explanation import (
+    UNANSWERED,
+    Divergence,
+    Explanation,
+    Judgement,
+    Nearest,
+    Past,
+    RequestRecord,
+    judge,
+    judge_with_others,
+    may_be_missed,
+)
+from proxy.explain.known import SLACK_TOKENS, KnownPrompt, KnownPrompts, Match
+from proxy.explain.views import Today
+from proxy.llama.bodies import GenerationBody, contents_of, sketch_of
+from proxy.log import get_logger
+from proxy.metrics import Metrics
+from proxy.servers.attachment import Attachment, known_to_others
+from proxy.serving.request import Account, Answer, Arrival, GenerationRequest
+from proxy.store.store import CheckpointStore
+
+MAX_REQUESTS = 2000
+MAX_PROMPTS = 500
+MAX_PROMPT_BYTES = 48 << 20
+LAST, MISS = "last", "miss"
+_N_CHARACTERS = 80
+"""About 20 tokens."""
+_N_IDS = 8
+
+
+class Keep(StrEnum):
+    """How much of prompts is kept to explain later requests."""
+
+    NONE = "none"
+    TOKENS = "tokens"
+    TEXT = "text"
+
+
+class DaySums:
+    """What the requests of one day, in local time, have reused; the sums of a new day start at zero."""
+
+    def __init__(self, now: float) -> None:
+        self._day = date.fromtimestamp(now)
+        self._today = Today(since=now)
+
+    def at(self, now: float) -> Today:
+        """Return the sums of the day that *now* lies in, in seconds since 1970."""
+        day = date.fromtimestamp(now)
+        if day != self._day:
+            midnight = datetime(day.year, day.month, day.day).timestamp()
+            self._day, self._today = day, Today(since=midnight)
+        return self._today
+
+    def add(self, record: RequestRecord, now: float) -> None:
+        today = self.at(now)
+        n_reused, is_known = record.confirmed or 0, record.confirmed is not None
+        saved_seconds = today.saved_seconds
+        if record.saved_seconds is not None:
+            saved_seconds = round((saved_seconds or 0.0) + record.saved_seconds, 4)
+        self._today = Today(
+            since=today.since,
+            n_requests=today.n_requests + 1,
+            n_reusing=today.n_reusing + (n_reused > 0),
+            n_prompt=today.n_prompt + (record.n_prompt or 0) * is_known,
+            n_reused=today.n_reused + n_reused,
+            n_restored=today.n_restored + n_reused * (record.chosen == "restore"),
+            n_missed=today.n_missed + record.n_missed,
+            saved_seconds=saved_seconds,
+        )
+
+
+class Journal:
+    """Remembers requests that have ended, and the newest prompts as far as *keep* allows."""
+
+    def __init__(self, keep: Keep = Keep.TEXT) -> None:
+        self._explanations: OrderedDict[str, Explanation] = OrderedDict()
+        self.keep = keep
+        self.prompts = KnownPrompts(MAX_PROMPT_BYTES, 0 if keep is Keep.NONE else MAX_PROMPTS)
+        self._day = DaySums(time.time())
+        self.n_recorded = 0
+        """How many requests have ended since the proxy was started: it tells whether there is news."""
+
+    def add(self, explanation: Explanation) -> None:
+        """Remember a request that has just ended; the oldest one may be forgotten for it."""
+        self._explanations[explanation.request.id] = explanation
+        self.n_recorded += 1
+        self._day.add(explanation.request, time.time())
+        if len(self._explanations) > MAX_REQUESTS:
+            self._explanations.popitem(last=False)
+
+    def today(self) -> Today:
+        """Return what the requests of this day have reused."""
+        return self._day.at(time.time())
+
+    def note_loss(self, namespace: Namespace, tokens: TokenIds | None, cause: Cause) -> None:
+        """Note why the state of these tokens is gone, for the requests that miss it."""
+        if tokens is not None:
+            self.prompts.note_loss(namespace, tokens, cause)
+
+    def latest(self, limit: int) -> list[RequestRecord]:
+        """Return the last requests, the newest first."""
+        return [explanation.request for explanation in islice(self._newest(), max(0, limit))]
+
+    def explain(self, request_id: str) -> Explanation | None:
+        """Return the explanation of a request by its id, of the last one or of the last miss, if any."""
+        if request_id == LAST:
+            return next(self._newest(), None)
+        if request_id == MISS:
+            return next((e for e in self._newest() if e.request.cause.is_miss), None)
+        return self._explanations.get(request_id)
+
+    def why_unknown(self, request_id: str) -> str:
+        """Return why there is no explanation of a request, in words."""
+        if request_id == LAST:
+            return "no request has ended since the proxy was started"
+        if request_id == MISS:
+            return f"none of the last {MAX_REQUESTS:,} requests has missed"
+        return (
+            f"no request {request_id} is known: its answer has not ended yet, it is not among the last "
+            f"{MAX_REQUESTS:,}, or the proxy was restarted since"
+        )
+
+    def _newest(self) -> Iterator[Explanation]:
+        return reversed(self._explanations.values())
+
+
+class Inquiry:
+    """Finds out why one request reused no more; *body* is in the chat form if it has messages.
+
+    Owns: when known prompts are looked up. What other requests evaluate while this one runs was not there
+    for this one.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        attachment: Attachment,
+        prompt: Prompt,
+        body: GenerationBody,
+        store: CheckpointStore | None = None,
+    ) -> None:
+        self._journal = journal
+        self._attachment = attachment
+        self._prompt = prompt
+        self._body = body
+        self._store = store
+        self._known: list[KnownPrompt] = []
+        self._planned_at = time.monotonic()
+
+    def note_planned(self) -> None:
+        """Note which prompts are known now."""
+        self._planned_at = time.monotonic()
+        self._known = self._journal.prompts.newest()
+
+    def judge(self, account: Account, request_id: str) -> Judgement:
+        """Return why no more was reused, once that is known; the prompt is known from now on."""
+        if account.n_reused is None:
+            return Judgement()
+        text = self._prompt.text if self._journal.keep is Keep.TEXT else ""
+        new = Rendering(sketch_of(self._body), text)
+        nearest, compared = self._journal.prompts.matches(
+            self._prompt, new.sketch, self._known, self._planned_at
+        )
+        past, change = self._past(nearest, compared), None
+        if compared is not None and account.failure is None and may_be_missed(account, past):
+            change = self._change(new, compared)
+            if change is not None and change.message == len(new.sketch.messages) - 1:
+                # What follows a change in the newest message is new in any case.
+                past = replace(past, n_like=compared.n_common)
+        judgement = msgspec.structs.replace(
+            self._beside_others(judge(account, self._attachment.rule, past, change), account),
+            nearest=self._nearest_record(compared, account.plan.n_shared),
+            divergence=self._divergence(new, compared, change),
+        )
+        if account.failure is not Cause.TOKENIZED_OTHERWISE:
+            self._remember(new, request_id, (nearest, compared))
+        return judgement
+
+    def _beside_others(self, judgement: Judgement, account: Account) -> Judgement:
+        """Return the judgement, or that another API key's states have what is not known under this one."""
+        n_reused = account.n_reused or 0
+        is_explained = judgement.cause.is_miss or account.n_prompt - n_reused <= SLACK_TOKENS
+        if is_explained or self._store is None or not self._attachment.can_cache:
+            return judgement
+        n_of_others = known_to_others(self._store, self._attachment, self._prompt)
+        return judge_with_others(judgement, n_reused, n_of_others)
+
+    def _past(self, nearest: Match | None, compared: Match | None) -> Past:
+        n_like = 0
+        if compared is not None:
+            n_like = min(len(compared.known.tokens), self._prompt.n_tokens - 1)
+        if nearest is None:
+            return Past(0, n_like)
+        is_of_other = nearest.known.process_id != self._attachment.process_id
+        return Past(nearest.n_common, n_like, is_of_other, nearest.loss)
+
+    def _change(self, new: Rendering, compared: Match) -> PromptChange | None:
+        """Return where the prompt leaves a known one; None if it goes on from it, or is part of it."""
+        known = compared.known
+        n_ends = min(len(known.tokens), self._prompt.n_tokens) - SLACK_TOKENS
+        is_bare = not new.sketch.messages
+        if compared.n_common >= n_ends and (is_bare or goes_on(new.sketch, known.sketch)):
+            return None
+        return find_change(
+            replace(new, contents=contents_of(self._body)),
+            Rendering(known.sketch, known.text),
+            is_same_conversation=compared.is_same_conversation,
+        )
+
+    def _nearest_record(self, compared: Match | None, n_shared: int) -> Nearest | None:
+        if compared is None:
+            return Nearest(kind="state", n_common=n_shared) if n_shared else None
+        known = compared.known
+        return Nearest(
+            kind="request",
+            n_common=compared.n_common,
+            id=known.id,
+            n_tokens=len(known.tokens),
+            age_seconds=round(self._planned_at - known.ended_at, 3),
+        )
+
+    def _divergence(
+        self, new: Rendering, compared: Match | None, change: PromptChange | None
+    ) -> Divergence | None:
+        if compared is None or change is None or change.part is PromptPart.NOWHERE:
+            return None
+        old, n_common = compared.known, compared.n_common
+        before = known = now = ""
+        if (at := change.at) is not None:
+            before = new.text[max(0, at - _N_CHARACTERS) : at]
+            known, now = (text[at : at + _N_CHARACTERS] for text in (old.text, new.text))
+        return Divergence(
+            part=change.part,
+            message=change.message,
+            before=before,
+            known=known,
+            now=now,
+            known_ids=tuple(old.tokens[n_common : n_common + _N_IDS]),
+            now_ids=tuple(self._prompt.tokens[n_common : n_common + _N_IDS]),
+        )
+
+    def _remember(self, new: Rendering, request_id: str, matches: tuple[Match | None, ...]) -> None:
+        known = KnownPrompt(
+            self._prompt.namespace,
+            self._prompt.tokens,
+            new.text,
+            new.sketch,
+            self._attachment.process_id,
+            time.monotonic(),
+            (request_id,),
+        )
+        self._journal.prompts.add(known, matches)
+
+
+class Report:
+    """Tells what became of requests; never, in the log, what was in them."""
+
+    def __init__(self, metrics: Metrics, journal: Journal) -> None:
+        self._metrics = metrics
+        self._journal = journal
+        self._log = get_logger("cache")
+
+    def answered(
+        self,
+        request: GenerationRequest,
+        answer: Answer,
+        outcome: Outcome,
+        judgement: Judgement,
+        account: Account | None = None,
+        *,
+        why: str | None = None,
+    ) -> None:
+        """Report a request whose answer was relayed; without an account, *why* it was not looked up."""
+        if answer.is_broken:
+            gone = UpstreamGone("llama-server went away in mid-answer")
+            return self.unanswered(request.arrival, gone)
+        self._metrics.requests.labels(outcome).inc()
+        self._count_reuse(judgement, account)
+        arrived_at, first_token_seconds = request.arrival.arrived_at, None
+        if answer.first_token_at is not None:
+            first_token_seconds = round(answer.first_token_at - arrived_at, 4)
+            self._metrics.first_token_seconds.labels(outcome).observe(first_token_seconds)
+        record = RequestRecord(
+            id=request.id,
+            at=request.arrival.at,
+            path=request.path,
+            outcome=outcome.value,
+            cause=judgement.cause,
+            part=judgement.part,
+            message=judgement.message,
+            n_missed=judgement.n_missed,
+            status=answer.status,
+            server=request.server or None,
+            first_token_seconds=first_token_seconds,
+            seconds=round(time.monotonic() - arrived_at, 4),
+            rewrites=request.rewrites or None,
+            **(account.describe() if account else {"why": why}),
+        )
+        self._log.info("request", **_line(record))
+        self._remember(record, judgement)
+
+    def _count_reuse(self, judgement: Judgement, account: Account | None) -> None:
+        """Count what was missed, and what was saved."""
+        metrics, cause = self._metrics, judgement.cause
+        if cause.is_miss:
+            metrics.misses.labels(cause, judgement.part).inc()
+            metrics.missed_tokens.labels(cause).inc(judgement.n_missed)
+        if account is not None and (seconds := account.saved_seconds) is not None:
+            source = "restored" if account.n_restored else "live"
+            metrics.saved_seconds.labels(source).inc(max(0.0, seconds))
+            metrics.lost_seconds.inc(max(0.0, -seconds))
+
+    def unanswered(self, arrival: Arrival, error: BaseException) -> None:
+        """Report a request that *error* ended before its answer was whole."""
+        why = _why_unanswered(error)
+        self._metrics.unanswered_requests.labels(why).inc()
+        record = RequestRecord(
+            id=arrival.id,
+            at=arrival.at,
+            path=arrival.path,
+            outcome=UNANSWERED,
+            cause=Cause.NOT_LOOKED_UP,
+            why=why,
+            seconds=round(time.monotonic() - arrival.arrived_at, 4),
+        )
+        write = self._log.warning if isinstance(error, ProxyError) else self._log.info
+        write("request", **_line(record), reason=str(error) or type(error).__name__)
+        self._remember(record, Judgement())
+
+    def _remember(self, record: RequestRecord, judgement: Judgement) -> None:
+        meaning = MEANINGS[record.cause]
+        self._journal.add(
+            Explanation(
+                request=record,
+                says=meaning.says,
+                cure=meaning.cure,
+                nearest=judgement.nearest,
+                divergence=judgement.divergence,
+            )
+        )
+
+
+def _line(record: RequestRecord) -> dict[str, object]:
+    """Return the fields of the log line: whatever is known, as plain values."""
+    told = msgspec.structs.asdict(record) | {"at": None, "n_missed": record.n_missed or None}
+    told["cause"] = None if record.cause is Cause.NOT_LOOKED_UP else record.cause.value
+    told["part"] = None if record.part is PromptPart.NOWHERE else record.part.value
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in told.items()
+        if value is not None or name in ("confirmed", "evaluated")
+    }
+
+
+def _why_unanswered(error: BaseException) -> str:
+    match error:
+        case asyncio.CancelledError() | ConnectionResetError():
+            return "client left"
+        case UpstreamGone() | UpstreamAbsent():
+            return "llama-server gone"
+        case TooManyRequests():
+            return "queue full"
+        case _:
+            return "other"

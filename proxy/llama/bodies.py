@@ -1,0 +1,406 @@
+"""Bodies of generation requests: those of clients, and those that are made only for what they evaluate."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import xxhash
+
+from proxy.core.model import SlotId
+from proxy.core.tokens import TokenIds
+from proxy.explain.compare import EMPTY, Sketch, digests
+from proxy.llama.conversions import chat_of_messages, chat_of_responses, list_of, member, text_of
+from proxy.llama.routes import Route
+
+# Bodies of clients' generation requests: what they ask for, and how they are pinned to a slot.
+#
+# A body is forwarded byte for byte but for the fields the proxy owns; where those must be added they are
+# spliced in, so that key order and number formats stay the client's (llama-server renders tool schemas in
+# the order received). llama-server parses with nlohmann::json: of a repeated key the last one wins, a
+# byte order mark is skipped, and a zero byte ends the text, as they do here.
+
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+SYSTEM_ROLES = ("system", "developer")
+_REMINDER = "<system-reminder>"
+
+# What /apply-template reads besides the messages (oaicompat_chat_params_parse in server-common.cpp).
+RENDERING_FIELDS = (
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "reasoning_effort",
+    "reasoning_format",
+    "response_format",
+    "json_schema",
+)
+_CONVERTED_FIELDS = (
+    "messages",
+    *RENDERING_FIELDS,
+    "add_generation_prompt",
+    "continue_final_message",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationBody:
+    """A client's body as sent and as read."""
+
+    raw: bytes
+    fields: dict[str, Any]
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        return self.fields["messages"]  # type: ignore[no-any-return]
+
+    def shape(self, path: str) -> str:
+        """Return what requests that are rendered alike have in common, for counting and disabling."""
+        last_role = self.messages[-1].get("role", "") if self.fields.get("messages") else ""
+        return f"{path} {last_role} {','.join(sorted(self.fields))}"
+
+
+def parse_body(raw: bytes) -> GenerationBody | None:
+    """Return the parsed body, or None if it is not a JSON object."""
+    text = _text_read(raw)
+    try:
+        return GenerationBody(text, msgspec.json.decode(text, type=dict[str, Any]))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def is_no_json_object(raw: bytes) -> bool:
+    """Return whether llama-server cannot read a body either, whose parser has no limit to the depth."""
+    try:
+        msgspec.json.decode(_text_read(raw), type=dict[str, Any])
+    except RecursionError:
+        return False
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return True
+    return False
+
+
+def _text_read(raw: bytes) -> bytes:
+    """Return the part of a body that llama-server reads."""
+    return raw.removeprefix(_BYTE_ORDER_MARK).partition(b"\0")[0]
+
+
+class Head(msgspec.Struct):
+    """What is read of a body before it is known who serves it, as its client wrote it."""
+
+    stream: Any = False
+    model: Any = ""
+
+    @property
+    def wants_stream(self) -> bool:
+        """Whether the answer comes as a stream."""
+        return self.stream is True
+
+    @property
+    def named_model(self) -> str:
+        """What it calls the model, empty if it does not say."""
+        return self.model if isinstance(self.model, str) else ""
+
+
+def head_of(raw: bytes) -> Head:
+    """Return a body's head; an empty one if it is no JSON object."""
+    try:
+        return msgspec.json.decode(_text_read(raw), type=Head)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return Head()
+
+
+def as_chat_body(route: Route, body: GenerationBody) -> GenerationBody:
+    """Return a body in the chat form that renders the same prompt; raises NotConvertible.
+
+    It is only for /apply-template: what a converted one does not need for that is left out.
+    """
+    match route:
+        case Route.MESSAGES:
+            chat = chat_of_messages(body.fields)
+        case Route.RESPONSES:
+            chat = chat_of_responses(body.fields)
+        case _:
+            return body
+    fields = {key: chat[key] for key in _CONVERTED_FIELDS if key in chat}
+    return GenerationBody(msgspec.json.encode(fields), fields)
+
+
+def n_completions(body: GenerationBody) -> int:
+    """Return how many slots the request spreads over."""
+    n = body.fields.get("n_cmpl")
+    if n is None:  # llama-server treats null as absent
+        n = body.fields.get("n")
+    return int(n) if isinstance(n, int | float) and n > 1 else 1
+
+
+def bypass_reason(route: Route, body: GenerationBody | None) -> str | None:
+    """Return why a request's prompt is not to be looked up, or None if it is.
+
+    What it says of messages is for the chat form to tell. llama-server drops all flags of /v1/messages.
+    """
+    if route in (Route.PINNED, Route.UNPINNED):
+        return f"{route} route"
+    if body is None:
+        return "body is not a JSON object"
+    if route is Route.MESSAGES:
+        return None
+    if n_completions(body) > 1:
+        return "several completions"
+    if body.fields.get("lora"):
+        return "lora in the request"
+    if body.fields.get("n_cache_reuse"):
+        return "n_cache_reuse in the request"
+    if body.fields.get("cache_prompt") is False:
+        return "cache_prompt is false"
+    return _prompt_reason(body) if route is Route.COMPLETION else None
+
+
+def chat_reason(body: GenerationBody) -> str | None:
+    """Return why the prompt of a body in the chat form is not to be looked up, or None if it is."""
+    messages = body.fields.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return "no messages"
+    if not all(isinstance(message, dict) for message in messages):
+        return "malformed messages"
+    if any(_has_media(message.get("content")) for message in messages):
+        return "media in the request"
+    return None
+
+
+def _has_media(content: Any) -> bool:
+    if not isinstance(content, list):
+        return False
+    return any(not isinstance(part, dict) or part.get("type") != "text" for part in content)
+
+
+def _prompt_reason(body: GenerationBody) -> str | None:
+    prompt = body.fields.get("prompt")
+    if isinstance(prompt, str) and prompt:
+        return None
+    if not isinstance(prompt, list) or not prompt:
+        return "no single prompt"
+    # A list with a number in it is one prompt; a list of strings only is several.
+    kinds = {type(part) for part in prompt}
+    return None if kinds <= {int, str} and int in kinds else "several prompts"
+
+
+def taints_slot(body: GenerationBody) -> bool:
+    """Return whether what the slot holds afterwards depends on more than its tokens."""
+    return any(body.fields.get(key) for key in ("lora", "n_cache_reuse"))
+
+
+def pin(body: GenerationBody, slot_id: SlotId, *, reuses: bool = True) -> bytes:
+    """Return the body with `id_slot` set, and with `cache_prompt`, which a client can only turn off.
+
+    `n_cache_reuse` 0 keeps a server's --cache-reuse from shifting states, which are then only roughly
+    right.
+    """
+    wants_reuse = body.fields.get("cache_prompt") is not False
+    owned: dict[str, Any] = {"id_slot": slot_id, "cache_prompt": reuses and wants_reuse}
+    if not body.fields.get("n_cache_reuse"):
+        owned["n_cache_reuse"] = 0
+    if owned.keys() & body.fields.keys():
+        return msgspec.json.encode({**body.fields, **owned})
+    start = body.raw.index(b"{") + 1
+    spliced = msgspec.json.encode(owned)[1:-1] + (b"," if body.fields else b"")
+    return body.raw[:start] + spliced + body.raw[start:]
+
+
+def without_reuse(body: GenerationBody) -> bytes:
+    """Return the body with `cache_prompt` off."""
+    return msgspec.json.encode({**body.fields, "cache_prompt": False})
+
+
+def has_several_texts(message: dict[str, Any]) -> bool:
+    """Return whether a message's content is several parts, the last of them a text."""
+    content = message.get("content")
+    return isinstance(content, list) and len(content) > 1 and "text" in content[-1]
+
+
+def begins_with_reminder(message: dict[str, Any]) -> bool:
+    """Return whether the first of a message's several parts was written by an agent, not by its user."""
+    return has_several_texts(message) and _text(message["content"][0]).startswith(_REMINDER)
+
+
+def _text(part: Any) -> str:
+    return str(part.get("text", "")) if isinstance(part, dict) else ""
+
+
+def with_last_text(message: dict[str, Any], text: str) -> dict[str, Any]:
+    """Return a message that says *text* instead of its own, or of its last part if it has several."""
+    if has_several_texts(message):
+        *others, last = message["content"]
+        return {**message, "content": [*others, {**last, "text": text}]}
+    return {**message, "content": text}
+
+
+def with_first_text_and(message: dict[str, Any], text: str) -> dict[str, Any]:
+    """Return a message of several parts with *text* instead of all but the first of them."""
+    return {**message, "content": [message["content"][0], {"type": "text", "text": text}]}
+
+
+def with_messages(
+    body: GenerationBody, messages: list[dict[str, Any]], *, generation_prompt: bool
+) -> bytes:
+    """Return a body that renders *messages* as the request would."""
+    changed = {"messages": messages, "add_generation_prompt": generation_prompt}
+    return msgspec.json.encode({**body.fields, **changed})
+
+
+def leading_system(body: GenerationBody) -> list[dict[str, Any]]:
+    """Return the system messages that the conversation begins with."""
+    messages = body.messages
+    n = next(
+        (i for i, m in enumerate(messages) if m.get("role") not in SYSTEM_ROLES), len(messages)
+    )
+    return messages[:n]
+
+
+def is_first_message(body: GenerationBody, index: int) -> bool:
+    """Return whether nothing but system messages is before a message."""
+    return index <= len(leading_system(body))
+
+
+def last_user_index(body: GenerationBody) -> int | None:
+    """Return the index of the newest user message, or None."""
+    indices = (i for i, m in enumerate(body.messages) if m.get("role") == "user")
+    return max(indices, default=None)
+
+
+def rendering_key(body: GenerationBody, messages: list[dict[str, Any]]) -> bytes:
+    """Return bytes that are equal for two bodies if *messages* are rendered alike in both."""
+    fields = {k: body.fields[k] for k in RENDERING_FIELDS if k in body.fields}
+    return msgspec.json.encode([fields, messages])
+
+
+# Requests that are made only for what they evaluate: one token is generated, and nobody reads it.
+
+
+_USER = {"role": "user", "content": "."}
+_LIMITS = {
+    Route.CHAT: "max_tokens",
+    Route.MESSAGES: "max_tokens",
+    Route.RESPONSES: "max_output_tokens",
+    Route.COMPLETION: "n_predict",
+}
+_DROPPED = (
+    "stream",
+    "stream_options",
+    "n",
+    "n_cmpl",
+    "max_completion_tokens",
+    "max_tokens",
+    "n_predict",
+)
+
+
+def header_request(route: Route, body: GenerationBody, *, is_whole: bool) -> bytes:
+    """Return the request that has a body's header evaluated, or all of it.
+
+    A header is everything before the first message that is not the system's. A bare prompt has none, and
+    is evaluated whole. Raises KeyError or TypeError if the body is none of *route*.
+    """
+    fields = {name: value for name, value in body.fields.items() if name not in _DROPPED}
+    fields[_LIMITS[route]] = 1
+    if route is Route.COMPLETION:
+        fields["max_tokens"] = 1
+    elif not is_whole:
+        fields |= _header(route, body)
+    return msgspec.json.encode(fields)
+
+
+def tokens_request(tokens: TokenIds, model: str) -> bytes:
+    """Return the request to /completion that has some tokens evaluated, by a *model* if it says which."""
+    fields = {"prompt": tokens.tolist(), "n_predict": 1, "max_tokens": 1}
+    return msgspec.json.encode({"model": model, **fields} if model else fields)
+
+
+def _header(route: Route, body: GenerationBody) -> dict[str, Any]:
+    match route:
+        case Route.RESPONSES:
+            given = body.fields["input"]
+            items = given if isinstance(given, list) else []
+            n = next((i for i, m in enumerate(items) if not _is_system(m)), len(items))
+            return {"input": [*items[:n], _USER]}
+        case Route.MESSAGES:
+            return {"messages": [_USER]}
+        case _:
+            return {"messages": [*leading_system(body), _USER]}
+
+
+def _is_system(item: Any) -> bool:
+    return isinstance(item, dict) and item.get("role") in SYSTEM_ROLES
+
+
+def route_path(body: GenerationBody) -> str:
+    """Return the path that a body is most likely meant for, by what it has; "" if it has no prompt."""
+    fields = body.fields
+    if "input" in fields:
+        return "/v1/responses"
+    if "messages" in fields:
+        tools = fields.get("tools") or []
+        is_anthropic = "system" in fields or any("input_schema" in tool for tool in tools)
+        return "/v1/messages" if is_anthropic else "/v1/chat/completions"
+    return "/completion" if "prompt" in fields else ""
+
+
+# Sketches of chat bodies: what their prompts are made of.
+
+
+_LETTERS = {"system": "s", "developer": "s", "user": "u", "assistant": "a", "tool": "t"}
+_SEEDS = {role: seed for seed, role in enumerate(_LETTERS, 1)}
+_LONG_BYTES = 200
+
+
+def sketch_of(body: GenerationBody) -> Sketch:
+    """Return the sketch of a body in the chat form; an empty one if it has no messages."""
+    messages = body.fields.get("messages")
+    if not isinstance(messages, list):
+        return EMPTY
+    tools = list_of(body.fields.get("tools"))
+    names = [text_of(member(tool, "function", {}), "name") for tool in tools]
+    leading = messages[0] if messages and messages[0].get("role") in SYSTEM_ROLES else {}
+    parts = [_part(message) for message in messages]
+    return Sketch(
+        digests([xxhash.xxh3_64_intdigest(name.encode()) for name in names]),
+        digests([xxhash.xxh3_64_intdigest(msgspec.json.encode(tool)) for tool in tools]),
+        "".join(letter for letter, _ in parts),
+        digests([digest for _, digest in parts]),
+        sum(len(piece) for piece in _texts(leading.get("content"))),
+    )
+
+
+def _part(message: dict[str, Any]) -> tuple[str, int]:
+    """Return the letter and the digest of a message."""
+    role, content = text_of(message, "role"), message.get("content")
+    if len(message) == 2 and role in _SEEDS and isinstance(content, str):
+        # Most messages are no more than that, and to encode them would take as long as all the rest.
+        size_bytes, digest = len(content), xxhash.xxh3_64_intdigest(content.encode(), _SEEDS[role])
+    else:
+        encoded = msgspec.json.encode(message)
+        size_bytes, digest = len(encoded), xxhash.xxh3_64_intdigest(encoded)
+    letter = _LETTERS.get(role, "u")
+    return "A" if letter == "a" and size_bytes > _LONG_BYTES else letter, digest
+
+
+def contents_of(body: GenerationBody) -> Callable[[int], list[str]]:
+    """Return how to read the texts of a message of a body in the chat form, as templates write them."""
+    messages = list_of(body.fields.get("messages"))
+    return lambda message: list(_pieces(messages[message]))
+
+
+def _pieces(message: dict[str, Any]) -> Iterator[str]:
+    if reasoning := text_of(message, "reasoning_content").strip():
+        yield reasoning
+    yield from _texts(message.get("content"))
+    for call in list_of(message.get("tool_calls")):
+        if name := text_of(member(call, "function", {}), "name"):
+            yield name
+
+
+def _texts(content: Any) -> Iterator[str]:
+    parts = list_of(content)
+    texts = [content] if isinstance(content, str) else [text_of(part, "text") for part in parts]
+    yield from (text.strip() for text in texts if text.strip())

@@ -1,0 +1,166 @@
+"""llama-server's command line: its options, a host's command lines, and a router's presets."""
+
+import configparser
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from proxy.core.launch import OFF, ON, Given
+
+# llama-server's command line: which options a build knows, and which of them a command sets.
+#
+# Owns: the layout of its --help and how it reads its arguments (common/arg.cpp). Pure. Builds differ in
+# their options, so nothing is known of them but what --help says.
+
+
+_NAME = re.compile(r"(--?[A-Za-z][\w.-]*)(,\s*|\s|$)")
+_TWO_VALUES = re.compile(r"[A-Z]+ [A-Z]+")
+_ENVIRONMENT = re.compile(r"\(env: (\w+)\)")
+_TRUE = frozenset(("on", "enabled", "true", "1"))
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """One option with all its names; a switch takes no value and may have names that turn it off."""
+
+    names: tuple[str, ...]
+    n_values: int
+    environment: str | None = None
+
+    @property
+    def is_switch(self) -> bool:
+        return self.n_values == 0
+
+    @property
+    def can_be_turned_off(self) -> bool:
+        return self.is_switch and any(map(_turns_off, self.names))
+
+
+def parse_help(text: str) -> list[Flag]:
+    """Return the options that a --help names.
+
+    One begins at the left edge with its names, then what stands for its value; two or more spaces or
+    the end of the line part that from its description, which goes on in indented lines.
+    """
+    options: list[Flag] = []
+    for entry in re.split(r"\n(?=\S)", text):
+        names, rest = _split_names(entry.partition("\n")[0])
+        if names:
+            value = re.split(r"\s{2,}", rest)[0] if rest[:1].strip() else ""
+            n_values = 2 if _TWO_VALUES.fullmatch(value) else 1 if value else 0
+            found = _ENVIRONMENT.search(entry)
+            options.append(Flag(names, n_values, found[1] if found else None))
+    return options
+
+
+def variables_of(options: Iterable[Flag]) -> dict[str, str]:
+    """Return the environment variable that stands for an option, by each of its names."""
+    return {
+        name: option.environment
+        for option in options
+        if option.environment
+        for name in option.names
+    }
+
+
+def is_true(value: str) -> bool:
+    """Return whether llama-server takes a value for a yes."""
+    return value in _TRUE
+
+
+def _split_names(line: str) -> tuple[tuple[str, ...], str]:
+    names, end = [], 0
+    while match := _NAME.match(line, end):
+        names.append(match[1])
+        end = match.end()
+        if not match[2].startswith(","):
+            break
+    return tuple(names), line[end:]
+
+
+def known_names(options: Iterable[Flag]) -> frozenset[str]:
+    return frozenset(name for option in options for name in option.names)
+
+
+def read_given(
+    options: Sequence[Flag], arguments: Sequence[str], environment: Mapping[str, str]
+) -> dict[str, Given]:
+    """Return what *arguments* and, where they are silent, *environment* set, under every name.
+
+    Of an option that is given twice the last one counts. What no option explains is llama-server's to
+    complain about.
+    """
+    given: dict[str, Given] = {}
+    for option in options:
+        if found := _from_environment(option, environment):
+            given |= dict.fromkeys(option.names, found)
+    by_name = {name: option for option in options for name in option.names}
+    index = 0
+    while index < len(arguments):
+        written = arguments[index]
+        # llama-server takes --cache_ram for --cache-ram, and no --name=value.
+        name = written.replace("_", "-") if written.startswith("--") else written
+        index += 1
+        if known := by_name.get(name):
+            value = _switched(name) if known.is_switch else "".join(arguments[index : index + 1])
+            given |= dict.fromkeys(known.names, Given(written, value))
+            index += known.n_values
+    return given
+
+
+def _from_environment(option: Flag, environment: Mapping[str, str]) -> Given | None:
+    name = option.environment or ""
+    negative = name.replace("LLAMA_ARG_", "LLAMA_ARG_NO_")
+    if option.can_be_turned_off and negative in environment:
+        return Given(negative, OFF)
+    if name not in environment:
+        return None
+    value = environment[name]
+    if option.is_switch:
+        value = ON if is_true(value) else OFF
+        if value == OFF and not option.can_be_turned_off:
+            return None
+    return Given(name, value)
+
+
+def _switched(name: str) -> str:
+    return OFF if _turns_off(name) else ON
+
+
+def _turns_off(name: str) -> bool:
+    return name.startswith(("--no-", "-no"))
+
+
+# llama-server's --models-preset: an INI file with flags for each model of a router (common/preset.cpp).
+#
+# Owns: how the file is read, as far as its flags are known. Pure. What cannot be read is left for llama-
+# server to complain about.
+
+
+_BEFORE_ALL = "\0"
+
+
+def read_presets(text: str, options: Sequence[Flag]) -> dict[str, dict[str, Given]]:
+    """Return what each section sets; keys are flags without their dashes, or names of variables."""
+    parser = configparser.ConfigParser(
+        delimiters=("=",), interpolation=None, strict=False, default_section=_BEFORE_ALL
+    )
+    try:
+        lines = (line.strip() for line in text.splitlines())  # indented lines go on nothing
+        parser.read_string("\n".join((f"[{_BEFORE_ALL}]", *lines)))
+    except configparser.Error:
+        return {}
+    by_key = {name.lstrip("-"): option for option in options for name in option.names}
+    by_key |= {o.environment.lower(): o for o in options if o.environment}
+    presets: dict[str, dict[str, Given]] = {}
+    for section in parser.sections():
+        given = presets.setdefault(section, {})
+        for key, value in parser[section].items():
+            if (option := by_key.get(key)) and key not in parser.defaults():
+                read = _switched_in_preset(key, value) if option.is_switch else value
+                given |= dict.fromkeys(option.names, Given(f"[{section}] {key}", read))
+    return presets
+
+
+def _switched_in_preset(key: str, value: str) -> str:
+    return ON if is_true(value) != key.startswith("no-") else OFF

@@ -1,0 +1,252 @@
+"""llama-server's routes and addresses, and the names of its models."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+from urllib.parse import quote, urlsplit
+
+import msgspec
+
+from proxy.errors import UpstreamUnreachable
+
+# Model names: what clients call a model, and what llama-server calls it.
+
+
+Aliases = Mapping[str, str]
+
+
+def parse_aliases(text: str) -> dict[str, str]:
+    """Return the names of a setting in the form `client name = server name, ...`."""
+    pairs = (pair.partition("=") for pair in text.split(",") if pair.strip())
+    return {name.strip(): meant.strip() for name, _, meant in pairs}
+
+
+def with_alias(raw: bytes, aliases: Aliases) -> bytes:
+    """Return a body with its model named as llama-server does; all else stays as it was sent."""
+    if not aliases:
+        return raw
+    try:
+        fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        name = msgspec.json.decode(fields["model"], type=str)
+        fields["model"] = msgspec.Raw(msgspec.json.encode(aliases[name]))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
+        return raw
+    return msgspec.json.encode(fields)
+
+
+# llama-server's routes, by what they do to its slots.
+#
+# Read from tools/server/server.cpp. A route that is not listed here never touches a slot.
+
+
+class Route(StrEnum):
+    """How a generation route names its prompt and whether it lets the proxy choose the slot."""
+
+    CHAT = "chat"
+    COMPLETION = "completion"
+    MESSAGES = "messages"
+    """Anthropic's Messages; llama-server drops id_slot and chooses the slot itself."""
+    RESPONSES = "responses"
+    """OpenAI's Responses; honours id_slot."""
+    PINNED = "pinned"
+    """Honours id_slot; its prompt is not read (yet)."""
+    UNPINNED = "unpinned"
+    """llama-server never reads id_slot and chooses the slot itself."""
+
+
+class ErrorShape(StrEnum):
+    OPENAI = "openai"
+    ANTHROPIC = "anthropic"
+
+
+_ROUTES = {
+    Route.CHAT: ("/v1/chat/completions", "/chat/completions"),
+    Route.COMPLETION: ("/v1/completions", "/completion", "/completions"),
+    Route.MESSAGES: ("/v1/messages",),
+    Route.RESPONSES: ("/v1/responses", "/responses"),
+    Route.PINNED: ("/infill",),
+    Route.UNPINNED: (
+        "/embedding",
+        "/embeddings",
+        "/v1/embeddings",
+        "/rerank",
+        "/v1/rerank",
+        "/reranking",
+        "/v1/reranking",
+        "/audio/transcriptions",
+        "/v1/audio/transcriptions",
+        "/v1/systemone",
+    ),
+}
+_BY_PATH = {path: route for route, paths in _ROUTES.items() for path in paths}
+
+
+def generation_route(method: str, path: str) -> Route | None:
+    """Return what kind of generation a request is, or None if it touches no slot."""
+    return _BY_PATH.get(path) if method == "POST" else None
+
+
+def honours_id_slot(route: Route) -> bool:
+    """Return whether the proxy can choose the slot of a request."""
+    return route not in (Route.MESSAGES, Route.UNPINNED)
+
+
+def is_task_for_each_input(path: str) -> bool:
+    """Return whether a request of this route becomes as many tasks as it has inputs."""
+    return any(word in path for word in ("embedding", "rerank"))
+
+
+def reads_forms(path: str) -> bool:
+    """Return whether the bodies of a route are forms, not JSON."""
+    return path.endswith("/audio/transcriptions")
+
+
+def counts_tokens(method: str, path: str) -> bool:
+    """Return whether a request only counts the tokens of a generation's body."""
+    return method == "POST" and path.endswith(("/count_tokens", "/input_tokens"))
+
+
+def changes_server_state(method: str, path: str) -> bool:
+    """Return whether a request changes slots or adapters behind the proxy's back."""
+    return method == "POST" and _is_of_state(path)
+
+
+def _is_of_state(path: str) -> bool:
+    parts = [part for part in path.split("/") if part not in ("", ".")]
+    return parts[:1] == ["slots"] or parts == ["lora-adapters"]
+
+
+def is_known(path: str) -> bool:
+    """Return whether a path means something to the proxy."""
+    return path in _BY_PATH or _is_of_state(path) or counts_tokens("POST", path)
+
+
+def unloads_models(method: str, path: str) -> bool:
+    """Return whether a request has a host of models load or unload one.
+
+    Read from server-models.cpp (router) and llama-swap's proxymanager.go.
+    """
+    if method == "GET":
+        return path == "/unload"
+    return path in ("/models", "/models/load", "/models/unload") or path.startswith(
+        "/api/models/unload"
+    )
+
+
+def error_shape(path: str) -> ErrorShape:
+    """Return the shape in which clients of *path* expect errors."""
+    return ErrorShape.ANTHROPIC if path.startswith("/v1/messages") else ErrorShape.OPENAI
+
+
+# Where one llama-server is asked: at a URL of its own, or by its model's name at a host of several.
+#
+# Owns: how a call names its model. llama-server's router takes it from the body of a POST and from the
+# query of a GET, and loads a model that is not loaded unless `autoload=false` is in the query (server-
+# models.cpp); llama-swap takes it from the path and always loads it (proxymanager.go).
+
+
+_GONE = b"proxy error: Failed to read connection"
+"""What a router writes behind the answer of a child that has died, as if it were a part of it."""
+_UNREACHED = b"proxy error: Could not establish connection"
+"""What it answers, with 500, until it has noticed."""
+_BAD_GATEWAY = 502
+"""What llama-swap answers, without a word, until it has noticed (process_command.go)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A llama-server at a URL of its own; `base_url` is where clients' own requests go as they are."""
+
+    base_url: str
+    model: str = ""
+    speaks_plainly: ClassVar[bool] = False
+    """Whether its host says in plain text what went wrong with llama-server."""
+    tells_unreached: ClassVar[bool] = True
+    """Whether one that could not be reached can be told from one that went away before it answered."""
+
+    @property
+    def name(self) -> str:
+        """What people are told of it: the model, or else the address."""
+        return self.model or urlsplit(self.base_url).netloc
+
+    def path(self, method: str, path: str) -> str:
+        """Return the path, with its query, of a call of the proxy's own."""
+        return path
+
+    def body(self, data: bytes | None) -> bytes | None:
+        """Return the body of a call of the proxy's own."""
+        return data
+
+    def says_gone(self, chunk: bytes) -> bool:
+        """Return whether its host says in an answer that llama-server went away."""
+        return False
+
+    def says_unreached(self, status: int, content: bytes) -> bool:
+        """Return whether an answer is its host's, which could not reach llama-server."""
+        return False
+
+    def is_listed_as(self, model_id: str) -> bool:
+        """Return whether an entry of /v1/models is of this one: a router lists all of its models."""
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class RouterTarget(Target):
+    """One model of llama-server's router mode; never loaded by a call."""
+
+    speaks_plainly: ClassVar[bool] = True
+
+    def path(self, method: str, path: str) -> str:
+        named = f"model={quote(self.model, safe='')}&" if method == "GET" else ""
+        return f"{path}{'&' if '?' in path else '?'}{named}autoload=false"
+
+    def body(self, data: bytes | None) -> bytes | None:
+        if data is None:
+            return None
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        return msgspec.json.encode({**fields, "model": self.model})
+
+    def says_gone(self, chunk: bytes) -> bool:
+        return chunk.endswith(_GONE)
+
+    def says_unreached(self, status: int, content: bytes) -> bool:
+        return content.startswith(_UNREACHED)
+
+    def is_listed_as(self, model_id: str) -> bool:
+        return model_id == self.model
+
+
+@dataclass(frozen=True, slots=True)
+class SwapTarget(Target):
+    """One model of llama-swap."""
+
+    tells_unreached: ClassVar[bool] = False
+
+    def path(self, method: str, path: str) -> str:
+        return f"/upstream/{quote(self.model, safe='/')}{path}"
+
+    def says_unreached(self, status: int, content: bytes) -> bool:
+        return status == _BAD_GATEWAY and not content
+
+
+@dataclass(slots=True)
+class Presence:
+    """Whether there is a process behind a target, as far as its host says.
+
+    `is_polled` says that it may be asked again and again: llama-swap unloads a model that nobody has
+    asked anything for a while. It was gone `n_lost` times.
+    """
+
+    is_there: bool = True
+    is_polled: bool = True
+    n_lost: int = 0
+
+    def lose(self) -> None:
+        self.is_there = False
+        self.n_lost += 1
+
+    def require(self, name: str) -> None:
+        """Raise UpstreamUnreachable if there is none: llama-swap would load the model."""
+        if not self.is_there:
+            raise UpstreamUnreachable(f"{name} is not loaded")

@@ -1,0 +1,327 @@
+"""Changes of a saved state file: context checkpoints taken out or added, sliding windows repaired."""
+
+import shutil
+import struct
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import BinaryIO
+
+import xxhash
+
+from proxy.core.model import FilePart
+from proxy.errors import StateFileMalformed
+from proxy.llama.state_file import (
+    CONTEXT_CHECKPOINTS_MAGIC,
+    CONTEXT_CHECKPOINTS_VERSION,
+    Cells,
+    ContextCheckpoint,
+    Reader,
+    Section,
+    StateFile,
+    TensorBlock,
+    read_sections,
+    read_state,
+    read_state_file,
+)
+
+# Thinning and grafting: which context checkpoints a state file carries.
+#
+# Since 0.7.0 llama-server writes all context checkpoints of a slot behind the state, each a whole
+# recurrent state or window. Most are not worth their bytes, and one that is may have been dropped from
+# the slot's list meanwhile, while an older file of the same conversation still has it.
+#
+# Owns: rewriting that appendix. The state in front of it is neither moved nor copied. Checksums are
+# carried along, and held against whatever is copied: only the head of the appendix, which is ours, gets a
+# new one.
+
+
+_VERSIONS_WITH_APPENDIX = (4,)
+_SEQUENCE_STATE_MAGIC = 0xAF143CD8
+_HEAD = struct.Struct("<III")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A state file, and the parts that it consists of."""
+
+    path: Path
+    parts: tuple[FilePart, ...]
+
+    def between(self, begin: int, end: int) -> tuple[FilePart, ...] | None:
+        """Return the parts of a stretch of the file; None if none begins or ends there."""
+        offsets = [*accumulate((part.n_bytes for part in self.parts), initial=0)]
+        if begin not in offsets or end not in offsets:
+            return None
+        return self.parts[offsets.index(begin) : offsets.index(end)]
+
+
+Entry = tuple[BinaryIO, ContextCheckpoint, tuple[FilePart, ...]]
+"""A context checkpoint, the open file that has it, and its parts."""
+
+
+def select_context_checkpoints(
+    source: Source, own: Collection[int], grafted: Mapping[int, Source]
+) -> tuple[FilePart, ...]:
+    """Leave a state file only its *own* restore points named, add those *grafted* from other files.
+
+    Returns the parts of the file then. Of several context checkpoints with the same restore
+    point the newest is kept, and a point that the file has itself is not taken from another. A donor
+    must be a state of the same model; its point is left out if it is not there (any more) or does
+    not belong to the same tokens and memory, or has no parts of its own. A file whose appendix is not
+    understood is left alone.
+
+    Needs as much room again as the context checkpoints chosen, for a moment. If writing into the
+    file itself fails, the file is garbage. Raises StateFileMalformed if it is not a state file or what is
+    to be copied is not what its checksum says, and the file is then as it was; OSError if it cannot be
+    read or written.
+    """
+    with ExitStack() as stack:
+        file = stack.enter_context(source.path.open("rb"))
+        state = read_state(file)
+        if not _is_understood(file, state):
+            return source.parts
+        chosen = _entries(source, file, state, {*own, *grafted})
+        missing = {point: donor for point, donor in grafted.items() if point not in chosen}
+        for donor in set(missing.values()):
+            points = [point for point in missing if missing[point] == donor]
+            chosen |= _entries_of_donor(stack, donor, points, state)
+        if {c for _, c, _ in chosen.values()} == {*state.context_checkpoints}:
+            return source.parts
+        return _rewrite(source, file, state, sorted(chosen.values(), key=lambda e: e[1].n_tokens))
+
+
+def _is_understood(file: BinaryIO, state: StateFile) -> bool:
+    """Whether one can tell where context checkpoints belong in a file, and what follows them."""
+    if state.version not in _VERSIONS_WITH_APPENDIX or state.sections is None:
+        return False
+    reader = Reader(file, state.size_bytes)
+    reader.position = state.context_checkpoints_end
+    return reader.peek_u32() != CONTEXT_CHECKPOINTS_MAGIC
+
+
+def _entries(
+    source: Source, file: BinaryIO, state: StateFile, points: Collection[int]
+) -> dict[int, Entry]:
+    # The file has them in the order in which they were made, so the newest comes last.
+    found = {c.restore_point: c for c in state.context_checkpoints if c.restore_point in points}
+    return {
+        point: (file, c, parts)
+        for point, c in found.items()
+        if (parts := source.between(c.offset, c.offset + c.size_bytes))
+    }
+
+
+def _entries_of_donor(
+    stack: ExitStack, donor: Source, points: Collection[int], state: StateFile
+) -> dict[int, Entry]:
+    try:
+        file = stack.enter_context(donor.path.open("rb"))
+        donors_state = read_state(file)
+    except (OSError, StateFileMalformed):
+        return {}
+    found = _entries(donor, file, donors_state, points)
+    return {p: entry for p, entry in found.items() if _fits(file, entry[1], donors_state, state)}
+
+
+def _fits(
+    file: BinaryIO, entry: ContextCheckpoint, donors_state: StateFile, state: StateFile
+) -> bool:
+    n = entry.n_tokens
+    if not 0 <= entry.pos_min <= entry.pos_max < n <= len(state.tokens):
+        return False
+    # The tokens do not tell which images were at their place.
+    if donors_state.n_media or state.n_media or donors_state.tokens[:n] != state.tokens[:n]:
+        return False
+    layout = _layout(file, entry, donors_state.version)
+    return (
+        bool(layout)
+        and donors_state.layout == state.layout
+        and (state.layout or ())[-len(layout) :] == layout
+        and _extras([entry]) == _extras(state.context_checkpoints[-1:])
+    )
+
+
+def _extras(entries: Sequence[ContextCheckpoint]) -> list[bool]:
+    """Return whether a draft model's and speculation's states are there, of one entry or of none."""
+    return [bool(n_bytes) for c in entries for n_bytes in c.state_bytes[1:]] or [False, False]
+
+
+def _layout(file: BinaryIO, entry: ContextCheckpoint, version: int) -> tuple[Section, ...]:
+    """Return which sections a context checkpoint has, none if they are not understood.
+
+    They are the last ones of the state: a window, a recurrent state, or both.
+    """
+    reader = Reader(file, entry.state_offset + entry.state_bytes[0])
+    reader.position = entry.state_offset
+    try:
+        magic, _ = reader.numbers("II")
+        sections = read_sections(reader, version, entry.n_tokens)
+    except StateFileMalformed:
+        return ()
+    is_state = magic == _SEQUENCE_STATE_MAGIC and reader.position == reader.size_bytes
+    is_filled = all(found.n_cells for found in sections)
+    return tuple(found.section for found in sections) if is_state and is_filled else ()
+
+
+def _rewrite(
+    source: Source, file: BinaryIO, state: StateFile, entries: Sequence[Entry]
+) -> tuple[FilePart, ...]:
+    kept = source.between(0, state.state_end)
+    rest = source.between(state.context_checkpoints_end, state.size_bytes)
+    if kept is None or rest is None:
+        raise StateFileMalformed("has no checksums of its own for its appendix")
+    # What is chosen is put together aside, as it comes in part from where it will go to.
+    with TemporaryFile(dir=source.path.parent) as aside, source.path.open("r+b") as target:
+        parts = [*kept]
+        if entries:
+            numbers = CONTEXT_CHECKPOINTS_MAGIC, CONTEXT_CHECKPOINTS_VERSION, len(entries)
+            head = _HEAD.pack(*numbers)
+            aside.write(head)
+            parts.append(FilePart(len(head), xxhash.xxh3_128_digest(head)))
+        for donor, entry, entry_parts in entries:
+            _copy(donor, entry.offset, entry_parts, aside)
+            parts += entry_parts
+        _copy(file, state.context_checkpoints_end, rest, aside)
+        aside.seek(0)
+        target.seek(state.state_end)
+        shutil.copyfileobj(aside, target)
+        target.truncate()
+    return (*parts, *rest)
+
+
+def _copy(source: BinaryIO, offset: int, parts: Sequence[FilePart], target: BinaryIO) -> None:
+    source.seek(offset)
+    for part in parts:
+        piece = source.read(part.n_bytes)
+        if xxhash.xxh3_128_digest(piece) != part.digest:
+            raise StateFileMalformed(f"{source.name} is not what was saved")
+        target.write(piece)
+
+
+# The repair of sliding-window states that a build saves but does not continue.
+#
+# llama-server saves of a sliding window the cells inside it, from n_tokens - window on. Builds that write
+# files of version 3 continue a state only if the window reaches one position further back (server-
+# context.cpp, `pos_min >= pos_min_thold`), so that a state longer than the window is thrown away by the
+# first request. The repair appends that cell, a copy of the lowest one. It lies outside the window of
+# every token that can follow, so it is masked, and all it changes is where the window begins.
+#
+# Owns: when a file is repaired and how. The repaired state is good for its end only, and llama-server's
+# own gate sees to that: it refuses to go back to any token whose window would reach the copy.
+
+
+NEEDED_BY_VERSIONS = (2, 3)
+"""Versions of files whose builds continue a cut window only after the repair; others must not have it."""
+
+_CHUNK_BYTES = 4 << 20
+_LEAST_CELLS = 2
+_LOWEST_REPAIRED = 2
+"""With a copy at position 0 a window would seem to begin with the prompt, as if none of it were cut."""
+
+Insertion = tuple[int, bytes]
+"""Bytes to come before a given offset of the file as it is."""
+
+
+def repair_window(path: Path) -> bool:
+    """Make a state file whose window was cut continuable at its end; return whether it was changed.
+
+    Files that need no repair, cannot be repaired or are repaired already are left alone. Only what
+    follows the window is moved, in place and in bounded memory; if that fails, the file is garbage.
+    Raises StateFileMalformed if it is not a state file, OSError if it cannot be read or written.
+    """
+    state = read_state_file(path)
+    cells = _cut_window(state)
+    if cells is None:
+        return False
+    with path.open("r+b") as file:
+        insertions = _extra_cell(file, cells, len(state.tokens))
+        if insertions:
+            _insert(file, insertions)
+            _write(file, cells.offset - 4, struct.pack("<I", cells.n_cells + 1))
+    return bool(insertions)
+
+
+def _cut_window(state: StateFile) -> Cells | None:
+    """Return the cells of a sliding window that does not reach back to the first token.
+
+    It is the second attention section; nothing or a recurrent one follows (llama-kv-cache-iswa.cpp,
+    llama-memory-hybrid-iswa.cpp).
+    """
+    match state.sections:
+        case (whole, window) if whole.cells:
+            pass
+        case (whole, window, last) if whole.cells and last.section.kind == "recurrent":
+            pass
+        case _:
+            return None
+    is_cut = whole.n_cells == len(state.tokens) and window.n_cells < whole.n_cells
+    return window.cells if is_cut else None
+
+
+def _extra_cell(file: BinaryIO, cells: Cells, n_tokens: int) -> list[Insertion]:
+    """Return what adds a cell below the lowest one, in file order; nothing if there must not be one."""
+    positions = _positions(file, cells)
+    lowest = n_tokens - cells.n_cells
+    is_whole = sorted(positions) == list(range(lowest, n_tokens))
+    if lowest < _LOWEST_REPAIRED or cells.n_cells < _LEAST_CELLS or not is_whole:
+        return []
+    index = positions.index(lowest)
+    values = _values(file, cells, index)
+    if values == _values(file, cells, positions.index(lowest + 1)):
+        return []  # the lowest one is a copy already
+    what = _read(file, cells.offset + index * cells.cell_bytes, cells.cell_bytes)
+    places = [at for block in cells.blocks for at in _strip_ends(block, cells.n_cells)]
+    extra = (cells.end, struct.pack("<i", lowest - 1) + what[4:])
+    return [extra, *zip(places, values, strict=True)]
+
+
+def _positions(file: BinaryIO, cells: Cells) -> list[int]:
+    numbers = array("i", _read(file, cells.offset, cells.n_cells * cells.cell_bytes))
+    return numbers[:: cells.cell_bytes // 4].tolist()
+
+
+def _values(file: BinaryIO, cells: Cells, index: int) -> list[bytes]:
+    """Return a cell's element of every strip, in file order."""
+    return [
+        _read(file, end - (cells.n_cells - index) * block.element_bytes, block.element_bytes)
+        for block in cells.blocks
+        for end in _strip_ends(block, cells.n_cells)
+    ]
+
+
+def _strip_ends(block: TensorBlock, n_cells: int) -> list[int]:
+    n_bytes = n_cells * block.element_bytes
+    return [block.offset + n_bytes * n for n in range(1, block.n_strips + 1)]
+
+
+def _insert(file: BinaryIO, insertions: list[Insertion]) -> None:
+    """Insert bytes at ascending offsets, from the last to the first, so that nothing is overwritten."""
+    end = file.seek(0, 2)
+    shift = sum(len(data) for _, data in insertions)
+    for offset, data in reversed(insertions):
+        _move_up(file, offset, end, shift)
+        shift -= len(data)
+        _write(file, offset + shift, data)
+        end = offset
+
+
+def _move_up(file: BinaryIO, start: int, end: int, n_bytes: int) -> None:
+    while start < end:
+        offset = max(start, end - _CHUNK_BYTES)
+        _write(file, offset + n_bytes, _read(file, offset, end - offset))
+        end = offset
+
+
+def _read(file: BinaryIO, offset: int, n_bytes: int) -> bytes:
+    file.seek(offset)
+    return file.read(n_bytes)
+
+
+def _write(file: BinaryIO, offset: int, data: bytes) -> None:
+    file.seek(offset)
+    file.write(data)

@@ -1,0 +1,419 @@
+"""The memory sections of a state file: attention caches and recurrent states, in file order.
+
+Owns: how sections are told apart and skipped. Nothing in the file names the memory type, so a section
+is what can be read as one and ends where another one, an appendix or the file begins.
+"""
+
+import os
+import struct
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from proxy.core.tokens import TokenIds
+from proxy.errors import StateFileMalformed
+
+# The memory sections of a state file: attention caches and recurrent states, in file order.
+#
+# Owns: how sections are told apart and skipped. Nothing in the file names the memory type, so a section
+# is what can be read as one and ends where another one, an appendix or the file begins.
+
+
+CONTEXT_CHECKPOINTS_MAGIC = 0x504B4353
+CONTEXT_CHECKPOINTS_VERSION = 1
+DRAFT_MAGIC = 0x54464453
+_APPENDICES = (None, CONTEXT_CHECKPOINTS_MAGIC, DRAFT_MAGIC)
+_MAX_STREAMS = 256
+_MAX_LAYERS = 4096
+
+
+class Section(msgspec.Struct, frozen=True):
+    """One memory section: what of it does not depend on the tokens it holds.
+
+    `rows` are (ggml type, bytes per row) of each tensor, in file order.
+    """
+
+    kind: str
+    n_streams: int
+    is_v_transposed: bool
+    n_layers: int
+    rotations: tuple[int, ...]
+    rows: tuple[tuple[int, int], ...]
+
+
+class TensorBlock(msgspec.Struct, frozen=True):
+    """Where one tensor of an attention section lies: strips with one element per cell each.
+
+    A tensor whose rows are cells is a single strip; a transposed V is one strip per embedding value.
+    """
+
+    offset: int
+    element_bytes: int
+    n_strips: int
+
+
+class Cells(msgspec.Struct, frozen=True):
+    """Where the cells of an attention section lie: their count (u32) and, behind it, what each one is.
+
+    A cell's own `cell_bytes` are its position (i32), the number of its sequences (u32), M-RoPE
+    coordinates where the model has them, and the sequence (i32). `blocks` are in file order.
+    """
+
+    offset: int
+    n_cells: int
+    cell_bytes: int
+    blocks: tuple[TensorBlock, ...]
+
+    @property
+    def end(self) -> int:
+        """Where the section goes on behind what each cell is."""
+        return self.offset + self.n_cells * self.cell_bytes
+
+
+class FoundSection(msgspec.Struct, frozen=True):
+    """A section and what a file has in it; `cells` is None of recurrent and of empty sections."""
+
+    section: Section
+    n_cells: int
+    cells: Cells | None = None
+
+
+class Reader:
+    """Little-endian numbers from a file; every read and skip stays inside it."""
+
+    def __init__(self, file: BinaryIO, size_bytes: int) -> None:
+        self._file = file
+        self.size_bytes = size_bytes
+        self.position = 0
+
+    def numbers(self, layout: str) -> tuple[int, ...]:
+        return struct.unpack("<" + layout, self.bytes(struct.calcsize("<" + layout)))
+
+    def u32(self) -> int:
+        return self.numbers("I")[0]
+
+    def bytes(self, n_bytes: int) -> bytes:
+        self._require(n_bytes)
+        self._file.seek(self.position)
+        self.position += n_bytes
+        return self._file.read(n_bytes)
+
+    def skip(self, n_bytes: int) -> None:
+        self._require(n_bytes)
+        self.position += n_bytes
+
+    def _require(self, n_bytes: int) -> None:
+        if n_bytes < 0 or self.position + n_bytes > self.size_bytes:
+            raise StateFileMalformed(f"ends inside a field at byte {self.position}")
+
+    def peek_u32(self) -> int | None:
+        if self.position + 4 > self.size_bytes:
+            return None
+        value = self.u32()
+        self.position -= 4
+        return value
+
+
+def read_sections(reader: Reader, version: int, n_tokens: int) -> tuple[FoundSection, ...]:
+    """Read sections until the state ends, whatever memory types they belong to."""
+    sections: list[FoundSection] = []
+    while reader.peek_u32() not in _APPENDICES:
+        sections.append(_read_section(reader, version))
+        if sections[-1].n_cells > n_tokens or len(sections) > 3:
+            raise StateFileMalformed("has a composition that is not known")
+    return tuple(sections)
+
+
+def _read_section(reader: Reader, version: int) -> FoundSection:
+    start = reader.position
+    # Nothing in the file names the memory type: whether cells carry M-RoPE coordinates and whether
+    # there is a V (MLA has none) shows only in which reading ends where another section, an
+    # appendix or the file ends. Version 2 has two coordinates, later ones a third (llama-kv-cells.h).
+    extra_bytes = 12 if version > 2 else 8
+    attempts: list[Callable[[], FoundSection]] = [
+        lambda: _read_attention(reader, version, extra_bytes=0, has_v=True),
+        lambda: _read_attention(reader, version, extra_bytes=extra_bytes, has_v=True),
+        lambda: _read_recurrent(reader),
+        lambda: _read_attention(reader, version, extra_bytes=0, has_v=False),
+    ]
+    for attempt in attempts:
+        reader.position = start
+        try:
+            return attempt()
+        except StateFileMalformed:
+            continue
+    raise StateFileMalformed(f"has an unknown section at byte {start}")
+
+
+def _read_attention(reader: Reader, version: int, *, extra_bytes: int, has_v: bool) -> FoundSection:
+    n_streams = reader.u32()
+    if not 1 <= n_streams <= _MAX_STREAMS:
+        raise StateFileMalformed("is no attention section")
+    found = FoundSection(Section("attention", n_streams, False, 0, (), ()), 0)
+    for _ in range(n_streams):
+        n_cells = reader.u32()
+        if n_cells and found.cells:
+            raise StateFileMalformed("has more than one sequence")
+        if n_cells:
+            found = _read_stream(reader, version, n_streams, n_cells, 12 + extra_bytes, has_v)
+    return found
+
+
+def _read_stream(
+    reader: Reader, version: int, n_streams: int, n_cells: int, cell_bytes: int, has_v: bool
+) -> FoundSection:
+    offset = reader.position
+    _skip_cells(reader, n_cells, cell_bytes)
+    v_transposed, n_layers = reader.numbers("II")
+    if v_transposed > 1 or not 1 <= n_layers <= _MAX_LAYERS:
+        raise StateFileMalformed("has an impossible attention header")
+    rotations = reader.numbers("II") if version >= 4 else ()
+    tensors = [_skip_rows(reader, n_cells) for _ in range(n_layers)]
+    if has_v:
+        skip_v = _skip_columns if v_transposed else _skip_rows
+        tensors += [skip_v(reader, n_cells) for _ in range(n_layers)]
+    rows = tuple((ggml_type, b.element_bytes * b.n_strips) for ggml_type, b in tensors)
+    return FoundSection(
+        Section("attention", n_streams, bool(v_transposed), n_layers, rotations, rows),
+        n_cells,
+        Cells(offset, n_cells, cell_bytes, tuple(block for _, block in tensors)),
+    )
+
+
+def _skip_cells(reader: Reader, n_cells: int, cell_bytes: int) -> None:
+    start = reader.position
+    for index in {0, n_cells // 2, n_cells - 1}:
+        reader.position = start + index * cell_bytes
+        position, n_sequences = reader.numbers("iI")
+        if n_sequences != 1 or position < 0:
+            raise StateFileMalformed("has a cell of another shape")
+    reader.position = start
+    reader.skip(n_cells * cell_bytes)
+
+
+def _skip_rows(reader: Reader, n_cells: int) -> tuple[int, TensorBlock]:
+    """Skip a tensor whose rows are cells; return its ggml type and where it lies."""
+    ggml_type, row_bytes = reader.numbers("iQ")
+    if not 0 <= ggml_type < 256:
+        raise StateFileMalformed("has an impossible tensor type")
+    block = TensorBlock(reader.position, row_bytes, 1)
+    reader.skip(n_cells * row_bytes)
+    return ggml_type, block
+
+
+def _skip_columns(reader: Reader, n_cells: int) -> tuple[int, TensorBlock]:
+    """Skip a tensor whose columns are cells; return its ggml type and where it lies."""
+    ggml_type, element_bytes, n_embd = reader.numbers("iII")
+    if not 0 <= ggml_type < 256:
+        raise StateFileMalformed("has an impossible tensor type")
+    block = TensorBlock(reader.position, element_bytes, n_embd)
+    reader.skip(n_cells * element_bytes * n_embd)
+    return ggml_type, block
+
+
+def _read_recurrent(reader: Reader) -> FoundSection:
+    n_cells = reader.u32()
+    if n_cells > 1:
+        raise StateFileMalformed("is no recurrent section")
+    for _ in range(n_cells):
+        position, n_sequences = reader.numbers("iI")
+        if n_sequences != 0 or position < 0:
+            raise StateFileMalformed("is no recurrent section")
+    is_transposed, n_layers = reader.numbers("II")
+    if is_transposed or not 1 <= n_layers <= _MAX_LAYERS:
+        raise StateFileMalformed("is no recurrent section")
+    rows = []
+    # Layers without recurrent state (the attention layers of a hybrid) write nothing, and their
+    # number is not in the file: the section ends where the state does.
+    while reader.peek_u32() not in _APPENDICES:
+        ggml_type, block = _skip_rows(reader, n_cells)
+        rows.append((ggml_type, block.element_bytes))
+    if len(rows) % 2 or len(rows) > 2 * n_layers:
+        raise StateFileMalformed("has recurrent tensors of an unknown kind")
+    return FoundSection(Section("recurrent", 1, False, n_layers, (), tuple(rows)), n_cells)
+
+
+# llama-server's slot state files, read as far as the proxy needs them.
+#
+# Owns: the layout of a state file (llama_state_seq_save_file of libllama plus the server's token list
+# and, since 0.7.0, its appendices). Reads headers and skips over tensor data, so that a file of many GiB
+# costs a few hundred small reads.
+#
+# A file says of itself which tokens it holds, which context checkpoints it carries and what its cache
+# looks like. It has no checksum and no trace of the model: those are the store's and the namespace's
+# business. A composition that is not understood leaves the state *opaque*: its tokens are still known,
+# and it can be restored at its end.
+
+
+MAGIC = 0x67677371
+SUPPORTED_VERSIONS = (2, 3, 4)
+PART_BYTES = 16 << 20
+_MAX_TOKENS = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class ContextCheckpoint:
+    """A context checkpoint in a file: its positions, and where its bytes begin.
+
+    The bytes are three numbers (n_tokens, pos_min, pos_max) and the states of the model, of a draft
+    model and of speculation, each behind its length and mostly the last two empty.
+    """
+
+    n_tokens: int
+    pos_min: int
+    pos_max: int
+    offset: int
+    state_bytes: tuple[int, ...]
+
+    @property
+    def restore_point(self) -> int:
+        """At how many tokens llama-server continues from it.
+
+        server-context.cpp, the branch "restored context checkpoint".
+        """
+        return min(self.n_tokens, max(self.pos_min + 1, self.pos_max))
+
+    @property
+    def state_offset(self) -> int:
+        """Where the state of the model begins."""
+        return self.offset + 16 + 8
+
+    @property
+    def size_bytes(self) -> int:
+        return 16 + sum(8 + n_bytes for n_bytes in self.state_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class StateFile:
+    """What a state file says of itself; `sections` is None if they were not understood.
+
+    The state ends at `state_end`; the context checkpoints behind it, in the file's order, end at
+    `context_checkpoints_end`. An appendix that is damaged or unknown counts as what follows them.
+    """
+
+    version: int
+    tokens: TokenIds
+    n_media: int
+    sections: tuple[FoundSection, ...] | None
+    context_checkpoints: tuple[ContextCheckpoint, ...]
+    state_end: int
+    context_checkpoints_end: int
+    size_bytes: int
+
+    @property
+    def restore_points(self) -> tuple[int, ...]:
+        """The token counts at which the context checkpoints let llama-server continue, ascending."""
+        return tuple(sorted({c.restore_point for c in self.context_checkpoints}))
+
+    @property
+    def part_sizes(self) -> list[int]:
+        """The lengths of the parts that checksums are made of, in file order.
+
+        A context checkpoint begins and ends with a part, so that it can be copied with its checksums. Parts
+        are no longer than PART_BYTES, so that several threads can read one file.
+        """
+        begins = [c.offset for c in self.context_checkpoints]
+        cuts = [0, self.state_end, *begins, self.context_checkpoints_end, self.size_bytes]
+        return [
+            min(PART_BYTES, end - offset)
+            for begin, end in pairwise(cuts)
+            for offset in range(begin, end, PART_BYTES)
+        ]
+
+    @property
+    def layout(self) -> tuple[Section, ...] | None:
+        """What of the sections does not depend on the tokens, None if it was not understood."""
+        return None if self.sections is None else tuple(f.section for f in self.sections)
+
+    @property
+    def n_cells(self) -> tuple[int, ...]:
+        """How many cells each section has."""
+        return tuple(found.n_cells for found in self.sections or ())
+
+    @property
+    def has_every_position(self) -> bool:
+        """Whether the attention state of every token is there, and nothing else is needed."""
+        return bool(self.sections) and all(
+            found.section.kind == "attention" and found.n_cells == len(self.tokens)
+            for found in self.sections or ()
+        )
+
+
+def read_state_file(path: Path) -> StateFile:
+    """Read the state file at *path*.
+
+    Raises StateFileMalformed if it is not a state file or its token list is cut off, OSError if it
+    cannot be read.
+    """
+    with path.open("rb") as file:
+        return read_state(file)
+
+
+def read_state(file: BinaryIO) -> StateFile:
+    """Read an open state file, as `read_state_file` does."""
+    reader = Reader(file, os.fstat(file.fileno()).st_size)
+    magic, version, n_words = reader.numbers("III")
+    if magic != MAGIC:
+        raise StateFileMalformed("does not begin with llama.cpp's magic number")
+    tokens, n_media = _read_tokens(reader, n_words)
+    sections = _read_sections(reader, version, len(tokens))
+    state_end = reader.position
+    points = () if sections is None else _read_context_checkpoints(reader)
+    end = reader.position
+    return StateFile(version, tokens, n_media, sections, points, state_end, end, reader.size_bytes)
+
+
+def _read_sections(reader: Reader, version: int, n_tokens: int) -> tuple[FoundSection, ...] | None:
+    """Return the sections, None if they are not understood: then the state ends where the file does."""
+    try:
+        if version in SUPPORTED_VERSIONS:
+            return read_sections(reader, version, n_tokens)
+    except StateFileMalformed:
+        pass
+    reader.position = reader.size_bytes
+    return None
+
+
+def _read_tokens(reader: Reader, n_words: int) -> tuple[TokenIds, int]:
+    if n_words > _MAX_TOKENS:
+        raise StateFileMalformed(f"claims {n_words} words of tokens")
+    words = array("i")
+    words.frombytes(reader.bytes(4 * n_words))
+    if not words or words[0] != -1:
+        return words, 0
+    if n_words < 4 or words[1] != 1 or not 0 <= words[2] <= n_words - 4:
+        raise StateFileMalformed("has a token list of an unknown kind")
+    n_tokens = words[2]
+    return words[3 : 3 + n_tokens], words[3 + n_tokens]
+
+
+def _read_context_checkpoints(reader: Reader) -> tuple[ContextCheckpoint, ...]:
+    """Return the context checkpoints; of an appendix that cannot be read nothing is passed over."""
+    start = reader.position
+    if reader.peek_u32() != CONTEXT_CHECKPOINTS_MAGIC:
+        return ()
+    try:
+        _, appendix_version, count = reader.numbers("III")
+        if appendix_version == CONTEXT_CHECKPOINTS_VERSION:
+            return tuple(_read_context_checkpoint(reader) for _ in range(count))
+    except StateFileMalformed:
+        # llama-server ignores a damaged appendix too, with a warning and a 200.
+        pass
+    reader.position = start
+    return ()
+
+
+def _read_context_checkpoint(reader: Reader) -> ContextCheckpoint:
+    offset = reader.position
+    n_tokens, pos_min, pos_max = reader.numbers("qii")
+    state_bytes = []
+    for _ in ("model", "draft model", "speculation"):
+        (n_bytes,) = reader.numbers("Q")
+        reader.skip(n_bytes)
+        state_bytes.append(n_bytes)
+    return ContextCheckpoint(n_tokens, pos_min, pos_max, offset, tuple(state_bytes))

@@ -1,1 +1,0 @@
-"""Work on the directory of a store that no proxy uses."""

@@ -1,0 +1,1 @@
+"""llama-servers: found, identified, measured, followed; one, several, or the models of a host."""

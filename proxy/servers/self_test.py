@@ -1,0 +1,280 @@
+"""The self-test: what a restored state is good for on this server, measured.
+
+One state grows through a short, a long and a longer length, since a probe that is shorter than a
+sliding window learns the wrong rule. Each is saved, and restored for requests that go on from it,
+repeat it, stop before its end or leave it. Then two slots restore the longest state at once.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+from msgspec.structs import replace
+
+from proxy.core.conditions import DegradationKind
+from proxy.core.model import CAREFUL_RULE, CheckpointKind, Rule, RuleKind, SlotId
+from proxy.core.rule import RestoreProbe, SelfTestResult, Trial, diverging_tells, judge
+from proxy.core.slots import Empty, Unknown, choose_slot_to_empty
+from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
+from proxy.errors import UpstreamRefused
+from proxy.llama.client import LlamaServer, Timings
+from proxy.llama.state_file import StateFile
+from proxy.log import get_logger
+from proxy.servers.attachment import Attachment, known_self_test, remember_self_test, remember_sizes
+from proxy.serving.desk import Lease, Turn
+from proxy.serving.launches import Session
+from proxy.serving.process import Services
+from proxy.serving.saver import Room, SavedSlot, Saver
+
+# The self-test: what a restored state is good for on this server, measured.
+#
+# One state grows through a short, a long and a longer length, since a probe that is shorter than a
+# sliding window learns the wrong rule. Each is saved, and restored for requests that go on from it,
+# repeat it, stop before its end or leave it. Then two slots restore the longest state at once.
+
+
+SHORT_TOKENS = 64
+PROBE_LENGTHS = (SHORT_TOKENS, 2200, 4400)
+_MORE_TOKENS = 8
+BACK_TOKENS = 20
+_DIVERGING_UP_TO_TOKENS = 2200
+
+
+ProbeSave = Callable[[SlotId, int], AbstractAsyncContextManager[SavedSlot]]
+"""Saves a slot that holds so many tokens; the file is deleted on leaving."""
+
+
+class SelfTest:
+    """Probes leased, empty slots; whoever holds the leases erases them afterwards."""
+
+    def __init__(
+        self,
+        upstream: LlamaServer,
+        saver: Saver,
+        probe_save: ProbeSave,
+        n_vocab: int,
+        note_evaluation: Callable[[Timings], None] = lambda _: None,
+    ) -> None:
+        self._upstream = upstream
+        self._saver = saver
+        self._note_evaluation = note_evaluation
+        self._probe_save = probe_save
+        n_longest = PROBE_LENGTHS[-1] + 3 * _MORE_TOKENS
+        self._text = token_ids(
+            (i * 7919 + 1237) % max(2, min(n_vocab, 30011)) for i in range(n_longest)
+        )
+
+    async def learn_rule(self, slot_id: SlotId, n_ctx: int) -> Rule:
+        """Return the rule, and leave the longest state in the slot; raises CacheFault.
+
+        Builds before June 2026 (b9538) save all cells that they keep of a window, more than the window
+        has, and continue that as it is. One cell more they refuse, so that no window is repaired there.
+        """
+        self._saver.repairs_windows = True
+        probes: list[RestoreProbe] = []
+        for n_tokens in (n for n in PROBE_LENGTHS if n + 3 * _MORE_TOKENS < n_ctx):
+            try:
+                probes.append(await self._probe(slot_id, n_tokens))
+            except UpstreamRefused:
+                self._saver.repairs_windows = False
+                probes.append(await self._probe(slot_id, n_tokens))
+        return judge(probes)
+
+    async def try_beside(self, slot_id: SlotId, other_id: SlotId) -> tuple[bool, bool]:
+        """Restore what *slot_id* holds into both slots and run them at once, then in turn.
+
+        Returns whether both continued from it, and whether each kept its tokens while the other ran.
+        """
+        pair = (slot_id, other_id)
+        async with self._probe_save(slot_id, PROBE_LENGTHS[-1] + _MORE_TOKENS) as saved:
+            n_tokens = len(saved.state.tokens)
+            try:
+                await asyncio.gather(*(self._restore(each, saved.file_name) for each in pair))
+            except UpstreamRefused:
+                return False, False
+        both = await asyncio.gather(*(self._extend(each, n_tokens, 1) for each in pair))
+        in_turn = [await self._extend(each, n_tokens, 2) for each in pair]
+        held = n_tokens + _MORE_TOKENS
+        return both == [n_tokens, n_tokens], in_turn == [held, held]
+
+    async def _extend(self, slot_id: SlotId, n_tokens: int, times: int) -> int:
+        text = self._text[: n_tokens + times * _MORE_TOKENS]
+        return (await self._upstream.evaluate(slot_id, text)).cache_n
+
+    async def _probe(self, slot_id: SlotId, n_tokens: int) -> RestoreProbe:
+        self._note_evaluation(await self._upstream.evaluate(slot_id, self._text[:n_tokens]))
+        async with self._probe_save(slot_id, n_tokens) as saved:
+            state = saved.state
+            trials = [
+                await self._try(slot_id, saved.file_name, n_tokens, request)
+                for request in self._requests(n_tokens, state)
+            ]
+        return RestoreProbe(n_tokens, state.has_every_position, state.restore_points, tuple(trials))
+
+    def _requests(self, n_tokens: int, state: StateFile) -> list[TokenIds]:
+        """Return the prompts to restore a state for, the one that the next length goes on from last."""
+        text, n_common = self._text, n_tokens - BACK_TOKENS
+        requests = []
+        # Only of the short one, because a prompt that is not reused is evaluated whole.
+        if n_tokens == SHORT_TOKENS:
+            requests += [text[: n_tokens + 1], text[:n_tokens], text[: n_tokens - 1]]
+        tells = diverging_tells(state.restore_points, state.has_every_position, n_common)
+        if n_tokens <= _DIVERGING_UP_TO_TOKENS and tells:
+            requests.append(text[:n_common] + text[-BACK_TOKENS:])
+        return [*requests, text[: n_tokens + _MORE_TOKENS]]
+
+    async def _try(self, slot_id: SlotId, name: str, n_state: int, prompt: TokenIds) -> Trial:
+        await self._restore(slot_id, name)
+        n_common = common_prefix_length(self._text[:n_state], prompt)
+        n_reused = (await self._upstream.evaluate(slot_id, prompt)).cache_n
+        return Trial(len(prompt), n_common, n_reused)
+
+    async def _restore(self, slot_id: SlotId, name: str) -> None:
+        await self._upstream.erase(slot_id)
+        await self._upstream.restore(slot_id, name)
+
+
+# Learns the rule of an attached llama-server: remembers it, measures it, and measures it again.
+#
+# A rule is measured once for a model and build. When restores that it promises are not reused, the server
+# has changed under it (other flags, say), and it is measured again.
+
+
+class Learning:
+    """Gives attachments their rules."""
+
+    def __init__(self, services: Services, saver: Saver) -> None:
+        self._services = services
+        self._upstream = services.upstream
+        self._saver = saver
+        self._log = get_logger("learning")
+
+    def begin(self, session: Session) -> None:
+        """Take the remembered rule; if there is none, reserve an empty slot and measure it there.
+
+        Nothing is awaited, so that no request can come first.
+        """
+        attachment = session.attachment
+        if not attachment.can_cache:
+            return attachment.note_examined()
+        known = known_self_test(self._services.store, attachment)
+        if known is not None:
+            self._publish(attachment, known)
+        elif lease := self._lease_empty(session):
+            self._start(session, lease, session.launches.try_turn() or Turn(None))
+        else:
+            attachment.note_examined()
+            attachment.degrade(DegradationKind.NO_SLOT_FOR_SELF_TEST)
+
+    def look_again(self, session: Session) -> None:
+        """Measure the rule again if it has been contradicted; each time more has to speak against it."""
+        attachment = session.attachment
+        if attachment.n_contradictions < attachment.n_contradictions_allowed:
+            return
+        if (turn := session.launches.try_turn()) is None:
+            return
+        slot = choose_slot_to_empty(attachment.desk.table)
+        lease = attachment.desk.try_lease(slot.id) if slot else None
+        if lease is None:
+            turn.end()
+            return  # everything is busy: the next look may find a free slot
+        self._log.warning(
+            "restores are not reused as the rule says: the self-test runs again",
+            rule=attachment.rule.kind.value,
+            n_contradictions=attachment.n_contradictions,
+        )
+        attachment.n_contradictions = 0
+        attachment.n_contradictions_allowed *= 2
+        self._start(session, lease, turn)
+
+    def _lease_empty(self, session: Session, without: SlotId | None = None) -> Lease[None] | None:
+        desk = session.attachment.desk
+        for slot in desk.table:
+            if slot.id != without and isinstance(slot.content, Empty):
+                if lease := desk.try_lease(slot.id):
+                    return lease
+        return None
+
+    def _start(self, session: Session, lease: Lease[None], turn: Turn) -> None:
+        if not session.attachment.is_caching:
+            session.attachment.rule = CAREFUL_RULE
+            session.attachment.degrade(DegradationKind.SELF_TEST_PENDING)
+        measuring = self._services.tasks.start(self._measure(session, lease.slot_ids[0]))
+        measuring.add_done_callback(lambda _: turn.end())
+        lease.hand_over(measuring)
+
+    async def _measure(self, session: Session, slot_id: SlotId) -> None:
+        attachment = session.attachment
+        try:
+            result = await self._run(session, slot_id)
+            # That nothing can be restored may have been a disturbance: the next start measures again.
+            remembered = result if result.rule.can_restore else None
+            await remember_self_test(self._services.store, attachment, remembered)
+            await remember_sizes(self._services.store, attachment)
+        except Exception as error:
+            self._services.metrics.self_tests.labels("failed").inc()
+            if attachment.is_caching:  # by the rule known before, which stays
+                self._services.faults.record("self-test", error)
+            else:
+                self._services.faults.count("self-test")
+                attachment.fail_self_test(str(error) or type(error).__name__)
+            return
+        self._services.metrics.self_tests.labels(result.rule.kind).inc()
+        self._publish(attachment, result)
+        self._log.info(
+            "self-test done",
+            rule=result.rule.kind.value,
+            end_holds_from=result.rule.end_holds_from,
+            restores_beside=result.restores_beside,
+            keeps_idle=result.keeps_idle,
+        )
+
+    async def _run(self, session: Session, slot_id: SlotId) -> SelfTestResult:
+        attachment, work = session.attachment, session.work
+        await session.launches.clear_others()
+        # Of an empty slot nothing is due.
+        await session.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
+        await work.erase(slot_id)
+        attachment.desk.table.set_content(slot_id, Unknown(can_be_adopted=False))
+        attachment.desk.reconsider()  # nobody need wait for what this slot held
+        n_vocab = (await self._upstream.model_meta()).n_vocab
+        room = Room(self._services, attachment, self._saver)
+        test = SelfTest(
+            self._upstream, self._saver, room.probe, n_vocab, attachment.learn_evaluation
+        )
+        rule = await test.learn_rule(slot_id, attachment.n_ctx)
+        result = SelfTestResult(rule, repairs_windows=self._saver.repairs_windows)
+        if rule.kind is not RuleKind.NOTHING:
+            result = await self._try_beside(session, test, slot_id, result)
+        await work.erase(slot_id)  # raises if the process that was measured is gone
+        return result
+
+    async def _try_beside(
+        self, session: Session, test: SelfTest, slot_id: SlotId, result: SelfTestResult
+    ) -> SelfTestResult:
+        """Try two slots at once if another one is empty and nobody wants it."""
+        if session.attachment.clears_idle_slots:
+            return replace(result, keeps_idle=False)  # each would empty the other
+        other = self._lease_empty(session, without=slot_id)
+        if other is None:  # what an earlier test found of two slots is still the best that is known
+            known = session.attachment.self_test or result
+            return replace(
+                result, restores_beside=known.restores_beside, keeps_idle=known.keeps_idle
+            )
+        with other:
+            (other_id,) = other.slot_ids
+            session.attachment.desk.table.set_content(other_id, Unknown(can_be_adopted=False))
+            restores_beside, keeps_idle = await test.try_beside(slot_id, other_id)
+            await session.work.erase(other_id)
+        return replace(result, restores_beside=restores_beside, keeps_idle=keeps_idle)
+
+    def _publish(self, attachment: Attachment, result: SelfTestResult) -> None:
+        attachment.set_rule(result.rule)
+        attachment.self_test = result
+        self._saver.repairs_windows = result.repairs_windows
+        if attachment.clears_idle_slots is None and result.keeps_idle is not None:
+            attachment.note_clearing(clears=not result.keeps_idle)
+        if result.restores_beside:
+            attachment.recover(DegradationKind.RESTORES_DISTURB)
+        elif result.restores_beside is False and not attachment.clears_idle_slots:
+            attachment.degrade(DegradationKind.RESTORES_DISTURB)

@@ -1,0 +1,447 @@
+"""A turn that one has at a time, in the order of asking."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
+
+from proxy.core.model import SlotId
+from proxy.core.slots import TAINTED, SlotTable
+from proxy.errors import TooManyRequests
+
+# A turn that one has at a time, in the order of asking.
+
+
+class Turn:
+    """The right to be the only one; ended once, again is harmless."""
+
+    def __init__(self, turns: "Turns | None") -> None:
+        """Without *turns* it excludes nobody."""
+        self._turns = turns
+
+    @property
+    def has_ended(self) -> bool:
+        return self._turns is None
+
+    def end(self) -> None:
+        """Let the next one have it."""
+        turns, self._turns = self._turns, None
+        if turns is not None:
+            turns.pass_on()
+
+
+class Turns:
+    """Hands out turns."""
+
+    def __init__(self) -> None:
+        self._is_taken = False
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    def try_take(self) -> Turn | None:
+        """Return the turn if nobody has it."""
+        if self._is_taken:
+            return None
+        self._is_taken = True
+        return Turn(self)
+
+    async def take(self) -> Turn:
+        """Wait for the turn."""
+        if turn := self.try_take():
+            return turn
+        passed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(passed)
+        try:
+            await passed
+        except asyncio.CancelledError:
+            if passed.done() and not passed.cancelled():
+                self.pass_on()  # it came as we left
+            else:
+                self._waiting.remove(passed)
+            raise
+        return Turn(self)
+
+    def pass_on(self) -> None:
+        """Give the turn to who has waited longest; only its holder may."""
+        while self._waiting:
+            passed = self._waiting.popleft()
+            if not passed.done():
+                return passed.set_result(None)
+        self._is_taken = False
+
+
+# One lease: the right of one request to some slots, and how it ends.
+
+
+C = TypeVar("C")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice(Generic[C]):
+    """The slots a request takes, and why (its plan).
+
+    `is_warm` says that it goes on with what they hold, so that nobody else could use them better.
+    """
+
+    slot_ids: tuple[SlotId, ...]
+    reason: C
+    is_warm: bool = False
+
+
+class Desk(Protocol):
+    """Who handed the lease out, and takes its slots back."""
+
+    @property
+    def table(self) -> SlotTable: ...
+
+    def give_back(self, lease: "Lease[Any]", slot_ids: set[SlotId]) -> None: ...
+
+
+class Lease(Generic[C]):
+    """The exclusive right to some slots; leaving the `with` block gives them back."""
+
+    def __init__(self, desk: Desk, choice: Choice[C]) -> None:
+        self._desk = desk
+        self._held = set(choice.slot_ids)
+        self._is_handed_over = False
+        self.slot_ids = choice.slot_ids
+        self.reason = choice.reason
+
+    @property
+    def held(self) -> tuple[SlotId, ...]:
+        """The slots that its request may use: neither given back nor handed over."""
+        return () if self._is_handed_over else tuple(self._held)
+
+    @property
+    def reserved(self) -> tuple[SlotId, ...]:
+        """The slots that nobody else may use, whoever they were handed over to."""
+        return tuple(self._held)
+
+    def __enter__(self) -> "Lease[C]":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Give back all slots that were not handed over; again is harmless."""
+        self.give_up(self.held)
+
+    def give_up(self, slot_ids: Iterable[SlotId]) -> None:
+        """Give back some of the slots."""
+        given_back = self._held & set(slot_ids)
+        self._held -= given_back
+        self._desk.give_back(self, given_back)
+
+    def join(self, slot_id: SlotId) -> None:
+        """Take a slot that came free during this placement."""
+        self._held.add(slot_id)
+        if self._is_handed_over:
+            # Whether the abandoned request ran there will never be known.
+            self._desk.table.set_content(slot_id, TAINTED)
+            self._desk.table.close_lease(slot_id)
+
+    def move(self, slot_id: SlotId, reason: C) -> None:
+        """Exchange all slots for another one that was reserved."""
+        left = self.held
+        self._held.add(slot_id)
+        self.slot_ids, self.reason = (slot_id,), reason
+        self.give_up(left)
+
+    def hand_over(self, task: "asyncio.Task[Any]") -> None:
+        """Leave the slots to *task*: they are given back when it ends, whatever becomes of us."""
+        for slot_id in self._held:
+            self._desk.table.close_lease(slot_id)
+        self._is_handed_over = True
+        task.add_done_callback(lambda _: self.give_up(self._held))
+
+
+# Leases: who may use which slot, in arrival order.
+#
+# `SlotTable` says what is reserved; the desk lets requests wait for it. Whoever asks brings a function
+# that chooses among the slots as they are *then*; choice and reservation happen in one step.
+#
+# A *placement* is a lease whose request goes to a slot of llama-server's choice. Until that is known any
+# idle slot may be the one, so nothing else is granted meanwhile, and slots that come free join the lease.
+
+
+class DeskClosed(Exception):
+    """llama-server was replaced while a request waited for a slot."""
+
+
+class EndedOver(DeskClosed):
+    """llama-server ended while it worked for a request without an answer, which is to be tried again."""
+
+
+class FreeElsewhere(Exception):
+    """Another llama-server with the same model has a free slot for a request that waited here."""
+
+
+MAX_OVERTAKES = 8
+"""A request that declines the free slots there are, because a better one soon will be, lets so many
+later ones pass; then everybody waits for it. So many pass, too, that a slot fits which it would empty."""
+
+MAX_LOOKED_AT = 8
+"""So many of those who wait are asked whether a slot fits them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    choose: Callable[[], Choice[Any] | None]
+    granted: "asyncio.Future[Lease[Any]]"
+    n_passes: int
+    is_placement: bool
+
+
+class Hold:
+    """While it lasts the desk grants nothing; releasing it again is harmless."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end: Callable[[], None] | None = end
+
+    def release(self) -> None:
+        end, self._end = self._end, None
+        if end is not None:
+            end()
+
+
+class LeaseDesk:
+    """Hands out leases on the slots of one llama-server process."""
+
+    def __init__(self, table: SlotTable, max_waiting: int) -> None:
+        self.table = table
+        self._max_waiting = max_waiting
+        self._waiting: deque[_Waiting] = deque()
+        self._placement: Lease[Any] | None = None
+        self._choosing = asyncio.Lock()
+        self.on_idle: Callable[[LeaseDesk], None] = lambda desk: None
+        """Is told when a slot has come free that nobody here waits for."""
+        self._is_held = False
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether llama-server has been replaced since: nothing may be saved or restored any more."""
+        return self._is_closed
+
+    @property
+    def is_placing(self) -> bool:
+        """Whether llama-server may be about to run a request in any slot that is idle to it."""
+        return self._placement is not None or self._is_held
+
+    async def hold(self) -> "Hold":
+        """Grant nothing from now on: llama-server is choosing a slot by what they hold.
+
+        Whoever else would hold it waits until this is released.
+        """
+        await self._choosing.acquire()
+        self._is_held = True
+        return Hold(self._end_hold)
+
+    async def await_choice(self) -> None:
+        """Wait until nobody holds the desk: what slots hold may change then."""
+        async with self._choosing:
+            pass
+
+    def _end_hold(self) -> None:
+        self._is_held = False
+        self._choosing.release()
+        self._grant()
+
+    @property
+    def n_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def lease(
+        self,
+        choose: Callable[[], Choice[C] | None],
+        *,
+        may_be_passed: bool = False,
+        is_placement: bool = False,
+    ) -> Lease[C]:
+        """Wait for the turn and for slots to choose from.
+
+        With *may_be_passed*, declining free slots does not hold up those who came later, within bounds.
+        Raises TooManyRequests if the queue is full, DeskClosed if llama-server is replaced meanwhile, and
+        FreeElsewhere.
+        """
+        if self._is_closed:
+            raise DeskClosed
+        if not self._waiting and not self.is_placing and (choice := choose()):
+            return self._reserve(choice, is_placement=is_placement)
+        if len(self._waiting) >= self._max_waiting:
+            raise TooManyRequests(f"{self._max_waiting} requests are waiting for a slot already")
+        granted: asyncio.Future[Lease[C]] = asyncio.get_running_loop().create_future()
+        n_passes = MAX_OVERTAKES if may_be_passed else 0
+        waiting = _Waiting(choose, granted, n_passes, is_placement)
+        self._waiting.append(waiting)
+        self._grant()
+        try:
+            return await granted
+        except asyncio.CancelledError:
+            self._abandon(waiting)
+            raise
+
+    def try_lease(self, slot_id: SlotId) -> Lease[None] | None:
+        """Lease one slot if it is free and nobody waits."""
+        if self._is_closed or self._waiting or self.is_placing or self.table[slot_id].is_leased:
+            return None
+        return self._reserve(Choice((slot_id,), None))
+
+    def end_placement(self, lease: Lease[Any], used: Collection[SlotId]) -> None:
+        """Note that a placement's request runs in the slots *used*; the lease keeps only those."""
+        if self._placement is lease:
+            self._placement = None
+        for slot_id in used:
+            self.table.note_running(slot_id)
+        lease.give_up(set(lease.held) - set(used))
+
+    def lease_free(self, slot_id: SlotId) -> Lease[None] | None:
+        """Lease one slot if it is free, whoever waits; only for who holds the desk."""
+        if self._is_closed or self.table[slot_id].is_leased:
+            return None
+        return self._reserve(Choice((slot_id,), None))
+
+    def move(self, lease: Lease[C], slot_id: SlotId, reason: C) -> None:
+        """Let a lease have a free slot instead of its own; only for who holds the desk."""
+        self.table.lease(slot_id, time.monotonic())
+        lease.move(slot_id, reason)
+
+    def take_over(self, slot_id: SlotId) -> Lease[None]:
+        """Return the lease of a slot that was found in somebody else's use."""
+        return Lease(self, Choice((slot_id,), None))
+
+    def note_running(self, slot_id: SlotId) -> None:
+        """Note that llama-server runs the request that a slot was leased for."""
+        self.table.note_running(slot_id)
+        self._grant()
+
+    def reconsider(self) -> None:
+        """Ask those who wait again: what a slot holds has changed."""
+        self._grant()
+
+    def give_back(self, lease: Lease[Any], slot_ids: set[SlotId]) -> None:
+        """Free slots of *lease*; while another lease is a placement, they join that one instead."""
+        if self._placement is lease and not lease.reserved:
+            self._placement = None
+        for slot_id in slot_ids:
+            self.table.release(slot_id, time.monotonic())
+            if self._placement not in (None, lease):
+                self.table.lease(slot_id, time.monotonic())
+                self._placement.join(slot_id)
+        self._grant()
+        is_idle = not self._waiting and not self.is_placing and bool(self.table.free())
+        if slot_ids and is_idle and not self._is_closed:
+            self.on_idle(self)
+
+    def let_go(self) -> bool:
+        """Send who has waited longest to a slot that is free elsewhere; return False if nobody waits."""
+        for waiting in tuple(self._waiting):
+            self._waiting.remove(waiting)
+            if not waiting.granted.done():
+                waiting.granted.set_exception(FreeElsewhere())
+                return True
+        return False
+
+    def close(self) -> None:
+        """Send everybody who waits away; leases that are out stay harmless."""
+        self._is_closed = True
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if not waiting.granted.done():
+                waiting.granted.set_exception(DeskClosed())
+
+    def _reserve(self, choice: Choice[C], *, is_placement: bool = False) -> Lease[C]:
+        for slot_id in choice.slot_ids:
+            if self.table[slot_id].is_leased:
+                raise ValueError(f"slot {slot_id} is leased already")
+        for slot_id in choice.slot_ids:
+            self.table.lease(slot_id, time.monotonic())
+        lease = Lease(self, choice)
+        if is_placement:
+            self._placement = lease
+        return lease
+
+    def _grant(self) -> None:
+        """Give free slots to those who wait, in arrival order but for a bounded number of overtakes."""
+        declined: list[_Waiting] = []
+        for waiting in tuple(self._waiting):
+            if self.is_placing:
+                return
+            if waiting.granted.done():
+                self._waiting.remove(waiting)
+                continue
+            taker = self._try_to_grant(waiting)
+            if taker is None:
+                if waiting.n_passes == 0 or not self.table.free():
+                    return
+                declined.append(waiting)
+                continue
+            for overtaken in islice(self._waiting, self._waiting.index(taker)):
+                overtaken.n_passes -= 1
+            self._waiting.remove(taker)
+            if taker is not waiting:
+                return self._grant()
+            if any(overtaken.n_passes == 0 for overtaken in declined):
+                return
+
+    def _try_to_grant(self, waiting: _Waiting) -> _Waiting | None:
+        """Grant the slots that *waiting* chooses; return who has them, None if it chooses none.
+
+        That is another who waits if they fit that one and would be emptied for *waiting*.
+        """
+        try:
+            choice = waiting.choose()
+            if choice is None:
+                return None
+            if not choice.is_warm and waiting.n_passes > 0 and not waiting.is_placement:
+                if fitting := self._fitting(waiting, choice):
+                    waiting, choice = fitting
+            lease = self._reserve(choice, is_placement=waiting.is_placement)
+            waiting.granted.set_result(lease)
+        except Exception as error:
+            waiting.granted.set_exception(error)
+        return waiting
+
+    def _fitting(
+        self, passed: _Waiting, wanted: Choice[Any]
+    ) -> tuple[_Waiting, Choice[Any]] | None:
+        """Return who behind *passed* would go on with what the *wanted* slots hold.
+
+        Nobody passes a placement, nor who has been passed often enough.
+        """
+        behind = list(self._waiting)[self._waiting.index(passed) + 1 :][:MAX_LOOKED_AT]
+        for waiting in behind:
+            if waiting.granted.done():
+                continue
+            if waiting.is_placement:
+                return None
+            with suppress(Exception):  # whoever cannot choose is told so at its own turn
+                choice = waiting.choose()
+                if choice and choice.is_warm and set(choice.slot_ids) & set(wanted.slot_ids):
+                    return waiting, choice
+            if waiting.n_passes == 0:
+                return None
+        return None
+
+    def _abandon(self, waiting: _Waiting) -> None:
+        # Cancelled between the grant and our waking up: the lease is ours to give back.
+        if waiting.granted.done() and not waiting.granted.cancelled():
+            if waiting.granted.exception() is None:
+                waiting.granted.result().release()
+        elif waiting in self._waiting:
+            self._waiting.remove(waiting)
+            self._grant()

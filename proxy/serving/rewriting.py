@@ -1,0 +1,280 @@
+"""Requests rewritten before anything else looks at them: stabilized, or cut to the context."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import msgspec
+import xxhash
+from cachetools import LRUCache
+
+from proxy.core.cuts import (
+    Begins,
+    ContextCut,
+    MessageSize,
+    first_to_try,
+    places_to_cut,
+    room_for_prompt,
+    step_of,
+)
+from proxy.core.model import Prompt
+from proxy.errors import StabilizerFailed, StoreFault, UpstreamFault, UpstreamRefused
+from proxy.llama.bodies import GenerationBody, parse_body
+from proxy.llama.client import LlamaServer
+from proxy.llama.routes import Route, Target
+from proxy.serving.launches import Session
+from proxy.serving.process import Shared
+from proxy.serving.request import GenerationRequest
+from proxy.stabilize.drops import (
+    begins_step,
+    begins_turn,
+    conversation_of,
+    rendered_text,
+    shortened,
+    wanted_tokens,
+)
+from proxy.stabilize.model import Form, Json, Memory, Name, RequestFacts, UnknownShape
+from proxy.stabilize.run import stabilize
+from proxy.stabilize.template import BODIES, CallMade, inlined_body, keeps_inlined, read_facts
+
+# The stabilizers at work: requests are rewritten before anything else looks at them.
+#
+# Owns: what each llama-server's template does (asked once for each process), and the memory of earlier
+# requests, which outlives this process in the index. What cannot be rewritten goes on as it came.
+
+
+FORMS = {
+    Route.CHAT: Form.CHAT,
+    Route.MESSAGES: Form.ANTHROPIC,
+    Route.RESPONSES: Form.RESPONSES,
+}
+"""The API forms that stabilizers know, by route."""
+_ASK_SECONDS = 2.0
+"""So long a request waits for what the template does; after that it goes on as if nothing were known."""
+_VALUE_NAME = "stabilizers"
+_N_PROCESSES = 64
+_CACHE_KEYS = ("prompt_cache_key", "promptCacheKey")
+"""OpenAI's name, and OpenCode's for other providers."""
+
+
+class Stabilizing:
+    """Applies the stabilizers that are switched on."""
+
+    def __init__(self, services: Shared, switches: frozenset[Name]) -> None:
+        self._services = services
+        self._switches = switches
+        self._memory = self._remembered()
+        self._facts: LRUCache[tuple[Target, str], asyncio.Task[RequestFacts]] = LRUCache(
+            _N_PROCESSES
+        )
+
+    async def rewrite(self, session: Session, request: GenerationRequest) -> GenerationRequest:
+        """Return the request as it is to be served: the same one if nothing applies."""
+        form = FORMS.get(request.route)
+        body = parse_body(request.raw) if form and self._switches else None
+        if form is None or body is None:
+            return request
+        known = await self._facts_of(session)
+        facts = replace(
+            known, session=request.session or _cache_key(body), tenant=request.tenant.hex()
+        )
+        result = stabilize(form, body.fields, self._memory, self._switches, facts)
+        for failure in result.failures:
+            self._services.faults.record("stabilize", StabilizerFailed(str(failure)))
+        self._memory.learn(result.lessons)
+        if result.body is body.fields:
+            return request
+        names = tuple(dict.fromkeys(change.stabilizer.value for change in result.changes))
+        for name in names:
+            self._services.metrics.stabilized.labels(name).inc()
+        return replace(request, raw=msgspec.json.encode(result.body), rewrites=names)
+
+    def note_calls(self, request: GenerationRequest, calls: Iterable[CallMade]) -> None:
+        """Remember the tool calls of an answer, as the model made them."""
+        tenant = request.tenant.hex()
+        for call in calls:
+            self._memory.remember_call(call.call_id, call.name, call.raw_arguments, tenant=tenant)
+
+    async def keep(self) -> None:
+        """Write what was learned to the index; without it the next start's prompts would differ."""
+        store = self._services.opened_store
+        if store is not None and len(self._memory):
+            with suppress(StoreFault):
+                await store.put_value(_VALUE_NAME, self._memory.to_bytes())
+
+    def _remembered(self) -> Memory:
+        store = self._services.opened_store
+        data = store.index.value(_VALUE_NAME, bytes) if store is not None else None
+        try:
+            return Memory.from_bytes(data) if data else Memory()
+        except msgspec.DecodeError:
+            return Memory()
+
+    async def _facts_of(self, session: Session) -> RequestFacts:
+        """Return what the template of this llama-server does; nothing is known if it cannot be asked."""
+        key = session.upstream.target, session.attachment.process_id
+        if key not in self._facts:
+            self._facts[key] = self._services.tasks.start(self._ask(session.upstream))
+        asked = self._facts[key]
+        await asyncio.wait({asked}, timeout=_ASK_SECONDS)
+        return asked.result() if asked.done() else RequestFacts()
+
+    async def _ask(self, upstream: LlamaServer) -> RequestFacts:
+        try:
+            renderings = {probe: await _render(upstream, body) for probe, body in BODIES.items()}
+            facts = read_facts(renderings)
+            inlined = inlined_body(facts)
+            if inlined is None or keeps_inlined(await _render(upstream, inlined), renderings):
+                return facts
+            return replace(facts, reasoning_marks=None)
+        except (UpstreamFault, ValueError, KeyError) as fault:
+            self._services.faults.record("stabilize", fault)
+            return RequestFacts()
+
+
+async def _render(upstream: LlamaServer, body: dict[str, object]) -> str | None:
+    """Return a rendering, None if the template refuses the body; raises UpstreamFault."""
+    try:
+        return await upstream.apply_template(msgspec.json.encode(body), {})
+    except UpstreamRefused as refusal:
+        if refusal.status in (400, 500):
+            return None
+        raise
+
+
+def _cache_key(body: GenerationBody) -> str:
+    """Return what a client without a header for it calls its session by."""
+    keys = (body.fields.get(name) for name in _CACHE_KEYS)
+    return next((key for key in keys if isinstance(key, str)), "")
+
+
+# Conversations that have outgrown the context, made to fit: the setting context_overflow.
+#
+# Owns: what each message counts, how far each conversation is cut. Without it llama-server refuses such a
+# prompt, which clients know how to answer.
+
+
+REWRITE = "context_overflow"
+_N_CONVERSATIONS = 1024
+_N_MESSAGES = 16384
+_N_COUNTED_AT_ONCE = 8
+
+Read = Callable[[GenerationRequest, GenerationBody], Awaitable[Prompt | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """A request as it is to be served."""
+
+    request: GenerationRequest
+    body: GenerationBody
+    prompt: Prompt
+
+
+class Overflow:
+    """Leaves out what is oldest of conversations that do not fit, in large steps."""
+
+    def __init__(self, services: Shared, *, is_on: bool) -> None:
+        self._services = services
+        self._is_on = is_on
+        self._counts: LRUCache[bytes, int] = LRUCache(_N_MESSAGES)
+        self._reached: LRUCache[bytes, int] = LRUCache(_N_CONVERSATIONS)
+
+    async def fit(self, session: Session, given: Fitted, read: Read) -> Fitted:
+        """Return a request that fits, the same one if it does already or cannot be made to.
+
+        *read* tells the prompt of a changed one.
+        """
+        form, n_ctx = FORMS.get(given.request.route), session.attachment.n_ctx
+        if not self._is_on or form is None:
+            return given
+        n_room = room_for_prompt(n_ctx, wanted_tokens(given.body.fields))
+        if given.prompt.n_tokens <= n_room:
+            return given
+        try:
+            conversation = conversation_of(form, given.body.fields)
+            parts = await self._count(session.upstream, conversation, given.request)
+            places = places_to_cut(parts, step_of(n_ctx, n_room))
+            key = _key_of(session.upstream, given.request, conversation)
+            return await self._shorten(form, given, read, places, key, n_room) or given
+        except UpstreamFault as fault:
+            self._services.faults.record("stabilize", fault)
+        except UnknownShape as fault:
+            self._services.faults.record("stabilize", StabilizerFailed(f"{REWRITE}: {fault}"))
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
+            failure = StabilizerFailed(f"{REWRITE}: {type(error).__name__}")
+            self._services.faults.record("stabilize", failure)
+        return given
+
+    async def _shorten(
+        self,
+        form: Form,
+        given: Fitted,
+        read: Read,
+        places: list[ContextCut],
+        key: bytes,
+        n_room: int,
+    ) -> Fitted | None:
+        n_over = given.prompt.n_tokens - n_room
+        for index in range(first_to_try(places, n_over, self._reached.get(key, 0)), len(places)):
+            fields = shortened(form, given.body.fields, places[index].first, places[index].asked)
+            raw = msgspec.json.encode(fields)
+            rewrites = (*given.request.rewrites, REWRITE)
+            request = replace(given.request, raw=raw, rewrites=rewrites)
+            body = GenerationBody(raw, fields)
+            prompt = await read(request, body)
+            if prompt is None:
+                return None
+            if prompt.n_tokens <= n_room:
+                self._reached[key] = index
+                metrics = self._services.metrics
+                metrics.shortened_requests.inc()
+                metrics.left_out_tokens.inc(given.prompt.n_tokens - prompt.n_tokens)
+                return Fitted(request, body, prompt)
+        return None
+
+    async def _count(
+        self, upstream: LlamaServer, conversation: list[Json], request: GenerationRequest
+    ) -> list[MessageSize]:
+        """Return the messages with their own tokens, whatever a template adds to them."""
+        parts: list[MessageSize] = []
+        for start in range(0, len(conversation), _N_COUNTED_AT_ONCE):
+            some = conversation[start : start + _N_COUNTED_AT_ONCE]
+            counts = await asyncio.gather(
+                *(self._n_tokens(upstream, message, request) for message in some)
+            )
+            for index, n_tokens in enumerate(counts, start):
+                before = conversation[index - 1] if index else None
+                parts.append(MessageSize(_begins(conversation[index], before), n_tokens))
+        return parts
+
+    async def _n_tokens(
+        self, upstream: LlamaServer, message: Json, request: GenerationRequest
+    ) -> int:
+        text = rendered_text(message)
+        key = xxhash.xxh3_128_digest(f"{upstream.target.model}\0{text}".encode())
+        if key not in self._counts:
+            tokens = await upstream.tokenize(text, request.headers, add_special=False)
+            self._counts[key] = len(tokens)
+        return self._counts[key]
+
+
+def _begins(message: Json, before: Json | None) -> Begins:
+    if begins_turn(message):
+        return Begins.TURN
+    return Begins.STEP if begins_step(message, before) else Begins.NOTHING
+
+
+def _key_of(upstream: LlamaServer, request: GenerationRequest, conversation: list[Json]) -> bytes:
+    """Return what tells a conversation from others: with whom, who leads it, and how it began."""
+    model = upstream.target.model
+    began = msgspec.json.encode([model, request.session, rendered_text(conversation[:1])])
+    return xxhash.xxh3_128_digest(request.tenant + began)

@@ -1,0 +1,308 @@
+"""One save of a slot: the call, the room for its file, and the checks of what came of it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from proxy.core.conditions import DegradationKind
+from proxy.core.eviction import Present
+from proxy.core.model import NO_CUTS, CheckpointId, CheckpointKind, Cuts, FilePart, SlotId
+from proxy.core.plan import promising
+from proxy.core.rule import usable_tokens
+from proxy.core.saving import StateSize, expected_bytes, extent_of
+from proxy.core.slots import Content, Empty, Known, origin_of
+from proxy.core.tokens import Namespace
+from proxy.errors import WRITE_BUDGET, NoRoom, SaveRejected, UpstreamRefused
+from proxy.health import CannotCache
+from proxy.llama.client import LlamaServer, Saved
+from proxy.llama.state_edits import NEEDED_BY_VERSIONS, repair_window
+from proxy.llama.state_file import StateFile, read_state_file
+from proxy.servers.attachment import Attachment
+from proxy.serving.process import Services
+from proxy.store.catalogue import Claim
+from proxy.store.files import StateFiles
+from proxy.store.writing import NewState
+
+# Saving a slot to a file: the call, the checks of what came of it, and the repair.
+#
+# Owns: everything between llama-server's save and a file that is fit to be committed. Knows nothing of
+# the slot table; whoever calls holds the slot's lease. A file lives under a temporary name until it is
+# committed, so one that was left half checked or half repaired is garbage, and is swept as such.
+
+
+RewriteStateFile = Callable[[Path], None]
+"""Applied to each file that llama-server saved, before it is read: how tests play older builds."""
+
+
+def keep_as_saved(path: Path) -> None:
+    """Leave a saved file as llama-server wrote it."""
+
+
+NOTHING_BELIEVED = Empty()
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSlot:
+    """A checked temporary file, its parts, and how long llama-server took to write its bytes."""
+
+    file_name: str
+    state: StateFile
+    parts: tuple[FilePart, ...]
+    n_written: int
+    seconds: float
+
+    def new_state(
+        self, namespace: Namespace, kind: CheckpointKind, content: Content = NOTHING_BELIEVED
+    ) -> NewState:
+        """Return what the store is to commit of a slot that was believed to hold *content*."""
+        known = content if isinstance(content, Known) else None
+        return NewState(
+            self.file_name,
+            namespace,
+            kind,
+            self.state.tokens,
+            self.state.restore_points,
+            self.state.has_every_position,
+            self.parts,
+            cuts=Cuts(known.header, known.turn_start) if known else NO_CUTS,
+            n_prompt=len(known.tokens) if known else 0,
+            marks=known.marks if known else (),
+            ancestors=origin_of(content).ancestors,
+        )
+
+
+class TemporaryFiles(Protocol):
+    """Where saved files live until they are committed or deleted: the store, or less than that."""
+
+    @property
+    def files(self) -> StateFiles: ...
+
+    async def discard(self, temporary_name: str) -> None: ...
+
+
+class SaverServices(Protocol):
+    """What a save needs of `Services`."""
+
+    @property
+    def upstream(self) -> LlamaServer: ...
+
+    @property
+    def store(self) -> TemporaryFiles: ...
+
+
+class Saver:
+    """Has llama-server save slots."""
+
+    def __init__(self, services: SaverServices, rewrite: RewriteStateFile) -> None:
+        self._services = services
+        self._rewrite = rewrite
+        self.repairs_windows = True
+        """Whether cut windows are repaired where the file's version may need it; the self-test knows."""
+
+    @asynccontextmanager
+    async def saved(self, slot_id: SlotId) -> AsyncIterator[SavedSlot]:
+        """Save a slot; the file is deleted when the block is left, unless it was committed there.
+
+        Raises UpstreamFault, CannotCache if llama-server saves nothing that the proxy can read,
+        SaveRejected if the file is not what the reply says, StateFileMalformed if it is no state file,
+        StoreFault if there is no store.
+        """
+        store = self._services.store
+        name = store.files.new_temporary_name()
+        try:
+            yield await self.save(slot_id, name)
+        finally:
+            await store.discard(name)
+
+    async def save(self, slot_id: SlotId, name: str) -> SavedSlot:
+        """Save a slot to a file that the caller deletes or commits; raises as `saved` does."""
+        began = time.monotonic()
+        try:
+            reply = await self._services.upstream.save(slot_id, name)
+        except UpstreamRefused as refusal:
+            if refusal.status == 501:
+                raise CannotCache(DegradationKind.NO_SLOT_SAVE_PATH) from refusal
+            raise
+        seconds = time.monotonic() - began
+        state, parts = await asyncio.to_thread(self._check, name, reply)
+        # All builds before July 2026 and some later ones, for which that is needless.
+        self._services.upstream.keeps_points_of_others = state.version <= 2
+        return SavedSlot(name, state, parts, reply.n_written, seconds)
+
+    def _check(self, name: str, reply: Saved) -> tuple[StateFile, tuple[FilePart, ...]]:
+        path = self._services.store.files.path(name)
+        try:
+            n_bytes = path.stat().st_size
+            if n_bytes != reply.n_written:
+                raise SaveRejected(f"wrote {reply.n_written} bytes, the file has {n_bytes}")
+            self._rewrite(path)
+            state = self._read(name)
+            parts = self._services.store.files.parts(name, state.part_sizes)
+        except FileNotFoundError as error:
+            detail = f"nothing came to {path.parent}"
+            raise CannotCache(DegradationKind.OTHER_DIRECTORY, detail) from error
+        except OSError as error:
+            detail = f"{path}: {error.strerror}"
+            raise CannotCache(DegradationKind.FILES_UNREADABLE, detail) from error
+        if len(state.tokens) != reply.n_saved:
+            raise SaveRejected(f"saved {reply.n_saved} tokens, the file has {len(state.tokens)}")
+        return state, parts
+
+    def _read(self, name: str) -> StateFile:
+        path = self._services.store.files.path(name)
+        state = read_state_file(path)
+        is_repaired = self.repairs_windows and state.version in NEEDED_BY_VERSIONS
+        if is_repaired and self._repair(name):
+            return read_state_file(path)
+        return state
+
+    def _repair(self, name: str) -> bool:
+        files = self._services.store.files
+        try:
+            return repair_window(files.path(name))
+        except PermissionError:
+            # llama-server runs under another uid: the directory is shared, its files are not.
+            files.take_over(name)
+            return repair_window(files.path(name))
+
+
+# Room for what llama-server is about to save: how much it will need, and who has to go for it.
+#
+# Owns: what was learned of the sizes of this model's states, and what is said when there is no room.
+
+
+_GUESS_SHARE = 16
+_GUESS_BYTES = 256 << 20
+"""Where nothing is known of a model's states, this part of the budget is set aside for one, but no more
+than so many bytes and half of what is free or may be written: the file itself then tells."""
+_MOST_SHARE = 2
+"""An extrapolation reserves no more than this part of the budget; the file itself then tells."""
+
+
+class Room:
+    """Reserves room in the store for the states of one llama-server process."""
+
+    def __init__(self, services: Services, attachment: Attachment, saver: Saver) -> None:
+        self._services = services
+        self._attachment = attachment
+        self._saver = saver
+
+    def _present(self) -> Present:
+        return self._services.served.present(self._attachment)
+
+    @asynccontextmanager
+    async def for_slot(self, content: Content) -> AsyncIterator[str]:
+        """Yield the name under which a slot that holds *content* is to be saved.
+
+        On leaving, the file is deleted unless it was committed. Raises NoRoom before anything is saved.
+        """
+        claim = Claim(
+            self._expected_bytes(extent_of(content)),
+            self._present(),
+            self._replaced_by(content),
+            spared_seconds=self._spared_seconds(content),
+        )
+        async with self._reserved(claim) as name:
+            yield name
+
+    @asynccontextmanager
+    async def probe(self, slot_id: SlotId, n_tokens: int) -> AsyncIterator[SavedSlot]:
+        """Save a slot of *n_tokens* to look at the file, which is then deleted; raises CacheFault."""
+        n_bytes = self._expected_bytes((n_tokens, 0))
+        claim = Claim(n_bytes, self._present(), is_passing=True)
+        async with self._reserved(claim) as name:
+            yield await self.save(slot_id, name)
+
+    async def save(self, slot_id: SlotId, name: str) -> SavedSlot:
+        """Save a slot under a name that room was made for; raises what `Saver.save` does, and NoRoom.
+
+        What the file really takes is learned, and more room is made if that is more than expected.
+        """
+        saved = await self._saver.save(slot_id, name)
+        state = saved.state
+        n_bytes = max(saved.n_written, state.size_bytes)  # a repair makes a file longer
+        size = StateSize(len(state.tokens), len(state.restore_points), n_bytes)
+        self._attachment.sizes.append(size)
+        self._attachment.rates = self._attachment.rates.after_save(saved.n_written, saved.seconds)
+        with self._refusals_told():
+            await self._services.store.settle(name, state.size_bytes)
+        return saved
+
+    @asynccontextmanager
+    async def _reserved(self, claim: Claim) -> AsyncIterator[str]:
+        with self._refusals_told():
+            name = await self._services.store.reserve(claim)
+        try:
+            yield name
+        finally:
+            await self._services.store.discard(name)
+
+    @contextmanager
+    def _refusals_told(self) -> Iterator[None]:
+        try:
+            yield
+        except NoRoom as refusal:
+            is_over = refusal.reason == WRITE_BUDGET
+            kind = DegradationKind.WRITE_BUDGET_SPENT if is_over else DegradationKind.NO_ROOM
+            self._attachment.degrade(kind, str(refusal))
+            self._services.metrics.saves_skipped.labels(refusal.reason).inc()
+            raise
+        self._attachment.recover(DegradationKind.NO_ROOM)
+        if self._services.store.writes.has_plenty:
+            self._attachment.recover(DegradationKind.WRITE_BUDGET_SPENT)
+
+    def _expected_bytes(self, extent: tuple[int, int] | None) -> int:
+        max_bytes = self._services.store.limits.max_bytes
+        sizes = self._sizes()
+        largest_seen = max((s.size_bytes for s in sizes), default=self._guess_bytes(max_bytes))
+        expected = expected_bytes(sizes, *extent) if extent else None
+        if expected is None:
+            return min(largest_seen, max_bytes)
+        return min(expected, max(largest_seen, max_bytes // _MOST_SHARE))
+
+    def _guess_bytes(self, max_bytes: int) -> int:
+        store = self._services.store
+        try:
+            free_bytes = store.files.free_bytes()
+        except OSError:
+            free_bytes = 0
+        left_bytes = store.writes.left_bytes
+        may_write_bytes = free_bytes if left_bytes is None else min(free_bytes, max(0, left_bytes))
+        return min(max_bytes // _GUESS_SHARE, _GUESS_BYTES, may_write_bytes // 2)
+
+    def _sizes(self) -> list[StateSize]:
+        """Return the sizes of this model's states; before it is identified, those of all models'."""
+        ours = self._present().namespaces
+        stored = (c for c in self._services.store if not ours or c.namespace in ours)
+        return [
+            *self._attachment.sizes,
+            *(StateSize(c.n_tokens, len(c.restore_points), c.size_bytes) for c in stored),
+        ]
+
+    def _spared_seconds(self, content: Content) -> float | None:
+        """Return how long it takes to evaluate what no checkpoint has of a slot; None if unknown.
+
+        It is not asked for where what may be written is not limited.
+        """
+        if not isinstance(content, Known) or not self._services.store.writes.max_bytes_per_day:
+            return None
+        rule, n_tokens = self._attachment.rule, content.n_tokens
+        found = promising(
+            rule, self._services.store.find(content.namespace, content.tokens), n_tokens + 1
+        )
+        covered = (usable_tokens(rule, c.checkpoint, c.n_common, n_tokens + 1) for c in found)
+        return self._attachment.rates.evaluation_seconds(max(covered, default=0), n_tokens)
+
+    def _replaced_by(self, content: Content) -> frozenset[CheckpointId]:
+        """Return the checkpoint that shares most with *content*: most often its own older state.
+
+        It goes last. Should the save fail or the machine stop, it is what is left of the conversation.
+        """
+        if not isinstance(content, Known):
+            return frozenset()
+        nearest = next(self._services.store.find(content.namespace, content.tokens), None)
+        return frozenset((nearest.checkpoint.id,) if nearest else ())

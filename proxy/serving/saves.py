@@ -1,0 +1,306 @@
+"""Slots become checkpoints: saved, thinned, committed."""
+
+import asyncio
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from proxy.core.conditions import DegradationKind
+from proxy.core.eviction import Removal, family_of, superseded
+from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, RuleKind, SlotId
+from proxy.core.saving import (
+    ChosenPoints,
+    at_savable_point,
+    donors_of,
+    is_write_back_due,
+    places_of,
+    select_points,
+)
+from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, origin_of
+from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace
+from proxy.errors import (
+    CacheFault,
+    NoRoom,
+    SaveRejected,
+    StateFileMalformed,
+    StoreFault,
+    UpstreamLost,
+)
+from proxy.llama.state_edits import Source, select_context_checkpoints
+from proxy.llama.state_file import StateFile, read_state_file
+from proxy.servers.attachment import Attachment
+from proxy.serving.process import Services, quarantine_suspects
+from proxy.serving.saver import Room, SavedSlot
+from proxy.store.files import StateFiles
+
+# The context checkpoints of a state that was just saved: the few that stay, and those that come back.
+#
+# Owns: carrying out what `core.points` chose, on a file that is not committed yet. A file that cannot be
+# rewritten is kept as llama-server wrote it.
+
+
+@dataclass(frozen=True, slots=True)
+class Thinned:
+    """A saved state with its context checkpoints chosen; `is_whole` if all that were wanted are there.
+
+    What was taken from other files goes back to the `ancestors`.
+    """
+
+    saved: SavedSlot
+    is_whole: bool = True
+    ancestors: tuple[CheckpointId, ...] = ()
+
+
+class Thinner:
+    """Rewrites the context checkpoints of saved states."""
+
+    def __init__(self, services: Services, attachment: Attachment) -> None:
+        self._services = services
+        self._attachment = attachment
+
+    async def thin(
+        self, saved: SavedSlot, content: Known, kind: CheckpointKind, relatives: list[Candidate]
+    ) -> Thinned:
+        """Keep of a temporary file what is worth its bytes; raises StoreFault and OSError."""
+        is_wanted = self._attachment.rule.kind is RuleKind.RESTORE_POINTS
+        own = {c.restore_point: c.size_bytes for c in saved.state.context_checkpoints}
+        if not is_wanted or not own:
+            return Thinned(saved)
+        donors = donors_of(relatives)
+        selection = select_points(own, donors, places_of(content, kind), self._attachment.rates)
+        if selection.points == own.keys():
+            return Thinned(saved)
+        try:
+            thinned, ancestors = await self._rewrite(saved, selection, relatives)
+        except StateFileMalformed as fault:
+            self._services.faults.record("thin", fault)
+            return Thinned(saved, is_whole=False)
+        await self._services.store.settle(saved.file_name, thinned.state.size_bytes)
+        is_whole = selection.points <= set(thinned.state.restore_points)
+        return Thinned(thinned, is_whole, ancestors)
+
+    async def _rewrite(
+        self, saved: SavedSlot, selection: ChosenPoints, relatives: list[Candidate]
+    ) -> tuple[SavedSlot, tuple[CheckpointId, ...]]:
+        """Rewrite a file; return it, and what is behind the context checkpoints that others gave."""
+        store = self._services.store
+        donors = {c.checkpoint.id: c.checkpoint for c in relatives}
+        ancestors: set[CheckpointId] = set()
+        with ExitStack() as kept:
+            grafted: dict[int, Source] = {}
+            for point, donor_id in selection.grafted.items():
+                donor = donors[donor_id]
+                kept.enter_context(store.keep(donor))
+                try:
+                    await store.verify(donor)
+                except StoreFault as fault:
+                    self._services.faults.record("verify", fault)
+                    continue
+                grafted[point] = Source(store.files.path(donor.file_name), donor.parts)
+                ancestors.update(store.lineage(donor))
+            thinned = await asyncio.to_thread(_select, store.files, saved, selection, grafted)
+        return thinned, tuple(ancestors)
+
+
+def _select(
+    files: StateFiles, saved: SavedSlot, selection: ChosenPoints, grafted: dict[int, Source]
+) -> SavedSlot:
+    source = Source(files.path(saved.file_name), saved.parts)
+    try:
+        parts = select_context_checkpoints(source, selection.own, grafted)
+    except PermissionError:
+        # llama-server runs under another uid: the directory is shared, its files are not.
+        files.take_over(saved.file_name)
+        parts = select_context_checkpoints(source, selection.own, grafted)
+    return replace(saved, state=read_state_file(source.path), parts=parts)
+
+
+# Saving what a leased slot holds: cut back, save, check, thin, commit.
+#
+# Owns: what the slot table says afterwards, and which older checkpoints go. Must only be used by whoever
+# holds the slot's lease. Every method leaves the table true, whatever fails.
+
+
+class SlotSaves:
+    """Saves slots."""
+
+    def __init__(self, services: Services, attachment: Attachment, room: Room) -> None:
+        self._services = services
+        self._upstream = services.upstream
+        self._attachment = attachment
+        self._table = attachment.desk.table
+        self._metrics = services.metrics
+        self._room = room
+        self._thinner = Thinner(services, attachment)
+        self._postponed: dict[SlotId, tuple[Content, Content]] = {}
+
+    async def write_back(
+        self, slot_id: SlotId, kind: CheckpointKind, *, is_just_predicted: bool = False
+    ) -> Checkpoint | None:
+        """Save what a slot holds, cut back to where that helps; None if it is not saved.
+
+        Never raises a CacheFault: a save that fails costs nobody else anything. *is_just_predicted* says
+        that the request which put the tokens there still has the slot, so that other tokens in the file
+        mean that its prompt was tokenized differently.
+        """
+        if not is_write_back_due(self._attachment.rule, self._table[slot_id].content):
+            return None
+        try:
+            with self._attachment.watching(DegradationKind.SAVES_FAIL, CacheFault):
+                async with self._room.for_slot(self._table[slot_id].content) as name:
+                    await self._cut_back(slot_id)
+                    return await self._save(slot_id, kind, name, is_just_predicted)
+        except NoRoom:
+            before = self._table[slot_id].content
+            self._give_up(slot_id)
+            self._postponed[slot_id] = before, self._table[slot_id].content
+            return None
+        except Exception as error:
+            # Nobody who needs the slot may fail because it could not be saved, foreseen or not.
+            if isinstance(error, UpstreamLost):
+                await quarantine_suspects(self._services, self._table, slot_id, is_saving=True)
+            self._metrics.saves.labels("failed").inc()
+            if isinstance(error, CacheFault):
+                self._services.faults.count("save")  # /health tells of it
+            else:
+                self._services.faults.record("save", error)
+            self._give_up(slot_id)
+            return None
+
+    def take_up_postponed(self) -> None:
+        """Let saves that there was no room for be due again, where the slot still holds the same."""
+        for slot_id, (before, given_up) in self._postponed.items():
+            if self._table[slot_id].content is given_up and not self._table[slot_id].is_leased:
+                self._table.set_content(slot_id, before)
+        self._postponed.clear()
+
+    def _give_up(self, slot_id: SlotId) -> None:
+        """Do not try to save the same content again; the slot's next request makes it worth a try."""
+        match self._table[slot_id].content:
+            case Known() as content:
+                self._table.set_content(slot_id, replace(content, n_saved=content.n_tokens))
+            case Unknown() as content:
+                self._table.set_content(slot_id, replace(content, can_be_adopted=False))
+
+    async def _cut_back(self, slot_id: SlotId) -> None:
+        content = self._table[slot_id].content
+        if not isinstance(content, Known):
+            return
+        target = at_savable_point(self._attachment.rule, content)
+        if target is None or target.n_tokens == content.n_tokens:
+            return
+        self._attachment.require_same_process()
+        self._table.set_content(slot_id, Unknown(content.namespace, origin=content.origin))
+        timings = await self._upstream.evaluate(slot_id, target.tokens)
+        self._metrics.prompt_tokens.labels("evaluated").inc(timings.prompt_n)
+        self._metrics.evaluation_seconds.inc(timings.prompt_ms / 1000)
+        self._table.set_content(slot_id, target)
+
+    async def _save(
+        self, slot_id: SlotId, kind: CheckpointKind, name: str, is_just_predicted: bool
+    ) -> Checkpoint | None:
+        """Save a slot as it stands, check the file and commit it; raises CacheFault."""
+        content = self._table[slot_id].content
+        self._attachment.require_same_process()
+        saved = await self._room.save(slot_id, name)
+        if not saved.state.tokens and self._attachment.clears_idle_slots:
+            # Its request ended just when another one started.
+            self._table.set_content(slot_id, Empty())
+            return None
+        self._require_expected(slot_id, content, saved.state, is_just_predicted)
+        self._attachment.require_same_process()
+        self._metrics.save_seconds.observe(saved.seconds)
+        return await self._commit(slot_id, content, kind, saved)
+
+    def _require_expected(
+        self, slot_id: SlotId, content: Content, state: StateFile, is_just_predicted: bool
+    ) -> None:
+        """Hold a saved file against what the slot was believed to hold; the file is the truth."""
+        if state.n_media or -1 in state.tokens:
+            self._table.set_content(slot_id, TAINTED)
+            raise SaveRejected("the slot holds media")
+        if not isinstance(content, Known):
+            return
+        if not state.tokens:
+            self._table.set_content(slot_id, Empty())
+            self._metrics.drift.inc()
+            if self._attachment.clears_idle_slots is None:
+                self._attachment.note_clearing(clears=True)
+            raise SaveRejected("the slot was empty: something has cleared it since")
+        if state.tokens[: len(content.tokens)] == content.tokens:
+            return
+        self._table.set_content(slot_id, TAINTED)
+        # Somebody else's request would hardly have left as many.
+        if is_just_predicted or len(state.tokens) == content.n_tokens:
+            self._metrics.tokenization_disagreements.inc()
+            self._attachment.disable_shape(content.shape)
+            raise SaveRejected("the file's tokens are not those that were predicted")
+        self._metrics.drift.inc()
+        raise SaveRejected("the slot was used by somebody else: all traffic must go through here")
+
+    async def _commit(
+        self, slot_id: SlotId, content: Content, kind: CheckpointKind, saved: SavedSlot
+    ) -> Checkpoint | None:
+        state, namespace = saved.state, self._namespace_of(content)
+        if namespace is None or not state.tokens:
+            self._table.set_content(slot_id, Empty() if not state.tokens else content)
+            return None
+        store = self._services.store
+        relatives = await asyncio.to_thread(lambda: list(store.find(namespace, state.tokens)))
+        if len(state.tokens) < FIRST_BLOCK_TOKENS or _holds(relatives, len(state.tokens)):
+            self._note_saved(slot_id, content, namespace, state, None)
+            return None
+        thinned = Thinned(saved)
+        if isinstance(content, Known):
+            thinned = await self._thinner.thin(saved, content, kind, relatives)
+        new = thinned.saved.new_state(namespace, kind, content)
+        family = family_of(namespace, new.tokens, kind, new.cuts, relatives)
+        ancestors = tuple({*new.ancestors, *thinned.ancestors})
+        checkpoint = await store.commit(replace(new, family=family, ancestors=ancestors))
+        self._table.note_save(slot_id, checkpoint)
+        self._note_saved(slot_id, content, namespace, state, checkpoint)
+        self._metrics.saves.labels("done").inc()
+        self._metrics.saved_bytes.inc(checkpoint.size_bytes)
+        if thinned.is_whole:
+            await self._tidy(checkpoint, relatives)
+        return checkpoint
+
+    def _note_saved(
+        self,
+        slot_id: SlotId,
+        content: Content,
+        namespace: Namespace,
+        state: StateFile,
+        checkpoint: Checkpoint | None,
+    ) -> None:
+        """Note what the slot holds, as its file told; that may have fewer points than the slot."""
+        old = content
+        if not isinstance(old, Known):
+            old = Known(state.tokens, namespace, origin=origin_of(content))
+        now_held = replace(
+            old,
+            tokens=state.tokens,
+            n_tail=0,
+            restore_points=state.restore_points or old.restore_points,
+            n_saved=len(state.tokens),
+            saved_points=checkpoint.restore_points if checkpoint else old.saved_points,
+            n_points_at_most=len(state.restore_points) or old.n_points_at_most,
+        )
+        self._table.set_content(slot_id, now_held)
+
+    def _namespace_of(self, content: Content) -> Namespace | None:
+        if not self._attachment.can_cache:
+            return None
+        if isinstance(content, Known):
+            return content.namespace
+        if isinstance(content, Unknown) and content.can_be_adopted:
+            return content.tenant
+        return None
+
+    async def _tidy(self, newer: Checkpoint, relatives: list[Candidate]) -> None:
+        for checkpoint in superseded(self._attachment.rule, newer, relatives):
+            await self._services.store.remove(checkpoint, Removal.SUPERSEDED)
+
+
+def _holds(relatives: list[Candidate], n_tokens: int) -> bool:
+    """Return whether one of the checkpoints has exactly the tokens that they were found for."""
+    return any(c.n_common == c.checkpoint.n_tokens == n_tokens for c in relatives)

@@ -1,0 +1,260 @@
+"""The state files under --slot-save-path: their names, their order of life, and what was verified."""
+
+import asyncio
+import os
+import re
+import secrets
+import shutil
+import stat
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+
+import xxhash
+
+from proxy.core.model import Checkpoint, CheckpointId, FilePart
+from proxy.errors import StateDamaged, StoreFault
+
+# The state files under --slot-save-path: names, checks, sizes, and the order of their life.
+#
+# A file is written by llama-server under a temporary name, checked, synced and renamed by the proxy. Only
+# names that this module makes are ever touched: whatever else lies in the directory is not ours.
+
+
+_OURS = re.compile(r"lpc-[0-9a-f]{16}\.(saving|state|meta)")
+_READ_BYTES = 256 << 10
+"""Small enough that what was read is hashed out of the processor's cache."""
+
+FileStamp = tuple[int, int, int, int]
+"""(inode, size, mtime_ns, ctime_ns): nobody can write into a file and keep them all."""
+
+
+class StateFiles:
+    """The state files of one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def new_temporary_name(self) -> str:
+        return f"lpc-{secrets.token_hex(8)}.saving"
+
+    def new_final_name(self) -> str:
+        return f"lpc-{secrets.token_hex(8)}.state"
+
+    def sidecar_name(self, name: str) -> str:
+        """Return the name of the small file beside a state."""
+        return name.rpartition(".")[0] + ".meta"
+
+    def path(self, name: str) -> Path:
+        """Return where *name* lies; raises StoreFault for any name that is not ours."""
+        if not _OURS.fullmatch(name):
+            raise StoreFault(f"{name!r} is not the name of a state file of this store")
+        return self.directory / name
+
+    def names(self) -> Iterator[str]:
+        """Yield every name of ours in the directory, temporary ones included."""
+        for entry in self.directory.iterdir():
+            if _OURS.fullmatch(entry.name):
+                yield entry.name
+
+    def unnamed(self, named: Collection[str]) -> list[str]:
+        """Return the files that are neither among the *named* states nor beside one."""
+        expected = {*named, *(self.sidecar_name(name) for name in named)}
+        return sorted(name for name in self.names() if name not in expected)
+
+    def free_bytes(self) -> int:
+        """Return how much room is left for files of this process's user; raises OSError."""
+        status = os.statvfs(self.directory)
+        return status.f_bavail * status.f_frsize
+
+    def write_whole(self, name: str, data: bytes) -> None:
+        """Put *data* in the place of a small file; it is durable once the directory is synced."""
+        temporary = self.path(self.new_temporary_name())
+        try:
+            with temporary.open("xb") as file:
+                temporary.chmod(0o600)
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.rename(self.path(name))
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+    def seal(self, temporary: str, final: str) -> FileStamp:
+        """Give a checked temporary file its final name, durable once the directory is synced."""
+        source, target = self.path(temporary), self.path(final)
+        self._protect(source)
+        with source.open("rb") as file:
+            os.fsync(file.fileno())
+        source.rename(target)
+        return self.stamp(final)
+
+    def stamp(self, name: str) -> FileStamp:
+        """Return what changes with the content of a file; OSError if the file is gone."""
+        status = self.path(name).stat()
+        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+    def size_bytes(self, name: str) -> int:
+        """Return the size of a file; 0 if it is gone."""
+        try:
+            return self.path(name).stat().st_size
+        except OSError:
+            return 0
+
+    def parts(self, name: str, sizes: Iterable[int]) -> tuple[FilePart, ...]:
+        """Return the parts of a file as it is now; OSError if it cannot be read."""
+        found, offset = [], 0
+        for n_bytes in sizes:
+            found.append(FilePart(n_bytes, self._digest(name, offset, n_bytes)))
+            offset += n_bytes
+        return tuple(found)
+
+    def has_part(self, name: str, offset: int, part: FilePart, *, keeps_pages: bool = True) -> bool:
+        """Return whether a part of a file is what it was; OSError if it cannot be read.
+
+        Unless it *keeps_pages*, what was read for it goes from the page cache again.
+        """
+        return self._digest(name, offset, part.n_bytes, keeps_pages=keeps_pages) == part.digest
+
+    def is_intact(self, name: str, parts: Iterable[FilePart]) -> bool:
+        """Return whether a file is these parts and nothing else; OSError if it cannot be read."""
+        offset = 0
+        for part in parts:
+            if not self.has_part(name, offset, part):
+                return False
+            offset += part.n_bytes
+        return offset == self.path(name).stat().st_size
+
+    def _digest(self, name: str, offset: int, n_bytes: int, *, keeps_pages: bool = True) -> bytes:
+        # Not mapped: a file that is cut off or cannot be read meanwhile would end this process.
+        digest, end = xxhash.xxh3_128(), offset + n_bytes
+        buffer = memoryview(bytearray(_READ_BYTES))
+        descriptor = os.open(self.path(name), os.O_RDONLY)
+        try:
+            while offset < end:
+                n_read = os.preadv(descriptor, [buffer[: end - offset]], offset)
+                if not n_read:
+                    break
+                digest.update(buffer[:n_read])
+                offset += n_read
+            if not keeps_pages:
+                os.posix_fadvise(descriptor, end - n_bytes, n_bytes, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+        return digest.digest()
+
+    def remove(self, name: str) -> None:
+        """Delete a file and what lies beside it; without that nobody takes it for a checkpoint again."""
+        self.path(self.sidecar_name(name)).unlink(missing_ok=True)
+        self.path(name).unlink(missing_ok=True)
+
+    def take_over(self, name: str) -> None:
+        """Put a copy of our own in the place of a file that only its owner can change."""
+        copy = self.path(self.new_temporary_name())
+        try:
+            shutil.copyfile(self.path(name), copy)
+            self._protect(copy)
+            copy.rename(self.path(name))
+        except OSError:
+            copy.unlink(missing_ok=True)
+            raise
+
+    def _protect(self, path: Path) -> None:
+        # A state is as good as the transcript. With llama-server under another uid the directory is
+        # shared by a group (setgid), and only the file's owner could change its mode.
+        if path.stat().st_uid != os.geteuid():
+            return
+        is_group_shared = self.directory.stat().st_mode & stat.S_ISGID
+        path.chmod(0o660 if is_group_shared else 0o600)
+
+    def sync_directory(self) -> None:
+        descriptor = os.open(self.directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def is_state_name(name: str) -> bool:
+    """Return whether a state of ours can have this name."""
+    return bool(_OURS.fullmatch(name)) and name.endswith(".state")
+
+
+def is_private(mode: int) -> bool:
+    """Return whether a directory of this mode is its owner's alone, or shared with one group on purpose.
+
+    The setgid bit says that it is on purpose: files then belong to the group that both users are in.
+    """
+    return not mode & (stat.S_IRWXO if mode & stat.S_ISGID else stat.S_IRWXO | stat.S_IRWXG)
+
+
+# Whether state files are what they were when llama-server had written them.
+#
+# Owns: which ones were found to be that in this process. Whoever changes a file changes its stamp, so
+# that it is verified once, and again when it changed; a disk that forgets changes no stamp.
+
+
+_N_THREADS = 4
+"""More than there may be processors: a disk reads several parts at once faster than one after the other."""
+
+
+class Verification:
+    """Holds files against the checksums of their parts."""
+
+    def __init__(self, files: StateFiles) -> None:
+        self._files = files
+        self._threads = ThreadPoolExecutor(_N_THREADS, thread_name_prefix="verification")
+        self._verified: dict[CheckpointId, FileStamp] = {}
+
+    def close(self) -> None:
+        """Read no further."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def note(self, checkpoint_id: CheckpointId, stamp: FileStamp) -> None:
+        """Note that a file with this stamp is what llama-server has written."""
+        self._verified[checkpoint_id] = stamp
+
+    def forget(self, checkpoint_id: CheckpointId) -> None:
+        self._verified.pop(checkpoint_id, None)
+
+    def is_done(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a file was verified and has not changed since."""
+        verified = self._verified.get(checkpoint.id)
+        try:
+            return verified is not None and verified == self._files.stamp(checkpoint.file_name)
+        except OSError:
+            return False
+
+    async def verify(self, checkpoint: Checkpoint, *, bytes_per_second: float = 0.0) -> None:
+        """Read a file; raises StateDamaged if it is not what was saved, OSError if it cannot be read.
+
+        With *bytes_per_second* one part is read after the other, no faster than that on average, and the
+        page cache keeps nothing of it.
+        """
+        name, parts = checkpoint.file_name, checkpoint.content
+        stamp = self._files.stamp(name)
+        *offsets, n_bytes = accumulate((part.n_bytes for part in parts), initial=0)
+        if stamp[1] != n_bytes:
+            raise StateDamaged(f"{name} has {stamp[1]:,} bytes instead of {n_bytes:,}")
+        loop, has_part = asyncio.get_running_loop(), self._files.has_part
+        if not bytes_per_second:
+            found = await asyncio.gather(
+                *(
+                    loop.run_in_executor(self._threads, has_part, name, offset, part)
+                    for offset, part in zip(offsets, parts, strict=True)
+                )
+            )
+        else:
+            found = []
+            for offset, part in zip(offsets, parts, strict=True):
+                read = partial(has_part, name, offset, part, keeps_pages=False)
+                found.append(await loop.run_in_executor(self._threads, read))
+                await asyncio.sleep(part.n_bytes / bytes_per_second)
+        if not all(found):
+            raise StateDamaged(
+                f"{name} is not what was saved: {found.count(False)} of its parts differ"
+            )
+        self.note(checkpoint.id, stamp)

@@ -1,0 +1,97 @@
+"""Which models an index knows, what they are called, and whose namespaces are theirs.
+
+A namespace's own bytes only mean something within one index: there, they are entered under what was
+known of the model without evaluating anything, beside the canary that it predicted.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from proxy.core.model import KnownNamespace, choose_namespace, new_namespace, tenant_namespace
+from proxy.core.tokens import Namespace
+from proxy.store.index import Index
+
+NAMESPACES_PREFIX = "namespaces "
+T = TypeVar("T")
+
+
+class Values(Protocol):
+    """The values of an index, open or read."""
+
+    def value(self, name: str, value_type: type[T]) -> T | None: ...
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """Whose states a namespace's are: a model and a tenant of it, in the words of any store."""
+
+    static: str
+    known: KnownNamespace
+    tenant: bytes
+
+
+def owners(index: Index) -> Iterator[tuple[Namespace, Owner]]:
+    """Yield every namespace that an index can name the owner of."""
+    for name in index.names(NAMESPACES_PREFIX):
+        static = name.removeprefix(NAMESPACES_PREFIX)
+        for known in known_namespaces(index, static):
+            model = Namespace(known.id)
+            for tenant in {b"", *known_tenants(index, model)}:
+                yield tenant_namespace(model, tenant), Owner(static, known, tenant)
+
+
+def model_names(index: Index) -> dict[Namespace, str]:
+    """Return what the model of each namespace is called, as far as that is known."""
+    return {namespace: o.known.name for namespace, o in owners(index) if o.known.name}
+
+
+def knows_models(index: Index) -> bool:
+    """Return whether any model was ever served from this index."""
+    return any(index.names(NAMESPACES_PREFIX))
+
+
+def known_namespaces(values: Values, static: str) -> list[KnownNamespace]:
+    """Return the models that have been met under the same *static* key."""
+    return values.value(namespaces_name(static), list[KnownNamespace]) or []
+
+
+def known_tenants(values: Values, model_namespace: Namespace | None) -> set[bytes]:
+    """Return the tenants that a model has served."""
+    return set(values.value(tenants_name(model_namespace), list[bytes]) or [])
+
+
+def namespaces_name(static: str) -> str:
+    return NAMESPACES_PREFIX + static
+
+
+def tenants_name(model_namespace: Namespace | None) -> str:
+    return f"tenants {(model_namespace or b'').hex()}"
+
+
+def asking_name(model_namespace: Namespace | None) -> str:
+    """Return the name of the value that says whether llama-server has asked for this model's keys."""
+    return f"asked for keys {(model_namespace or b'').hex()}"
+
+
+def namespace_of(index: Index, owner: Owner) -> Namespace | None:
+    """Return the namespace of the same model and tenant in this index; None if it has not met the model."""
+    chosen = choose_namespace(known_namespaces(index, owner.static), owner.known.canary)
+    return tenant_namespace(Namespace(chosen.id), owner.tenant) if chosen else None
+
+
+def introduce(index: Index, owner: Owner) -> Namespace:
+    """Enter a model and its tenant, if they are not known yet; return their namespace."""
+    known = known_namespaces(index, owner.static)
+    chosen = choose_namespace(known, owner.known.canary)
+    if chosen is None:
+        # An id means another model here if as many have been met under the same name.
+        chosen = new_namespace(owner.static, known, owner.known.canary, owner.known.name)
+        index.put_value(namespaces_name(owner.static), [*known, chosen])
+    model = Namespace(chosen.id)
+    tenants = known_tenants(index, model)
+    if owner.tenant not in tenants:
+        index.put_value(tenants_name(model), sorted(tenants | {owner.tenant}))
+    if owner.tenant:  # a key that nobody asks for makes no tenant, or not for long
+        index.put_value(asking_name(model), True)
+    return tenant_namespace(model, owner.tenant)

@@ -1,0 +1,1 @@
+"""The listeners: clients, operators, the live page."""

@@ -1,0 +1,265 @@
+"""The live page of the admin listener: its files, and what keeps it up to date."""
+
+import asyncio
+import secrets
+import time
+from contextlib import suppress
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+
+import msgspec
+import xxhash
+from aiohttp import web
+
+from proxy.core.slots import Known, Slot, state_of
+from proxy.explain.views import Overview, ServerView, SlotView, StoreView
+from proxy.servers.attachment import Attachment
+from proxy.servers.pool import Fleet
+from proxy.serving.process import Shared
+from proxy.store.store import CheckpointStore
+from proxy.web.admin import describe, moment
+from proxy.web.stored import json_response, refuse_foreign_pages
+
+# The files of the live page, as the admin listener serves them.
+#
+# They are read once. The policy lets the page load nothing from anywhere else and run nothing but its own
+# files: what requests bring along can only ever be shown as text.
+
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self'",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+_TYPES = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+}
+_INDEX = "index.html"
+
+
+class _File:
+    def __init__(self, source: Traversable, content_type: str) -> None:
+        self.body = source.read_bytes()
+        self.content_type = content_type
+        self.etag = f'"{xxhash.xxh3_64_hexdigest(self.body)}"'
+
+
+class PageFiles:
+    """Serves the page at `/`, and what belongs to it under `/page/`."""
+
+    def __init__(self) -> None:
+        self._files = {
+            source.name: _File(source, content_type)
+            for source in files("proxy.web").joinpath("assets").iterdir()
+            if (content_type := _TYPES.get("." + source.name.rpartition(".")[2]))
+        }
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/", self.index), web.get("/page/{name}", self.file)]
+
+    async def index(self, request: web.Request) -> web.Response:
+        return self._answer(request, self._files[_INDEX])
+
+    async def file(self, request: web.Request) -> web.Response:
+        found = self._files.get(request.match_info["name"])
+        if found is None:
+            raise web.HTTPNotFound(text="the page has no such file")
+        return self._answer(request, found)
+
+    def _answer(self, request: web.Request, found: _File) -> web.Response:
+        headers = {
+            "Content-Security-Policy": POLICY,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Opener-Policy": "same-origin",
+            "Cache-Control": "no-cache",
+            "ETag": found.etag,
+        }
+        if request.headers.get("If-None-Match") == found.etag:
+            return web.Response(status=304, headers=headers)
+        return web.Response(
+            body=found.body, content_type=found.content_type, charset="utf-8", headers=headers
+        )
+
+
+# What the live page is told: the state of the proxy now, and the requests since the last look.
+
+
+MAX_REQUESTS = 50
+"""So many requests are told of in one look; those before them are at /requests."""
+_MAX_DIGITS = 18
+
+
+class Looks:
+    """Looks at the running proxy."""
+
+    def __init__(self, shared: Shared, fleet: Fleet) -> None:
+        self._shared = shared
+        self._fleet = fleet
+        self._run = secrets.token_hex(4)
+        self._epoch = time.time() - time.monotonic()
+        self._store_view: StoreView | None = None
+
+    def now(self) -> Overview:
+        """Return the present, without requests and without a position."""
+        degradations, journal = self._shared.everywhere, self._shared.journal
+        return Overview(
+            state=degradations.state.value,
+            since=moment(degradations.since),
+            reasons=tuple(describe(degradation) for degradation in degradations.active),
+            servers=tuple(
+                self._server(backend.name, session.attachment)
+                for backend in self._fleet.backends
+                if (session := backend.lifecycle.current)
+            ),
+            n_waiting=self._fleet.n_waiting,
+            store=self._store(self._shared.opened_store),
+            today=journal.today(),
+            keeps=journal.keep.value,
+        )
+
+    def since(self, position: str) -> Overview:
+        """Return the present and the requests since a position; the last ones if it is not known."""
+        journal = self._shared.journal
+        run, _, number = position.partition("-")
+        is_known = run == self._run and number.isdecimal() and len(number) <= _MAX_DIGITS
+        n_seen = int(number) if is_known else 0
+        n_new = min(MAX_REQUESTS, max(0, journal.n_recorded - n_seen))
+        return msgspec.structs.replace(
+            self.now(),
+            position=f"{self._run}-{journal.n_recorded}",
+            requests=tuple(journal.latest(n_new)),
+        )
+
+    def _server(self, name: str, attachment: Attachment) -> ServerView:
+        return ServerView(
+            name=name,
+            build=attachment.build,
+            rule=str(attachment.rule),
+            n_ctx=attachment.n_ctx,
+            slots=tuple(self._slot(slot) for slot in attachment.desk.table),
+        )
+
+    def _slot(self, slot: Slot) -> SlotView:
+        known = slot.content if isinstance(slot.content, Known) else None
+        return SlotView(
+            id=slot.id,
+            state=state_of(slot).value,
+            is_closing=slot.is_closing,
+            n_tokens=known.n_tokens if known else 0,
+            n_header=known.header if known else 0,
+            n_unsaved=known.n_unsaved if known else 0,
+            n_coming=len(slot.destined) if slot.destined is not None else 0,
+            used_at=round(self._epoch + slot.used_at, 1) if slot.used_at else None,
+        )
+
+    def _store(self, store: CheckpointStore | None) -> StoreView | None:
+        if store is None:
+            return None
+        # Summing up 10,000 records takes a millisecond: not twice a second while nothing changes.
+        if self._store_view is None or self._store_view.version != store.version:
+            self._store_view = StoreView(
+                n_checkpoints=len(store),
+                size_bytes=store.size_bytes,
+                max_bytes=store.limits.max_bytes,
+                version=store.version,
+            )
+        return self._store_view
+
+
+# What keeps the live page up to date: server-sent events, and one look for who cannot have them.
+#
+# Readers pull: each looks twice a second, and is sent something only if it has changed. Nothing is queued
+# for them, so that one who does not read costs a full socket buffer until it is cut off, and requests
+# never wait for any. While nobody looks, nothing is done.
+
+
+MAX_READERS = 16
+LOOK_SECONDS = 0.5
+PATIENCE_SECONDS = 10.0
+SIGN_OF_LIFE_SECONDS = 15.0
+_HEADERS = {
+    "Content-Type": "text/event-stream",
+    "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",
+}
+
+
+class Events:
+    """Tells pages what changes."""
+
+    def __init__(self, looks: Looks) -> None:
+        self._looks = looks
+        self._stopping = asyncio.Event()
+        self.n_readers = 0
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.get("/overview", self.overview), web.get("/events", self.events)]
+
+    async def stop(self, _: web.Application) -> None:
+        """End all streams: the proxy is about to stop, and would wait for them."""
+        self._stopping.set()
+
+    async def overview(self, request: web.Request) -> web.Response:
+        """Return one look, with the requests since the position in `since`."""
+        refuse_foreign_pages(request)
+        return json_response(200, self._looks.since(request.query.get("since", "")))
+
+    async def events(self, request: web.Request) -> web.StreamResponse:
+        """Send an overview now and whenever something changes, until the reader leaves or lags behind."""
+        refuse_foreign_pages(request)
+        if self.n_readers >= MAX_READERS:
+            return web.Response(status=503, text="too many pages are open")
+        response = web.StreamResponse(headers=_HEADERS)
+        self.n_readers += 1
+        try:
+            await response.prepare(request)
+            await self._tell(response, request.query.get("since", ""))
+        except TimeoutError:
+            if request.transport is not None:
+                request.transport.abort()
+        except ConnectionResetError:
+            pass
+        finally:
+            self.n_readers -= 1
+        return response
+
+    async def _tell(self, response: web.StreamResponse, position: str) -> None:
+        told: Overview | None = None
+        told_at = time.monotonic()
+        while not self._stopping.is_set():
+            look = self._looks.since(position)
+            if look.requests or told is None or not _is_same(look, told):
+                await _write(response, _event(look))
+                told, told_at, position = look, time.monotonic(), look.position
+            elif time.monotonic() - told_at > SIGN_OF_LIFE_SECONDS:
+                await _write(response, b":\n\n")
+                told_at = time.monotonic()
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), LOOK_SECONDS)
+
+
+def _is_same(look: Overview, told: Overview) -> bool:
+    return msgspec.structs.replace(look, requests=told.requests) == told
+
+
+def _event(look: Overview) -> bytes:
+    return b"id: %b\ndata: %b\n\n" % (look.position.encode(), msgspec.json.encode(look))
+
+
+async def _write(response: web.StreamResponse, data: bytes) -> None:
+    """Write, and wait for the reader; raises TimeoutError if it does not read."""
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await response.write(data)

@@ -1,0 +1,178 @@
+"""Writes answers to clients, and keeps what a client has not read yet, so that llama-server need not wait.
+
+llama-server itself keeps what its clients have not read, without a limit, while its slot serves the next
+request. So the proxy reads every answer to its end, and a lease ends when llama-server is done. What a
+client is slow to read waits here: in bounded memory, and not for ever.
+"""
+
+import asyncio
+import fcntl
+import sys
+import termios
+import time
+from contextlib import suppress
+
+from aiohttp import web
+
+from proxy.log import get_logger
+from proxy.metrics import Metrics
+
+MAX_ANSWER_BYTES = 32 << 20
+"""128,000 tokens of a stream, whose events have about 250 bytes. Beyond that llama-server has to wait."""
+MAX_BYTES = 256 << 20
+"""The same for all answers together."""
+STALLED_SECONDS = 300.0
+"""A client that takes no byte for so long is disconnected. Clients themselves give up after 300 s;
+llama-server would keep the answer in its memory for an hour (--timeout)."""
+STALLED_FULL_SECONDS = 10.0
+"""The same where there is no more room, so that llama-server would have to wait, and others for its slot;
+and while the proxy is stopping."""
+LOOK_SECONDS = 1.0
+_PIECE_BYTES = 32 << 10
+"""Half of what asyncio lets a transport buffer before a writer has to wait."""
+
+
+class Unread:
+    """The bytes of all answers that wait for their clients."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.n_bytes = 0
+        self.is_stopping = False
+        self._n_stalled = metrics.stalled_clients
+        self._log = get_logger("front")
+        metrics.unread_bytes.set_function(lambda: self.n_bytes)
+
+    async def stop(self, _: web.Application) -> None:
+        """Be less patient: the proxy stops when all clients have read their answers."""
+        self.is_stopping = True
+
+    def note_stalled(self, path: str, seconds: float, n_bytes: int) -> None:
+        """Tell that a client was disconnected with so many bytes of its answer unread."""
+        self._n_stalled.inc()
+        self._log.warning(
+            "client disconnected: it does not read its answer",
+            path=path,
+            seconds=round(seconds, 1),
+            unread_bytes=n_bytes,
+        )
+
+
+class ClientWriter:
+    """Writes one answer to one client; waits for the client only where there is no room for the answer.
+
+    What the client's socket takes at once is written at once. Otherwise a task writes as the client reads.
+    `response` is what has been begun of the answer; it must be there before anything is written.
+    """
+
+    def __init__(self, client: web.Request, unread: Unread) -> None:
+        self._client = client
+        self._unread = unread
+        self._rest = bytearray()
+        self._is_whole = False
+        self._task: asyncio.Task[None] | None = None
+        self._has_room = asyncio.Event()
+        self.response: web.StreamResponse | None = None
+
+    async def write(self, data: bytes) -> None:
+        """Write *data* behind what waits already; raises ConnectionResetError if the client is gone."""
+        assert self.response is not None
+        if len(data) <= _PIECE_BYTES and self._is_keeping_up:
+            return await self.response.write(data)  # does not wait: the transport's buffer is empty
+        while self._is_full:
+            self._has_room.clear()
+            await self._has_room.wait()
+        if self._client.transport is None or self._client.transport.is_closing():
+            raise ConnectionResetError("the client is gone")
+        self._rest += data
+        self._unread.n_bytes += len(data)
+        self._deliver()
+
+    async def end(self) -> None:
+        """Write the end of the answer behind what waits; raises as `write` does."""
+        assert self.response is not None
+        if self._is_keeping_up:
+            return await self.response.write_eof()
+        self._is_whole = True
+        self._deliver()
+
+    async def delivered(self) -> None:
+        """Return once the client's socket has taken all that was written, or the client is gone."""
+        if self._task is not None:
+            await self._task
+
+    def close(self) -> None:
+        """Drop what still waits."""
+        if self._task is not None:
+            self._task.cancel()
+        self._take(len(self._rest))  # a task that never began to run does not
+
+    @property
+    def _is_keeping_up(self) -> bool:
+        """Whether nothing waits for the client; that the client is gone is for the next write to tell."""
+        transport = self._client.transport
+        is_idle = self._task is None or self._task.done()
+        return is_idle and (transport is None or not transport.get_write_buffer_size())
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether the client has to read first; a client that has read all waits for no other."""
+        is_full = len(self._rest) >= MAX_ANSWER_BYTES or self._unread.n_bytes >= MAX_BYTES
+        return bool(self._rest) and is_full
+
+    def _deliver(self) -> None:
+        """See to it that a task writes what waits."""
+        if (transport := self._client.transport) and (self._task is None or self._task.done()):
+            self._task = asyncio.ensure_future(self._write_rest(transport))
+
+    async def _write_rest(self, transport: asyncio.Transport) -> None:
+        assert self.response is not None
+        drain = self._client.writer.drain
+        transport.set_write_buffer_limits(high=0)  # drain() then waits until nothing is buffered
+        watch = asyncio.ensure_future(self._watch(transport))
+        try:
+            with suppress(ConnectionError):  # the client is gone; its handler is cancelled
+                await drain()
+                while self._rest:
+                    await self.response.write(self._take(_PIECE_BYTES))
+                    await drain()
+                if self._is_whole:
+                    await self.response.write_eof()
+                transport.set_write_buffer_limits()
+        finally:
+            watch.cancel()
+            self._take(len(self._rest))
+
+    def _take(self, n_bytes: int) -> bytes:
+        piece = bytes(self._rest[:n_bytes])
+        del self._rest[:n_bytes]
+        self._unread.n_bytes -= len(piece)
+        self._has_room.set()
+        return piece
+
+    async def _watch(self, transport: asyncio.Transport) -> None:
+        """Disconnect the client if it reads nothing for too long."""
+        n_read, read_at = -1, time.monotonic()
+        while True:
+            n_read, n_before = self._client.writer.output_size - _n_buffered(transport), n_read
+            if n_read != n_before:
+                read_at = time.monotonic()
+            is_urgent = self._is_full or self._unread.is_stopping
+            seconds = time.monotonic() - read_at
+            if seconds >= (STALLED_FULL_SECONDS if is_urgent else STALLED_SECONDS):
+                self._unread.note_stalled(self._client.path, seconds, len(self._rest))
+                return transport.abort()
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+def _n_buffered(transport: asyncio.Transport) -> int:
+    """Return how many bytes wait for the client to read them, in the transport and in the kernel.
+
+    The kernel says that there is room only once a third of its megabytes is free: that alone would take a
+    slow reader for one that stands still.
+    """
+    n_buffered = transport.get_write_buffer_size()
+    client_socket = transport.get_extra_info("socket")
+    with suppress(OSError, ValueError):  # not on every system, and not of a closed socket
+        n_unacked = fcntl.ioctl(client_socket.fileno(), termios.TIOCOUTQ, bytes(4))
+        n_buffered += int.from_bytes(n_unacked, sys.byteorder)
+    return n_buffered

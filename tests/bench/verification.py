@@ -1,0 +1,147 @@
+"""What verifying a state of 1 GB adds to its restore, cold and warm, against the restore by hand.
+
+One slot, full attention. In every round each way comes once: by hand is the call alone, as it was before
+states were verified; verified and not yet verified are the same call inside `CheckpointStore.using`, as a
+request makes it. Cold is a file that the page cache was told to forget, warm one that was just read.
+Evaluating the state takes some minutes.
+
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+
+from proxy.core.model import Checkpoint, CheckpointKind
+from proxy.core.tokens import Namespace
+from proxy.llama.state_file import read_state_file
+from proxy.store.catalogue import Limits
+from proxy.store.store import CheckpointStore
+from proxy.store.writing import NewState
+from tests.bench.interrupts import run_to_the_end
+from tests.bench.progress import tell
+from tests.bench.section import Section
+from tests.lab.models import build_model
+from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+
+N_TOKENS = 4000
+N_ROUNDS = 15
+BARS = {"verified": 1.02, "not yet verified": 1.5}
+
+
+class VerificationBenchmark:
+    """Times restores of one state into the only slot of a llama-server."""
+
+    def __init__(self, server: LlamaServer, store: CheckpointStore) -> None:
+        self._server = server
+        self._store = store
+        self.checkpoint: Checkpoint
+        self.seconds: dict[tuple[str, str], list[float]] = {}
+
+    async def save(self) -> None:
+        """Commit the state that all rounds restore."""
+        prompt = random.Random(1).choices(range(300, 3900), k=N_TOKENS)
+        body = {"prompt": prompt, "n_predict": 0, "id_slot": 0, "cache_prompt": True}
+        await self._post("/completion", body)
+        files = self._store.files
+        name = files.new_temporary_name()
+        await self._act("save", name)
+        state = read_state_file(files.path(name))
+        new = NewState(
+            *(name, Namespace(b"n" * 16), CheckpointKind.CONVERSATION, state.tokens, (), True),
+            files.parts(name, state.part_sizes),
+        )
+        self.checkpoint = await self._store.commit(new)
+
+    async def round(self) -> None:
+        """Time each way once."""
+        for temperature in ("warm", "cold"):
+            for way in ("by hand", *BARS):
+                await self._act("erase")
+                self._prepare(temperature)
+                if way == "not yet verified":
+                    self._store._verification.forget(self.checkpoint.id)
+                began = time.monotonic()
+                if way == "by hand":
+                    await self._act("restore", self.checkpoint.file_name)
+                else:
+                    async with self._store.using(self.checkpoint):
+                        await self._act("restore", self.checkpoint.file_name)
+                self.seconds.setdefault((temperature, way), []).append(time.monotonic() - began)
+
+    def _prepare(self, temperature: str) -> None:
+        descriptor = os.open(self._store.files.path(self.checkpoint.file_name), os.O_RDONLY)
+        try:
+            if temperature == "cold":
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            while temperature == "warm" and os.read(descriptor, 16 << 20):
+                pass
+        finally:
+            os.close(descriptor)
+
+    async def _act(self, action: str, name: str = "") -> None:
+        await self._post(f"/slots/0?action={action}", {"filename": name} if name else {})
+
+    async def _post(self, path: str, body: object) -> None:
+        ask = self._server.request
+        status, reply = await asyncio.to_thread(ask, "POST", path, body, timeout_seconds=3600.0)
+        assert status == 200, reply
+
+
+async def measure_verification(n_rounds: int, leftovers: ExitStack) -> Section:
+    """Return the table."""
+    folder = Path(leftovers.enter_context(tempfile.TemporaryDirectory(prefix="prefix-cache-")))
+    model = build_model("full", "large", DEFAULT_MODEL_FOLDER)
+    server = LlamaServer(model, folder, n_slots=1, n_ctx=8192, log_path=folder / "llama-server.log")
+    leftovers.callback(server.kill)
+    await asyncio.to_thread(server.start)
+    store = CheckpointStore(folder, Limits(1 << 40))
+    try:
+        benchmark = VerificationBenchmark(server, store)
+        tell("verification: evaluating and saving")
+        await benchmark.save()
+        for index in range(n_rounds):
+            tell(f"verification: round {index + 1}")
+            await benchmark.round()
+    finally:
+        store.close()
+        await asyncio.to_thread(server.stop)
+    size_bytes = benchmark.checkpoint.size_bytes
+    section = Section(
+        f"Restores of a state of {size_bytes / 1e9:.2f} GB, {n_rounds} rounds",
+        "verified <= 1.02, not yet verified <= 1.5 times as long as by hand (medians)",
+        ("page cache", "restore", "least", "median", "times by hand (least)", "(median)"),
+    )
+    for (temperature, way), seconds in benchmark.seconds.items():
+        by_hand = benchmark.seconds[temperature, "by hand"]
+        least, middle = min(seconds) / min(by_hand), median(seconds) / median(by_hand)
+        section.add(
+            *(temperature, way, f"{min(seconds):.3f} s", f"{median(seconds):.3f} s"),
+            *(f"{least:.2f}", f"{middle:.2f}"),
+            is_met=middle <= BARS[way] if way in BARS else None,
+        )
+    return section
+
+
+def main() -> int:
+    """Measure and print; return 1 if the bar is missed."""
+    parser = argparse.ArgumentParser(description="Time restores of a state of 1 GB.")
+    parser.add_argument("--rounds", type=int, default=N_ROUNDS, metavar="N")
+    arguments = parser.parse_args()
+
+    async def run(leftovers: ExitStack) -> int:
+        section = await measure_verification(arguments.rounds, leftovers)
+        print(section.markdown(), flush=True)
+        return 1 if section.n_missed else 0
+
+    return run_to_the_end(run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

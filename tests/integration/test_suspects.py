@@ -1,0 +1,200 @@
+"""llama-server dies over a saved state, or over a request: neither is tried for ever."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from proxy.servers import dispatch as fatal_requests
+from tests.fakes.slots import Memory
+from tests.integration.conftest import StartRig
+from tests.integration.rig import CHAT, Rig, question, text, until
+
+SUSPECT = "a state ended llama-server"
+
+
+async def save_a(rig: Rig) -> None:
+    """Have the only slot hold another conversation than the saved one."""
+    await rig.chat("a")
+    await rig.settled()
+    await rig.chat("b")
+    await rig.settled()
+
+
+def quarantined(rig: Rig) -> list[int]:
+    """Return how many tokens the states have that are quarantined for good."""
+    assert rig.running.store is not None
+    return sorted(c.n_tokens for c in rig.running.store if c.quarantine)
+
+
+@pytest.mark.parametrize("place", ["restore", "answer"])
+async def test_state_that_ends_llama_server_is_used_once(start_rig: StartRig, place: str) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        rig.server.faults.dies_at[place] = 1
+        assert (await rig.chat("a")).n_reused == 0
+        assert (rig.server.n_processes, len(quarantined(rig))) == (2, 1)
+        (reason,) = (await rig.health())["reasons"]
+        assert reason["kind"] == SUSPECT
+        assert f"checkpoint {_id_of_quarantined(rig)} of " in reason["reason"]
+        assert (await rig.health())["state"] == "caching"
+        n_restores = len(rig.server.seen_at("restore"))
+        await rig.settled()
+        await rig.chat("b")
+        await rig.chat("a")  # its new state is another one
+        assert len(rig.server.seen_at("restore")) == n_restores + 2
+        assert rig.server.n_processes == 2
+
+
+def _id_of_quarantined(rig: Rig) -> str:
+    assert rig.running.store is not None
+    (found,) = (c for c in rig.running.store if c.quarantine)
+    return f"{found.id:016x}"
+
+
+async def test_quarantine_outlives_the_proxy_and_ends_with_the_checkpoint(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        rig.server.faults.dies_at["restore"] = 1
+        await rig.chat("a")
+        await rig.settled()
+        before = quarantined(rig)
+        await rig.stop_proxy()
+        await rig.start_proxy()
+        assert (quarantined(rig), await rig.reasons()) == (before, [SUSPECT])
+        async with rig.client.get(rig.admin_url + "/checkpoints") as reply:
+            listed = (await reply.json())["checkpoints"]
+        (why,) = [c["quarantine"]["why"] for c in listed if c["quarantine"]]
+        assert "llama-server ended" in why
+        path = f"/checkpoints/{_id_of_quarantined(rig)}"
+        async with rig.client.delete(rig.admin_url + path) as reply:
+            assert reply.status == 200
+        assert await rig.reasons() == []
+
+
+async def test_stream_whose_server_dies_before_the_first_token_goes_on_in_the_same_answer(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        rig.server.faults.dies_at["stream"] = 1
+        reply = await rig.post(CHAT, {"messages": question("a"), "stream": True})
+        assert reply.status == 200
+        assert b"error" not in reply.body and reply.body.endswith(b"data: [DONE]\n\n")
+        assert (rig.server.n_processes, len(quarantined(rig))) == (2, 1)
+
+
+async def test_state_that_llama_server_dies_over_at_a_stop_is_quarantined(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, memory=Memory.RESTORE_POINTS) as rig:
+        first = await rig.chat("a")
+        await rig.settled()
+        await rig.chat("b")
+        await rig.settled()
+        said = first.content["choices"][0]["message"]
+        more = {"role": "user", "content": text("more", 200)}
+        rig.server.faults.dies_at["evaluate"] = 1
+        await rig.chat([*question("a"), said, more])
+        assert (rig.server.n_processes, len(quarantined(rig))) == (2, 1)
+
+
+async def test_state_that_cannot_be_saved_again_is_quarantined(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        rig.server.faults.dies_at["save"] = 1
+        await rig.chat([*question("a"), *question("more")])
+        await until(lambda: rig.server.n_processes == 2)
+        await rig.attached()
+        assert len(quarantined(rig)) == 1
+
+
+async def test_server_that_is_told_to_end_makes_nothing_suspect(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        gate = rig.server.hold("generate")
+        asked = asyncio.ensure_future(rig.post(CHAT, {"messages": question("a")}))
+        await gate.reached()
+        await rig.server.shut_down()
+        assert (await asked).status == 502
+        rig.server.replace_process()
+        rig.server.release("generate")
+        await rig.server.listen()
+        await rig.attached()
+        assert quarantined(rig) == []
+        assert (await rig.chat("a")).n_reused
+
+
+async def test_server_that_dies_in_mid_answer_makes_nothing_suspect(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await save_a(rig)
+        rig.server.faults.dies_after_chunks = 1
+        for _ in range(fatal_requests.MAX_DEATHS + 1):
+            reply = await rig.post(CHAT, {"messages": question("a"), "stream": True})
+            assert (reply.status, b"mid-answer" in reply.body) == (200, True)
+        assert quarantined(rig) == []
+        rig.server.faults.dies_after_chunks = None
+        await rig.settled()
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+async def test_request_that_ends_llama_server_twice_is_refused(
+    start_rig: StartRig, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"messages": question("a"), "max_tokens": 3}
+    async with start_rig(n_slots=1) as rig:
+        rig.server.faults.dies_at["answer"] = 2
+        for _ in range(2):
+            assert (await rig.post(path, body)).status == 502
+            await rig.attached()
+        for _ in range(2):
+            n_processes = rig.server.n_processes
+            reply = await rig.post(path, {**body, "max_tokens": 4})
+            assert (reply.status, reply.content["error"]["type"]) == (422, "invalid_request_error")
+            assert "llama-server ended 2 times in a row" in reply.content["error"]["message"]
+            assert rig.server.n_processes == n_processes == 3
+            await rig.stop_proxy()
+            await rig.start_proxy()
+        assert (await rig.post(path, {**body, "messages": question("b")})).status == 200
+        monkeypatch.setattr(fatal_requests, "FORGET_SECONDS", 0.0)
+        assert (await rig.post(path, body)).status == 200
+
+
+async def test_request_that_is_answered_begins_a_new_count(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        for _ in range(fatal_requests.MAX_DEATHS + 1):
+            rig.server.faults.dies_at["answer"] = 1
+            assert (await rig.post(CHAT, {"messages": question("a")})).status == 502
+            await rig.attached()
+            await rig.chat("a")
+
+
+async def test_request_whose_preparation_ends_llama_server_twice_is_refused(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        for name in "xyz":  # none of these states covers another
+            await rig.chat([*question("a"), *question(name)])
+            await rig.settled()
+        rig.server.faults.dies_at["restore"] = 3
+        reply = await rig.post(CHAT, {"messages": [*question("a"), *question("x")]})
+        assert (reply.status, rig.server.n_processes, len(quarantined(rig))) == (422, 3, 2)
+        rig.server.faults.dies_at.clear()
+        assert (await rig.chat([*question("a"), *question("y")])).n_reused
+
+
+async def test_request_in_the_queue_is_not_to_blame(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        gate = rig.server.hold("generate", n_calls=1)
+        first = asyncio.ensure_future(rig.post(CHAT, {"messages": question("a")}))
+        await gate.reached()
+        waiting = rig.begin_chat("b")
+        await rig.waiting(1)
+        rig.server.replace_process()
+        assert (await first).status == 502
+        assert (await waiting).status == 200
+        assert rig.running.store is not None
+        blamed = rig.running.store.index.value("fatal requests", dict[str, Any])
+        assert blamed is not None and len(blamed) == 1

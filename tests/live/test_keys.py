@@ -1,0 +1,230 @@
+"""API keys before a real llama-server: wrong ones touch nothing, and whose states are whose."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import openai
+import pytest
+
+from proxy.core.model import tenant_namespace
+from proxy.core.tokens import Namespace
+from proxy.store.known_models import known_tenants
+from proxy.web.clients import tenant_of
+from tests.lab.conversation import agent_requests, system, tools, user
+from tests.lab.rig import Rig
+from tests.lab.server import request
+from tests.lab.wrong_keys import REFUSED, SHAPES, bearer, send
+from tests.live.conftest import StartRig
+from tests.live.test_commands import asked, command
+
+CHAT = "/v1/chat/completions"
+KEYED: dict[str, Any] = {
+    "extra_args": ("--api-key", "own,ann,bob"),
+    "upstream_api_key": "own",
+}
+"""Options of a rig whose llama-server asks for a key."""
+TOOLS = tools(4)
+HEADER = [system(200)]
+
+
+def slots(rig: Rig) -> Any:
+    """Return what llama-server says that its slots hold, and who was last there."""
+    said = request(rig.server.base_url, "GET", "/slots", headers=bearer("own"))[1]
+    return [(slot.get("id_task"), slot.get("n_prompt_tokens")) for slot in said]
+
+
+def files(rig: Rig) -> dict[str, int]:
+    """Return the state files by name, with when they were written."""
+    folder = Path(rig.settings.slot_save_path)
+    return {path.name: path.stat().st_mtime_ns for path in folder.glob("lpc-*")}
+
+
+async def ask(rig: Rig, messages: list[Any], key: str | None = None) -> dict[str, Any]:
+    body = {"messages": messages, "tools": TOOLS, "max_tokens": 4, "temperature": 0}
+    return await rig.post(CHAT, body, headers=bearer(key) if key else {})
+
+
+async def reused(rig: Rig, messages: list[Any], key: str | None = None) -> int:
+    """Return how many tokens a request found, without those evaluated for it just before."""
+    await ask(rig, messages, key)
+    return int((await explained(rig))["confirmed"])
+
+
+async def explained(rig: Rig) -> dict[str, Any]:
+    return dict((await asked("explain", "--admin", rig.admin_url))["request"])
+
+
+@pytest.mark.parametrize("key", ["guess", None], ids=["wrong", "none"])
+async def test_who_has_no_right_key_touches_nothing(start_rig: StartRig, key: str | None) -> None:
+    async with start_rig("hybrid", idle_save_seconds=60.0, **KEYED) as rig:
+        messages = [*HEADER, user(1)]
+        await ask(rig, messages, "ann")
+        await ask(rig, [system(180, seed=5), user(2)], "ann")
+        await rig.settled()
+        before = slots(rig), files(rig)
+        for name, shape in SHAPES.items():
+            status, body = await send(rig.client, rig.base_url, shape, key)
+            assert (status, name) == (401, name), body
+            assert json.loads(body)["error"]["type"] == "authentication_error", name
+        assert (slots(rig), files(rig)) == before
+        reply = await ask(rig, messages, "ann")
+        assert reply["timings"]["prompt_n"] < 10
+
+
+async def test_what_llama_server_cannot_read_touches_nothing(start_rig: StartRig) -> None:
+    async with start_rig("hybrid", idle_save_seconds=60.0, **KEYED) as rig:
+        await ask(rig, [*HEADER, user(1)], "ann")
+        await rig.settled()
+        before = slots(rig), files(rig)
+        for name in REFUSED:
+            status, _ = await send(rig.client, rig.base_url, SHAPES[name], "bob")
+            assert 400 <= status < 600, name
+        assert (slots(rig), files(rig)) == before
+        # What it cannot do is known once it has said so.
+        await send(rig.client, rig.base_url, SHAPES["embeddings"], "bob")
+        await ask(rig, [*HEADER, user(1)], "ann")
+        before = slots(rig), files(rig)
+        assert (await send(rig.client, rig.base_url, SHAPES["embeddings"], "bob"))[0] == 501
+        assert (slots(rig), files(rig)) == before
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [b"\xef\xbb\xbf%s", b"%s\0{", b'{"x":' + b"[" * 5000 + b"]" * 5000 + b",%b"],
+    ids=["byte order mark", "zero byte", "deep"],
+)
+async def test_body_that_only_llama_server_s_parser_takes_has_a_lease(
+    start_rig: StartRig, raw: bytes
+) -> None:
+    """Where it ran is known afterwards, so the slot that it took is not taken for anybody's."""
+    body = json.dumps({"prompt": "a b c", "n_predict": 2, "stream": True}).encode()
+    async with start_rig("full", **KEYED) as rig:
+        messages = [*HEADER, user(1)]
+        first = await ask(rig, messages, "ann")
+        sent = raw % (body if b"%s" in raw else body[1:])
+        url, headers = rig.base_url + "/completion", bearer("bob")
+        async with rig.client.post(url, data=sent, headers=headers) as reply:
+            assert reply.status == 200
+            await reply.read()
+        await rig.settled()
+        held = slots(rig)
+        session = rig.running.lifecycle.current
+        assert session is not None
+        for slot in session.attachment.desk.table:
+            n_known = getattr(slot.content, "n_tokens", None)
+            assert n_known is None or abs(n_known - (held[slot.id][1] or 0)) <= 4, slot
+        again = await ask(rig, messages, "ann")
+        assert again["timings"]["cache_n"] > first["usage"]["prompt_tokens"] - 20
+
+
+async def test_warmed_header_is_there_for_a_client_with_any_key(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    """As README.md has it: llama-server asks for no key, `warm` sends none, and clients send "none"."""
+    body = {"messages": [*HEADER, user(1)], "tools": TOOLS}
+    (tmp_path / "first-request.json").write_text(json.dumps(body))
+    async with start_rig("hybrid") as rig:
+        warm = ("warm", "--pin", tmp_path / "first-request.json", "--admin", rig.admin_url)
+        warmed = await asked(*warm)
+
+        async with openai.AsyncOpenAI(base_url=rig.base_url + "/v1", api_key="none") as client:
+            asking: Any = {"messages": [*HEADER, user(7)], "tools": TOOLS, "max_tokens": 4}
+            usage = (await client.chat.completions.create(model="any", **asking)).usage
+        assert usage.prompt_tokens_details.cached_tokens >= warmed["n_header_tokens"] - 5 > 1000
+        assert (await rig.health())["reasons"] == []
+
+
+async def test_warm_needs_the_clients_key_where_llama_server_asks_for_one(
+    start_rig: StartRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"messages": [*HEADER, user(1)], "tools": TOOLS}
+    (tmp_path / "first-request.json").write_text(json.dumps(body))
+    async with start_rig("hybrid", **KEYED) as rig:
+        warm = ("warm", tmp_path / "first-request.json", "--admin", rig.admin_url)
+        status, output = await command(*warm)
+        assert status == 1 and "an API key is needed" in output
+        status, output = await command(*warm, "--api-key", "guess")
+        assert status == 1 and "this API key is refused" in output
+        monkeypatch.setenv("LLAMA_API_KEY", "ann")
+        warmed = await asked(*warm)
+        reply = await ask(rig, [*HEADER, user(7)], "ann")
+        assert reply["timings"]["cache_n"] >= warmed["n_header_tokens"] - 5
+        assert (await explained(rig))["cause"] in ("hit", "first sight")
+        # Bob is told nothing of it; the operator is.
+        reply = await ask(rig, [*HEADER, user(8)], "bob")
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert "API key" not in json.dumps(reply)
+        record = await explained(rig)
+        assert record["confirmed"] == 0 and record["n_missed"] > 1000
+        assert record["cause"] == "known under another API key"
+        assert (await rig.health())["reasons"][0]["kind"] == "several API keys"
+
+
+async def test_tenants_of_an_older_store_become_one_and_stay_pinned(start_rig: StartRig) -> None:
+    """Older versions gave each key states of its own, whether llama-server asked for one or not."""
+    first, second = agent_requests(1, 2, header=HEADER)[:2]
+    async with start_rig("hybrid", share_between_api_keys=False) as rig:
+        await ask(rig, first, "none")
+        await rig.settled()
+        await ask(rig, [*HEADER[:1], user(9, 200)])
+        await rig.settled()
+        store = rig.running.store
+        assert store is not None
+        [kept] = [c for c in store if c.namespace == _namespace_of(rig, "none")][:1]
+        await store.pin(kept.id, is_pinned=True)
+        n_states = len(store)
+        assert (await rig.health())["reasons"] == []  # no key is asked: the reminder would be wrong
+        rig.settings = _with(rig, share_between_api_keys=None)
+        await rig.restart()
+        store = rig.running.store
+        assert store is not None and len(store) == n_states
+        assert {c.namespace for c in store} == {_namespace_of(rig, None)}
+        assert [c.id for c in store if c.is_pinned] == [kept.id]
+        assert known_tenants(store.index, _model(rig)) == set()
+        assert await reused(rig, second, "another") > 1000
+        assert await reused(rig, [*HEADER, user(9, 200)]) > 1000
+        await rig.stop_proxy()
+        assert (await asked("check", "--slot-save-path", rig.settings.slot_save_path))[
+            "problems"
+        ] == []
+        await rig.start_proxy()
+
+
+async def test_states_of_keys_that_were_asked_for_stay_theirs_until_the_operator_shares_them(
+    start_rig: StartRig,
+) -> None:
+    messages = [*HEADER, user(1)]
+    async with start_rig("hybrid", **KEYED) as rig:
+        await ask(rig, messages, "ann")
+        await rig.settled()
+        keyed = rig.server.extra_args
+        rig.server.extra_args = ()
+        await rig.restart()
+        # Nobody is asked any more, but Ann has not said that everybody may have what is hers.
+        assert await reused(rig, messages, "ann") == 0
+        assert (await explained(rig))["cause"] == "known under another API key"
+        await rig.settled()
+        rig.server.extra_args = keyed
+        await rig.restart()
+        assert await reused(rig, messages, "ann") > 1000
+        # What was everybody's is now of nobody whom llama-server lets in.
+        assert await reused(rig, messages, "bob") == 0
+        rig.settings = _with(rig, share_between_api_keys=True)
+        await rig.restart()
+        assert await reused(rig, messages, "bob") > 1000
+
+
+def _with(rig: Rig, **settings: Any) -> Any:
+    return msgspec.structs.replace(rig.settings, **settings)
+
+
+def _model(rig: Rig) -> Namespace | None:
+    session = rig.running.lifecycle.current
+    assert session is not None
+    return session.attachment.model_namespace
+
+
+def _namespace_of(rig: Rig, key: str | None) -> Namespace:
+    return tenant_namespace(_model(rig), tenant_of(bearer(key) if key else {}))

@@ -1,0 +1,369 @@
+"""A damaged index is found before LMDB maps it, and made anew from the states."""
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from proxy.__main__ import main
+from proxy.core.eviction import Removal
+from proxy.core.model import (
+    Checkpoint,
+    CheckpointId,
+    CheckpointKind,
+    KnownNamespace,
+    tenant_namespace,
+)
+from proxy.core.tokens import Namespace, hash_prefixes, token_ids
+from proxy.errors import IndexDamaged, StoreFault
+from proxy.store.catalogue import Limits
+from proxy.store.index import Index
+from proxy.store.index_file import flaw_of
+from proxy.store.known_models import namespaces_name, owners, tenants_name
+from proxy.store.offline import ProblemKind, examine, mend, open_offline
+from proxy.store.opening import read_index
+from tests.store.conftest import branch, found, names_in, new_state, opened, run_of
+from tests.store.damage import (
+    flipped,
+    leave_unsealed,
+    put_bad_record,
+    put_unreadable,
+    scribbled,
+    truncated,
+)
+from tests.unit.state_files import attention, state_file, words
+
+MODEL = Namespace(b"m" * 16)
+TENANTS = (b"", b"tenant")
+PROMPTS = (run_of(300), branch(200, 400), run_of(1500, start=7), run_of(2500, start=9))
+
+
+def nothing(n_bytes: int) -> None:
+    """Ignore progress."""
+
+
+async def fill(directory: Path) -> None:
+    """Leave a store with states of two tenants, one of them pinned, that was closed."""
+    with opened(directory) as store:
+        await store.put_value(
+            namespaces_name("static"), [KnownNamespace(MODEL, [(5, -0.5)], "coder")]
+        )
+        await store.put_value(tenants_name(MODEL), sorted(TENANTS))
+        for i, tokens in enumerate(PROMPTS):
+            content = state_file(words(tokens), attention(len(tokens)))
+            namespace = tenant_namespace(MODEL, TENANTS[i % 2])
+            new = new_state(
+                store, tokens, content=content, namespace=namespace, kind=CheckpointKind.TURN_START
+            )
+            checkpoint = await store.commit(new)
+        gone = await store.commit(new_state(store, run_of(20_000)))
+        await store.remove(gone, Removal.BUDGET)
+        await store.pin(checkpoint.id, is_pinned=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("whole")
+    asyncio.run(fill(directory))
+    return directory
+
+
+@pytest.fixture
+def directory(whole: Path, tmp_path: Path) -> Path:
+    return copied(whole, tmp_path / "store")
+
+
+def copied(whole: Path, directory: Path) -> Path:
+    """Return a copy whose state files are the same ones, so that they are believed."""
+    shutil.copytree(whole, directory, copy_function=os.link)
+    data = directory / "index" / "data.mdb"
+    content = data.read_bytes()
+    data.unlink()
+    data.write_bytes(content)
+    return directory
+
+
+def data_of(directory: Path) -> bytes:
+    return (directory / "index" / "data.mdb").read_bytes()
+
+
+def beside(directory: Path, pattern: str) -> list[Path]:
+    return sorted(directory.glob(pattern))
+
+
+def set_data(directory: Path, content: bytes) -> None:
+    (directory / "index" / "data.mdb").write_bytes(content)
+
+
+def told(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what a rebuild must bring back of a checkpoint; namespaces may have other names."""
+    kept = ("id", "kind", "n_tokens", "file_name", "size_bytes", "parts", "is_pinned", "marks")
+    return {name: getattr(checkpoint, name) for name in kept}
+
+
+def records(directory: Path) -> dict[CheckpointId, dict[str, Any]]:
+    with opened(directory) as store:
+        return {checkpoint.id: told(checkpoint) for checkpoint in store}
+
+
+async def rebuilt(directory: Path) -> dict[CheckpointId, dict[str, Any]]:
+    """Open a store, wait for what is to be made anew, use it, and return what it has."""
+    with opened(directory) as store:
+        await store.rebuild()
+        extra = await store.commit(new_state(store, run_of(700, start=3)))
+        await store.remove(extra, Removal.BUDGET)
+        of_model = {o.known.name for _, o in owners(store.index)}
+        assert not len(store) or of_model == {"coder"}
+        for checkpoint in store:
+            tokens = store.index.tokens(checkpoint.id)
+            assert tokens is not None
+            assert checkpoint in [c.checkpoint for c in found(store, tokens, checkpoint.namespace)]
+        return {checkpoint.id: told(checkpoint) for checkpoint in store}
+
+
+# What is damaged is found, and what is not is not.
+
+
+@pytest.mark.parametrize("is_sealed", [True, False], ids=["closed", "killed"])
+async def test_truncated_index_is_made_anew_and_loses_nothing(
+    whole: Path, tmp_path: Path, is_sealed: bool
+) -> None:
+    expected = records(whole)
+    for number, (_, data) in enumerate([*truncated(data_of(whole))][::3]):
+        directory = copied(whole, tmp_path / str(number))
+        set_data(directory, data)
+        if not is_sealed:
+            leave_unsealed(directory)
+        assert await rebuilt(directory) == expected
+
+
+async def test_flipped_bit_in_a_closed_index_is_found_wherever_it_is(
+    whole: Path, tmp_path: Path
+) -> None:
+    expected, data = records(whole), data_of(whole)
+    for number, (what, changed) in enumerate(
+        [*flipped(data, 10, seed=1), *scribbled(data, 5, seed=1)]
+    ):
+        directory = copied(whole, tmp_path / str(number))
+        set_data(directory, changed)
+        with open_offline(directory, mends_index=True) as store:
+            examined = examine(store, nothing)
+            assert {p.kind for p in examined.problems} <= {ProblemKind.INDEX_DAMAGED}, what
+        assert await rebuilt(directory) == expected, what
+
+
+async def test_flipped_bits_in_an_index_that_was_not_closed_end_no_process(
+    whole: Path, tmp_path: Path
+) -> None:
+    """Nothing tells that the content of an entry is another; that LMDB can work on it is looked at."""
+    passed = []
+    for number, (_, changed) in enumerate(flipped(data_of(whole), 60, seed=2)):
+        set_data(directory := copied(whole, tmp_path / str(number)), changed)
+        leave_unsealed(directory)
+        if not flaw_of(directory / "index" / "data.mdb"):
+            passed.append(str(directory))
+    done = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", WORK, *passed, stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await done.communicate()
+    assert (done.returncode, output.decode().split()) == (0, passed)
+
+
+WORK = """
+import asyncio, sys
+from pathlib import Path
+from proxy.core.eviction import Removal
+from tests.store.conftest import new_state, opened, run_of
+async def work(directory):
+    with opened(directory) as store:
+        await store.rebuild()
+        for checkpoint in [*store]:
+            await store.remove(checkpoint, Removal.OPERATOR)
+        for n in (300, 3000):
+            await store.commit(new_state(store, run_of(n)))
+for directory in sys.argv[1:]:
+    asyncio.run(work(Path(directory)))
+    print(directory, flush=True)
+"""
+
+
+async def test_index_without_a_file_is_made_anew(directory: Path) -> None:
+    expected = records(directory)
+    shutil.rmtree(directory / "index")
+    assert await rebuilt(directory) == expected
+
+
+async def test_record_that_cannot_be_read_loses_none(directory: Path) -> None:
+    expected = records(directory)
+    put_bad_record(directory)
+    with pytest.raises(IndexDamaged, match="records that cannot be read: 1"):
+        with open_offline(directory):
+            pass
+    assert await rebuilt(directory) == expected
+    assert not beside(directory, "index.damaged-*"), "what could be read stays"
+
+
+async def test_values_that_are_no_text_are_ignored_named_and_removed(directory: Path) -> None:
+    expected = records(directory)
+    put_unreadable(directory)
+    assert records(directory) == expected
+    assert len(read_index(directory).checkpoints) == len(expected)
+    with open_offline(directory) as store:
+        problems = examine(store, nothing).problems
+        assert [p.kind for p in problems] == [ProblemKind.VALUE_UNREADABLE] * 3
+        mend(store, problems)
+        assert examine(store, nothing).problems == ()
+
+
+def test_sound_index_is_never_called_damaged(tmp_path: Path) -> None:
+    index, ids = Index(tmp_path / "index"), list[int]()
+    for turn in range(60):
+        tokens = token_ids(range(turn % 7, turn % 7 + (turn * 331) % 9000))
+        record = record_of(turn + 1, len(tokens))
+        index.put(record, tokens, hash_prefixes(record.namespace, tokens))
+        ids.append(turn + 1)
+        if turn % 3 == 2:
+            gone = CheckpointId(ids.pop((turn * 7) % len(ids)))
+            lost = index.tokens(gone)
+            assert lost is not None
+            index.delete(gone, hash_prefixes(record.namespace, lost))
+        assert flaw_of(tmp_path / "index" / "data.mdb") == ""
+        assert index.inconsistency() == ""
+    index.close()
+
+
+def record_of(number: int, n_tokens: int) -> Checkpoint:
+    return Checkpoint(
+        *(CheckpointId(number), MODEL, CheckpointKind.BRANCH, n_tokens, (), False),
+        *(f"lpc-{number:016x}.state", 1, 0.0, 0.0),
+    )
+
+
+# What a rebuild says and does.
+
+
+async def test_state_whose_record_is_gone_or_damaged_is_told_and_removed(directory: Path) -> None:
+    first, second, *_ = beside(directory, "lpc-*.meta")
+    first.unlink()
+    damaged = bytearray(second.read_bytes())
+    damaged[30] ^= 1
+    second.unlink()
+    second.write_bytes(damaged)
+    set_data(directory, b"garbage" * 9000)
+    with opened(directory) as store:
+        assert (
+            "2 entered again; lost: 2 (the record beside a state is gone" in await store.rebuild()
+        )
+        assert names_in(directory) == {c.file_name for c in store}
+        assert len(beside(directory, "lpc-*.meta")) == len(store) == 2
+
+
+async def test_state_that_was_cut_or_of_an_unknown_model_is_told_and_removed(
+    directory: Path,
+) -> None:
+    cut, *_ = beside(directory, "lpc-*.state")
+    content = cut.read_bytes()
+    with opened(directory) as store:
+        unknown = await store.commit(new_state(store, run_of(100)))
+    cut.unlink()
+    cut.write_bytes(content[:-9])
+    set_data(directory, b"")
+    with open_offline(directory, mends_index=True) as store:
+        index, *lost = examine(store, nothing).problems
+        assert (index.kind, index.detail) == (ProblemKind.INDEX_DAMAGED, "it was not there")
+        assert {(p.kind, p.name, p.detail) for p in lost} == {
+            (ProblemKind.STATE_LOST, cut.name, "a state is not what its record says"),
+            (
+                ProblemKind.STATE_LOST,
+                unknown.file_name,
+                "it is not known which model a state is of",
+            ),
+        }
+        assert len(store.checkpoints()) == len(names_in(directory)) == 3
+
+
+async def test_rebuild_that_was_broken_off_is_taken_up(directory: Path) -> None:
+    expected = records(directory)
+    set_data(directory, b"garbage" * 9000)
+    with opened(directory) as store:
+        assert store.rebuild_reason and len(store) == 0
+    with pytest.raises(IndexDamaged, match="check --fix"), open_offline(directory):
+        pass
+    assert await rebuilt(directory) == expected
+    with open_offline(directory):
+        pass
+
+
+async def test_store_serves_while_it_is_made_anew(directory: Path) -> None:
+    expected = records(directory)
+    set_data(directory, b"garbage" * 9000)
+    with opened(directory) as store:
+        rebuilding = asyncio.ensure_future(store.rebuild())
+        new = await store.commit(new_state(store, run_of(600, start=50_000)))
+        assert [c.checkpoint for c in found(store, run_of(600, start=50_000))] == [new]
+        assert "4 entered again; no state is lost" in await rebuilding
+        assert {c.id for c in store} == {new.id, *expected}
+
+
+async def test_only_the_newest_damaged_index_is_kept(directory: Path) -> None:
+    for _ in range(2):
+        set_data(directory, b"garbage" * 9000)
+        await rebuilt(directory)
+    [kept] = beside(directory, "index.damaged-*")
+    assert (kept / "data.mdb").read_bytes() == b"garbage" * 9000
+
+
+async def test_states_of_an_older_version_get_their_records(directory: Path) -> None:
+    expected = records(directory)
+    for path in beside(directory, "lpc-*.meta"):
+        path.unlink()
+    with open_offline(directory) as offline:
+        problems = examine(offline, nothing).problems
+        assert {p.kind for p in problems} == {ProblemKind.RECORD_GONE}
+    assert records(directory) == expected
+    set_data(directory, b"")
+    assert await rebuilt(directory) == expected
+
+
+# Commands.
+
+
+def command(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run a command in a process of its own, which a signal may end."""
+    return subprocess.run(
+        [sys.executable, "-m", "proxy", *arguments, "--slot-save-path", str(directory)],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_commands_name_a_damaged_index_and_its_cure(directory: Path) -> None:
+    set_data(directory, data_of(directory)[: 5 * 4096])
+    for arguments in (["check"], ["ls"]):
+        done = command(directory, *arguments)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "is damaged" in done.stderr and "check --fix" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+    for arguments in (["purge", "--everything", "-y"], ["stats"], ["export", "ab", "-o", "file"]):
+        result = CliRunner().invoke(main, [*arguments, "--slot-save-path", str(directory)])
+        assert result.exit_code == 1 and "check --fix" in result.output
+    with pytest.raises(StoreFault, match="is damaged"):
+        read_index(directory)
+    mended = command(directory, "check", "--fix")
+    assert mended.returncode == 0 and "made anew from the states" in mended.stdout
+    with open_offline(directory) as store:
+        assert (examine(store, nothing).problems, len(store.checkpoints())) == ((), 4)
+
+
+async def test_budget_holds_after_a_rebuild(directory: Path) -> None:
+    pinned = max(records(directory).values(), key=lambda record: record["is_pinned"])
+    set_data(directory, b"")
+    with opened(directory, Limits(pinned["size_bytes"] + 20_000)) as store:
+        await store.rebuild()
+        assert pinned["size_bytes"] < store.size_bytes <= store.limits.max_bytes

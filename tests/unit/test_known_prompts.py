@@ -1,0 +1,163 @@
+"""Known prompts: which of them a new prompt is compared with, and that they stay within their bounds."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from proxy.core.model import Prompt
+from proxy.core.tokens import Namespace, common_prefix_length, token_ids
+from proxy.explain.causes import Cause
+from proxy.explain.compare import EMPTY, Sketch, digests
+from proxy.explain.known import MAX_IDS, KnownPrompt, KnownPrompts, Loss, Match
+
+SPACE, OTHER = Namespace(b"n" * 16), Namespace(b"o" * 16)
+RUN = range(1000)
+
+
+def sketch(*messages: int, roles: str = "") -> Sketch:
+    return Sketch(digests([]), digests([]), roles or "u" * len(messages), digests([*messages]))
+
+
+def prompt(*tokens: int, namespace: Namespace = SPACE) -> Prompt:
+    return Prompt(token_ids(tokens), namespace)
+
+
+def kept(max_bytes: int = 1 << 20, max_prompts: int = 100) -> KnownPrompts:
+    return KnownPrompts(max_bytes, max_prompts)
+
+
+def known(name: str, new: Prompt, made_of: Sketch = EMPTY, ended_at: float = 1.0) -> KnownPrompt:
+    return KnownPrompt(new.namespace, new.tokens, "", made_of, "process", ended_at, (name,))
+
+
+def add(
+    prompts: KnownPrompts, name: str, new: Prompt, made_of: Sketch = EMPTY, ended_at: float = 1.0
+) -> Match | None:
+    """Look a prompt up and then keep it, as a request does; return what it was compared with."""
+    nearest, compared = prompts.matches(new, made_of, prompts.newest(), ended_at)
+    prompts.add(known(name, new, made_of, ended_at), (nearest, compared))
+    return compared
+
+
+def nearest_of(prompts: KnownPrompts, new: Prompt) -> Match | None:
+    return prompts.matches(new, EMPTY, prompts.newest(), 2.0)[0]
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=12),
+    st.lists(st.integers(0, 2), min_size=1, max_size=12),
+)
+def test_nearest_prompt_is_the_newest_of_those_with_the_most_in_common(
+    sequences: list[list[int]], asked: list[int]
+) -> None:
+    prompts = kept()
+    for number, sequence in enumerate(sequences):
+        prompts.add(known(str(number), prompt(*sequence)), ())
+    wanted = prompt(*asked)
+    common = [common_prefix_length(wanted.tokens, token_ids(s)) for s in sequences]
+    found = nearest_of(prompts, wanted)
+    if not any(common):
+        assert found is None
+    else:
+        newest = max(i for i, n_common in enumerate(common) if n_common == max(common))
+        assert found is not None and (found.n_common, found.known.id) == (max(common), str(newest))
+
+
+def test_nearest_prompt_is_of_the_same_namespace() -> None:
+    prompts = kept()
+    add(prompts, "a", prompt(1, 2, 3))
+    assert nearest_of(prompts, prompt(1, 2, 3)) is not None
+    assert nearest_of(prompts, prompt(1, 2, 3, namespace=OTHER)) is None
+
+
+def test_bounds_hold_and_the_oldest_prompts_are_forgotten() -> None:
+    prompts = kept(max_bytes=100_000)
+    for number in range(50):
+        add(prompts, f"{number}", prompt(number, *range(2000)), sketch(number, number + 1))
+        assert prompts.size_bytes <= 100_000
+    assert 5 < len(prompts) < 20
+    assert nearest_of(prompts, prompt(0, 1)) is None
+    assert prompts.matches(prompt(7), sketch(0, 1), [], 2.0) == (None, None)
+    none, few = kept(max_prompts=0), kept(max_prompts=3)
+    for number in range(5):
+        add(few, str(number), prompt(number))
+        add(none, str(number), prompt(number))
+    assert (len(few), len(none), none.size_bytes) == (3, 0, 0)
+
+
+def test_prompt_that_a_later_one_goes_on_from_is_found_by_its_id_but_not_kept_beside_it() -> None:
+    prompts, began = kept(), sketch(5, 10, roles="su")
+    went_on = sketch(5, 10, 11, 12, roles="suau")
+    add(prompts, "a", prompt(*RUN[:300], 7, 7), began)  # ends with what a template does not repeat
+    add(prompts, "b", prompt(*RUN[:500]), went_on)
+    assert len(prompts) == 1
+    assert prompts.find("a") is prompts.find("b") is not None
+    add(prompts, "edited", prompt(*RUN[:200], *RUN[300:]), went_on)
+    add(prompts, "other", prompt(*RUN[:480], *RUN[500:]), sketch(5, 20, roles="su"))
+    assert len(prompts) == 3
+    for number in range(MAX_IDS):
+        add(prompts, str(number), prompt(*RUN[:500]), went_on)
+    assert len(prompts) == 3 and prompts.find("a") is None and prompts.find("0") is not None
+
+
+def test_text_without_messages_is_replaced_by_one_that_begins_with_all_of_it() -> None:
+    prompts = kept()
+    for n_tokens in (300, 400, 500):
+        add(prompts, f"{n_tokens}", prompt(*RUN[:n_tokens]))
+    assert len(prompts) == 1
+    add(prompts, "other", prompt(*RUN[:490], 7))
+    assert len(prompts) == 2
+
+
+def test_loss_is_told_as_far_as_it_reached() -> None:
+    prompts = kept()
+    add(prompts, "a", prompt(*RUN[:100]))
+    prompts.note_loss(SPACE, token_ids([*RUN[:60], 900]), Cause.EVICTED)
+    prompts.note_loss(SPACE, token_ids(RUN[:30]), Cause.RESTORE_REFUSED)
+    prompts.note_loss(OTHER, token_ids(RUN), Cause.RESTORE_REFUSED)
+
+    def loss(*tokens: int) -> Loss:
+        found = nearest_of(prompts, prompt(*tokens))
+        assert found is not None
+        return found.loss
+
+    assert loss(*RUN[:100]) == Loss(Cause.EVICTED, 60)
+    assert loss(*RUN[:20]) == Loss(Cause.EVICTED, 20)
+    add(prompts, "b", prompt(*RUN[:100]))
+    assert loss(*RUN[:100]) == Loss(), "it was evaluated again"
+
+
+def test_conversation_is_known_by_two_messages_or_a_long_answer_not_by_one_message() -> None:
+    prompts = kept()
+    add(prompts, "a", prompt(1, 2), sketch(10, 11, 12))
+    add(prompts, "b", prompt(3, 4), sketch(20, 21, 22, roles="uAu"))
+
+    def conversation(made_of: Sketch) -> str | None:
+        found = prompts.matches(prompt(9), made_of, [], 2.0)[1]
+        return found.known.id if found else None
+
+    assert conversation(sketch(99, 11, 12)) == "a"
+    assert conversation(sketch(10, 99, 12)) is None
+    assert conversation(sketch(10)) is None
+    assert conversation(sketch(99, 21, 98, roles="uAu")) == "b"
+    assert conversation(sketch(99, 21, 98, roles="uau")) is None
+    add(prompts, "c", prompt(1, 2, 5), sketch(10, 11, 12, 13))
+    assert conversation(sketch(10, 11)) == "c"
+
+
+def test_conversation_that_others_continue_meanwhile_is_compared_as_it_was_when_planned() -> None:
+    prompts = kept()
+    add(prompts, "a", prompt(*RUN[:500]), sketch(10, 11, 12))
+    then, planned_at = prompts.newest(), 2.0
+    add(prompts, "b", prompt(*RUN[:600]), sketch(10, 11, 12, 13), ended_at=3.0)
+    new, made_of = prompt(*RUN[:400], 7), sketch(98, 11, 12)
+    _, found = prompts.matches(new, made_of, then, planned_at)
+    assert found is not None and found.known.id == "a"
+    assert prompts.matches(new, made_of, [], planned_at) == (None, None)
+
+
+def test_conversation_begun_again_under_the_new_header_is_compared_with_that() -> None:
+    prompts = kept()
+    add(prompts, "old", prompt(1, *RUN), sketch(5, 10, 11, 12, roles="suAu"))
+    add(prompts, "again", prompt(2, *RUN[:300]), sketch(6, 10, roles="su"), ended_at=2.0)
+    found = add(prompts, "new", prompt(2, *RUN), sketch(6, 10, 11, 12, roles="suAu"), ended_at=3.0)
+    assert found is not None and found.known.id == "again" and found.is_same_conversation
