@@ -4,9 +4,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from proxy.core.model import Prompt, SlotId
-from proxy.core.plan import STEADY_TOKENS, Situation, n_shared_with, plan_request
-from proxy.core.saving import STEADY_SECONDS
-from proxy.core.slots import Empty, Known, Slot, Unknown, promised_tokens
+from proxy.core.plan import STEADY_TOKENS, Situation, plan_request, promised_tokens
+from proxy.core.saving import STEADY_SECONDS, state_bytes
+from proxy.core.slots import Empty, Known, Slot, Unknown, shared_tokens
 from proxy.core.tokens import TokenIds, common_prefix_length
 
 # Which model of a host is loaded next, and which has to go for it.
@@ -120,23 +120,23 @@ class Offer:
 
 def make_offer(prompt: Prompt, now: Situation, n_waiting: int, *, may_start: bool = True) -> Offer:
     """Return what a llama-server can do for a prompt; it cannot begin at once unless it *may_start*."""
-    plan = plan_request(prompt, now) if may_start else None
     n_busy = sum(slot.is_leased and not slot.is_closing for slot in now.slots)
+    n_reused, seconds = _expectation(prompt, now, may_start=may_start)
+    return Offer(seconds, n_reused, n_busy, n_waiting, len(now.slots))
+
+
+def _expectation(prompt: Prompt, now: Situation, *, may_start: bool) -> tuple[int, float | None]:
+    """Return how many tokens a prompt finds and how long it takes; None if it must wait for others."""
+    plan = plan_request(prompt, now) if may_start else None
     if plan is not None:
-        n_reused, seconds = plan.start.n_reused, plan.option.total_seconds
-        return Offer(seconds, n_reused, n_busy, n_waiting, len(now.slots))
-    n_held = max((n_shared_with(prompt, slot) for slot in now.slots), default=0)
-    promised = max((_promise(prompt, now, s) for s in now.slots if s.is_closing), default=None)
-    if promised is None or not promised[0]:
-        return Offer(None, n_held, n_busy, n_waiting, len(now.slots))
-    return Offer(promised[1], promised[0], n_busy, n_waiting, len(now.slots))
-
-
-def _promise(prompt: Prompt, now: Situation, slot: Slot) -> tuple[int, float]:
-    """Return how much a slot that is being saved will spare a prompt, and what is left to do then."""
-    n_promised = promised_tokens(now.rule, slot, prompt.namespace, prompt.tokens)
-    save_seconds = now.rates.save_seconds(now.occupant(slot).size_bytes)
-    return n_promised, save_seconds + now.rates.evaluation_seconds(n_promised, prompt.n_tokens)
+        return plan.start.n_reused, plan.option.total_seconds
+    closing = [(promised_tokens(prompt, now, s), s) for s in now.slots if s.is_closing]
+    n_promised, slot = max(closing, key=lambda each: each[0], default=(0, None))
+    if slot is None or not n_promised:
+        shared = (shared_tokens(s.content, prompt.tokens, prompt.namespace) for s in now.slots)
+        return max(shared, default=0), None
+    seconds = now.rates.save_seconds(state_bytes(now.sizes, slot.content))
+    return n_promised, seconds + now.rates.evaluation_seconds(n_promised, prompt.n_tokens)
 
 
 def best_offer(offers: Sequence[Offer]) -> int:
@@ -164,12 +164,6 @@ def best_offer(offers: Sequence[Offer]) -> int:
 
 MIN_SIMILARITY = 0.1
 """llama-server's default of --slot-prompt-similarity."""
-
-
-def shared_at_least(slot: Slot, tokens: TokenIds) -> int:
-    """Return how many leading tokens of a prompt a slot surely holds."""
-    content = slot.content
-    return common_prefix_length(content.tokens, tokens) if isinstance(content, Known) else 0
 
 
 def shared_at_most(slot: Slot, tokens: TokenIds) -> int:
@@ -203,7 +197,7 @@ def _held_at_most(slot: Slot, tokens: TokenIds) -> int:
 
 def rivals(target: Slot, slots: Iterable[Slot], tokens: TokenIds) -> list[SlotId]:
     """Return the other slots that llama-server may choose for a prompt instead of *target*."""
-    n_target = shared_at_least(target, tokens)
+    n_target = shared_tokens(target.content, tokens)
     found = []
     for slot in slots:
         n_rival = shared_at_most(slot, tokens) if slot.id != target.id else -1
@@ -214,4 +208,4 @@ def rivals(target: Slot, slots: Iterable[Slot], tokens: TokenIds) -> list[SlotId
 
 def is_similar_enough(target: Slot, tokens: TokenIds) -> bool:
     """Return whether llama-server chooses by similarity at all."""
-    return shared_at_least(target, tokens) > MIN_SIMILARITY * len(tokens)
+    return shared_tokens(target.content, tokens) > MIN_SIMILARITY * len(tokens)

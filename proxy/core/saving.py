@@ -1,13 +1,13 @@
 """When a slot is saved, what of it, and whether the save is worth its bytes."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from proxy.core.cuts import SLACK_TOKENS
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, Rule, RuleKind
 from proxy.core.rates import Rates
 from proxy.core.rule import highest_point
-from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Content, Known, Unknown
+from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Content, Known, Unknown, cut_to
 from proxy.core.tokens import FIRST_BLOCK_TOKENS
 
 # Which context checkpoints of a saved state are worth their bytes.
@@ -170,6 +170,12 @@ def extent_of(content: Content) -> tuple[int, int] | None:
             return None
 
 
+def state_bytes(seen: Iterable[StateSize], content: Content) -> int:
+    """Return how large the state of a slot will be at most; 0 while nothing like it was saved."""
+    extent = extent_of(content)
+    return (expected_bytes(seen, *extent) or 0) if extent else 0
+
+
 # When and where a dirty slot is saved.
 #
 # Owns: what of a slot's content a save could make durable, and whether that is worth a file. Pure.
@@ -184,30 +190,17 @@ STEADY_SECONDS = 0.15
 """A save that takes no longer is always worth it, whatever mood the machine is in."""
 
 
-@dataclass(frozen=True, slots=True)
-class Worth:
-    """What a save of one slot costs, and what it spares."""
+def is_worth_saving(content: Known, n_unsaved: int, size_bytes: int, rates: Rates) -> bool:
+    """Return whether a save of *size_bytes* pays for itself: it spares the *n_unsaved* last tokens.
 
-    save_seconds: float
-    evaluation_seconds: float
-    is_first: bool = False
-
-    @property
-    def is_worth_it(self) -> bool:
-        """Whether the save pays for itself; a conversation's first one at once, for it may end there."""
-        if self.is_first:
-            return self.save_seconds <= self.evaluation_seconds
-        return self.save_seconds <= N_RETURNS * self.evaluation_seconds + STEADY_SECONDS
-
-
-def worth_of(content: Known, n_unsaved: int, size_bytes: int, rates: Rates) -> Worth:
-    """Return what it costs to save a slot of *size_bytes*, and to evaluate its *n_unsaved* last tokens."""
+    A conversation's first save must pay for itself at once, for the conversation may end there.
+    """
+    save_seconds = rates.save_seconds(size_bytes)
     n_saved = max(0, content.n_tokens - n_unsaved)
-    return Worth(
-        rates.save_seconds(size_bytes),
-        rates.evaluation_seconds(n_saved, content.n_tokens),
-        is_first=content.n_saved == 0,
-    )
+    evaluation_seconds = rates.evaluation_seconds(n_saved, content.n_tokens)
+    if content.n_saved == 0:
+        return save_seconds <= evaluation_seconds
+    return save_seconds <= N_RETURNS * evaluation_seconds + STEADY_SECONDS
 
 
 def at_savable_point(rule: Rule, content: Known) -> Known | None:
@@ -223,21 +216,9 @@ def at_savable_point(rule: Rule, content: Known) -> Known | None:
         case RuleKind.END_ONLY:
             if not content.last_cut or not (rule.is_known or content.last_cut == content.n_tokens):
                 return None
-            return _cut_to(content, content.last_cut)
+            return cut_to(content, content.last_cut)
         case RuleKind.RESTORE_POINTS | RuleKind.ANY_PREFIX:
             return content
-
-
-def _cut_to(content: Known, n_tokens: int) -> Known:
-    """Return *content* without what lies behind its first *n_tokens*, cuts included."""
-    return replace(
-        content,
-        tokens=content.tokens[:n_tokens],
-        n_tail=0,
-        header=content.header if content.header <= n_tokens else 0,
-        turn_start=content.turn_start if content.turn_start <= n_tokens else 0,
-        marks=tuple(mark for mark in content.marks if mark <= n_tokens),
-    )
 
 
 def is_write_back_due(rule: Rule, content: Content) -> bool:

@@ -16,7 +16,7 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.model import CANARY_TOKENS, NO_RULE, Prompt, Rule, RuleKind, tenant_namespace
 from proxy.core.rates import Rates
 from proxy.core.rule import SelfTestResult, usable_tokens
-from proxy.core.saving import StateSize, expected_bytes, extent_of
+from proxy.core.saving import StateSize, expected_bytes, state_bytes
 from proxy.core.slots import Content
 from proxy.core.tokens import Namespace, TokenIds, token_ids
 from proxy.errors import CacheFault, NoRoom, UpstreamUnreachable
@@ -227,8 +227,7 @@ class Attachment:
 
     def state_bytes(self, content: Content) -> int:
         """Return how large the state of a slot will be at most; 0 while nothing like it was saved."""
-        extent = extent_of(content)
-        return (expected_bytes(self.sizes, *extent) or 0) if extent else 0
+        return state_bytes(self.sizes, content)
 
     def tenant_namespace(self, tenant: bytes) -> Namespace:
         """Return the namespace of one tenant of this model, of all if they are one."""

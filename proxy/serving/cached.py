@@ -11,7 +11,7 @@ from contextlib import suppress
 import msgspec
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import Checkpoint, CheckpointKind, Prompt, SlotId
+from proxy.core.model import Checkpoint, CheckpointKind, ExpectedState, Prompt, SlotId
 from proxy.core.plan import Plan, Restore
 from proxy.core.saving import at_savable_point, is_place_at_risk
 from proxy.core.slots import (
@@ -23,6 +23,7 @@ from proxy.core.slots import (
     after_evaluation,
     must_be_erased,
     origin_of,
+    shared_tokens,
 )
 from proxy.errors import (
     StoreFault,
@@ -39,7 +40,7 @@ from proxy.llama.client import Timings
 from proxy.log import get_logger
 from proxy.servers.attachment import Attachment, remember_self_test
 from proxy.serving.desk import DeskClosed, EndedOver, Lease
-from proxy.serving.launches import ExpectedState, Session, wind_up
+from proxy.serving.launches import Session, wind_up
 from proxy.serving.planning import Planning
 from proxy.serving.process import Services, quarantine_suspects
 from proxy.serving.request import Account, Answer, GenerationRequest, Send
@@ -267,7 +268,8 @@ class CachedRequest:
         # That save may have found what nobody may reuse.
         content = self._attachment.desk.table[plan.slot_id].content
         prompt, rule = self._prompt, self._attachment.rule
-        erases = plan.erases or must_be_erased(rule, content, prompt.namespace, prompt.tokens)
+        n_common = shared_tokens(content, prompt.tokens, prompt.namespace)
+        erases = plan.erases or must_be_erased(rule, content, prompt.namespace, n_common)
         if erases and not await self._erase(lease, account):
             return False
         try:

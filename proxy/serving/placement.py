@@ -8,8 +8,8 @@ from dataclasses import replace
 from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import Stop
 from proxy.core.model import CheckpointKind, SlotId
-from proxy.core.plan import MAX_LOST_TOKENS, Plan, StartOption, UseLive
-from proxy.core.residency import is_similar_enough, rivals, shared_at_least
+from proxy.core.plan import MAX_LOST_TOKENS, Plan, StartOption
+from proxy.core.residency import is_similar_enough, rivals
 from proxy.core.slots import (
     TAINTED,
     Known,
@@ -18,6 +18,7 @@ from proxy.core.slots import (
     choose_slot_for_bypass,
     live_reuse,
     must_be_erased,
+    shared_tokens,
 )
 from proxy.core.tokens import Namespace
 from proxy.errors import UpstreamFault
@@ -342,7 +343,7 @@ class SimilarRequest(CachedRequest):
         self._has_evaluated_all = True
         n_end = self._prompt.cuts.message_end or self._prompt.n_tokens - 1
         slot = self._attachment.desk.table[lease.reason.slot_id]
-        if n_end <= shared_at_least(slot, self._prompt.tokens):
+        if n_end <= shared_tokens(slot.content, self._prompt.tokens):
             return
         work, cuts = self._session.work, lease.reason.cuts
         try:
@@ -370,10 +371,9 @@ class SimilarRequest(CachedRequest):
 
         A slot that runs is not chosen, but it may come to its end before llama-server chooses.
         """
-        attachment = self._attachment
-        if must_be_erased(
-            attachment.rule, rival.content, self._prompt.namespace, self._prompt.tokens
-        ):
+        attachment, namespace = self._attachment, self._prompt.namespace
+        n_common = shared_tokens(rival.content, self._prompt.tokens, namespace)
+        if must_be_erased(attachment.rule, rival.content, namespace, n_common):
             return False
         return is_late or (rival.is_running and len(attachment.tenants) <= 1)
 
@@ -441,8 +441,9 @@ class SimilarRequest(CachedRequest):
             attachment.desk.table[lease.reason.slot_id], [chosen], prompt.tokens
         ):
             attachment.degrade(DegradationKind.PLACED_ELSEWHERE)
-        reuse = live_reuse(attachment.rule, chosen.content, prompt.namespace, prompt.tokens)
-        plan = replace(lease.reason, option=StartOption(chosen.id, UseLive(reuse), 0.0), stops=())
+        n_common = shared_tokens(chosen.content, prompt.tokens, prompt.namespace)
+        start = live_reuse(attachment.rule, chosen.content, n_common, prompt.n_tokens)
+        plan = replace(lease.reason, option=StartOption(chosen.id, start, 0.0), stops=())
         attachment.desk.move(lease, plan.slot_id, plan)
         attachment.desk.table.destine(plan.slot_id, prompt.tokens)
         account.move(plan)

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import Candidate, Checkpoint, Prompt, SlotId
-from proxy.core.plan import Occupant, Plan, Restore, Situation, most_useful, plan_request, promising
+from proxy.core.plan import Plan, Restore, Situation, most_useful, plan_request, promising
 from proxy.core.residency import Offer, make_offer
 from proxy.errors import StoreFault
 from proxy.serving.desk import Choice
@@ -76,7 +76,7 @@ class Planning:
         """Plan the request anew in the slot that it has, when what it was to restore is gone."""
         now = self._situation()
         mine = replace(now.slots[slot_id], is_leased=False)
-        plan = plan_request(self._prompt, replace(now, slots=(mine,), coming=()))
+        plan = plan_request(self._prompt, replace(now, slots=(mine,), expected=()))
         assert plan is not None  # a slot is free, and nothing is waited for
         if isinstance(plan.start, Restore):
             self._keep(plan.start.checkpoint)
@@ -90,22 +90,18 @@ class Planning:
         return make_offer(self._prompt, self._situation(), n_waiting, may_start=may_start)
 
     def _situation(self) -> Situation:
-        attachment, now = self._attachment, time.monotonic()
-        slots = tuple(attachment.desk.table)
+        attachment = self._attachment
         candidates, n_shared = self._look_up()
         return Situation(
             attachment.rule,
-            slots,
+            tuple(attachment.desk.table),
             candidates,
             attachment.rates,
             attachment.n_ctx,
             n_shared,
-            tuple(
-                Occupant(s.content, attachment.state_bytes(s.content), now - s.used_at)
-                for s in slots
-            ),
-            self._session.arrivals.coming(),
-            attachment.bytes_of(self._prompt.cuts.shared),
+            time.monotonic(),
+            attachment.sizes,
+            self._session.arrivals.expected,
         )
 
     def _keep_most_useful(self, candidates: tuple[Candidate, ...]) -> None:

@@ -14,8 +14,8 @@ import msgspec
 import structlog
 
 from proxy.core.model import Outcome, Prompt, Rule, RuleKind, SlotId
-from proxy.core.plan import Plan, StartOption, UseLive
-from proxy.core.slots import Reuse
+from proxy.core.plan import Plan, StartOption
+from proxy.core.slots import UseLive
 from proxy.core.tokens import Namespace, token_ids
 from proxy.explain.causes import Cause
 from proxy.explain.explanation import Judgement
@@ -72,9 +72,7 @@ class Desk:
         """Return the milliseconds of CPU that it took to explain, count and record a request."""
         self._n_requests += 1
         request = GenerationRequest(Arrival(f"{self._n_requests:08x}", "/v1"), Route.CHAT, b"", {})
-        plan = Plan(
-            StartOption(SlotId(0), UseLive(Reuse(n_reused, n_reused)), 0.0), n_shared=n_reused
-        )
+        plan = Plan(StartOption(SlotId(0), UseLive(n_reused, n_reused), 0.0), n_shared=n_reused)
         account = Account(plan, prompt.n_tokens)
         account.add(Timings(n_reused, prompt.n_tokens - n_reused))
         began = time.thread_time()
