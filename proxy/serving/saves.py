@@ -1,6 +1,7 @@
 """Slots become checkpoints: saved, thinned, committed."""
 
 import asyncio
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -8,11 +9,10 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Removal, family_of, superseded
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, RuleKind, SlotId
 from proxy.core.saving import (
-    ChosenPoints,
     at_savable_point,
-    donors_of,
     is_write_back_due,
     places_of,
+    points_of_others,
     select_points,
 )
 from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, origin_of
@@ -63,9 +63,9 @@ class Thinner:
         own = {c.restore_point: c.size_bytes for c in saved.state.context_checkpoints}
         if not is_wanted or not own:
             return Thinned(saved)
-        donors = donors_of(relatives)
-        selection = select_points(own, donors, places_of(content, kind), self._process.rates)
-        if selection.points == own.keys():
+        others, places = points_of_others(relatives), places_of(content, kind)
+        selection = select_points(own, others, places, self._process.rates)
+        if selection.keys() == own.keys():
             return Thinned(saved)
         try:
             thinned, ancestors = await self._rewrite(saved, selection, relatives)
@@ -73,19 +73,25 @@ class Thinner:
             self._process.faults.record("thin", fault)
             return Thinned(saved, is_whole=False)
         await self._process.store.settle(saved.file_name, thinned.state.size_bytes)
-        is_whole = selection.points <= set(thinned.state.restore_points)
+        is_whole = selection.keys() <= set(thinned.state.restore_points)
         return Thinned(thinned, is_whole, ancestors)
 
     async def _rewrite(
-        self, saved: SavedSlot, selection: ChosenPoints, relatives: list[Candidate]
+        self,
+        saved: SavedSlot,
+        selection: dict[int, CheckpointId | None],
+        relatives: list[Candidate],
     ) -> tuple[SavedSlot, tuple[CheckpointId, ...]]:
         """Rewrite a file; return it, and what is behind the context checkpoints that others gave."""
         store = self._process.store
         donors = {c.checkpoint.id: c.checkpoint for c in relatives}
+        own = frozenset(point for point, donor_id in selection.items() if donor_id is None)
         ancestors: set[CheckpointId] = set()
         with ExitStack() as kept:
             grafted: dict[int, Source] = {}
-            for point, donor_id in selection.grafted.items():
+            for point, donor_id in selection.items():
+                if donor_id is None:
+                    continue
                 donor = donors[donor_id]
                 kept.enter_context(store.keep(donor))
                 try:
@@ -95,20 +101,20 @@ class Thinner:
                     continue
                 grafted[point] = Source(store.files.path(donor.file_name), donor.parts)
                 ancestors.update(store.lineage(donor))
-            thinned = await asyncio.to_thread(_select, store.files, saved, selection, grafted)
+            thinned = await asyncio.to_thread(_select, store.files, saved, own, grafted)
         return thinned, tuple(ancestors)
 
 
 def _select(
-    files: StateFiles, saved: SavedSlot, selection: ChosenPoints, grafted: dict[int, Source]
+    files: StateFiles, saved: SavedSlot, own: Collection[int], grafted: dict[int, Source]
 ) -> SavedSlot:
     source = Source(files.path(saved.file_name), saved.parts)
     try:
-        parts = select_context_checkpoints(source, selection.own, grafted)
+        parts = select_context_checkpoints(source, own, grafted)
     except PermissionError:
         # llama-server runs under another uid: the directory is shared, its files are not.
         files.take_over(saved.file_name)
-        parts = select_context_checkpoints(source, selection.own, grafted)
+        parts = select_context_checkpoints(source, own, grafted)
     return replace(saved, state=read_state_file(source.path), parts=parts)
 
 
