@@ -210,11 +210,6 @@ class Cuts:
         """What other sessions of the same agent in the same place begin with as well."""
         return max(self.header, self.surroundings)
 
-    @property
-    def begins_turn(self) -> bool:
-        """Whether the newest message of the prompt is the user's."""
-        return self.turn_start > 0 and self.turn_start == self.message_end
-
 
 NO_CUTS = Cuts()
 

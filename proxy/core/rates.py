@@ -10,6 +10,7 @@ misses it by is put on the parts in proportion to their shares of it, less the m
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 POSITIONS = (1 << 10, 1 << 12, 1 << 14, 1 << 16, math.inf)
 """Where the evaluation rate is learned anew: up to so many tokens in. Attention costs more further in."""
@@ -106,7 +107,7 @@ class Rates:
         if n_to <= n_from:
             return 0.0
         seconds = self.evaluation_call.seconds
-        for part, n_tokens in zip(self._believed(), _amounts(n_from, n_to), strict=True):
+        for part, n_tokens in zip(_believed(self.tokens), _amounts(n_from, n_to), strict=True):
             seconds += part.seconds * n_tokens
         return seconds
 
@@ -128,7 +129,7 @@ class Rates:
         if n_tokens < MIN_TOKENS or seconds <= 0:
             return self
         weight = n_tokens / (n_tokens + _LARGE_TOKENS)
-        parts, amounts = (self.evaluation_call, *self._believed()), _amounts(n_from, n_to)
+        parts, amounts = (self.evaluation_call, *_believed(self.tokens)), _amounts(n_from, n_to)
         call, *tokens = _taught(parts, (1.0, *amounts), seconds, weight)
         reached = zip(self.tokens, tokens, amounts, strict=True)
         a, b, c, d, e = (new if n >= MIN_TOKENS else old for old, new, n in reached)
@@ -149,32 +150,35 @@ class Rates:
         part = self.tokens[POSITIONS.index(position)]
         return 1 / part.seconds if part.n_seen else 0.0
 
-    def _believed(self) -> list[UnitCost]:
-        """Return the parts of all positions, those never measured as the measured ones suggest."""
-        measured = [i for i, part in enumerate(self.tokens) if part.n_seen]
-        if len(measured) in (0, len(self.tokens)):
-            return list(self.tokens)
-        return [
-            part if part.n_seen else UnitCost(self._suggested(i, measured))
-            for i, part in enumerate(self.tokens)
-        ]
 
-    def _suggested(self, index: int, measured: Sequence[int]) -> float:
-        """Return the seconds of a token at a position that was never measured.
+@lru_cache(maxsize=64)
+def _believed(tokens: tuple[UnitCost, ...]) -> tuple[UnitCost, ...]:
+    """Return the parts of all positions, those never measured as the measured ones suggest."""
+    measured = [i for i, part in enumerate(tokens) if part.n_seen]
+    if not measured:
+        return tokens
+    return tuple(
+        part if part.n_seen else UnitCost(_suggested(tokens, i, measured))
+        for i, part in enumerate(tokens)
+    )
 
-        It costs so much anywhere, and so much more for each token before it. That line goes through the
-        measured positions around it, or the last two before it; before all of them it is the nearest.
-        """
-        below = [i for i in measured if i < index]
-        nearest = below[-1] if below else measured[0]
-        other = next((i for i in measured if i > index), below[-2] if len(below) > 1 else nearest)
-        seconds, at = self.tokens[nearest].seconds, _MIDDLES[nearest]
-        if not below or other == nearest:
-            return seconds
-        slope = (self.tokens[other].seconds - seconds) / (_MIDDLES[other] - at)
-        if other < nearest:
-            slope = min(max(0.0, slope), seconds / at)
-        return seconds + slope * (_MIDDLES[index] - at)
+
+def _suggested(tokens: Sequence[UnitCost], index: int, measured: Sequence[int]) -> float:
+    """Return the seconds of a token at a position that was never measured.
+
+    A token costs so much anywhere, and so much more for each token before it. That line goes through the
+    measured positions around it, or the last two before it; before all of them it is the nearest.
+    """
+    below = [i for i in measured if i < index]
+    nearest = below[-1] if below else measured[0]
+    other = next((i for i in measured if i > index), below[-2] if len(below) > 1 else nearest)
+    seconds, at = tokens[nearest].seconds, _MIDDLES[nearest]
+    if not below or other == nearest:
+        return seconds
+    slope = (tokens[other].seconds - seconds) / (_MIDDLES[other] - at)
+    if other < nearest:
+        slope = min(max(0.0, slope), seconds / at)
+    return seconds + slope * (_MIDDLES[index] - at)
 
 
 def _amounts(n_from: int, n_to: int) -> list[float]:
