@@ -24,7 +24,7 @@ from proxy.servers.attachment import remember_tenant
 from proxy.servers.server import Lifecycle
 from proxy.serving.cached import CachedRequest
 from proxy.serving.desk import DeskClosed, Turn
-from proxy.serving.placement import SimilarRequest, UnpinnedRequest, serve_pinned
+from proxy.serving.placement import SimilarRequest, UncachedRequest
 from proxy.serving.process import Process, Services
 from proxy.serving.request import Request
 from proxy.serving.rewriting import Overflow, Stabilizing
@@ -124,9 +124,9 @@ class Cache:
             return await serving(process, request, turn).serve()
         is_pinned = honours_id_slot(request.route) and not is_left_alone
         if body is None or not is_pinned or n_completions(body) > 1:
-            await UnpinnedRequest(process, request, turn).serve()
+            await UncachedRequest(process, request, turn).serve_unpinned()
         else:
-            await serve_pinned(process, request, body, turn)
+            await UncachedRequest(process, request, turn).serve_pinned(body)
 
     async def serve_unplaced(self, request: Request) -> None:
         """Forward without a slot of the proxy's choice: llama-server is not attached."""
