@@ -13,7 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import Candidate, Checkpoint, CheckpointKind, SlotId
+from proxy.core.model import Candidate, Checkpoint, CheckpointKind, ExpectedState, SlotId
 from proxy.core.plan import Plan, Restore, most_useful, plan_request
 from proxy.core.saving import at_savable_point, is_place_at_risk
 from proxy.core.slots import (
@@ -25,6 +25,7 @@ from proxy.core.slots import (
     after_evaluation,
     must_be_erased,
     origin_of,
+    shared_tokens,
 )
 from proxy.errors import (
     StoreFault,
@@ -41,7 +42,7 @@ from proxy.llama.client import Timings
 from proxy.log import get_logger
 from proxy.servers.attachment import remember_self_test
 from proxy.serving.desk import Choice, DeskClosed, EndedOver, Lease, Turn
-from proxy.serving.launches import ExpectedState, wind_up
+from proxy.serving.launches import wind_up
 from proxy.serving.planning import look_up, situation
 from proxy.serving.process import Process
 from proxy.serving.request import Account, Answer, Request
@@ -137,7 +138,7 @@ class CachedRequest:
         """Plan the request anew in the slot that it has: what it was to restore is gone."""
         now = situation(self._process, self._prompt)
         mine = replace(now.slots[self._plan.slot_id], is_leased=False)
-        plan = plan_request(self._prompt, replace(now, slots=(mine,), coming=()))
+        plan = plan_request(self._prompt, replace(now, slots=(mine,), expected=()))
         assert plan is not None  # a slot is free, and nothing is waited for
         if isinstance(plan.start, Restore):
             self._keep(plan.start.checkpoint)
@@ -170,8 +171,9 @@ class CachedRequest:
         await self._verify()
         # That save may have found what nobody may reuse.
         content = process.slots[slot_id].content
-        tokens, namespace = self._prompt.tokens, self._prompt.namespace
-        if self._plan.erases or must_be_erased(process.rule, content, namespace, tokens):
+        namespace = self._prompt.namespace
+        n_common = shared_tokens(content, self._prompt.tokens, namespace)
+        if self._plan.erases or must_be_erased(process.rule, content, namespace, n_common):
             try:
                 await process.finish(self._lease, process.erase(slot_id))
             except UpstreamFault:

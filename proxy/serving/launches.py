@@ -6,11 +6,9 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
-from proxy.core.model import CheckpointKind, RuleKind, SlotId
-from proxy.core.plan import Coming
+from proxy.core.model import CheckpointKind, ExpectedState, RuleKind, SlotId
 from proxy.core.saving import is_write_back_due
 from proxy.core.slots import Empty, SlotTable
-from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import UpstreamFault
 from proxy.llama.client import SlotStatus
 from proxy.serving.desk import LeaseDesk, Turn, Turns
@@ -74,17 +72,6 @@ class ArrivalOrder:
 # request just when the next one of its conversation comes.
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class ExpectedState:
-    """A state of *tokens* that will be saved at about *expected_at* on the monotonic clock."""
-
-    tokens: TokenIds
-    namespace: Namespace
-    expected_at: float
-    size_bytes: int
-    restore_points: tuple[int, ...] = ()
-
-
 class Arrivals:
     """What is about to be saved in the slots of one llama-server process."""
 
@@ -105,19 +92,10 @@ class Arrivals:
             self._arrivals.remove(arrival)
             self._desk.reconsider()
 
-    def coming(self) -> tuple[Coming, ...]:
-        """Return what can be waited for now; what is overdue still counts as about to come."""
-        now = time.monotonic()
-        return tuple(
-            Coming(
-                arrival.tokens,
-                arrival.namespace,
-                max(0.0, arrival.expected_at - now),
-                arrival.size_bytes,
-                arrival.restore_points,
-            )
-            for arrival in self._arrivals
-        )
+    @property
+    def expected(self) -> tuple[ExpectedState, ...]:
+        """What can be waited for now; what is overdue still counts as about to come."""
+        return tuple(self._arrivals)
 
 
 # Servers on which a slot that starts to run empties all idle ones, as with llama-server's default flags.

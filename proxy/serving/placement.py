@@ -8,8 +8,8 @@ from dataclasses import replace
 from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import Stop
 from proxy.core.model import CheckpointKind, SlotId
-from proxy.core.plan import MAX_LOST_TOKENS, StartOption, UseLive
-from proxy.core.residency import is_similar_enough, rivals, shared_at_least
+from proxy.core.plan import MAX_LOST_TOKENS, StartOption
+from proxy.core.residency import is_similar_enough, rivals
 from proxy.core.slots import (
     TAINTED,
     Known,
@@ -18,6 +18,7 @@ from proxy.core.slots import (
     choose_slot_for_bypass,
     live_reuse,
     must_be_erased,
+    shared_tokens,
 )
 from proxy.core.tokens import Namespace
 from proxy.errors import UpstreamFault
@@ -305,7 +306,7 @@ class SimilarRequest(CachedRequest):
         self._has_evaluated_all = True
         n_end = self._prompt.cuts.message_end or self._prompt.n_tokens - 1
         slot = self._process.slots[self._plan.slot_id]
-        if n_end <= shared_at_least(slot, self._prompt.tokens):
+        if n_end <= shared_tokens(slot.content, self._prompt.tokens):
             return
         cuts = self._plan.cuts
         try:
@@ -336,7 +337,9 @@ class SimilarRequest(CachedRequest):
         A slot that runs is not chosen, but it may come to its end before llama-server chooses.
         """
         process = self._process
-        if must_be_erased(process.rule, rival.content, self._prompt.namespace, self._prompt.tokens):
+        namespace = self._prompt.namespace
+        n_common = shared_tokens(rival.content, self._prompt.tokens, namespace)
+        if must_be_erased(process.rule, rival.content, namespace, n_common):
             return False
         return is_late or (rival.is_running and len(process.tenants) <= 1)
 
@@ -379,8 +382,9 @@ class SimilarRequest(CachedRequest):
         process, prompt = self._process, self._prompt
         if chosen.id not in rivals(process.slots[self._plan.slot_id], [chosen], prompt.tokens):
             process.degrade(DegradationKind.PLACED_ELSEWHERE)
-        reuse = live_reuse(process.rule, chosen.content, prompt.namespace, prompt.tokens)
-        plan = replace(self._plan, option=StartOption(chosen.id, UseLive(reuse), 0.0), stops=())
+        n_common = shared_tokens(chosen.content, prompt.tokens, prompt.namespace)
+        start = live_reuse(process.rule, chosen.content, n_common, prompt.n_tokens)
+        plan = replace(self._plan, option=StartOption(chosen.id, start, 0.0), stops=())
         process.desk.move(self._lease, plan.slot_id, plan)
         process.slots.destine(plan.slot_id, prompt.tokens)
         self._account.move(plan)

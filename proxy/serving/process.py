@@ -34,7 +34,7 @@ from proxy.core.model import (
 from proxy.core.plan import Restore
 from proxy.core.rates import Rates
 from proxy.core.rule import SelfTestResult, usable_tokens
-from proxy.core.saving import StateSize, expected_bytes, extent_of
+from proxy.core.saving import StateSize, expected_bytes, state_bytes
 from proxy.core.slots import (
     LOADING,
     TAINTED,
@@ -333,8 +333,7 @@ class Process(Services):
 
     def state_bytes(self, content: Content) -> int:
         """Return how large the state of a slot will be at most; 0 while nothing like it was saved."""
-        extent = extent_of(content)
-        return (expected_bytes(self.sizes, *extent) or 0) if extent else 0
+        return state_bytes(self.sizes, content)
 
     # What llama-server says of its slots.
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from proxy.core.eviction import (
-    Exempt,
     Gone,
     Lineage,
     Present,
@@ -226,8 +225,15 @@ class Catalogue:
     ) -> list[Checkpoint]:
         """Return what to remove for *n_bytes* more room; less if the rest is in use or pinned."""
         in_use = {i for i, n in self._in_use.items() if n}
-        exempt = Exempt(in_use, self._quarantined, replaces)
-        return choose_victims(self._records.values(), n_bytes, self._lineage, present, exempt)
+        return choose_victims(
+            self._records.values(),
+            n_bytes,
+            self._lineage,
+            present,
+            in_use=in_use,
+            quarantined=self._quarantined,
+            being_replaced=replaces,
+        )
 
     def is_in_use(self, checkpoint_id: CheckpointId) -> bool:
         return self._in_use[checkpoint_id] > 0

@@ -269,13 +269,13 @@ class TreeView:
     def _level(self, store: CheckpointStore, node_id: NodeId, offset: int, limit: int) -> TreeLevel:
         names, present = model_names(store.index), self._served.present()
         checkpoints = under(node_id, store)
-        node = list_node(node_of(node_id, checkpoints), names, present.namespaces)
+        node = list_node(node_of(node_id, checkpoints), names, present.rates_by)
         children = children_of(node_id, checkpoints, offset, limit)
         end = offset + len(children)
         return TreeLevel(
             node,
             [
-                list_node(child, names, present.namespaces)
+                list_node(child, names, present.rates_by)
                 if isinstance(child, Node)
                 else list_stored(child, names, store, present)
                 for child in children
