@@ -24,8 +24,8 @@ from proxy.llama.state_file import StateFile, read_state_file
 from proxy.servers.attachment import Attachment
 from proxy.serving.process import Services
 from proxy.store.catalogue import Claim
+from proxy.store.directory import NewState
 from proxy.store.files import StateFiles
-from proxy.store.writing import NewState
 
 # Saving a slot to a file: the call, the checks of what came of it, and the repair.
 #
