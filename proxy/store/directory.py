@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -109,8 +110,7 @@ class Rebuild:
     @property
     def words(self) -> str:
         """What was wrong and what became of the states, for a log line."""
-        counts = {kind: list(self.lost.values()).count(kind) for kind in Lost}
-        told = [f"{n_states} ({kind})" for kind, n_states in counts.items() if n_states]
+        told = [f"{n_states} ({why})" for why, n_states in Counter(self.lost.values()).items()]
         lost = f"; lost: {', '.join(told)}" if told else "; no state is lost"
         return f"{self.reason}; {self.n_entered} entered again{lost}"
 
@@ -223,18 +223,18 @@ class StoreDirectory:
             self.index.update(touched)
         return checkpoint, stamp
 
-    def update(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Replace records where they must not be lost: beside their files, then in the index."""
+    def update(
+        self,
+        checkpoints: Sequence[Checkpoint],
+        old: Sequence[PrefixHash] = (),
+        new: Sequence[PrefixHash] = (),
+    ) -> None:
+        """Replace records where they must not be lost: beside their files, then as `Index.update` does."""
         self.write_sidecars(checkpoints)
-        self.index.update(checkpoints)
+        self.index.update(checkpoints, old, new)
 
     def pin(self, checkpoint: Checkpoint, *, is_pinned: bool) -> None:
         self.update([replace(checkpoint, is_pinned=is_pinned)])
-
-    def move(self, moved: Checkpoint, old: Sequence[PrefixHash], new: Sequence[PrefixHash]) -> None:
-        """Enter a checkpoint in another namespace: beside its file, then in the index."""
-        self.write_sidecars([moved])
-        self.index.move(moved, old, new)
 
     def remove(self, checkpoint: Checkpoint) -> TokenIds | None:
         """Delete a checkpoint, its entry first; return its tokens if the index had them."""

@@ -170,27 +170,26 @@ class Index:
                 for prefix_hash in hashes:
                     txn.put(prefix_hash, key, db=self._prefixes)
 
-    def update(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Rewrite the records of checkpoints that are still there."""
+    def update(
+        self,
+        checkpoints: Sequence[Checkpoint],
+        old: Sequence[PrefixHash] = (),
+        new: Sequence[PrefixHash] = (),
+    ) -> None:
+        """Rewrite the records of checkpoints that are still there, in one transaction.
+
+        A checkpoint of another namespace than before has *new* prefixes instead of *old* ones.
+        """
         with self._writing() as txn:
             for checkpoint in checkpoints:
                 key = _ID.pack(checkpoint.id)
-                if txn.get(key, db=self._checkpoints) is not None:
-                    txn.put(key, msgspec.msgpack.encode(checkpoint), db=self._checkpoints)
-
-    def move(
-        self, checkpoint: Checkpoint, old: Sequence[PrefixHash], new: Sequence[PrefixHash]
-    ) -> None:
-        """Enter a checkpoint that is still there under other prefixes, in one transaction."""
-        key = _ID.pack(checkpoint.id)
-        with self._writing() as txn:
-            if txn.get(key, db=self._checkpoints) is None:
-                return
-            txn.put(key, msgspec.msgpack.encode(checkpoint), db=self._checkpoints)
-            for prefix_hash in old:
-                txn.delete(prefix_hash, key, db=self._prefixes)
-            for prefix_hash in new:
-                txn.put(prefix_hash, key, db=self._prefixes)
+                if txn.get(key, db=self._checkpoints) is None:
+                    continue
+                txn.put(key, msgspec.msgpack.encode(checkpoint), db=self._checkpoints)
+                for prefix_hash in old:
+                    txn.delete(prefix_hash, key, db=self._prefixes)
+                for prefix_hash in new:
+                    txn.put(prefix_hash, key, db=self._prefixes)
 
     def delete(self, checkpoint_id: CheckpointId, hashes: Sequence[PrefixHash]) -> None:
         key = _ID.pack(checkpoint_id)

@@ -30,31 +30,6 @@ MAX_COMPARED = 512
 T = TypeVar("T")
 
 
-class Writer:
-    """One thread that does one piece of work after the other: LMDB wants one writer."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-writer")
-
-    def close(self) -> None:
-        """Finish what is pending."""
-        self._thread.shutdown(wait=True)
-
-    async def write(
-        self, work: Callable[[], T], *, then: Callable[[T], object] = lambda _: None
-    ) -> T:
-        """Do *work* on the thread and *then* on this one, even if the caller is cancelled.
-
-        Raises StoreFault for any OSError.
-        """
-        written = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        written.add_done_callback(lambda w: w.exception() or then(w.result()))
-        try:
-            return await asyncio.shield(written)
-        except OSError as error:
-            raise StoreFault(str(error)) from error
-
-
 @dataclass(frozen=True, slots=True)
 class OpeningReport:
     """What opening a store found and removed."""
@@ -92,7 +67,8 @@ class CheckpointStore(Catalogue):
                 raise StoreFault(f"{directory}: {error}") from error
             raise
         self._verification = Verification(self.files)
-        self._writer = Writer()
+        # LMDB wants one writer.
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-writer")
         self.writes = WriteLedger(self.index, limits.max_write_bytes_per_day)
 
     def _enter_all(self) -> OpeningReport:
@@ -117,12 +93,26 @@ class CheckpointStore(Catalogue):
         for verifying in self._verifying.values():
             verifying.cancel()
         self._verification.close()
-        self._writer.close()
+        self._writer.shutdown(wait=True)
         try:
             with suppress(StoreFault):
                 self.index.update(self.take_touched())
         finally:
             self._directory.close()
+
+    async def _write(
+        self, work: Callable[[], T], *, then: Callable[[T], object] = lambda _: None
+    ) -> T:
+        """Do *work* on the writer's thread and *then* on this one, even if the caller is cancelled.
+
+        Raises StoreFault for any OSError.
+        """
+        written = asyncio.get_running_loop().run_in_executor(self._writer, work)
+        written.add_done_callback(lambda w: w.exception() or then(w.result()))
+        try:
+            return await asyncio.shield(written)
+        except OSError as error:
+            raise StoreFault(str(error)) from error
 
     @property
     def rebuild_reason(self) -> str:
@@ -144,8 +134,8 @@ class CheckpointStore(Catalogue):
                 self.enter(checkpoint, hashes)
 
         while rebuild.pending:
-            await self._writer.write(partial(self._directory.enter_batch, rebuild), then=enter)
-        await self._writer.write(partial(self._directory.finish_rebuild, rebuild))
+            await self._write(partial(self._directory.enter_batch, rebuild), then=enter)
+        await self._write(partial(self._directory.finish_rebuild, rebuild))
         await self._remove(self._over_budget(), Removal.BUDGET)
         return rebuild.words
 
@@ -279,7 +269,7 @@ class CheckpointStore(Catalogue):
 
     async def _update(self, *records: Checkpoint | None) -> None:
         there = [record for record in records if record is not None]
-        await self._writer.write(partial(self._directory.update, there))
+        await self._write(partial(self._directory.update, there))
 
     async def move(self, checkpoint: Checkpoint, namespace: Namespace) -> None:
         """Give a checkpoint to another namespace; one that is gone stays gone."""
@@ -292,13 +282,13 @@ class CheckpointStore(Catalogue):
             family = family_of(namespace, tokens, checkpoint.kind, cuts, relatives)
             moved = replace(checkpoint, namespace=namespace, family=family)
             old = hash_prefixes(checkpoint.namespace, tokens)
-            await self._writer.write(
-                partial(self._directory.move, moved, old, new),
+            await self._write(
+                partial(self._directory.update, [moved], old, new),
                 then=lambda _: self.enter_elsewhere(moved, new),
             )
 
     async def put_value(self, name: str, value: object) -> None:
-        await self._writer.write(partial(self.index.put_value, name, value))
+        await self._write(partial(self.index.put_value, name, value))
 
     # Saving: room is reserved, a file is written, then it is committed or discarded.
 
@@ -359,12 +349,12 @@ class CheckpointStore(Catalogue):
             self._budget.release(state.temporary_name)
 
         work = partial(self._directory.commit, state, hashes, self.take_touched())
-        return (await self._writer.write(work, then=enter))[0]
+        return (await self._write(work, then=enter))[0]
 
     async def discard(self, temporary_name: str) -> None:
         """Delete a temporary file that did not become a checkpoint."""
         await self._count_written(temporary_name, self.files.size_bytes(temporary_name))
-        await self._writer.write(
+        await self._write(
             partial(self.files.remove, temporary_name),
             then=lambda _: self._budget.release(temporary_name),
         )
@@ -374,7 +364,7 @@ class CheckpointStore(Catalogue):
         claim = self._budget.unwritten(name)
         if claim is not None and n_bytes:
             with suppress(StoreFault):  # then it is counted until this process ends
-                await self._writer.write(self.writes.note(n_bytes, claim.wanted))
+                await self._write(self.writes.note(n_bytes, claim.wanted))
 
     # Removing checkpoints.
 
@@ -406,7 +396,7 @@ class CheckpointStore(Catalogue):
             for checkpoint in taken:
                 self.put_back(checkpoint.id)
         if self.going_bytes:
-            await self._writer.write(lambda: None)
+            await self._write(lambda: None)
 
     async def _delete(self, checkpoint: Checkpoint, reason: Removal) -> None:
         def note(tokens: TokenIds | None) -> None:
@@ -416,7 +406,7 @@ class CheckpointStore(Catalogue):
             self.on_removal(checkpoint, tokens, reason)
 
         try:
-            await self._writer.write(partial(self._directory.remove, checkpoint), then=note)
+            await self._write(partial(self._directory.remove, checkpoint), then=note)
         except StoreFault:
             self.put_back(checkpoint.id)
             raise

@@ -63,7 +63,7 @@ def named(step: Any) -> str:
 
 def abandon(store: CheckpointStore) -> None:
     """Let go of a store as a dying process does: nothing more is written."""
-    store._writer.close()
+    store._writer.shutdown()
     store.index._env.close()
     store._directory._opened.pop_all()  # frees the lock, seals nothing
 
