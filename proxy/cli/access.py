@@ -144,12 +144,11 @@ class OfDirectory:
         return Deleted(1, checkpoint.size_bytes)
 
     def purge(self, selection: Selection, *, is_dry_run: bool) -> Deleted:
-        selected = select(selection, self._store.checkpoints(), time.time())
-        for checkpoint in () if is_dry_run else selected.checkpoints:
+        selected, n_pinned = select(selection, self._store.checkpoints(), time.time())
+        for checkpoint in () if is_dry_run else selected:
             self._store.remove(checkpoint)
-        n_bytes = sum(c.size_bytes for c in selected.checkpoints)
-        n_pinned = len(selected.pinned)
-        return Deleted(len(selected.checkpoints), n_bytes, n_pinned, is_dry_run=is_dry_run)
+        n_bytes = sum(c.size_bytes for c in selected)
+        return Deleted(len(selected), n_bytes, n_pinned, is_dry_run=is_dry_run)
 
 
 def with_store(command: Command) -> Command:
