@@ -36,6 +36,7 @@ from proxy.servers.server import kind_of
 from proxy.serving.process import Process, quarantined_in_words
 from proxy.serving.saver import RewriteStateFile
 from proxy.store.catalogue import Limits
+from proxy.store.index import IndexContent
 from proxy.store.known_models import (
     NAMESPACES_PREFIX,
     Owner,
@@ -43,7 +44,6 @@ from proxy.store.known_models import (
     known_tenants,
     owners,
 )
-from proxy.store.opening import IndexContent
 
 Note = Callable[[str], object]
 

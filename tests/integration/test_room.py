@@ -94,7 +94,7 @@ async def test_eviction_between_grant_and_restore_spares_what_was_granted(
         def reserve_and_evict(choice, **kind):
             lease = reserve(choice, **kind)
             present = Present(time.time())
-            victims.extend(v.id for v in store._catalogue.victims(1 << 60, present))
+            victims.extend(v.id for v in store.victims(1 << 60, present))
             return lease
 
         monkeypatch.setattr(process.desk, "_reserve", reserve_and_evict)

@@ -40,9 +40,9 @@ MAY_IMPORT = {
         "proxy.llama",
     },
     "proxy.store": {"proxy.core", "proxy.errors", "proxy.store"},
-    "proxy.store.rebuilding": {"proxy.llama.state_file"},
-    "proxy.store.offline": {"proxy.llama.state_file", "proxy.servers.attachment"},
-    "proxy.store.transfer": {"proxy.llama.state_file", "proxy.servers.attachment"},
+    "proxy.store.directory": {"proxy.llama.state_file"},
+    "proxy.store.offline": {"proxy.llama.state_file"},
+    "proxy.store.transfer": {"proxy.llama.state_file"},
     "proxy.serving": _SERVES
     | {"proxy.serving", "proxy.servers.attachment", "proxy.servers.server"},
     "proxy.servers": _SERVES | {"proxy.servers", "proxy.serving"},
