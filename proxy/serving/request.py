@@ -9,9 +9,9 @@ from proxy.core.model import Outcome
 from proxy.core.plan import Plan, Restore, StartOption
 from proxy.core.rates import Rates
 from proxy.explain.causes import Cause
+from proxy.llama.answers import CallMade
 from proxy.llama.client import Timings
 from proxy.llama.routes import Route
-from proxy.stabilize.template import CallMade
 
 # What the listeners hand to the pool, and what they report back.
 

@@ -20,6 +20,7 @@ from proxy.core.cuts import (
 )
 from proxy.core.model import Prompt
 from proxy.errors import StabilizerFailed, StoreFault, UpstreamFault, UpstreamRefused
+from proxy.llama.answers import CallMade
 from proxy.llama.bodies import GenerationBody, parse_body
 from proxy.llama.client import LlamaServer
 from proxy.llama.routes import Route, Target
@@ -36,7 +37,7 @@ from proxy.stabilize.drops import (
 )
 from proxy.stabilize.model import Form, Json, Memory, Name, RequestFacts, UnknownShape
 from proxy.stabilize.run import stabilize
-from proxy.stabilize.template import BODIES, CallMade, inlined_body, keeps_inlined, read_facts
+from proxy.stabilize.template import BODIES, inlined_body, keeps_inlined, read_facts
 
 # The stabilizers at work: requests are rewritten before anything else looks at them.
 #
@@ -80,12 +81,12 @@ class Stabilizing:
             known, session=request.session or _cache_key(body), tenant=request.tenant.hex()
         )
         result = stabilize(form, body.fields, self._memory, self._switches, facts)
-        for failure in result.failures:
-            self._services.faults.record("stabilize", StabilizerFailed(str(failure)))
+        for failed, reason in result.failures:
+            self._services.faults.record("stabilize", StabilizerFailed(f"{failed}: {reason}"))
         self._memory.learn(result.lessons)
         if result.body is body.fields:
             return request
-        names = tuple(dict.fromkeys(change.stabilizer.value for change in result.changes))
+        names = tuple(name.value for name in result.changed_by)
         for name in names:
             self._services.metrics.stabilized.labels(name).inc()
         return replace(request, raw=msgspec.json.encode(result.body), rewrites=names)

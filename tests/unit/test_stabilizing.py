@@ -8,6 +8,7 @@ import pytest
 
 from proxy.errors import UpstreamRefused
 from proxy.health import Faults
+from proxy.llama.answers import CallMade
 from proxy.llama.routes import Route, Target
 from proxy.metrics import Metrics
 from proxy.serving.launches import Session
@@ -15,7 +16,6 @@ from proxy.serving.process import Shared
 from proxy.serving.request import Arrival, GenerationRequest
 from proxy.serving.rewriting import Stabilizing
 from proxy.stabilize.model import parse_switches
-from proxy.stabilize.template import CallMade
 from proxy.tasks import Tasks
 
 
