@@ -24,14 +24,13 @@ from proxy.llama.client import LlamaServer, new_session
 from proxy.llama.routes import Target, parse_aliases
 from proxy.log import get_logger
 from proxy.metrics import POSITION_LABELS, Metrics
-from proxy.servers.attachment import Attachment
 from proxy.servers.background import WriteBack
 from proxy.servers.building import Builder
 from proxy.servers.dispatch import Dispatch, FatalRequests
 from proxy.servers.pool import Fleet, Patience, Verifying
 from proxy.servers.server import Lifecycle
 from proxy.servers.warming import EarlierRequests, Warming
-from proxy.serving.process import NewestAttachments, Shared, note_quarantined
+from proxy.serving.process import NewestProcesses, Process, Shared, note_quarantined
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.settings import Settings, parse_hosts, parse_urls, split_address
 from proxy.store.catalogue import Limits
@@ -61,11 +60,11 @@ def connect_gauges(shared: Shared, fleet: Fleet) -> None:
 
 
 def _connect_attachments(metrics: Metrics, fleet: Fleet) -> None:
-    def total(read: Callable[[Attachment], float]) -> Callable[[], float]:
-        return lambda: float(sum(map(read, _attachments(fleet))))
+    def total(read: Callable[[Process], float]) -> Callable[[], float]:
+        return lambda: float(sum(map(read, _processes(fleet))))
 
-    def highest(read: Callable[[Attachment], float]) -> Callable[[], float]:
-        return lambda: max(map(read, _attachments(fleet)), default=0.0)
+    def highest(read: Callable[[Process], float]) -> Callable[[], float]:
+        return lambda: max(map(read, _processes(fleet)), default=0.0)
 
     metrics.rule_end_tokens.set_function(highest(lambda a: a.rule.end_holds_from))
     for position, label in POSITION_LABELS.items():
@@ -85,26 +84,26 @@ def _connect_attachments(metrics: Metrics, fleet: Fleet) -> None:
         metrics.rule.labels(kind).set_function(highest(_is_rule(kind)))
 
 
-def _attachments(fleet: Fleet) -> Iterator[Attachment]:
+def _processes(fleet: Fleet) -> Iterator[Process]:
     for backend in fleet.backends:
-        if session := backend.lifecycle.current:
-            yield session.attachment
+        if process := backend.lifecycle.current:
+            yield process
 
 
 def _is_state(degradations: Degradations, state: State) -> Callable[[], float]:
     return lambda: float(degradations.state is state)
 
 
-def _n_slots_in(state: SlotState) -> Callable[[Attachment], float]:
-    return lambda attachment: sum(state_of(slot) is state for slot in attachment.desk.table)
+def _n_slots_in(state: SlotState) -> Callable[[Process], float]:
+    return lambda process: sum(state_of(slot) is state for slot in process.slots)
 
 
-def _rate_up_to(position: float) -> Callable[[Attachment], float]:
-    return lambda attachment: attachment.rates.tokens_per_second(position)
+def _rate_up_to(position: float) -> Callable[[Process], float]:
+    return lambda process: process.rates.tokens_per_second(position)
 
 
-def _is_rule(kind: RuleKind) -> Callable[[Attachment], float]:
-    return lambda attachment: float(attachment.can_cache and str(attachment.rule) == kind)
+def _is_rule(kind: RuleKind) -> Callable[[Process], float]:
+    return lambda process: float(process.can_cache and str(process.rule) == kind)
 
 
 def _connect_store(services: Shared, store: CheckpointStore) -> None:
@@ -230,7 +229,7 @@ async def run_proxy(
     journal = Journal(Keep(settings.explain_keep))
     report = Report(metrics, journal)
     shared = Shared(
-        store, metrics, Faults(metrics), degradations, report, journal, Tasks(), NewestAttachments()
+        store, metrics, Faults(metrics), degradations, report, journal, Tasks(), NewestProcesses()
     )
     rebuilding = Tasks()
     try:

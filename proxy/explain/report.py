@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import date, datetime
 from enum import StrEnum
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -37,9 +38,11 @@ from proxy.explain.views import Today
 from proxy.llama.bodies import GenerationBody, contents_of, sketch_of
 from proxy.log import get_logger
 from proxy.metrics import Metrics
-from proxy.servers.attachment import Attachment, known_to_others
 from proxy.serving.request import Account, Answer, Arrival, GenerationRequest
 from proxy.store.store import CheckpointStore
+
+if TYPE_CHECKING:
+    from proxy.serving.process import Process
 
 MAX_REQUESTS = 2000
 MAX_PROMPTS = 500
@@ -156,13 +159,13 @@ class Inquiry:
     def __init__(
         self,
         journal: Journal,
-        attachment: Attachment,
+        process: "Process",
         prompt: Prompt,
         body: GenerationBody,
         store: CheckpointStore | None = None,
     ) -> None:
         self._journal = journal
-        self._attachment = attachment
+        self._process = process
         self._prompt = prompt
         self._body = body
         self._store = store
@@ -190,7 +193,7 @@ class Inquiry:
                 # What follows a change in the newest message is new in any case.
                 past = replace(past, n_like=compared.n_common)
         judgement = msgspec.structs.replace(
-            self._beside_others(judge(account, self._attachment.rule, past, change), account),
+            self._beside_others(judge(account, self._process.rule, past, change), account),
             nearest=self._nearest_record(compared, account.plan.n_shared),
             divergence=self._divergence(new, compared, change),
         )
@@ -202,9 +205,9 @@ class Inquiry:
         """Return the judgement, or that another API key's states have what is not known under this one."""
         n_reused = account.n_reused or 0
         is_explained = judgement.cause.is_miss or account.n_prompt - n_reused <= SLACK_TOKENS
-        if is_explained or self._store is None or not self._attachment.can_cache:
+        if is_explained or self._store is None or not self._process.can_cache:
             return judgement
-        n_of_others = known_to_others(self._store, self._attachment, self._prompt)
+        n_of_others = self._process.n_known_to_others(self._prompt)
         return judge_with_others(judgement, n_reused, n_of_others)
 
     def _past(self, nearest: Match | None, compared: Match | None) -> Past:
@@ -213,7 +216,7 @@ class Inquiry:
             n_like = min(len(compared.known.tokens), self._prompt.n_tokens - 1)
         if nearest is None:
             return Past(0, n_like)
-        is_of_other = nearest.known.process_id != self._attachment.process_id
+        is_of_other = nearest.known.process_id != self._process.id
         return Past(nearest.n_common, n_like, is_of_other, nearest.loss)
 
     def _change(self, new: Rendering, compared: Match) -> PromptChange | None:
@@ -267,7 +270,7 @@ class Inquiry:
             self._prompt.tokens,
             new.text,
             new.sketch,
-            self._attachment.process_id,
+            self._process.id,
             time.monotonic(),
             (request_id,),
         )

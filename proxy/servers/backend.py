@@ -15,8 +15,8 @@ from proxy.servers.background import Remembering, WriteBack
 from proxy.servers.server import Lifecycle
 from proxy.serving.cache import Cache
 from proxy.serving.desk import LeaseDesk
-from proxy.serving.launches import ArrivalOrder, QueuePlace, Session
-from proxy.serving.process import Services
+from proxy.serving.launches import ArrivalOrder, QueuePlace
+from proxy.serving.process import Process, Services
 
 # Names that a host has for its models and does not list, found out by asking for them.
 
@@ -109,41 +109,41 @@ class Group:
         return self._look is not None
 
     @property
-    def sessions(self) -> list[Session]:
+    def processes(self) -> list[Process]:
         """Those of the llama-servers that are attached."""
-        return [session for b in self.backends if (session := b.lifecycle.current)]
+        return [process for b in self.backends if (process := b.lifecycle.current)]
 
     def share(self) -> None:
         """Let who waits longest at one know of every slot of another that comes free."""
         for backend in self.backends:
             backend.lifecycle.on_attached = self._welcome
 
-    def _welcome(self, session: Session) -> None:
-        desk = session.attachment.desk
+    def _welcome(self, process: Process) -> None:
+        desk = process.desk
         desk.on_idle = self._offer
         for _ in desk.table.free():
             self._offer(desk)
 
     def _offer(self, idle: LeaseDesk) -> None:
-        desks = [session.attachment.desk for session in self.sessions]
+        desks = [process.desk for process in self.processes]
         fullest = max(desks, key=lambda desk: desk.n_waiting, default=idle)
         if fullest is not idle:
             fullest.let_go()
 
-    async def first_to_ask(self, since: float) -> tuple[Backend, Session | None]:
+    async def first_to_ask(self, since: float) -> tuple[Backend, Process | None]:
         """Return an attached llama-server; if there is none, wait a while for the first.
 
-        The session is None if one is there, but not attached. Raises UpstreamAbsent if all are away for too
+        The process is None if one is there, but not attached. Raises UpstreamAbsent if all are away for too
         long; *since* is when the request began to wait.
         """
         present = [b for b in self.backends if b.lifecycle.current]
         if present or len(self.backends) == 1:
             backend = min(present or self.backends, key=lambda b: b.lifecycle.n_waiting)
-            return backend, await backend.lifecycle.session(since)
-        asked = {asyncio.ensure_future(b.lifecycle.session(since)): b for b in self.backends}
-        waiting: set[asyncio.Task[Session | None]] = set(asked)
+            return backend, await backend.lifecycle.process(since)
+        asked = {asyncio.ensure_future(b.lifecycle.process(since)): b for b in self.backends}
+        waiting: set[asyncio.Task[Process | None]] = set(asked)
         try:
-            # One that is missing, or there without a session, is not taken over one that comes.
+            # One that is missing, or there without a process, is not taken over one that comes.
             while waiting:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -174,6 +174,6 @@ class Group:
         return not self.presence.is_there
 
 
-def _is_there(task: "asyncio.Task[Session | None]", backend: Backend) -> bool:
-    """Return whether a llama-server can be reached that has no session."""
+def _is_there(task: "asyncio.Task[Process | None]", backend: Backend) -> bool:
+    """Return whether a llama-server can be reached that is not attached."""
     return task.exception() is None and not backend.lifecycle.absence.unreachable_seconds

@@ -11,11 +11,10 @@ from proxy.core.saving import is_write_back_due, worth_of
 from proxy.core.slots import Known, Slot, SlotTable
 from proxy.errors import StoreFault, TooManyRequests
 from proxy.log import get_logger
-from proxy.servers.attachment import Attachment, remember_rates
+from proxy.servers.attachment import remember_rates
 from proxy.servers.server import Lifecycle
 from proxy.serving.desk import Choice, DeskClosed, FreeElsewhere
-from proxy.serving.launches import Session
-from proxy.serving.process import Services
+from proxy.serving.process import Process, Services
 from proxy.tasks import Tasks
 
 # Writes the learned rates to the index now and then, so that the next start begins with them.
@@ -30,7 +29,7 @@ class Remembering:
     def __init__(self, services: Services, lifecycle: Lifecycle) -> None:
         self._services = services
         self._lifecycle = lifecycle
-        self._written: tuple[Attachment, Rates] | None = None
+        self._written: tuple[Process, Rates] | None = None
 
     async def run(self) -> None:
         """Write what is new every minute, and once more when cancelled."""
@@ -42,15 +41,15 @@ class Remembering:
             await self._write()
 
     async def _write(self) -> None:
-        session, store = self._lifecycle.current, self._services.opened_store
-        if session is None or store is None or not session.attachment.can_cache:
+        process, store = self._lifecycle.current, self._services.opened_store
+        if process is None or store is None or not process.can_cache:
             return
-        attachment, rates = session.attachment, session.attachment.rates
-        if self._written == (attachment, rates) or rates == Rates():
+        process, rates = process, process.rates
+        if self._written == (process, rates) or rates == Rates():
             return
         try:
-            await remember_rates(store, attachment)
-            self._written = attachment, rates
+            await remember_rates(store, process)
+            self._written = process, rates
         except StoreFault as fault:
             self._services.faults.record("remember", fault)
 
@@ -96,32 +95,32 @@ class WriteBack:
 
     async def settle(self, seconds: float) -> None:
         """Save every dirty slot once nothing runs any more, in at most *seconds*."""
-        session = self._lifecycle.current
-        if session is None:
+        process = self._lifecycle.current
+        if process is None:
             return
-        desk = session.attachment.desk
+        desk = process.desk
         with suppress(TimeoutError, DeskClosed, FreeElsewhere, TooManyRequests):
             async with asyncio.timeout(seconds):
                 (await desk.lease(partial(_all_slots, desk.table))).release()
         await self.drain(seconds)
 
     def _take_up_postponed(self) -> None:
-        if session := self._lifecycle.current:
-            session.saves.take_up_postponed()
+        if process := self._lifecycle.current:
+            process.saves.take_up_postponed()
 
     def _begin_saves(self, idle_seconds: float | None) -> list["asyncio.Task[object]"]:
         """Save what has been idle for so long and is worth it; without *idle_seconds* all that is dirty."""
-        session = self._lifecycle.current
-        if session is None:
+        process = self._lifecycle.current
+        if process is None:
             return []
-        due = [s for s in session.attachment.desk.table if _is_due(session, s, idle_seconds)]
+        due = [s for s in process.slots if _is_due(process, s, idle_seconds)]
         # Where a start empties idle slots, those are saved by whoever is about to start.
-        if not due or (turn := session.launches.try_turn()) is None:
+        if not due or (turn := process.launches.try_turn()) is None:
             return []
         tasks: list[asyncio.Task[object]] = []
         for slot in due:
-            if lease := session.attachment.desk.try_lease(slot.id):
-                work = session.saves.write_back(slot.id, CheckpointKind.CONVERSATION)
+            if lease := process.desk.try_lease(slot.id):
+                work = process.saves.write_back(slot.id, CheckpointKind.CONVERSATION)
                 tasks.append(self._tasks.start(work))
                 lease.hand_over(tasks[-1])
         saves = asyncio.gather(*tasks, return_exceptions=True)
@@ -134,19 +133,19 @@ def _all_slots(table: SlotTable) -> Choice[None] | None:
     return Choice(tuple(slot.id for slot in table), None) if is_free else None
 
 
-def _is_due(session: Session, slot: Slot, idle_seconds: float | None) -> bool:
-    attachment, content = session.attachment, slot.content
-    if slot.is_leased or not is_write_back_due(attachment.rule, content):
+def _is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:
+    process, content = process, slot.content
+    if slot.is_leased or not is_write_back_due(process.rule, content):
         return False
     if idle_seconds is None:
         return True
-    if any(other.is_leased and not other.is_closing for other in attachment.desk.table):
+    if any(other.is_leased and not other.is_closing for other in process.slots):
         idle_seconds *= MAX_PUT_OFF
     if slot.used_at > time.monotonic() - idle_seconds:
         return False
-    return not isinstance(content, Known) or _is_worth_it(attachment, content)
+    return not isinstance(content, Known) or _is_worth_it(process, content)
 
 
-def _is_worth_it(attachment: Attachment, content: Known) -> bool:
-    size_bytes = attachment.state_bytes(content)
-    return worth_of(content, content.n_unsaved, size_bytes, attachment.rates).is_worth_it
+def _is_worth_it(process: Process, content: Known) -> bool:
+    size_bytes = process.state_bytes(content)
+    return worth_of(content, content.n_unsaved, size_bytes, process.rates).is_worth_it

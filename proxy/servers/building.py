@@ -1,22 +1,16 @@
 """Builds what follows and serves one llama-server, out of what all of them share."""
 
-from functools import partial
-
 from proxy.llama.client import LlamaServer
 from proxy.servers.attach import Attacher
-from proxy.servers.attachment import Attachment
 from proxy.servers.backend import Backend
 from proxy.servers.background import Remembering, WriteBack
 from proxy.servers.pool import IsHost
 from proxy.servers.self_test import Learning
 from proxy.servers.server import Absence, Lifecycle
 from proxy.serving.cache import Cache
-from proxy.serving.launches import Arrivals, Launches, Session
-from proxy.serving.process import Services, Shared, SlotWork
-from proxy.serving.prompts import PromptReader
+from proxy.serving.process import Services, Shared
 from proxy.serving.rewriting import Overflow, Stabilizing
-from proxy.serving.saver import RewriteStateFile, Room, Saver
-from proxy.serving.saves import SlotSaves
+from proxy.serving.saver import RewriteStateFile, Saver
 from proxy.settings import Settings
 from proxy.stabilize.model import parse_switches
 
@@ -59,20 +53,4 @@ class Builder:
         )
         is_coming = self._is_coming or bool(services.upstream.target.model)
         absence = Absence(self._settings.upstream_wait_seconds, is_expected=is_coming)
-        begin = partial(new_session, services, saver)
-        return Lifecycle(services, attacher, begin, Learning(services, saver), absence, is_host)
-
-
-def new_session(services: Services, saver: Saver, attachment: Attachment) -> Session:
-    """Return what serves requests for the process of *attachment*."""
-    work = SlotWork(services, attachment)
-    saves = SlotSaves(services, attachment, Room(services, attachment, saver))
-    return Session(
-        services.upstream,
-        attachment,
-        PromptReader(services.upstream, shares_headers=len(attachment.desk.table) > 1),
-        work,
-        saves,
-        Launches(services, attachment, work, saves),
-        Arrivals(attachment.desk),
-    )
+        return Lifecycle(services, attacher, Learning(services, saver), absence, is_host)

@@ -27,8 +27,9 @@ from proxy.servers.backend import Backend, Group
 from proxy.servers.pool import Fleet
 from proxy.serving.cache import ReadRequest, WillBeRefused
 from proxy.serving.desk import DeskClosed, EndedOver, FreeElsewhere
-from proxy.serving.launches import QueuePlace, Session
+from proxy.serving.launches import QueuePlace
 from proxy.serving.planning import Planning
+from proxy.serving.process import Process
 from proxy.serving.request import Answer, GenerationRequest, Send
 from proxy.serving.rewriting import Stabilizing
 from proxy.store.store import CheckpointStore
@@ -126,23 +127,23 @@ class Chosen:
     """The llama-server that serves a request, and the request as it serves it."""
 
     backend: Backend
-    session: Session
+    process: Process
     read: ReadRequest
     on_way: OnWay
 
 
-async def choose(group: Group, reader: Backend, session: Session, read: ReadRequest) -> Chosen:
+async def choose(group: Group, reader: Backend, process: Process, read: ReadRequest) -> Chosen:
     """Return the best llama-server of a group for a request that the *reader* has read.
 
     Raises what `Cache.take_over` does.
     """
     present = [(b, s) for b in group.backends if (s := b.lifecycle.current) is not None]
     if len(present) <= 1:
-        return Chosen(reader, session, read, OnWay(group.on_way, reader))
+        return Chosen(reader, process, read, OnWay(group.on_way, reader))
     offers = [_offer(b, s, read).beside(group.on_way[b]) for b, s in present]
     backend, chosen = present[best_offer(offers)]
     on_way = OnWay(group.on_way, backend)
-    if chosen is session:
+    if chosen is process:
         return Chosen(backend, chosen, read, on_way)
     try:
         taken = await backend.cache.take_over(chosen, read)
@@ -152,14 +153,14 @@ async def choose(group: Group, reader: Backend, session: Session, read: ReadRequ
     return Chosen(backend, chosen, taken, on_way)
 
 
-def _offer(backend: Backend, session: Session, read: ReadRequest) -> Offer:
+def _offer(backend: Backend, process: Process, read: ReadRequest) -> Offer:
     """Return what a llama-server can do for a request; one that was not read goes by who is busy."""
-    attachment, prompt = session.attachment, read.prompt
+    process, prompt = process, read.prompt
     if prompt is not None:
-        namespace = attachment.tenant_namespace(read.request.tenant)
-        return Planning(backend.services, session, replace(prompt, namespace=namespace)).offer()
-    n_busy = sum(slot.is_leased for slot in attachment.desk.table)
-    return Offer(0.0, 0, n_busy, attachment.desk.n_waiting, len(attachment.desk.table))
+        namespace = process.tenant_namespace(read.request.tenant)
+        return Planning(process, replace(prompt, namespace=namespace)).offer()
+    n_busy = sum(slot.is_leased for slot in process.slots)
+    return Offer(0.0, 0, n_busy, process.desk.n_waiting, len(process.slots))
 
 
 # Brings each generation request to a llama-server that serves it, and to another one if that goes away.
@@ -238,11 +239,11 @@ class Dispatch:
         may_be_lost: bool,
     ) -> bool:
         """Serve a request; return False if llama-server went away before anything was sent."""
-        if group.order or not group.sessions:
+        if group.order or not group.processes:
             group.order.join(place)
         was_there = group.presence.is_there
-        backend, session = await group.first_to_ask(place.since)
-        if session is None:
+        backend, process = await group.first_to_ask(place.since)
+        if process is None:
             if backend.lifecycle.is_over or (was_there and may_be_lost and await group.is_lost()):
                 return False
             group.order.leave(place)
@@ -250,12 +251,12 @@ class Dispatch:
                 group, backend, request, send_to, may_be_lost=may_be_lost
             )
         try:
-            read = await backend.cache.read(session, request)
-            chosen = await choose(group, backend, session, read)
+            read = await backend.cache.read(process, request)
+            chosen = await choose(group, backend, process, read)
         except WillBeRefused as why:
             group.order.leave(place)
             send = self._sending(backend, request, send_to)
-            await backend.cache.let_refuse(session, request, send, why)
+            await backend.cache.let_refuse(process, request, send, why)
             return True
         except DeskClosed:
             return await _look_elsewhere(group, backend)
@@ -268,7 +269,7 @@ class Dispatch:
         self, group: Group, chosen: Chosen, send_to: SendTo, place: QueuePlace
     ) -> bool:
         """Serve a request that was read; return False if it has to be served elsewhere."""
-        backend, session, read = chosen.backend, chosen.session, chosen.read
+        backend, process, read = chosen.backend, chosen.process, chosen.read
         key = key_of(read)
         self._fatal.require_harmless(key)
         send = self._sending(backend, read.request, send_to)
@@ -282,7 +283,7 @@ class Dispatch:
             place.queued_at = place.queued_at or time.monotonic()
             read = replace(read, request=replace(read.request, queued_at=place.queued_at))
         try:
-            await backend.cache.serve(session, read, send, turn)
+            await backend.cache.serve(process, read, send, turn)
         except FreeElsewhere:
             return False
         except DeskClosed as closed:
@@ -293,7 +294,7 @@ class Dispatch:
             if isinstance(gone, UpstreamEnded | UpstreamPerhapsReached):
                 await self._fatal.note_death(key)
             is_unsent = isinstance(gone, UpstreamNotReached)
-            if is_unsent and await backend.lifecycle.is_replaced(session):
+            if is_unsent and await backend.lifecycle.is_replaced(process):
                 await group.is_lost()
                 return False
             backend.lifecycle.poke()

@@ -282,8 +282,8 @@ class HostedModels:
         backends = [backend for group in groups for backend in group.backends]
         await asyncio.gather(*(b.write_back.settle(self._save_seconds) for b in backends))
         for group in groups:
-            for session in group.sessions:
-                session.attachment.desk.table.forget_sources()  # its end is no fault of a state's
+            for process in group.processes:
+                process.slots.forget_sources()  # its end is no fault of a state's
             self._lose(group)
         for model in leaving:
             await self._host.unload(model)

@@ -282,6 +282,6 @@ class Verifying:
             stemming=[checkpoint.file_name for checkpoint in stemming],
         )
         for backend in self._fleet.backends:
-            if session := backend.lifecycle.current:
+            if process := backend.lifecycle.current:
                 ids = [checkpoint.id for checkpoint in (damaged, *stemming)]
-                session.attachment.desk.table.distrust(ids)
+                process.slots.distrust(ids)

@@ -10,10 +10,9 @@ from proxy.errors import UpstreamAbsent, UpstreamFault, UpstreamRefused, Upstrea
 from proxy.llama.client import Props
 from proxy.log import get_logger
 from proxy.servers.attach import Attacher
-from proxy.servers.attachment import Attachment
 from proxy.servers.self_test import Learning
-from proxy.serving.launches import Session, outlast
-from proxy.serving.process import Services
+from proxy.serving.launches import outlast
+from proxy.serving.process import Process, Services
 
 # llama-server is not there: it crashed, is being started again, or loads its model. Requests wait.
 #
@@ -114,13 +113,12 @@ ATTACH_WAIT_SECONDS = 30.0
 
 
 class Lifecycle:
-    """Knows the current session, if there is one."""
+    """Knows the current process, if one is attached."""
 
     def __init__(
         self,
         services: Services,
         attacher: Attacher,
-        new_session: Callable[[Attachment], Session],
         learning: Learning,
         absence: Absence,
         is_host_of_models: Callable[[], Awaitable[bool]],
@@ -130,7 +128,6 @@ class Lifecycle:
         self._degradations = services.degradations
         self._upstream = services.upstream
         self._attacher = attacher
-        self._new_session = new_session
         self._learning = learning
         self._is_host_of_models = is_host_of_models
         self._presence = services.upstream.presence
@@ -140,17 +137,17 @@ class Lifecycle:
         self._look: asyncio.Task[None] | None = None
         self._is_retry_due = False
         self._is_stale = False
-        self.current: Session | None = None
+        self.current: Process | None = None
         self._reported = ""
-        self.on_attached: Callable[[Session], None] = lambda session: None
-        """Is told of every new session."""
+        self.on_attached: Callable[[Process], None] = lambda process: None
+        """Is told of every new process."""
         self.is_over = False
         """Whether there is no llama-server at this address, but a host of several models."""
         if self._presence.is_there:
             self._degradations.begin(DegradationKind.ATTACHING)
 
-    async def session(self, since: float) -> Session | None:
-        """Return the current session; if there is none, look once more, and wait a while for it.
+    async def process(self, since: float) -> Process | None:
+        """Return the current process; if there is none, look once more, and wait a while for it.
 
         Raises UpstreamAbsent if llama-server is away for too long; *since* is when the request began to
         wait. None if it is there, but not attached.
@@ -166,24 +163,24 @@ class Lifecycle:
             await self.absence.outlast(since)
         return self.current
 
-    async def is_still(self, session: Session) -> bool:
-        """Look at llama-server now; return whether *session* is still the current one."""
+    async def is_still(self, process: Process) -> bool:
+        """Look at llama-server now; return whether *process* is still the current one."""
         await self._look_for(ATTACH_WAIT_SECONDS)
-        return self.current is session
+        return self.current is process
 
-    async def is_replaced(self, session: Session) -> bool:
-        """Look at llama-server after a failure; return whether *session* is over.
+    async def is_replaced(self, process: Process) -> bool:
+        """Look at llama-server after a failure; return whether *process* is over.
 
         A look that was under way may have begun before the failure, so there are two.
         """
-        return not (await self.is_still(session) and await self.is_still(session))
+        return not (await self.is_still(process) and await self.is_still(process))
 
     @property
     def n_waiting(self) -> int:
         """How many requests wait for a slot, or for llama-server."""
         n_waiting = self.absence.n_waiting
         if self.current:
-            n_waiting += self.current.attachment.desk.n_waiting + self.current.launches.n_waiting
+            n_waiting += self.current.desk.n_waiting + self.current.launches.n_waiting
         return n_waiting
 
     def poke(self) -> None:
@@ -261,18 +258,16 @@ class Lifecycle:
         return props
 
     async def _follow(self, props: Props, n_lost: int) -> None:
-        session = self.current
+        process = self.current
         process_id = await self._upstream.process_id(props)
-        if session is None or session.attachment.process_id != process_id:
+        if process is None or process.id != process_id:
             self._lose(DegradationKind.ATTACHING)
             await self._attach(props, process_id, n_lost)
-        elif (
-            self._is_retry_due and not session.attachment.can_cache and _is_idle(session.attachment)
-        ):
+        elif self._is_retry_due and not process.can_cache and _is_idle(process):
             await self._attach(props, process_id, n_lost)
 
     def end(self) -> None:
-        """Forget the session: its process is gone, and nobody misses it."""
+        """Forget the process: its process is gone, and nobody misses it."""
         self.absence.note_answer()  # its host is what would be waited for
         self._close()
         self._degradations.leave()
@@ -284,73 +279,72 @@ class Lifecycle:
         self._lose(kind, detail)
 
     def _lose(self, kind: DegradationKind, detail: str = "") -> None:
-        """Forget the session; what was wrong with its process is over, and this begins."""
+        """Forget the process; what was wrong with its process is over, and this begins."""
         self._close()
         self._degradations.begin(kind, detail)
         self._degradations.end(*(OF_PROCESS - {kind}))
 
     def _close(self) -> None:
         if self.current:
-            self.current.attachment.desk.close()
+            self.current.desk.close()
             self.current = None
 
     async def _attach(self, props: Props, process_id: str, n_lost: int) -> None:
         last = self.current
         self._close()
         before = self._degradations.kinds & OF_PROCESS  # attaching, or what the last try came to
-        attachment = await self._attacher.attach(props, process_id)
+        process = await self._attacher.attach(props, process_id)
         if n_lost != self._presence.n_lost:
-            attachment.desk.close()
+            process.desk.close()
             self._is_stale = True  # that process is gone; the next one is looked at anew
             self._degradations.leave()
             return self.poke()
-        if obstacle := attachment.obstacle:
-            attachment.degrade(obstacle.kind, obstacle.detail)
+        if obstacle := process.obstacle:
+            process.degrade(obstacle.kind, obstacle.detail)
             before -= {obstacle.kind}
             if last:
-                _keep_contents(last.attachment, attachment)
-        if attachment.clears_idle_slots:
+                _keep_contents(last, process)
+        if process.clears_idle_slots:
             before -= {DegradationKind.IDLE_SLOTS_CLEARED}
-        attachment.note_tenants()
-        session = self._new_session(attachment)
-        self._outlast_strangers(session)
-        self._learning.begin(session)
+        process.note_tenants()
+        self._outlast_strangers(process)
+        self._learning.begin(process)
         self._degradations.end(*before)
-        self._services.served.note(self._upstream.target, attachment)
-        self.current = session
-        self.on_attached(session)
-        self._report(attachment, props)
+        self._services.served.note(self._upstream.target, process)
+        self.current = process
+        self.on_attached(process)
+        self._report(process, props)
 
-    def _outlast_strangers(self, session: Session) -> None:
+    def _outlast_strangers(self, process: Process) -> None:
         """Keep the slots that were busy at first contact until whatever runs there has ended."""
-        desk = session.attachment.desk
+        desk = process.desk
         for slot in desk.table:
             if slot.is_leased:
-                ended = self._services.tasks.start(outlast(session, partial(list, [slot.id])))
+                ended = self._services.tasks.start(outlast(process, partial(list, [slot.id])))
                 desk.take_over(slot.id).hand_over(ended)
 
-    def _report(self, attachment: Attachment, props: Props) -> None:
+    def _report(self, process: Process, props: Props) -> None:
         # An attachment that cannot cache is tried again and again: it is told of once.
-        if attachment.can_cache or self._reported != attachment.process_id:
+        if process.can_cache or self._reported != process.id:
             self._log.info(
                 "attached to llama-server",
                 build=props.build_info,
                 slots=props.total_slots,
-                caches=attachment.can_cache,
-                rule=str(attachment.rule),
+                caches=process.can_cache,
+                rule=str(process.rule),
             )
-        self._reported = attachment.process_id
+        self._reported = process.id
 
 
-def _keep_contents(last: Attachment, attachment: Attachment) -> None:
+def _keep_contents(last: Process, process: Process) -> None:
     """Believe of the same process's slots what was known before a try to attach that came to nothing."""
-    for slot in attachment.desk.table:
+    for slot in process.slots:
         if not slot.is_leased:
-            attachment.desk.table.set_content(slot.id, last.desk.table[slot.id].content)
+            process.slots.set_content(slot.id, last.slots[slot.id].content)
 
 
-def _is_idle(attachment: Attachment) -> bool:
-    return attachment.desk.n_waiting == 0 and not any(s.is_leased for s in attachment.desk.table)
+def _is_idle(process: Process) -> bool:
+    return process.desk.n_waiting == 0 and not any(s.is_leased for s in process.slots)
 
 
 def kind_of(fault: UpstreamFault) -> DegradationKind:

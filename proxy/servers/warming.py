@@ -26,13 +26,11 @@ from proxy.llama.answers import AnswerReader
 from proxy.llama.bodies import tokens_request
 from proxy.llama.client import LlamaServer
 from proxy.llama.routes import Route
-from proxy.servers.attachment import Attachment
 from proxy.servers.backend import Backend, Group
 from proxy.servers.dispatch import Dispatch
 from proxy.servers.pool import Fleet
 from proxy.serving.cache import EXAMINATION_SECONDS
-from proxy.serving.launches import Session
-from proxy.serving.process import Shared
+from proxy.serving.process import Process, Shared
 from proxy.serving.request import Answer, Arrival, GenerationRequest, Send
 
 # Requests made again from the journal: their tokens are known, their bodies are not.
@@ -83,10 +81,10 @@ class EarlierRequests:
         sessions = [s for b in self._fleet.backends if (s := b.lifecycle.current)]
         if not sessions:
             raise NotKnown("llama-server is not attached: /health says why")
-        for session in sessions:
-            tenant = _tenant(session.attachment, namespace)
+        for process in sessions:
+            tenant = _tenant(process, namespace)
             if tenant is not None:
-                return session.upstream, tenant
+                return process.upstream, tenant
         raise NotKnown("llama-server has another model, other adapters or other settings since")
 
     def _prompt(self, explanation: Explanation) -> tuple[Namespace, TokenIds]:
@@ -100,9 +98,9 @@ class EarlierRequests:
         return known.namespace, known.tokens[: request.n_prompt]
 
 
-def _tenant(attachment: Attachment, namespace: Namespace) -> bytes | None:
-    tenants = (b"", *attachment.tenants)
-    return next((t for t in tenants if attachment.tenant_namespace(t) == namespace), None)
+def _tenant(process: Process, namespace: Namespace) -> bytes | None:
+    tenants = (b"", *process.tenants)
+    return next((t for t in tenants if process.tenant_namespace(t) == namespace), None)
 
 
 # Evaluates and keeps a header before the first user needs it.
@@ -164,45 +162,45 @@ class Warming:
         began = time.monotonic()
         if group is None:
             raise NotWarmed(f"there is no model {request.model!r}")
-        backend, session = await group.first_to_ask(began)
-        if session is not None:
-            await session.attachment.examination(EXAMINATION_SECONDS)
-        if session is None or not session.attachment.is_caching:
+        backend, process = await group.first_to_ask(began)
+        if process is not None:
+            await process.examination(EXAMINATION_SECONDS)
+        if process is None or not process.is_caching:
             raise NotWarmed("nothing is cached now: /health says why")
-        prompt = await _read(backend, session, request)
+        prompt = await _read(backend, process, request)
         wanted = _wanted_tokens(prompt, is_whole=is_whole) - SLACK_TOKENS
-        n_usable, checkpoint = self._best(session, prompt)
+        n_usable, checkpoint = self._best(process, prompt)
         if was_kept := n_usable >= wanted:
             on_progress(prompt.n_tokens, prompt.n_tokens)
         else:
-            async with self._watched(session, prompt, on_progress):
+            async with self._watched(process, prompt, on_progress):
                 await self._dispatch.serve_in(group, request, partial(_sending, request))
             await self._save(group, prompt)
-            n_usable, checkpoint = self._best(session, prompt)
+            n_usable, checkpoint = self._best(process, prompt)
         if checkpoint is None or n_usable < wanted:
-            raise NotWarmed(_why_not_kept(session.attachment.rule, n_usable, wanted))
+            raise NotWarmed(_why_not_kept(process.rule, n_usable, wanted))
         seconds, n_header = time.monotonic() - began, prompt.cuts.header
         return Warmed(checkpoint, n_usable, n_header, prompt.n_tokens, was_kept, seconds)
 
     @asynccontextmanager
     async def _watched(
-        self, session: Session, prompt: Prompt, on_progress: OnProgress
+        self, process: Process, prompt: Prompt, on_progress: OnProgress
     ) -> AsyncIterator[None]:
-        watch = self._shared.tasks.start(self._watch(session, prompt, on_progress))
+        watch = self._shared.tasks.start(self._watch(process, prompt, on_progress))
         try:
             yield
         finally:
             watch.cancel()
         on_progress(prompt.n_tokens, prompt.n_tokens)
 
-    async def _watch(self, session: Session, prompt: Prompt, on_progress: OnProgress) -> None:
+    async def _watch(self, process: Process, prompt: Prompt, on_progress: OnProgress) -> None:
         """Tell again and again how many tokens the slot holds in which the prompt is evaluated."""
         while True:
             try:
-                statuses = await session.work.slot_states()
+                statuses = await process.slot_states()
             except UpstreamFault:
                 return  # --no-slots: nobody can tell
-            table = session.attachment.desk.table
+            table = process.slots
             busy = [s.n_held or 0 for s in statuses if s.is_processing]
             if any(_is_of(prompt, slot.content) for slot in table if slot.is_leased) and busy:
                 on_progress(min(max(busy), prompt.n_tokens), prompt.n_tokens)
@@ -210,19 +208,19 @@ class Warming:
 
     async def _save(self, group: Group, prompt: Prompt) -> None:
         """Save the slot that holds the prompt, unless a file covers it already."""
-        for session in group.sessions:
-            desk = session.attachment.desk
-            async with session.launches.turn():
+        for process in group.processes:
+            desk = process.desk
+            async with process.launches.turn():
                 for slot in desk.table.free():
                     if not _holds(prompt, slot) or (lease := desk.try_lease(slot.id)) is None:
                         continue
                     with lease:
-                        save = session.saves.write_back(slot.id, CheckpointKind.HEADER)
-                        await self._shared.finish(lease, save)
+                        save = process.saves.write_back(slot.id, CheckpointKind.HEADER)
+                        await process.finish(lease, save)
 
-    def _best(self, session: Session, prompt: Prompt) -> tuple[int, Checkpoint | None]:
+    def _best(self, process: Process, prompt: Prompt) -> tuple[int, Checkpoint | None]:
         """Return how many tokens of a prompt can be restored at most, and from what."""
-        rule, n_prompt = session.attachment.rule, prompt.n_tokens + 1
+        rule, n_prompt = process.rule, prompt.n_tokens + 1
         best: tuple[int, Checkpoint | None] = (0, None)
         for found in self._shared.store.find(prompt.namespace, prompt.tokens):
             n_usable = usable_tokens(rule, found.checkpoint, found.n_common, n_prompt)
@@ -231,8 +229,8 @@ class Warming:
         return best
 
 
-async def _read(backend: Backend, session: Session, request: GenerationRequest) -> Prompt:
-    prompt, reason = await backend.cache.prompt_of(session, request)
+async def _read(backend: Backend, process: Process, request: GenerationRequest) -> Prompt:
+    prompt, reason = await backend.cache.prompt_of(process, request)
     if prompt is None:
         raise NotWarmed(f"this request is not cached: {reason}")
     return prompt

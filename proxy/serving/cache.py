@@ -27,13 +27,12 @@ from proxy.llama.bodies import (
     parse_body,
 )
 from proxy.llama.routes import Route, honours_id_slot, reads_forms
-from proxy.servers.attachment import Attachment, remember_tenant
+from proxy.servers.attachment import remember_tenant
 from proxy.servers.server import Lifecycle
 from proxy.serving.cached import CachedRequest
 from proxy.serving.desk import DeskClosed
-from proxy.serving.launches import Session
 from proxy.serving.placement import SimilarRequest, UnpinnedRequest, serve_pinned
-from proxy.serving.process import Services
+from proxy.serving.process import Process, Services
 from proxy.serving.request import Answer, GenerationRequest, Send
 from proxy.serving.rewriting import Fitted, Overflow, Stabilizing
 
@@ -76,49 +75,49 @@ class Cache:
         self._stabilizing = stabilizing
         self._overflow = overflow
 
-    async def read(self, session: Session, request: GenerationRequest) -> ReadRequest:
+    async def read(self, process: Process, request: GenerationRequest) -> ReadRequest:
         """Rewrite a request as it is to be served, and read its prompt.
 
         Raises WillBeRefused, or DeskClosed if llama-server was replaced.
         """
-        await self._require_key(session, request)
-        if session.upstream.target.model:
-            await session.attachment.examination(EXAMINATION_SECONDS)
-        request = await self._stabilizing.rewrite(session, request)
+        await self._require_key(process, request)
+        if process.upstream.target.model:
+            await process.examination(EXAMINATION_SECONDS)
+        request = await self._stabilizing.rewrite(process, request)
         request = replace(request, server=self._services.where) if self._services.where else request
         body = parse_body(request.raw)
-        if request.path in session.attachment.unsupported_paths:
+        if request.path in process.unsupported_paths:
             raise WillBeRefused("llama-server does not support it")
         if body is None and not reads_forms(request.path) and is_no_json_object(request.raw):
             raise WillBeRefused("body is not a JSON object")
         read, is_current = await asyncio.gather(
-            self._read_prompt(session, request, body), self._lifecycle.is_still(session)
+            self._read_prompt(process, request, body), self._lifecycle.is_still(process)
         )
         if not is_current:
             raise DeskClosed
         return read
 
-    async def take_over(self, session: Session, read: ReadRequest) -> ReadRequest:
+    async def take_over(self, process: Process, read: ReadRequest) -> ReadRequest:
         """Return a request that was read for another llama-server as this one is to serve it.
 
         Only one with another namespace has to read it again. Raises as `read` does.
         """
-        attachment, prompt = session.attachment, read.prompt
+        prompt = read.prompt
         is_same = (
             prompt is None
-            or prompt.namespace == attachment.tenant_namespace(read.request.tenant)
-            and prompt.shape not in attachment.disabled_shapes
+            or prompt.namespace == process.tenant_namespace(read.request.tenant)
+            and prompt.shape not in process.disabled_shapes
         )
         if not is_same:
-            return await self.read(session, read.request)
-        if not await self._lifecycle.is_still(session):
+            return await self.read(process, read.request)
+        if not await self._lifecycle.is_still(process):
             raise DeskClosed
         if prompt is not None:
-            await self._note_tenant(attachment, read.request.tenant)
+            await self._note_tenant(process, read.request.tenant)
         return replace(read, request=replace(read.request, server=self._services.where))
 
     async def serve(
-        self, session: Session, read: ReadRequest, send: Send, turn: Callable[[], Awaitable[None]]
+        self, process: Process, read: ReadRequest, send: Send, turn: Callable[[], Awaitable[None]]
     ) -> None:
         """Serve a request that was read, as soon as its *turn* to come to the desk has come.
 
@@ -127,12 +126,12 @@ class Cache:
         """
         if read.prompt is not None:
             given = read.request
-            read = await self._fit(session, read)
-            if read.request is not given and not await self._lifecycle.is_still(session):
+            read = await self._fit(process, read)
+            if read.request is not given and not await self._lifecycle.is_still(process):
                 raise DeskClosed  # that took its time
         await turn()
-        async with session.launches.turn() as start:
-            await self._way(session, read)(session.launches.in_turn(start, send))
+        async with process.launches.turn() as start:
+            await self._way(process, read)(process.launches.in_turn(start, send))
 
     async def serve_unplaced(self, request: GenerationRequest, send: Send) -> None:
         """Forward without a slot of our choice: llama-server is not attached."""
@@ -142,48 +141,48 @@ class Cache:
         finally:
             is_refused = answer is not None and answer.status in (401, 403)
             if self._lifecycle.current and not is_refused:
-                self._lifecycle.current.attachment.desk.table.forget_free()
+                self._lifecycle.current.desk.table.forget_free()
         self._report(request, answer, Outcome.DEGRADED, "llama-server is not attached")
 
     async def let_refuse(
-        self, session: Session, request: GenerationRequest, send: Send, why: WillBeRefused
+        self, process: Process, request: GenerationRequest, send: Send, why: WillBeRefused
     ) -> None:
         """Forward what llama-server will refuse; no slot is prepared for it."""
         answer = await send(request.raw, lambda: None)
         if answer.status < 400:  # then nobody knows where it ran, and the key is good
-            session.attachment.desk.table.forget_free()
-            session.attachment.accepted_keys[_key_digest(request)] = True
+            process.slots.forget_free()
+            process.accepted_keys[_key_digest(request)] = True
         self._report(request, answer, Outcome.BYPASS, str(why))
 
     async def prompt_of(
-        self, session: Session, request: GenerationRequest
+        self, process: Process, request: GenerationRequest
     ) -> tuple[Prompt | None, str | None]:
         """Return the prompt that a request will have when it is served; None, and why, if not read."""
         try:
-            await self._require_key(session, request)
-            request = await self._stabilizing.rewrite(session, request)
-            read = await self._read_prompt(session, request, parse_body(request.raw))
+            await self._require_key(process, request)
+            request = await self._stabilizing.rewrite(process, request)
+            read = await self._read_prompt(process, request, parse_body(request.raw))
         except WillBeRefused as why:
             return None, str(why)
         return read.prompt, read.why
 
-    async def _require_key(self, session: Session, request: GenerationRequest) -> None:
+    async def _require_key(self, process: Process, request: GenerationRequest) -> None:
         """Raise WillBeRefused if llama-server does not take the client's key.
 
         Nothing else proves it: a prompt of token ids is not tokenized, and one without a key is by the
         proxy's own. A key that was taken is asked about once.
         """
-        attachment, digest = session.attachment, _key_digest(request)
-        if not attachment.asks_for_key or digest in attachment.accepted_keys:
+        digest = _key_digest(request)
+        if not process.asks_for_key or digest in process.accepted_keys:
             return
         try:
-            is_taken = await session.upstream.takes_key(request.headers)
+            is_taken = await process.upstream.takes_key(request.headers)
         except UpstreamFault:
             return  # what is wrong with llama-server, others find out
         if not is_taken:
             given = "this API key is refused" if request.headers else "an API key is needed"
             raise WillBeRefused(f"llama-server says that {given}")
-        attachment.accepted_keys[digest] = True
+        process.accepted_keys[digest] = True
 
     def _report(
         self, request: GenerationRequest, answer: Answer, outcome: Outcome, why: str | None
@@ -192,7 +191,7 @@ class Cache:
         cause = Cause.TOKENIZED_OTHERWISE if is_otherwise else Cause.NOT_LOOKED_UP
         self._services.report.answered(request, answer, outcome, Judgement(cause), why=why)
 
-    async def _fit(self, session: Session, read: ReadRequest) -> ReadRequest:
+    async def _fit(self, process: Process, read: ReadRequest) -> ReadRequest:
         """Return the request as it is, or without its oldest part if it does not fit the context."""
         if read.body is None or read.prompt is None:
             return read
@@ -200,31 +199,29 @@ class Cache:
 
         async def read_again(shorter: GenerationRequest, body: GenerationBody) -> Prompt | None:
             nonlocal last
-            last = await self._read_prompt(session, shorter, body)
+            last = await self._read_prompt(process, shorter, body)
             return last.prompt
 
         given = Fitted(read.request, read.body, read.prompt)
-        fitted = await self._overflow.fit(session, given, read_again)
+        fitted = await self._overflow.fit(process, given, read_again)
         return read if fitted.request is read.request else last
 
-    def _way(self, session: Session, read: ReadRequest) -> Callable[[Send], Awaitable[object]]:
+    def _way(self, process: Process, read: ReadRequest) -> Callable[[Send], Awaitable[object]]:
         """Return how a request is served: by its prompt, in a slot of our choice, or of llama-server's."""
-        attachment, request, body = session.attachment, read.request, read.body
+        request, body = read.request, read.body
         # Of slots that are emptied all the time, llama-server's RAM cache makes more than we can.
-        is_left_alone = attachment.clears_idle_slots and not attachment.is_caching
+        is_left_alone = process.clears_idle_slots and not process.is_caching
         if read.prompt is not None and body is not None and not is_left_alone:
             serving = SimilarRequest if request.route is Route.MESSAGES else CachedRequest
-            is_current = partial(self._lifecycle.is_still, session)
+            is_current = partial(self._lifecycle.is_still, process)
             inquiry = Inquiry(
                 self._services.journal,
-                attachment,
+                process,
                 read.prompt,
                 read.chat_body or body,
                 self._services.opened_store,
             )
-            cached = serving(
-                self._services, session, request, body, read.prompt, inquiry, is_current
-            )
+            cached = serving(process, request, body, read.prompt, inquiry, is_current)
             return cached.serve
 
         async def serve_uncached(send: Send) -> None:
@@ -234,39 +231,38 @@ class Cache:
                 # At once: clients that have their answer hang up, and what is left to do is cut short.
                 answer = await send(raw, on_start, n_found)
                 if answer.status == 501 and request.route in (Route.PINNED, Route.UNPINNED):
-                    attachment.unsupported_paths.add(request.path)
+                    process.unsupported_paths.add(request.path)
                 self._report(request, answer, Outcome.BYPASS, read.why or "nothing is cached")
                 return answer
 
             is_pinned = body is not None and honours_id_slot(request.route) and not is_left_alone
             if body is None or not is_pinned or n_completions(body) > 1:
-                unpinned = UnpinnedRequest(self._services, session, request, body)
+                unpinned = UnpinnedRequest(process, request, body)
                 await unpinned.serve(send_and_report)
             else:
-                await serve_pinned(self._services, session, request, body, send_and_report)
+                await serve_pinned(process, request, body, send_and_report)
 
         return serve_uncached
 
     async def _read_prompt(
-        self, session: Session, request: GenerationRequest, body: GenerationBody | None
+        self, process: Process, request: GenerationRequest, body: GenerationBody | None
     ) -> ReadRequest:
         """Return the request with what llama-server will evaluate, or why that is not looked up."""
         chat, reason = _chat_form(request.route, body)
         unread = partial(ReadRequest, request, body)
         if chat is None:
             return unread(why=reason)
-        attachment = session.attachment
         try:
             shape = chat.shape(request.path)
-            if session.upstream.target.model:  # a host may change requests by the name they say
+            if process.upstream.target.model:  # a host may change requests by the name they say
                 shape += f" {request.model}"
-            if shape in attachment.disabled_shapes:
+            if shape in process.disabled_shapes:
                 return unread(why=_TOKENIZED_OTHERWISE)
-            namespace = attachment.tenant_namespace(request.tenant)
-            prompt = await session.reader.read(
-                request.route, chat, request.headers, namespace, attachment.rule
+            namespace = process.tenant_namespace(request.tenant)
+            prompt = await process.reader.read(
+                request.route, chat, request.headers, namespace, process.rule
             )
-            await self._note_tenant(attachment, request.tenant)
+            await self._note_tenant(process, request.tenant)
         except Exception as fault:
             if isinstance(fault, UpstreamRefused) and fault.status in (401, 403):
                 raise WillBeRefused("llama-server refuses the key") from fault
@@ -277,12 +273,12 @@ class Cache:
             return unread(why="empty prompt")
         return ReadRequest(request, body, replace(prompt, shape=shape), chat)
 
-    async def _note_tenant(self, attachment: Attachment, tenant: bytes) -> None:
+    async def _note_tenant(self, process: Process, tenant: bytes) -> None:
         """Note whose key llama-server has taken."""
-        is_new = not attachment.is_one_tenant and tenant not in attachment.tenants
-        if attachment.can_cache and is_new:
-            await remember_tenant(self._services.store, attachment, tenant)
-            attachment.note_tenants()
+        is_new = not process.is_one_tenant and tenant not in process.tenants
+        if process.can_cache and is_new:
+            await remember_tenant(self._services.store, process, tenant)
+            process.note_tenants()
 
 
 def _key_digest(request: GenerationRequest) -> bytes:

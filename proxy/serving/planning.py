@@ -15,17 +15,14 @@ from proxy.core.plan import Occupant, Plan, Restore, Situation, most_useful, pla
 from proxy.core.residency import Offer, make_offer
 from proxy.errors import StoreFault
 from proxy.serving.desk import Choice
-from proxy.serving.launches import Session
-from proxy.serving.process import Services
+from proxy.serving.process import Process
 
 
 class Planning:
     """Plans one request; leaving the `with` block lets go of what it would restore."""
 
-    def __init__(self, services: Services, session: Session, prompt: Prompt) -> None:
-        self._services = services
-        self._session = session
-        self._attachment = session.attachment
+    def __init__(self, process: Process, prompt: Prompt) -> None:
+        self._process = process
         self._prompt = prompt
         self._kept = ExitStack()
 
@@ -47,10 +44,10 @@ class Planning:
     def note_arrival(self) -> None:
         """Tell the store what is asked for; whoever comes to a queue is not planned at once."""
         try:
-            self._services.store.note_asked(self._prompt.namespace, self._prompt.tokens)
+            self._process.store.note_asked(self._prompt.namespace, self._prompt.tokens)
         except StoreFault as fault:
-            self._services.faults.record("lookup", fault)
-        if self._attachment.desk.n_waiting:
+            self._process.faults.record("lookup", fault)
+        if self._process.desk.n_waiting:
             self._keep_most_useful(self._look_up()[0])
 
     def choose(self) -> Choice[Plan] | None:
@@ -59,7 +56,7 @@ class Planning:
         What the plan restores is kept from eviction in the same step. While the request has to wait,
         that is what it would restore if it found no live slot.
         """
-        if self._session.launches.is_save_coming:
+        if self._process.launches.is_save_coming:
             return None  # it would find an empty slot
         began = time.perf_counter()
         self._kept.close()
@@ -69,7 +66,7 @@ class Planning:
             self._keep_most_useful(now.candidates)
         elif isinstance(plan.start, Restore):
             self._keep(plan.start.checkpoint)
-        self._services.metrics.lookup_seconds.observe(time.perf_counter() - began)
+        self._process.metrics.lookup_seconds.observe(time.perf_counter() - began)
         return Choice((plan.slot_id,), plan, plan.is_warm) if plan else None
 
     def again(self, slot_id: SlotId) -> Plan:
@@ -84,46 +81,45 @@ class Planning:
 
     def offer(self) -> Offer:
         """Return what this llama-server could do for the request at once; nothing is kept for it."""
-        launches = self._session.launches
-        n_waiting = self._attachment.desk.n_waiting + launches.n_waiting
+        launches = self._process.launches
+        n_waiting = self._process.desk.n_waiting + launches.n_waiting
         may_start = not launches.is_save_coming
         return make_offer(self._prompt, self._situation(), n_waiting, may_start=may_start)
 
     def _situation(self) -> Situation:
-        attachment, now = self._attachment, time.monotonic()
-        slots = tuple(attachment.desk.table)
+        process, now = self._process, time.monotonic()
+        slots = tuple(process.slots)
         candidates, n_shared = self._look_up()
         return Situation(
-            attachment.rule,
+            process.rule,
             slots,
             candidates,
-            attachment.rates,
-            attachment.n_ctx,
+            process.rates,
+            process.n_ctx,
             n_shared,
             tuple(
-                Occupant(s.content, attachment.state_bytes(s.content), now - s.used_at)
-                for s in slots
+                Occupant(s.content, process.state_bytes(s.content), now - s.used_at) for s in slots
             ),
-            self._session.arrivals.coming(),
-            attachment.bytes_of(self._prompt.cuts.shared),
+            self._process.arrivals.coming(),
+            process.bytes_of(self._prompt.cuts.shared),
         )
 
     def _keep_most_useful(self, candidates: tuple[Candidate, ...]) -> None:
-        wanted = most_useful(self._attachment.rule, candidates, self._prompt.n_tokens)
+        wanted = most_useful(self._process.rule, candidates, self._prompt.n_tokens)
         if wanted is not None:
             self._keep(wanted.checkpoint)
 
     def _keep(self, checkpoint: Checkpoint) -> None:
-        self._kept.enter_context(self._services.store.keep(checkpoint))
-        self._services.store.verify_soon(checkpoint)
+        self._kept.enter_context(self._process.store.keep(checkpoint))
+        self._process.store.verify_soon(checkpoint)
 
     def _look_up(self) -> tuple[tuple[Candidate, ...], int]:
         """Return the usable checkpoints, and how much the prompt shares with any, usable or not."""
-        rule, prompt = self._attachment.rule, self._prompt
+        rule, prompt = self._process.rule, self._prompt
         if not rule.can_restore:
             return (), 0
         try:
-            stored = self._services.store.find(prompt.namespace, prompt.tokens)
+            stored = self._process.store.find(prompt.namespace, prompt.tokens)
             longest = next(stored, None)
             found = (
                 ()
@@ -131,8 +127,8 @@ class Planning:
                 else promising(rule, chain([longest], stored), prompt.n_tokens)
             )
         except Exception as fault:
-            self._services.faults.record("lookup", fault)
-            self._attachment.degrade(DegradationKind.LOOKUPS_FAIL, str(fault))
+            self._process.faults.record("lookup", fault)
+            self._process.degrade(DegradationKind.LOOKUPS_FAIL, str(fault))
             return (), 0
-        self._attachment.recover(DegradationKind.LOOKUPS_FAIL)
+        self._process.recover(DegradationKind.LOOKUPS_FAIL)
         return found, longest.n_common if longest else 0

@@ -24,8 +24,7 @@ from proxy.llama.answers import CallMade
 from proxy.llama.bodies import GenerationBody, parse_body
 from proxy.llama.client import LlamaServer
 from proxy.llama.routes import Route, Target
-from proxy.serving.launches import Session
-from proxy.serving.process import Shared
+from proxy.serving.process import Process, Shared
 from proxy.serving.request import GenerationRequest
 from proxy.stabilize.drops import (
     begins_step,
@@ -70,13 +69,13 @@ class Stabilizing:
             _N_PROCESSES
         )
 
-    async def rewrite(self, session: Session, request: GenerationRequest) -> GenerationRequest:
+    async def rewrite(self, process: Process, request: GenerationRequest) -> GenerationRequest:
         """Return the request as it is to be served: the same one if nothing applies."""
         form = FORMS.get(request.route)
         body = parse_body(request.raw) if form and self._switches else None
         if form is None or body is None:
             return request
-        known = await self._facts_of(session)
+        known = await self._facts_of(process)
         facts = replace(
             known, session=request.session or _cache_key(body), tenant=request.tenant.hex()
         )
@@ -112,11 +111,11 @@ class Stabilizing:
         except msgspec.DecodeError:
             return Memory()
 
-    async def _facts_of(self, session: Session) -> RequestFacts:
+    async def _facts_of(self, process: Process) -> RequestFacts:
         """Return what the template of this llama-server does; nothing is known if it cannot be asked."""
-        key = session.upstream.target, session.attachment.process_id
+        key = process.upstream.target, process.id
         if key not in self._facts:
-            self._facts[key] = self._services.tasks.start(self._ask(session.upstream))
+            self._facts[key] = self._services.tasks.start(self._ask(process.upstream))
         asked = self._facts[key]
         await asyncio.wait({asked}, timeout=_ASK_SECONDS)
         return asked.result() if asked.done() else RequestFacts()
@@ -182,12 +181,12 @@ class Overflow:
         self._counts: LRUCache[bytes, int] = LRUCache(_N_MESSAGES)
         self._reached: LRUCache[bytes, int] = LRUCache(_N_CONVERSATIONS)
 
-    async def fit(self, session: Session, given: Fitted, read: Read) -> Fitted:
+    async def fit(self, process: Process, given: Fitted, read: Read) -> Fitted:
         """Return a request that fits, the same one if it does already or cannot be made to.
 
         *read* tells the prompt of a changed one.
         """
-        form, n_ctx = FORMS.get(given.request.route), session.attachment.n_ctx
+        form, n_ctx = FORMS.get(given.request.route), process.n_ctx
         if not self._is_on or form is None:
             return given
         n_room = room_for_prompt(n_ctx, wanted_tokens(given.body.fields))
@@ -195,9 +194,9 @@ class Overflow:
             return given
         try:
             conversation = conversation_of(form, given.body.fields)
-            parts = await self._count(session.upstream, conversation, given.request)
+            parts = await self._count(process.upstream, conversation, given.request)
             places = places_to_cut(parts, step_of(n_ctx, n_room))
-            key = _key_of(session.upstream, given.request, conversation)
+            key = _key_of(process.upstream, given.request, conversation)
             return await self._shorten(form, given, read, places, key, n_room) or given
         except UpstreamFault as fault:
             self._services.faults.record("stabilize", fault)

@@ -267,15 +267,15 @@ class AdminListener:
 
 def describe_backend(backend: Backend) -> dict[str, object]:
     """Return whether a llama-server is attached, and if so what is known of it."""
-    session = backend.lifecycle.current
-    if session is None:
+    process = backend.lifecycle.current
+    if process is None:
         return {"llama_server": "not attached"}
-    attachment = session.attachment
+    process = process
     return {
         "llama_server": "attached",
-        "rule": str(attachment.rule),
-        "slots": describe_slots(attachment.desk.table),
-        "rates": describe_rates(attachment.rates),
+        "rule": str(process.rule),
+        "slots": describe_slots(process.slots),
+        "rates": describe_rates(process.rates),
     }
 
 

@@ -24,13 +24,11 @@ from proxy.llama.bodies import GenerationBody
 from proxy.llama.client import Timings
 from proxy.llama.routes import Route
 from proxy.metrics import Metrics
-from proxy.servers.attachment import Attachment
+from proxy.serving.process import Process
 from proxy.serving.request import Account, Answer, Arrival, GenerationRequest
 
 SPACE = Namespace(b"n" * 16)
-ATTACHMENT = cast(
-    Attachment, SimpleNamespace(rule=Rule(RuleKind.RESTORE_POINTS), process_id="process")
-)
+PROCESS = cast(Process, SimpleNamespace(rule=Rule(RuleKind.RESTORE_POINTS), id="process"))
 CHARACTERS_A_TOKEN = 4
 MESSAGE_TOKENS = 250
 N_MISSES = 1000
@@ -78,7 +76,7 @@ class Desk:
         account = Account(plan, prompt.n_tokens)
         account.add(Timings(n_reused, prompt.n_tokens - n_reused))
         began = time.thread_time()
-        inquiry = Inquiry(self.journal, ATTACHMENT, prompt, body)
+        inquiry = Inquiry(self.journal, PROCESS, prompt, body)
         inquiry.note_planned()
         judgement = inquiry.judge(account, request.id)
         self.report.answered(request, Answer(200, None), Outcome.HIT, judgement, account)

@@ -11,8 +11,7 @@ from proxy.health import Faults
 from proxy.llama.answers import CallMade
 from proxy.llama.routes import Route, Target
 from proxy.metrics import Metrics
-from proxy.serving.launches import Session
-from proxy.serving.process import Shared
+from proxy.serving.process import Process, Shared
 from proxy.serving.request import Arrival, GenerationRequest
 from proxy.serving.rewriting import Stabilizing
 from proxy.stabilize.model import parse_switches
@@ -44,12 +43,11 @@ def stabilizing(switches: str = "safe") -> tuple[Stabilizing, Shared, Upstream]:
     return Stabilizing(known, parse_switches(switches)), known, upstream
 
 
-def session(upstream: Upstream, process_id: str = "one") -> Session:
-    attachment = SimpleNamespace(process_id=process_id)
-    return cast(Session, SimpleNamespace(attachment=attachment, upstream=upstream))
+def process_of(upstream: Upstream, process_id: str = "one") -> Process:
+    return cast(Process, SimpleNamespace(id=process_id, upstream=upstream))
 
 
-SESSION = session(Upstream())
+PROCESS = process_of(Upstream())
 
 
 def request(route: Route = Route.MESSAGES, **fields: Any) -> GenerationRequest:
@@ -62,13 +60,13 @@ def request(route: Route = Route.MESSAGES, **fields: Any) -> GenerationRequest:
 async def test_request_that_nothing_applies_to_is_the_very_same() -> None:
     stabilizers, _, _ = stabilizing()
     asked = request()
-    assert await stabilizers.rewrite(SESSION, asked) is asked
+    assert await stabilizers.rewrite(PROCESS, asked) is asked
 
 
 async def test_request_with_all_switched_off_is_the_very_same() -> None:
     stabilizers, _, upstream = stabilizing("none")
     asked = request(system=[{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}])
-    assert await stabilizers.rewrite(SESSION, asked) is asked
+    assert await stabilizers.rewrite(PROCESS, asked) is asked
     assert upstream.n_asked == 0
 
 
@@ -76,7 +74,7 @@ async def test_billing_line_is_dropped_counted_and_named() -> None:
     stabilizers, services, _ = stabilizing()
     billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=1;"}
     rule = {"type": "text", "text": "Be brief."}
-    served = await stabilizers.rewrite(SESSION, request(system=[billing, rule]))
+    served = await stabilizers.rewrite(PROCESS, request(system=[billing, rule]))
     assert json.loads(served.raw)["system"] == [rule]
     assert served.rewrites == ("drop_billing_header",)
     assert services.metrics.total("stabilized_requests", stabilizer="drop_billing_header") == 1
@@ -85,9 +83,9 @@ async def test_billing_line_is_dropped_counted_and_named() -> None:
 async def test_template_is_asked_once_for_each_process() -> None:
     stabilizers, _, upstream = stabilizing()
     for _ in range(3):
-        await stabilizers.rewrite(session(upstream), request())
+        await stabilizers.rewrite(process_of(upstream), request())
     n_asked = upstream.n_asked
-    other = session(upstream, "two")
+    other = process_of(upstream, "two")
     await stabilizers.rewrite(other, request())
     assert upstream.n_asked == 2 * n_asked > 0
 
@@ -104,7 +102,7 @@ async def test_call_that_the_client_rewrote_is_sent_as_the_model_made_it() -> No
         {"role": "assistant", "content": [use]},
         {"role": "user", "content": [result]},
     ]
-    served = await stabilizers.rewrite(SESSION, request(messages=messages))
+    served = await stabilizers.rewrite(PROCESS, request(messages=messages))
     block = json.loads(served.raw)["messages"][1]["content"][0]
     assert list(block["input"]) == ["description", "command"]
 
@@ -119,7 +117,7 @@ async def test_cache_key_names_a_session_of_a_client_without_a_header(key: str) 
     async def names(session: str, order: str, *later: Any) -> str:
         sent = [tools["abc".index(name)] for name in order]
         asked_now = request(Route.CHAT, messages=[*asked, *later], tools=sent, **{key: session})
-        body = json.loads((await stabilizers.rewrite(SESSION, asked_now)).raw)
+        body = json.loads((await stabilizers.rewrite(PROCESS, asked_now)).raw)
         return "".join(tool["function"]["name"] for tool in body["tools"])
 
     for session, loaded in (("one", "ab"), ("two", "ac")):
