@@ -252,7 +252,7 @@ class PromptReader:
 
         Special is what becomes something else when special tokens are read as ordinary text.
         """
-        pieces = (await self._upstream.pieces(text, headers)).tokens
+        pieces = await self._upstream.pieces(text, headers)
         for index in range(len(tokens) - 1, max(-1, len(tokens) - 1 - _SEARCHED_TOKENS), -1):
             piece = pieces[index]
             if isinstance(piece.piece, str) and len(piece.piece) > 2:

@@ -22,7 +22,7 @@ from proxy.errors import (
     UpstreamPerhapsReached,
 )
 from proxy.llama.answers import MAX_BUFFERED_BYTES, AnswerReader, TrueUsage
-from proxy.llama.client import LlamaServer, reason_of
+from proxy.llama.client import Heard, LlamaServer, reason_of
 from proxy.llama.routes import Target, generation_route, is_anthropic
 from proxy.serving.request import Answer
 from proxy.web.errors import anthropic_error, anthropic_event, error_event, error_event_of
@@ -250,22 +250,6 @@ def end_to_end(
     return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in dropped)
 
 
-class Heard:
-    """An answer that is being relayed: cut off, it ends in an error, as if llama-server had died."""
-
-    def __init__(self, answer: aiohttp.ClientResponse) -> None:
-        self._answer = answer
-        self.heard_at = time.monotonic()
-        self.is_cut = False
-
-    def note(self) -> None:
-        self.heard_at = time.monotonic()
-
-    def cut(self) -> None:
-        self.is_cut = True
-        self._answer.close()
-
-
 class Exchange:
     """One request to llama-server whose answer goes to one client."""
 
@@ -316,8 +300,7 @@ class Exchange:
                     on_start()
                 elif upstream.target.speaks_plainly and answer.content_type == "text/plain":
                     raise await _gone(upstream.target, answer)
-                heard = Heard(answer)
-                with upstream.pending.noted(heard):
+                with upstream.heard(answer.close) as heard:
                     return await self._relay(upstream.target, answer, heard, n_found)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if self._has_begun:
@@ -329,7 +312,7 @@ class Exchange:
         self, upstream: LlamaServer, body: Body, headers: CIMultiDict[str]
     ) -> aiohttp.ClientResponse:
         """Send the request and return the answer once its headers are there."""
-        async with upstream.pending.call():
+        async with upstream.waiting():
             return await upstream.session.request(
                 self._client.method,
                 upstream.url(self._client.raw_path),
@@ -452,7 +435,7 @@ def _kind_of(error: Exception) -> type[UpstreamGone]:
     """Return what a failed connection says of llama-server."""
     if isinstance(error, _NOT_CONNECTED):
         return UpstreamNotReached
-    # What is cut off was told to end (upstream.pending).
+    # What is cut off was told to end (`Heard` in llama/client.py).
     return UpstreamGone if isinstance(error, TimeoutError) else UpstreamEnded
 
 
