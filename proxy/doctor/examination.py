@@ -117,7 +117,7 @@ async def _contact(
         build=props.build_info,
         model=props.model_path,
         n_slots=props.total_slots,
-        n_ctx=props.default_generation_settings.n_ctx,
+        n_ctx=props.n_ctx,
         is_asleep=props.is_sleeping,
         has_slot_save_path=has_path,
     )

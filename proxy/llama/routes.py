@@ -55,11 +55,6 @@ class Route(StrEnum):
     """llama-server never reads id_slot and chooses the slot itself."""
 
 
-class ErrorShape(StrEnum):
-    OPENAI = "openai"
-    ANTHROPIC = "anthropic"
-
-
 _ROUTES = {
     Route.CHAT: ("/v1/chat/completions", "/chat/completions"),
     Route.COMPLETION: ("/v1/completions", "/completion", "/completions"),
@@ -134,9 +129,9 @@ def unloads_models(method: str, path: str) -> bool:
     )
 
 
-def error_shape(path: str) -> ErrorShape:
-    """Return the shape in which clients of *path* expect errors."""
-    return ErrorShape.ANTHROPIC if path.startswith("/v1/messages") else ErrorShape.OPENAI
+def is_anthropic(path: str) -> bool:
+    """Return whether clients of *path* expect Anthropic's errors and usage, not OpenAI's."""
+    return path.startswith("/v1/messages")
 
 
 # Where one llama-server is asked: at a URL of its own, or by its model's name at a host of several.

@@ -133,7 +133,7 @@ class HostedModels:
     def _cut_silent(self) -> None:
         """End what the host has begun to answer and will not go on with."""
         for upstream in (self.root, *(backend.services.upstream for backend in self.backends)):
-            upstream.pending.cut_silent(CUT_SECONDS)
+            upstream.cut_silent(CUT_SECONDS)
 
     async def _try_to_look(self) -> None:
         with suppress(UpstreamFault):

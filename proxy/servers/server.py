@@ -252,7 +252,7 @@ class Lifecycle:
         except UpstreamFault:
             self.absence.note_unreachable()
             if self.absence.unreachable_seconds >= CUT_SECONDS:
-                self._upstream.pending.cut_silent(CUT_SECONDS)
+                self._upstream.cut_silent(CUT_SECONDS)
             raise
         self.absence.note_answer()
         return props

@@ -16,7 +16,6 @@ from proxy.llama.bodies import (
     as_chat_body,
     bypass_reason,
     chat_reason,
-    is_no_json_object,
     n_completions,
 )
 from proxy.llama.routes import Route, honours_id_slot, reads_forms
@@ -65,8 +64,7 @@ class Cache:
         await self._stabilizing.rewrite(process, request)
         if request.path in process.unsupported_paths:
             raise WillBeRefused("llama-server does not support it")
-        is_unread = request.body is None and not reads_forms(request.path)
-        if is_unread and is_no_json_object(request.raw):
+        if request.body is None and not reads_forms(request.path):
             raise WillBeRefused("body is not a JSON object")
         _, is_current = await asyncio.gather(
             self._read_prompt(process, request), process.is_current()

@@ -18,7 +18,7 @@ from proxy.errors import (
     UpstreamNotReached,
 )
 from proxy.explain.report import Report
-from proxy.llama.bodies import head_of
+from proxy.llama.bodies import parse_body
 from proxy.llama.client import LlamaServer
 from proxy.llama.routes import (
     Aliases,
@@ -165,7 +165,8 @@ class Front:
         if counts or (request.method == "POST" and self._fleet.has_models):
             content = with_alias(await _read_body(request), self._aliases)
             headers.popall("Content-Length", None)
-            model = model or (head_of(content).named_model if asked.may_load else "")
+            body = parse_body(content) if asked.may_load and not model else None
+            model = body.named_model if body else model
         keys = keys_of(request.headers)
         async with self._fleet.passing(request.method, asked.path, model, keys) as upstreams:
             *others, last = upstreams

@@ -22,7 +22,7 @@ _SERVES = {
 } | {*("proxy.errors", "proxy.health", "proxy.log", "proxy.metrics", "proxy.tasks")}
 MAY_IMPORT = {
     "proxy.core": {"proxy.core"},
-    "proxy.stabilize": {"proxy.stabilize"},
+    "proxy.stabilize": {"proxy.core.messages", "proxy.stabilize"},
     "proxy.explain": {"proxy.core", "proxy.explain"},
     "proxy.explain.report": {
         "proxy.errors",
