@@ -31,9 +31,8 @@ from proxy.llama.client import LlamaServer, Props
 from proxy.llama.state_file import SUPPORTED_VERSIONS, StateFile
 from proxy.servers.attach import Attacher
 from proxy.servers.attachment import Attachment, read_identity
-from proxy.servers.building import new_session
 from proxy.servers.self_test import Learning
-from proxy.servers.server import kind_of
+from proxy.servers.server import kind_of, new_session
 from proxy.serving.process import quarantined_in_words
 from proxy.serving.saver import RewriteStateFile
 from proxy.store.catalogue import Limits

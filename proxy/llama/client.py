@@ -4,7 +4,7 @@ import asyncio
 import io
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ from proxy.errors import (
     UpstreamSlow,
     UpstreamUnreachable,
 )
-from proxy.llama.routes import Presence, Target
+from proxy.llama.routes import Target
 
 # llama-server's JSON replies, as far as the proxy reads them; unknown fields are ignored.
 
@@ -249,21 +249,21 @@ class LlamaServer:
         session: aiohttp.ClientSession,
         target: Target,
         api_key: str | None,
-        presence: Presence | None = None,
     ) -> None:
         self.session = session
         self.pending = Pending()
         self.target = target
-        self.presence = presence or Presence()
+        self.require_loaded: Callable[[], None] = lambda: None
+        """Raises UpstreamUnreachable while it must not be asked."""
         self.api_key = api_key
         self.keeps_points_of_others = False
         """Whether a slot keeps its context checkpoints over an erase and a restore, so that a restored
         state would be continued at those of another prompt: builds before July 2026 (b10068)."""
         self.own_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    def at(self, target: Target, presence: Presence | None = None) -> "LlamaServer":
+    def at(self, target: Target) -> "LlamaServer":
         """Return another llama-server that takes the same key."""
-        return LlamaServer(self.session, target, self.api_key, presence)
+        return LlamaServer(self.session, target, self.api_key)
 
     def url(self, raw_path: str) -> URL:
         """Return the URL of a client's path with its query, left exactly as the client encoded it."""
@@ -446,7 +446,7 @@ class LlamaServer:
         *,
         seconds: float | None,
     ) -> bytes:
-        self.presence.require(self.target.name)
+        self.require_loaded()
         data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
         data = self.target.body(data)
         sent = {"Content-Type": "application/json", **(headers or self.own_headers)}

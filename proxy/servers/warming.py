@@ -7,7 +7,7 @@ whoever sent them first, so that the next request of theirs finds the state.
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,9 +27,8 @@ from proxy.llama.bodies import tokens_request
 from proxy.llama.client import LlamaServer
 from proxy.llama.routes import Route
 from proxy.servers.attachment import Attachment
-from proxy.servers.backend import Backend, Group
-from proxy.servers.dispatch import Dispatch
-from proxy.servers.pool import Fleet
+from proxy.servers.pool import Pool
+from proxy.servers.server import Server
 from proxy.serving.cache import EXAMINATION_SECONDS
 from proxy.serving.launches import Session
 from proxy.serving.process import Shared
@@ -51,9 +50,9 @@ class NotKnown(CacheFault):
 class EarlierRequests:
     """Makes requests again whose prompts the journal has kept."""
 
-    def __init__(self, journal: Journal, fleet: Fleet) -> None:
+    def __init__(self, journal: Journal, pool: Pool) -> None:
         self._journal = journal
-        self._fleet = fleet
+        self._pool = pool
 
     def again(
         self, request_id: str, keys: Mapping[str, str], *, is_whole: bool
@@ -80,10 +79,10 @@ class EarlierRequests:
 
     def _owner(self, namespace: Namespace) -> tuple[LlamaServer, bytes]:
         """Return the llama-server that serves a namespace, and its tenant."""
-        sessions = [s for b in self._fleet.backends if (s := b.lifecycle.current)]
-        if not sessions:
+        processes = self._pool.processes
+        if not processes:
             raise NotKnown("llama-server is not attached: /health says why")
-        for session in sessions:
+        for session in processes:
             tenant = _tenant(session.attachment, namespace)
             if tenant is not None:
                 return session.upstream, tenant
@@ -136,10 +135,9 @@ class Warmed:
 class Warming:
     """Warms headers."""
 
-    def __init__(self, shared: Shared, fleet: Fleet, dispatch: Dispatch) -> None:
+    def __init__(self, shared: Shared, pool: Pool) -> None:
         self._shared = shared
-        self._fleet = fleet
-        self._dispatch = dispatch
+        self._pool = pool
         self._busy = asyncio.Lock()
 
     async def warm(
@@ -150,34 +148,34 @@ class Warming:
         Raises NotWarmed, or what makes serving any request impossible.
         """
         async with self._busy:
-            async with self._fleet.group(request.model, time.monotonic(), request.headers) as group:
-                return await self._warm(group, request, on_progress, is_whole=is_whole)
+            async with self._pool.lent(request.model, time.monotonic(), request.headers) as servers:
+                return await self._warm(servers, request, on_progress, is_whole=is_whole)
 
     async def _warm(
         self,
-        group: Group | None,
+        servers: Sequence[Server],
         request: GenerationRequest,
         on_progress: OnProgress,
         *,
         is_whole: bool,
     ) -> Warmed:
         began = time.monotonic()
-        if group is None:
+        if not servers:
             raise NotWarmed(f"there is no model {request.model!r}")
-        backend, session = await group.first_to_ask(began)
+        server, session = await self._pool.ready(servers, began)
         if session is not None:
             await session.attachment.examination(EXAMINATION_SECONDS)
         if session is None or not session.attachment.is_caching:
             raise NotWarmed("nothing is cached now: /health says why")
-        prompt = await _read(backend, session, request)
+        prompt = await _read(server, session, request)
         wanted = _wanted_tokens(prompt, is_whole=is_whole) - SLACK_TOKENS
         n_usable, checkpoint = self._best(session, prompt)
         if was_kept := n_usable >= wanted:
             on_progress(prompt.n_tokens, prompt.n_tokens)
         else:
             async with self._watched(session, prompt, on_progress):
-                await self._dispatch.serve_in(group, request, partial(_sending, request))
-            await self._save(group, prompt)
+                await self._pool.serve_in(servers, request, partial(_sending, request))
+            await self._save(servers, prompt)
             n_usable, checkpoint = self._best(session, prompt)
         if checkpoint is None or n_usable < wanted:
             raise NotWarmed(_why_not_kept(session.attachment.rule, n_usable, wanted))
@@ -208,9 +206,9 @@ class Warming:
                 on_progress(min(max(busy), prompt.n_tokens), prompt.n_tokens)
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def _save(self, group: Group, prompt: Prompt) -> None:
+    async def _save(self, servers: Sequence[Server], prompt: Prompt) -> None:
         """Save the slot that holds the prompt, unless a file covers it already."""
-        for session in group.sessions:
+        for session in [server.process for server in servers if server.process]:
             desk = session.attachment.desk
             async with session.launches.turn():
                 for slot in desk.table.free():
@@ -231,8 +229,8 @@ class Warming:
         return best
 
 
-async def _read(backend: Backend, session: Session, request: GenerationRequest) -> Prompt:
-    prompt, reason = await backend.cache.prompt_of(session, request)
+async def _read(server: Server, session: Session, request: GenerationRequest) -> Prompt:
+    prompt, reason = await server.cache.prompt_of(session, request)
     if prompt is None:
         raise NotWarmed(f"this request is not cached: {reason}")
     return prompt

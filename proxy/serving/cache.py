@@ -28,7 +28,6 @@ from proxy.llama.bodies import (
 )
 from proxy.llama.routes import Route, honours_id_slot, reads_forms
 from proxy.servers.attachment import Attachment, remember_tenant
-from proxy.servers.server import Lifecycle
 from proxy.serving.cached import CachedRequest
 from proxy.serving.desk import DeskClosed
 from proxy.serving.launches import Session
@@ -67,12 +66,13 @@ class Cache:
     def __init__(
         self,
         services: Services,
-        lifecycle: Lifecycle,
+        is_still: Callable[[Session], Awaitable[bool]],
         stabilizing: Stabilizing,
         overflow: Overflow,
     ) -> None:
+        """*is_still* looks whether a session is still that of the process that answers."""
         self._services = services
-        self._lifecycle = lifecycle
+        self._is_still = is_still
         self._stabilizing = stabilizing
         self._overflow = overflow
 
@@ -92,7 +92,7 @@ class Cache:
         if body is None and not reads_forms(request.path) and is_no_json_object(request.raw):
             raise WillBeRefused("body is not a JSON object")
         read, is_current = await asyncio.gather(
-            self._read_prompt(session, request, body), self._lifecycle.is_still(session)
+            self._read_prompt(session, request, body), self._is_still(session)
         )
         if not is_current:
             raise DeskClosed
@@ -111,7 +111,7 @@ class Cache:
         )
         if not is_same:
             return await self.read(session, read.request)
-        if not await self._lifecycle.is_still(session):
+        if not await self._is_still(session):
             raise DeskClosed
         if prompt is not None:
             await self._note_tenant(attachment, read.request.tenant)
@@ -128,22 +128,11 @@ class Cache:
         if read.prompt is not None:
             given = read.request
             read = await self._fit(session, read)
-            if read.request is not given and not await self._lifecycle.is_still(session):
+            if read.request is not given and not await self._is_still(session):
                 raise DeskClosed  # that took its time
         await turn()
         async with session.launches.turn() as start:
             await self._way(session, read)(session.launches.in_turn(start, send))
-
-    async def serve_unplaced(self, request: GenerationRequest, send: Send) -> None:
-        """Forward without a slot of our choice: llama-server is not attached."""
-        answer = None
-        try:
-            answer = await send(request.raw, lambda: None)
-        finally:
-            is_refused = answer is not None and answer.status in (401, 403)
-            if self._lifecycle.current and not is_refused:
-                self._lifecycle.current.attachment.desk.table.forget_free()
-        self._report(request, answer, Outcome.DEGRADED, "llama-server is not attached")
 
     async def let_refuse(
         self, session: Session, request: GenerationRequest, send: Send, why: WillBeRefused
@@ -214,7 +203,7 @@ class Cache:
         is_left_alone = attachment.clears_idle_slots and not attachment.is_caching
         if read.prompt is not None and body is not None and not is_left_alone:
             serving = SimilarRequest if request.route is Route.MESSAGES else CachedRequest
-            is_current = partial(self._lifecycle.is_still, session)
+            is_current = partial(self._is_still, session)
             inquiry = Inquiry(
                 self._services.journal,
                 attachment,

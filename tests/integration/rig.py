@@ -166,7 +166,7 @@ class Rig:
     @property
     def attachment(self) -> Attachment | None:
         """The attachment to the process that serves now, None if there is none yet."""
-        session = self.running.lifecycle.current
+        session = self.running.server.process
         if session is None or session.attachment.process_id != self.server.process_id:
             return None
         return session.attachment
@@ -228,7 +228,7 @@ class Rig:
 
     def n_occupied(self) -> int:
         """Return how many slots are leased and requests waiting."""
-        session = self.running.lifecycle.current
+        session = self.running.server.process
         if session is None:
             return 0
         desk = session.attachment.desk
