@@ -216,7 +216,8 @@ class Server(Watched):
         super().__init__(phase, settings.upstream_wait_seconds, was_there=is_expected)
         self.services = services
         self.upstream = services.upstream
-        self.upstream.require_loaded = self._require_loaded
+        if look_at_host is not None:
+            self.upstream.require_loaded = self.require_loaded
         self.process: Session | None = None
         self.epoch = 0
         self.order = order
@@ -327,7 +328,7 @@ class Server(Watched):
         self.enter(Phase.UNLOADED)
         self._degradations.leave()
 
-    def _require_loaded(self) -> None:
+    def require_loaded(self) -> None:
         """Raise UpstreamUnreachable if its host has not loaded it: llama-swap would load it for a call."""
         if self.phase is Phase.UNLOADED:
             raise UpstreamUnreachable(f"{self.name} is not loaded")

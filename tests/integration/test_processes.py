@@ -319,7 +319,7 @@ async def test_process_that_is_lost_during_a_look_is_not_attached(
         assert process is not None
         server.lose()
         with pytest.raises(UpstreamUnreachable, match="is not loaded"):
-            await upstream.slots()
+            server.require_loaded()
         server.appear()
         look = asyncio.ensure_future(server.is_still(process))
         await asked.wait()
