@@ -3,7 +3,7 @@
 import asyncio
 import math
 import stat
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,11 +24,10 @@ from proxy.llama.client import LlamaServer, new_session
 from proxy.llama.routes import Target, parse_aliases
 from proxy.log import get_logger
 from proxy.metrics import POSITION_LABELS, Metrics
-from proxy.servers.attachment import Attachment
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
 from proxy.servers.warming import EarlierRequests, Warming
-from proxy.serving.process import NewestAttachments, Shared, note_quarantined
+from proxy.serving.process import NewestProcesses, Process, Shared, note_quarantined
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.settings import Settings, parse_hosts, parse_urls, split_address
 from proxy.store.catalogue import Limits
@@ -52,17 +51,17 @@ def connect_gauges(shared: Shared, pool: Pool) -> None:
     for state in State:
         metrics.state.labels(state).set_function(_is_state(shared.everywhere, state))
     metrics.waiting_requests.set_function(lambda: pool.n_waiting)
-    _connect_attachments(metrics, pool)
+    _connect_processes(metrics, pool)
     if shared.opened_store is not None:
         _connect_store(shared, shared.opened_store)
 
 
-def _connect_attachments(metrics: Metrics, pool: Pool) -> None:
-    def total(read: Callable[[Attachment], float]) -> Callable[[], float]:
-        return lambda: float(sum(map(read, _attachments(pool))))
+def _connect_processes(metrics: Metrics, pool: Pool) -> None:
+    def total(read: Callable[[Process], float]) -> Callable[[], float]:
+        return lambda: float(sum(map(read, pool.processes)))
 
-    def highest(read: Callable[[Attachment], float]) -> Callable[[], float]:
-        return lambda: max(map(read, _attachments(pool)), default=0.0)
+    def highest(read: Callable[[Process], float]) -> Callable[[], float]:
+        return lambda: max(map(read, pool.processes), default=0.0)
 
     metrics.rule_end_tokens.set_function(highest(lambda a: a.rule.end_holds_from))
     for position, label in POSITION_LABELS.items():
@@ -82,25 +81,20 @@ def _connect_attachments(metrics: Metrics, pool: Pool) -> None:
         metrics.rule.labels(kind).set_function(highest(_is_rule(kind)))
 
 
-def _attachments(pool: Pool) -> Iterator[Attachment]:
-    for process in pool.processes:
-        yield process.attachment
-
-
 def _is_state(degradations: Degradations, state: State) -> Callable[[], float]:
     return lambda: float(degradations.state is state)
 
 
-def _n_slots_in(state: SlotState) -> Callable[[Attachment], float]:
-    return lambda attachment: sum(state_of(slot) is state for slot in attachment.desk.table)
+def _n_slots_in(state: SlotState) -> Callable[[Process], float]:
+    return lambda process: sum(state_of(slot) is state for slot in process.slots)
 
 
-def _rate_up_to(position: float) -> Callable[[Attachment], float]:
-    return lambda attachment: attachment.rates.tokens_per_second(position)
+def _rate_up_to(position: float) -> Callable[[Process], float]:
+    return lambda process: process.rates.tokens_per_second(position)
 
 
-def _is_rule(kind: RuleKind) -> Callable[[Attachment], float]:
-    return lambda attachment: float(attachment.can_cache and str(attachment.rule) == kind)
+def _is_rule(kind: RuleKind) -> Callable[[Process], float]:
+    return lambda process: float(process.can_cache and str(process.rule) == kind)
 
 
 def _connect_store(services: Shared, store: CheckpointStore) -> None:
@@ -222,7 +216,7 @@ async def run_proxy(
     journal = Journal(Keep(settings.explain_keep))
     report = Report(metrics, journal)
     shared = Shared(
-        store, metrics, Faults(metrics), degradations, report, journal, Tasks(), NewestAttachments()
+        store, metrics, Faults(metrics), degradations, report, journal, Tasks(), NewestProcesses()
     )
     rebuilding = Tasks()
     try:

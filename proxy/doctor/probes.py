@@ -25,7 +25,7 @@ from proxy.health import CannotCache, Degradations, Faults
 from proxy.llama.client import LlamaServer, Restored, Saved, SlotStatus
 from proxy.llama.state_file import StateFile, read_state_file
 from proxy.metrics import Metrics
-from proxy.serving.process import NewestAttachments, Services, Shared
+from proxy.serving.process import NewestProcesses, Services, Shared
 from proxy.serving.saver import RewriteStateFile, Saver
 from proxy.store.catalogue import Limits
 from proxy.store.files import StateFiles, is_private
@@ -236,7 +236,7 @@ async def scratch(
             Report(metrics, journal),
         )
         shared = Shared(
-            store, metrics, faults, degradations, report, journal, Tasks(), NewestAttachments()
+            store, metrics, faults, degradations, report, journal, Tasks(), NewestProcesses()
         )
         try:
             yield Scratch(shared.of(server, ""), server, rewrite)

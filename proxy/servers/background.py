@@ -15,8 +15,7 @@ from proxy.errors import StoreFault, TooManyRequests
 from proxy.log import get_logger
 from proxy.servers import attachment as remembered
 from proxy.serving.desk import Choice, DeskClosed, FreeElsewhere
-from proxy.serving.launches import Session
-from proxy.serving.process import Services, Shared
+from proxy.serving.process import Process, Services, Shared
 from proxy.tasks import Tasks
 
 _WRITE_SECONDS = 60.0
@@ -29,7 +28,7 @@ BYTES_PER_SECOND = 32 << 20
 """The speed of verification: neither a request nor a slow disk feels it; 20 GiB take eleven minutes."""
 _VERIFY_LOOK_SECONDS = 60.0
 
-Current = Callable[[], Session | None]
+Current = Callable[[], Process | None]
 """Returns the process that serves now."""
 
 
@@ -54,13 +53,13 @@ async def remember_rates(services: Services, current: Current) -> None:
     async def write() -> None:
         nonlocal written
         process, store = current(), services.opened_store
-        if process is None or store is None or not process.attachment.can_cache:
+        if process is None or store is None or not process.can_cache:
             return
-        rates = process.attachment.rates
+        rates = process.rates
         if rates is written or rates == Rates():
             return
         try:
-            await remembered.remember_rates(store, process.attachment)
+            await remembered.remember_rates(store, process)
             written = rates
         except StoreFault as fault:
             services.faults.record("remember", fault)
@@ -92,7 +91,7 @@ async def save_idle_slots(tasks: Tasks, current: Current, idle_seconds: float) -
             _begin_saves(tasks, process, idle_seconds)
 
 
-async def drain(tasks: Tasks, process: Session, seconds: float) -> None:
+async def drain(tasks: Tasks, process: Process, seconds: float) -> None:
     """Save every dirty slot now, in at most *seconds*, and say what could not be saved."""
     process.saves.take_up_postponed()
     if saves := _begin_saves(tasks, process, None):
@@ -101,9 +100,9 @@ async def drain(tasks: Tasks, process: Session, seconds: float) -> None:
         get_logger("main").info("slots saved", n_saved=n_saved, n_dirty=len(saves))
 
 
-async def settle(tasks: Tasks, process: Session, seconds: float) -> None:
+async def settle(tasks: Tasks, process: Process, seconds: float) -> None:
     """Save every dirty slot once nothing runs any more, in at most *seconds*."""
-    desk = process.attachment.desk
+    desk = process.desk
     with suppress(TimeoutError, DeskClosed, FreeElsewhere, TooManyRequests):
         async with asyncio.timeout(seconds):
             (await desk.lease(partial(_all_slots, desk.table))).release()
@@ -111,16 +110,16 @@ async def settle(tasks: Tasks, process: Session, seconds: float) -> None:
 
 
 def _begin_saves(
-    tasks: Tasks, process: Session, idle_seconds: float | None
+    tasks: Tasks, process: Process, idle_seconds: float | None
 ) -> list["asyncio.Task[object]"]:
     """Save what has been idle for so long and is worth it; without *idle_seconds* all that is dirty."""
-    due = [s for s in process.attachment.desk.table if _is_due(process, s, idle_seconds)]
+    due = [s for s in process.slots if _is_due(process, s, idle_seconds)]
     # Where a start empties idle slots, those are saved by whoever is about to start.
     if not due or (turn := process.launches.try_turn()) is None:
         return []
     saves: list[asyncio.Task[object]] = []
     for slot in due:
-        if lease := process.attachment.desk.try_lease(slot.id):
+        if lease := process.desk.try_lease(slot.id):
             work = process.saves.write_back(slot.id, CheckpointKind.CONVERSATION)
             saves.append(tasks.start(work))
             lease.hand_over(saves[-1])
@@ -134,20 +133,20 @@ def _all_slots(table: SlotTable) -> Choice[None] | None:
     return Choice(tuple(slot.id for slot in table), None) if is_free else None
 
 
-def _is_due(process: Session, slot: Slot, idle_seconds: float | None) -> bool:
-    attachment, content = process.attachment, slot.content
-    if slot.is_leased or not is_write_back_due(attachment.rule, content):
+def _is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:
+    content = slot.content
+    if slot.is_leased or not is_write_back_due(process.rule, content):
         return False
     if idle_seconds is None:
         return True
-    if any(other.is_leased and not other.is_closing for other in attachment.desk.table):
+    if any(other.is_leased and not other.is_closing for other in process.slots):
         idle_seconds *= MAX_PUT_OFF
     if slot.used_at > time.monotonic() - idle_seconds:
         return False
     if not isinstance(content, Known):
         return True
-    size_bytes = attachment.state_bytes(content)
-    return worth_of(content, content.n_unsaved, size_bytes, attachment.rates).is_worth_it
+    size_bytes = process.state_bytes(content)
+    return worth_of(content, content.n_unsaved, size_bytes, process.rates).is_worth_it
 
 
 # The verification of stored states.
@@ -173,7 +172,7 @@ async def verify_stored(shared: Shared, interval_seconds: float) -> None:
 
 
 def note_damage(
-    shared: Shared, processes: Iterable[Session], damaged: Checkpoint, stemming: list[Checkpoint]
+    shared: Shared, processes: Iterable[Process], damaged: Checkpoint, stemming: list[Checkpoint]
 ) -> None:
     """Tell of a damaged file, and taint the slots that hold what may stem from it."""
     shared.metrics.damaged_checkpoints.inc()
@@ -185,4 +184,4 @@ def note_damage(
     )
     for process in processes:
         ids = [checkpoint.id for checkpoint in (damaged, *stemming)]
-        process.attachment.desk.table.distrust(ids)
+        process.slots.distrust(ids)

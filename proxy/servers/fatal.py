@@ -9,7 +9,7 @@ from contextlib import suppress
 from hashlib import blake2b
 
 from proxy.errors import EndsLlamaServer, StoreFault
-from proxy.serving.cache import ReadRequest
+from proxy.serving.request import Request
 from proxy.store.store import CheckpointStore
 
 MAX_DEATHS = 2
@@ -63,7 +63,7 @@ class FatalRequests:
                 await self._store.put_value(_NAME, self._deaths)
 
 
-def key_of(read: ReadRequest) -> str:
+def key_of(request: Request) -> str:
     """Return what tells a request from others: its prompt, or its body if that was not read."""
-    content = read.request.raw if read.prompt is None else read.prompt.tokens.tobytes()
+    content = request.raw if request.prompt is None else request.prompt.tokens.tobytes()
     return blake2b(content, digest_size=16).hexdigest()

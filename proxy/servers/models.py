@@ -266,7 +266,7 @@ class HostedModels(Watched):
         await asyncio.gather(*(server.settle(self._save_seconds) for server in servers))
         for server in servers:
             if server.process:  # its end is no fault of a state's
-                server.process.attachment.desk.table.forget_sources()
+                server.process.slots.forget_sources()
             server.lose()
         for model in leaving:
             await self.host.unload(model)

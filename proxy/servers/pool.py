@@ -30,7 +30,6 @@ from proxy.errors import (
     UpstreamNotReached,
     UpstreamPerhapsReached,
 )
-from proxy.explain.explanation import Judgement
 from proxy.llama.client import LlamaServer
 from proxy.llama.hosts import recognise
 from proxy.llama.routes import unloads_models
@@ -39,12 +38,11 @@ from proxy.servers.background import note_damage, verify_stored
 from proxy.servers.fatal import FatalRequests, key_of
 from proxy.servers.models import HostedModels
 from proxy.servers.server import ArrivalOrder, Phase, Server
-from proxy.serving.cache import ReadRequest, WillBeRefused
+from proxy.serving.cache import WillBeRefused
 from proxy.serving.desk import DeskClosed, EndedOver, FreeElsewhere, LeaseDesk
-from proxy.serving.launches import Session
-from proxy.serving.planning import Planning
-from proxy.serving.process import Shared
-from proxy.serving.request import Answer, GenerationRequest, Send
+from proxy.serving.planning import offer
+from proxy.serving.process import Process, Shared
+from proxy.serving.request import Request
 from proxy.serving.rewriting import Overflow, Stabilizing
 from proxy.serving.saver import RewriteStateFile
 from proxy.settings import Settings
@@ -53,9 +51,6 @@ from proxy.stabilize.model import parse_switches
 MAX_LOADS = 4
 """A request has a model loaded so many times at most that does not stay: then its host answers."""
 _RETRY_SECONDS = 1.0
-
-SendTo = Callable[[LlamaServer], Send]
-"""Returns how a body is sent to a llama-server, and its answer relayed."""
 
 
 class Pool:
@@ -82,7 +77,6 @@ class Pool:
         self._running: list[asyncio.Task[None]] = []
         self._plain: list[Server] = []
         self._order = ArrivalOrder()
-        self._queued_at: dict[str, float] = {}
         self._hosts: dict[LlamaServer, HostedModels] = {}
 
     @asynccontextmanager
@@ -117,7 +111,7 @@ class Pool:
         return [*self._plain, *(s for h in self._hosts.values() for s in h.servers.values())]
 
     @property
-    def processes(self) -> list[Session]:
+    def processes(self) -> list[Process]:
         return [process for server in self.servers if (process := server.process)]
 
     @property
@@ -211,15 +205,15 @@ class Pool:
             look_at_host=hosted.try_to_look,
         )
 
-    def _share_slots(self, process: Session) -> None:
+    def _share_slots(self, process: Process) -> None:
         """Let who waits longest for a slot of another llama-server have those that come free here."""
-        desk = process.attachment.desk
+        desk = process.desk
         desk.on_idle = self._call_away
         for _ in desk.table.free():
             self._call_away(desk)
 
     def _call_away(self, idle: LeaseDesk) -> None:
-        desks = [process.attachment.desk for server in self._plain if (process := server.process)]
+        desks = [process.desk for server in self._plain if (process := server.process)]
         fullest = max(desks, key=lambda desk: desk.n_waiting, default=idle)
         if fullest is not idle:
             fullest.let_go()
@@ -285,7 +279,7 @@ class Pool:
                 return
         yield self.roots
 
-    async def ready(self, servers: Sequence[Server], since: float) -> tuple[Server, Session | None]:
+    async def ready(self, servers: Sequence[Server], since: float) -> tuple[Server, Process | None]:
         """Return an attached llama-server and its process; if there is none, wait a while for the first.
 
         The process is None if one is there, but not attached. Raises UpstreamAbsent if all are away for too
@@ -315,34 +309,29 @@ class Pool:
 
     # How a request is served.
 
-    async def serve(self, request: GenerationRequest, send_to: SendTo) -> None:
+    async def serve(self, request: Request) -> None:
         """Serve one request; what sending raises passes through, cache faults do not.
 
         A request of which nothing was sent yet waits for a llama-server that is away. Raises
         UpstreamAbsent if that takes too long, EndsLlamaServer if llama-server ends over it again and again.
         """
-        arrival = request.arrival
         try:
             for n_tries in count(1):
-                async with self.lent(request.model, arrival.arrived_at, request.headers) as servers:
+                async with self.lent(request.model, request.arrived_at, request.headers) as servers:
                     if not servers:
-                        answer = await send_to(self.roots[0])(request.raw, lambda: None)
-                        return self._report(request, answer, Outcome.BYPASS, "no such model")
+                        await request.send(self.roots[0], request.raw)
+                        return self._shared.report.not_looked_up(request, "no such model")
                     if servers[0].is_hosted:
-                        self._order.leave(arrival)
-                    may_be_lost = n_tries < MAX_LOADS
-                    if await self._try(servers, request, send_to, may_be_lost=may_be_lost):
+                        self._order.leave(request)
+                    if await self._try(servers, request, may_be_lost=n_tries < MAX_LOADS):
                         return None
                     # Who waits for its model again may be what that model waits for: no place is kept.
                     if not servers[0].is_hosted:
-                        self._order.join(arrival)
+                        self._order.join(request)
         finally:
-            self._order.leave(arrival)
-            self._queued_at.pop(request.id, None)
+            self._order.leave(request)
 
-    async def serve_in(
-        self, servers: Sequence[Server], request: GenerationRequest, send_to: SendTo
-    ) -> None:
+    async def serve_in(self, servers: Sequence[Server], request: Request) -> None:
         """Serve one request for somebody who has the model kept loaded already.
 
         To ask for it again would wait for those who wait for it to leave. Raises as `serve` does, and
@@ -351,26 +340,18 @@ class Pool:
         order = servers[0].order
         try:
             for _ in range(MAX_LOADS):
-                if await self._try(servers, request, send_to, may_be_lost=False):
+                if await self._try(servers, request, may_be_lost=False):
                     return
-                order.join(request.arrival)
+                order.join(request)
         finally:
-            order.leave(request.arrival)
+            order.leave(request)
         raise UpstreamGone("llama-server goes away again and again")
 
-    async def _try(
-        self,
-        servers: Sequence[Server],
-        request: GenerationRequest,
-        send_to: SendTo,
-        *,
-        may_be_lost: bool,
-    ) -> bool:
+    async def _try(self, servers: Sequence[Server], request: Request, *, may_be_lost: bool) -> bool:
         """Serve a request; return False if llama-server went away before anything was sent."""
-        order, arrival = servers[0].order, request.arrival
-        since = arrival.arrived_at
+        order, since = servers[0].order, request.arrived_at
         if order or not any(server.process for server in servers):
-            since = order.join(arrival)
+            since = order.join(request)
         was_there = servers[0].phase is not Phase.UNLOADED
         try:
             server, process = await self.ready(servers, since)
@@ -378,61 +359,57 @@ class Pool:
                 is_over = await server.is_lost()
                 if is_over and (not server.is_hosted or (was_there and may_be_lost)):
                     return False
-                order.leave(arrival)
-                return await self._serve_unplaced(server, request, send_to, may_be_lost)
+                order.leave(request)
+                return await self._serve_unplaced(server, request, may_be_lost)
             try:
-                read = await server.cache.read(process, request)
-                server, process, read = await self._choose(servers, server, process, read)
+                await server.cache.read(process, request)
+                server, process = await self._choose(servers, server, process, request)
             except WillBeRefused as why:
-                order.leave(arrival)
-                send = self._sending(server, request, send_to)
-                await server.cache.let_refuse(process, request, send, why)
+                order.leave(request)
+                await self._watched(server, request, server.cache.let_refuse(process, request, why))
                 return True
             except DeskClosed:
                 server.poke()
                 await server.is_lost()
                 return False
             if len(servers) > 1:  # the time in the queues of all of them counts
-                queued_at = self._queued_at.setdefault(request.id, time.monotonic())
-                read = replace(read, request=replace(read.request, queued_at=queued_at))
-            return await self._serve_by(server, process, read, send_to)
+                request.queued_at = request.queued_at or time.monotonic()
+            return await self._serve_by(server, process, request)
         finally:
             for each in servers:
-                each.on_way.discard(request.id)
+                each.on_way.discard(request)
             if servers[0].is_hosted:
-                order.leave(arrival)
+                order.leave(request)
 
     async def _choose(
-        self, servers: Sequence[Server], reader: Server, process: Session, read: ReadRequest
-    ) -> tuple[Server, Session, ReadRequest]:
-        """Return the best llama-server for a request that *reader* has read, and what it serves there.
+        self, servers: Sequence[Server], reader: Server, process: Process, request: Request
+    ) -> tuple[Server, Process]:
+        """Return the best llama-server for a request that *reader* has read.
 
         Raises what `Cache.take_over` does.
         """
         present = [(server, there) for server in servers if (there := server.process)]
         server, chosen = reader, process
         if len(present) > 1:
-            offers = [_offer(s, there, read).beside(len(s.on_way)) for s, there in present]
+            offers = [_offer(there, request).beside(len(s.on_way)) for s, there in present]
             server, chosen = present[best_offer(offers)]
-        server.on_way.add(read.request.id)
+        server.on_way.add(request)
         if chosen is not process:
-            read = await server.cache.take_over(chosen, read)
-        return server, chosen, read
+            await server.cache.take_over(chosen, request)
+        return server, chosen
 
-    async def _serve_by(
-        self, server: Server, process: Session, read: ReadRequest, send_to: SendTo
-    ) -> bool:
+    async def _serve_by(self, server: Server, process: Process, request: Request) -> bool:
         """Serve a request that was read; return False if it has to be served elsewhere."""
-        key, request = key_of(read), read.request
+        key = key_of(request)
         self._fatal.require_harmless(key)
 
         async def turn() -> None:
-            await server.order.turn(request.arrival)
-            server.order.leave(request.arrival)  # whoever is next comes to the queue after us
-            server.on_way.discard(request.id)
+            await server.order.turn(request)
+            server.order.leave(request)  # whoever is next comes to the queue after us
+            server.on_way.discard(request)
 
         try:
-            await server.cache.serve(process, read, self._sending(server, request, send_to), turn)
+            await self._watched(server, request, server.cache.serve(process, request, turn))
         except FreeElsewhere:
             return False
         except DeskClosed as closed:
@@ -452,13 +429,11 @@ class Pool:
         await self._fatal.note_answer(key)
         return True
 
-    async def _serve_unplaced(
-        self, server: Server, request: GenerationRequest, send_to: SendTo, may_be_lost: bool
-    ) -> bool:
+    async def _serve_unplaced(self, server: Server, request: Request, may_be_lost: bool) -> bool:
         """Forward to a llama-server that is not attached; return False if its host has gone away."""
-        send, answer = self._sending(server, request, send_to), None
+        request.begin(server.services.where)
         try:
-            answer = await send(request.raw, lambda: None)
+            await self._watched(server, request, request.send(server.upstream, request.raw))
         except UpstreamGone as gone:
             server.poke()
             may_be_lost &= server.is_hosted and isinstance(gone, UpstreamNotReached)
@@ -466,38 +441,30 @@ class Pool:
                 return False
             raise
         finally:
-            is_refused = answer is not None and answer.status in (401, 403)
+            is_refused = request.answer is not None and request.answer.status in (401, 403)
             if server.process and not is_refused:  # attached meanwhile: it ran in some slot
-                server.process.attachment.desk.table.forget_free()
-        self._report(request, answer, Outcome.DEGRADED, "llama-server is not attached")
+                server.process.slots.forget_free()
+        why = "llama-server is not attached"
+        self._shared.report.not_looked_up(request, why, Outcome.DEGRADED)
         return True
 
-    def _report(
-        self, request: GenerationRequest, answer: Answer, outcome: Outcome, why: str
+    async def _watched(
+        self, server: Server, request: Request, serving: Coroutine[Any, Any, object]
     ) -> None:
-        self._shared.report.answered(request, answer, outcome, Judgement(), why=why)
-
-    def _sending(self, server: Server, request: GenerationRequest, send_to: SendTo) -> Send:
-        """Return how to send to a llama-server, noting what its answer tells."""
-        send = send_to(server.upstream)
-
-        async def send_and_watch(
-            raw: bytes, on_start: Callable[[], None], n_found: int | None = None
-        ) -> Answer:
-            answer = await send(raw, on_start, n_found)
-            self.stabilizing.note_calls(request, answer.calls)
-            if answer.is_broken:
+        """Serve a request, and note what its answer tells, also to a client that hangs up with it."""
+        request.answer = None
+        try:
+            await serving
+        finally:
+            self.stabilizing.note_calls(request)
+            if request.answer is not None and request.answer.is_broken:
                 server.poke()
-            return answer
-
-        return send_and_watch
 
 
-def _offer(server: Server, process: Session, read: ReadRequest) -> Offer:
+def _offer(process: Process, request: Request) -> Offer:
     """Return what a llama-server can do for a request; one that was not read goes by who is busy."""
-    attachment, prompt = process.attachment, read.prompt
-    if prompt is not None:
-        namespace = attachment.tenant_namespace(read.request.tenant)
-        return Planning(server.services, process, replace(prompt, namespace=namespace)).offer()
-    n_busy = sum(slot.is_leased for slot in attachment.desk.table)
-    return Offer(0.0, 0, n_busy, attachment.desk.n_waiting, len(attachment.desk.table))
+    if request.prompt is not None:
+        namespace = process.tenant_namespace(request.tenant)
+        return offer(process, replace(request.prompt, namespace=namespace))
+    n_busy = sum(slot.is_leased for slot in process.slots)
+    return Offer(0.0, 0, n_busy, process.desk.n_waiting, len(process.slots))

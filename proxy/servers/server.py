@@ -41,16 +41,13 @@ from proxy.llama.client import Props
 from proxy.log import get_logger
 from proxy.servers import background
 from proxy.servers.attach import Attacher
-from proxy.servers.attachment import Attachment
 from proxy.servers.self_test import Learning
 from proxy.serving.cache import Cache
-from proxy.serving.launches import Arrivals, Launches, Session, outlast
-from proxy.serving.process import Services, SlotWork
-from proxy.serving.prompts import PromptReader
-from proxy.serving.request import Arrival
+from proxy.serving.launches import outlast
+from proxy.serving.process import Process, Services
+from proxy.serving.request import Request
 from proxy.serving.rewriting import Overflow, Stabilizing
-from proxy.serving.saver import RewriteStateFile, Room, Saver
-from proxy.serving.saves import SlotSaves
+from proxy.serving.saver import RewriteStateFile, Saver
 from proxy.settings import Settings
 
 WATCH_SECONDS = 1.0
@@ -163,25 +160,25 @@ class ArrivalOrder:
     """
 
     def __init__(self) -> None:
-        self._since: dict[Arrival, float] = {}
+        self._since: dict[Request, float] = {}
         self._changed = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._since)
 
-    def join(self, arrival: Arrival) -> float:
+    def join(self, request: Request) -> float:
         """Be one of those who wait; return since when that is so, of the monotonic clock."""
-        return self._since.setdefault(arrival, time.monotonic())
+        return self._since.setdefault(request, time.monotonic())
 
-    def leave(self, arrival: Arrival) -> None:
+    def leave(self, request: Request) -> None:
         """Let the next one go; again is harmless."""
-        if self._since.pop(arrival, None) is not None:
+        if self._since.pop(request, None) is not None:
             self._changed.set()
             self._changed = asyncio.Event()
 
-    async def turn(self, arrival: Arrival) -> None:
+    async def turn(self, request: Request) -> None:
         """Return once nobody who arrived earlier is still on the way."""
-        while arrival in self._since and arrival is not min(
+        while request in self._since and request is not min(
             self._since, key=lambda a: a.arrived_at
         ):
             await self._changed.wait()
@@ -190,7 +187,7 @@ class ArrivalOrder:
 class Server(Watched):
     """One llama-server, at an address of its own or as a model of a host; `process` serves while attached.
 
-    `on_way` are the ids of requests that will be served here and are not in the queue for a slot yet.
+    `on_way` are requests that will be served here and are not in the queue for a slot yet.
     """
 
     def __init__(
@@ -218,14 +215,14 @@ class Server(Watched):
         self.upstream = services.upstream
         if look_at_host is not None:
             self.upstream.require_loaded = self.require_loaded
-        self.process: Session | None = None
+        self.process: Process | None = None
         self.epoch = 0
         self.order = order
-        self.on_way: set[str] = set()
-        self.on_attached: Callable[[Session], None] = lambda process: None
+        self.on_way: set[Request] = set()
+        self.on_attached: Callable[[Process], None] = lambda process: None
         """Is told of every process that is attached."""
         self._saver = Saver(services, rewrite)
-        self.cache = Cache(services, self.is_still, stabilizing, overflow)
+        self.cache = Cache(services, stabilizing, overflow)
         self._attacher = Attacher(
             services,
             self._saver,
@@ -260,7 +257,7 @@ class Server(Watched):
         """How many requests wait for a slot, or for llama-server."""
         if self.process is None:
             return self.n_waiting
-        n_in_desk = self.process.attachment.desk.n_waiting + self.process.launches.n_waiting
+        n_in_desk = self.process.desk.n_waiting + self.process.launches.n_waiting
         return self.n_waiting + n_in_desk
 
     async def run(self) -> None:
@@ -283,7 +280,7 @@ class Server(Watched):
         if self.process:
             await background.settle(self.services.tasks, self.process, seconds)
 
-    async def ready(self, since: float) -> Session | None:
+    async def ready(self, since: float) -> Process | None:
         """Return the process that serves; if there is none, look once more, and wait a while for it.
 
         Raises UpstreamAbsent if llama-server is away for too long; *since* is when the request began to
@@ -297,12 +294,12 @@ class Server(Watched):
             await self.back(since)
         return self.process
 
-    async def is_still(self, process: Session) -> bool:
+    async def is_still(self, process: Process) -> bool:
         """Look at llama-server now; return whether *process* is still the one that serves."""
         await self._look_now(ATTACH_WAIT_SECONDS)
         return self.process is process
 
-    async def is_replaced(self, process: Session) -> bool:
+    async def is_replaced(self, process: Process) -> bool:
         """Look at llama-server after a failure; return whether *process* is gone.
 
         A look that was under way may have begun before the failure, so there are two.
@@ -393,17 +390,17 @@ class Server(Watched):
         if epoch != self.epoch:
             return
         last = self.process
-        if last is None or last.attachment.process_id != process_id:
+        if last is None or last.id != process_id:
             self._enter_without(Phase.ATTACHING, DegradationKind.ATTACHING)
             await self._attach(props, process_id, epoch)
         elif (
-            not last.attachment.can_cache
-            and _is_idle(last.attachment)
+            not last.can_cache
+            and _is_idle(last)
             and time.monotonic() >= self._attached_at + RETRY_SECONDS
         ):
             self._close()
             self.enter(Phase.ATTACHING)
-            await self._attach(props, process_id, epoch, last.attachment)
+            await self._attach(props, process_id, epoch, last)
 
     def _enter_without(self, phase: Phase, kind: DegradationKind, detail: str = "") -> None:
         """Enter a phase without a process; what was wrong with the last one is over, and this begins."""
@@ -414,83 +411,59 @@ class Server(Watched):
 
     def _close(self) -> None:
         if self.process:
-            self.process.attachment.desk.close()
+            self.process.desk.close()
             self.process = None
 
     async def _attach(
-        self, props: Props, process_id: str, epoch: int, last: Attachment | None = None
+        self, props: Props, process_id: str, epoch: int, last: Process | None = None
     ) -> None:
         """Attach to a process; *last* is an attachment to the same one that could not cache."""
         before = self._degradations.kinds & OF_PROCESS  # attaching, or what the last try came to
-        attachment = await self._attacher.attach(props, process_id)
+        process = await self._attacher.attach(props, process_id)
         if epoch != self.epoch:
-            attachment.desk.close()
+            process.desk.close()
             self._degradations.leave()
             return
-        if obstacle := attachment.obstacle:
-            attachment.degrade(obstacle.kind, obstacle.detail)
+        if obstacle := process.obstacle:
+            process.degrade(obstacle.kind, obstacle.detail)
             before -= {obstacle.kind}
-            if last:
-                _keep_contents(last, attachment)
-        if attachment.clears_idle_slots:
+            if last:  # what was known of the same process's slots is believed still
+                for slot in process.slots:
+                    if not slot.is_leased:
+                        process.slots.set_content(slot.id, last.slots[slot.id].content)
+        if process.clears_idle_slots:
             before -= {DegradationKind.IDLE_SLOTS_CLEARED}
-        attachment.note_tenants()
-        process = new_session(self.services, self._saver, attachment)
+        process.note_tenants()
+        process.is_current = partial(self.is_still, process)
         self._outlast_strangers(process)
         self._learning.begin(process)
         self._degradations.end(*before)
-        self.services.served.note(self.upstream.target, attachment)
+        self.services.served.note(self.upstream.target, process)
         self._attached_at = time.monotonic()
         self.process = process
         self.enter(Phase.ATTACHED)
         self.on_attached(process)
-        self._report(attachment, props)
-
-    def _outlast_strangers(self, process: Session) -> None:
-        """Keep the slots that were busy at first contact until whatever runs there has ended."""
-        desk = process.attachment.desk
-        for slot in desk.table:
-            if slot.is_leased:
-                ended = self.services.tasks.start(outlast(process, partial(list, [slot.id])))
-                desk.take_over(slot.id).hand_over(ended)
-
-    def _report(self, attachment: Attachment, props: Props) -> None:
         # An attachment that cannot cache is tried again and again: it is told of once.
-        if attachment.can_cache or self._reported != attachment.process_id:
+        if process.can_cache or self._reported != process.id:
             self._log.info(
                 "attached to llama-server",
                 build=props.build_info,
                 slots=props.total_slots,
-                caches=attachment.can_cache,
-                rule=str(attachment.rule),
+                caches=process.can_cache,
+                rule=str(process.rule),
             )
-        self._reported = attachment.process_id
+        self._reported = process.id
+
+    def _outlast_strangers(self, process: Process) -> None:
+        """Keep the slots that were busy at first contact until whatever runs there has ended."""
+        for slot in process.slots:
+            if slot.is_leased:
+                ended = self.services.tasks.start(outlast(process, partial(list, [slot.id])))
+                process.desk.take_over(slot.id).hand_over(ended)
 
 
-def new_session(services: Services, saver: Saver, attachment: Attachment) -> Session:
-    """Return what serves requests for the process of *attachment*."""
-    work = SlotWork(services, attachment)
-    saves = SlotSaves(services, attachment, Room(services, attachment, saver))
-    return Session(
-        services.upstream,
-        attachment,
-        PromptReader(services.upstream, shares_headers=len(attachment.desk.table) > 1),
-        work,
-        saves,
-        Launches(services, attachment, work, saves),
-        Arrivals(attachment.desk),
-    )
-
-
-def _keep_contents(last: Attachment, attachment: Attachment) -> None:
-    """Believe of the same process's slots what was known before a try to attach that came to nothing."""
-    for slot in attachment.desk.table:
-        if not slot.is_leased:
-            attachment.desk.table.set_content(slot.id, last.desk.table[slot.id].content)
-
-
-def _is_idle(attachment: Attachment) -> bool:
-    return attachment.desk.n_waiting == 0 and not any(s.is_leased for s in attachment.desk.table)
+def _is_idle(process: Process) -> bool:
+    return process.desk.n_waiting == 0 and not any(slot.is_leased for slot in process.slots)
 
 
 def kind_of(fault: UpstreamFault) -> DegradationKind:

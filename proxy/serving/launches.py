@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 
 from proxy.core.model import CheckpointKind, RuleKind, SlotId
@@ -12,13 +12,10 @@ from proxy.core.saving import is_write_back_due
 from proxy.core.slots import Empty, SlotTable
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import UpstreamFault
-from proxy.llama.client import LlamaServer, SlotStatus
-from proxy.servers.attachment import Attachment
+from proxy.llama.client import SlotStatus
 from proxy.serving.desk import LeaseDesk, Turn, Turns
-from proxy.serving.process import Services, SlotWork
-from proxy.serving.prompts import PromptReader
-from proxy.serving.request import Answer, Send
-from proxy.serving.saves import SlotSaves
+from proxy.serving.process import Process
+from proxy.serving.request import Answer, OnStart, Request, do_nothing
 
 # States that requests on their way are about to save, for others to wait for.
 #
@@ -104,14 +101,9 @@ def note_emptied(table: SlotTable, statuses: list[SlotStatus]) -> bool:
 class Launches:
     """Orders the starts of requests in the slots of one llama-server process."""
 
-    def __init__(
-        self, services: Services, attachment: Attachment, work: SlotWork, saves: SlotSaves
-    ) -> None:
-        self._services = services
-        self._attachment = attachment
-        self._table = attachment.desk.table
-        self._work = work
-        self._saves = saves
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._table = process.slots
         self._turns = Turns()
 
     @property
@@ -121,7 +113,7 @@ class Launches:
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[Turn]:
         """Wait until nobody else is about to start, and see what is left in the slots."""
-        turn = await self._turns.take() if self._attachment.clears_idle_slots else Turn(None)
+        turn = await self._turns.take() if self._process.clears_idle_slots else Turn(None)
         try:
             if not turn.has_ended:
                 await self._look()
@@ -131,13 +123,13 @@ class Launches:
 
     def try_turn(self) -> Turn | None:
         """Return the turn if nobody has it."""
-        return self._turns.try_take() if self._attachment.clears_idle_slots else Turn(None)
+        return self._turns.try_take() if self._process.clears_idle_slots else Turn(None)
 
     @property
     def is_save_coming(self) -> bool:
         """Whether a save is due in a slot that ends by itself, which the next start would empty."""
-        return bool(self._attachment.clears_idle_slots) and any(
-            slot.is_closing and is_write_back_due(self._attachment.rule, slot.content)
+        return bool(self._process.clears_idle_slots) and any(
+            slot.is_closing and is_write_back_due(self._process.rule, slot.content)
             for slot in self._table
         )
 
@@ -149,45 +141,37 @@ class Launches:
         """
         while self.is_save_coming:  # noqa: ASYNC110 - such slots end by themselves, without an event
             await asyncio.sleep(_CLOSING_LOOK_SECONDS)
-        for slot in self._table.free() if self._attachment.clears_idle_slots else ():
+        for slot in self._table.free() if self._process.clears_idle_slots else ():
             if not isinstance(self._table[slot.id].content, Empty):
-                await self._clear(slot.id)
+                await self._process.empty(slot.id)
 
-    async def _clear(self, slot_id: SlotId) -> None:
-        if (lease := self._attachment.desk.lease_free(slot_id)) is None:
-            return
-        with lease:
-            save = self._saves.write_back(slot_id, CheckpointKind.CONVERSATION)
-            await self._services.finish(lease, save)
-            try:
-                await self._services.finish(lease, self._work.erase(slot_id))
-            except UpstreamFault as fault:
-                self._services.faults.record("erase", fault)
-
-    def in_turn(self, turn: Turn, send: Send) -> Send:
-        """Return *send* such that it ends the turn once llama-server runs the request."""
+    async def send(
+        self,
+        turn: Turn,
+        request: Request,
+        raw: bytes,
+        on_start: OnStart = do_nothing,
+        n_found: int | None = None,
+    ) -> Answer:
+        """Send a request; its *turn* ends once llama-server runs it. Raises what `Request.send` does."""
+        upstream = self._process.upstream
         if turn.has_ended:
-            return send
+            return await request.send(upstream, raw, on_start, n_found)
+        if self._process.rule.kind is not RuleKind.END_ONLY:
+            # There a save begins with a cut, whose start would empty the slot that is prepared.
+            await self.clear_others()
+        before = await self._process.last_tasks()
+        watch = self._process.tasks.start(self._end_at_start(turn, before))
 
-        async def send_in_turn(
-            raw: bytes, on_start: Callable[[], None], n_found: int | None = None
-        ) -> Answer:
-            if self._attachment.rule.kind is not RuleKind.END_ONLY:
-                # There a save begins with a cut, whose start would empty the slot that is prepared.
-                await self.clear_others()
-            watch = self._services.tasks.start(self._end_at_start(turn, await self._last_tasks()))
+        def started() -> None:
+            turn.end()
+            on_start()
 
-            def started() -> None:
-                turn.end()
-                on_start()
-
-            try:
-                return await send(raw, started, n_found)
-            finally:
-                watch.cancel()
-                turn.end()
-
-        return send_in_turn
+        try:
+            return await request.send(upstream, raw, started, n_found)
+        finally:
+            watch.cancel()
+            turn.end()
 
     async def _end_at_start(self, turn: Turn, before: dict[SlotId, int] | None) -> None:
         """End the turn when some slot has begun another task; a whole answer's start is not told."""
@@ -195,43 +179,15 @@ class Launches:
         while before is not None:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_LOOK_SECONDS)
-            after = await self._last_tasks()
+            after = await self._process.last_tasks()
             if after is None:
                 return
             if any(task != before.get(slot_id) for slot_id, task in after.items()):
                 return turn.end()
 
     async def _look(self) -> None:
-        statuses = await self._statuses()
-        if statuses is not None:
-            note_emptied(self._table, statuses)
-
-    async def _last_tasks(self) -> dict[SlotId, int] | None:
-        statuses = await self._statuses()
-        return None if statuses is None else {SlotId(s.id): s.id_task for s in statuses}
-
-    async def _statuses(self) -> list[SlotStatus] | None:
-        try:
-            return await self._work.slot_states()
-        except UpstreamFault as fault:
-            self._services.faults.record("placement", fault)
-            return None
-
-
-# One attached llama-server process and what serves requests for it.
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """Everything that lives as long as one llama-server process does."""
-
-    upstream: LlamaServer
-    attachment: Attachment
-    reader: PromptReader
-    work: SlotWork
-    saves: SlotSaves
-    launches: Launches
-    arrivals: Arrivals
+        with suppress(UpstreamFault):
+            note_emptied(self._table, await self._process.slot_states())
 
 
 # Slots of requests whose clients went away: held until llama-server has really let go of them.
@@ -247,21 +203,21 @@ _PARSED_TOKENS_PER_SECOND = 200_000
 _LOOK_SECONDS = 0.05
 
 
-async def wind_up(session: Session, slot_id: SlotId, n_tokens: int) -> None:
+async def wind_up(process: Process, slot_id: SlotId, n_tokens: int) -> None:
     """Wait until llama-server has let go of a slot, then learn from a save what it holds.
 
     Clients that gave up waiting send the same prompt again; what was evaluated of it must not be lost.
     """
-    await outlast(session, lambda: [slot_id], n_tokens)
-    desk = session.attachment.desk
+    await outlast(process, lambda: [slot_id], n_tokens)
+    desk = process.desk
     content = desk.table[slot_id].content
     # During a placement another request may be running there already.
-    if not desk.is_placing and is_write_back_due(session.attachment.rule, content):
-        await session.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
+    if not desk.is_placing and is_write_back_due(process.rule, content):
+        await process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
 
 
 async def outlast(
-    session: Session, slot_ids: Callable[[], Collection[SlotId]], n_tokens: int = 0
+    process: Process, slot_ids: Callable[[], Collection[SlotId]], n_tokens: int = 0
 ) -> None:
     """Return when a request of *n_tokens* abandoned in one of the slots neither runs nor ever will.
 
@@ -270,17 +226,17 @@ async def outlast(
     That a slot was busy and is idle again proves nothing: it may have been the request before.
     """
     began = time.monotonic()
-    await _is_busy(session, slot_ids)
+    await _is_busy(process, slot_ids)
     latency_seconds = time.monotonic() - began  # a server short of time parses slowly too
     parse_seconds = n_tokens / _PARSED_TOKENS_PER_SECOND + 10 * latency_seconds
     await asyncio.sleep(DISCONNECT_SECONDS + parse_seconds)
-    while await _is_busy(session, slot_ids):  # noqa: ASYNC110 - llama-server has no event for it
+    while await _is_busy(process, slot_ids):  # noqa: ASYNC110 - llama-server has no event for it
         await asyncio.sleep(_LOOK_SECONDS)
 
 
-async def _is_busy(session: Session, slot_ids: Callable[[], Collection[SlotId]]) -> bool:
+async def _is_busy(process: Process, slot_ids: Callable[[], Collection[SlotId]]) -> bool:
     try:
-        states = await session.work.slot_states()
+        states = await process.slot_states()
     except UpstreamFault:
         return False  # --no-slots, or llama-server is gone: there is nothing more to see
     return any(state.is_processing for state in states if state.id in slot_ids())

@@ -27,9 +27,8 @@ from proxy.errors import (
 )
 from proxy.llama.state_edits import Source, select_context_checkpoints
 from proxy.llama.state_file import StateFile, read_state_file
-from proxy.servers.attachment import Attachment
-from proxy.serving.process import Services, quarantine_suspects
-from proxy.serving.saver import Room, SavedSlot
+from proxy.serving.process import Process
+from proxy.serving.saver import SavedSlot
 from proxy.store.files import StateFiles
 
 # The context checkpoints of a state that was just saved: the few that stay, and those that come back.
@@ -53,28 +52,27 @@ class Thinned:
 class Thinner:
     """Rewrites the context checkpoints of saved states."""
 
-    def __init__(self, services: Services, attachment: Attachment) -> None:
-        self._services = services
-        self._attachment = attachment
+    def __init__(self, process: Process) -> None:
+        self._process = process
 
     async def thin(
         self, saved: SavedSlot, content: Known, kind: CheckpointKind, relatives: list[Candidate]
     ) -> Thinned:
         """Keep of a temporary file what is worth its bytes; raises StoreFault and OSError."""
-        is_wanted = self._attachment.rule.kind is RuleKind.RESTORE_POINTS
+        is_wanted = self._process.rule.kind is RuleKind.RESTORE_POINTS
         own = {c.restore_point: c.size_bytes for c in saved.state.context_checkpoints}
         if not is_wanted or not own:
             return Thinned(saved)
         donors = donors_of(relatives)
-        selection = select_points(own, donors, places_of(content, kind), self._attachment.rates)
+        selection = select_points(own, donors, places_of(content, kind), self._process.rates)
         if selection.points == own.keys():
             return Thinned(saved)
         try:
             thinned, ancestors = await self._rewrite(saved, selection, relatives)
         except StateFileMalformed as fault:
-            self._services.faults.record("thin", fault)
+            self._process.faults.record("thin", fault)
             return Thinned(saved, is_whole=False)
-        await self._services.store.settle(saved.file_name, thinned.state.size_bytes)
+        await self._process.store.settle(saved.file_name, thinned.state.size_bytes)
         is_whole = selection.points <= set(thinned.state.restore_points)
         return Thinned(thinned, is_whole, ancestors)
 
@@ -82,7 +80,7 @@ class Thinner:
         self, saved: SavedSlot, selection: ChosenPoints, relatives: list[Candidate]
     ) -> tuple[SavedSlot, tuple[CheckpointId, ...]]:
         """Rewrite a file; return it, and what is behind the context checkpoints that others gave."""
-        store = self._services.store
+        store = self._process.store
         donors = {c.checkpoint.id: c.checkpoint for c in relatives}
         ancestors: set[CheckpointId] = set()
         with ExitStack() as kept:
@@ -93,7 +91,7 @@ class Thinner:
                 try:
                     await store.verify(donor)
                 except StoreFault as fault:
-                    self._services.faults.record("verify", fault)
+                    self._process.faults.record("verify", fault)
                     continue
                 grafted[point] = Source(store.files.path(donor.file_name), donor.parts)
                 ancestors.update(store.lineage(donor))
@@ -123,14 +121,13 @@ def _select(
 class SlotSaves:
     """Saves slots."""
 
-    def __init__(self, services: Services, attachment: Attachment, room: Room) -> None:
-        self._services = services
-        self._upstream = services.upstream
-        self._attachment = attachment
-        self._table = attachment.desk.table
-        self._metrics = services.metrics
-        self._room = room
-        self._thinner = Thinner(services, attachment)
+    def __init__(self, process: Process) -> None:
+        self._upstream = process.upstream
+        self._process = process
+        self._table = process.slots
+        self._metrics = process.metrics
+        self._room = process.room
+        self._thinner = Thinner(process)
         self._postponed: dict[SlotId, tuple[Content, Content]] = {}
 
     async def write_back(
@@ -142,10 +139,10 @@ class SlotSaves:
         that the request which put the tokens there still has the slot, so that other tokens in the file
         mean that its prompt was tokenized differently.
         """
-        if not is_write_back_due(self._attachment.rule, self._table[slot_id].content):
+        if not is_write_back_due(self._process.rule, self._table[slot_id].content):
             return None
         try:
-            with self._attachment.watching(DegradationKind.SAVES_FAIL, CacheFault):
+            with self._process.watching(DegradationKind.SAVES_FAIL, CacheFault):
                 async with self._room.for_slot(self._table[slot_id].content) as name:
                     await self._cut_back(slot_id)
                     return await self._save(slot_id, kind, name, is_just_predicted)
@@ -157,12 +154,12 @@ class SlotSaves:
         except Exception as error:
             # Nobody who needs the slot may fail because it could not be saved, foreseen or not.
             if isinstance(error, UpstreamLost):
-                await quarantine_suspects(self._services, self._table, slot_id, is_saving=True)
+                await self._process.quarantine_suspects(slot_id, is_saving=True)
             self._metrics.saves.labels("failed").inc()
             if isinstance(error, CacheFault):
-                self._services.faults.count("save")  # /health tells of it
+                self._process.faults.count("save")  # /health tells of it
             else:
-                self._services.faults.record("save", error)
+                self._process.faults.record("save", error)
             self._give_up(slot_id)
             return None
 
@@ -185,10 +182,10 @@ class SlotSaves:
         content = self._table[slot_id].content
         if not isinstance(content, Known):
             return
-        target = at_savable_point(self._attachment.rule, content)
+        target = at_savable_point(self._process.rule, content)
         if target is None or target.n_tokens == content.n_tokens:
             return
-        self._attachment.require_same_process()
+        self._process.require_alive()
         self._table.set_content(slot_id, Unknown(content.namespace, origin=content.origin))
         timings = await self._upstream.evaluate(slot_id, target.tokens)
         self._metrics.prompt_tokens.labels("evaluated").inc(timings.prompt_n)
@@ -200,14 +197,14 @@ class SlotSaves:
     ) -> Checkpoint | None:
         """Save a slot as it stands, check the file and commit it; raises CacheFault."""
         content = self._table[slot_id].content
-        self._attachment.require_same_process()
+        self._process.require_alive()
         saved = await self._room.save(slot_id, name)
-        if not saved.state.tokens and self._attachment.clears_idle_slots:
+        if not saved.state.tokens and self._process.clears_idle_slots:
             # Its request ended just when another one started.
             self._table.set_content(slot_id, Empty())
             return None
         self._require_expected(slot_id, content, saved.state, is_just_predicted)
-        self._attachment.require_same_process()
+        self._process.require_alive()
         self._metrics.save_seconds.observe(saved.seconds)
         return await self._commit(slot_id, content, kind, saved)
 
@@ -223,8 +220,8 @@ class SlotSaves:
         if not state.tokens:
             self._table.set_content(slot_id, Empty())
             self._metrics.drift.inc()
-            if self._attachment.clears_idle_slots is None:
-                self._attachment.note_clearing(clears=True)
+            if self._process.clears_idle_slots is None:
+                self._process.note_clearing(clears=True)
             raise SaveRejected("the slot was empty: something has cleared it since")
         if state.tokens[: len(content.tokens)] == content.tokens:
             return
@@ -232,7 +229,7 @@ class SlotSaves:
         # Somebody else's request would hardly have left as many.
         if is_just_predicted or len(state.tokens) == content.n_tokens:
             self._metrics.tokenization_disagreements.inc()
-            self._attachment.disable_shape(content.shape)
+            self._process.disable_shape(content.shape)
             raise SaveRejected("the file's tokens are not those that were predicted")
         self._metrics.drift.inc()
         raise SaveRejected("the slot was used by somebody else: all traffic must go through here")
@@ -244,7 +241,7 @@ class SlotSaves:
         if namespace is None or not state.tokens:
             self._table.set_content(slot_id, Empty() if not state.tokens else content)
             return None
-        store = self._services.store
+        store = self._process.store
         relatives = await asyncio.to_thread(lambda: list(store.find(namespace, state.tokens)))
         if len(state.tokens) < FIRST_BLOCK_TOKENS or _holds(relatives, len(state.tokens)):
             self._note_saved(slot_id, content, namespace, state, None)
@@ -288,7 +285,7 @@ class SlotSaves:
         self._table.set_content(slot_id, now_held)
 
     def _namespace_of(self, content: Content) -> Namespace | None:
-        if not self._attachment.can_cache:
+        if not self._process.can_cache:
             return None
         if isinstance(content, Known):
             return content.namespace
@@ -297,8 +294,8 @@ class SlotSaves:
         return None
 
     async def _tidy(self, newer: Checkpoint, relatives: list[Candidate]) -> None:
-        for checkpoint in superseded(self._attachment.rule, newer, relatives):
-            await self._services.store.remove(checkpoint, Removal.SUPERSEDED)
+        for checkpoint in superseded(self._process.rule, newer, relatives):
+            await self._process.store.remove(checkpoint, Removal.SUPERSEDED)
 
 
 def _holds(relatives: list[Candidate], n_tokens: int) -> bool:

@@ -28,7 +28,7 @@ from proxy.explain.views import (
     select,
     under,
 )
-from proxy.serving.process import NewestAttachments
+from proxy.serving.process import NewestProcesses
 from proxy.store.known_models import model_names
 from proxy.store.store import CheckpointStore
 
@@ -107,7 +107,7 @@ _MAX_SECONDS = 1 << 40
 class Checkpoints:
     """Lists, pins and deletes checkpoints."""
 
-    def __init__(self, served: NewestAttachments, store: CheckpointStore | None) -> None:
+    def __init__(self, served: NewestProcesses, store: CheckpointStore | None) -> None:
         self._served = served
         self._opened_store = store
 
@@ -245,7 +245,7 @@ class TreeLevel(msgspec.Struct, frozen=True):
 class TreeView:
     """Shows the store as a tree."""
 
-    def __init__(self, served: NewestAttachments, store: CheckpointStore | None) -> None:
+    def __init__(self, served: NewestProcesses, store: CheckpointStore | None) -> None:
         self._served = served
         self._opened_store = store
 

@@ -52,7 +52,7 @@ async def _measure(kind: str, leftovers: ExitStack) -> _Starts:
         # The first start warmed up both processes; a new directory makes the next one a first one.
         first_seconds = await _seconds_to_start(rig, forgets=True)
         assert rig.running.server.process is not None
-        rule = rig.running.server.process.attachment.rule.kind.value
+        rule = rig.running.server.process.rule.kind.value
         before = await rig.evaluated()
         later_seconds = await _seconds_to_start(rig, forgets=False)
         n_later = await rig.evaluated() - before

@@ -111,7 +111,7 @@ async def test_process_dying_while_it_is_attached_is_left_for_the_next(
         await rig.server.crash()
         rig.server.release("lora-adapters")
         await rig.server.restart()
-        await until(lambda: rig.attachment is not None and rig.attachment.can_cache)
+        await until(lambda: rig.process is not None and rig.process.can_cache)
         await rig.attached()
         assert (await rig.chat("a")).status == 200
         assert (await rig.health())["state"] == "caching"
@@ -161,7 +161,7 @@ async def test_process_whose_start_time_cannot_be_asked_is_followed_on(
         await asyncio.sleep(0.1)
         assert (await rig.chat("a")).status == 200
         rig.server.faults = Faults()
-        await until(lambda: rig.attachment is not None and rig.attachment.can_cache)
+        await until(lambda: rig.process is not None and rig.process.can_cache)
         rig.server.replace_process()
         await rig.settled()
         assert (await rig.chat("a")).n_reused == 308
@@ -250,7 +250,7 @@ async def test_attachment_that_failed_is_tried_again(
     async with start_rig(faults=Faults(refuse={"save": 500})) as rig:
         assert (await rig.health())["state"] == "forwarding"
         rig.server.faults.refuse.clear()
-        await until(lambda: rig.attachment and rig.attachment.rule.can_restore)
+        await until(lambda: rig.process and rig.process.rule.can_restore)
         assert (await rig.health())["state"] == "caching"
 
 
@@ -280,7 +280,7 @@ async def test_busy_slot_is_left_alone_at_first_contact(start_rig: StartRig) -> 
         stranger = asyncio.ensure_future(rig.client.post(url, json=body))
         await gate.reached()
         await rig.start_proxy(waits=False)
-        await until(lambda: rig.attachment and rig.attachment.rule.can_restore)
+        await until(lambda: rig.process and rig.process.rule.can_restore)
         assert (await rig.chat("a")).status == 200
         gate.open()
         async with await stranger as reply:

@@ -87,9 +87,9 @@ async def test_eviction_between_grant_and_restore_spares_what_was_granted(
     """The task that was granted a slot runs later; somebody else may make room before it does."""
     async with start_rig(n_slots=1, n_ctx=32_000) as rig:
         store, [wanted, _] = await store_with(rig, 1, 2)
-        attachment = await rig.settled()
+        process = await rig.settled()
         victims: list[int] = []
-        reserve = attachment.desk._reserve
+        reserve = process.desk._reserve
 
         def reserve_and_evict(choice, **kind):
             lease = reserve(choice, **kind)
@@ -97,7 +97,7 @@ async def test_eviction_between_grant_and_restore_spares_what_was_granted(
             victims.extend(v.id for v in store._catalogue.victims(1 << 60, present))
             return lease
 
-        monkeypatch.setattr(attachment.desk, "_reserve", reserve_and_evict)
+        monkeypatch.setattr(process.desk, "_reserve", reserve_and_evict)
         assert await complete(rig, 1) == N_TOKENS
         assert victims and wanted.id not in victims
 

@@ -94,12 +94,11 @@ class Rig(Generic[S]):
 
     def _is_settled(self) -> bool:
         pool = self.running.pool
-        attachments = [process.attachment for process in pool.processes]
-        is_known = pool.has_models or len(attachments) == len(pool.servers)
+        is_known = pool.has_models or len(pool.processes) == len(pool.servers)
         return is_known and not any(
-            slot.is_leased or is_write_back_due(attachment.rule, slot.content)
-            for attachment in attachments
-            for slot in attachment.desk.table
+            slot.is_leased or is_write_back_due(process.rule, slot.content)
+            for process in pool.processes
+            for slot in process.slots
         )
 
     async def evaluated(self) -> int:
