@@ -8,7 +8,6 @@ from functools import partial
 
 import xxhash
 
-from proxy.core.model import Outcome
 from proxy.errors import NotConvertible, UpstreamFault, UpstreamRefused
 from proxy.explain.report import TOKENIZED_OTHERWISE
 from proxy.llama.bodies import (
@@ -20,7 +19,6 @@ from proxy.llama.bodies import (
 )
 from proxy.llama.routes import Route, honours_id_slot, reads_forms
 from proxy.servers.attachment import remember_tenant
-from proxy.servers.server import Lifecycle
 from proxy.serving.cached import CachedRequest
 from proxy.serving.desk import DeskClosed, Turn
 from proxy.serving.placement import SimilarRequest, UncachedRequest
@@ -43,12 +41,10 @@ class Cache:
     def __init__(
         self,
         services: Services,
-        lifecycle: Lifecycle,
         stabilizing: Stabilizing,
         overflow: Overflow,
     ) -> None:
         self._services = services
-        self._lifecycle = lifecycle
         self._stabilizing = stabilizing
         self._overflow = overflow
 
@@ -125,18 +121,6 @@ class Cache:
             await UncachedRequest(process, request, turn).serve_unpinned()
         else:
             await UncachedRequest(process, request, turn).serve_pinned(body)
-
-    async def serve_unplaced(self, request: Request) -> None:
-        """Forward without a slot of the proxy's choice: llama-server is not attached."""
-        request.begin(self._services.where)
-        try:
-            await request.send(self._services.upstream, request.raw)
-        finally:
-            is_refused = request.answer is not None and request.answer.status in (401, 403)
-            if self._lifecycle.current and not is_refused:
-                self._lifecycle.current.slots.forget_free()
-        why = "llama-server is not attached"
-        self._services.report.not_looked_up(request, why, Outcome.DEGRADED)
 
     async def let_refuse(self, process: Process, request: Request, why: WillBeRefused) -> None:
         """Forward what llama-server will refuse; no slot is prepared for it."""
