@@ -36,6 +36,7 @@ from proxy.servers.server import kind_of
 from proxy.serving.process import Process, quarantined_in_words
 from proxy.serving.saver import RewriteStateFile
 from proxy.store.catalogue import Limits
+from proxy.store.index import IndexContent
 from proxy.store.known_models import (
     NAMESPACES_PREFIX,
     Owner,
@@ -43,7 +44,6 @@ from proxy.store.known_models import (
     known_tenants,
     owners,
 )
-from proxy.store.opening import IndexContent
 
 Note = Callable[[str], object]
 
@@ -117,7 +117,7 @@ async def _contact(
         build=props.build_info,
         model=props.model_path,
         n_slots=props.total_slots,
-        n_ctx=props.default_generation_settings.n_ctx,
+        n_ctx=props.n_ctx,
         is_asleep=props.is_sleeping,
         has_slot_save_path=has_path,
     )

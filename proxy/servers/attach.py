@@ -149,7 +149,7 @@ class Attacher:
             id=process_id,
             build=props.build_info,
             desk=LeaseDesk(SlotTable(contents), self._max_waiting),
-            n_ctx=props.default_generation_settings.n_ctx,
+            n_ctx=props.n_ctx,
             n_believed_points=n_believed_points(self._n_context_checkpoints),
         )
         process.reader = PromptReader(self._upstream, shares_headers=props.total_slots > 1)

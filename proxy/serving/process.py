@@ -448,7 +448,7 @@ class Process(Services):
         self.slots.note_restore(slot_id, checkpoint)
         began = time.monotonic()
         try:
-            reply = await self.upstream.restore(slot_id, checkpoint.file_name)
+            n_restored = await self.upstream.restore(slot_id, checkpoint.file_name)
         except UpstreamRefused:
             # Every failed restore clears the slot (server-context.cpp, SLOT_RESTORE).
             self.slots.set_content(slot_id, Empty())
@@ -458,8 +458,8 @@ class Process(Services):
         self.rates = self.rates.after_restore(
             checkpoint.size_bytes, waited_seconds + seconds, is_warm=start.is_warm
         )
-        if reply.n_restored != checkpoint.n_tokens:
-            raise UpstreamRefused(200, f"restored {reply.n_restored} of {checkpoint.n_tokens}")
+        if n_restored != checkpoint.n_tokens:
+            raise UpstreamRefused(200, f"restored {n_restored} of {checkpoint.n_tokens}")
 
     async def stop(
         self, slot_id: SlotId, prompt: Prompt, cuts: Cuts, stop: Stop, headers: Headers
@@ -491,7 +491,7 @@ class Process(Services):
         """Quarantine on disk what may have ended llama-server in a slot; return whether there is anything.
 
         Suspect is what was being restored, evaluated from, or saved when the connection broke. A process
-        that is told to end lets its connections stand (`upstream.pending`), so nothing is suspect then.
+        that is told to end lets its connections stand (`Heard`), so nothing is suspect then.
         """
         suspects = self.slots.suspects(slot_id, is_saving=is_saving)
         self.slots.forget_sources(slot_id)

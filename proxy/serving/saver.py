@@ -23,8 +23,8 @@ from proxy.llama.state_edits import NEEDED_BY_VERSIONS, repair_window
 from proxy.llama.state_file import StateFile, read_state_file
 from proxy.serving.process import Process
 from proxy.store.catalogue import Claim
+from proxy.store.directory import NewState
 from proxy.store.files import StateFiles
-from proxy.store.writing import NewState
 
 # Saving a slot to a file: the call, the checks of what came of it, and the repair.
 #

@@ -33,7 +33,7 @@ assert set(KINDS) <= set(CASES)
 
 
 def attachment_of(rig: Rig) -> Process:
-    process = rig.running.lifecycle.current
+    process = rig.running.server.process
     assert process is not None
     return process
 
@@ -92,7 +92,7 @@ async def test_session_that_begins_before_the_rule_is_known_leaves_its_header(
     async with start_rig("hybrid", **options) as rig:
         first = asyncio.ensure_future(begin_session(rig, prose(2, 300)))
         async with asyncio.timeout(SETTLE_SECONDS):
-            while rig.running.lifecycle.current is None:  # noqa: ASYNC110 - there is no event for it
+            while rig.running.server.process is None:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(0.001)
         assert not attachment_of(rig).rule.is_known
         await first
