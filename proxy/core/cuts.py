@@ -28,10 +28,10 @@ MIN_CUT_TOKENS = 64
 """A shorter prefix is not worth the round trip of a stop."""
 
 MIN_STRIDE_TOKENS = 32
-"""Two context checkpoints are planted no closer than this: the lower one serves both."""
+"""Two context checkpoints are planted no closer than this: the lower one serves both cuts."""
 
 MIN_BRANCH_TOKENS = 64
-"""Where prompts share so many tokens more than can be reused, a stop is made for the next one."""
+"""If two prompts share this many tokens more than can be reused, a stop is made for the next prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,10 @@ def is_covered(rule: Rule, candidates: Iterable[Candidate], n_cut: int) -> bool:
 
 
 def branch_of(rule: Rule, n_shared: int, n_prompt: int, n_reused: int) -> int:
-    """Return where a prompt branches off from one seen before, 0 if that place can be reused already.
+    """Return where a prompt branches off from an earlier one, 0 if the tokens before can be reused already.
 
-    It shares its first *n_shared* tokens with an earlier prompt, and *n_reused* of them are reused.
+    The prompt shares its first *n_shared* tokens with the earlier prompt, and *n_reused* of them are
+    reused.
     """
     needs_point = rule.kind in (RuleKind.RESTORE_POINTS, RuleKind.END_ONLY)
     is_inside = MIN_CUT_TOKENS <= n_shared < n_prompt - 1
