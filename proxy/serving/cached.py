@@ -164,7 +164,7 @@ class CachedRequest:
     async def _prepare(self) -> bool:
         """Save what is displaced, erase, restore, stop at cuts; return False if nothing may be reused."""
         process, slot_id = self._process, self._plan.slot_id
-        if self._plan.saves_displaced:
+        if self._plan.option.displacement.saves:
             save = process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
             with process.arrivals.announced(self._displaced()):
                 await process.finish(self._lease, save)
@@ -173,7 +173,7 @@ class CachedRequest:
         content = process.slots[slot_id].content
         namespace = self._prompt.namespace
         n_common = shared_tokens(content, self._prompt.tokens, namespace)
-        if self._plan.erases or must_be_erased(process.rule, content, namespace, n_common):
+        if self._plan.option.erases or must_be_erased(process.rule, content, namespace, n_common):
             try:
                 await process.finish(self._lease, process.erase(slot_id))
             except UpstreamFault:
