@@ -2,13 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import Stop
 from proxy.core.model import CheckpointKind, SlotId
-from proxy.core.plan import MAX_LOST_TOKENS, Plan, StartOption, UseLive
+from proxy.core.plan import MAX_LOST_TOKENS, StartOption, UseLive
 from proxy.core.residency import is_similar_enough, rivals, shared_at_least
 from proxy.core.slots import (
     TAINTED,
@@ -22,12 +22,12 @@ from proxy.core.slots import (
 from proxy.core.tokens import Namespace
 from proxy.errors import UpstreamFault
 from proxy.llama.bodies import GenerationBody, n_completions, pin, taints_slot, without_reuse
-from proxy.llama.routes import is_task_for_each_input
+from proxy.llama.routes import Route, is_task_for_each_input
 from proxy.serving.cached import CachedRequest
-from proxy.serving.desk import Choice, Hold, Lease
+from proxy.serving.desk import Choice, Lease, Turn
 from proxy.serving.launches import outlast
 from proxy.serving.process import Process
-from proxy.serving.request import Account, Answer, GenerationRequest, Send
+from proxy.serving.request import Answer, Request, do_nothing
 
 # Requests whose prompt is not looked up: they still take leases, so that the slot table stays true.
 
@@ -101,15 +101,28 @@ def abandon(
     lease.hand_over(process.tasks.start(outlast(process, lambda: lease.reserved)))
 
 
-async def serve_pinned(
+async def send_uncached(
     process: Process,
-    request: GenerationRequest,
-    body: GenerationBody,
-    send: Send,
-) -> Answer:
+    request: Request,
+    turn: Turn,
+    raw: bytes,
+    on_start: Callable[[], None] = do_nothing,
+) -> None:
+    """Send a request that is not cached, and report it.
+
+    At once: clients that have their answer hang up, and what is left to do is cut short.
+    """
+    answer = await process.launches.send(turn, request, raw, on_start)
+    if answer.status == 501 and request.route in (Route.PINNED, Route.UNPINNED):
+        process.unsupported_paths.add(request.path)
+    process.report.not_looked_up(request, request.why or "nothing is cached")
+
+
+async def serve_pinned(
+    process: Process, request: Request, body: GenerationBody, turn: Turn
+) -> None:
     """Serve a request on one slot of our choice, whatever that holds."""
-    desk = process.desk
-    namespace = process.tenant_namespace(request.tenant)
+    desk, namespace = process.desk, process.tenant_namespace(request.tenant)
 
     def choose() -> Choice[None] | None:
         slot = choose_slot_for_bypass(desk.table, namespace)
@@ -119,14 +132,12 @@ async def serve_pinned(
         (slot_id,) = lease.slot_ids
         try:
             can_reuse = await clear_way(process, lease, namespace)
-            answer = await send(
-                pin(body, slot_id, reuses=can_reuse), lambda: desk.note_running(slot_id)
-            )
+            raw = pin(body, slot_id, reuses=can_reuse)
+            await send_uncached(process, request, turn, raw, lambda: desk.note_running(slot_id))
         except BaseException:
             abandon(process, lease, namespace, body)
             raise
         mark_unknown(process, lease.slot_ids, namespace, body)
-        return answer
 
 
 # Requests for which llama-server chooses the slot itself, such as /v1/messages and embeddings.
@@ -148,16 +159,12 @@ LastTasks = dict[SlotId, int]
 class UnpinnedRequest:
     """One request on its way to a slot of llama-server's choice, or to several."""
 
-    def __init__(
-        self,
-        process: Process,
-        request: GenerationRequest,
-        body: GenerationBody | None,
-    ) -> None:
+    def __init__(self, process: Process, request: Request, turn: Turn) -> None:
         self._process = process
         self._desk = process.desk
         self._request = request
-        self._body = body
+        self._turn = turn
+        self._body = body = request.body
         n_slots = 1 if body is None else n_completions(body)
         self._n_slots = min(n_slots, len(self._desk.table))
         # Embeddings and reranking are one task for each input: all slots are held to the end.
@@ -166,7 +173,7 @@ class UnpinnedRequest:
         self._before: LastTasks | None = None
         self._is_placed = False
 
-    async def serve(self, send: Send) -> Answer:
+    async def serve(self) -> None:
         may_be_passed = self._n_slots == 1  # it then waits only until others really run
         with await self._desk.lease(
             self._choose, may_be_passed=may_be_passed, is_placement=True
@@ -177,7 +184,8 @@ class UnpinnedRequest:
                 self._before = await self._process.last_tasks()
                 if self._is_one_task:
                     placement = self._process.tasks.start(self._await_placement(lease))
-                answer = await send(self._raw(reuses=is_clear), lambda: None)
+                raw = self._raw(reuses=is_clear)
+                await send_uncached(self._process, self._request, self._turn, raw)
                 used = await self._used(lease)
             except BaseException:
                 abandon(self._process, lease, self._namespace)
@@ -186,7 +194,6 @@ class UnpinnedRequest:
                 if placement is not None:
                     placement.cancel()
             mark_unknown(self._process, used, self._namespace)
-            return answer
 
     def _raw(self, *, reuses: bool) -> bytes:
         """Return the body, told to reuse nothing if another tenant's tokens are still there."""
@@ -257,42 +264,45 @@ class SimilarRequest(CachedRequest):
     _has_evaluated_all = False
     _is_placed = False
 
-    async def _send(
-        self, lease: Lease[Plan], account: Account, send: Send, *, can_reuse: bool
-    ) -> Answer:
+    async def _send(self, *, can_reuse: bool) -> Answer:
+        slot_id = self._plan.slot_id
         if not can_reuse:
-            overwrite = self._process.overwrite(lease.reason.slot_id, self._prompt.namespace)
-            await self._process.finish(lease, overwrite)
+            overwrite = self._process.overwrite(slot_id, self._prompt.namespace)
+            await self._process.finish(self._lease, overwrite)
         if not self._prompt.fits(self._process.n_ctx):
-            return await self._send_to_be_refused(send)
-        hold = await self._await_turn(lease, account)
+            return await self._send_to_be_refused()
+        hold = await self._await_turn()
         try:
-            before = await self._tasks_before(lease.reason.slot_id)
+            before = await self._tasks_before(slot_id)
             is_over = asyncio.Event()
-            watching = self._process.tasks.start(self._watch(lease, account, hold, before, is_over))
+            watching = self._process.tasks.start(self._watch(hold, before, is_over))
         except BaseException:
-            hold.release()
+            hold.end()
             raise
         try:
-            answer = await send(self._body.raw, lambda: None, account.n_reused)
+            answer = await self._send_as_it_is(self._account.n_reused)
             is_over.set()
             await _see_through(watching)
         finally:
             watching.cancel()
-            hold.release()
-        return self._confirmed(account, answer)
+            hold.end()
+        return self._confirmed(answer)
 
-    async def _send_to_be_refused(self, send: Send) -> Answer:
+    async def _send_as_it_is(self, n_found: int | None = None) -> Answer:
+        launches, raw = self._process.launches, self._body.raw
+        return await launches.send(self._turn, self._request, raw, do_nothing, n_found)
+
+    async def _send_to_be_refused(self) -> Answer:
         """Send a prompt that does not fit; the slot that is chosen runs nothing, and stays as it is."""
         hold = await self._process.desk.hold()
         try:
-            return await send(self._body.raw, lambda: None)
+            return await self._send_as_it_is()
         finally:
-            hold.release()
+            hold.end()
 
-    async def _await_turn(self, lease: Lease[Plan], account: Account) -> Hold:
+    async def _await_turn(self) -> Turn:
         """Return, holding the desk, once llama-server must choose the slot that is prepared."""
-        slot_id, desk = lease.reason.slot_id, self._process.desk
+        slot_id, desk = self._plan.slot_id, self._process.desk
         began, pause = time.monotonic(), _FIRST_SIMILAR_LOOK_SECONDS
         while True:
             hold = await desk.hold()
@@ -302,13 +312,13 @@ class SimilarRequest(CachedRequest):
                 if stands_out and await self._make_way(slot_id, is_late=is_late):
                     return hold
             except BaseException:
-                hold.release()
+                hold.end()
                 raise
             # Only who holds the desk may say so: others then go by what the slot holds.
             desk.table.note_ready(slot_id, is_ready=stands_out)
-            hold.release()
+            hold.end()
             if not stands_out:
-                await self._evaluate_all(lease, account)
+                await self._evaluate_all()
                 continue
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_SIMILAR_LOOK_SECONDS)
@@ -320,16 +330,16 @@ class SimilarRequest(CachedRequest):
         is_most_similar = is_similar_enough(slot, tokens) and not rivals(slot, table, tokens)
         return is_most_similar or self._has_evaluated_all
 
-    async def _evaluate_all(self, lease: Lease[Plan], account: Account) -> None:
+    async def _evaluate_all(self) -> None:
         """Let the slot hold all of the prompt but its last tokens: only an equal prompt is as similar."""
         self._has_evaluated_all = True
         n_end = self._prompt.cuts.message_end or self._prompt.n_tokens - 1
-        slot = self._process.slots[lease.reason.slot_id]
+        slot = self._process.slots[self._plan.slot_id]
         if n_end <= shared_at_least(slot, self._prompt.tokens):
             return
-        cuts = lease.reason.cuts
+        cuts = self._plan.cuts
         try:
-            account.add(
+            self._account.add(
                 await self._process.stop(
                     slot.id, self._prompt, cuts, Stop(n_end), self._request.headers
                 )
@@ -360,65 +370,56 @@ class SimilarRequest(CachedRequest):
             return False
         return is_late or (rival.is_running and len(process.tenants) <= 1)
 
-    async def _watch(
-        self,
-        lease: Lease[Plan],
-        account: Account,
-        hold: Hold,
-        before: LastTasks | None,
-        is_over: asyncio.Event,
-    ) -> None:
+    async def _watch(self, hold: Turn, before: LastTasks | None, is_over: asyncio.Event) -> None:
         """Find where llama-server begins the request; hold the desk until then, but not for long."""
         began, pause = time.monotonic(), _FIRST_SIMILAR_LOOK_SECONDS
-        slot_id = lease.reason.slot_id
+        slot_id = self._plan.slot_id
         self._is_placed = before is None  # nothing else is as similar
         while before is not None and not self._is_placed:
             await _wait(is_over, pause)
             is_last_look = is_over.is_set()
-            self._find(lease, account, before, await self._process.last_tasks())
+            self._find(before, await self._process.last_tasks())
             if is_last_look:
                 break
             pause = min(2 * pause, _LAST_SIMILAR_LOOK_SECONDS)
             if time.monotonic() - began > _START_SECONDS:
-                hold.release()
+                hold.end()
                 before = {slot_id: before[slot_id]}  # others may begin in the free ones now
         if self._is_placed:
-            self._process.slots.note_running(lease.reason.slot_id)
-        if self._is_placed and before is not None and lease.reason.slot_id == slot_id:
+            self._process.slots.note_running(self._plan.slot_id)
+        if self._is_placed and before is not None and self._plan.slot_id == slot_id:
             self._process.recover(DegradationKind.PLACED_ELSEWHERE)
-        hold.release()
+        hold.end()
 
-    def _find(
-        self, lease: Lease[Plan], account: Account, before: LastTasks, after: LastTasks | None
-    ) -> None:
+    def _find(self, before: LastTasks, after: LastTasks | None) -> None:
         """Look which slot has run something since; go on in another one if it was that."""
         if after is None:
             return
-        slot_id, table = lease.reason.slot_id, self._process.slots
+        slot_id, table = self._plan.slot_id, self._process.slots
         if after.get(slot_id) != before.get(slot_id):
             self._is_placed = True
             return
         for other, task in before.items():
             if task != after.get(other) and not table[other].is_leased:
                 self._is_placed = True
-                return self._follow(lease, account, table[other])
+                return self._follow(table[other])
 
-    def _follow(self, lease: Lease[Plan], account: Account, chosen: Slot) -> None:
+    def _follow(self, chosen: Slot) -> None:
         """Take the slot that was chosen instead; the one that was prepared is free again."""
         process, prompt = self._process, self._prompt
-        if chosen.id not in rivals(process.slots[lease.reason.slot_id], [chosen], prompt.tokens):
+        if chosen.id not in rivals(process.slots[self._plan.slot_id], [chosen], prompt.tokens):
             process.degrade(DegradationKind.PLACED_ELSEWHERE)
         reuse = live_reuse(process.rule, chosen.content, prompt.namespace, prompt.tokens)
-        plan = replace(lease.reason, option=StartOption(chosen.id, UseLive(reuse), 0.0), stops=())
-        process.desk.move(lease, plan.slot_id, plan)
+        plan = replace(self._plan, option=StartOption(chosen.id, UseLive(reuse), 0.0), stops=())
+        process.desk.move(self._lease, plan.slot_id, plan)
         process.slots.destine(plan.slot_id, prompt.tokens)
-        account.move(plan)
+        self._account.move(plan)
 
-    def _confirmed(self, account: Account, answer: Answer) -> Answer:
+    def _confirmed(self, answer: Answer) -> Answer:
         """Return the answer, without what it says of reuse if its slot is not known."""
         if self._is_placed or answer.timings is None:
             return answer
-        account.is_degraded = True
+        self._account.is_degraded = True
         self._process.metrics.drift.inc()
         self._process.degrade(DegradationKind.PLACED_ELSEWHERE)
         return replace(answer, timings=None)

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from proxy.core.cuts import SLACK_TOKENS
@@ -188,6 +188,7 @@ def test_select_points_of_anything_serves_every_sure_place_as_well_as_can_be(
 def test_select_points_of_anything_large_keeps_none_close_to_another(
     own: set[int], donors: list[Donor], places: list[ReturnPoint], rates: Rates
 ) -> None:
+    assume(own)  # they tell what a context checkpoint of this model costs
     selection = select_points(own_points(*own, size_bytes=10**12), donors, places, rates)
     kept = [0, *sorted(selection.points)]
     assert all(high - low > SLACK_TOKENS for low, high in zip(kept, kept[1:], strict=False))
