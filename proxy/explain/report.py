@@ -38,12 +38,13 @@ from proxy.explain.views import Today
 from proxy.llama.bodies import GenerationBody, contents_of, sketch_of
 from proxy.log import get_logger
 from proxy.metrics import Metrics
-from proxy.serving.request import Account, Answer, Arrival, GenerationRequest
 from proxy.store.store import CheckpointStore
 
 if TYPE_CHECKING:
     from proxy.serving.process import Process
+    from proxy.serving.request import Account, Request
 
+TOKENIZED_OTHERWISE = "requests of this shape are tokenized differently"
 MAX_REQUESTS = 2000
 MAX_PROMPTS = 500
 MAX_PROMPT_BYTES = 48 << 20
@@ -177,7 +178,7 @@ class Inquiry:
         self._planned_at = time.monotonic()
         self._known = self._journal.prompts.newest()
 
-    def judge(self, account: Account, request_id: str) -> Judgement:
+    def judge(self, account: "Account", request_id: str) -> Judgement:
         """Return why no more was reused, once that is known; the prompt is known from now on."""
         if account.n_reused is None:
             return Judgement()
@@ -201,7 +202,7 @@ class Inquiry:
             self._remember(new, request_id, (nearest, compared))
         return judgement
 
-    def _beside_others(self, judgement: Judgement, account: Account) -> Judgement:
+    def _beside_others(self, judgement: Judgement, account: "Account") -> Judgement:
         """Return the judgement, or that another API key's states have what is not known under this one."""
         n_reused = account.n_reused or 0
         is_explained = judgement.cause.is_miss or account.n_prompt - n_reused <= SLACK_TOKENS
@@ -285,29 +286,33 @@ class Report:
         self._journal = journal
         self._log = get_logger("cache")
 
-    def answered(
-        self,
-        request: GenerationRequest,
-        answer: Answer,
-        outcome: Outcome,
-        judgement: Judgement,
-        account: Account | None = None,
-        *,
-        why: str | None = None,
+    def answered(self, request: "Request", judgement: Judgement) -> None:
+        """Report a request that was looked up, once its answer was relayed."""
+        self._answered(request, judgement, request.outcome)
+
+    def not_looked_up(
+        self, request: "Request", why: str, outcome: Outcome = Outcome.BYPASS
     ) -> None:
-        """Report a request whose answer was relayed; without an account, *why* it was not looked up."""
+        """Report a request that was not looked up, and *why*, once its answer was relayed."""
+        request.why = why
+        is_otherwise = why == TOKENIZED_OTHERWISE
+        cause = Cause.TOKENIZED_OTHERWISE if is_otherwise else Cause.NOT_LOOKED_UP
+        self._answered(request, Judgement(cause), outcome)
+
+    def _answered(self, request: "Request", judgement: Judgement, outcome: Outcome) -> None:
+        answer, account = request.answer, request.account
+        assert answer is not None
         if answer.is_broken:
-            gone = UpstreamGone("llama-server went away in mid-answer")
-            return self.unanswered(request.arrival, gone)
+            return self.unanswered(request, UpstreamGone("llama-server went away in mid-answer"))
         self._metrics.requests.labels(outcome).inc()
         self._count_reuse(judgement, account)
-        arrived_at, first_token_seconds = request.arrival.arrived_at, None
+        first_token_seconds = None
         if answer.first_token_at is not None:
-            first_token_seconds = round(answer.first_token_at - arrived_at, 4)
+            first_token_seconds = round(answer.first_token_at - request.arrived_at, 4)
             self._metrics.first_token_seconds.labels(outcome).observe(first_token_seconds)
         record = RequestRecord(
             id=request.id,
-            at=request.arrival.at,
+            at=request.at,
             path=request.path,
             outcome=outcome.value,
             cause=judgement.cause,
@@ -317,14 +322,14 @@ class Report:
             status=answer.status,
             server=request.server or None,
             first_token_seconds=first_token_seconds,
-            seconds=round(time.monotonic() - arrived_at, 4),
+            seconds=round(time.monotonic() - request.arrived_at, 4),
             rewrites=request.rewrites or None,
-            **(account.describe() if account else {"why": why}),
+            **(account.describe() if account else {"why": request.why}),
         )
         self._log.info("request", **_line(record))
         self._remember(record, judgement)
 
-    def _count_reuse(self, judgement: Judgement, account: Account | None) -> None:
+    def _count_reuse(self, judgement: Judgement, account: "Account | None") -> None:
         """Count what was missed, and what was saved."""
         metrics, cause = self._metrics, judgement.cause
         if cause.is_miss:
@@ -335,18 +340,18 @@ class Report:
             metrics.saved_seconds.labels(source).inc(max(0.0, seconds))
             metrics.lost_seconds.inc(max(0.0, -seconds))
 
-    def unanswered(self, arrival: Arrival, error: BaseException) -> None:
+    def unanswered(self, request: "Request", error: BaseException) -> None:
         """Report a request that *error* ended before its answer was whole."""
         why = _why_unanswered(error)
         self._metrics.unanswered_requests.labels(why).inc()
         record = RequestRecord(
-            id=arrival.id,
-            at=arrival.at,
-            path=arrival.path,
+            id=request.id,
+            at=request.at,
+            path=request.path,
             outcome=UNANSWERED,
             cause=Cause.NOT_LOOKED_UP,
             why=why,
-            seconds=round(time.monotonic() - arrival.arrived_at, 4),
+            seconds=round(time.monotonic() - request.arrived_at, 4),
         )
         write = self._log.warning if isinstance(error, ProxyError) else self._log.info
         write("request", **_line(record), reason=str(error) or type(error).__name__)

@@ -7,7 +7,7 @@ from functools import partial
 
 from proxy.core.model import CheckpointKind
 from proxy.core.rates import Rates
-from proxy.core.saving import is_write_back_due, worth_of
+from proxy.core.saving import is_worth_saving, is_write_back_due
 from proxy.core.slots import Known, Slot, SlotTable
 from proxy.errors import StoreFault, TooManyRequests
 from proxy.log import get_logger
@@ -148,4 +148,4 @@ def _is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:
 
 def _is_worth_it(process: Process, content: Known) -> bool:
     size_bytes = process.state_bytes(content)
-    return worth_of(content, content.n_unsaved, size_bytes, process.rates).is_worth_it
+    return is_worth_saving(content, content.n_unsaved, size_bytes, process.rates)

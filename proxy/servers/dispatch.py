@@ -2,15 +2,15 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
+from typing import Any
 
 import msgspec
 
-from proxy.core.model import Outcome
 from proxy.core.residency import Offer, best_offer
 from proxy.errors import (
     EndsLlamaServer,
@@ -20,17 +20,15 @@ from proxy.errors import (
     UpstreamNotReached,
     UpstreamPerhapsReached,
 )
-from proxy.explain.explanation import Judgement
 from proxy.explain.report import Report
-from proxy.llama.client import LlamaServer
 from proxy.servers.backend import Backend, Group
 from proxy.servers.pool import Fleet
-from proxy.serving.cache import ReadRequest, WillBeRefused
+from proxy.serving.cache import WillBeRefused
 from proxy.serving.desk import DeskClosed, EndedOver, FreeElsewhere
 from proxy.serving.launches import QueuePlace
-from proxy.serving.planning import Planning
+from proxy.serving.planning import offer
 from proxy.serving.process import Process
-from proxy.serving.request import Answer, GenerationRequest, Send
+from proxy.serving.request import Request
 from proxy.serving.rewriting import Stabilizing
 from proxy.store.store import CheckpointStore
 
@@ -99,9 +97,9 @@ class FatalRequests:
         return deaths if is_recent else None
 
 
-def key_of(read: ReadRequest) -> str:
+def key_of(request: Request) -> str:
     """Return what tells a request from others: its prompt, or its body if that was not read."""
-    content = read.request.raw if read.prompt is None else read.prompt.tokens.tobytes()
+    content = request.raw if request.prompt is None else request.prompt.tokens.tobytes()
     return blake2b(content, digest_size=16).hexdigest()
 
 
@@ -124,41 +122,38 @@ class OnWay:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The llama-server that serves a request, and the request as it serves it."""
+    """The llama-server that serves a request."""
 
     backend: Backend
     process: Process
-    read: ReadRequest
     on_way: OnWay
 
 
-async def choose(group: Group, reader: Backend, process: Process, read: ReadRequest) -> Chosen:
+async def choose(group: Group, reader: Backend, process: Process, request: Request) -> Chosen:
     """Return the best llama-server of a group for a request that the *reader* has read.
 
     Raises what `Cache.take_over` does.
     """
     present = [(b, s) for b in group.backends if (s := b.lifecycle.current) is not None]
     if len(present) <= 1:
-        return Chosen(reader, process, read, OnWay(group.on_way, reader))
-    offers = [_offer(b, s, read).beside(group.on_way[b]) for b, s in present]
+        return Chosen(reader, process, OnWay(group.on_way, reader))
+    offers = [_offer(s, request).beside(group.on_way[b]) for b, s in present]
     backend, chosen = present[best_offer(offers)]
     on_way = OnWay(group.on_way, backend)
-    if chosen is process:
-        return Chosen(backend, chosen, read, on_way)
-    try:
-        taken = await backend.cache.take_over(chosen, read)
-    except BaseException:
-        on_way.arrive()
-        raise
-    return Chosen(backend, chosen, taken, on_way)
+    if chosen is not process:
+        try:
+            await backend.cache.take_over(chosen, request)
+        except BaseException:
+            on_way.arrive()
+            raise
+    return Chosen(backend, chosen, on_way)
 
 
-def _offer(backend: Backend, process: Process, read: ReadRequest) -> Offer:
+def _offer(process: Process, request: Request) -> Offer:
     """Return what a llama-server can do for a request; one that was not read goes by who is busy."""
-    process, prompt = process, read.prompt
-    if prompt is not None:
-        namespace = process.tenant_namespace(read.request.tenant)
-        return Planning(process, replace(prompt, namespace=namespace)).offer()
+    if request.prompt is not None:
+        namespace = process.tenant_namespace(request.tenant)
+        return offer(process, replace(request.prompt, namespace=namespace))
     n_busy = sum(slot.is_leased for slot in process.slots)
     return Offer(0.0, 0, n_busy, process.desk.n_waiting, len(process.slots))
 
@@ -168,9 +163,6 @@ def _offer(backend: Backend, process: Process, read: ReadRequest) -> Offer:
 
 MAX_LOADS = 4
 """A request has a model loaded so many times at most that does not stay: then its host answers."""
-
-SendTo = Callable[[LlamaServer], Send]
-"""Returns how a body is sent to a llama-server, and its answer relayed."""
 
 
 class Dispatch:
@@ -184,13 +176,13 @@ class Dispatch:
         self._stabilizing = stabilizing
         self._report = report
 
-    async def serve(self, request: GenerationRequest, send_to: SendTo) -> None:
+    async def serve(self, request: Request) -> None:
         """Serve one request; what sending raises passes through, cache faults do not.
 
         A request of which nothing was sent yet waits for a llama-server that is away. Raises
         UpstreamAbsent if that takes too long, EndsLlamaServer if llama-server ends over it again and again.
         """
-        place, last = QueuePlace(request.arrival.arrived_at), None
+        place, last = QueuePlace(request.arrived_at), None
         try:
             for n_tries in count(1):
                 async with self._fleet.group(
@@ -200,40 +192,39 @@ class Dispatch:
                         last.order.leave(place)
                     last = group
                     if group is None:
-                        return await self._pass_on(request, send_to(self._fleet.roots[0]))
+                        return await self._pass_on(request)
                     may_be_lost = n_tries < MAX_LOADS
-                    if await self._try(group, request, send_to, place, may_be_lost=may_be_lost):
+                    if await self._try(group, request, place, may_be_lost=may_be_lost):
                         return None
                     group.keep(place)
         finally:
             if last is not None:
                 last.order.leave(place)
 
-    async def serve_in(self, group: Group, request: GenerationRequest, send_to: SendTo) -> None:
+    async def serve_in(self, group: Group, request: Request) -> None:
         """Serve one request for somebody who has the model kept loaded already.
 
         To ask for it again would wait for those who wait for it to leave. Raises as `serve` does, and
         UpstreamGone if llama-server goes away again and again.
         """
-        place = QueuePlace(request.arrival.arrived_at)
+        place = QueuePlace(request.arrived_at)
         try:
             for _ in range(MAX_LOADS):
-                if await self._try(group, request, send_to, place, may_be_lost=False):
+                if await self._try(group, request, place, may_be_lost=False):
                     return
                 group.order.join(place)
         finally:
             group.order.leave(place)
         raise UpstreamGone("llama-server goes away again and again")
 
-    async def _pass_on(self, request: GenerationRequest, send: Send) -> None:
-        answer = await send(request.raw, lambda: None)
-        self._report.answered(request, answer, Outcome.BYPASS, Judgement(), why="no such model")
+    async def _pass_on(self, request: Request) -> None:
+        await request.send(self._fleet.roots[0], request.raw)
+        self._report.not_looked_up(request, "no such model")
 
     async def _try(
         self,
         group: Group,
-        request: GenerationRequest,
-        send_to: SendTo,
+        request: Request,
         place: QueuePlace,
         *,
         may_be_lost: bool,
@@ -247,32 +238,28 @@ class Dispatch:
             if backend.lifecycle.is_over or (was_there and may_be_lost and await group.is_lost()):
                 return False
             group.order.leave(place)
-            return await self._serve_unplaced(
-                group, backend, request, send_to, may_be_lost=may_be_lost
-            )
+            return await self._serve_unplaced(group, backend, request, may_be_lost=may_be_lost)
         try:
-            read = await backend.cache.read(process, request)
-            chosen = await choose(group, backend, process, read)
+            await backend.cache.read(process, request)
+            chosen = await choose(group, backend, process, request)
         except WillBeRefused as why:
             group.order.leave(place)
-            send = self._sending(backend, request, send_to)
-            await backend.cache.let_refuse(process, request, send, why)
+            await self._watched(backend, request, backend.cache.let_refuse(process, request, why))
             return True
         except DeskClosed:
             return await _look_elsewhere(group, backend)
         try:
-            return await self._serve_by(group, chosen, send_to, place)
+            return await self._serve_by(group, chosen, request, place)
         finally:
             chosen.on_way.arrive()
 
     async def _serve_by(
-        self, group: Group, chosen: Chosen, send_to: SendTo, place: QueuePlace
+        self, group: Group, chosen: Chosen, request: Request, place: QueuePlace
     ) -> bool:
         """Serve a request that was read; return False if it has to be served elsewhere."""
-        backend, process, read = chosen.backend, chosen.process, chosen.read
-        key = key_of(read)
+        backend, process = chosen.backend, chosen.process
+        key = key_of(request)
         self._fatal.require_harmless(key)
-        send = self._sending(backend, read.request, send_to)
 
         async def turn() -> None:
             await group.order.turn(place)
@@ -280,10 +267,9 @@ class Dispatch:
             chosen.on_way.arrive()
 
         if len(group.backends) > 1:
-            place.queued_at = place.queued_at or time.monotonic()
-            read = replace(read, request=replace(read.request, queued_at=place.queued_at))
+            request.queued_at = request.queued_at or time.monotonic()
         try:
-            await backend.cache.serve(process, read, send, turn)
+            await self._watched(backend, request, backend.cache.serve(process, request, turn))
         except FreeElsewhere:
             return False
         except DeskClosed as closed:
@@ -306,14 +292,13 @@ class Dispatch:
         self,
         group: Group,
         backend: Backend,
-        request: GenerationRequest,
-        send_to: SendTo,
+        request: Request,
         *,
         may_be_lost: bool,
     ) -> bool:
         """Forward to a llama-server that is not attached; return False if its host has gone away."""
         try:
-            await backend.cache.serve_unplaced(request, self._sending(backend, request, send_to))
+            await self._watched(backend, request, backend.cache.serve_unplaced(request))
         except UpstreamGone as gone:
             backend.lifecycle.poke()
             may_be_lost &= group.is_hosted and isinstance(gone, UpstreamNotReached)
@@ -322,20 +307,17 @@ class Dispatch:
             raise
         return True
 
-    def _sending(self, backend: Backend, request: GenerationRequest, send_to: SendTo) -> Send:
-        """Return how to send to a llama-server, noting what its answer tells."""
-        send = send_to(backend.services.upstream)
-
-        async def send_and_watch(
-            raw: bytes, on_start: Callable[[], None], n_found: int | None = None
-        ) -> Answer:
-            answer = await send(raw, on_start, n_found)
-            self._stabilizing.note_calls(request, answer.calls)
-            if answer.is_broken:
+    async def _watched(
+        self, backend: Backend, request: Request, serving: Coroutine[Any, Any, None]
+    ) -> None:
+        """Serve a request, and note what its answer tells, also to a client that hangs up with it."""
+        request.answer = None
+        try:
+            await serving
+        finally:
+            self._stabilizing.note_calls(request)
+            if request.answer is not None and request.answer.is_broken:
                 backend.lifecycle.poke()
-            return answer
-
-        return send_and_watch
 
 
 async def _look_elsewhere(group: Group, backend: Backend) -> bool:

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import CAREFUL_RULE, CheckpointKind, Rule, RuleKind, SlotId
-from proxy.core.rule import RestoreProbe, SelfTestResult, Trial, diverging_tells, judge
+from proxy.core.rule import RestoreProbe, SelfTestResult, diverging_tells, judge
 from proxy.core.slots import Empty, Unknown, choose_slot_to_empty
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from proxy.errors import UpstreamRefused
@@ -122,11 +122,13 @@ class SelfTest:
             requests.append(text[:n_common] + text[-BACK_TOKENS:])
         return [*requests, text[: n_tokens + _MORE_TOKENS]]
 
-    async def _try(self, slot_id: SlotId, name: str, n_state: int, prompt: TokenIds) -> Trial:
+    async def _try(
+        self, slot_id: SlotId, name: str, n_state: int, prompt: TokenIds
+    ) -> tuple[int, int, int]:
         await self._restore(slot_id, name)
         n_common = common_prefix_length(self._text[:n_state], prompt)
         n_reused = (await self._upstream.evaluate(slot_id, prompt)).cache_n
-        return Trial(len(prompt), n_common, n_reused)
+        return n_common, min(n_common, len(prompt) - 1), n_reused
 
     async def _restore(self, slot_id: SlotId, name: str) -> None:
         await self._upstream.erase(slot_id)

@@ -307,6 +307,7 @@ class Lifecycle:
         if process.clears_idle_slots:
             before -= {DegradationKind.IDLE_SLOTS_CLEARED}
         process.note_tenants()
+        process.is_current = partial(self.is_still, process)
         self._outlast_strangers(process)
         self._learning.begin(process)
         self._degradations.end(*before)

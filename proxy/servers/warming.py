@@ -5,7 +5,6 @@ whoever sent them first, so that the next request of theirs finds the state.
 """
 
 import asyncio
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -29,9 +28,10 @@ from proxy.llama.routes import Route
 from proxy.servers.backend import Backend, Group
 from proxy.servers.dispatch import Dispatch
 from proxy.servers.pool import Fleet
-from proxy.serving.cache import EXAMINATION_SECONDS
+from proxy.serving.cache import EXAMINATION_SECONDS, WillBeRefused
+from proxy.serving.desk import DeskClosed
 from proxy.serving.process import Process, Shared
-from proxy.serving.request import Answer, Arrival, GenerationRequest, Send
+from proxy.serving.request import Answer, OnStart, Request
 
 # Requests made again from the journal: their tokens are known, their bodies are not.
 #
@@ -53,9 +53,7 @@ class EarlierRequests:
         self._journal = journal
         self._fleet = fleet
 
-    def again(
-        self, request_id: str, keys: Mapping[str, str], *, is_whole: bool
-    ) -> GenerationRequest:
+    def again(self, request_id: str, keys: Mapping[str, str], *, is_whole: bool) -> Request:
         """Return a request that evaluates the header of an earlier one, or all of it; raises NotKnown.
 
         A header that was not found is all of the prompt. Without *keys* the proxy's own one is used.
@@ -67,14 +65,16 @@ class EarlierRequests:
         upstream, tenant = self._owner(namespace)
         n_header = cuts[0] if (cuts := explanation.request.cuts) else 0
         wanted = tokens if is_whole or not n_header else tokens[:n_header]
-        return GenerationRequest(
-            arrival=Arrival(secrets.token_hex(4), _PATH),
+        headers = keys or upstream.own_headers
+        request = Request(
+            path=_PATH,
             route=Route.COMPLETION,
-            raw=tokens_request(wanted, upstream.target.model),
-            headers=keys or upstream.own_headers,
+            headers=headers,
+            relay=partial(send_for_nobody, _PATH, headers),
             tenant=tenant,
             model=upstream.target.model,
         )
+        return request.receive(tokens_request(wanted, upstream.target.model))
 
     def _owner(self, namespace: Namespace) -> tuple[LlamaServer, bytes]:
         """Return the llama-server that serves a namespace, and its tenant."""
@@ -140,9 +140,7 @@ class Warming:
         self._dispatch = dispatch
         self._busy = asyncio.Lock()
 
-    async def warm(
-        self, request: GenerationRequest, on_progress: OnProgress, *, is_whole: bool
-    ) -> Warmed:
+    async def warm(self, request: Request, on_progress: OnProgress, *, is_whole: bool) -> Warmed:
         """Evaluate the prompt of a request and keep its header, or all of it; one request at a time.
 
         Raises NotWarmed, or what makes serving any request impossible.
@@ -154,7 +152,7 @@ class Warming:
     async def _warm(
         self,
         group: Group | None,
-        request: GenerationRequest,
+        request: Request,
         on_progress: OnProgress,
         *,
         is_whole: bool,
@@ -174,7 +172,7 @@ class Warming:
             on_progress(prompt.n_tokens, prompt.n_tokens)
         else:
             async with self._watched(process, prompt, on_progress):
-                await self._dispatch.serve_in(group, request, partial(_sending, request))
+                await self._dispatch.serve_in(group, request)
             await self._save(group, prompt)
             n_usable, checkpoint = self._best(process, prompt)
         if checkpoint is None or n_usable < wanted:
@@ -229,33 +227,40 @@ class Warming:
         return best
 
 
-async def _read(backend: Backend, process: Process, request: GenerationRequest) -> Prompt:
-    prompt, reason = await backend.cache.prompt_of(process, request)
-    if prompt is None:
-        raise NotWarmed(f"this request is not cached: {reason}")
-    return prompt
+async def _read(backend: Backend, process: Process, request: Request) -> Prompt:
+    try:
+        await backend.cache.read(process, request)
+    except WillBeRefused as why:
+        raise NotWarmed(f"this request is not cached: {why}") from why
+    except DeskClosed as gone:
+        raise NotWarmed("llama-server was replaced meanwhile") from gone
+    if request.prompt is None:
+        raise NotWarmed(f"this request is not cached: {request.why}")
+    return request.prompt
 
 
-def _sending(request: GenerationRequest, upstream: LlamaServer) -> Send:
-    """Return how a request that nobody else has made is sent."""
-
-    async def send(raw: bytes, on_start: Callable[[], None], n_found: int | None = None) -> Answer:
-        headers = {"Content-Type": "application/json", **request.headers}
-        try:
-            url = upstream.url(request.path)
-            async with upstream.session.post(url, data=raw, headers=headers) as reply:
-                body = await reply.read()
-        except aiohttp.ClientConnectorError as error:
-            raise UpstreamNotReached(str(error)) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamEnded(f"llama-server went away: {error}") from error
-        if reply.status != 200:
-            raise NotWarmed(f"llama-server answered {reply.status}: {body[:300]!r}")
-        reader = AnswerReader(reply.headers.get("Content-Type", ""))
-        reader.feed(body)
-        return Answer(reply.status, reader.timings())
-
-    return send
+async def send_for_nobody(
+    path: str,
+    keys: Mapping[str, str],
+    upstream: LlamaServer,
+    raw: bytes,
+    on_start: OnStart,
+    n_found: int | None,
+) -> Answer:
+    """Send a request that no client has made; raises NotWarmed if llama-server refuses it."""
+    headers = {"Content-Type": "application/json", **keys}
+    try:
+        async with upstream.session.post(upstream.url(path), data=raw, headers=headers) as reply:
+            body = await reply.read()
+    except aiohttp.ClientConnectorError as error:
+        raise UpstreamNotReached(str(error)) from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise UpstreamEnded(f"llama-server went away: {error}") from error
+    if reply.status != 200:
+        raise NotWarmed(f"llama-server answered {reply.status}: {body[:300]!r}")
+    reader = AnswerReader(reply.headers.get("Content-Type", ""))
+    reader.feed(body)
+    return Answer(reply.status, reader.timings())
 
 
 def _wanted_tokens(prompt: Prompt, *, is_whole: bool) -> int:

@@ -6,16 +6,14 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 
-from proxy.core.model import CheckpointKind, RuleKind, SlotId
-from proxy.core.plan import Coming
+from proxy.core.model import CheckpointKind, ExpectedState, RuleKind, SlotId
 from proxy.core.saving import is_write_back_due
 from proxy.core.slots import Empty, SlotTable
-from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import UpstreamFault
 from proxy.llama.client import SlotStatus
 from proxy.serving.desk import LeaseDesk, Turn, Turns
 from proxy.serving.process import Process
-from proxy.serving.request import Answer, Send
+from proxy.serving.request import Answer, OnStart, Request, do_nothing
 
 # Requests that had to wait for llama-server come to the desk in the order in which they arrived.
 #
@@ -74,17 +72,6 @@ class ArrivalOrder:
 # request just when the next one of its conversation comes.
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class ExpectedState:
-    """A state of *tokens* that will be saved at about *expected_at* on the monotonic clock."""
-
-    tokens: TokenIds
-    namespace: Namespace
-    expected_at: float
-    size_bytes: int
-    restore_points: tuple[int, ...] = ()
-
-
 class Arrivals:
     """What is about to be saved in the slots of one llama-server process."""
 
@@ -105,19 +92,10 @@ class Arrivals:
             self._arrivals.remove(arrival)
             self._desk.reconsider()
 
-    def coming(self) -> tuple[Coming, ...]:
-        """Return what can be waited for now; what is overdue still counts as about to come."""
-        now = time.monotonic()
-        return tuple(
-            Coming(
-                arrival.tokens,
-                arrival.namespace,
-                max(0.0, arrival.expected_at - now),
-                arrival.size_bytes,
-                arrival.restore_points,
-            )
-            for arrival in self._arrivals
-        )
+    @property
+    def expected(self) -> tuple[ExpectedState, ...]:
+        """What can be waited for now; what is overdue still counts as about to come."""
+        return tuple(self._arrivals)
 
 
 # Servers on which a slot that starts to run empties all idle ones, as with llama-server's default flags.
@@ -195,32 +173,33 @@ class Launches:
             if not isinstance(self._table[slot.id].content, Empty):
                 await self._process.empty(slot.id)
 
-    def in_turn(self, turn: Turn, send: Send) -> Send:
-        """Return *send* such that it ends the turn once llama-server runs the request."""
+    async def send(
+        self,
+        turn: Turn,
+        request: Request,
+        raw: bytes,
+        on_start: OnStart = do_nothing,
+        n_found: int | None = None,
+    ) -> Answer:
+        """Send a request; its *turn* ends once llama-server runs it. Raises what `Request.send` does."""
+        upstream = self._process.upstream
         if turn.has_ended:
-            return send
+            return await request.send(upstream, raw, on_start, n_found)
+        if self._process.rule.kind is not RuleKind.END_ONLY:
+            # There a save begins with a cut, whose start would empty the slot that is prepared.
+            await self.clear_others()
+        before = await self._process.last_tasks()
+        watch = self._process.tasks.start(self._end_at_start(turn, before))
 
-        async def send_in_turn(
-            raw: bytes, on_start: Callable[[], None], n_found: int | None = None
-        ) -> Answer:
-            if self._process.rule.kind is not RuleKind.END_ONLY:
-                # There a save begins with a cut, whose start would empty the slot that is prepared.
-                await self.clear_others()
-            watch = self._process.tasks.start(
-                self._end_at_start(turn, await self._process.last_tasks())
-            )
+        def started() -> None:
+            turn.end()
+            on_start()
 
-            def started() -> None:
-                turn.end()
-                on_start()
-
-            try:
-                return await send(raw, started, n_found)
-            finally:
-                watch.cancel()
-                turn.end()
-
-        return send_in_turn
+        try:
+            return await request.send(upstream, raw, started, n_found)
+        finally:
+            watch.cancel()
+            turn.end()
 
     async def _end_at_start(self, turn: Turn, before: dict[SlotId, int] | None) -> None:
         """End the turn when some slot has begun another task; a whole answer's start is not told."""

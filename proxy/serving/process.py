@@ -8,7 +8,7 @@ whatever fails.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -34,7 +34,7 @@ from proxy.core.model import (
 from proxy.core.plan import Restore
 from proxy.core.rates import Rates
 from proxy.core.rule import SelfTestResult, usable_tokens
-from proxy.core.saving import StateSize, expected_bytes, extent_of
+from proxy.core.saving import StateSize, expected_bytes, state_bytes
 from proxy.core.slots import (
     LOADING,
     TAINTED,
@@ -84,6 +84,10 @@ _MAX_OTHERS = 16
 ENDED_LLAMA_SERVER = (
     "llama-server ended while it restored this state, evaluated from it or saved it"
 )
+
+
+async def _is_always() -> bool:
+    return True
 
 
 class NewestProcesses:
@@ -194,6 +198,8 @@ class Process(Services):
     saves: "SlotSaves" = field(init=False)
     launches: "Launches" = field(init=False)
     arrivals: "Arrivals" = field(init=False)
+    is_current: Callable[[], Awaitable[bool]] = _is_always
+    """Looks at llama-server now; returns whether this process is still the one that answers."""
     _is_examined: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -327,8 +333,7 @@ class Process(Services):
 
     def state_bytes(self, content: Content) -> int:
         """Return how large the state of a slot will be at most; 0 while nothing like it was saved."""
-        extent = extent_of(content)
-        return (expected_bytes(self.sizes, *extent) or 0) if extent else 0
+        return state_bytes(self.sizes, content)
 
     # What llama-server says of its slots.
 

@@ -274,7 +274,7 @@ class Room:
 
     def _sizes(self) -> list[StateSize]:
         """Return the sizes of this model's states; before it is identified, those of all models'."""
-        ours = self._present().namespaces
+        ours = self._present().rates_by
         stored = (c for c in self._process.store if not ours or c.namespace in ours)
         return [
             *self._process.sizes,

@@ -16,7 +16,6 @@ from typing import Any
 from cachetools import LRUCache
 
 from proxy.core.eviction import (
-    Exempt,
     Gone,
     Lineage,
     Present,
@@ -220,8 +219,15 @@ class Catalogue:
         self, n_bytes: int, present: Present, replaces: Collection[CheckpointId] = ()
     ) -> list[Checkpoint]:
         """Return what to remove for *n_bytes* more room; less if the rest is in use or pinned."""
-        exempt = Exempt(set(self._in_use), self._quarantined, replaces)
-        return choose_victims(self._records.values(), n_bytes, self._lineage, present, exempt)
+        return choose_victims(
+            self._records.values(),
+            n_bytes,
+            self._lineage,
+            present,
+            in_use=set(self._in_use),
+            quarantined=self._quarantined,
+            being_replaced=replaces,
+        )
 
     def enter(self, checkpoint: Checkpoint, hashes: Sequence[PrefixHash]) -> None:
         """Add a checkpoint whose file and index entry are there."""

@@ -7,9 +7,9 @@ the domains below, cannot be had by anybody out there.
 
 import asyncio
 import ipaddress
-import secrets
 from collections import Counter
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,14 +23,14 @@ from proxy.core.slots import SlotTable, state_of
 from proxy.errors import CacheFault, ProxyError
 from proxy.explain.report import Journal
 from proxy.health import Degradation
-from proxy.llama.bodies import head_of, header_request, parse_body, route_path
+from proxy.llama.bodies import header_request, parse_body, route_path
 from proxy.llama.routes import Aliases, Route, generation_route, with_alias
 from proxy.metrics import POSITION_LABELS
 from proxy.servers.backend import Backend
 from proxy.servers.pool import Fleet
-from proxy.servers.warming import EarlierRequests, NotKnown, Warmed, Warming
+from proxy.servers.warming import EarlierRequests, NotKnown, Warmed, Warming, send_for_nobody
 from proxy.serving.process import Shared
-from proxy.serving.request import Arrival, GenerationRequest
+from proxy.serving.request import Request
 from proxy.web.clients import keys_of, tenant_of
 from proxy.web.stored import is_asked_for, json_response, refuse_foreign_pages
 
@@ -150,12 +150,12 @@ class Warm:
         await response.write_eof()
         return response
 
-    async def _wanted(self, request: web.Request, *, is_whole: bool) -> GenerationRequest:
+    async def _wanted(self, request: web.Request, *, is_whole: bool) -> Request:
         if (request_id := request.query.get("request")) is not None:
             return self._earlier.again(request_id, keys_of(request.headers), is_whole=is_whole)
         return self._read(request, await request.read(), is_whole=is_whole)
 
-    def _read(self, request: web.Request, raw: bytes, *, is_whole: bool) -> GenerationRequest:
+    def _read(self, request: web.Request, raw: bytes, *, is_whole: bool) -> Request:
         body = parse_body(raw)
         path = request.query.get("path") or (route_path(body) if body else "")
         route = generation_route("POST", path)
@@ -166,18 +166,13 @@ class Warm:
         except (KeyError, TypeError, AttributeError) as error:
             raise web.HTTPBadRequest(text=f"the body is no request to {path}") from error
         keys = keys_of(request.headers)
-        return GenerationRequest(
-            arrival=Arrival(secrets.token_hex(4), path),
-            route=route,
-            raw=with_alias(wanted, self._aliases),
-            headers=keys,
-            tenant=tenant_of(keys),
-            model=head_of(with_alias(raw, self._aliases)).named_model,
-        )
+        relay = partial(send_for_nobody, path, keys)
+        warmed = Request(path=path, route=route, headers=keys, relay=relay, tenant=tenant_of(keys))
+        return warmed.receive(with_alias(wanted, self._aliases))
 
     async def _warm(
         self,
-        request: GenerationRequest,
+        request: Request,
         lines: "asyncio.Queue[dict[str, Any]]",
         *,
         is_whole: bool,

@@ -266,7 +266,7 @@ class TreeView:
     def _level(self, store: CheckpointStore, node_id: NodeId, offset: int, limit: int) -> TreeLevel:
         names, present = model_names(store.index), self._served.present()
         checkpoints = under(node_id, store)
-        known = names, present.namespaces
+        known = names, present.rates_by
         node = node_of(node_id, checkpoints, *known)
         children = children_of(node_id, checkpoints, *known, offset, limit)
         end = offset + len(children)
