@@ -221,11 +221,11 @@ def _calls_of_items(items: list[Json]) -> Iterator[CallMade]:
             yield CallMade(item["call_id"], item["name"], item["arguments"])
 
 
-# The usage that clients are shown, corrected: what the proxy evaluated at a stop just before is not cached.
-# All else of the answer, `timings` included, stays llama-server's byte for byte, and no total is reduced.
-# Quotes inside a JSON string are escaped, so that what a model says never looks like a field; a tool call's
-# input in a Messages answer that comes whole is no string, so there only what follows the last "usage"
-# counts.
+# The usage that clients are shown, corrected: what the proxy evaluated at a stop just before is not
+# cached. All else of the answer, `timings` included, stays llama-server's byte for byte, and no total
+# is reduced. Quotes inside a JSON string are escaped, so that what a model says never looks like a
+# field; a tool call's input in a Messages answer that comes whole is no string, so there only what
+# follows the last "usage" counts.
 
 
 _READ = re.compile(rb'"cache_read_input_tokens"\s*:\s*(\d+)')

@@ -50,26 +50,21 @@ def keep_proxies_out(directory: Path, *, creates_lock: bool = False) -> Iterator
     Unless it *creates_lock*, a directory without a lock file stays so: the file would belong to the caller.
     No proxy has ever been there. With *creates_lock*, raises StoreFault if that cannot be done.
     """
-    path, descriptor = directory / LOCK_NAME, None
-    try:
-        flags = os.O_RDWR | os.O_CREAT if creates_lock else os.O_RDONLY
-        descriptor = os.open(path, flags, 0o600)
-    except OSError as error:
-        if creates_lock:
-            raise StoreFault(f"{directory}: {error}") from error
-        if not isinstance(error, FileNotFoundError):
-            raise StoreLocked(f"{path}: {error.strerror}") from error
-    if descriptor is None:
-        yield
-        return
-    try:
+    path = directory / LOCK_NAME
+    flags = os.O_RDWR | os.O_CREAT if creates_lock else os.O_RDONLY
+    with ExitStack() as opened:
         try:
+            descriptor = os.open(path, flags, 0o600)
+            opened.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise StoreLocked(f"another llama-prefix-cache uses {directory}") from error
+        except OSError as error:
+            if creates_lock:
+                raise StoreFault(f"{path}: {error.strerror}") from error
+            if not isinstance(error, FileNotFoundError):
+                raise StoreLocked(f"{path}: {error.strerror}") from error
         yield
-    finally:
-        os.close(descriptor)
 
 
 class Sidecar(msgspec.Struct, frozen=True):

@@ -86,11 +86,9 @@ class Index:
                 self._put_value(txn, _REBUILD, "it was not there")
         elif found != FORMAT_VERSION:
             self.close()
-            age = "a newer" if found > FORMAT_VERSION else "an older"
             raise StoreFault(
-                f"index {path} has format {found} of {age} llama-prefix-cache; this one reads "
-                f"{FORMAT_VERSION}. Use that version again, or delete index/ and lpc-* in the same "
-                "directory: prompts are then evaluated anew, and nothing else is lost"
+                f"index {path} has format {found}, this version reads {FORMAT_VERSION}. Use the version "
+                "that wrote it, or delete index/ and lpc-* beside it: prompts are then evaluated anew"
             )
 
     def close(self) -> None:

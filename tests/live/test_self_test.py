@@ -6,8 +6,7 @@ import pytest
 
 from proxy.core.model import CANARY_TOKENS, Rule, RuleKind
 from proxy.core.rule import SelfTestResult
-from proxy.servers.attachment import remember_self_test
-from proxy.serving.process import Process
+from proxy.serving.process import SELF_TEST, Process
 from proxy.serving.saver import keep_as_saved
 from tests.lab.conversation import prose
 from tests.lab.older_builds import strip_context_checkpoints
@@ -62,7 +61,7 @@ async def test_rule_that_restores_contradict_is_learned_again(start_rig: StartRi
     async with start_rig("swa", n_slots=1) as rig:
         assert rig.running.store is not None
         process = attachment_of(rig)
-        await remember_self_test(rig.running.store, process, SelfTestResult(wrong))
+        await process.remember(SELF_TEST, SelfTestResult(wrong))
         process.rule = wrong
         for times, name in ((1, "first"), (1, "second"), (2, "first"), (2, "second")):
             await rig.settled()

@@ -87,7 +87,7 @@ async def check_reopened(directory: Path, must_have: set[CheckpointId], may_have
                 content = store.files.path(checkpoint.file_name).read_bytes()
             assert content == b"state of " + run_of(checkpoint.n_tokens).tobytes()
     with opened(directory) as store:
-        assert store.report.n_entries_without_file == store.report.n_files_without_entry == 0
+        assert store.report["n_entries_without_file"] == store.report["n_files_without_entry"] == 0
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

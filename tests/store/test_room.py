@@ -247,7 +247,7 @@ async def test_open_with_a_smaller_budget_brings_the_store_within_it(tmp_path: P
     with opened(tmp_path, Limits(2 * SIZE)) as store:
         assert bytes_in(tmp_path) == store.size_bytes == 2 * SIZE
         assert store.get(pinned.id) is not None
-        assert (store.report.n_checkpoints, store.report.n_over_budget) == (2, 3)
+        assert (store.report["n_checkpoints"], store.report["n_over_budget"]) == (2, 3)
         assert store.removals[Removal.BUDGET] == 3
         assert len(store.index.all()) == 2
 
