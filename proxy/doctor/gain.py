@@ -14,7 +14,7 @@ from proxy.errors import CacheFault, SaveRejected
 from proxy.llama.client import LlamaServer
 from proxy.serving.saver import keep_as_saved
 from proxy.store.catalogue import Limits
-from proxy.store.opening import keep_proxies_out
+from proxy.store.directory import keep_proxies_out
 
 _N_KEPT = 64
 """Tokens of the context that are left for what comes behind a prompt."""

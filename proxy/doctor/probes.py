@@ -76,7 +76,7 @@ class ProbedServer(LlamaServer):
     """
 
     def __init__(self, upstream: LlamaServer, files: ProbeFiles) -> None:
-        super().__init__(upstream.session, upstream.target, upstream.api_key, upstream.presence)
+        super().__init__(upstream.session, upstream.target, upstream.api_key)
         self.files = files
         self.n_slots = 0
         self.n_vocab = 2

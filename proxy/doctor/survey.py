@@ -24,7 +24,8 @@ from proxy.llama.hosts import (
     recognise,
 )
 from proxy.settings import reachable
-from proxy.store.opening import IndexContent, keep_proxies_out, read_index
+from proxy.store.directory import keep_proxies_out
+from proxy.store.index import IndexContent, read_index
 
 _SECONDS = 10.0
 

@@ -26,7 +26,7 @@ from proxy.errors import (
     UpstreamSlow,
     UpstreamUnreachable,
 )
-from proxy.llama.routes import Presence, Target
+from proxy.llama.routes import Target
 
 T = TypeVar("T")
 Headers = Mapping[str, str]
@@ -179,21 +179,21 @@ class LlamaServer:
         session: aiohttp.ClientSession,
         target: Target,
         api_key: str | None,
-        presence: Presence | None = None,
     ) -> None:
         self.session = session
         self._waiting: set[Heard] = set()
         self.target = target
-        self.presence = presence or Presence()
+        self.require_loaded: Callable[[], None] = lambda: None
+        """Raises UpstreamUnreachable while it must not be asked."""
         self.api_key = api_key
         self.keeps_points_of_others = False
         """Whether a slot keeps its context checkpoints over an erase and a restore, so that a restored
         state would be continued at those of another prompt: builds before July 2026 (b10068)."""
         self.own_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    def at(self, target: Target, presence: Presence | None = None) -> "LlamaServer":
+    def at(self, target: Target) -> "LlamaServer":
         """Return another llama-server that takes the same key."""
-        return LlamaServer(self.session, target, self.api_key, presence)
+        return LlamaServer(self.session, target, self.api_key)
 
     def url(self, raw_path: str) -> URL:
         """Return the URL of a client's path with its query, left exactly as the client encoded it."""
@@ -414,7 +414,7 @@ class LlamaServer:
         seconds: float | None,
     ) -> tuple[Headers, bytes]:
         """Make one call; return headers and content if llama-server, and not its host, answered 200."""
-        self.presence.require(self.target.name)
+        self.require_loaded()
         data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
         data = self.target.body(data)
         try:

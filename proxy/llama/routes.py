@@ -8,8 +8,6 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from proxy.errors import UpstreamUnreachable
-
 # Model names: what clients call a model, and what llama-server calls it.
 
 
@@ -223,25 +221,3 @@ class SwapTarget(Target):
 
     def says_unreached(self, status: int, content: bytes) -> bool:
         return status == _BAD_GATEWAY and not content
-
-
-@dataclass(slots=True)
-class Presence:
-    """Whether there is a process behind a target, as far as its host says.
-
-    `is_polled` says that it may be asked again and again: llama-swap unloads a model that nobody has
-    asked anything for a while. It was gone `n_lost` times.
-    """
-
-    is_there: bool = True
-    is_polled: bool = True
-    n_lost: int = 0
-
-    def lose(self) -> None:
-        self.is_there = False
-        self.n_lost += 1
-
-    def require(self, name: str) -> None:
-        """Raise UpstreamUnreachable if there is none: llama-swap would load the model."""
-        if not self.is_there:
-            raise UpstreamUnreachable(f"{name} is not loaded")

@@ -178,8 +178,7 @@ class Account:
     @property
     def is_drift(self) -> bool:
         """Whether more was reused than the slot was believed to hold."""
-        start = self.plan.start
-        at_most = start.n_common if isinstance(start, Restore) else start.reuse.at_most
+        at_most = self.plan.start.n_at_most
         return self.n_reused is not None and not self.is_degraded and self.n_reused > at_most
 
     @property
@@ -189,7 +188,7 @@ class Account:
         return (
             not isinstance(start, Restore)
             and self.n_reused is not None
-            and self.n_reused < start.reuse.at_least
+            and self.n_reused < start.n_reused
         )
 
     @property

@@ -5,6 +5,7 @@ lease may save it. Every method leaves the table true, whatever fails.
 """
 
 import asyncio
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -12,11 +13,10 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Removal, family_of, superseded
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, RuleKind, SlotId
 from proxy.core.saving import (
-    ChosenPoints,
     at_savable_point,
-    donors_of,
     is_write_back_due,
     places_of,
+    points_of_others,
     select_points,
 )
 from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, origin_of
@@ -196,14 +196,18 @@ class SlotSaves:
         if self._process.rule.kind is not RuleKind.RESTORE_POINTS or not own:
             return saved, True
         places = places_of(content, kind)
-        selection = select_points(own, donors_of(relatives), places, self._process.rates)
-        if selection.points == own.keys():
+        others = points_of_others(relatives)
+        selection = select_points(own, others, places, self._process.rates)
+        if selection.keys() == own.keys():
             return saved, True
         store, grafted = self._process.store, dict[int, Source]()
+        kept_own = [point for point, donor_id in selection.items() if donor_id is None]
         donors = {c.checkpoint.id: c.checkpoint for c in relatives}
         try:
             with ExitStack() as kept:
-                for point, donor_id in selection.grafted.items():
+                for point, donor_id in selection.items():
+                    if donor_id is None:
+                        continue
                     donor = donors[donor_id]
                     kept.enter_context(store.keep(donor))
                     try:
@@ -213,12 +217,12 @@ class SlotSaves:
                         continue
                     grafted[point] = Source(store.files.path(donor.file_name), donor.parts)
                     ancestors.update(store.lineage(donor))
-                saved = await asyncio.to_thread(_select, store.files, saved, selection, grafted)
+                saved = await asyncio.to_thread(_select, store.files, saved, kept_own, grafted)
         except StateFileMalformed as fault:
             self._process.faults.record("thin", fault)
             return saved, False
         await store.settle(saved.file_name, saved.state.size_bytes)
-        return saved, selection.points <= set(saved.state.restore_points)
+        return saved, selection.keys() <= set(saved.state.restore_points)
 
     def _note_saved(
         self,
@@ -254,13 +258,13 @@ class SlotSaves:
 
 
 def _select(
-    files: StateFiles, saved: SavedSlot, selection: ChosenPoints, grafted: dict[int, Source]
+    files: StateFiles, saved: SavedSlot, own: Collection[int], grafted: dict[int, Source]
 ) -> SavedSlot:
     source = Source(files.path(saved.file_name), saved.parts)
     try:
-        parts = select_context_checkpoints(source, selection.own, grafted)
+        parts = select_context_checkpoints(source, own, grafted)
     except PermissionError:
         # llama-server runs under another uid: the directory is shared, its files are not.
         files.take_over(saved.file_name)
-        parts = select_context_checkpoints(source, selection.own, grafted)
+        parts = select_context_checkpoints(source, own, grafted)
     return replace(saved, state=read_state_file(source.path), parts=parts)
