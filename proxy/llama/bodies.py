@@ -1,4 +1,10 @@
-"""Bodies of generation requests: those of clients, and those that are made only for what they evaluate."""
+"""Bodies of generation requests: those of clients, and those that are made only for what they evaluate.
+
+A client's body is forwarded byte for byte but for the fields that the proxy owns. Where those must be
+added they are spliced in, so that key order and number formats stay the client's: llama-server renders tool
+schemas in the order received. llama-server parses with nlohmann::json: of a repeated key the last one wins,
+a byte order mark is skipped, and a zero byte ends the text, as they do here.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,14 +26,6 @@ from proxy.core.tokens import TokenIds
 from proxy.explain.compare import EMPTY, Sketch, digests
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
 from proxy.llama.routes import Route
-
-# Bodies of clients' generation requests: what they ask for, and how they are pinned to a slot.
-#
-# A body is forwarded byte for byte but for the fields the proxy owns; where those must be added they are
-# spliced in, so that key order and number formats stay the client's (llama-server renders tool schemas in
-# the order received). llama-server parses with nlohmann::json: of a repeated key the last one wins, a
-# byte order mark is skipped, and a zero byte ends the text, as they do here.
-
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TAINTING = ("lora", "n_cache_reuse")
