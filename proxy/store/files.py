@@ -40,9 +40,6 @@ class StateFiles:
     def new_temporary_name(self) -> str:
         return f"lpc-{secrets.token_hex(8)}.saving"
 
-    def new_final_name(self) -> str:
-        return f"lpc-{secrets.token_hex(8)}.state"
-
     def sidecar_name(self, name: str) -> str:
         """Return the name of the small file beside a state."""
         return name.rpartition(".")[0] + ".meta"
@@ -147,8 +144,9 @@ class StateFiles:
         return digest.digest()
 
     def remove(self, name: str) -> None:
-        """Delete a file and what lies beside it; without that nobody takes it for a checkpoint again."""
-        self.path(self.sidecar_name(name)).unlink(missing_ok=True)
+        """Delete a file; a state's record goes first: without it nobody takes it for a checkpoint again."""
+        if is_state_name(name):
+            self.path(self.sidecar_name(name)).unlink(missing_ok=True)
         self.path(name).unlink(missing_ok=True)
 
     def take_over(self, name: str) -> None:
@@ -176,6 +174,21 @@ class StateFiles:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def id_of(name: str) -> CheckpointId:
+    """Return the id of the checkpoint whose file has, or is to have, a name; it fits into 63 bits."""
+    return CheckpointId(int(name[4:20], 16) >> 1)
+
+
+def final_name_of(temporary: str) -> str:
+    """Return the name that a file gets with its commit."""
+    return temporary.replace(".saving", ".state")
+
+
+def temporary_name_of(final: str) -> str:
+    """Return the name that a file has until its commit."""
+    return final.replace(".state", ".saving")
 
 
 def is_state_name(name: str) -> bool:
