@@ -252,19 +252,18 @@ class Verification:
         *offsets, n_bytes = accumulate((part.n_bytes for part in parts), initial=0)
         if stamp[1] != n_bytes:
             raise StateDamaged(f"{name} has {stamp[1]:,} bytes instead of {n_bytes:,}")
-        loop, has_part = asyncio.get_running_loop(), self._files.has_part
+        has_part = partial(self._files.has_part, name, keeps_pages=not bytes_per_second)
+
+        def read(offset: int, part: FilePart) -> asyncio.Future[bool]:
+            loop = asyncio.get_running_loop()
+            return loop.run_in_executor(self._threads, has_part, offset, part)
+
         if not bytes_per_second:
-            found = await asyncio.gather(
-                *(
-                    loop.run_in_executor(self._threads, has_part, name, offset, part)
-                    for offset, part in zip(offsets, parts, strict=True)
-                )
-            )
+            found = await asyncio.gather(*map(read, offsets, parts))
         else:
             found = []
             for offset, part in zip(offsets, parts, strict=True):
-                read = partial(has_part, name, offset, part, keeps_pages=False)
-                found.append(await loop.run_in_executor(self._threads, read))
+                found.append(await read(offset, part))
                 await asyncio.sleep(part.n_bytes / bytes_per_second)
         if not all(found):
             raise StateDamaged(

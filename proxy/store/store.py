@@ -244,11 +244,7 @@ class CheckpointStore(Catalogue):
         self, checkpoints: Iterable[Checkpoint], quarantine: Quarantine
     ) -> None:
         """Never offer checkpoints again, whatever restarts; return once that is on disk."""
-        changed = []
-        for checkpoint in checkpoints:
-            self.quarantine(checkpoint)
-            changed.append(self.change(checkpoint.id, quarantine=quarantine))
-        await self._update(*changed)
+        await self._update(*(self.change(c.id, quarantine=quarantine) for c in checkpoints))
 
     async def pin(self, checkpoint_id: CheckpointId, *, is_pinned: bool) -> Checkpoint | None:
         """Keep a checkpoint whatever happens, or no longer; None if it is gone."""
