@@ -171,14 +171,6 @@ class Plan:
         return self.option.start
 
     @property
-    def saves_displaced(self) -> bool:
-        return self.option.displacement.saves
-
-    @property
-    def erases(self) -> bool:
-        return self.option.erases
-
-    @property
     def is_warm(self) -> bool:
         """Whether it goes on in a slot that holds its conversation, and takes nothing from anybody."""
         is_live = isinstance(self.start, UseLive) and self.start.n_reused > 0

@@ -102,7 +102,7 @@ async def _measure_all(
     upstream: LlamaServer, directory: Path, lengths: Sequence[int], note: Note
 ) -> Measured:
     props = await upstream.props()
-    n_ctx = props.default_generation_settings.n_ctx
+    n_ctx = props.n_ctx
     fitting = [n for n in lengths if n + _N_KEPT <= n_ctx]
     async with scratch(upstream, directory, Limits(sys.maxsize), keep_as_saved) as probing:
         server = probing.server

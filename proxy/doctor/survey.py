@@ -20,7 +20,6 @@ from proxy.llama.hosts import (
     HostedFlags,
     ModelHost,
     Models,
-    hosted_flags,
     load_and_listen,
     recognise,
 )
@@ -131,7 +130,7 @@ async def reach(root: LlamaServer, asked_for: str, *, may_load: bool, note: Note
         if name and may_load and name not in before.loaded:
             facts = await _load(root, host, before, facts)
         models = await host.models()
-        flags = {each.model: each for each in await hosted_flags(host)}
+        flags = {each.model: each for each in await host.flags()}
     except UpstreamFault as fault:
         return Reached((), replace(facts, problem=str(fault)))
     hosted = tuple(flags.get(model, HostedFlags(model)) for model in sorted(models.known))

@@ -76,12 +76,12 @@ class Stabilizing:
         facts = await self._facts_of(process)
         facts = replace(facts, session=session, tenant=request.tenant.hex())
         result = stabilize(form, body.fields, self._memory, self._switches, facts)
-        for failure in result.failures:
-            self._services.faults.record("stabilize", StabilizerFailed(str(failure)))
+        for failed, reason in result.failures:
+            self._services.faults.record("stabilize", StabilizerFailed(f"{failed}: {reason}"))
         self._memory.learn(result.lessons)
         if result.body is body.fields:
             return
-        names = tuple(dict.fromkeys(change.stabilizer.value for change in result.changes))
+        names = tuple(name.value for name in result.changed_by)
         for name in names:
             self._services.metrics.stabilized.labels(name).inc()
         request.rewrite(result.body, *names)

@@ -192,7 +192,7 @@ class Room:
 
     def __init__(self, process: Process, saver: Saver) -> None:
         self._process = process
-        self._saver = saver
+        self.saver = saver
 
     def _present(self) -> Present:
         return self._process.served.present(self._process)
@@ -225,7 +225,7 @@ class Room:
 
         What the file really takes is learned, and more room is made if that is more than expected.
         """
-        saved = await self._saver.save(slot_id, name)
+        saved = await self.saver.save(slot_id, name)
         state = saved.state
         n_bytes = max(saved.n_written, state.size_bytes)  # a repair makes a file longer
         size = StateSize(len(state.tokens), len(state.restore_points), n_bytes)
