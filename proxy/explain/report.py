@@ -296,7 +296,7 @@ class Report:
 
     def unanswered(self, request: "Request", error: BaseException) -> None:
         """Report a request that *error* ended before its answer was whole."""
-        why = _why_unanswered(error)
+        why = next((why for kinds, why in _WHY_UNANSWERED if isinstance(error, kinds)), "other")
         self._metrics.unanswered_requests.labels(why).inc()
         record = _record(request, UNANSWERED, NOT_JUDGED, why=why)
         write = self._log.warning if isinstance(error, ProxyError) else self._log.info
@@ -331,13 +331,8 @@ def _line(record: RequestRecord) -> dict[str, object]:
     }
 
 
-def _why_unanswered(error: BaseException) -> str:
-    match error:
-        case asyncio.CancelledError() | ConnectionResetError():
-            return "client left"
-        case UpstreamGone() | UpstreamAbsent():
-            return "llama-server gone"
-        case TooManyRequests():
-            return "queue full"
-        case _:
-            return "other"
+_WHY_UNANSWERED: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (
+    ((asyncio.CancelledError, ConnectionResetError), "client left"),
+    ((UpstreamGone, UpstreamAbsent), "llama-server gone"),
+    ((TooManyRequests,), "queue full"),
+)

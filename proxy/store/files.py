@@ -1,4 +1,8 @@
-"""The state files under --slot-save-path: their names, their order of life, and what was verified."""
+"""The state files under --slot-save-path: their names, their sizes, and which of them were verified.
+
+A file is written by llama-server under a temporary name, checked, synced and renamed by the proxy. Only
+names that this module makes are ever touched: whatever else lies in the directory is not ours.
+"""
 
 import asyncio
 import os
@@ -16,12 +20,6 @@ import xxhash
 
 from proxy.core.model import Checkpoint, CheckpointId, FilePart
 from proxy.errors import StateDamaged, StoreFault
-
-# The state files under --slot-save-path: names, checks, sizes, and the order of their life.
-#
-# A file is written by llama-server under a temporary name, checked, synced and renamed by the proxy. Only
-# names that this module makes are ever touched: whatever else lies in the directory is not ours.
-
 
 _OURS = re.compile(r"lpc-[0-9a-f]{16}\.(saving|state|meta)")
 _READ_BYTES = 256 << 10
@@ -204,18 +202,15 @@ def is_private(mode: int) -> bool:
     return not mode & (stat.S_IRWXO if mode & stat.S_ISGID else stat.S_IRWXO | stat.S_IRWXG)
 
 
-# Whether state files are what they were when llama-server had written them.
-#
-# Owns: which ones were found to be that in this process. Whoever changes a file changes its stamp, so
-# that it is verified once, and again when it changed; a disk that forgets changes no stamp.
-
+# Whether state files are what they were when llama-server had written them. A change of a file changes its
+# stamp, so a file is verified once, and again after a change. A failing disk changes no stamp.
 
 _N_THREADS = 4
 """More than there may be processors: a disk reads several parts at once faster than one after the other."""
 
 
 class Verification:
-    """Holds files against the checksums of their parts."""
+    """Compares files with the checksums of their parts, and knows which were verified in this process."""
 
     def __init__(self, files: StateFiles) -> None:
         self._files = files
