@@ -62,37 +62,11 @@ class Keep(StrEnum):
     TEXT = "text"
 
 
-class DaySums:
-    """What the requests of one day, in local time, have reused; the sums of a new day start at zero."""
-
-    def __init__(self, now: float) -> None:
-        self._day = date.fromtimestamp(now)
-        self._today = Today(since=now)
-
-    def at(self, now: float) -> Today:
-        """Return the sums of the day that *now* lies in, in seconds since 1970."""
-        day = date.fromtimestamp(now)
-        if day != self._day:
-            midnight = datetime(day.year, day.month, day.day).timestamp()
-            self._day, self._today = day, Today(since=midnight)
-        return self._today
-
-    def add(self, record: RequestRecord, now: float) -> None:
-        today = self.at(now)
-        n_reused, is_known = record.confirmed or 0, record.confirmed is not None
-        saved_seconds = today.saved_seconds
-        if record.saved_seconds is not None:
-            saved_seconds = round((saved_seconds or 0.0) + record.saved_seconds, 4)
-        self._today = Today(
-            since=today.since,
-            n_requests=today.n_requests + 1,
-            n_reusing=today.n_reusing + (n_reused > 0),
-            n_prompt=today.n_prompt + (record.n_prompt or 0) * is_known,
-            n_reused=today.n_reused + n_reused,
-            n_restored=today.n_restored + n_reused * (record.chosen == "restore"),
-            n_missed=today.n_missed + record.n_missed,
-            saved_seconds=saved_seconds,
-        )
+def sums_at(today: Today, now: float) -> Today:
+    """Return the sums of the day that *now* lies in, in local time; those of a new day start at zero."""
+    day = date.fromtimestamp(now)
+    midnight = datetime(day.year, day.month, day.day).timestamp()
+    return today if today.since >= midnight else Today(since=midnight)
 
 
 class Journal:
@@ -102,7 +76,7 @@ class Journal:
         self._explanations: OrderedDict[str, Explanation] = OrderedDict()
         self.keep = keep
         self.prompts = KnownPrompts(MAX_PROMPT_BYTES, 0 if keep is Keep.NONE else MAX_PROMPTS)
-        self._day = DaySums(time.time())
+        self._today = Today(since=time.time())
         self.n_recorded = 0
         """How many requests have ended since the proxy was started: it tells whether there is news."""
 
@@ -117,13 +91,14 @@ class Journal:
             divergence=judgement.divergence,
         )
         self.n_recorded += 1
-        self._day.add(record, time.time())
+        self._today = self.today().after(record)
         if len(self._explanations) > MAX_REQUESTS:
             self._explanations.popitem(last=False)
 
     def today(self) -> Today:
         """Return what the requests of this day have reused."""
-        return self._day.at(time.time())
+        self._today = sums_at(self._today, time.time())
+        return self._today
 
     def note_loss(self, namespace: Namespace, tokens: TokenIds | None, cause: Cause) -> None:
         """Note why the state of these tokens is gone, for the requests that miss it."""
@@ -321,7 +296,7 @@ class Report:
 
     def unanswered(self, request: "Request", error: BaseException) -> None:
         """Report a request that *error* ended before its answer was whole."""
-        why = _why_unanswered(error)
+        why = next((why for kinds, why in _WHY_UNANSWERED if isinstance(error, kinds)), "other")
         self._metrics.unanswered_requests.labels(why).inc()
         record = _record(request, UNANSWERED, NOT_JUDGED, why=why)
         write = self._log.warning if isinstance(error, ProxyError) else self._log.info
@@ -356,13 +331,8 @@ def _line(record: RequestRecord) -> dict[str, object]:
     }
 
 
-def _why_unanswered(error: BaseException) -> str:
-    match error:
-        case asyncio.CancelledError() | ConnectionResetError():
-            return "client left"
-        case UpstreamGone() | UpstreamAbsent():
-            return "llama-server gone"
-        case TooManyRequests():
-            return "queue full"
-        case _:
-            return "other"
+_WHY_UNANSWERED: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (
+    ((asyncio.CancelledError, ConnectionResetError), "client left"),
+    ((UpstreamGone, UpstreamAbsent), "llama-server gone"),
+    ((TooManyRequests,), "queue full"),
+)

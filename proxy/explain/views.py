@@ -300,6 +300,23 @@ class Today(msgspec.Struct, frozen=True, kw_only=True):
     n_missed: int = 0
     saved_seconds: float | None = None
 
+    def after(self, record: RequestRecord) -> "Today":
+        """Return the sums with one more request."""
+        n_reused, is_known = record.confirmed or 0, record.confirmed is not None
+        saved_seconds = self.saved_seconds
+        if record.saved_seconds is not None:
+            saved_seconds = round((saved_seconds or 0.0) + record.saved_seconds, 4)
+        return Today(
+            since=self.since,
+            n_requests=self.n_requests + 1,
+            n_reusing=self.n_reusing + (n_reused > 0),
+            n_prompt=self.n_prompt + (record.n_prompt or 0) * is_known,
+            n_reused=self.n_reused + n_reused,
+            n_restored=self.n_restored + n_reused * (record.chosen == "restore"),
+            n_missed=self.n_missed + record.n_missed,
+            saved_seconds=saved_seconds,
+        )
+
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):
     """The state of the proxy now, and the requests that have ended since the last look.

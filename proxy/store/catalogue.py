@@ -242,6 +242,8 @@ class Catalogue:
         if record is not None:
             self.version += 1
             record = self._records[checkpoint_id] = replace(record, **changes)
+            if record.quarantine:
+                self._quarantined.add(checkpoint_id)
         return record
 
     def enter_elsewhere(self, checkpoint: Checkpoint, hashes: Sequence[PrefixHash]) -> None:

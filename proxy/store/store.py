@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from proxy.core.eviction import Present, Removal, family_of
-from proxy.core.model import Candidate, Checkpoint, CheckpointId, Cuts, Quarantine
+from proxy.core.model import Candidate, Checkpoint, CheckpointId, Quarantine
 from proxy.core.tokens import Namespace, TokenIds, count_blocks, hash_prefixes, token_ids
 from proxy.errors import NoRoom, StateDamaged, StoreFault
 from proxy.store.catalogue import Budget, Catalogue, Claim, Limits
-from proxy.store.directory import NewState, StoreDirectory
-from proxy.store.files import FileStamp, Verification
+from proxy.store.directory import StoreDirectory
+from proxy.store.files import FileStamp, Verification, temporary_name_of
 from proxy.store.index import Entry
 
 MAX_COMPARED = 512
@@ -244,11 +244,7 @@ class CheckpointStore(Catalogue):
         self, checkpoints: Iterable[Checkpoint], quarantine: Quarantine
     ) -> None:
         """Never offer checkpoints again, whatever restarts; return once that is on disk."""
-        changed = []
-        for checkpoint in checkpoints:
-            self.quarantine(checkpoint)
-            changed.append(self.change(checkpoint.id, quarantine=quarantine))
-        await self._update(*changed)
+        await self._update(*(self.change(c.id, quarantine=quarantine) for c in checkpoints))
 
     async def pin(self, checkpoint_id: CheckpointId, *, is_pinned: bool) -> Checkpoint | None:
         """Keep a checkpoint whatever happens, or no longer; None if it is gone."""
@@ -267,9 +263,8 @@ class CheckpointStore(Catalogue):
             if tokens is None:
                 return
             new, relatives = hash_prefixes(namespace, tokens), self.find(namespace, tokens)
-            cuts = Cuts(checkpoint.header, checkpoint.turn_start)
-            family = family_of(namespace, tokens, checkpoint.kind, cuts, relatives)
-            moved = replace(checkpoint, namespace=namespace, family=family)
+            moved = replace(checkpoint, namespace=namespace)
+            moved = replace(moved, family=family_of(moved, tokens, relatives))
             old = hash_prefixes(checkpoint.namespace, tokens)
             await self._write(
                 partial(self._directory.update, [moved], old, new),
@@ -319,24 +314,25 @@ class CheckpointStore(Catalogue):
             self._budget.release(name)
             raise
 
-    async def commit(self, state: NewState) -> Checkpoint:
-        """Seal a state's file and enter it in the index; raises StoreFault if either fails.
+    async def commit(self, checkpoint: Checkpoint, tokens: TokenIds) -> Checkpoint:
+        """Give the file of a checkpoint its final name, and enter it; raises StoreFault if either fails.
 
         So it does if the state goes back to one that turned out damaged meanwhile.
         """
-        if not self._damaged.isdisjoint(state.ancestors):
+        if not self._damaged.isdisjoint(checkpoint.ancestors):
             raise StoreFault("what the slot was restored from is damaged")
-        hashes = hash_prefixes(state.namespace, state.tokens)
+        hashes = hash_prefixes(checkpoint.namespace, tokens)
 
-        def enter(committed: tuple[Checkpoint, FileStamp]) -> None:
-            checkpoint, stamp = committed
+        def enter(stamp: FileStamp) -> None:
             self._verification.note(checkpoint.id, stamp)
             self.enter(checkpoint, hashes)
             self.note_read(checkpoint)
-            self._budget.release(state.temporary_name)
+            self._budget.release(temporary_name_of(checkpoint.file_name))
 
-        work = partial(self._directory.commit, state, hashes, self.take_touched())
-        return (await self._write(work, then=enter))[0]
+        touched = self.take_touched()
+        work = partial(self._directory.commit, checkpoint, tokens, hashes, touched)
+        await self._write(work, then=enter)
+        return checkpoint
 
     async def discard(self, temporary_name: str) -> None:
         """Delete a temporary file that did not become a checkpoint."""
