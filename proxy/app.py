@@ -3,9 +3,9 @@
 import asyncio
 import math
 import stat
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
@@ -24,11 +24,8 @@ from proxy.llama.client import LlamaServer, new_session
 from proxy.llama.routes import Target, parse_aliases
 from proxy.log import get_logger
 from proxy.metrics import POSITION_LABELS, Metrics
-from proxy.servers.background import WriteBack
-from proxy.servers.building import Builder
-from proxy.servers.dispatch import Dispatch, FatalRequests
-from proxy.servers.pool import Fleet, Patience, Verifying
-from proxy.servers.server import Lifecycle
+from proxy.servers.pool import Pool
+from proxy.servers.server import Server
 from proxy.servers.warming import EarlierRequests, Warming
 from proxy.serving.process import NewestProcesses, Process, Shared, note_quarantined
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
@@ -46,25 +43,25 @@ from proxy.web.writer import Unread
 # What /metrics shows of the present: read from the running proxy at each scrape.
 
 
-def connect_gauges(shared: Shared, fleet: Fleet) -> None:
+def connect_gauges(shared: Shared, pool: Pool) -> None:
     """Let every gauge read its value from what serves now; zero while there is nothing."""
     metrics = shared.metrics
     metrics.background_tasks.set_function(lambda: len(shared.tasks))
     metrics.event_loop_tasks.set_function(lambda: len(asyncio.all_tasks()))
     for state in State:
         metrics.state.labels(state).set_function(_is_state(shared.everywhere, state))
-    metrics.waiting_requests.set_function(lambda: fleet.n_waiting)
-    _connect_attachments(metrics, fleet)
+    metrics.waiting_requests.set_function(lambda: pool.n_waiting)
+    _connect_processes(metrics, pool)
     if shared.opened_store is not None:
         _connect_store(shared, shared.opened_store)
 
 
-def _connect_attachments(metrics: Metrics, fleet: Fleet) -> None:
+def _connect_processes(metrics: Metrics, pool: Pool) -> None:
     def total(read: Callable[[Process], float]) -> Callable[[], float]:
-        return lambda: float(sum(map(read, _processes(fleet))))
+        return lambda: float(sum(map(read, pool.processes)))
 
     def highest(read: Callable[[Process], float]) -> Callable[[], float]:
-        return lambda: max(map(read, _processes(fleet)), default=0.0)
+        return lambda: max(map(read, pool.processes), default=0.0)
 
     metrics.rule_end_tokens.set_function(highest(lambda a: a.rule.end_holds_from))
     for position, label in POSITION_LABELS.items():
@@ -82,12 +79,6 @@ def _connect_attachments(metrics: Metrics, fleet: Fleet) -> None:
         metrics.slots.labels(state).set_function(total(_n_slots_in(state)))
     for kind in RuleKind:
         metrics.rule.labels(kind).set_function(highest(_is_rule(kind)))
-
-
-def _processes(fleet: Fleet) -> Iterator[Process]:
-    for backend in fleet.backends:
-        if process := backend.lifecycle.current:
-            yield process
 
 
 def _is_state(degradations: Degradations, state: State) -> Callable[[], float]:
@@ -159,17 +150,13 @@ class Running:
 
     port: int
     admin_port: int
-    fleet: Fleet
+    pool: Pool
     shared: Shared
 
     @property
-    def lifecycle(self) -> Lifecycle:
-        """That of the only llama-server, or the first one."""
-        return self.fleet.backends[0].lifecycle
-
-    @property
-    def write_back(self) -> WriteBack:
-        return self.fleet.backends[0].write_back
+    def server(self) -> Server:
+        """The only llama-server, or the first one."""
+        return self.pool.servers[0]
 
     @property
     def store(self) -> CheckpointStore | None:
@@ -205,7 +192,7 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
         "store opened",
         directory=settings.slot_save_path,
         checkpoint_bytes=store.size_bytes,
-        **asdict(store.report),
+        **store.report,
     )
     return store
 
@@ -238,8 +225,8 @@ async def run_proxy(
         async with new_session() as client:
             key = settings.upstream_api_key
             roots = [LlamaServer(client, Target(url), key) for url in parse_urls(settings.upstream)]
-            builder = Builder(settings, shared, rewrite, is_coming=is_llama_server_coming)
-            async with _serve(settings, shared, builder, roots) as running:
+            pool = Pool(settings, shared, roots, rewrite, is_coming=is_llama_server_coming)
+            async with _serve(settings, shared, pool) as running:
                 yield running
     finally:
         await rebuilding.drain(0)  # the next start goes on with it
@@ -259,23 +246,21 @@ async def _rebuild(store: CheckpointStore, degradations: Degradations) -> None:
     degradations.end(DegradationKind.INDEX_REBUILDING)
 
 
-def _operators(
-    settings: Settings, shared: Shared, fleet: Fleet, dispatch: Dispatch
-) -> web.Application:
+def _operators(settings: Settings, shared: Shared, pool: Pool) -> web.Application:
     """Return what the admin listener serves."""
     warm = Warm(
-        Warming(shared, fleet, dispatch),
-        EarlierRequests(shared.journal, fleet),
+        Warming(shared, pool),
+        EarlierRequests(shared.journal, pool),
         aliases=parse_aliases(settings.aliases),
     )
     views = (
-        AdminListener(shared, fleet),
+        AdminListener(shared, pool),
         Checkpoints(shared.served, shared.opened_store),
         TreeView(shared.served, shared.opened_store),
         RequestList(shared.journal),
         warm,
         PageFiles(),
-        events := Events(Looks(shared, fleet)),
+        events := Events(Looks(shared, pool)),
     )
     own_hosts = (split_address(settings.admin)[0], *parse_hosts(settings.admin_hosts))
     middlewares = [only_by_own_names(*own_hosts)]
@@ -285,13 +270,10 @@ def _operators(
     return app
 
 
-def _clients(
-    settings: Settings, shared: Shared, fleet: Fleet, dispatch: Dispatch
-) -> web.Application:
+def _clients(settings: Settings, shared: Shared, pool: Pool) -> web.Application:
     """Return what the listener for clients serves."""
     front = Front(
-        fleet,
-        dispatch,
+        pool,
         shared.report,
         unread := Unread(shared.metrics),
         max_requests=settings.max_requests,
@@ -304,33 +286,26 @@ def _clients(
 
 
 @asynccontextmanager
-async def _serve(
-    settings: Settings, shared: Shared, builder: Builder, roots: Sequence[LlamaServer]
-) -> AsyncIterator[Running]:
-    patience = Patience(settings.upstream_wait_seconds, settings.drain_seconds)
-    fleet = Fleet(roots, builder.build, shared, patience)
-    fatal = FatalRequests(shared.opened_store)
-    dispatch = Dispatch(fleet, builder.stabilizing, shared.report, fatal)
-    connect_gauges(shared, fleet)
-    verifying = Verifying(shared, fleet, settings.verify_interval_seconds)
-    operators = _operators(settings, shared, fleet, dispatch)
-    clients = _clients(settings, shared, fleet, dispatch)
+async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterator[Running]:
+    connect_gauges(shared, pool)
+    operators = _operators(settings, shared, pool)
+    clients = _clients(settings, shared, pool)
     # In reverse order of leaving: stop listening, then save, then stop watching.
-    async with fleet.followed(), verifying.in_background():
+    async with pool.followed():
         try:
             async with (
                 _listen(operators, settings.admin, 1.0) as admin_port,
                 _listen(clients, settings.listen, settings.drain_seconds) as port,
             ):
                 try:
-                    yield Running(port, admin_port, fleet, shared)
+                    yield Running(port, admin_port, pool, shared)
                 finally:
-                    fleet.give_up()
+                    pool.give_up()
         finally:
             try:
                 await shared.tasks.drain(settings.drain_seconds)
-                await fleet.drain(settings.drain_seconds)
-                await builder.stabilizing.keep()
+                await pool.drain(settings.drain_seconds)
+                await pool.stabilizing.keep()
             finally:
                 await shared.tasks.drain(0)
 

@@ -1,27 +1,25 @@
-"""Where a prompt is cut: for a state that the next request can use, or because the prompt does not fit."""
+"""Where a prompt is cut: for a state that the next request can use, or because the prompt does not fit.
+
+Owns: which of a prompt's stable cuts are worth a stop on the way, and where a conversation that outgrew
+the context is cut. Must never know how a cut is found (by rendering, or by what prompts share) or made
+(by evaluating the prefix alone).
+
+A stop at a cut costs no tokens: llama-server evaluates `ids[:cut]`, then the request continues there. What
+a stop buys depends on the rule:
+
+1. Restore points: llama-server makes a context checkpoint just before the end of every prompt, so a stop
+   plants one at the cut, which every later save of that slot carries.
+2. End only: the state at the cut is the only one that a later request can continue, so the slot is saved
+   there, or can be rewound to the cut for a few tokens when it is saved later.
+3. Any rule: a state that is saved at the cut can be restored into other slots while this one goes on.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from itertools import accumulate
 
 from proxy.core.model import Candidate, CheckpointKind, Cuts, Rule, RuleKind
-from proxy.core.rule import usable_tokens
-
-# Where a prompt is cut first, and why.
-#
-# Owns: which of a prompt's stable cuts are worth a stop on the way. Must never know how a cut is found
-# (by rendering, or by what prompts share) or made (by evaluating the prefix alone).
-#
-# A stop at a cut costs no tokens: llama-server evaluates `ids[:cut]`, then the request continues there.
-# What it buys depends on the rule:
-#
-# - restore points: llama-server makes a context checkpoint just before the end of every prompt, so a
-# stop plants one at the cut, which every later save of that slot carries;
-# - end only: the state at the cut is the only one that a later request can continue, so it is saved
-# there, or the slot can be rewound to it for a few tokens when it is saved later;
-# - any rule: a state that is saved at the cut can be restored into other slots while this one goes on.
-
+from proxy.core.rule import highest_point, usable_tokens
 
 SLACK_TOKENS = 16
 """A cut counts as covered by a restore point this close below it."""
@@ -30,10 +28,10 @@ MIN_CUT_TOKENS = 64
 """A shorter prefix is not worth the round trip of a stop."""
 
 MIN_STRIDE_TOKENS = 32
-"""Two context checkpoints are planted no closer than this: the lower one serves both."""
+"""Two context checkpoints are planted no closer than this: the lower one serves both cuts."""
 
 MIN_BRANCH_TOKENS = 64
-"""Where prompts share so many tokens more than can be reused, a stop is made for the next one."""
+"""If two prompts share this many tokens more than can be reused, a stop is made for the next prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +40,11 @@ class Stop:
 
     n_tokens: int
     save_as: CheckpointKind | None = None
+
+
+def is_near(points: tuple[int, ...], place: int) -> bool:
+    """Return whether one of the ascending *points* lies at a place or just before it."""
+    return highest_point(points, place) >= place - SLACK_TOKENS
 
 
 def is_covered(rule: Rule, candidates: Iterable[Candidate], n_cut: int) -> bool:
@@ -53,9 +56,10 @@ def is_covered(rule: Rule, candidates: Iterable[Candidate], n_cut: int) -> bool:
 
 
 def branch_of(rule: Rule, n_shared: int, n_prompt: int, n_reused: int) -> int:
-    """Return where a prompt branches off from one seen before, 0 if that place can be reused already.
+    """Return where a prompt branches off from an earlier one, 0 if the tokens before can be reused already.
 
-    It shares its first *n_shared* tokens with an earlier prompt, and *n_reused* of them are reused.
+    The prompt shares its first *n_shared* tokens with the earlier prompt, and *n_reused* of them are
+    reused.
     """
     needs_point = rule.kind in (RuleKind.RESTORE_POINTS, RuleKind.END_ONLY)
     is_inside = MIN_CUT_TOKENS <= n_shared < n_prompt - 1
@@ -77,20 +81,24 @@ def choose_stops(
     """
     if rule.kind is RuleKind.NOTHING:
         return ()
+
+    def is_ahead(n_cut: int) -> bool:
+        return n_cut >= MIN_CUT_TOKENS and n_cut > n_reused + SLACK_TOKENS
+
+    def is_needed(n_cut: int) -> bool:
+        return is_ahead(n_cut) and not is_covered(rule, candidates, n_cut)
+
     stops: dict[int, Stop] = {}
     for n_cut, save_as in _saved(rule, cuts, shares_header=shares_header):
         near = next((stop for stop in stops if abs(n_cut - stop) <= SLACK_TOKENS), None)
-        if not _is_ahead(n_cut, n_reused) or is_covered(rule, candidates, n_cut):
-            continue
-        if near is None:
-            stops[n_cut] = Stop(n_cut, save_as)
-        elif n_cut < near:  # both prompts can continue the shorter state
-            stops[n_cut] = Stop(n_cut, stops.pop(near).save_as)
-    if rule.kind is RuleKind.END_ONLY and _is_ahead(cuts.message_end, n_reused):
+        if is_needed(n_cut) and (near is None or n_cut < near):
+            # Of two that are near, both prompts can continue the shorter state.
+            more_important = stops.pop(near).save_as if near is not None else save_as
+            stops[n_cut] = Stop(n_cut, more_important)
+    if rule.kind is RuleKind.END_ONLY and is_ahead(cuts.message_end):
         stops.setdefault(cuts.message_end, Stop(cuts.message_end))
     for n_cut in _planted(rule, cuts):
-        is_far = all(_is_far(rule, n_cut, n) for n in (n_reused, *stops))
-        if _is_ahead(n_cut, n_reused) and is_far and not is_covered(rule, candidates, n_cut):
+        if is_needed(n_cut) and all(_is_far(rule, n_cut, n) for n in (n_reused, *stops)):
             stops[n_cut] = Stop(n_cut)
     return tuple(stops[n] for n in sorted(stops))
 
@@ -140,14 +148,9 @@ def _planted(rule: Rule, cuts: Cuts) -> list[int]:
     return sorted({cuts.header, cuts.branch, *in_turn} - {0})
 
 
-def _is_ahead(n_cut: int, n_reused: int) -> bool:
-    return n_cut >= MIN_CUT_TOKENS and n_cut > n_reused + SLACK_TOKENS
-
-
 # Where a conversation that does not fit the context is cut: in large steps, so that it stays cut there.
-#
-# Owns: the places where it may be cut. They are told by the messages before them alone, so that a longer
-# conversation has the same ones, after a restart as well. Pure.
+# The places are told by the messages before them alone, so that a longer conversation has the same ones,
+# after a restart as well.
 
 
 _RESERVE_SHARE = 1 / 8
@@ -160,22 +163,17 @@ _TURN_AHEAD_SHARE = 1 / 2
 """If no turn begins within so much of a step, the conversation is cut in the middle of one."""
 
 
-class Begins(Enum):
-    """What a message begins."""
-
-    TURN = auto()
-    """The user says something."""
-    STEP = auto()
-    """The model answers; results of its calls follow."""
-    NOTHING = auto()
-
-
 @dataclass(frozen=True, slots=True)
 class MessageSize:
-    """One message of a conversation, and how many tokens it has by itself."""
+    """One message of a conversation, and how many tokens it has by itself.
 
-    begins: Begins
+    A turn begins where the user says something, a step where the model answers; the results of the
+    model's calls begin neither.
+    """
+
     n_tokens: int
+    begins_turn: bool = False
+    begins_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,32 +204,18 @@ def places_to_cut(parts: Sequence[MessageSize], n_step: int) -> list[ContextCut]
     """
     before = [0, *accumulate(part.n_tokens for part in parts)]
     places: list[ContextCut] = []
-    while (place := _place(parts, before, (len(places) + 1) * n_step, n_step)) is not None:
-        places.append(place)
+    begins = [i for i, part in enumerate(parts) if part.begins_turn or part.begins_step]
+    turns = [i for i in begins if parts[i].begins_turn]
+    while begins := [i for i in begins if before[i] >= (len(places) + 1) * n_step]:
+        n_ahead = (len(places) + 1) * n_step + int(n_step * _TURN_AHEAD_SHARE)
+        first = next((i for i in begins if parts[i].begins_turn and before[i] < n_ahead), begins[0])
+        # Of a turn that is cut in two, the user's message stays.
+        asked = None
+        if not parts[first].begins_turn:
+            asked = max((i for i in turns if i < first), default=None)
+        n_asked = parts[asked].n_tokens if asked is not None else 0
+        places.append(ContextCut(first, asked, before[first] - n_asked))
     return places
-
-
-def _place(
-    parts: Sequence[MessageSize], before: Sequence[int], n_least: int, n_step: int
-) -> ContextCut | None:
-    n_ahead = n_least + int(n_step * _TURN_AHEAD_SHARE)
-    behind = [i for i in range(len(parts)) if before[i] >= n_least]
-    turns = [i for i in behind if parts[i].begins is Begins.TURN and before[i] < n_ahead]
-    steps = [i for i in behind if parts[i].begins is not Begins.NOTHING]
-    if not steps:
-        return None
-    first = turns[0] if turns else steps[0]
-    asked = _asked(parts, first)
-    n_asked = parts[asked].n_tokens if asked is not None else 0
-    return ContextCut(first, asked, before[first] - n_asked)
-
-
-def _asked(parts: Sequence[MessageSize], first: int) -> int | None:
-    """Return the user's message of a turn that is cut in two, None if it is kept anyway."""
-    if parts[first].begins is Begins.TURN:
-        return None
-    turns = (i for i in range(first - 1, -1, -1) if parts[i].begins is Begins.TURN)
-    return next(turns, None)
 
 
 def first_to_try(places: Sequence[ContextCut], n_over: int, n_at_least: int) -> int:

@@ -29,13 +29,13 @@ from proxy.doctor.probes import FreeBytes, Scratch, has_ram_cache, prefers_simil
 from proxy.errors import UpstreamFault
 from proxy.llama.client import LlamaServer, Props
 from proxy.llama.state_file import SUPPORTED_VERSIONS, StateFile
-from proxy.servers.attach import Attacher
-from proxy.servers.attachment import read_identity
-from proxy.servers.self_test import Learning
+from proxy.servers import self_test
+from proxy.servers.attach import attach, read_identity
 from proxy.servers.server import kind_of
 from proxy.serving.process import Process, quarantined_in_words
 from proxy.serving.saver import RewriteStateFile
 from proxy.store.catalogue import Limits
+from proxy.store.index import IndexContent
 from proxy.store.known_models import (
     NAMESPACES_PREFIX,
     Owner,
@@ -43,7 +43,6 @@ from proxy.store.known_models import (
     known_tenants,
     owners,
 )
-from proxy.store.opening import IndexContent
 
 Note = Callable[[str], object]
 
@@ -117,7 +116,7 @@ async def _contact(
         build=props.build_info,
         model=props.model_path,
         n_slots=props.total_slots,
-        n_ctx=props.default_generation_settings.n_ctx,
+        n_ctx=props.n_ctx,
         is_asleep=props.is_sleeping,
         has_slot_save_path=has_path,
     )
@@ -158,22 +157,22 @@ async def _examine_slots(
 async def _attach(probing: Scratch, props: Props) -> Process:
     """Attach as the proxy does, and wait for the self-test; raises UpstreamFault."""
     services, server, saver = probing.services, probing.server, probing.saver
-    attacher = Attacher(
+    process = await attach(
         services,
         saver,
+        props,
+        "examined once",  # whether a restart can be told was looked at: this attachment outlives none
         max_waiting=0,
         n_context_checkpoints=MAX_CONTEXT_CHECKPOINTS,
         shares_between_api_keys=None,
     )
-    # Whether a restart can be told was looked at: this attachment outlives none.
-    process = await attacher.attach(props, "examined once")
     if process.obstacle:
         process.degrade(process.obstacle.kind, process.obstacle.detail)
     elif process.clears_idle_slots is None and any(server.held.values()):
         # One empty slot was run: what the others held before must be there still.
         statuses = [status for status in await server.slots() if server.held.get(status.id)]
         process.note_clearing(clears=any(not status.n_held for status in statuses))
-    Learning(services, saver).begin(process)
+    self_test.begin(process)
     await process.examination(None)
     return process
 

@@ -6,7 +6,7 @@ whoever sent them first, so that the next request of theirs finds the state.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,9 +25,8 @@ from proxy.llama.answers import AnswerReader
 from proxy.llama.bodies import tokens_request
 from proxy.llama.client import LlamaServer
 from proxy.llama.routes import Route
-from proxy.servers.backend import Backend, Group
-from proxy.servers.dispatch import Dispatch
-from proxy.servers.pool import Fleet
+from proxy.servers.pool import Pool
+from proxy.servers.server import Server
 from proxy.serving.cache import EXAMINATION_SECONDS, WillBeRefused
 from proxy.serving.desk import DeskClosed
 from proxy.serving.process import Process, Shared
@@ -49,9 +48,9 @@ class NotKnown(CacheFault):
 class EarlierRequests:
     """Makes requests again whose prompts the journal has kept."""
 
-    def __init__(self, journal: Journal, fleet: Fleet) -> None:
+    def __init__(self, journal: Journal, pool: Pool) -> None:
         self._journal = journal
-        self._fleet = fleet
+        self._pool = pool
 
     def again(self, request_id: str, keys: Mapping[str, str], *, is_whole: bool) -> Request:
         """Return a request that evaluates the header of an earlier one, or all of it; raises NotKnown.
@@ -78,10 +77,10 @@ class EarlierRequests:
 
     def _owner(self, namespace: Namespace) -> tuple[LlamaServer, bytes]:
         """Return the llama-server that serves a namespace, and its tenant."""
-        sessions = [s for b in self._fleet.backends if (s := b.lifecycle.current)]
-        if not sessions:
+        processes = self._pool.processes
+        if not processes:
             raise NotKnown("llama-server is not attached: /health says why")
-        for process in sessions:
+        for process in processes:
             tenant = _tenant(process, namespace)
             if tenant is not None:
                 return process.upstream, tenant
@@ -134,10 +133,9 @@ class Warmed:
 class Warming:
     """Warms headers."""
 
-    def __init__(self, shared: Shared, fleet: Fleet, dispatch: Dispatch) -> None:
+    def __init__(self, shared: Shared, pool: Pool) -> None:
         self._shared = shared
-        self._fleet = fleet
-        self._dispatch = dispatch
+        self._pool = pool
         self._busy = asyncio.Lock()
 
     async def warm(self, request: Request, on_progress: OnProgress, *, is_whole: bool) -> Warmed:
@@ -146,34 +144,34 @@ class Warming:
         Raises NotWarmed, or what makes serving any request impossible.
         """
         async with self._busy:
-            async with self._fleet.group(request.model, time.monotonic(), request.headers) as group:
-                return await self._warm(group, request, on_progress, is_whole=is_whole)
+            async with self._pool.lent(request.model, time.monotonic(), request.headers) as servers:
+                return await self._warm(servers, request, on_progress, is_whole=is_whole)
 
     async def _warm(
         self,
-        group: Group | None,
+        servers: Sequence[Server],
         request: Request,
         on_progress: OnProgress,
         *,
         is_whole: bool,
     ) -> Warmed:
         began = time.monotonic()
-        if group is None:
+        if not servers:
             raise NotWarmed(f"there is no model {request.model!r}")
-        backend, process = await group.first_to_ask(began)
+        server, process = await self._pool.ready(servers, began)
         if process is not None:
             await process.examination(EXAMINATION_SECONDS)
         if process is None or not process.is_caching:
             raise NotWarmed("nothing is cached now: /health says why")
-        prompt = await _read(backend, process, request)
+        prompt = await _read(server, process, request)
         wanted = _wanted_tokens(prompt, is_whole=is_whole) - SLACK_TOKENS
         n_usable, checkpoint = self._best(process, prompt)
         if was_kept := n_usable >= wanted:
             on_progress(prompt.n_tokens, prompt.n_tokens)
         else:
             async with self._watched(process, prompt, on_progress):
-                await self._dispatch.serve_in(group, request)
-            await self._save(group, prompt)
+                await self._pool.serve_in(servers, request)
+            await self._save(servers, prompt)
             n_usable, checkpoint = self._best(process, prompt)
         if checkpoint is None or n_usable < wanted:
             raise NotWarmed(_why_not_kept(process.rule, n_usable, wanted))
@@ -204,9 +202,9 @@ class Warming:
                 on_progress(min(max(busy), prompt.n_tokens), prompt.n_tokens)
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def _save(self, group: Group, prompt: Prompt) -> None:
+    async def _save(self, servers: Sequence[Server], prompt: Prompt) -> None:
         """Save the slot that holds the prompt, unless a file covers it already."""
-        for process in group.processes:
+        for process in [server.process for server in servers if server.process]:
             desk = process.desk
             async with process.launches.turn():
                 for slot in desk.table.free():
@@ -227,9 +225,9 @@ class Warming:
         return best
 
 
-async def _read(backend: Backend, process: Process, request: Request) -> Prompt:
+async def _read(server: Server, process: Process, request: Request) -> Prompt:
     try:
-        await backend.cache.read(process, request)
+        await server.cache.read(process, request)
     except WillBeRefused as why:
         raise NotWarmed(f"this request is not cached: {why}") from why
     except DeskClosed as gone:

@@ -8,7 +8,6 @@ from functools import partial
 
 import xxhash
 
-from proxy.core.model import Outcome
 from proxy.errors import NotConvertible, UpstreamFault, UpstreamRefused
 from proxy.explain.report import TOKENIZED_OTHERWISE
 from proxy.llama.bodies import (
@@ -16,18 +15,16 @@ from proxy.llama.bodies import (
     as_chat_body,
     bypass_reason,
     chat_reason,
-    is_no_json_object,
     n_completions,
 )
 from proxy.llama.routes import Route, honours_id_slot, reads_forms
-from proxy.servers.attachment import remember_tenant
-from proxy.servers.server import Lifecycle
 from proxy.serving.cached import CachedRequest
 from proxy.serving.desk import DeskClosed, Turn
-from proxy.serving.placement import SimilarRequest, UnpinnedRequest, serve_pinned
+from proxy.serving.placement import SimilarRequest, UncachedRequest
 from proxy.serving.process import Process, Services
 from proxy.serving.request import Request
 from proxy.serving.rewriting import Overflow, Stabilizing
+from proxy.store.known_models import tenants_name
 
 EXAMINATION_SECONDS = 10.0
 """So long a request waits for the first self-test of a model that was loaded for it: a prompt that begins
@@ -44,12 +41,10 @@ class Cache:
     def __init__(
         self,
         services: Services,
-        lifecycle: Lifecycle,
         stabilizing: Stabilizing,
         overflow: Overflow,
     ) -> None:
         self._services = services
-        self._lifecycle = lifecycle
         self._stabilizing = stabilizing
         self._overflow = overflow
 
@@ -65,8 +60,7 @@ class Cache:
         await self._stabilizing.rewrite(process, request)
         if request.path in process.unsupported_paths:
             raise WillBeRefused("llama-server does not support it")
-        is_unread = request.body is None and not reads_forms(request.path)
-        if is_unread and is_no_json_object(request.raw):
+        if request.body is None and not reads_forms(request.path):
             raise WillBeRefused("body is not a JSON object")
         _, is_current = await asyncio.gather(
             self._read_prompt(process, request), process.is_current()
@@ -124,21 +118,9 @@ class Cache:
             return await serving(process, request, turn).serve()
         is_pinned = honours_id_slot(request.route) and not is_left_alone
         if body is None or not is_pinned or n_completions(body) > 1:
-            await UnpinnedRequest(process, request, turn).serve()
+            await UncachedRequest(process, request, turn).serve_unpinned()
         else:
-            await serve_pinned(process, request, body, turn)
-
-    async def serve_unplaced(self, request: Request) -> None:
-        """Forward without a slot of the proxy's choice: llama-server is not attached."""
-        request.begin(self._services.where)
-        try:
-            await request.send(self._services.upstream, request.raw)
-        finally:
-            is_refused = request.answer is not None and request.answer.status in (401, 403)
-            if self._lifecycle.current and not is_refused:
-                self._lifecycle.current.slots.forget_free()
-        why = "llama-server is not attached"
-        self._services.report.not_looked_up(request, why, Outcome.DEGRADED)
+            await UncachedRequest(process, request, turn).serve_pinned(body)
 
     async def let_refuse(self, process: Process, request: Request, why: WillBeRefused) -> None:
         """Forward what llama-server will refuse; no slot is prepared for it."""
@@ -201,7 +183,9 @@ class Cache:
         """Note whose key llama-server has taken."""
         is_new = not process.is_one_tenant and tenant not in process.tenants
         if process.can_cache and is_new:
-            await remember_tenant(self._services.store, process, tenant)
+            process.tenants.add(tenant)
+            name = tenants_name(process.model_namespace)
+            await process.store.put_value(name, sorted(process.tenants))
             process.note_tenants()
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import Candidate, Checkpoint, CheckpointKind, SlotId
+from proxy.core.model import Candidate, Checkpoint, CheckpointKind, ExpectedState, SlotId
 from proxy.core.plan import Plan, Restore, most_useful, plan_request
 from proxy.core.saving import at_savable_point, is_place_at_risk
 from proxy.core.slots import (
@@ -25,6 +25,7 @@ from proxy.core.slots import (
     after_evaluation,
     must_be_erased,
     origin_of,
+    shared_tokens,
 )
 from proxy.errors import (
     StoreFault,
@@ -39,11 +40,10 @@ from proxy.explain.report import Inquiry
 from proxy.llama.bodies import pin
 from proxy.llama.client import Timings
 from proxy.log import get_logger
-from proxy.servers.attachment import remember_self_test
 from proxy.serving.desk import Choice, DeskClosed, EndedOver, Lease, Turn
-from proxy.serving.launches import ExpectedState, wind_up
+from proxy.serving.launches import wind_up
 from proxy.serving.planning import look_up, situation
-from proxy.serving.process import Process
+from proxy.serving.process import SELF_TEST, Process
 from proxy.serving.request import Account, Answer, Request
 
 _LONG_WAIT_SECONDS = 0.05
@@ -137,7 +137,7 @@ class CachedRequest:
         """Plan the request anew in the slot that it has: what it was to restore is gone."""
         now = situation(self._process, self._prompt)
         mine = replace(now.slots[self._plan.slot_id], is_leased=False)
-        plan = plan_request(self._prompt, replace(now, slots=(mine,), coming=()))
+        plan = plan_request(self._prompt, replace(now, slots=(mine,), expected=()))
         assert plan is not None  # a slot is free, and nothing is waited for
         if isinstance(plan.start, Restore):
             self._keep(plan.start.checkpoint)
@@ -163,15 +163,16 @@ class CachedRequest:
     async def _prepare(self) -> bool:
         """Save what is displaced, erase, restore, stop at cuts; return False if nothing may be reused."""
         process, slot_id = self._process, self._plan.slot_id
-        if self._plan.saves_displaced:
+        if self._plan.option.displacement.saves:
             save = process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
             with process.arrivals.announced(self._displaced()):
                 await process.finish(self._lease, save)
         await self._verify()
         # That save may have found what nobody may reuse.
         content = process.slots[slot_id].content
-        tokens, namespace = self._prompt.tokens, self._prompt.namespace
-        if self._plan.erases or must_be_erased(process.rule, content, namespace, tokens):
+        namespace = self._prompt.namespace
+        n_common = shared_tokens(content, self._prompt.tokens, namespace)
+        if self._plan.option.erases or must_be_erased(process.rule, content, namespace, n_common):
             try:
                 await process.finish(self._lease, process.erase(slot_id))
             except UpstreamFault:
@@ -405,7 +406,7 @@ class CachedRequest:
             return
         process.rule = rule
         process.self_test = msgspec.structs.replace(process.self_test, rule=rule)
-        process.tasks.start(remember_self_test(process.store, process, process.self_test))
+        process.tasks.start(process.remember(SELF_TEST, process.self_test))
 
     def _save_if_at_risk(self, slot_id: SlotId) -> None:
         """Save the slot if llama-server is about to drop a place that the conversation comes back to."""

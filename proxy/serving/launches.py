@@ -4,85 +4,21 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass, field
 
-from proxy.core.model import CheckpointKind, RuleKind, SlotId
-from proxy.core.plan import Coming
+from proxy.core.model import CheckpointKind, ExpectedState, RuleKind, SlotId
 from proxy.core.saving import is_write_back_due
 from proxy.core.slots import Empty, SlotTable
-from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import UpstreamFault
 from proxy.llama.client import SlotStatus
 from proxy.serving.desk import LeaseDesk, Turn, Turns
 from proxy.serving.process import Process
 from proxy.serving.request import Answer, OnStart, Request, do_nothing
 
-# Requests that had to wait for llama-server come to the desk in the order in which they arrived.
-#
-# They all wait at once and have their prompts read at once, which takes some longer than others.
-
-
-@dataclass(eq=False, slots=True)
-class QueuePlace:
-    """One request's place; `since` is when it last joined, all times of the monotonic clock.
-
-    `queued_at` is when it came to the first desk, 0 if it was at none yet.
-    """
-
-    arrived_at: float
-    since: float = 0.0
-    queued_at: float = 0.0
-    moved: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class ArrivalOrder:
-    """The requests that are on their way to the desk after a wait."""
-
-    def __init__(self) -> None:
-        self._places: list[QueuePlace] = []
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def join(self, place: QueuePlace) -> None:
-        """Take a place among those who wait; again is harmless."""
-        if place not in self._places:
-            place.since = time.monotonic()
-            self._places.append(place)
-
-    def leave(self, place: QueuePlace) -> None:
-        """Let the next one go; again is harmless."""
-        if place in self._places:
-            self._places.remove(place)
-            if self._places:
-                self._first().moved.set()
-
-    async def turn(self, place: QueuePlace) -> None:
-        """Return once nobody who arrived earlier is still on the way."""
-        while place in self._places and self._first() is not place:
-            place.moved.clear()
-            await place.moved.wait()
-
-    def _first(self) -> QueuePlace:
-        return min(self._places, key=lambda place: place.arrived_at)
-
-
 # States that requests on their way are about to save, for others to wait for.
 #
 # Two requests with the same new header come at the same moment: the first evaluates and saves it, the
 # second waits for that instead of evaluating it again beside the first. Or a slot is being saved for one
 # request just when the next one of its conversation comes.
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class ExpectedState:
-    """A state of *tokens* that will be saved at about *expected_at* on the monotonic clock."""
-
-    tokens: TokenIds
-    namespace: Namespace
-    expected_at: float
-    size_bytes: int
-    restore_points: tuple[int, ...] = ()
 
 
 class Arrivals:
@@ -105,19 +41,10 @@ class Arrivals:
             self._arrivals.remove(arrival)
             self._desk.reconsider()
 
-    def coming(self) -> tuple[Coming, ...]:
-        """Return what can be waited for now; what is overdue still counts as about to come."""
-        now = time.monotonic()
-        return tuple(
-            Coming(
-                arrival.tokens,
-                arrival.namespace,
-                max(0.0, arrival.expected_at - now),
-                arrival.size_bytes,
-                arrival.restore_points,
-            )
-            for arrival in self._arrivals
-        )
+    @property
+    def expected(self) -> tuple[ExpectedState, ...]:
+        """What can be waited for now; what is overdue still counts as about to come."""
+        return tuple(self._arrivals)
 
 
 # Servers on which a slot that starts to run empties all idle ones, as with llama-server's default flags.

@@ -2,14 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import Stop
 from proxy.core.model import CheckpointKind, SlotId
-from proxy.core.plan import MAX_LOST_TOKENS, StartOption, UseLive
-from proxy.core.residency import is_similar_enough, rivals, shared_at_least
+from proxy.core.plan import MAX_LOST_TOKENS, StartOption
+from proxy.core.residency import is_similar_enough, rivals
 from proxy.core.slots import (
     TAINTED,
     Known,
@@ -18,6 +18,7 @@ from proxy.core.slots import (
     choose_slot_for_bypass,
     live_reuse,
     must_be_erased,
+    shared_tokens,
 )
 from proxy.core.tokens import Namespace
 from proxy.errors import UpstreamFault
@@ -27,127 +28,7 @@ from proxy.serving.cached import CachedRequest
 from proxy.serving.desk import Choice, Lease, Turn
 from proxy.serving.launches import outlast
 from proxy.serving.process import Process
-from proxy.serving.request import Answer, Request, do_nothing
-
-# Requests whose prompt is not looked up: they still take leases, so that the slot table stays true.
-
-
-async def clear_way(process: Process, lease: Lease[None], namespace: Namespace) -> bool:
-    """Save what would be lost, and erase what may not be reused; return False if that failed."""
-    cleared: set[SlotId] = set()
-    is_clear = True
-    while left := set(lease.held) - cleared:  # slots may join a placement meanwhile
-        for slot_id in left:
-            is_clear &= await _clear(process, lease, slot_id, namespace)
-        cleared |= left
-    return is_clear
-
-
-async def _clear(
-    process: Process, lease: Lease[None], slot_id: SlotId, namespace: Namespace
-) -> bool:
-    table = process.slots
-    content = table[slot_id].content
-    if isinstance(content, Known) and content.n_unsaved > MAX_LOST_TOKENS:
-        kind = CheckpointKind.CONVERSATION
-        await process.finish(lease, process.saves.write_back(slot_id, kind))
-    if must_be_erased(process.rule, table[slot_id].content, namespace):
-        try:
-            await process.finish(lease, process.erase(slot_id))
-        except UpstreamFault:
-            process.faults.count("erase")
-            return await _overwrite(process, lease, slot_id, namespace)
-    return True
-
-
-async def _overwrite(
-    process: Process, lease: Lease[None], slot_id: SlotId, namespace: Namespace
-) -> bool:
-    """Put one token into a slot that cannot be erased, for /v1/messages cannot be told to reuse nothing."""
-    try:
-        await process.finish(lease, process.overwrite(slot_id, namespace))
-    except UpstreamFault:
-        process.faults.count("erase")
-        return False
-    return True
-
-
-def mark_unknown(
-    process: Process,
-    slot_ids: Iterable[SlotId],
-    namespace: Namespace,
-    body: GenerationBody | None = None,
-) -> None:
-    """Note that only llama-server knows what these slots hold; no lookup could find it in a file."""
-    is_tainted = body is not None and taints_slot(body)
-    table, rule = process.slots, process.rule
-    for slot_id in slot_ids:
-        # A slot that joined a placement was never cleared: what it held may be part of what it holds.
-        is_unclear = must_be_erased(rule, table[slot_id].content, namespace)
-        content = Unknown(namespace, can_be_adopted=False)
-        table.set_content(slot_id, TAINTED if is_tainted or is_unclear else content)
-
-
-def abandon(
-    process: Process,
-    lease: Lease[None],
-    namespace: Namespace,
-    body: GenerationBody | None = None,
-) -> None:
-    """Hold the slots until nothing of the request can run in them any more."""
-    if not lease.held:
-        return  # a slot action took the lease along before anything was sent
-    mark_unknown(process, lease.held, namespace, body)
-    lease.hand_over(process.tasks.start(outlast(process, lambda: lease.reserved)))
-
-
-async def send_uncached(
-    process: Process,
-    request: Request,
-    turn: Turn,
-    raw: bytes,
-    on_start: Callable[[], None] = do_nothing,
-) -> None:
-    """Send a request that is not cached, and report it.
-
-    At once: clients that have their answer hang up, and what is left to do is cut short.
-    """
-    answer = await process.launches.send(turn, request, raw, on_start)
-    if answer.status == 501 and request.route in (Route.PINNED, Route.UNPINNED):
-        process.unsupported_paths.add(request.path)
-    process.report.not_looked_up(request, request.why or "nothing is cached")
-
-
-async def serve_pinned(
-    process: Process, request: Request, body: GenerationBody, turn: Turn
-) -> None:
-    """Serve a request on one slot of our choice, whatever that holds."""
-    desk, namespace = process.desk, process.tenant_namespace(request.tenant)
-
-    def choose() -> Choice[None] | None:
-        slot = choose_slot_for_bypass(desk.table, namespace)
-        return Choice((slot.id,), None) if slot else None
-
-    with await desk.lease(choose) as lease:
-        (slot_id,) = lease.slot_ids
-        try:
-            can_reuse = await clear_way(process, lease, namespace)
-            raw = pin(body, slot_id, reuses=can_reuse)
-            await send_uncached(process, request, turn, raw, lambda: desk.note_running(slot_id))
-        except BaseException:
-            abandon(process, lease, namespace, body)
-            raise
-        mark_unknown(process, lease.slot_ids, namespace, body)
-
-
-# Requests for which llama-server chooses the slot itself, such as /v1/messages and embeddings.
-#
-# It chooses among the slots that are idle *to it*. So such a request waits until every slot that others
-# lease is really running their request (one that is being restored for somebody looks idle too) and takes
-# all free slots, and those that come free, until /slots shows which one was chosen. Where it must not
-# land in a slot that another request leaves behind, such as another tenant's, it waits until all are
-# free.
-
+from proxy.serving.request import Answer, OnStart, Request, do_nothing
 
 _FIRST_LOOK_SECONDS = 0.01
 _LAST_LOOK_SECONDS = 0.5
@@ -156,8 +37,20 @@ LastTasks = dict[SlotId, int]
 """The id of the last task that each slot ran, which survives the task."""
 
 
-class UnpinnedRequest:
-    """One request on its way to a slot of llama-server's choice, or to several."""
+class UncachedRequest:
+    """Serves one request whose prompt is not looked up; it still takes a lease, so that the slot table
+    stays true.
+
+    There are two cases:
+
+    1. llama-server honours `id_slot`: the request runs in a slot of the proxy's choice, whatever that
+    holds.
+    2. llama-server chooses the slot, among those that are idle *to it*, as for embeddings. So the
+    request waits until every leased slot is known to run its request (a slot that is being restored
+    looks idle too). Then it takes all free slots, and those that come free, until /slots shows which
+    slot was chosen. Where it must not land in a slot that another request leaves behind, such as
+    another tenant's, it waits until all are free.
+    """
 
     def __init__(self, process: Process, request: Request, turn: Turn) -> None:
         self._process = process
@@ -166,43 +59,121 @@ class UnpinnedRequest:
         self._turn = turn
         self._body = body = request.body
         n_slots = 1 if body is None else n_completions(body)
-        self._n_slots = min(n_slots, len(self._desk.table))
+        self._n_slots = min(n_slots, len(process.slots))
         # Embeddings and reranking are one task for each input: all slots are held to the end.
         self._is_one_task = body is not None and not is_task_for_each_input(request.path)
         self._namespace: Namespace = process.tenant_namespace(request.tenant)
         self._before: LastTasks | None = None
         self._is_placed = False
 
-    async def serve(self) -> None:
+    async def serve_pinned(self, body: GenerationBody) -> None:
+        """Serve the request in one slot of the proxy's choice."""
+
+        def choose() -> Choice[None] | None:
+            slot = choose_slot_for_bypass(self._process.slots, self._namespace)
+            return Choice((slot.id,), None) if slot else None
+
+        with await self._desk.lease(choose) as lease:
+            (slot_id,) = lease.slot_ids
+            is_tainted = taints_slot(body)
+            try:
+                can_reuse = await self._clear_way(lease)
+                raw = pin(body, slot_id, reuses=can_reuse)
+                await self._send(raw, lambda: self._desk.note_running(slot_id))
+            except BaseException:
+                self._abandon(lease, is_tainted=is_tainted)
+                raise
+            self._mark_unknown(lease.slot_ids, is_tainted=is_tainted)
+
+    async def serve_unpinned(self) -> None:
+        """Serve the request in a slot of llama-server's choice, or in several."""
         may_be_passed = self._n_slots == 1  # it then waits only until others really run
         with await self._desk.lease(
             self._choose, may_be_passed=may_be_passed, is_placement=True
         ) as lease:
             placement = None
             try:
-                is_clear = await clear_way(self._process, lease, self._namespace)
+                is_clear = await self._clear_way(lease)
                 self._before = await self._process.last_tasks()
                 if self._is_one_task:
                     placement = self._process.tasks.start(self._await_placement(lease))
-                raw = self._raw(reuses=is_clear)
-                await send_uncached(self._process, self._request, self._turn, raw)
+                # Where another tenant's tokens are still there, nothing may be reused.
+                raw = self._request.raw
+                if not is_clear and self._body is not None:
+                    raw = without_reuse(self._body)
+                await self._send(raw)
                 used = await self._used(lease)
             except BaseException:
-                abandon(self._process, lease, self._namespace)
+                self._abandon(lease)
                 raise
             finally:
                 if placement is not None:
                     placement.cancel()
-            mark_unknown(self._process, used, self._namespace)
+            self._mark_unknown(used)
 
-    def _raw(self, *, reuses: bool) -> bytes:
-        """Return the body, told to reuse nothing if another tenant's tokens are still there."""
-        if reuses or self._body is None:
-            return self._request.raw
-        return without_reuse(self._body)
+    async def _send(self, raw: bytes, on_start: OnStart = do_nothing) -> None:
+        """Send the request, and report it.
+
+        At once: clients that have their answer hang up, and what is left to do is cut short.
+        """
+        process, request = self._process, self._request
+        answer = await process.launches.send(self._turn, request, raw, on_start)
+        if answer.status == 501 and request.route in (Route.PINNED, Route.UNPINNED):
+            process.unsupported_paths.add(request.path)
+        process.report.not_looked_up(request, request.why or "nothing is cached")
+
+    async def _clear_way(self, lease: Lease[None]) -> bool:
+        """Save what would be lost, and erase what may not be reused; return False if that failed."""
+        cleared: set[SlotId] = set()
+        is_clear = True
+        while left := set(lease.held) - cleared:  # slots may join a placement meanwhile
+            for slot_id in left:
+                is_clear &= await self._clear(lease, slot_id)
+            cleared |= left
+        return is_clear
+
+    async def _clear(self, lease: Lease[None], slot_id: SlotId) -> bool:
+        process = self._process
+        content = process.slots[slot_id].content
+        if isinstance(content, Known) and content.n_unsaved > MAX_LOST_TOKENS:
+            kind = CheckpointKind.CONVERSATION
+            await process.finish(lease, process.saves.write_back(slot_id, kind))
+        if not must_be_erased(process.rule, process.slots[slot_id].content, self._namespace):
+            return True
+        try:
+            await process.finish(lease, process.erase(slot_id))
+            return True
+        except UpstreamFault:
+            process.faults.count("erase")
+        # No flag tells /v1/messages to reuse nothing: one token is put into a slot that cannot be erased.
+        try:
+            await process.finish(lease, process.overwrite(slot_id, self._namespace))
+            return True
+        except UpstreamFault:
+            process.faults.count("erase")
+            return False
+
+    def _mark_unknown(self, slot_ids: Iterable[SlotId], *, is_tainted: bool = False) -> None:
+        """Note that only llama-server knows what these slots hold; no lookup could find it in a file."""
+        for slot_id in slot_ids:
+            # A slot that joined a placement was never cleared: what it held may be part of what it holds.
+            content = self._process.slots[slot_id].content
+            is_unclear = must_be_erased(self._process.rule, content, self._namespace)
+            unknown = Unknown(self._namespace, can_be_adopted=False)
+            self._process.slots.set_content(
+                slot_id, TAINTED if is_tainted or is_unclear else unknown
+            )
+
+    def _abandon(self, lease: Lease[None], *, is_tainted: bool = False) -> None:
+        """Hold the slots until nothing of the request can run in them any more."""
+        if not lease.held:
+            return  # a slot action took the lease along before anything was sent
+        self._mark_unknown(lease.held, is_tainted=is_tainted)
+        ending = outlast(self._process, lambda: lease.reserved)
+        lease.hand_over(self._process.tasks.start(ending))
 
     def _choose(self) -> Choice[None] | None:
-        slots = tuple(self._desk.table)
+        slots = tuple(self._process.slots)
         free = tuple(slot.id for slot in slots if not slot.is_leased)
         can_be_placed = all(self._can_join(slot) for slot in slots if slot.is_leased)
         return Choice(free, None) if can_be_placed and len(free) >= self._n_slots else None
@@ -335,7 +306,7 @@ class SimilarRequest(CachedRequest):
         self._has_evaluated_all = True
         n_end = self._prompt.cuts.message_end or self._prompt.n_tokens - 1
         slot = self._process.slots[self._plan.slot_id]
-        if n_end <= shared_at_least(slot, self._prompt.tokens):
+        if n_end <= shared_tokens(slot.content, self._prompt.tokens):
             return
         cuts = self._plan.cuts
         try:
@@ -366,7 +337,9 @@ class SimilarRequest(CachedRequest):
         A slot that runs is not chosen, but it may come to its end before llama-server chooses.
         """
         process = self._process
-        if must_be_erased(process.rule, rival.content, self._prompt.namespace, self._prompt.tokens):
+        namespace = self._prompt.namespace
+        n_common = shared_tokens(rival.content, self._prompt.tokens, namespace)
+        if must_be_erased(process.rule, rival.content, namespace, n_common):
             return False
         return is_late or (rival.is_running and len(process.tenants) <= 1)
 
@@ -409,8 +382,9 @@ class SimilarRequest(CachedRequest):
         process, prompt = self._process, self._prompt
         if chosen.id not in rivals(process.slots[self._plan.slot_id], [chosen], prompt.tokens):
             process.degrade(DegradationKind.PLACED_ELSEWHERE)
-        reuse = live_reuse(process.rule, chosen.content, prompt.namespace, prompt.tokens)
-        plan = replace(self._plan, option=StartOption(chosen.id, UseLive(reuse), 0.0), stops=())
+        n_common = shared_tokens(chosen.content, prompt.tokens, prompt.namespace)
+        start = live_reuse(process.rule, chosen.content, n_common, prompt.n_tokens)
+        plan = replace(self._plan, option=StartOption(chosen.id, start, 0.0), stops=())
         process.desk.move(self._lease, plan.slot_id, plan)
         process.slots.destine(plan.slot_id, prompt.tokens)
         self._account.move(plan)

@@ -5,7 +5,7 @@ from itertools import chain
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import Candidate, Prompt
-from proxy.core.plan import Occupant, Situation, promising
+from proxy.core.plan import Situation, promising
 from proxy.core.residency import Offer, make_offer
 from proxy.serving.process import Process
 
@@ -32,19 +32,17 @@ def look_up(process: Process, prompt: Prompt) -> tuple[tuple[Candidate, ...], in
 
 def situation(process: Process, prompt: Prompt) -> Situation:
     """Return the slots, checkpoints and rates as they are now."""
-    now = time.monotonic()
-    slots = tuple(process.slots)
     candidates, n_shared = look_up(process, prompt)
     return Situation(
         process.rule,
-        slots,
+        tuple(process.slots),
         candidates,
         process.rates,
         process.n_ctx,
         n_shared,
-        tuple(Occupant(s.content, process.state_bytes(s.content), now - s.used_at) for s in slots),
-        process.arrivals.coming(),
-        process.bytes_of(prompt.cuts.shared),
+        time.monotonic(),
+        process.sizes,
+        process.arrivals.expected,
     )
 
 

@@ -34,7 +34,7 @@ from proxy.core.model import (
 from proxy.core.plan import Restore
 from proxy.core.rates import Rates
 from proxy.core.rule import SelfTestResult, usable_tokens
-from proxy.core.saving import StateSize, expected_bytes, extent_of
+from proxy.core.saving import StateSize, expected_bytes, state_bytes
 from proxy.core.slots import (
     LOADING,
     TAINTED,
@@ -77,6 +77,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+SELF_TEST = "self-test {model} {points} context checkpoints {build}"
+"""A llama-server that saves context checkpoints has another rule than one that does not: --swa-full and
+--ctx-checkpoints decide which, on the same build."""
+SIZES = "sizes {model}"
+RATES = "rates {model} {build}"
 _MAX_SIZES = 256
 _MAX_KEYS = 1024
 _MAX_OTHERS = 16
@@ -238,6 +243,21 @@ class Process(Services):
             default=0,
         )
 
+    # What the index remembers of this model from one process to the next.
+
+    def known(self, name: str, value_type: type[T]) -> T | None:
+        """Return what is remembered under SELF_TEST, SIZES or RATES."""
+        return self.store.index.value(self._name_here(name), value_type)
+
+    async def remember(self, name: str, value: object) -> None:
+        """Remember the self-test, the sizes or the rates; None forgets them. Raises StoreFault."""
+        await self.store.put_value(self._name_here(name), value)
+
+    def _name_here(self, name: str) -> str:
+        points = "with" if self.saves_context_checkpoints else "without"
+        model = (self.model_namespace or b"").hex()
+        return name.format(model=model, build=self.build, points=points)
+
     # What is wrong with this process; nothing is noted once the process is gone.
 
     def degrade(self, kind: DegradationKind, detail: str = "") -> None:
@@ -333,8 +353,7 @@ class Process(Services):
 
     def state_bytes(self, content: Content) -> int:
         """Return how large the state of a slot will be at most; 0 while nothing like it was saved."""
-        extent = extent_of(content)
-        return (expected_bytes(self.sizes, *extent) or 0) if extent else 0
+        return state_bytes(self.sizes, content)
 
     # What llama-server says of its slots.
 
@@ -449,7 +468,7 @@ class Process(Services):
         self.slots.note_restore(slot_id, checkpoint)
         began = time.monotonic()
         try:
-            reply = await self.upstream.restore(slot_id, checkpoint.file_name)
+            n_restored = await self.upstream.restore(slot_id, checkpoint.file_name)
         except UpstreamRefused:
             # Every failed restore clears the slot (server-context.cpp, SLOT_RESTORE).
             self.slots.set_content(slot_id, Empty())
@@ -459,8 +478,8 @@ class Process(Services):
         self.rates = self.rates.after_restore(
             checkpoint.size_bytes, waited_seconds + seconds, is_warm=start.is_warm
         )
-        if reply.n_restored != checkpoint.n_tokens:
-            raise UpstreamRefused(200, f"restored {reply.n_restored} of {checkpoint.n_tokens}")
+        if n_restored != checkpoint.n_tokens:
+            raise UpstreamRefused(200, f"restored {n_restored} of {checkpoint.n_tokens}")
 
     async def stop(
         self, slot_id: SlotId, prompt: Prompt, cuts: Cuts, stop: Stop, headers: Headers
@@ -492,7 +511,7 @@ class Process(Services):
         """Quarantine on disk what may have ended llama-server in a slot; return whether there is anything.
 
         Suspect is what was being restored, evaluated from, or saved when the connection broke. A process
-        that is told to end lets its connections stand (`upstream.pending`), so nothing is suspect then.
+        that is told to end lets its connections stand (`Heard`), so nothing is suspect then.
         """
         suspects = self.slots.suspects(slot_id, is_saving=is_saving)
         self.slots.forget_sources(slot_id)

@@ -12,10 +12,10 @@ from proxy.core.model import Outcome, Prompt
 from proxy.core.plan import Plan, Restore, StartOption
 from proxy.core.rates import Rates
 from proxy.explain.causes import Cause
+from proxy.llama.answers import CallMade
 from proxy.llama.bodies import GenerationBody, parse_body
 from proxy.llama.client import LlamaServer, Timings
 from proxy.llama.routes import Route
-from proxy.stabilize.template import CallMade
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,7 @@ class Request:
         request."""
         self._received = raw, parse_body(raw)
         self.begin("")
-        named = self.body.fields.get("model") if self.body else None
-        self.model = self.model or (named if isinstance(named, str) else "")
+        self.model = self.model or (self.body.named_model if self.body else "")
         return self
 
     def begin(self, server: str) -> None:
@@ -107,7 +106,7 @@ class Request:
 
     @property
     def wants_stream(self) -> bool:
-        return self.body is not None and self.body.fields.get("stream") is True
+        return self.body is not None and self.body.wants_stream
 
     @property
     def outcome(self) -> Outcome:
@@ -179,8 +178,7 @@ class Account:
     @property
     def is_drift(self) -> bool:
         """Whether more was reused than the slot was believed to hold."""
-        start = self.plan.start
-        at_most = start.n_common if isinstance(start, Restore) else start.reuse.at_most
+        at_most = self.plan.start.n_at_most
         return self.n_reused is not None and not self.is_degraded and self.n_reused > at_most
 
     @property
@@ -190,7 +188,7 @@ class Account:
         return (
             not isinstance(start, Restore)
             and self.n_reused is not None
-            and self.n_reused < start.reuse.at_least
+            and self.n_reused < start.n_reused
         )
 
     @property

@@ -11,7 +11,6 @@ import xxhash
 from cachetools import LRUCache
 
 from proxy.core.cuts import (
-    Begins,
     ContextCut,
     MessageSize,
     first_to_try,
@@ -77,12 +76,12 @@ class Stabilizing:
         facts = await self._facts_of(process)
         facts = replace(facts, session=session, tenant=request.tenant.hex())
         result = stabilize(form, body.fields, self._memory, self._switches, facts)
-        for failure in result.failures:
-            self._services.faults.record("stabilize", StabilizerFailed(str(failure)))
+        for failed, reason in result.failures:
+            self._services.faults.record("stabilize", StabilizerFailed(f"{failed}: {reason}"))
         self._memory.learn(result.lessons)
         if result.body is body.fields:
             return
-        names = tuple(dict.fromkeys(change.stabilizer.value for change in result.changes))
+        names = tuple(name.value for name in result.changed_by)
         for name in names:
             self._services.metrics.stabilized.labels(name).inc()
         request.rewrite(result.body, *names)
@@ -242,7 +241,9 @@ class Overflow:
             )
             for index, n_tokens in enumerate(counts, start):
                 before = conversation[index - 1] if index else None
-                parts.append(MessageSize(_begins(conversation[index], before), n_tokens))
+                message = conversation[index]
+                begins = begins_turn(message), begins_step(message, before)
+                parts.append(MessageSize(n_tokens, *begins))
         return parts
 
     async def _n_tokens(self, upstream: LlamaServer, message: Json, request: Request) -> int:
@@ -252,12 +253,6 @@ class Overflow:
             tokens = await upstream.tokenize(text, request.headers, add_special=False)
             self._counts[key] = len(tokens)
         return self._counts[key]
-
-
-def _begins(message: Json, before: Json | None) -> Begins:
-    if begins_turn(message):
-        return Begins.TURN
-    return Begins.STEP if begins_step(message, before) else Begins.NOTHING
 
 
 def _key_of(upstream: LlamaServer, request: Request, conversation: list[Json]) -> bytes:

@@ -23,8 +23,8 @@ from proxy.llama.state_edits import NEEDED_BY_VERSIONS, repair_window
 from proxy.llama.state_file import StateFile, read_state_file
 from proxy.serving.process import Process
 from proxy.store.catalogue import Claim
+from proxy.store.directory import NewState
 from proxy.store.files import StateFiles
-from proxy.store.writing import NewState
 
 # Saving a slot to a file: the call, the checks of what came of it, and the repair.
 #
@@ -187,7 +187,7 @@ class Room:
 
     def __init__(self, process: Process, saver: Saver) -> None:
         self._process = process
-        self._saver = saver
+        self.saver = saver
 
     def _present(self) -> Present:
         return self._process.served.present(self._process)
@@ -220,7 +220,7 @@ class Room:
 
         What the file really takes is learned, and more room is made if that is more than expected.
         """
-        saved = await self._saver.save(slot_id, name)
+        saved = await self.saver.save(slot_id, name)
         state = saved.state
         n_bytes = max(saved.n_written, state.size_bytes)  # a repair makes a file longer
         size = StateSize(len(state.tokens), len(state.restore_points), n_bytes)
@@ -274,7 +274,7 @@ class Room:
 
     def _sizes(self) -> list[StateSize]:
         """Return the sizes of this model's states; before it is identified, those of all models'."""
-        ours = self._present().namespaces
+        ours = self._present().rates_by
         stored = (c for c in self._process.store if not ours or c.namespace in ours)
         return [
             *self._process.sizes,

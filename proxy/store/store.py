@@ -1,34 +1,36 @@
 """The checkpoint store: index and files kept consistent and within their budget, whatever crashes when.
 
-Files first, then the index entry; entry gone first, then the file. All writes run on one thread.
-Room is made before a file is written: whoever wants to save reserves its bytes first.
+All writes run on one thread, in the order of `StoreDirectory`. Room is made before a file is written: a
+save reserves its bytes first.
 """
 
 import asyncio
-import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from proxy.core.eviction import Present, Removal, family_of
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, Cuts, Quarantine
 from proxy.core.tokens import Namespace, TokenIds, count_blocks, hash_prefixes, token_ids
 from proxy.errors import NoRoom, StateDamaged, StoreFault
-from proxy.store import opening, rebuilding
 from proxy.store.catalogue import Budget, Catalogue, Claim, Limits
-from proxy.store.files import FileStamp, StateFiles, Verification
-from proxy.store.rebuilding import open_or_renew
-from proxy.store.writing import NewState, WriteLedger, Writer, commit_state
+from proxy.store.directory import NewState, StoreDirectory
+from proxy.store.files import FileStamp, Verification
+from proxy.store.index import Entry
 
 MAX_COMPARED = 512
 """How many checkpoints one lookup compares token by token, at most."""
 
+T = TypeVar("T")
 
-class CheckpointStore:
+
+class CheckpointStore(Catalogue):
     """All checkpoints under one --slot-save-path."""
 
     def __init__(self, directory: Path, limits: Limits) -> None:
@@ -37,113 +39,102 @@ class CheckpointStore:
         A damaged index is replaced by one that `rebuild` fills. Raises StoreLocked if another proxy has
         the directory, StoreFault if the index cannot be read.
         """
-        self.files = StateFiles(directory)
+        super().__init__()
         self.limits = limits
         self.removals = Counter({reason: 0 for reason in Removal})
         self.on_removal: Callable[[Checkpoint, TokenIds | None, Removal], None] = lambda *_: None
         self.on_damage: Callable[[Checkpoint, list[Checkpoint]], None] = lambda *_: None
-        self._verification = Verification(self.files)
-        self._verifying: dict[CheckpointId, asyncio.Future[StoreFault | None]] = {}
+        self._verifying: dict[CheckpointId, asyncio.Future[None]] = {}
         self._damaged: set[CheckpointId] = set()
-        self._budget = Budget(limits)
-        self._catalogue = Catalogue()
-        with ExitStack() as undo:
-            self._lock_descriptor = opening.lock(directory)
-            undo.callback(os.close, self._lock_descriptor)
-            try:
-                self.index = open_or_renew(directory / "index", self.files)
-                undo.callback(self.index.close)
-                self.report = self._open()
-            except OSError as error:
+        self._directory = StoreDirectory(directory)
+        self.files, self.index = self._directory.files, self._directory.index
+        try:
+            self.writes = self._budget = Budget(limits, self.index)
+            self.report = self._enter_all()
+        except BaseException as error:
+            self._directory.close()
+            if isinstance(error, OSError):
                 raise StoreFault(f"{directory}: {error}") from error
-            undo.pop_all()
-        self._writer = Writer()
-        self.writes = WriteLedger(self.index, limits.max_write_bytes_per_day)
+            raise
+        self._verification = Verification(self.files)
+        # LMDB wants one writer.
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-writer")
 
-    def _open(self) -> opening.CheckReport:
-        intact, report, self._rebuild = opening.check(self.index, self.files)
-        if self._rebuild and not self._rebuild.pending and not self._rebuild.lost:
-            self.index.end_rebuild()
-            self._rebuild = None
+    def _enter_all(self) -> dict[str, int]:
+        """Enter what is there, bring the store within its budget, and return what was found and removed."""
+        intact, n_entries, n_files = self._directory.sweep()
         for checkpoint in intact:
             tokens = self.index.tokens(checkpoint.id) or token_ids(())
-            self._catalogue.enter(checkpoint, hash_prefixes(checkpoint.namespace, tokens))
-        n_too_many = self.size_bytes - self.limits.max_bytes
-        victims = self._catalogue.victims(n_too_many, Present(time.time()))
+            self.enter(checkpoint, hash_prefixes(checkpoint.namespace, tokens))
+        victims = self._over_budget()
         for victim in victims:
-            opening.remove(self.index, self.files, victim)
-            self._catalogue.take(victim.id)
-            self._catalogue.forget(victim.id)
+            self._directory.remove(victim)
+            self.take(victim.id)
+            self.forget(victim.id)
         self.removals[Removal.BUDGET] += len(victims)
-        self.removals[Removal.BROKEN] += report.n_entries_without_file
-        return replace(report, n_checkpoints=len(self), n_over_budget=len(victims))
+        self.removals[Removal.BROKEN] += n_entries
+        return {
+            "n_checkpoints": len(self),
+            "n_entries_without_file": n_entries,
+            "n_files_without_entry": n_files,
+            "n_over_budget": len(victims),
+        }
+
+    def _over_budget(self) -> list[Checkpoint]:
+        return self.victims(self.size_bytes - self.limits.max_bytes, Present(time.time()))
 
     def close(self) -> None:
         """Write what is pending and release the directory."""
         for verifying in self._verifying.values():
             verifying.cancel()
         self._verification.close()
-        self._writer.close()
+        self._writer.shutdown(wait=True)
         try:
             with suppress(StoreFault):
-                self.index.update(self._catalogue.take_touched())
-            self.index.close()
+                self.index.update(self.take_touched())
         finally:
-            os.close(self._lock_descriptor)
+            self._directory.close()
+
+    async def _write(
+        self, work: Callable[[], T], *, then: Callable[[T], object] = lambda _: None
+    ) -> T:
+        """Do *work* on the writer's thread and *then* on this one, even if the caller is cancelled.
+
+        Raises StoreFault for any OSError.
+        """
+        written = asyncio.get_running_loop().run_in_executor(self._writer, work)
+        written.add_done_callback(lambda w: w.exception() or then(w.result()))
+        try:
+            return await asyncio.shield(written)
+        except OSError as error:
+            raise StoreFault(str(error)) from error
 
     @property
     def rebuild_reason(self) -> str:
         """Why the index has lost states that `rebuild` enters again; empty if it has all."""
-        return self._rebuild.reason if self._rebuild else ""
+        rebuild = self._directory.rebuild
+        return rebuild.reason if rebuild and not rebuild.is_done else ""
 
     async def rebuild(self) -> str:
         """Enter the states that the index has lost, between other writes; return what became of them.
 
         Raises StoreFault. What is broken off is taken up by the next opening.
         """
-        if (rebuild := self._rebuild) is None:
+        rebuild = self._directory.rebuild
+        if rebuild is None or rebuild.is_done:
             return ""
 
-        def enter(entries: Iterable[rebuilding.Entry]) -> None:
+        def enter(entries: Iterable[Entry]) -> None:
             for checkpoint, _, hashes in entries:
-                self._catalogue.enter(checkpoint, hashes)
+                self.enter(checkpoint, hashes)
 
-        work = partial(rebuilding.enter_batch, self.index, self.files, rebuild)
         while rebuild.pending:
-            await self._writer.write(work, then=enter)
-        await self._writer.write(partial(rebuilding.finish, self.index, self.files, rebuild))
-        self._rebuild = None
-        n_too_many = self.size_bytes - self.limits.max_bytes
-        victims = self._catalogue.victims(n_too_many, Present(time.time()))
-        await self._remove(victims, Removal.BUDGET)
+            await self._write(partial(self._directory.enter_batch, rebuild), then=enter)
+        await self._write(partial(self._directory.finish_rebuild, rebuild))
+        await self._remove(self._over_budget(), Removal.BUDGET)
         return rebuild.words
 
-    def __len__(self) -> int:
-        return len(self._catalogue)
-
-    def __iter__(self) -> Iterator[Checkpoint]:
-        return iter(self._catalogue)
-
-    @property
-    def version(self) -> int:
-        """A number that changes with every record."""
-        return self._catalogue.version
-
-    @property
-    def size_bytes(self) -> int:
-        return self._catalogue.size_bytes
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of files that an operator keeps; they count in the budget."""
-        return sum(c.size_bytes for c in self if c.is_pinned)
-
-    def get(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
-        return self._catalogue.get(checkpoint_id)
-
-    def value_seconds(self, checkpoint: Checkpoint, present: Present) -> float:
-        """Return the seconds that losing a checkpoint would cost."""
-        return self._catalogue.value_seconds(checkpoint, present)
+    # Finding checkpoints.
 
     def find(self, namespace: Namespace, tokens: TokenIds) -> Iterator[Candidate]:
         """Yield the checkpoints that share at least a block with *tokens*, longest prefix first.
@@ -153,26 +144,31 @@ class CheckpointStore:
         # Those of one block are in no order; a whole block is the least that separates groups.
         group: list[Candidate] = []
         for checkpoint_id in self.index.reaching(hash_prefixes(namespace, tokens))[:MAX_COMPARED]:
-            checkpoint = self._catalogue.get(checkpoint_id)
+            checkpoint = self.get(checkpoint_id)
             if checkpoint is None or checkpoint.namespace != namespace:
                 continue
             n_common = self.index.common_prefix(checkpoint_id, tokens)
-            if n_common is None or self._catalogue.is_quarantined(checkpoint_id):
+            if n_common is None or self.is_quarantined(checkpoint):
                 continue
-            candidate = Candidate(checkpoint, n_common, self._catalogue.is_warm(checkpoint_id))
+            candidate = Candidate(checkpoint, n_common, self.is_warm(checkpoint))
             if group and count_blocks(candidate.n_common) < count_blocks(group[0].n_common):
                 yield from sorted(group, key=lambda c: -c.n_common)
                 group = []
             group.append(candidate)
         yield from sorted(group, key=lambda c: -c.n_common)
 
-    def note_asked(self, namespace: Namespace, tokens: TokenIds) -> None:
-        """Note that a request has this prompt: what it shares with checkpoints is alive."""
-        self._catalogue.note_asked(hash_prefixes(namespace, tokens))
+    def holds(self, namespace: Namespace, tokens: TokenIds) -> bool:
+        """Return whether a checkpoint of exactly these tokens is there."""
+        return any(
+            found.n_common == found.checkpoint.n_tokens == len(tokens)
+            for found in self.find(namespace, tokens)
+        )
 
-    def keep(self, checkpoint: Checkpoint) -> AbstractContextManager[None]:
-        """Keep a checkpoint from eviction between its choice and its restore."""
-        return self._catalogue.keep(checkpoint.id)
+    def lineage(self, checkpoint: Checkpoint) -> tuple[CheckpointId, ...]:
+        """Return a checkpoint and those of its ancestors that are still there."""
+        return (*(i for i in checkpoint.ancestors if self.get(i)), checkpoint.id)
+
+    # Using checkpoints: no file is restored that is not what was saved.
 
     @asynccontextmanager
     async def using(self, checkpoint: Checkpoint) -> AsyncIterator[None]:
@@ -185,7 +181,7 @@ class CheckpointStore:
             yield
             if not self._verification.is_done(checkpoint):
                 raise StoreFault(f"{checkpoint.file_name} was changed while it was restored")
-            self._catalogue.touch(checkpoint.id)
+            self.note_restored(checkpoint)
 
     def verify_soon(self, checkpoint: Checkpoint) -> None:
         """Begin to verify a checkpoint that will likely be restored, unless that was done."""
@@ -199,92 +195,70 @@ class CheckpointStore:
         be read or is not what was saved; then it is gone, and with it whatever may stem from it.
         """
         if bytes_per_second:
-            fault = await self._verify(checkpoint, bytes_per_second)
-        elif self._verification.is_done(checkpoint):
-            return
-        else:
-            fault = await asyncio.shield(self._begin_to_verify(checkpoint))
-        if fault is not None:
-            raise fault
+            await self._verify(checkpoint, bytes_per_second)
+        elif not self._verification.is_done(checkpoint):
+            await asyncio.shield(self._begin_to_verify(checkpoint))
 
-    def _begin_to_verify(self, checkpoint: Checkpoint) -> "asyncio.Future[StoreFault | None]":
-        verifying = self._verifying.get(checkpoint.id)
-        if verifying is None:
+    def _begin_to_verify(self, checkpoint: Checkpoint) -> "asyncio.Future[None]":
+        def end(verifying: "asyncio.Future[None]") -> None:
+            del self._verifying[checkpoint.id]
+            if not verifying.cancelled():
+                verifying.exception()  # nobody need have waited for it
+
+        if checkpoint.id not in self._verifying:
             verifying = asyncio.ensure_future(self._verify(checkpoint))
             self._verifying[checkpoint.id] = verifying
-            verifying.add_done_callback(lambda _: self._verifying.pop(checkpoint.id))
-        return verifying
+            verifying.add_done_callback(end)
+        return self._verifying[checkpoint.id]
 
-    async def _verify(
-        self, checkpoint: Checkpoint, bytes_per_second: float = 0.0
-    ) -> StoreFault | None:
-        """Verify a file, and return what is wrong with it; whatever that is, it is offered no more."""
+    async def _verify(self, checkpoint: Checkpoint, bytes_per_second: float = 0.0) -> None:
+        """Verify a file; whatever is wrong with it, it is offered no more."""
         try:
             await self._verification.verify(checkpoint, bytes_per_second=bytes_per_second)
-        except StateDamaged as damage:
-            return await self._remove_damaged(checkpoint) or damage
+        except StateDamaged:
+            await self._remove_damaged(checkpoint)
+            raise
         except OSError as error:
             self.quarantine(checkpoint)
             with suppress(StoreFault):
                 if isinstance(error, FileNotFoundError):
                     await self.remove(checkpoint, Removal.BROKEN)
-            return StoreFault(f"{checkpoint.file_name}: {error.strerror}")
-        self._catalogue.note_verified(checkpoint.id)
+            raise StoreFault(f"{checkpoint.file_name}: {error.strerror}") from error
+        self.note_verified(checkpoint)
         if not bytes_per_second:
-            self._catalogue.note_read(checkpoint)
-        return None
+            self.note_read(checkpoint)
 
-    async def _remove_damaged(self, damaged: Checkpoint) -> StoreFault | None:
-        """Remove a checkpoint and what may stem from it; return what prevents that."""
+    async def _remove_damaged(self, damaged: Checkpoint) -> None:
+        """Remove a checkpoint and what may stem from it; raises StoreFault if something prevents that."""
         damaged = self.get(damaged.id) or damaged
         stemming = [c for c in self if c.may_stem_from(damaged)]
         for checkpoint in (damaged, *stemming):
             self._damaged.add(checkpoint.id)
             self.quarantine(checkpoint)  # should it not go
         self.on_damage(damaged, stemming)
-        try:
-            await self._remove([damaged, *stemming], Removal.BROKEN)
-        except StoreFault as fault:
-            return fault
-        return None
+        await self._remove([damaged, *stemming], Removal.BROKEN)
 
-    def lineage(self, checkpoint: Checkpoint) -> tuple[CheckpointId, ...]:
-        """Return a checkpoint and those of its ancestors that are still there."""
-        return (*(i for i in checkpoint.ancestors if self.get(i)), checkpoint.id)
-
-    def is_warm(self, checkpoint: Checkpoint) -> bool:
-        """Return whether the file of a checkpoint is likely in the page cache."""
-        return self._catalogue.is_warm(checkpoint.id)
-
-    def holds(self, namespace: Namespace, tokens: TokenIds) -> bool:
-        """Return whether a checkpoint of exactly these tokens is there."""
-        return any(
-            found.n_common == found.checkpoint.n_tokens == len(tokens)
-            for found in self.find(namespace, tokens)
-        )
-
-    def quarantine(self, checkpoint: Checkpoint) -> None:
-        """Offer a checkpoint no more while this process runs; eviction takes it first."""
-        self._catalogue.quarantine(checkpoint.id)
-
-    def is_quarantined(self, checkpoint: Checkpoint) -> bool:
-        return self._catalogue.is_quarantined(checkpoint.id)
+    # Changing records.
 
     async def quarantine_for_good(
         self, checkpoints: Iterable[Checkpoint], quarantine: Quarantine
     ) -> None:
         """Never offer checkpoints again, whatever restarts; return once that is on disk."""
-        await self._update(*(self._catalogue.quarantine(c.id, quarantine) for c in checkpoints))
+        changed = []
+        for checkpoint in checkpoints:
+            self.quarantine(checkpoint)
+            changed.append(self.change(checkpoint.id, quarantine=quarantine))
+        await self._update(*changed)
 
     async def pin(self, checkpoint_id: CheckpointId, *, is_pinned: bool) -> Checkpoint | None:
         """Keep a checkpoint whatever happens, or no longer; None if it is gone."""
-        record = self._catalogue.set_pinned(checkpoint_id, is_pinned=is_pinned)
+        record = self.change(checkpoint_id, is_pinned=is_pinned)
         await self._update(record)
         return record
 
     async def _update(self, *records: Checkpoint | None) -> None:
         there = [record for record in records if record is not None]
-        await self._writer.write(partial(opening.rewrite, self.index, self.files, there))
+        await self._write(partial(self._directory.update, there))
 
     async def move(self, checkpoint: Checkpoint, namespace: Namespace) -> None:
         """Give a checkpoint to another namespace; one that is gone stays gone."""
@@ -297,10 +271,15 @@ class CheckpointStore:
             family = family_of(namespace, tokens, checkpoint.kind, cuts, relatives)
             moved = replace(checkpoint, namespace=namespace, family=family)
             old = hash_prefixes(checkpoint.namespace, tokens)
-            await self._writer.write(
-                partial(opening.move, self.index, self.files, moved, old, new),
-                then=lambda _: self._catalogue.move(moved, new),
+            await self._write(
+                partial(self._directory.update, [moved], old, new),
+                then=lambda _: self.enter_elsewhere(moved, new),
             )
+
+    async def put_value(self, name: str, value: object) -> None:
+        await self._write(partial(self.index.put_value, name, value))
+
+    # Saving: room is reserved, a file is written, then it is committed or discarded.
 
     async def reserve(self, claim: Claim) -> str:
         """Make room for a file; return the temporary name under which it is to be written.
@@ -308,8 +287,6 @@ class CheckpointStore:
         The bytes stay reserved until that name is committed or discarded. Raises NoRoom, and nothing
         was removed, if what may go does not suffice.
         """
-        if not claim.is_passing:
-            self.writes.require(claim.wanted, self._budget.unwritten_bytes)
         name = self.files.new_temporary_name()
         self._budget.reserve(name, claim)
         await self._make_room(name, claim)
@@ -322,19 +299,19 @@ class CheckpointStore:
 
     async def _make_room(self, name: str, claim: Claim) -> None:
         try:
-            free_bytes = self.files.free_bytes() + self._catalogue.going_bytes
-            shortage = self._budget.shortage(claim, self.size_bytes, free_bytes)
-            if claim.is_passing and shortage.reason is Removal.FREE_SPACE:
+            free_bytes = self.files.free_bytes() + self.going_bytes
+            n_bytes, limit = self._budget.shortage(claim, self.size_bytes, free_bytes)
+            if claim.is_passing and limit is Removal.FREE_SPACE:
                 return  # what is looked at and deleted is not worth a checkpoint: let the write fail
-            victims = self._catalogue.victims(shortage.n_bytes, claim.present, claim.replaces)
-            if sum(v.size_bytes for v in victims) < shortage.n_bytes:
+            victims = self.victims(n_bytes, claim.present, claim.replaces)
+            if sum(v.size_bytes for v in victims) < n_bytes:
                 raise NoRoom(
-                    shortage.reason,
-                    f"{shortage.n_bytes:,} bytes more are needed ({shortage.reason}) than may go: "
-                    f"{free_bytes:,} are free, checkpoints have {self.size_bytes:,}, of which "
-                    f"{self.pinned_bytes:,} are pinned; what is left is in use or pinned",
+                    limit,
+                    f"{n_bytes:,} bytes more are needed ({limit}) than may go: {free_bytes:,} are free, "
+                    f"checkpoints have {self.size_bytes:,}, of which {self.pinned_bytes:,} are pinned; "
+                    "what is left is in use or pinned",
                 )
-            await self._remove(victims, shortage.reason)
+            await self._remove(victims, limit)
         except OSError as error:
             self._budget.release(name)
             raise StoreFault(f"{self.files.directory}: {error.strerror}") from error
@@ -354,25 +331,38 @@ class CheckpointStore:
         def enter(committed: tuple[Checkpoint, FileStamp]) -> None:
             checkpoint, stamp = committed
             self._verification.note(checkpoint.id, stamp)
-            self._catalogue.enter(checkpoint, hashes)
-            self._catalogue.note_read(checkpoint)
+            self.enter(checkpoint, hashes)
+            self.note_read(checkpoint)
             self._budget.release(state.temporary_name)
 
-        touched = self._catalogue.take_touched()
-        work = partial(commit_state, self.index, self.files, state, hashes, touched)
-        return (await self._writer.write(work, then=enter))[0]
+        work = partial(self._directory.commit, state, hashes, self.take_touched())
+        return (await self._write(work, then=enter))[0]
+
+    async def discard(self, temporary_name: str) -> None:
+        """Delete a temporary file that did not become a checkpoint."""
+        await self._count_written(temporary_name, self.files.size_bytes(temporary_name))
+        await self._write(
+            partial(self.files.remove, temporary_name),
+            then=lambda _: self._budget.release(temporary_name),
+        )
+
+    async def _count_written(self, name: str, n_bytes: int) -> None:
+        with suppress(StoreFault):  # then it is counted until this process ends
+            await self._write(self._budget.note_written(name, n_bytes))
+
+    # Removing checkpoints.
 
     async def remove(self, checkpoint: Checkpoint, reason: Removal) -> bool:
         """Delete a checkpoint, entry first; return False if it is gone, pinned or in use.
 
         A pinned one goes only at an operator's word. A broken one goes in any case: nobody can use it.
         """
-        current = self._catalogue.get(checkpoint.id)
+        current = self.get(checkpoint.id)
         if current is None:
             return False
         if reason is not Removal.BROKEN:
             is_kept = current.is_pinned and reason is not Removal.OPERATOR
-            if is_kept or self._catalogue.is_in_use(checkpoint.id):
+            if is_kept or self.is_in_use(checkpoint):
                 return False
         await self._remove([current], reason)
         return True
@@ -382,44 +372,25 @@ class CheckpointStore:
 
         Waits for removals of others that are under way, too: their room may have been counted on.
         """
-        taken = [c for c in checkpoints if self._catalogue.take(c.id)]
+        taken = [c for c in checkpoints if self.take(c.id)]
         try:
             while taken:
                 await self._delete(taken.pop(), reason)
         finally:
             for checkpoint in taken:
-                self._catalogue.put_back(checkpoint.id)
-        if self._catalogue.going_bytes:
-            await self._writer.write(lambda: None)
+                self.put_back(checkpoint.id)
+        if self.going_bytes:
+            await self._write(lambda: None)
 
     async def _delete(self, checkpoint: Checkpoint, reason: Removal) -> None:
-        def forget(tokens: TokenIds | None) -> None:
-            self._catalogue.forget(checkpoint.id)
+        def note(tokens: TokenIds | None) -> None:
+            self.forget(checkpoint.id)
             self._verification.forget(checkpoint.id)
             self.removals[reason] += 1
             self.on_removal(checkpoint, tokens, reason)
 
         try:
-            work = partial(opening.remove, self.index, self.files, checkpoint)
-            await self._writer.write(work, then=forget)
+            await self._write(partial(self._directory.remove, checkpoint), then=note)
         except StoreFault:
-            self._catalogue.put_back(checkpoint.id)
+            self.put_back(checkpoint.id)
             raise
-
-    async def discard(self, temporary_name: str) -> None:
-        """Delete a temporary file that did not become a checkpoint."""
-        await self._count_written(temporary_name, self.files.size_bytes(temporary_name))
-        await self._writer.write(
-            partial(self.files.remove, temporary_name),
-            then=lambda _: self._budget.release(temporary_name),
-        )
-
-    async def _count_written(self, name: str, n_bytes: int) -> None:
-        """Count what llama-server has written to a reserved file, once."""
-        claim = self._budget.unwritten(name)
-        if claim is not None and n_bytes:
-            with suppress(StoreFault):  # then it is counted until this process ends
-                await self._writer.write(self.writes.note(n_bytes, claim.wanted))
-
-    async def put_value(self, name: str, value: object) -> None:
-        await self._writer.write(partial(self.index.put_value, name, value))

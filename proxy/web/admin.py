@@ -26,8 +26,8 @@ from proxy.health import Degradation
 from proxy.llama.bodies import header_request, parse_body, route_path
 from proxy.llama.routes import Aliases, Route, generation_route, with_alias
 from proxy.metrics import POSITION_LABELS
-from proxy.servers.backend import Backend
-from proxy.servers.pool import Fleet
+from proxy.servers.pool import Pool
+from proxy.servers.server import Server
 from proxy.servers.warming import EarlierRequests, NotKnown, Warmed, Warming, send_for_nobody
 from proxy.serving.process import Shared
 from proxy.serving.request import Request
@@ -208,9 +208,9 @@ def _described(warmed: Warmed) -> dict[str, Any]:
 class AdminListener:
     """Answers operators."""
 
-    def __init__(self, shared: Shared, fleet: Fleet) -> None:
+    def __init__(self, shared: Shared, pool: Pool) -> None:
         self._shared = shared
-        self._fleet = fleet
+        self._pool = pool
 
     def routes(self) -> list[web.RouteDef]:
         return [web.get("/health", self.health), web.get("/metrics", self.metrics)]
@@ -223,11 +223,13 @@ class AdminListener:
             "since": moment(degradations.since),
             "reasons": [describe(degradation) for degradation in degradations.active],
         }
-        if self._fleet.is_single:
-            body |= describe_backend(self._fleet.backends[0])
+        if self._pool.is_single:
+            body |= describe_server(self._pool.servers[0])
         else:
-            body["llama_servers"] = {b.name: describe_backend(b) for b in self._fleet.backends}
-        body["waiting"] = self._fleet.n_waiting
+            body["llama_servers"] = {
+                server.name: describe_server(server) for server in self._pool.servers
+            }
+        body["waiting"] = self._pool.n_waiting
         body["background_tasks"] = len(self._shared.tasks)
         if store is not None:
             body["checkpoints"] = len(store)
@@ -260,12 +262,10 @@ class AdminListener:
         return web.Response(body=self._shared.metrics.exposition(), headers=headers)
 
 
-def describe_backend(backend: Backend) -> dict[str, object]:
+def describe_server(server: Server) -> dict[str, object]:
     """Return whether a llama-server is attached, and if so what is known of it."""
-    process = backend.lifecycle.current
-    if process is None:
+    if (process := server.process) is None:
         return {"llama_server": "not attached"}
-    process = process
     return {
         "llama_server": "attached",
         "rule": str(process.rule),

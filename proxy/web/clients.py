@@ -18,7 +18,7 @@ from proxy.errors import (
     UpstreamNotReached,
 )
 from proxy.explain.report import Report
-from proxy.llama.bodies import head_of
+from proxy.llama.bodies import parse_body
 from proxy.llama.client import LlamaServer
 from proxy.llama.routes import (
     Aliases,
@@ -29,8 +29,7 @@ from proxy.llama.routes import (
     with_alias,
 )
 from proxy.log import get_logger
-from proxy.servers.dispatch import Dispatch
-from proxy.servers.pool import Fleet
+from proxy.servers.pool import Pool
 from proxy.serving.request import Answer, OnStart, Request
 from proxy.web.errors import error_response
 from proxy.web.relay import Body, Exchange, end_to_end
@@ -89,16 +88,14 @@ class Front:
 
     def __init__(
         self,
-        fleet: Fleet,
-        dispatch: Dispatch,
+        pool: Pool,
         report: Report,
         unread: Unread,
         *,
         max_requests: int,
         aliases: Aliases,
     ) -> None:
-        self._fleet = fleet
-        self._dispatch = dispatch
+        self._pool = pool
         self._report = report
         self._unread = unread
         self._max_requests = max_requests
@@ -131,7 +128,7 @@ class Front:
         may_load = request.query.get("autoload") not in ("false", "0")
         # Of a POST hosts read only the body.
         named = request.query.get("model", "") if may_load and request.method == "GET" else ""
-        return _Asked(request, *self._fleet.split_path(request.path, named), may_load)
+        return _Asked(request, *self._pool.split_path(request.path, named), may_load)
 
     async def _refuse(
         self, asked: "_Asked", exchange: Exchange, error: ProxyError
@@ -162,12 +159,13 @@ class Front:
         headers = end_to_end(request.headers)
         content: Body = request.content if request.body_exists else None
         counts = self._aliases and counts_tokens(request.method, asked.path)
-        if counts or (request.method == "POST" and self._fleet.has_models):
+        if counts or (request.method == "POST" and self._pool.has_models):
             content = with_alias(await _read_body(request), self._aliases)
             headers.popall("Content-Length", None)
-            model = model or (head_of(content).named_model if asked.may_load else "")
+            body = parse_body(content) if asked.may_load and not model else None
+            model = body.named_model if body else model
         keys = keys_of(request.headers)
-        async with self._fleet.passing(request.method, asked.path, model, keys) as upstreams:
+        async with self._pool.passing(request.method, asked.path, model, keys) as upstreams:
             *others, last = upstreams
             for upstream in others:
                 with suppress(UpstreamNotReached):
@@ -183,7 +181,7 @@ class Front:
                 raise TooManyRequests(f"{self._max_requests} requests are being served already")
             generation.receive(with_alias(await _read_body(asked.request), self._aliases))
             async with exchange.kept() if generation.wants_stream else nullcontext():
-                await self._dispatch.serve(generation)
+                await self._pool.serve(generation)
         except BaseException as error:
             if not exchange.is_answered:
                 self._report.unanswered(generation, error)

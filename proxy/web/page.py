@@ -13,7 +13,7 @@ from aiohttp import web
 
 from proxy.core.slots import Known, Slot, state_of
 from proxy.explain.views import Overview, ServerView, SlotView, StoreView
-from proxy.servers.pool import Fleet
+from proxy.servers.pool import Pool
 from proxy.serving.process import Process, Shared
 from proxy.store.store import CheckpointStore
 from proxy.web.admin import describe, moment
@@ -104,9 +104,9 @@ _MAX_DIGITS = 18
 class Looks:
     """Looks at the running proxy."""
 
-    def __init__(self, shared: Shared, fleet: Fleet) -> None:
+    def __init__(self, shared: Shared, pool: Pool) -> None:
         self._shared = shared
-        self._fleet = fleet
+        self._pool = pool
         self._run = secrets.token_hex(4)
         self._epoch = time.time() - time.monotonic()
         self._store_view: StoreView | None = None
@@ -119,11 +119,11 @@ class Looks:
             since=moment(degradations.since),
             reasons=tuple(describe(degradation) for degradation in degradations.active),
             servers=tuple(
-                self._server(backend.name, process)
-                for backend in self._fleet.backends
-                if (process := backend.lifecycle.current)
+                self._server(server.name, server.process)
+                for server in self._pool.servers
+                if server.process
             ),
-            n_waiting=self._fleet.n_waiting,
+            n_waiting=self._pool.n_waiting,
             store=self._store(self._shared.opened_store),
             today=journal.today(),
             keeps=journal.keep.value,

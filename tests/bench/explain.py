@@ -14,8 +14,8 @@ import msgspec
 import structlog
 
 from proxy.core.model import Prompt, Rule, RuleKind, SlotId
-from proxy.core.plan import Plan, StartOption, UseLive
-from proxy.core.slots import Reuse
+from proxy.core.plan import Plan, StartOption
+from proxy.core.slots import UseLive
 from proxy.core.tokens import Namespace, token_ids
 from proxy.explain.causes import Cause
 from proxy.explain.explanation import Judgement
@@ -76,9 +76,7 @@ class Desk:
         request = Request(
             id=f"{self._n_requests:08x}", path="/v1", route=Route.CHAT, headers={}, relay=_relay
         )
-        plan = Plan(
-            StartOption(SlotId(0), UseLive(Reuse(n_reused, n_reused)), 0.0), n_shared=n_reused
-        )
+        plan = Plan(StartOption(SlotId(0), UseLive(n_reused, n_reused), 0.0), n_shared=n_reused)
         request.answer = Answer(200, None)
         request.account = account = Account(plan, prompt.n_tokens)
         account.add(Timings(n_reused, prompt.n_tokens - n_reused))

@@ -3,7 +3,8 @@
 from proxy.core.conditions import EXPLANATIONS
 from proxy.explain.causes import MEANINGS
 from proxy.metrics import Metrics
-from proxy.stabilize.model import REASONS, SAFE
+from proxy.stabilize.model import SAFE, Name
+from proxy.stabilize.run import STABILIZERS
 
 
 def metrics_table() -> str:
@@ -28,14 +29,15 @@ def degradations_table() -> str:
 def causes_table() -> str:
     """Return every cause of a miss with its cure, as a Markdown table."""
     rows = ["| cause | what it means | cure |", "|---|---|---|"]
-    for cause, meaning in MEANINGS.items():
-        rows.append(f"| {cause} | {meaning.says} | {meaning.cure} |")
+    for cause, (says, cure) in MEANINGS.items():
+        rows.append(f"| {cause} | {says} | {cure} |")
     return "\n".join(rows) + "\n"
 
 
 def stabilizers_table() -> str:
     """Return every stabilizer with its reason, as a Markdown table."""
     rows = ["| name | class | why |", "|---|---|---|"]
-    for name, reason in REASONS.items():
+    for name in Name:
+        reason = (STABILIZERS[name].__doc__ or "").partition("\n")[0]
         rows.append(f"| `{name}` | {'safe' if name in SAFE else 'opt-in'} | {reason} |")
     return "\n".join(rows) + "\n"

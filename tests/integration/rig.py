@@ -166,7 +166,7 @@ class Rig:
     @property
     def process(self) -> Process | None:
         """The attachment to the process that serves now, None if there is none yet."""
-        process = self.running.lifecycle.current
+        process = self.running.server.process
         if process is None or process.id != self.server.process_id:
             return None
         return process
@@ -228,7 +228,7 @@ class Rig:
 
     def n_occupied(self) -> int:
         """Return how many slots are leased and requests waiting."""
-        process = self.running.lifecycle.current
+        process = self.running.server.process
         if process is None:
             return 0
         desk = process.desk

@@ -175,7 +175,7 @@ async def of_refusal(rig: Rig) -> str:
 
 async def of_disagreement(rig: Rig) -> str:
     """Let the proxy believe that the prompt has a token more than llama-server makes of it."""
-    process = rig.running.lifecycle.current
+    process = rig.running.server.process
     assert process is not None
     read = process.reader.read
 
@@ -200,7 +200,7 @@ async def by_tokens(rig: Rig, *prompts: list[int]) -> str:
 
 async def of_slow_disk(rig: Rig) -> str:
     """Let restores be slower than anything, as far as the proxy knows."""
-    process = rig.running.lifecycle.current
+    process = rig.running.server.process
     assert process is not None
     await again(rig, 75)
     await fill_slots(rig, 75)

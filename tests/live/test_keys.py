@@ -115,7 +115,7 @@ async def test_body_that_only_llama_server_s_parser_takes_has_a_lease(start_rig:
                 await reply.read()
             await rig.settled()
             held = slots(rig)
-            process = rig.running.lifecycle.current
+            process = rig.running.server.process
             assert process is not None
             for slot in process.slots:
                 n_known = getattr(slot.content, "n_tokens", None)
@@ -226,7 +226,7 @@ def _with(rig: Rig, **settings: Any) -> Any:
 
 
 def _model(rig: Rig) -> Namespace | None:
-    process = rig.running.lifecycle.current
+    process = rig.running.server.process
     assert process is not None
     return process.model_namespace
 

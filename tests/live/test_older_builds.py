@@ -45,7 +45,7 @@ async def test_conversation_over_a_restart_evaluates_only_what_is_new(
     start_rig: StartRig, build: str, kind: str
 ) -> None:
     async with start_rig(kind, n_slots=1, n_ctx=16384, binary=binary_of(build)) as rig:
-        process = rig.running.lifecycle.current
+        process = rig.running.server.process
         assert process is not None
         assert process.rule == rule_of(kind, build)
         assert process.clears_idle_slots is None  # there is no other slot

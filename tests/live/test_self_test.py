@@ -6,8 +6,7 @@ import pytest
 
 from proxy.core.model import CANARY_TOKENS, Rule, RuleKind
 from proxy.core.rule import SelfTestResult
-from proxy.servers.attachment import remember_self_test
-from proxy.serving.process import Process
+from proxy.serving.process import SELF_TEST, Process
 from proxy.serving.saver import keep_as_saved
 from tests.lab.conversation import prose
 from tests.lab.older_builds import strip_context_checkpoints
@@ -33,7 +32,7 @@ assert set(KINDS) <= set(CASES)
 
 
 def attachment_of(rig: Rig) -> Process:
-    process = rig.running.lifecycle.current
+    process = rig.running.server.process
     assert process is not None
     return process
 
@@ -62,7 +61,7 @@ async def test_rule_that_restores_contradict_is_learned_again(start_rig: StartRi
     async with start_rig("swa", n_slots=1) as rig:
         assert rig.running.store is not None
         process = attachment_of(rig)
-        await remember_self_test(rig.running.store, process, SelfTestResult(wrong))
+        await process.remember(SELF_TEST, SelfTestResult(wrong))
         process.rule = wrong
         for times, name in ((1, "first"), (1, "second"), (2, "first"), (2, "second")):
             await rig.settled()
@@ -92,7 +91,7 @@ async def test_session_that_begins_before_the_rule_is_known_leaves_its_header(
     async with start_rig("hybrid", **options) as rig:
         first = asyncio.ensure_future(begin_session(rig, prose(2, 300)))
         async with asyncio.timeout(SETTLE_SECONDS):
-            while rig.running.lifecycle.current is None:  # noqa: ASYNC110 - there is no event for it
+            while rig.running.server.process is None:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(0.001)
         assert not attachment_of(rig).rule.is_known
         await first

@@ -12,10 +12,10 @@ from proxy.core.eviction import Present, Removal
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.errors import NoRoom, StoreFault
 from proxy.store.catalogue import Claim, Limits
+from proxy.store.directory import NewState
 from proxy.store.files import StateFiles
 from proxy.store.index import Index
 from proxy.store.store import CheckpointStore
-from proxy.store.writing import NewState
 from tests.store.conftest import names_in, new_state, opened, run_of
 from tests.store.test_store import hold_writer
 
@@ -247,7 +247,7 @@ async def test_open_with_a_smaller_budget_brings_the_store_within_it(tmp_path: P
     with opened(tmp_path, Limits(2 * SIZE)) as store:
         assert bytes_in(tmp_path) == store.size_bytes == 2 * SIZE
         assert store.get(pinned.id) is not None
-        assert (store.report.n_checkpoints, store.report.n_over_budget) == (2, 3)
+        assert (store.report["n_checkpoints"], store.report["n_over_budget"]) == (2, 3)
         assert store.removals[Removal.BUDGET] == 3
         assert len(store.index.all()) == 2
 

@@ -91,7 +91,7 @@ async def test_find_after_reopen_yields_the_same(tmp_path: Path) -> None:
         checkpoint = await store.commit(new_state(store, run_of(300), restore_points=(296,)))
     with opened(tmp_path) as store:
         assert [c.checkpoint for c in found(store, run_of(400))] == [checkpoint]
-        assert (store.report.n_checkpoints, store.report.n_entries_without_file) == (1, 0)
+        assert (store.report["n_checkpoints"], store.report["n_entries_without_file"]) == (1, 0)
 
 
 async def test_find_on_a_hash_collision_tells_how_little_is_common(
@@ -379,7 +379,7 @@ async def test_open_with_a_file_of_other_content_drops_it(tmp_path: Path) -> Non
     path.write_bytes(b"something else")
     with opened(tmp_path) as store:
         assert found(store, run_of(400)) == []
-        assert store.report.n_entries_without_file == 1
+        assert store.report["n_entries_without_file"] == 1
         assert store.index.all() == [] and store.index.tokens(checkpoint.id) is None
         assert names_in(tmp_path) == set()
 
@@ -395,8 +395,8 @@ async def test_open_removes_entries_without_file_and_files_without_entry(tmp_pat
     with opened(tmp_path) as store:
         report = store.report
         assert names_in(tmp_path) == {kept.file_name}
-        assert (report.n_checkpoints, report.n_entries_without_file) == (1, 1)
-        assert report.n_files_without_entry == 2
+        assert (report["n_checkpoints"], report["n_entries_without_file"]) == (1, 1)
+        assert report["n_files_without_entry"] == 2
         assert len(found(store, run_of(900))) == 1
 
 
@@ -503,7 +503,7 @@ def test_path_of_a_name_that_is_not_ours_raises_store_fault(
 def hold_writer(store: CheckpointStore) -> threading.Event:
     """Keep the store's writer thread busy until the returned event is set."""
     event = threading.Event()
-    store._writer._thread.submit(event.wait)
+    store._writer.submit(event.wait)
     return event
 
 

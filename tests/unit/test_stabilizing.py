@@ -8,13 +8,13 @@ import pytest
 
 from proxy.errors import UpstreamRefused
 from proxy.health import Faults
+from proxy.llama.answers import CallMade
 from proxy.llama.routes import Route, Target
 from proxy.metrics import Metrics
 from proxy.serving.process import Process, Shared
 from proxy.serving.request import Answer, Request
 from proxy.serving.rewriting import Stabilizing
 from proxy.stabilize.model import parse_switches
-from proxy.stabilize.template import CallMade
 from proxy.tasks import Tasks
 
 
