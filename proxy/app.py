@@ -14,7 +14,7 @@ from proxy import __version__
 from proxy.core.conditions import DegradationKind, State
 from proxy.core.eviction import Removal
 from proxy.core.model import Checkpoint, RuleKind
-from proxy.core.slots import SlotState, state_of
+from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, SlotState, state_of
 from proxy.core.tokens import TokenIds
 from proxy.errors import StoreFault, StoreLocked
 from proxy.explain.causes import Cause
@@ -33,13 +33,13 @@ from proxy.servers.server import Lifecycle
 from proxy.servers.warming import EarlierRequests, Warming
 from proxy.serving.process import NewestAttachments, Shared, note_quarantined
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
-from proxy.settings import Settings, parse_hosts, parse_urls, split_address
+from proxy.settings import Settings, parse_list, parse_urls, split_address
 from proxy.store.catalogue import Limits
 from proxy.store.files import is_private
 from proxy.store.store import CheckpointStore
 from proxy.tasks import Tasks
 from proxy.web.admin import AdminListener, RequestList, Warm, only_by_own_names
-from proxy.web.clients import Front
+from proxy.web.clients import MAX_BODY_BYTES, Front
 from proxy.web.page import Events, Looks, PageFiles
 from proxy.web.stored import Checkpoints, TreeView
 from proxy.web.writer import Unread
@@ -217,10 +217,12 @@ async def run_proxy(
     *,
     rewrite: RewriteStateFile = keep_as_saved,
     is_llama_server_coming: bool = False,
+    n_context_checkpoints: int = MAX_CONTEXT_CHECKPOINTS,
 ) -> AsyncIterator[Running]:
     """Serve until the block is left, then finish, write back and close.
 
-    *is_llama_server_coming* says that it is being started, so that the first requests wait for it.
+    *is_llama_server_coming* says that llama-server is being started: the first requests wait for it.
+    *n_context_checkpoints* is how many llama-server keeps in a slot (--ctx-checkpoints) if known.
     Raises StoreLocked if another proxy uses the directory, OSError if a port is taken.
     """
     metrics = Metrics()
@@ -239,7 +241,13 @@ async def run_proxy(
         async with new_session() as client:
             key = settings.upstream_api_key
             roots = [LlamaServer(client, Target(url), key) for url in parse_urls(settings.upstream)]
-            builder = Builder(settings, shared, rewrite, is_coming=is_llama_server_coming)
+            builder = Builder(
+                settings,
+                shared,
+                rewrite,
+                is_coming=is_llama_server_coming,
+                n_context_checkpoints=n_context_checkpoints,
+            )
             async with _serve(settings, shared, builder, roots) as running:
                 yield running
     finally:
@@ -278,9 +286,9 @@ def _operators(
         PageFiles(),
         events := Events(Looks(shared, fleet)),
     )
-    own_hosts = (split_address(settings.admin)[0], *parse_hosts(settings.admin_hosts))
+    own_hosts = (split_address(settings.admin)[0], *parse_list(settings.admin_hosts))
     middlewares = [only_by_own_names(*own_hosts)]
-    app = web.Application(client_max_size=settings.max_body_bytes, middlewares=middlewares)
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
     app.add_routes([route for view in views for route in view.routes()])
     app.on_shutdown.append(events.stop)
     return app
@@ -298,7 +306,7 @@ def _clients(
         max_requests=settings.max_requests,
         aliases=parse_aliases(settings.aliases),
     )
-    app = web.Application(client_max_size=settings.max_body_bytes)
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
     app.router.add_route("*", "/{path:.*}", front.handle)
     app.on_shutdown.append(unread.stop)
     return app

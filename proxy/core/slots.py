@@ -6,14 +6,14 @@ is reserved in the same call and no lock is needed. Must never know how a slot i
 A content is *known*, *empty* or *unknown*; unknown is an honest state, not an error.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeAlias
 
 from proxy.core.model import NO_CUTS, Checkpoint, CheckpointId, Cuts, Rule, RuleKind, SlotId
 from proxy.core.rule import highest_point
-from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
+from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace, TokenIds, common_prefix_length
 
 # The slot table: what each slot of llama-server holds, and who has the right to it.
 #
@@ -465,6 +465,17 @@ CHECKPOINTS_PER_REQUEST = 3
 def n_believed_points(n_context_checkpoints: int) -> int:
     """Return how many of the newest points a slot surely still has that keeps so many checkpoints."""
     return n_context_checkpoints // CHECKPOINTS_PER_REQUEST
+
+
+def has_dropped_points(believed: Sequence[int], saved: Sequence[int]) -> bool:
+    """Return whether llama-server dropped the oldest *believed* points, for want of room for newer ones.
+
+    *saved* are the points in the slot's file. Few points tell nothing: llama-server makes none for a short
+    prompt, and a prediction can be wrong by a few tokens.
+    """
+    if not believed or len(saved) < CHECKPOINTS_PER_REQUEST:
+        return False
+    return FIRST_BLOCK_TOKENS <= believed[0] < saved[0] - CONTEXT_CHECKPOINT_MARGIN
 
 
 def _kept(n_cut: int, n_kept: int) -> int:

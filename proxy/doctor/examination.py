@@ -163,7 +163,6 @@ async def _attach(probing: Scratch, props: Props) -> Attachment:
         services,
         saver,
         max_waiting=0,
-        n_context_checkpoints=MAX_CONTEXT_CHECKPOINTS,
         shares_between_api_keys=None,
     )
     # Whether a restart can be told was looked at: this attachment outlives none.

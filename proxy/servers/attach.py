@@ -105,7 +105,7 @@ class Attacher:
         saver: Saver,
         *,
         max_waiting: int,
-        n_context_checkpoints: int,
+        n_context_checkpoints: int = MAX_CONTEXT_CHECKPOINTS,
         shares_between_api_keys: bool | None,
     ) -> None:
         self._services = services

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,7 +17,7 @@ from proxy.core.model import CANARY_TOKENS, NO_RULE, Prompt, Rule, RuleKind, ten
 from proxy.core.rates import Rates
 from proxy.core.rule import SelfTestResult, usable_tokens
 from proxy.core.saving import StateSize, expected_bytes, extent_of
-from proxy.core.slots import Content
+from proxy.core.slots import Content, has_dropped_points, n_believed_points
 from proxy.core.tokens import Namespace, TokenIds, token_ids
 from proxy.errors import CacheFault, NoRoom, UpstreamUnreachable
 from proxy.health import CannotCache, DegradationsHere
@@ -89,7 +89,7 @@ class Attachment:
     `model_namespace` is None where nothing may be saved or restored; `obstacle` then says why.
     `rule` is not known until the self-test has spoken; `n_contradictions` restores have not been reused
     as it says since. `disabled_shapes` are kinds of requests whose tokens the proxy predicted wrongly.
-    `n_believed_points` context checkpoints of a live slot are counted on, the newest.
+    The newest `n_believed_points` context checkpoints of a live slot are counted on.
     `asks_for_key` says that llama-server refuses requests without an API key, `accepted_keys` are digests
     of those that this process has taken. `is_one_tenant` says that keys make no difference to reuse.
     `unsupported_paths` are routes that llama-server has answered 501.
@@ -164,6 +164,18 @@ class Attachment:
                 self.degrade(kind, str(fault))
             raise
         self.recover(kind)
+
+    def note_saved_points(self, believed: Sequence[int], saved: Sequence[int]) -> None:
+        """Learn from a save how many context checkpoints llama-server keeps in a slot."""
+        n_sure = max(1, n_believed_points(len(saved)))
+        if n_sure > self.n_believed_points or has_dropped_points(believed, saved):
+            self.n_believed_points = n_sure
+
+    def note_missing_point(self, believed: Sequence[int], point: int) -> None:
+        """Learn that a slot had dropped a context checkpoint, and so all that are older."""
+        n_newer = sum(newer > point for newer in believed)
+        if n_newer and self.rule.kind is RuleKind.RESTORE_POINTS:
+            self.n_believed_points = min(self.n_believed_points, n_newer)
 
     def disable_shape(self, shape: str) -> None:
         """Serve requests of this shape uncached: their tokens were predicted wrongly."""

@@ -25,13 +25,23 @@ class Builder:
     """Builds backends; what they know of conversations is the same for all."""
 
     def __init__(
-        self, settings: Settings, shared: Shared, rewrite: RewriteStateFile, *, is_coming: bool
+        self,
+        settings: Settings,
+        shared: Shared,
+        rewrite: RewriteStateFile,
+        *,
+        is_coming: bool,
+        n_context_checkpoints: int,
     ) -> None:
-        """*is_coming* says that llama-server is being started, so that the first requests wait for it."""
+        """*is_coming* says that llama-server is being started, so that the first requests wait for it.
+
+        *n_context_checkpoints* is how many a slot is believed to keep.
+        """
         self._settings = settings
         self._shared = shared
         self._rewrite = rewrite
         self._is_coming = is_coming
+        self._n_context_checkpoints = n_context_checkpoints
         self.stabilizing = Stabilizing(shared, parse_switches(settings.stabilizers))
         self._overflow = Overflow(shared, is_on=settings.context_overflow == "stable")
 
@@ -54,7 +64,7 @@ class Builder:
             services,
             saver,
             max_waiting=self._settings.max_requests,
-            n_context_checkpoints=self._settings.context_checkpoints,
+            n_context_checkpoints=self._n_context_checkpoints,
             shares_between_api_keys=self._settings.share_between_api_keys,
         )
         is_coming = self._is_coming or bool(services.upstream.target.model)

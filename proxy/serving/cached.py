@@ -80,6 +80,9 @@ class Confirmation:
             self._disagree(timings)
             return Unknown(namespace, origin=origin_of(before))
         self._confirm(account)
+        if account.is_short and not (account.n_reused or account.plan.stops):
+            points = before.restore_points if isinstance(before, Known) else ()
+            self._attachment.note_missing_point(points, account.plan.start.n_reused)
         if account.is_drift and not self._attachment.clears_idle_slots:
             return TAINTED
         if prompt.n_tokens + timings.predicted_n >= self._attachment.n_ctx:

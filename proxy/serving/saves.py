@@ -227,6 +227,7 @@ class SlotSaves:
                 self._attachment.note_clearing(clears=True)
             raise SaveRejected("the slot was empty: something has cleared it since")
         if state.tokens[: len(content.tokens)] == content.tokens:
+            self._attachment.note_saved_points(content.restore_points, state.restore_points)
             return
         self._table.set_content(slot_id, TAINTED)
         # Somebody else's request would hardly have left as many.

@@ -59,6 +59,8 @@ def tenant_of(keys: Mapping[str, str]) -> bytes:
 # The listener that clients talk to: generation routes go through the cache, all else straight through.
 
 
+MAX_BODY_BYTES = 256 << 20
+"""The largest request body of a generation; other requests stream through without a limit."""
 _REBUILT = frozenset(("content-length", "accept-encoding"))
 _SESSION_HEADERS = (
     *("X-Claude-Code-Session-Id", "X-Claude-Code-Agent-Id"),
@@ -223,4 +225,4 @@ async def _read_body(request: web.Request) -> bytes:
     try:
         return await request.read()
     except web.HTTPRequestEntityTooLarge as error:
-        raise BodyTooLarge("the request body is over max_body_bytes") from error
+        raise BodyTooLarge(f"the request body is over {MAX_BODY_BYTES >> 20} MiB") from error
