@@ -28,7 +28,7 @@ from proxy.cli.common import (
     setting_options,
     size_in_words,
 )
-from proxy.core.conditions import EXPLANATIONS
+from proxy.core.conditions import PASSING
 from proxy.core.launch import (
     Given,
     Launch,
@@ -271,7 +271,6 @@ async def _stop(running: "asyncio.Task[None]") -> None:
 
 
 _LOOK_SECONDS = 0.5
-_PASSING = frozenset(kind.value for kind, told in EXPLANATIONS.items() if told.is_passing)
 
 
 class _Reason(msgspec.Struct):
@@ -385,7 +384,7 @@ async def _warm(
 async def _is_being_examined(admin: Admin) -> bool:
     """Return whether what keeps requests from being cached ends by itself."""
     health = await admin.ask_async("/health", _Health)
-    return any(reason.kind in _PASSING for reason in health.reasons)
+    return any(reason.kind in PASSING for reason in health.reasons)
 
 
 async def _follow(

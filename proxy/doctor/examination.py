@@ -85,7 +85,7 @@ async def examine_server(
                 facts = await _examine_slots(facts, probing, props, index, subject.note)
         except UpstreamFault as fault:
             facts = replace(facts, failures=(f"the slots could not be examined: {fault}",))
-        return replace(facts, degradations=tuple(probing.services.degradations.everywhere.active))
+        return replace(facts, degradations=tuple(probing.services.degradations.active))
 
 
 async def _contact(

@@ -20,7 +20,7 @@ from proxy.core.saving import StateSize, expected_bytes, extent_of
 from proxy.core.slots import Content, has_dropped_points, n_believed_points
 from proxy.core.tokens import Namespace, TokenIds, token_ids
 from proxy.errors import CacheFault, NoRoom, UpstreamUnreachable
-from proxy.health import CannotCache, DegradationsHere
+from proxy.health import CannotCache, Degradations
 from proxy.llama.client import LlamaServer, Props, Timings
 from proxy.llama.model_file import fingerprint_model
 from proxy.llama.state_file import Section
@@ -103,7 +103,7 @@ class Attachment:
     build: str
     desk: LeaseDesk
     n_ctx: int
-    degradations: DegradationsHere
+    degradations: Degradations
     n_believed_points: int = 10
     obstacle: CannotCache | None = None
     model_namespace: Namespace | None = None

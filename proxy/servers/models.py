@@ -22,7 +22,7 @@ from proxy.errors import (
     UpstreamSlow,
     UpstreamUnreachable,
 )
-from proxy.health import DegradationsHere
+from proxy.health import Degradations
 from proxy.llama.client import LlamaServer
 from proxy.llama.hosts import ModelHost, Models
 from proxy.llama.routes import Presence
@@ -51,7 +51,7 @@ class HostedModels:
         new_backend: NewBackend,
         tasks: Tasks,
         absence: Absence,
-        degradations: DegradationsHere,
+        degradations: Degradations,
         save_seconds: float,
     ) -> None:
         self.root = root

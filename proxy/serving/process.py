@@ -28,7 +28,7 @@ from proxy.core.tokens import Namespace
 from proxy.errors import StoreFault, UpstreamFault, UpstreamLost, UpstreamRefused
 from proxy.explain.causes import Cause
 from proxy.explain.report import Journal, Report
-from proxy.health import Degradations, DegradationsHere, Faults
+from proxy.health import Degradations, Faults
 from proxy.llama.client import Headers, LlamaServer, SlotStatus, Timings
 from proxy.llama.routes import Target
 from proxy.log import get_logger
@@ -119,7 +119,7 @@ class Services(Shared):
     """What belongs to one llama-server besides."""
 
     upstream: LlamaServer
-    degradations: DegradationsHere
+    degradations: Degradations
 
     @property
     def where(self) -> str:

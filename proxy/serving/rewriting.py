@@ -87,7 +87,7 @@ class Stabilizing:
             return request
         names = tuple(dict.fromkeys(change.stabilizer.value for change in result.changes))
         for name in names:
-            self._services.metrics.stabilized.labels(name).inc()
+            self._services.metrics.stabilized_requests.labels(name).inc()
         return replace(request, raw=msgspec.json.encode(result.body), rewrites=names)
 
     def note_calls(self, request: GenerationRequest, calls: Iterable[CallMade]) -> None:

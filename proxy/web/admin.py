@@ -17,7 +17,6 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from proxy.core.conditions import EXPLANATIONS
 from proxy.core.rates import Rates
 from proxy.core.slots import SlotTable, state_of
 from proxy.errors import CacheFault, ProxyError
@@ -284,7 +283,7 @@ def describe(degradation: Degradation) -> dict[str, str]:
     return {
         "kind": degradation.kind.value,
         "reason": degradation.reason,
-        "cure": EXPLANATIONS[degradation.kind].cure,
+        "cure": degradation.kind.cure,
         "since": moment(degradation.since),
     }
 
