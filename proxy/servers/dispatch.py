@@ -13,7 +13,7 @@ import msgspec
 from proxy.core.model import Outcome
 from proxy.core.residency import Offer, best_offer
 from proxy.errors import (
-    EndsLlamaServer,
+    ProxyError,
     StoreFault,
     UpstreamEnded,
     UpstreamGone,
@@ -62,14 +62,15 @@ class FatalRequests:
                 self._deaths = store.index.value(_NAME, dict[str, _Deaths]) or {}
 
     def require_harmless(self, key: str) -> None:
-        """Raise EndsLlamaServer for a request that llama-server has ended over twice in a row."""
+        """Raise ProxyError for a request that llama-server has ended over twice in a row."""
         deaths = self._recent(key)
         if deaths is not None and deaths.n >= MAX_DEATHS:
             deaths.last_at = time.time()
-            raise EndsLlamaServer(
+            raise ProxyError(
                 f"llama-server ended {deaths.n} times in a row while it worked on this request: see "
                 "llama-server's log. The request is tried again once nobody has sent it for "
-                f"{FORGET_SECONDS / 60:.0f} minutes"
+                f"{FORGET_SECONDS / 60:.0f} minutes",
+                422,
             )
 
     async def note_death(self, key: str) -> None:
@@ -187,7 +188,7 @@ class Dispatch:
         """Serve one request; what sending raises passes through, cache faults do not.
 
         A request of which nothing was sent yet waits for a llama-server that is away. Raises
-        UpstreamAbsent if that takes too long, EndsLlamaServer if llama-server ends over it again and again.
+        UpstreamAbsent if that takes too long, ProxyError if llama-server ends over it again and again.
         """
         place, last = QueuePlace(request.arrival.arrived_at), None
         try:

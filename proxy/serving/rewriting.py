@@ -19,7 +19,7 @@ from proxy.core.cuts import (
     step_of,
 )
 from proxy.core.model import Prompt
-from proxy.errors import StabilizerFailed, StoreFault, UpstreamFault, UpstreamRefused
+from proxy.errors import CacheFault, StoreFault, UpstreamFault, UpstreamRefused
 from proxy.llama.bodies import GenerationBody, parse_body
 from proxy.llama.client import LlamaServer
 from proxy.llama.routes import Route, Target
@@ -81,7 +81,7 @@ class Stabilizing:
         )
         result = stabilize(form, body.fields, self._memory, self._switches, facts)
         for failure in result.failures:
-            self._services.faults.record("stabilize", StabilizerFailed(str(failure)))
+            self._services.faults.record("stabilize", CacheFault(str(failure)))
         self._memory.learn(result.lessons)
         if result.body is body.fields:
             return request
@@ -201,7 +201,7 @@ class Overflow:
         except UpstreamFault as fault:
             self._services.faults.record("stabilize", fault)
         except UnknownShape as fault:
-            self._services.faults.record("stabilize", StabilizerFailed(f"{REWRITE}: {fault}"))
+            self._services.faults.record("stabilize", CacheFault(f"{REWRITE}: {fault}"))
         except (
             ArithmeticError,
             AttributeError,
@@ -210,7 +210,7 @@ class Overflow:
             TypeError,
             ValueError,
         ) as error:
-            failure = StabilizerFailed(f"{REWRITE}: {type(error).__name__}")
+            failure = CacheFault(f"{REWRITE}: {type(error).__name__}")
             self._services.faults.record("stabilize", failure)
         return given
 

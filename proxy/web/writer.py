@@ -17,6 +17,9 @@ from aiohttp import web
 from proxy.log import get_logger
 from proxy.metrics import Metrics
 
+KEEP_SECONDS = 15.0
+"""How long a client that asked for a stream waits for the first sign of life, and for each one after it."""
+COMMENT = b": waiting\n\n"
 MAX_ANSWER_BYTES = 32 << 20
 """128,000 tokens of a stream, whose events have about 250 bytes. Beyond that llama-server has to wait."""
 MAX_BYTES = 256 << 20
@@ -71,7 +74,41 @@ class ClientWriter:
         self._is_whole = False
         self._task: asyncio.Task[None] | None = None
         self._has_room = asyncio.Event()
+        self._keeping: asyncio.Task[None] | None = None
+        self._commenting = asyncio.Lock()
         self.response: web.StreamResponse | None = None
+
+    def keep(self) -> None:
+        """Send comments until the answer begins: clients give up after minutes without a byte.
+
+        A request may be queued, restored and evaluated for long before llama-server sends its headers.
+        From then on llama-server itself sends comments while it evaluates (--sse-ping-interval).
+        """
+        self._keeping = asyncio.ensure_future(self._keep())
+
+    async def stop_keeping(self) -> None:
+        """Send no comment any more; again is harmless."""
+        task, self._keeping = self._keeping, None
+        if task is None:
+            return
+        if self._commenting.locked():
+            async with self._commenting:  # a comment is not cut in two
+                pass
+        task.cancel()
+
+    async def _keep(self) -> None:
+        with suppress(ConnectionResetError):  # the client left, and its handler will be told so too
+            while True:
+                await asyncio.sleep(KEEP_SECONDS)
+                async with self._commenting:
+                    if self.response is None:
+                        headers = {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
+                        if origin := self._client.headers.get("Origin"):
+                            headers["Access-Control-Allow-Origin"] = origin  # as llama-server does
+                        response = web.StreamResponse(headers=headers)
+                        await response.prepare(self._client)
+                        self.response = response
+                    await self.response.write(COMMENT)
 
     async def write(self, data: bytes) -> None:
         """Write *data* behind what waits already; raises ConnectionResetError if the client is gone."""
@@ -102,8 +139,9 @@ class ClientWriter:
 
     def close(self) -> None:
         """Drop what still waits."""
-        if self._task is not None:
-            self._task.cancel()
+        for task in (self._keeping, self._task):
+            if task is not None:
+                task.cancel()
         self._take(len(self._rest))  # a task that never began to run does not
 
     @property
