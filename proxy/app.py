@@ -3,9 +3,10 @@
 import asyncio
 import math
 import stat
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -30,7 +31,7 @@ from proxy.servers.building import Builder
 from proxy.servers.dispatch import Dispatch, FatalRequests
 from proxy.servers.pool import Fleet, Patience, Verifying
 from proxy.servers.server import Lifecycle
-from proxy.servers.warming import EarlierRequests, Warming
+from proxy.servers.warming import Warming
 from proxy.serving.process import NewestAttachments, Shared, note_quarantined
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.settings import Settings, parse_list, parse_urls, split_address
@@ -38,120 +39,10 @@ from proxy.store.catalogue import Limits
 from proxy.store.files import is_private
 from proxy.store.store import CheckpointStore
 from proxy.tasks import Tasks
-from proxy.web.admin import AdminListener, RequestList, Warm, only_by_own_names
+from proxy.web.admin import Admin, only_own_pages
 from proxy.web.clients import MAX_BODY_BYTES, Front
-from proxy.web.page import Events, Looks, PageFiles
-from proxy.web.stored import Checkpoints, TreeView
+from proxy.web.page import LivePage, Looks
 from proxy.web.writer import Unread
-
-# What /metrics shows of the present: read from the running proxy at each scrape.
-
-
-def connect_gauges(shared: Shared, fleet: Fleet) -> None:
-    """Let every gauge read its value from what serves now; zero while there is nothing."""
-    metrics = shared.metrics
-    metrics.background_tasks.set_function(lambda: len(shared.tasks))
-    metrics.event_loop_tasks.set_function(lambda: len(asyncio.all_tasks()))
-    for state in State:
-        metrics.state.labels(state).set_function(_is_state(shared.everywhere, state))
-    metrics.waiting_requests.set_function(lambda: fleet.n_waiting)
-    _connect_attachments(metrics, fleet)
-    if shared.opened_store is not None:
-        _connect_store(shared, shared.opened_store)
-
-
-def _connect_attachments(metrics: Metrics, fleet: Fleet) -> None:
-    def total(read: Callable[[Attachment], float]) -> Callable[[], float]:
-        return lambda: float(sum(map(read, _attachments(fleet))))
-
-    def highest(read: Callable[[Attachment], float]) -> Callable[[], float]:
-        return lambda: max(map(read, _attachments(fleet)), default=0.0)
-
-    metrics.rule_end_tokens.set_function(highest(lambda a: a.rule.end_holds_from))
-    for position, label in POSITION_LABELS.items():
-        metrics.evaluation_tokens_per_second.labels(label).set_function(
-            highest(_rate_up_to(position))
-        )
-    warm, cold = (
-        metrics.restore_bytes_per_second.labels("warm"),
-        metrics.restore_bytes_per_second.labels("cold"),
-    )
-    warm.set_function(highest(lambda a: a.rates.warm_restore.bytes_per_second))
-    cold.set_function(highest(lambda a: a.rates.cold_restore.bytes_per_second))
-    metrics.save_bytes_per_second.set_function(highest(lambda a: a.rates.save.bytes_per_second))
-    for state in SlotState:
-        metrics.slots.labels(state).set_function(total(_n_slots_in(state)))
-    for kind in RuleKind:
-        metrics.rule.labels(kind).set_function(highest(_is_rule(kind)))
-
-
-def _attachments(fleet: Fleet) -> Iterator[Attachment]:
-    for backend in fleet.backends:
-        if session := backend.lifecycle.current:
-            yield session.attachment
-
-
-def _is_state(degradations: Degradations, state: State) -> Callable[[], float]:
-    return lambda: float(degradations.state is state)
-
-
-def _n_slots_in(state: SlotState) -> Callable[[Attachment], float]:
-    return lambda attachment: sum(state_of(slot) is state for slot in attachment.desk.table)
-
-
-def _rate_up_to(position: float) -> Callable[[Attachment], float]:
-    return lambda attachment: attachment.rates.tokens_per_second(position)
-
-
-def _is_rule(kind: RuleKind) -> Callable[[Attachment], float]:
-    return lambda attachment: float(attachment.can_cache and str(attachment.rule) == kind)
-
-
-def _connect_store(services: Shared, store: CheckpointStore) -> None:
-    metrics = services.metrics
-    count_evictions(services, store)
-    metrics.checkpoints.set_function(lambda: len(store))
-    metrics.checkpoint_bytes.set_function(lambda: store.size_bytes)
-    metrics.checkpoint_limit_bytes.set(store.limits.max_bytes)
-    store.writes.on_write = metrics.written_bytes.inc
-    metrics.written_last_day_bytes.set_function(lambda: store.writes.last_day_bytes)
-    metrics.write_limit_bytes.set(store.writes.max_bytes_per_day)
-    metrics.disk_free_bytes.set_function(lambda: _free_bytes(store))
-
-
-def count_evictions(services: Shared, store: CheckpointStore) -> None:
-    """Count what the store removes, what it removed when it was opened included; the journal notes it."""
-    metrics, journal = services.metrics, services.journal
-    for reason, n_removed in store.removals.items():
-        metrics.evictions.labels(reason).inc(n_removed)
-
-    def note(checkpoint: Checkpoint, tokens: TokenIds | None, reason: Removal) -> None:
-        if reason is not Removal.SUPERSEDED:
-            is_broken = reason is Removal.BROKEN
-            cause = Cause.RESTORE_REFUSED if is_broken else Cause.EVICTED
-            journal.note_loss(checkpoint.namespace, tokens, cause)
-        metrics.evictions.labels(reason).inc()
-        if checkpoint.quarantine:
-            note_quarantined(services.everywhere, store)
-        get_logger("store").info(
-            "checkpoint removed",
-            reason=reason.value,
-            kind=checkpoint.kind.value,
-            n_tokens=checkpoint.n_tokens,
-            size_bytes=checkpoint.size_bytes,
-        )
-
-    store.on_removal = note
-
-
-def _free_bytes(store: CheckpointStore) -> float:
-    try:
-        return store.files.free_bytes()
-    except OSError:
-        return math.nan
-
-
-# The composition root: the only file that builds things and wires them together.
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,32 +74,6 @@ class Running:
     @property
     def degradations(self) -> Degradations:
         return self.shared.everywhere
-
-
-def open_store(settings: Settings, degradations: Degradations) -> CheckpointStore | None:
-    """Return the store, or None if it cannot be opened; raises StoreLocked if another proxy has it."""
-    directory = Path(settings.slot_save_path)
-    try:
-        mode = stat.S_IMODE(directory.stat().st_mode)
-        limits = Limits(
-            settings.max_store_bytes, settings.min_free_bytes, settings.max_write_bytes_per_day
-        )
-        store = CheckpointStore(directory, limits)
-    except StoreLocked:
-        raise
-    except (StoreFault, OSError) as fault:
-        degradations.begin(DegradationKind.STORE_NOT_OPEN, str(fault))
-        return None
-    if not is_private(mode):
-        degradations.begin(DegradationKind.DIRECTORY_IS_OPEN, f"{directory} has mode {mode:04o}")
-    note_quarantined(degradations, store)
-    get_logger("store").info(
-        "store opened",
-        directory=settings.slot_save_path,
-        checkpoint_bytes=store.size_bytes,
-        **asdict(store.report),
-    )
-    return store
 
 
 @asynccontextmanager
@@ -256,6 +121,32 @@ async def run_proxy(
             store.close()
 
 
+def open_store(settings: Settings, degradations: Degradations) -> CheckpointStore | None:
+    """Return the store, or None if it cannot be opened; raises StoreLocked if another proxy has it."""
+    directory = Path(settings.slot_save_path)
+    try:
+        mode = stat.S_IMODE(directory.stat().st_mode)
+        limits = Limits(
+            settings.max_store_bytes, settings.min_free_bytes, settings.max_write_bytes_per_day
+        )
+        store = CheckpointStore(directory, limits)
+    except StoreLocked:
+        raise
+    except (StoreFault, OSError) as fault:
+        degradations.begin(DegradationKind.STORE_NOT_OPEN, str(fault))
+        return None
+    if not is_private(mode):
+        degradations.begin(DegradationKind.DIRECTORY_IS_OPEN, f"{directory} has mode {mode:04o}")
+    note_quarantined(degradations, store)
+    get_logger("store").info(
+        "store opened",
+        directory=settings.slot_save_path,
+        checkpoint_bytes=store.size_bytes,
+        **asdict(store.report),
+    )
+    return store
+
+
 async def _rebuild(store: CheckpointStore, degradations: Degradations) -> None:
     """Enter the states again that a damaged index has lost, while requests are served."""
     log = get_logger("store")
@@ -266,50 +157,6 @@ async def _rebuild(store: CheckpointStore, degradations: Degradations) -> None:
         log.error("the index could not be made anew: the next start tries again", error=str(fault))
         return
     degradations.end(DegradationKind.INDEX_REBUILDING)
-
-
-def _operators(
-    settings: Settings, shared: Shared, fleet: Fleet, dispatch: Dispatch
-) -> web.Application:
-    """Return what the admin listener serves."""
-    warm = Warm(
-        Warming(shared, fleet, dispatch),
-        EarlierRequests(shared.journal, fleet),
-        aliases=parse_aliases(settings.aliases),
-    )
-    views = (
-        AdminListener(shared, fleet),
-        Checkpoints(shared.served, shared.opened_store),
-        TreeView(shared.served, shared.opened_store),
-        RequestList(shared.journal),
-        warm,
-        PageFiles(),
-        events := Events(Looks(shared, fleet)),
-    )
-    own_hosts = (split_address(settings.admin)[0], *parse_list(settings.admin_hosts))
-    middlewares = [only_by_own_names(*own_hosts)]
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
-    app.add_routes([route for view in views for route in view.routes()])
-    app.on_shutdown.append(events.stop)
-    return app
-
-
-def _clients(
-    settings: Settings, shared: Shared, fleet: Fleet, dispatch: Dispatch
-) -> web.Application:
-    """Return what the listener for clients serves."""
-    front = Front(
-        fleet,
-        dispatch,
-        shared.report,
-        unread := Unread(shared.metrics),
-        max_requests=settings.max_requests,
-        aliases=parse_aliases(settings.aliases),
-    )
-    app = web.Application(client_max_size=MAX_BODY_BYTES)
-    app.router.add_route("*", "/{path:.*}", front.handle)
-    app.on_shutdown.append(unread.stop)
-    return app
 
 
 @asynccontextmanager
@@ -344,10 +191,42 @@ async def _serve(
                 await shared.tasks.drain(0)
 
 
+def _operators(
+    settings: Settings, shared: Shared, fleet: Fleet, dispatch: Dispatch
+) -> web.Application:
+    """Return what the admin listener serves."""
+    warming = Warming(shared, fleet, dispatch)
+    admin = Admin(shared, fleet, warming, parse_aliases(settings.aliases))
+    page = LivePage(Looks(shared, fleet))
+    own_hosts = (split_address(settings.admin)[0], *parse_list(settings.admin_hosts))
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[only_own_pages(*own_hosts)])
+    app.add_routes([*admin.routes(), *page.routes()])
+    app.on_shutdown.append(page.stop)
+    return app
+
+
+def _clients(
+    settings: Settings, shared: Shared, fleet: Fleet, dispatch: Dispatch
+) -> web.Application:
+    """Return what the listener for clients serves."""
+    front = Front(
+        fleet,
+        dispatch,
+        shared.report,
+        unread := Unread(shared.metrics),
+        max_requests=settings.max_requests,
+        aliases=parse_aliases(settings.aliases),
+    )
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app.router.add_route("*", "/{path:.*}", front.handle)
+    app.on_shutdown.append(unread.stop)
+    return app
+
+
 @asynccontextmanager
 async def _listen(app: web.Application, address: str, drain_seconds: float) -> AsyncIterator[int]:
     """Serve *app* at HOST:PORT and yield the port; port 0 takes a free one."""
-    # Without cancellation a client that leaves the queue would keep its place.
+    # Without cancellation a client that leaves the queue would stay in the queue.
     runner = web.AppRunner(
         app,
         access_log=None,
@@ -363,3 +242,97 @@ async def _listen(app: web.Application, address: str, drain_seconds: float) -> A
         yield int(runner.addresses[0][1])
     finally:
         await runner.cleanup()
+
+
+# Gauges read their values from the running proxy at each scrape; zero while there is nothing.
+
+
+def connect_gauges(shared: Shared, fleet: Fleet) -> None:
+    """Let every gauge read its value from what serves now."""
+    metrics = shared.metrics
+
+    def is_state(state: State) -> float:
+        return shared.everywhere.state is state
+
+    metrics.background_tasks.set_function(lambda: len(shared.tasks))
+    metrics.event_loop_tasks.set_function(lambda: len(asyncio.all_tasks()))
+    metrics.waiting_requests.set_function(lambda: fleet.n_waiting)
+    for state in State:
+        metrics.state.labels(state).set_function(partial(is_state, state))
+    _connect_attachments(metrics, fleet)
+    if shared.opened_store is not None:
+        _connect_store(shared, shared.opened_store)
+
+
+def _connect_attachments(metrics: Metrics, fleet: Fleet) -> None:
+    def attached(read: Callable[[Attachment], float]) -> list[float]:
+        sessions = [s for b in fleet.backends if (s := b.lifecycle.current)]
+        return [read(session.attachment) for session in sessions]
+
+    def highest(read: Callable[[Attachment], float]) -> Callable[[], float]:
+        return lambda: max(attached(read), default=0.0)
+
+    def n_slots(held: SlotState) -> float:
+        return sum(attached(lambda a: sum(state_of(slot) is held for slot in a.desk.table)))
+
+    def is_rule(kind: RuleKind, attachment: Attachment) -> float:
+        return attachment.can_cache and str(attachment.rule) == kind
+
+    def speed(position: float, attachment: Attachment) -> float:
+        return attachment.rates.tokens_per_second(position)
+
+    for held in SlotState:
+        metrics.slots.labels(held).set_function(partial(n_slots, held))
+    for kind in RuleKind:
+        metrics.rule.labels(kind).set_function(highest(partial(is_rule, kind)))
+    for position, label in POSITION_LABELS.items():
+        speeds = metrics.evaluation_tokens_per_second
+        speeds.labels(label).set_function(highest(partial(speed, position)))
+    restores = metrics.restore_bytes_per_second
+    restores.labels("warm").set_function(highest(lambda a: a.rates.warm_restore.bytes_per_second))
+    restores.labels("cold").set_function(highest(lambda a: a.rates.cold_restore.bytes_per_second))
+    metrics.save_bytes_per_second.set_function(highest(lambda a: a.rates.save.bytes_per_second))
+    metrics.rule_end_tokens.set_function(highest(lambda a: a.rule.end_holds_from))
+
+
+def _connect_store(shared: Shared, store: CheckpointStore) -> None:
+    def free_bytes() -> float:
+        try:
+            return store.files.free_bytes()
+        except OSError:
+            return math.nan
+
+    metrics = shared.metrics
+    count_evictions(shared, store)
+    metrics.checkpoints.set_function(lambda: len(store))
+    metrics.checkpoint_bytes.set_function(lambda: store.size_bytes)
+    metrics.checkpoint_limit_bytes.set(store.limits.max_bytes)
+    store.writes.on_write = metrics.written_bytes.inc
+    metrics.written_last_day_bytes.set_function(lambda: store.writes.last_day_bytes)
+    metrics.write_limit_bytes.set(store.writes.max_bytes_per_day)
+    metrics.disk_free_bytes.set_function(free_bytes)
+
+
+def count_evictions(shared: Shared, store: CheckpointStore) -> None:
+    """Count what the store removes, what it removed when it was opened included; the journal notes it."""
+    metrics = shared.metrics
+    for reason, n_removed in store.removals.items():
+        metrics.evictions.labels(reason).inc(n_removed)
+
+    def note(checkpoint: Checkpoint, tokens: TokenIds | None, reason: Removal) -> None:
+        if reason is not Removal.SUPERSEDED:
+            is_broken = reason is Removal.BROKEN
+            cause = Cause.RESTORE_REFUSED if is_broken else Cause.EVICTED
+            shared.journal.note_loss(checkpoint.namespace, tokens, cause)
+        metrics.evictions.labels(reason).inc()
+        if checkpoint.quarantine:
+            note_quarantined(shared.everywhere, store)
+        get_logger("store").info(
+            "checkpoint removed",
+            reason=reason.value,
+            kind=checkpoint.kind.value,
+            n_tokens=checkpoint.n_tokens,
+            size_bytes=checkpoint.size_bytes,
+        )
+
+    store.on_removal = note

@@ -29,20 +29,9 @@ from proxy.web.writer import ClientWriter, Unread
 Body = bytes | AsyncIterable[bytes] | None
 
 _HOP_BY_HOP = frozenset(
-    (
-        "connection",
-        "expect",
-        "host",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        # llama-server would go on generating after the client is gone, in a slot that we give back.
-        "x-conversation-id",
-    )
+    "connection expect host keep-alive proxy-authenticate proxy-authorization te trailer "
+    # llama-server would go on generating for x-conversation-id after the client is gone.
+    "transfer-encoding upgrade x-conversation-id".split()
 )
 _REBUILT = frozenset(("content-length", "accept-encoding"))
 """The body of a generation is another one, and its answer is read here."""

@@ -41,23 +41,12 @@ class Unread:
     def __init__(self, metrics: Metrics) -> None:
         self.n_bytes = 0
         self.is_stopping = False
-        self._n_stalled = metrics.stalled_clients
-        self._log = get_logger("front")
+        self.n_stalled = metrics.stalled_clients
         metrics.unread_bytes.set_function(lambda: self.n_bytes)
 
     async def stop(self, _: web.Application) -> None:
         """Be less patient: the proxy stops when all clients have read their answers."""
         self.is_stopping = True
-
-    def note_stalled(self, path: str, seconds: float, n_bytes: int) -> None:
-        """Tell that a client was disconnected with so many bytes of its answer unread."""
-        self._n_stalled.inc()
-        self._log.warning(
-            "client disconnected: it does not read its answer",
-            path=path,
-            seconds=round(seconds, 1),
-            unread_bytes=n_bytes,
-        )
 
 
 class ClientWriter:
@@ -197,7 +186,13 @@ class ClientWriter:
             is_urgent = self._is_full or self._unread.is_stopping
             seconds = time.monotonic() - read_at
             if seconds >= (STALLED_FULL_SECONDS if is_urgent else STALLED_SECONDS):
-                self._unread.note_stalled(self._client.path, seconds, len(self._rest))
+                self._unread.n_stalled.inc()
+                get_logger("front").warning(
+                    "client disconnected: it does not read its answer",
+                    path=self._client.path,
+                    seconds=round(seconds, 1),
+                    unread_bytes=len(self._rest),
+                )
                 return transport.abort()
             await asyncio.sleep(LOOK_SECONDS)
 
