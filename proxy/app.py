@@ -3,7 +3,7 @@
 import asyncio
 import math
 import stat
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,14 +25,9 @@ from proxy.llama.client import LlamaServer, new_session
 from proxy.llama.routes import Target, parse_aliases
 from proxy.log import get_logger
 from proxy.metrics import POSITION_LABELS, Metrics
-from proxy.servers.attachment import Attachment
-from proxy.servers.background import WriteBack
-from proxy.servers.building import Builder
-from proxy.servers.dispatch import Dispatch, FatalRequests
-from proxy.servers.pool import Fleet, Patience, Verifying
-from proxy.servers.server import Lifecycle
-from proxy.servers.warming import Warming
-from proxy.serving.process import NewestAttachments, Shared, note_quarantined
+from proxy.servers.pool import Pool
+from proxy.servers.server import Server
+from proxy.serving.process import NewestProcesses, Process, Shared, note_quarantined
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.settings import Settings, parse_list, parse_urls, split_address
 from proxy.store.catalogue import Limits
@@ -51,17 +46,13 @@ class Running:
 
     port: int
     admin_port: int
-    fleet: Fleet
+    pool: Pool
     shared: Shared
 
     @property
-    def lifecycle(self) -> Lifecycle:
-        """That of the only llama-server, or the first one."""
-        return self.fleet.backends[0].lifecycle
-
-    @property
-    def write_back(self) -> WriteBack:
-        return self.fleet.backends[0].write_back
+    def server(self) -> Server:
+        """The only llama-server, or the first one."""
+        return self.pool.servers[0]
 
     @property
     def store(self) -> CheckpointStore | None:
@@ -97,7 +88,7 @@ async def run_proxy(
     journal = Journal(Keep(settings.explain_keep))
     report = Report(metrics, journal)
     shared = Shared(
-        store, metrics, Faults(metrics), degradations, report, journal, Tasks(), NewestAttachments()
+        store, metrics, Faults(metrics), degradations, report, journal, Tasks(), NewestProcesses()
     )
     rebuilding = Tasks()
     try:
@@ -106,14 +97,15 @@ async def run_proxy(
         async with new_session() as client:
             key = settings.upstream_api_key
             roots = [LlamaServer(client, Target(url), key) for url in parse_urls(settings.upstream)]
-            builder = Builder(
+            pool = Pool(
                 settings,
                 shared,
+                roots,
                 rewrite,
                 is_coming=is_llama_server_coming,
                 n_context_checkpoints=n_context_checkpoints,
             )
-            async with _serve(settings, shared, builder, roots) as running:
+            async with _serve(settings, shared, pool) as running:
                 yield running
     finally:
         await rebuilding.drain(0)  # the next start goes on with it
@@ -160,44 +152,34 @@ async def _rebuild(store: CheckpointStore, degradations: Degradations) -> None:
 
 
 @asynccontextmanager
-async def _serve(
-    settings: Settings, shared: Shared, builder: Builder, roots: Sequence[LlamaServer]
-) -> AsyncIterator[Running]:
-    patience = Patience(settings.upstream_wait_seconds, settings.drain_seconds)
-    fleet = Fleet(roots, builder.build, shared, patience)
-    fatal = FatalRequests(shared.opened_store)
-    dispatch = Dispatch(fleet, builder.stabilizing, shared.report, fatal)
-    connect_gauges(shared, fleet)
-    verifying = Verifying(shared, fleet, settings.verify_interval_seconds)
-    operators = _operators(settings, shared, fleet, dispatch)
-    clients = _clients(settings, shared, fleet, dispatch)
+async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterator[Running]:
+    connect_gauges(shared, pool)
+    operators = _operators(settings, shared, pool)
+    clients = _clients(settings, shared, pool)
     # In reverse order of leaving: stop listening, then save, then stop watching.
-    async with fleet.followed(), verifying.in_background():
+    async with pool.followed():
         try:
             async with (
                 _listen(operators, settings.admin, 1.0) as admin_port,
                 _listen(clients, settings.listen, settings.drain_seconds) as port,
             ):
                 try:
-                    yield Running(port, admin_port, fleet, shared)
+                    yield Running(port, admin_port, pool, shared)
                 finally:
-                    fleet.give_up()
+                    pool.give_up()
         finally:
             try:
                 await shared.tasks.drain(settings.drain_seconds)
-                await fleet.drain(settings.drain_seconds)
-                await builder.stabilizing.keep()
+                await pool.drain(settings.drain_seconds)
+                await pool.stabilizing.keep()
             finally:
                 await shared.tasks.drain(0)
 
 
-def _operators(
-    settings: Settings, shared: Shared, fleet: Fleet, dispatch: Dispatch
-) -> web.Application:
+def _operators(settings: Settings, shared: Shared, pool: Pool) -> web.Application:
     """Return what the admin listener serves."""
-    warming = Warming(shared, fleet, dispatch)
-    admin = Admin(shared, fleet, warming, parse_aliases(settings.aliases))
-    page = LivePage(Looks(shared, fleet))
+    admin = Admin(shared, pool, parse_aliases(settings.aliases))
+    page = LivePage(Looks(shared, pool))
     own_hosts = (split_address(settings.admin)[0], *parse_list(settings.admin_hosts))
     app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[only_own_pages(*own_hosts)])
     app.add_routes([*admin.routes(), *page.routes()])
@@ -205,13 +187,10 @@ def _operators(
     return app
 
 
-def _clients(
-    settings: Settings, shared: Shared, fleet: Fleet, dispatch: Dispatch
-) -> web.Application:
+def _clients(settings: Settings, shared: Shared, pool: Pool) -> web.Application:
     """Return what the listener for clients serves."""
     front = Front(
-        fleet,
-        dispatch,
+        pool,
         shared.report,
         unread := Unread(shared.metrics),
         max_requests=settings.max_requests,
@@ -247,7 +226,7 @@ async def _listen(app: web.Application, address: str, drain_seconds: float) -> A
 # Gauges read their values from the running proxy at each scrape; zero while there is nothing.
 
 
-def connect_gauges(shared: Shared, fleet: Fleet) -> None:
+def connect_gauges(shared: Shared, pool: Pool) -> None:
     """Let every gauge read its value from what serves now."""
     metrics = shared.metrics
 
@@ -256,30 +235,26 @@ def connect_gauges(shared: Shared, fleet: Fleet) -> None:
 
     metrics.background_tasks.set_function(lambda: len(shared.tasks))
     metrics.event_loop_tasks.set_function(lambda: len(asyncio.all_tasks()))
-    metrics.waiting_requests.set_function(lambda: fleet.n_waiting)
+    metrics.waiting_requests.set_function(lambda: pool.n_waiting)
     for state in State:
         metrics.state.labels(state).set_function(partial(is_state, state))
-    _connect_attachments(metrics, fleet)
+    _connect_processes(metrics, pool)
     if shared.opened_store is not None:
         _connect_store(shared, shared.opened_store)
 
 
-def _connect_attachments(metrics: Metrics, fleet: Fleet) -> None:
-    def attached(read: Callable[[Attachment], float]) -> list[float]:
-        sessions = [s for b in fleet.backends if (s := b.lifecycle.current)]
-        return [read(session.attachment) for session in sessions]
-
-    def highest(read: Callable[[Attachment], float]) -> Callable[[], float]:
-        return lambda: max(attached(read), default=0.0)
+def _connect_processes(metrics: Metrics, pool: Pool) -> None:
+    def highest(read: Callable[[Process], float]) -> Callable[[], float]:
+        return lambda: max(map(read, pool.processes), default=0.0)
 
     def n_slots(held: SlotState) -> float:
-        return sum(attached(lambda a: sum(state_of(slot) is held for slot in a.desk.table)))
+        return sum(state_of(slot) is held for process in pool.processes for slot in process.slots)
 
-    def is_rule(kind: RuleKind, attachment: Attachment) -> float:
-        return attachment.can_cache and str(attachment.rule) == kind
+    def is_rule(kind: RuleKind, process: Process) -> float:
+        return process.can_cache and str(process.rule) == kind
 
-    def speed(position: float, attachment: Attachment) -> float:
-        return attachment.rates.tokens_per_second(position)
+    def speed(position: float, process: Process) -> float:
+        return process.rates.tokens_per_second(position)
 
     for held in SlotState:
         metrics.slots.labels(held).set_function(partial(n_slots, held))

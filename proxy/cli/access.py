@@ -24,7 +24,9 @@ from proxy.cli.common import (
 from proxy.errors import IndexDamaged, SettingsError, StoreFault, StoreLocked
 from proxy.explain.views import Deleted, ListedCheckpoint, Selection, list_checkpoint, select
 from proxy.settings import Settings, merge_settings, reachable
-from proxy.store.offline import OfflineStore, open_offline
+from proxy.store.directory import StoreDirectory
+from proxy.store.known_models import model_names
+from proxy.store.offline import open_offline
 
 # Finds the checkpoints that a few hex digits or a model's name stand for.
 
@@ -127,11 +129,11 @@ class OfRunningProxy:
 class OfDirectory:
     """The store of a directory that no proxy uses."""
 
-    def __init__(self, store: OfflineStore) -> None:
+    def __init__(self, store: StoreDirectory) -> None:
         self._store = store
 
     def checkpoints(self) -> list[ListedCheckpoint]:
-        names = self._store.model_names()
+        names = model_names(self._store.index)
         return [list_checkpoint(checkpoint, names) for checkpoint in self._store.checkpoints()]
 
     def pin(self, checkpoint: ListedCheckpoint, *, is_pinned: bool) -> None:
@@ -142,12 +144,11 @@ class OfDirectory:
         return Deleted(1, checkpoint.size_bytes)
 
     def purge(self, selection: Selection, *, is_dry_run: bool) -> Deleted:
-        selected = select(selection, self._store.checkpoints(), time.time())
-        for checkpoint in () if is_dry_run else selected.checkpoints:
+        selected, n_pinned = select(selection, self._store.checkpoints(), time.time())
+        for checkpoint in () if is_dry_run else selected:
             self._store.remove(checkpoint)
-        n_bytes = sum(c.size_bytes for c in selected.checkpoints)
-        n_pinned = len(selected.pinned)
-        return Deleted(len(selected.checkpoints), n_bytes, n_pinned, is_dry_run=is_dry_run)
+        n_bytes = sum(c.size_bytes for c in selected)
+        return Deleted(len(selected), n_bytes, n_pinned, is_dry_run=is_dry_run)
 
 
 def with_store(command: Command) -> Command:
@@ -201,7 +202,7 @@ def find_directory(slot_save_path: Path | None, config: Path | None) -> Path:
 @contextmanager
 def directory_of(
     path: Path, *, may_be_new: bool = False, mends_index: bool = False
-) -> Iterator[OfflineStore]:
+) -> Iterator[StoreDirectory]:
     """Yield the store of a directory; exits with a plain word if it, or the work on it, fails."""
     with ExitStack() as opened:
         try:

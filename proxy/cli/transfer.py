@@ -22,7 +22,7 @@ from proxy.cli.common import (
 from proxy.cli.store import find_all
 from proxy.errors import SettingsError
 from proxy.settings import load_settings
-from proxy.store.offline import CURES, Examined, examine, mend
+from proxy.store.offline import Examined, examine, mend
 from proxy.store.transfer import BundleRefused, Imported, export_checkpoints, import_checkpoints
 
 # `llama-prefix-cache check`: holds the index against the files, and mends it.
@@ -70,7 +70,7 @@ def check(fix: bool, slot_save_path: Path | None, config: Path | None, as_json: 
 def _tell_checked(examined: Examined, *, is_fixed: bool, is_mended: bool) -> None:
     table = Table.grid(padding=(0, 2))
     for problem in examined.problems:
-        cure = CURES[problem.kind] if is_fixed else f"with --fix {CURES[problem.kind]}"
+        cure = problem.kind.cure if is_fixed else f"with --fix {problem.kind.cure}"
         detail = f" ({problem.detail})" if problem.detail else ""
         size = size_in_words(problem.size_bytes) if problem.size_bytes else ""
         table.add_row(problem.name, problem.kind.value + detail, size, cure)

@@ -30,13 +30,13 @@ from proxy.errors import UpstreamFault
 from proxy.llama.client import LlamaServer, Props
 from proxy.llama.state_file import SUPPORTED_VERSIONS, StateFile
 from proxy.servers.attach import Attacher
-from proxy.servers.attachment import Attachment, read_identity
-from proxy.servers.building import new_session
+from proxy.servers.attachment import read_identity
 from proxy.servers.self_test import Learning
 from proxy.servers.server import kind_of
-from proxy.serving.process import quarantined_in_words
+from proxy.serving.process import Process, quarantined_in_words
 from proxy.serving.saver import RewriteStateFile
 from proxy.store.catalogue import Limits
+from proxy.store.index import IndexContent
 from proxy.store.known_models import (
     NAMESPACES_PREFIX,
     Owner,
@@ -44,7 +44,6 @@ from proxy.store.known_models import (
     known_tenants,
     owners,
 )
-from proxy.store.opening import IndexContent
 
 Note = Callable[[str], object]
 
@@ -118,7 +117,7 @@ async def _contact(
         build=props.build_info,
         model=props.model_path,
         n_slots=props.total_slots,
-        n_ctx=props.default_generation_settings.n_ctx,
+        n_ctx=props.n_ctx,
         is_asleep=props.is_sleeping,
         has_slot_save_path=has_path,
     )
@@ -143,20 +142,20 @@ async def _examine_slots(
     if not server.empty:
         return facts
     note(f"{name}attaching, and saving and restoring states of up to 4,400 tokens")
-    attachment = await _attach(probing, props)
-    if not attachment.can_cache:
+    process = await _attach(probing, props)
+    if not process.can_cache:
         return facts
-    facts = await _describe(facts, probing, attachment, props, index)
+    facts = await _describe(facts, probing, process, props, index)
     note(f"{name}trying out similarity and the RAM cache")
     try:
-        return replace(facts, behaviour=await _behaviour(probing, attachment))
+        return replace(facts, behaviour=await _behaviour(probing, process))
     except UpstreamFault as fault:
         with suppress(UpstreamFault):
             await server.erase_all()
         return replace(facts, failures=(f"slot behaviour could not be examined: {fault}",))
 
 
-async def _attach(probing: Scratch, props: Props) -> Attachment:
+async def _attach(probing: Scratch, props: Props) -> Process:
     """Attach as the proxy does, and wait for the self-test; raises UpstreamFault."""
     services, server, saver = probing.services, probing.server, probing.saver
     attacher = Attacher(
@@ -166,22 +165,22 @@ async def _attach(probing: Scratch, props: Props) -> Attachment:
         shares_between_api_keys=None,
     )
     # Whether a restart can be told was looked at: this attachment outlives none.
-    attachment = await attacher.attach(props, "examined once")
-    if attachment.obstacle:
-        attachment.degrade(attachment.obstacle.kind, attachment.obstacle.detail)
-    elif attachment.clears_idle_slots is None and any(server.held.values()):
+    process = await attacher.attach(props, "examined once")
+    if process.obstacle:
+        process.degrade(process.obstacle.kind, process.obstacle.detail)
+    elif process.clears_idle_slots is None and any(server.held.values()):
         # One empty slot was run: what the others held before must be there still.
         statuses = [status for status in await server.slots() if server.held.get(status.id)]
-        attachment.note_clearing(clears=any(not status.n_held for status in statuses))
-    Learning(services, saver).begin(new_session(services, saver, attachment))
-    await attachment.examination(None)
-    return attachment
+        process.note_clearing(clears=any(not status.n_held for status in statuses))
+    Learning(services, saver).begin(process)
+    await process.examination(None)
+    return process
 
 
 async def _describe(
     facts: LlamaServerFacts,
     probing: Scratch,
-    attachment: Attachment,
+    process: Process,
     props: Props,
     index: IndexContent,
 ) -> LlamaServerFacts:
@@ -199,9 +198,9 @@ async def _describe(
             file_version=version,
             is_version_supported=version in SUPPORTED_VERSIONS,
             sections=tuple(section.kind for section in layout or ()),
-            rule=attachment.rule if attachment.self_test else None,
+            rule=process.rule if process.self_test else None,
         ),
-        cost=_cost(states, probing, attachment),
+        cost=_cost(states, probing, process),
     )
 
 
@@ -229,9 +228,7 @@ def _store(index: IndexContent, owner: Owner) -> StoreFacts:
     )
 
 
-def _cost(
-    states: Sequence[StateFile], probing: Scratch, attachment: Attachment
-) -> CostFacts | None:
+def _cost(states: Sequence[StateFile], probing: Scratch, process: Process) -> CostFacts | None:
     """Return what a state costs, by the longest one of the self-test and one at most half as long."""
     longer = max(states, key=lambda state: len(state.tokens))
     shorter = [state for state in states if 2 * len(state.tokens) <= len(longer.tokens)]
@@ -248,15 +245,15 @@ def _cost(
     return CostFacts(
         state_bytes=state_bytes,
         largest_bytes=largest_bytes,
-        save_seconds=attachment.rates.save_seconds(largest_bytes),
+        save_seconds=process.rates.save_seconds(largest_bytes),
         restore_seconds=restore_seconds * largest_bytes / max(1, restored_bytes),
-        evaluate_seconds=attachment.rates.evaluation_seconds(0, USUAL_TOKENS),
+        evaluate_seconds=process.rates.evaluation_seconds(0, USUAL_TOKENS),
     )
 
 
-async def _behaviour(probing: Scratch, attachment: Attachment) -> BehaviourFacts:
+async def _behaviour(probing: Scratch, process: Process) -> BehaviourFacts:
     """Return what llama-server does to slots by itself; raises UpstreamFault."""
-    server, clears = probing.server, attachment.clears_idle_slots
+    server, clears = probing.server, process.clears_idle_slots
     server.n_vocab = (await server.model_meta()).n_vocab
     prefers_similar = await prefers_similar_slot(server, probing.states[-1].version)
     return BehaviourFacts(

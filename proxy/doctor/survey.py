@@ -20,12 +20,12 @@ from proxy.llama.hosts import (
     HostedFlags,
     ModelHost,
     Models,
-    hosted_flags,
     load_and_listen,
     recognise,
 )
 from proxy.settings import reachable
-from proxy.store.opening import IndexContent, keep_proxies_out, read_index
+from proxy.store.directory import keep_proxies_out
+from proxy.store.index import IndexContent, read_index
 
 _SECONDS = 10.0
 
@@ -130,7 +130,7 @@ async def reach(root: LlamaServer, asked_for: str, *, may_load: bool, note: Note
         if name and may_load and name not in before.loaded:
             facts = await _load(root, host, before, facts)
         models = await host.models()
-        flags = {each.model: each for each in await hosted_flags(host)}
+        flags = {each.model: each for each in await host.flags()}
     except UpstreamFault as fault:
         return Reached((), replace(facts, problem=str(fault)))
     hosted = tuple(flags.get(model, HostedFlags(model)) for model in sorted(models.known))

@@ -9,11 +9,11 @@ and with each one that changes something.
 
 import asyncio
 import ipaddress
-import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,14 +28,14 @@ from proxy.core.tokens import Namespace
 from proxy.errors import CacheFault, ProxyError, StoreFault
 from proxy.explain import views
 from proxy.health import Degradation
-from proxy.llama.bodies import head_of, header_request, parse_body, route_path
+from proxy.llama.bodies import header_request, parse_body, route_path
 from proxy.llama.routes import Aliases, Route, generation_route, with_alias
 from proxy.metrics import POSITION_LABELS
-from proxy.servers.backend import Backend
-from proxy.servers.pool import Fleet
-from proxy.servers.warming import EarlierRequests, NotKnown, Warmed, Warming
+from proxy.servers.pool import Pool
+from proxy.servers.server import Server
+from proxy.servers.warming import EarlierRequests, NotKnown, Warmed, Warming, send_for_nobody
 from proxy.serving.process import Shared
-from proxy.serving.request import Arrival, GenerationRequest
+from proxy.serving.request import Request
 from proxy.store.known_models import model_names
 from proxy.store.store import CheckpointStore
 from proxy.web.clients import keys_of, tenant_of
@@ -94,18 +94,18 @@ def json_response(content: Any) -> web.Response:
 
 def _refused(kind: type[web.HTTPException], why: str, **more: Any) -> web.HTTPException:
     """Return an error of the admin listener: `error` says why."""
-    body = msgspec.json.encode({"error": why, **more})
-    return kind(body=body, content_type="application/json")
+    text = msgspec.json.encode({"error": why, **more}).decode()
+    return kind(text=text, content_type="application/json")
 
 
 class Admin:
     """Answers operators."""
 
-    def __init__(self, shared: Shared, fleet: Fleet, warming: Warming, aliases: Aliases) -> None:
+    def __init__(self, shared: Shared, pool: Pool, aliases: Aliases) -> None:
         self._shared = shared
-        self._fleet = fleet
-        self._warming = warming
-        self._earlier = EarlierRequests(shared.journal, fleet)
+        self._pool = pool
+        self._warming = Warming(shared, pool)
+        self._earlier = EarlierRequests(shared.journal, pool)
         self._aliases = aliases
 
     def routes(self) -> list[web.RouteDef]:
@@ -133,11 +133,11 @@ class Admin:
             "since": moment(degradations.since),
             "reasons": [describe(degradation) for degradation in degradations.active],
         }
-        if self._fleet.is_single:
-            body |= _describe_backend(self._fleet.backends[0])
+        if self._pool.is_single:
+            body |= _describe_server(self._pool.servers[0])
         else:
-            body["llama_servers"] = {b.name: _describe_backend(b) for b in self._fleet.backends}
-        body["waiting"] = self._fleet.n_waiting
+            body["llama_servers"] = {s.name: _describe_server(s) for s in self._pool.servers}
+        body["waiting"] = self._pool.n_waiting
         body["background_tasks"] = len(self._shared.tasks)
         if store is not None:
             total = self._shared.metrics.total
@@ -190,15 +190,13 @@ class Admin:
         limit = min(_whole_number(request, "limit", 100), 1000)
         offset, node_id = _whole_number(request, "offset"), _node_id(request, "parent")
         names, present = model_names(store.index), self._shared.served.present()
-        checkpoints = views.under(node_id, store)
-        node = views.list_node(views.node_of(node_id, checkpoints), names, present.namespaces)
+        checkpoints, known = views.under(node_id, store), (names, present.rates_by)
+        node = views.node_of(node_id, checkpoints, *known)
         if node_id != views.STORE and not node.n_checkpoints:
             raise _refused(web.HTTPNotFound, "there is no checkpoint under this node")
         children = [
-            views.list_node(child, names, present.namespaces)
-            if isinstance(child, views.Node)
-            else _listed(child, names, store, present)
-            for child in views.children_of(node_id, checkpoints, offset, limit)
+            _listed(child, names, store, present) if isinstance(child, Checkpoint) else child
+            for child in views.children_of(node_id, checkpoints, *known, offset, limit)
         ]
         end = offset + len(children)
         return json_response(
@@ -233,7 +231,7 @@ class Admin:
         if checkpoint.is_pinned and not _is_asked_for(request, "pinned"):
             kept = msgspec.structs.asdict(views.Deleted(0, 0, n_pinned=1))
             raise _refused(web.HTTPConflict, "it is pinned", **kept)
-        deleted = await _delete(store, views.Selected((checkpoint,)))
+        deleted = await _delete(store, [checkpoint])
         if deleted.n_in_use:
             kept = msgspec.structs.asdict(deleted)
             raise _refused(web.HTTPConflict, "it is in use; try again", **kept)
@@ -252,13 +250,11 @@ class Admin:
         is_everything = selection.node == views.STORE and not selection.unused_seconds
         if is_everything and not _is_asked_for(request, "all"):
             raise _refused(web.HTTPBadRequest, "say `under`, `unused_seconds` or `all`")
-        selected = views.select(selection, store, time.time())
+        selected, n_pinned = views.select(selection, store, time.time())
         if _is_asked_for(request, "dry_run"):
-            n_bytes = sum(c.size_bytes for c in selected.checkpoints)
-            return json_response(
-                views.Deleted(len(selected.checkpoints), n_bytes, len(selected.pinned), 0, True)
-            )
-        return json_response(await _delete(store, selected))
+            n_bytes = sum(c.size_bytes for c in selected)
+            return json_response(views.Deleted(len(selected), n_bytes, n_pinned, 0, True))
+        return json_response(await _delete(store, selected, n_pinned))
 
     # Warming: a header is evaluated and kept before somebody needs it.
 
@@ -287,7 +283,7 @@ class Admin:
 
     def _read(
         self, request: web.Request, raw: bytes, keys: Mapping[str, str], *, is_whole: bool
-    ) -> GenerationRequest:
+    ) -> Request:
         """Return a request that evaluates the header of a body; raises 400."""
         body = parse_body(raw)
         path = request.query.get("path") or (route_path(body) if body else "")
@@ -298,18 +294,13 @@ class Admin:
             wanted = header_request(route, body, is_whole=is_whole)
         except (KeyError, TypeError, AttributeError) as error:
             raise _refused(web.HTTPBadRequest, f"the body is no request to {path}") from error
-        return GenerationRequest(
-            arrival=Arrival(secrets.token_hex(4), path),
-            route=route,
-            raw=with_alias(wanted, self._aliases),
-            headers=keys,
-            tenant=tenant_of(keys),
-            model=head_of(with_alias(raw, self._aliases)).named_model,
-        )
+        relay = partial(send_for_nobody, path, keys)
+        warmed = Request(path=path, route=route, headers=keys, relay=relay, tenant=tenant_of(keys))
+        return warmed.receive(with_alias(wanted, self._aliases))
 
     async def _warm(
         self,
-        request: GenerationRequest,
+        request: Request,
         lines: "asyncio.Queue[dict[str, Any]]",
         *,
         is_whole: bool,
@@ -367,12 +358,13 @@ def _named(request: web.Request, store: CheckpointStore) -> Checkpoint:
 # What operators are shown.
 
 
-async def _delete(store: CheckpointStore, selected: views.Selected) -> views.Deleted:
-    found = selected.checkpoints
-    deleted = [c for c in found if await store.remove(c, Removal.OPERATOR)]
-    n_in_use = sum(store.get(c.id) is not None for c in found)
+async def _delete(
+    store: CheckpointStore, selected: Sequence[Checkpoint], n_pinned: int = 0
+) -> views.Deleted:
+    deleted = [c for c in selected if await store.remove(c, Removal.OPERATOR)]
+    n_in_use = sum(store.get(c.id) is not None for c in selected)
     n_bytes = sum(c.size_bytes for c in deleted)
-    return views.Deleted(len(deleted), n_bytes, len(selected.pinned), n_in_use)
+    return views.Deleted(len(deleted), n_bytes, n_pinned, n_in_use)
 
 
 def _listed(
@@ -395,16 +387,15 @@ def _describe_warmed(warmed: Warmed) -> dict[str, Any]:
     }
 
 
-def _describe_backend(backend: Backend) -> dict[str, object]:
+def _describe_server(server: Server) -> dict[str, object]:
     """Return whether a llama-server is attached, and if so what is known of it."""
-    session = backend.lifecycle.current
-    if session is None:
+    if (process := server.process) is None:
         return {"llama_server": "not attached"}
-    attachment, rates = session.attachment, session.attachment.rates
+    rates = process.rates
     return {
         "llama_server": "attached",
-        "rule": str(attachment.rule),
-        "slots": Counter(state_of(slot).value for slot in attachment.desk.table),
+        "rule": str(process.rule),
+        "slots": Counter(state_of(slot).value for slot in process.slots),
         # What was not measured yet is 0.
         "rates": {
             "evaluation_tokens_per_second": {

@@ -1,21 +1,18 @@
 """The listener that clients talk to: generation routes go through the cache, all else straight through."""
 
-import secrets
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 
 import xxhash
 from aiohttp import web
 
 from proxy.errors import CacheFault, ProxyError, TooManyRequests, UpstreamNotReached
 from proxy.explain.report import Report
-from proxy.llama.bodies import head_of
+from proxy.llama.bodies import parse_body
 from proxy.llama.routes import Aliases, Route, changes_server_state, counts_tokens, with_alias
 from proxy.log import get_logger
-from proxy.servers.dispatch import Dispatch
-from proxy.servers.pool import Fleet
-from proxy.serving.request import Arrival, GenerationRequest
+from proxy.servers.pool import Pool
+from proxy.serving.request import Request
 from proxy.web.relay import Body, Exchange, end_to_end
 from proxy.web.writer import Unread
 
@@ -48,16 +45,14 @@ class Front:
 
     def __init__(
         self,
-        fleet: Fleet,
-        dispatch: Dispatch,
+        pool: Pool,
         report: Report,
         unread: Unread,
         *,
         max_requests: int,
         aliases: Aliases,
     ) -> None:
-        self._fleet = fleet
-        self._dispatch = dispatch
+        self._pool = pool
         self._report = report
         self._unread = unread
         self._max_requests = max_requests
@@ -70,7 +65,7 @@ class Front:
         may_load = request.query.get("autoload") not in ("false", "0")
         # Of a POST hosts read only the body.
         named = request.query.get("model", "") if may_load and request.method == "GET" else ""
-        model, path = self._fleet.split_path(request.path, named)
+        model, path = self._pool.split_path(request.path, named)
         exchange = Exchange(request, path, self._unread)
         try:
             if not request.raw_path.startswith("/"):
@@ -106,12 +101,13 @@ class Front:
         headers = end_to_end(request.headers)
         content: Body = request.content if request.body_exists else None
         counts = self._aliases and counts_tokens(request.method, path)
-        if counts or (request.method == "POST" and self._fleet.has_models):
+        if counts or (request.method == "POST" and self._pool.has_models):
             content = await self._read_body(request)
             headers.popall("Content-Length", None)
-            model = model or (head_of(content).named_model if may_load else "")
+            body = parse_body(content) if may_load and not model else None
+            model = body.named_model if body else model
         keys = keys_of(request.headers)
-        async with self._fleet.passing(request.method, path, model, keys) as upstreams:
+        async with self._pool.passing(request.method, path, model, keys) as upstreams:
             *others, last = upstreams
             for upstream in others:
                 with suppress(UpstreamNotReached):
@@ -122,31 +118,26 @@ class Front:
     async def _generate(self, exchange: Exchange, route: Route, model: str) -> None:
         """Have a generation served through the cache; raises TooManyRequests and what serving does."""
         headers = exchange.client.headers
-        arrival = Arrival(secrets.token_hex(4), exchange.path)
+        keys = keys_of(headers)
+        request = Request(
+            path=exchange.path,
+            route=route,
+            headers=keys,
+            relay=exchange.send,
+            tenant=tenant_of(keys),
+            session=" ".join(filter(None, map(headers.get, _SESSION_HEADERS))),
+            model=model,
+        )
         self._n_requests += 1
         try:
             if self._n_requests > self._max_requests:
                 raise TooManyRequests(f"{self._max_requests} requests are being served already")
-            raw, keys = await self._read_body(exchange.client), keys_of(headers)
-            head = head_of(raw)
-            generation = GenerationRequest(
-                arrival=arrival,
-                route=route,
-                raw=raw,
-                headers=keys,
-                tenant=tenant_of(keys),
-                session=" ".join(filter(None, map(headers.get, _SESSION_HEADERS))),
-                model=model or head.named_model,
-                wants_stream=head.wants_stream,
-            )
-            if generation.wants_stream:
+            if request.receive(await self._read_body(exchange.client)).wants_stream:
                 exchange.writer.keep()
-            await self._dispatch.serve(
-                generation, lambda upstream: partial(exchange.send, upstream)
-            )
+            await self._pool.serve(request)
         except BaseException as error:
             if not exchange.is_answered:
-                self._report.unanswered(arrival, error)
+                self._report.unanswered(request, error)
             raise
         finally:
             self._n_requests -= 1

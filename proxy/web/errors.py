@@ -13,7 +13,7 @@ from aiohttp import web
 
 from proxy.errors import ProxyError
 from proxy.llama.answers import MAX_BUFFERED_BYTES, TrueUsage
-from proxy.llama.routes import ErrorShape, Route, error_shape, generation_route
+from proxy.llama.routes import Route, generation_route, is_anthropic
 
 HOP = "llama-prefix-cache"
 RETRY_AFTER_SECONDS = 2
@@ -41,7 +41,7 @@ def error_response(path: str, error: ProxyError) -> web.Response:
     body = _own_error(error.status, str(error))
     return web.Response(
         status=error.status,
-        body=msgspec.json.encode(_anthropic(body) if _is_anthropic(path) else {"error": body}),
+        body=msgspec.json.encode(_anthropic(body) if is_anthropic(path) else {"error": body}),
         content_type="application/json",
         headers={"Retry-After": str(RETRY_AFTER_SECONDS)} if error.status in (502, 503) else None,
     )
@@ -67,10 +67,6 @@ def anthropic_error(status: int, body: bytes) -> bytes:
     return body if error is None else msgspec.json.encode(_anthropic({"code": status, **error}))
 
 
-def _is_anthropic(path: str) -> bool:
-    return error_shape(path) is ErrorShape.ANTHROPIC
-
-
 def _own_error(status: int, message: str) -> Error:
     return {
         "code": status,
@@ -93,7 +89,7 @@ def _read_error(body: bytes) -> Error | None:
 
 
 def _event(path: str, error: Error) -> bytes:
-    if _is_anthropic(path):
+    if is_anthropic(path):
         return b"event: error\ndata: " + msgspec.json.encode(_anthropic(error)) + b"\n\n"
     if generation_route("POST", path) is Route.RESPONSES:
         told = {"type": "error", "code": error.get("type"), "message": error["message"]}
@@ -148,9 +144,9 @@ class StreamEdit:
 
 
 def edit_of_stream(path: str, n_found: int | None) -> StreamEdit | None:
-    """Return how a stream is edited, None if it passes as it is; *n_found* is as in serving's Send."""
+    """Return how a stream is edited, None if it passes as it is; *n_found* is as in serving's Relay."""
     usage = TrueUsage(path, n_found)
-    return StreamEdit(usage, is_anthropic=_is_anthropic(path)) if usage.is_needed else None
+    return StreamEdit(usage, is_anthropic=is_anthropic(path)) if usage.is_needed else None
 
 
 def edit_of_answer(path: str, status: int, n_found: int | None) -> Edit | None:
@@ -158,7 +154,7 @@ def edit_of_answer(path: str, status: int, n_found: int | None) -> Edit | None:
     if status == 200:
         usage = TrueUsage(path, n_found)
         return usage.of_answer if usage.is_needed else None
-    if status >= 400 and _is_anthropic(path):
+    if status >= 400 and is_anthropic(path):
         return lambda body: anthropic_error(status, body)
     return None
 

@@ -2,8 +2,7 @@
 
 import asyncio
 import io
-import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
 from contextlib import suppress
 
 import aiohttp
@@ -18,11 +17,9 @@ from proxy.errors import (
     UpstreamPerhapsReached,
 )
 from proxy.llama.answers import AnswerReader
-from proxy.llama.client import LlamaServer, reason_of
+from proxy.llama.client import Heard, LlamaServer, reason_of
 from proxy.llama.routes import Target, generation_route
-from proxy.serving.request import Answer
-from proxy.serving.rewriting import FORMS
-from proxy.stabilize.template import CallMade, CallsMade
+from proxy.serving.request import Answer, OnStart, do_nothing
 from proxy.web.errors import StreamEdit, edits_of, error_event, error_event_of, error_response
 from proxy.web.writer import ClientWriter, Unread
 
@@ -51,7 +48,7 @@ class Exchange:
     """One client's request, passed to llama-server, and llama-server's answer, relayed to the client.
 
     `path` is the client's, as a llama-server would see it. `is_answered` says that llama-server's answer
-    has come to its end, be it an error's. `heard_at` is when llama-server last sent something.
+    has come to its end, be it an error's.
     """
 
     def __init__(self, client: web.Request, path: str, unread: Unread) -> None:
@@ -60,16 +57,13 @@ class Exchange:
         self.route = generation_route(client.method, path)
         self.writer = ClientWriter(client, unread)
         self.is_answered = False
-        self.heard_at = 0.0
         self._has_begun = False
-        self._is_cut = False
-        self._answer: aiohttp.ClientResponse | None = None
 
     async def send(
         self,
         upstream: LlamaServer,
         body: Body,
-        on_start: Callable[[], None] = lambda: None,
+        on_start: OnStart = do_nothing,
         n_found: int | None = None,
         headers: CIMultiDict[str] | None = None,
     ) -> Answer:
@@ -77,14 +71,14 @@ class Exchange:
 
         Returns when llama-server is done; what the client has not read by then waits in `writer`.
         *on_start* is called when a stream begins: then llama-server has begun to work on it. *n_found* is
-        for the usage, as in serving's Send. *headers* are those of a generation unless given. Raises
+        for the usage, as in serving's Relay. *headers* are those of a generation unless given. Raises
         UpstreamGone if there is no answer, UpstreamEnded if llama-server ended over it, UpstreamNotReached
         if the request was not even sent; then it may be sent again. An answer that breaks off ends in an
         error event.
         """
         client = self.client
         try:
-            async with upstream.pending.call():
+            async with upstream.waiting():
                 answer = await upstream.session.request(
                     client.method,
                     upstream.url(client.raw_path),
@@ -98,9 +92,8 @@ class Exchange:
                     on_start()
                 elif upstream.target.speaks_plainly and answer.content_type == "text/plain":
                     raise await _gone(upstream.target, answer)
-                self._answer, self._is_cut, self.heard_at = answer, False, time.monotonic()
-                with upstream.pending.noted(self):
-                    return await self._relay(upstream.target, answer, n_found)
+                with upstream.heard(answer.close) as heard:
+                    return await self._relay(upstream.target, answer, heard, n_found)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if self._has_begun:
                 raise  # the client is gone, or _relay has told it
@@ -110,12 +103,6 @@ class Exchange:
             elif isinstance(error, TimeoutError):
                 kind = UpstreamGone  # a call is cut because its llama-server was told to end
             raise kind(f"llama-server at {upstream.target.base_url}: {reason_of(error)}") from error
-
-    def cut(self) -> None:
-        """End the answer in an error, as if llama-server had died."""
-        if self._answer is not None:
-            self._is_cut = True
-            self._answer.close()
 
     async def refuse(self, error: ProxyError) -> web.StreamResponse:
         """Answer the client with an error; a stream that was begun for a client that waits ends in it."""
@@ -129,7 +116,11 @@ class Exchange:
         return error_response(self.path, error)
 
     async def _relay(
-        self, target: Target, answer: aiohttp.ClientResponse, n_found: int | None
+        self,
+        target: Target,
+        answer: aiohttp.ClientResponse,
+        heard: Heard,
+        n_found: int | None,
     ) -> Answer:
         await self.writer.stop_keeping()
         waiting = self.writer.response
@@ -145,28 +136,28 @@ class Exchange:
         self._has_begun = True
         if waiting is None:
             self.writer.response = await self._begin(answer, edited)
-        return await self._pass_on(answer, _chunks(target, answer, lines, edited))
+        return await self._pass_on(answer, heard, _chunks(target, answer, lines, edited))
 
     async def _pass_on(
-        self, answer: aiohttp.ClientResponse, chunks: AsyncIterator[tuple[bytes, bytes]]
+        self,
+        answer: aiohttp.ClientResponse,
+        heard: Heard,
+        chunks: AsyncIterator[tuple[bytes, bytes]],
     ) -> Answer:
         """Write an answer to the client as it comes, and read what it says."""
-        is_stream, made = _is_stream(answer), list[CallMade]()
-        reader = AnswerReader(answer.headers.get("Content-Type", ""))
         # Clients will not send the tool calls of an answer back as they were.
-        form = FORMS.get(self.route) if self.route and answer.status == 200 else None
-        calls = CallsMade(form, is_stream=is_stream) if form else None
+        route = self.route if answer.status == 200 else None
+        reader = AnswerReader(answer.headers.get("Content-Type", ""), route)
         first_token_at: float | None = None
         try:
             async for chunk, passed_on in chunks:
-                self.heard_at = time.monotonic()
+                heard.note()
                 reader.feed(chunk)
-                made += calls.feed(chunk) if calls else ()
                 if first_token_at is None and reader.has_token:
-                    first_token_at = self.heard_at
+                    first_token_at = heard.heard_at
                 if passed_on:
                     await self.writer.write(passed_on)
-            if self.route is not None and is_stream and not reader.is_complete:
+            if self.route is not None and _is_stream(answer) and not reader.is_complete:
                 # llama-swap ends a stream that broke off as if it were whole.
                 raise aiohttp.ClientPayloadError("its stream ended before its last event")
             await self.writer.end()
@@ -177,11 +168,10 @@ class Exchange:
             if task := asyncio.current_task():
                 task.uncancel()
         except aiohttp.ClientError as error:
-            await self._break_off(answer, error, has_token=reader.has_token)
+            await self._break_off(answer, heard, error, has_token=reader.has_token)
             return Answer(answer.status, None, first_token_at, is_broken=True)
         self.is_answered = True
-        made += calls.finish() if calls else ()
-        return Answer(answer.status, reader.timings(), first_token_at, calls=tuple(made))
+        return Answer(answer.status, reader.timings(), first_token_at, calls=reader.calls())
 
     async def _refuse_in_stream(
         self, waiting: web.StreamResponse, answer: aiohttp.ClientResponse
@@ -208,7 +198,7 @@ class Exchange:
         return response
 
     async def _break_off(
-        self, answer: aiohttp.ClientResponse, error: Exception, *, has_token: bool
+        self, answer: aiohttp.ClientResponse, heard: Heard, error: Exception, *, has_token: bool
     ) -> None:
         """Tell the client that llama-server went away in the middle of its answer.
 
@@ -227,7 +217,7 @@ class Exchange:
             await self.writer.delivered()
             self._has_begun = False
             self.writer.keep()
-            raise (UpstreamGone if self._is_cut else UpstreamEnded)(told) from error
+            raise (UpstreamGone if heard.is_cut else UpstreamEnded)(told) from error
 
 
 async def _chunks(

@@ -2,45 +2,35 @@
 
 import pytest
 
-from proxy.core.model import Rule, RuleKind
-from proxy.health import Degradations
-from proxy.metrics import Metrics
-from proxy.servers.attachment import Attachment
-from tests.unit.desks import desk_of
+from proxy.core.slots import believed_after_save, believed_after_shortfall
 
 POINTS = (500, 900, 1300, 1700)
+EIGHT, SIXTEEN = tuple(range(800, 1600, 100)), tuple(range(100, 1700, 100))
 
 
-@pytest.fixture
-def attachment() -> Attachment:
-    degradations = Degradations(Metrics()).at("")
-    rule = Rule(RuleKind.RESTORE_POINTS)
-    return Attachment("one process", "b1", desk_of(1), 4096, degradations, rule=rule)
-
-
-def test_save_that_lacks_the_oldest_points_shrinks_the_number(attachment: Attachment) -> None:
-    attachment.note_saved_points(POINTS, range(800, 1600, 100))
-    assert attachment.n_believed_points == 2
-
-
-def test_save_with_many_points_raises_the_number_again(attachment: Attachment) -> None:
-    attachment.note_saved_points(POINTS, range(800, 1600, 100))
-    attachment.note_saved_points((), range(100, 1700, 100))
-    assert attachment.n_believed_points == 5
-
-
-def test_save_with_every_point_changes_nothing(attachment: Attachment) -> None:
-    attachment.note_saved_points(POINTS, POINTS)
-    assert attachment.n_believed_points == 10
-
-
-def test_point_that_is_gone_shrinks_the_number_to_those_that_are_newer(
-    attachment: Attachment,
+@pytest.mark.parametrize(
+    ("points", "saved", "n_believed"),
+    [
+        (POINTS, EIGHT, 2),  # the oldest point is gone: llama-server keeps eight
+        ((), EIGHT, 10),
+        (POINTS, POINTS, 10),
+        ((500, 900, 1300), (504, 900, 1300), 10),  # the prediction was wrong by a few tokens
+        ((10, 900, 1300), (300, 900, 1300), 10),  # there is none for a short prompt
+        ((500, 900), (900, 901), 10),
+    ],
+)
+def test_save_without_the_oldest_points_shrinks_the_belief(
+    points: tuple[int, ...], saved: tuple[int, ...], n_believed: int
 ) -> None:
-    attachment.note_missing_point(POINTS, 900)
-    assert attachment.n_believed_points == 2
+    assert believed_after_save(10, points, saved) == n_believed
 
 
-def test_end_that_is_gone_tells_nothing_of_points(attachment: Attachment) -> None:
-    attachment.note_missing_point(POINTS, 1800)
-    assert attachment.n_believed_points == 10
+def test_save_with_many_points_raises_the_belief_again() -> None:
+    assert believed_after_save(2, POINTS, SIXTEEN) == 5
+
+
+@pytest.mark.parametrize(("missing", "n_believed"), [(900, 2), (500, 3), (1700, 10), (1800, 10)])
+def test_missing_point_shrinks_the_belief_to_the_newer_points(
+    missing: int, n_believed: int
+) -> None:
+    assert believed_after_shortfall(10, POINTS, missing) == n_believed

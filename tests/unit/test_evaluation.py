@@ -16,7 +16,6 @@ from proxy.core.slots import (
     Origin,
     Unknown,
     after_evaluation,
-    has_dropped_points,
     n_believed_points,
 )
 from proxy.core.tokens import common_prefix_length, token_ids
@@ -112,23 +111,6 @@ def test_after_evaluation_many_times_believes_in_the_newest_points_only() -> Non
         3000 - CONTEXT_CHECKPOINT_MARGIN,
     )
     assert after_evaluation(held, run_of(9000), NAMESPACE, n_believed=0).restore_points == ()
-
-
-@pytest.mark.parametrize(
-    ("believed", "saved", "has_dropped"),
-    [
-        ((500, 900, 1300), (900, 1100, 1300), True),
-        ((500, 900, 1300), (100, 500, 900, 1300), False),
-        ((500, 900, 1300), (504, 900, 1300), False),  # the prediction was wrong by a few tokens
-        ((10, 900, 1300), (300, 900, 1300), False),  # there is none for a short prompt
-        ((500, 900), (900, 901), False),
-        ((), (900, 1100, 1300), False),
-    ],
-)
-def test_save_tells_whether_llama_server_dropped_the_oldest_points(
-    believed: tuple[int, ...], saved: tuple[int, ...], has_dropped: bool
-) -> None:
-    assert has_dropped_points(believed, saved) is has_dropped
 
 
 @given(TOKENS, TOKENS, st.sets(st.integers(1, 20)), st.integers(0, 25), st.integers(0, 5))
