@@ -8,7 +8,6 @@ import pytest
 from proxy.core.slots import TAINTED, Empty
 from tests.lab.apis import CHAT, MESSAGES, RESPONSES, Api
 from tests.lab.conversation import Message, answer, system, tool_call, tool_result, user
-from tests.lab.models import MEMORIES
 from tests.lab.rig import Rig
 from tests.live.conftest import StartRig
 from tests.live.ledger import SLACK_TOKENS, TOOLS, ApiLedger

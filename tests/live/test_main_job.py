@@ -6,8 +6,8 @@ import pytest
 
 from proxy.serving.saver import keep_as_saved
 from tests.lab.conversation import agent_requests, system
-from tests.lab.older_builds import strip_context_checkpoints
 from tests.lab.models import MEMORIES
+from tests.lab.older_builds import strip_context_checkpoints
 from tests.live.conftest import KINDS, StartRig
 from tests.live.ledger import SLACK_TOKENS, Ledger
 
