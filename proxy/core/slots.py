@@ -6,14 +6,20 @@ is reserved in the same call and no lock is needed. Must never know how a slot i
 A content is *known*, *empty* or *unknown*; unknown is an honest state, not an error.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeAlias
 
 from proxy.core.model import NO_CUTS, Checkpoint, CheckpointId, Cuts, Rule, RuleKind, SlotId
 from proxy.core.rule import highest_point
-from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
+from proxy.core.tokens import (
+    FIRST_BLOCK_TOKENS,
+    Namespace,
+    TokenIds,
+    common_prefix_length,
+    token_ids,
+)
 
 MAX_CONTEXT_CHECKPOINTS = 32
 """llama-server's default of --ctx-checkpoints: how many a slot, and so a state file, has at most."""
@@ -377,6 +383,25 @@ def _within(n_tokens: int, n_cut: int) -> int:
 def n_believed_points(n_context_checkpoints: int) -> int:
     """Return how many of the newest points a slot surely still has that keeps so many checkpoints."""
     return n_context_checkpoints // CHECKPOINTS_PER_REQUEST
+
+
+def believed_after_save(n_believed: int, points: Sequence[int], saved: Sequence[int]) -> int:
+    """Return how many points are believed once a save has told which of the predicted *points* exist.
+
+    Where the oldest is gone, llama-server had no room for it. Few points in a file tell nothing:
+    llama-server makes none for a short prompt, and a prediction can be wrong by a few tokens.
+    """
+    n_sure = max(1, n_believed_points(len(saved)))
+    is_full = len(saved) >= CHECKPOINTS_PER_REQUEST and bool(points)
+    if is_full and FIRST_BLOCK_TOKENS <= points[0] < saved[0] - CONTEXT_CHECKPOINT_MARGIN:
+        return n_sure
+    return max(n_believed, n_sure)
+
+
+def believed_after_shortfall(n_believed: int, points: Sequence[int], missing: int) -> int:
+    """Return how many points are believed once a request found that one and all older ones are gone."""
+    n_newer = sum(point > missing for point in points)
+    return min(n_believed, n_newer) if n_newer else n_believed
 
 
 def after_evaluation(

@@ -101,7 +101,7 @@ async def attach(
     process_id: str,
     *,
     max_waiting: int,
-    n_context_checkpoints: int,
+    n_context_checkpoints: int = MAX_CONTEXT_CHECKPOINTS,
     shares_between_api_keys: bool | None,
     last: Process | None = None,
 ) -> Process:

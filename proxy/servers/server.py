@@ -200,6 +200,7 @@ class Server(Watched):
         *,
         phase: Phase = Phase.ATTACHING,
         is_expected: bool,
+        n_context_checkpoints: int,
         is_polled: bool = True,
         is_host_of_models: Callable[["Server"], Awaitable[bool]] | None = None,
         look_at_host: Callable[[], Awaitable[None]] | None = None,
@@ -223,6 +224,7 @@ class Server(Watched):
         self._saver = Saver(services, rewrite)
         self.cache = Cache(services, stabilizing, overflow)
         self._settings = settings
+        self._n_context_checkpoints = n_context_checkpoints
         self._degradations = services.degradations
         self._is_polled = is_polled
         self._is_host_of_models = is_host_of_models
@@ -416,7 +418,7 @@ class Server(Watched):
             props,
             process_id,
             max_waiting=self._settings.max_requests,
-            n_context_checkpoints=self._settings.context_checkpoints,
+            n_context_checkpoints=self._n_context_checkpoints,
             shares_between_api_keys=self._settings.share_between_api_keys,
             last=last,
         )

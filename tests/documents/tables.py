@@ -1,6 +1,6 @@
 """The tables of metrics, stabilizers and of what can be wrong, from the code that has them."""
 
-from proxy.core.conditions import EXPLANATIONS
+from proxy.core.conditions import DegradationKind
 from proxy.explain.causes import MEANINGS
 from proxy.metrics import Metrics
 from proxy.stabilize.model import SAFE, Name
@@ -21,8 +21,8 @@ def metrics_table() -> str:
 def degradations_table() -> str:
     """Return every kind of degradation with what it leads to and its cure, as a Markdown table."""
     rows = ["| kind | state | what it means | cure |", "|---|---|---|---|"]
-    for kind, about in EXPLANATIONS.items():
-        rows.append(f"| {kind} | {about.leads_to} | {about.reason} | {about.cure} |")
+    for kind in DegradationKind:
+        rows.append(f"| {kind} | {kind.leads_to} | {kind.reason} | {kind.cure} |")
     return "\n".join(rows) + "\n"
 
 
