@@ -5,7 +5,7 @@ import math
 import stat
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -134,7 +134,7 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
         "store opened",
         directory=settings.slot_save_path,
         checkpoint_bytes=store.size_bytes,
-        **asdict(store.report),
+        **store.report,
     )
     return store
 

@@ -29,9 +29,8 @@ from proxy.doctor.probes import FreeBytes, Scratch, has_ram_cache, prefers_simil
 from proxy.errors import UpstreamFault
 from proxy.llama.client import LlamaServer, Props
 from proxy.llama.state_file import SUPPORTED_VERSIONS, StateFile
-from proxy.servers.attach import Attacher
-from proxy.servers.attachment import read_identity
-from proxy.servers.self_test import Learning
+from proxy.servers import self_test
+from proxy.servers.attach import attach, read_identity
 from proxy.servers.server import kind_of
 from proxy.serving.process import Process, quarantined_in_words
 from proxy.serving.saver import RewriteStateFile
@@ -158,21 +157,21 @@ async def _examine_slots(
 async def _attach(probing: Scratch, props: Props) -> Process:
     """Attach as the proxy does, and wait for the self-test; raises UpstreamFault."""
     services, server, saver = probing.services, probing.server, probing.saver
-    attacher = Attacher(
+    process = await attach(
         services,
         saver,
+        props,
+        "examined once",  # whether a restart can be told was looked at: this attachment outlives none
         max_waiting=0,
         shares_between_api_keys=None,
     )
-    # Whether a restart can be told was looked at: this attachment outlives none.
-    process = await attacher.attach(props, "examined once")
     if process.obstacle:
         process.degrade(process.obstacle.kind, process.obstacle.detail)
     elif process.clears_idle_slots is None and any(server.held.values()):
         # One empty slot was run: what the others held before must be there still.
         statuses = [status for status in await server.slots() if server.held.get(status.id)]
         process.note_clearing(clears=any(not status.n_held for status in statuses))
-    Learning(services, saver).begin(process)
+    self_test.begin(process)
     await process.examination(None)
     return process
 

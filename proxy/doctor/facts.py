@@ -10,7 +10,7 @@ from proxy.core.conditions import State
 from proxy.core.model import Rule
 from proxy.health import Degradation
 from proxy.llama.hosts import HostedFlags
-from proxy.servers.attachment import ModelIdentity
+from proxy.servers.attach import ModelIdentity
 
 USUAL_TOKENS = 10_000
 

@@ -170,9 +170,10 @@ class SlotSaves:
         is_whole, ancestors = True, set(origin_of(content).ancestors)
         if isinstance(content, Known):
             saved, is_whole = await self._thin(saved, content, kind, relatives, ancestors)
-        new = saved.new_state(namespace, kind, content)
-        family = family_of(namespace, new.tokens, kind, new.cuts, relatives)
-        checkpoint = await store.commit(replace(new, family=family, ancestors=tuple(ancestors)))
+        new = saved.checkpoint(namespace, kind, content)
+        family = family_of(new, state.tokens, relatives)
+        new = replace(new, family=family, ancestors=tuple(ancestors))
+        checkpoint = await store.commit(new, state.tokens)
         self._table.note_save(slot_id, checkpoint)
         self._note_saved(slot_id, content, namespace, state, checkpoint)
         self._metrics.saves.labels("done").inc()

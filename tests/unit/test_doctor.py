@@ -30,7 +30,7 @@ from proxy.doctor.findings import Finding, Severity, counted, exit_status, secon
 from proxy.doctor.survey_findings import findings_of, is_complete
 from proxy.health import Degradation
 from proxy.llama.hosts import HostedFlags
-from proxy.servers.attachment import ModelIdentity
+from proxy.servers.attach import ModelIdentity
 from tests.unit.builders import ANY_PREFIX, END_ONLY, RESTORE_POINTS
 
 MIB, GIB = 1 << 20, 1 << 30
