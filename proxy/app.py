@@ -26,7 +26,7 @@ from proxy.log import get_logger
 from proxy.metrics import POSITION_LABELS, Metrics
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
-from proxy.servers.warming import EarlierRequests, Warming
+from proxy.servers.warming import Warming
 from proxy.serving.process import NewestProcesses, Process, Shared, note_quarantined
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.settings import Settings, parse_hosts, parse_urls, split_address
@@ -250,7 +250,6 @@ def _operators(settings: Settings, shared: Shared, pool: Pool) -> web.Applicatio
     """Return what the admin listener serves."""
     warm = Warm(
         Warming(shared, pool),
-        EarlierRequests(shared.journal, pool),
         aliases=parse_aliases(settings.aliases),
     )
     views = (

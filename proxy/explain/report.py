@@ -18,7 +18,7 @@ import msgspec
 
 from proxy.core.model import Outcome, Prompt
 from proxy.core.tokens import Namespace, TokenIds
-from proxy.errors import ProxyError, TooManyRequests, UpstreamAbsent, UpstreamGone
+from proxy.errors import ProxyError, ServerAway, TooManyRequests
 from proxy.explain.causes import MEANINGS, Cause, PromptPart
 from proxy.explain.compare import PromptChange, Rendering, find_change, goes_on
 from proxy.explain.explanation import (
@@ -303,7 +303,7 @@ class Report:
         answer, account = request.answer, request.account
         assert answer is not None
         if answer.is_broken:
-            return self.unanswered(request, UpstreamGone("llama-server went away in mid-answer"))
+            return self.unanswered(request, ServerAway("llama-server went away in mid-answer"))
         self._metrics.requests.labels(outcome).inc()
         self._count_reuse(judgement, account)
         first_token_seconds = None
@@ -386,7 +386,7 @@ def _why_unanswered(error: BaseException) -> str:
     match error:
         case asyncio.CancelledError() | ConnectionResetError():
             return "client left"
-        case UpstreamGone() | UpstreamAbsent():
+        case ServerAway():
             return "llama-server gone"
         case TooManyRequests():
             return "queue full"

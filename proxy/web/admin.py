@@ -28,7 +28,7 @@ from proxy.llama.routes import Aliases, Route, generation_route, with_alias
 from proxy.metrics import POSITION_LABELS
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
-from proxy.servers.warming import EarlierRequests, NotKnown, Warmed, Warming, send_for_nobody
+from proxy.servers.warming import NotKnown, Warming, send_for_nobody
 from proxy.serving.process import Shared
 from proxy.serving.request import Request
 from proxy.web.clients import keys_of, tenant_of
@@ -119,9 +119,8 @@ _CACHED = (Route.CHAT, Route.COMPLETION, Route.MESSAGES, Route.RESPONSES)
 class Warm:
     """Answers POST /warm with a line of JSON whenever there is progress, and one for the end."""
 
-    def __init__(self, warming: Warming, earlier: EarlierRequests, aliases: Aliases) -> None:
+    def __init__(self, warming: Warming, aliases: Aliases) -> None:
         self._warming = warming
-        self._earlier = earlier
         self._aliases = aliases
 
     def routes(self) -> list[web.RouteDef]:
@@ -152,7 +151,7 @@ class Warm:
 
     async def _wanted(self, request: web.Request, *, is_whole: bool) -> Request:
         if (request_id := request.query.get("request")) is not None:
-            return self._earlier.again(request_id, keys_of(request.headers), is_whole=is_whole)
+            return self._warming.again(request_id, keys_of(request.headers), is_whole=is_whole)
         return self._read(request, await request.read(), is_whole=is_whole)
 
     def _read(self, request: web.Request, raw: bytes, *, is_whole: bool) -> Request:
@@ -182,24 +181,12 @@ class Warm:
 
         try:
             warmed = await self._warming.warm(request, tell, is_whole=is_whole)
-            lines.put_nowait({"warmed": _described(warmed)})
+            lines.put_nowait({"warmed": warmed})
         except (CacheFault, ProxyError) as error:
             lines.put_nowait({"error": str(error)})
         except Exception as error:
             lines.put_nowait({"error": f"{type(error).__name__}: {error}"})
             raise
-
-
-def _described(warmed: Warmed) -> dict[str, Any]:
-    return {
-        "id": f"{warmed.checkpoint.id:016x}",
-        "size_bytes": warmed.checkpoint.size_bytes,
-        "n_usable": warmed.n_usable,
-        "n_header_tokens": warmed.n_header,
-        "n_prompt_tokens": warmed.n_prompt,
-        "was_kept": warmed.was_kept,
-        "seconds": round(warmed.seconds, 3),
-    }
 
 
 # The admin listener: the proxy's own health and metrics. Loopback by default; never for clients.

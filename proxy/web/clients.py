@@ -14,8 +14,8 @@ from proxy.errors import (
     CacheFault,
     ProxyError,
     RefusedByProxy,
+    ServerAway,
     TooManyRequests,
-    UpstreamNotReached,
 )
 from proxy.explain.report import Report
 from proxy.llama.bodies import parse_body
@@ -168,9 +168,12 @@ class Front:
         async with self._pool.passing(request.method, asked.path, model, keys) as upstreams:
             *others, last = upstreams
             for upstream in others:
-                with suppress(UpstreamNotReached):
+                try:
                     await exchange.send(upstream, content, headers)
                     return
+                except ServerAway as away:
+                    if away.was_sent == "yes":
+                        raise
             await exchange.send(last, content, headers)
 
     async def _generate(self, route: Route, asked: "_Asked", exchange: Exchange) -> None:

@@ -16,10 +16,7 @@ from multidict import CIMultiDict
 
 from proxy.errors import (
     ProxyError,
-    UpstreamEnded,
-    UpstreamGone,
-    UpstreamNotReached,
-    UpstreamPerhapsReached,
+    ServerAway,
 )
 from proxy.llama.answers import MAX_BUFFERED_BYTES, AnswerReader, TrueUsage
 from proxy.llama.client import Heard, LlamaServer, reason_of
@@ -290,9 +287,8 @@ class Exchange:
 
         Returns when llama-server is done; what the client has not read by then waits in `writer`.
         *on_start* is called when a stream begins: then llama-server has begun to work on it. *n_found* is
-        for the usage, as in serving's Send. Raises UpstreamGone if there is no answer, UpstreamEnded if
-        llama-server ended over it, UpstreamNotReached if the request was not even sent; then it may be sent
-        again. An answer that breaks off ends in an error event.
+        for the usage, as in serving's Send. Raises ServerAway if there is no answer. An answer that breaks
+        off ends in an error event.
         """
         try:
             async with await self._answer_to(upstream, body, headers) as answer:
@@ -306,7 +302,7 @@ class Exchange:
             if self._has_begun:
                 raise  # the client is gone, or _relay has told it
             message = f"llama-server at {upstream.target.base_url}: {reason_of(error)}"
-            raise _kind_of(error)(message) from error
+            raise _away(message, error) from error
 
     async def _answer_to(
         self, upstream: LlamaServer, body: Body, headers: CIMultiDict[str]
@@ -404,7 +400,7 @@ class Exchange:
 
         An event is what llama-server itself sends when a generation fails midway; clients report it,
         where a cut connection makes some of them continue from half an answer. Who got no token of a
-        stream can wait on in it: then this raises UpstreamGone or UpstreamEnded.
+        stream can wait on in it: then this raises ServerAway.
         """
         told = f"llama-server went away in mid-answer: {error}"
         response = self.writer.response
@@ -412,42 +408,42 @@ class Exchange:
             if self._client.transport is not None:
                 self._client.transport.close()
         elif has_token:
-            await self.writer.write(error_event(self._path, UpstreamGone(told)))
+            await self.writer.write(error_event(self._path, ServerAway(told)))
             await self.writer.end()
         else:
             await self.writer.delivered()
             self.writer.response, self._has_begun = None, False
             self._keeper.resume(response)
-            raise (UpstreamGone if heard.is_cut else UpstreamEnded)(told) from error
+            raise ServerAway(told, has_ended=not heard.is_cut) from error
 
 
 async def _n_bytes(edited: EditedAnswer, target: Target) -> int | None:
-    """Return how long an answer is when it is passed on; raises UpstreamEnded if a host says in it
+    """Return how long an answer is when it is passed on; raises ServerAway if a host says in it
     that llama-server has ended.
     """
     n_bytes = await edited.n_bytes()
     if target.says_gone(edited.body):
-        raise UpstreamEnded(f"{target.name} has ended")
+        raise ServerAway(f"{target.name} has ended", has_ended=True)
     return n_bytes
 
 
-def _kind_of(error: Exception) -> type[UpstreamGone]:
+def _away(message: str, error: Exception) -> ServerAway:
     """Return what a failed connection says of llama-server."""
     if isinstance(error, _NOT_CONNECTED):
-        return UpstreamNotReached
+        return ServerAway(message, was_sent="no")
     # What is cut off was told to end (`Heard` in llama/client.py).
-    return UpstreamGone if isinstance(error, TimeoutError) else UpstreamEnded
+    return ServerAway(message, has_ended=not isinstance(error, TimeoutError))
 
 
-async def _gone(target: Target, answer: aiohttp.ClientResponse) -> UpstreamGone:
+async def _gone(target: Target, answer: aiohttp.ClientResponse) -> ServerAway:
     """Return what a host says of a llama-server that it could not reach, or that did not answer."""
     body = await answer.read()
-    kind = UpstreamGone
-    if target.says_gone(body):
-        kind = UpstreamEnded
-    elif target.says_unreached(answer.status, body):
-        kind = UpstreamNotReached if target.tells_unreached else UpstreamPerhapsReached
-    return kind(f"{target.name}: {body[:200].decode(errors='replace')}")
+    message = f"{target.name}: {body[:200].decode(errors='replace')}"
+    if target.says_gone(body) or not target.says_unreached(answer.status, body):
+        return ServerAway(message, has_ended=target.says_gone(body))
+    if target.tells_unreached:
+        return ServerAway(message, was_sent="no")
+    return ServerAway(message, was_sent="perhaps", has_ended=True)
 
 
 def _is_stream(answer: aiohttp.ClientResponse) -> bool:

@@ -1,6 +1,8 @@
 """The proxy's own errors, in the shape that the clients of each API expect."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -48,14 +50,13 @@ def test_error_for_openai_clients_has_message_type_and_code(kind: type[ProxyErro
         (errors.RefusedByProxy, "permission_error"),
         (errors.BodyTooLarge, "request_too_large"),
         (errors.TooManyRequests, "overloaded_error"),
-        (errors.UpstreamAbsent, "overloaded_error"),
-        (errors.UpstreamGone, "api_error"),
-        (errors.UpstreamNotReached, "api_error"),
+        (partial(errors.ServerAway, status=503), "overloaded_error"),
+        (errors.ServerAway, "api_error"),
         (ProxyError, "api_error"),
     ],
 )
 def test_error_for_anthropic_clients_has_their_types(
-    kind: type[ProxyError], anthropic_type: str
+    kind: Callable[[str], ProxyError], anthropic_type: str
 ) -> None:
     response = error_response(MESSAGES, kind("it is so"))
     assert isinstance(response.body, bytes)
@@ -73,7 +74,7 @@ def test_only_what_passes_by_itself_says_when_to_come_back(
 
 
 def test_stream_that_breaks_off_ends_in_an_event_of_the_api() -> None:
-    gone = errors.UpstreamGone("it is so")
+    gone = errors.ServerAway("it is so")
     assert error_event(CHAT, gone).startswith(b'data: {"error":')
     assert error_event(MESSAGES, gone).startswith(b'event: error\ndata: {"type":"error",')
 
