@@ -9,8 +9,7 @@ from proxy import __version__
 from proxy.cli.doctor import bench, doctor
 from proxy.cli.look import explain, stats
 from proxy.cli.serve import run, serve, warm
-from proxy.cli.store import ls, pin, purge, rm, unpin
-from proxy.cli.transfer import check, export, import_
+from proxy.cli.store import check, export, import_, ls, pin, purge, rm, unpin
 from proxy.llama.state_file import SUPPORTED_VERSIONS
 from proxy.store.index import FORMAT_VERSION
 

@@ -36,6 +36,14 @@ def parse_size(source: str, name: str, value: Any) -> Any:
         ) from error
 
 
+def size_in_words(n_bytes: float) -> str:
+    """Return a number of bytes with the largest unit that leaves a whole one."""
+    for unit, factor in reversed(UNITS.items()):
+        if n_bytes >= factor:
+            return f"{n_bytes / factor:.1f} {unit}"
+    return f"{n_bytes:.0f} bytes"
+
+
 # Settings that are an address to listen on, and how people write them.
 
 

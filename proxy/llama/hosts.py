@@ -16,28 +16,6 @@ from proxy.errors import UpstreamFault, UpstreamRefused, UpstreamUnreachable
 from proxy.llama.client import QUICK_SECONDS, LlamaServer
 from proxy.llama.routes import RouterTarget, SwapTarget, Target, is_known
 
-# Has llama-swap load a model, and sees whether it tells the client about it (sendLoadingState).
-#
-# No field of its API says that; but with it a stream that waits for a model begins at once, with status
-# 200, even one that llama-server then refuses.
-
-
-async def load_and_listen(root: LlamaServer, model: str) -> bool:
-    """Have a model loaded that is not; return whether a client is told. Raises UpstreamFault.
-
-    What asks for it is no request that llama-server takes, so no slot is touched.
-    """
-    body = {"model": model, "stream": True, "messages": ""}
-    try:
-        await root.call("POST", "/v1/chat/completions", dict[str, Any], body, seconds=None)
-    except UpstreamRefused as refusal:
-        # A stream of events is no JSON, so it counts as refused too.
-        if refusal.status not in (200, 400):
-            raise
-        return refusal.status == 200
-    return False
-
-
 # What the proxy asks of a host of several models, whichever it is.
 #
 # Every method raises UpstreamUnreachable if there was no answer, UpstreamRefused if an error.
@@ -122,19 +100,17 @@ async def accepts(root: LlamaServer, path: str, keys: Mapping[str, str]) -> bool
 # environment variables; llama-swap those of the models that run (GET /running).
 
 
-_SAVE_PATH = ("--slot-save-path",)
-_SLEEP = ("--sleep-idle-seconds",)
+_SLEEP = "--sleep-idle-seconds"
 
 
 @dataclass(frozen=True, slots=True)
 class HostedFlags:
-    """What decides over a model's states; None or 0 if its command line does not say.
+    """What decides over a model's slots; 0 if its command line does not say.
 
     `unload_seconds` and `sleep_seconds` are the idle times after which its slots are gone.
     """
 
     model: str
-    slot_save_path: str | None = None
     unload_seconds: float = 0.0
     sleep_seconds: float = 0.0
 
@@ -147,18 +123,9 @@ async def hosted_flags(host: ModelHost) -> list[HostedFlags]:
 
 def read_flags(model: str, words: Sequence[str], unload_seconds: float = 0.0) -> HostedFlags:
     """Return what a command line says; llama-server may be anywhere in it, behind docker or a shell."""
-    return HostedFlags(
-        model,
-        _value(words, _SAVE_PATH),
-        max(0.0, unload_seconds),
-        _seconds(_value(words, _SLEEP)),
-    )
-
-
-def _value(words: Sequence[str], names: Sequence[str]) -> str | None:
-    # The last one counts; --slot_save_path is the same to llama-server.
-    found = [value for name, value in pairwise(words) if name.replace("_", "-") in names]
-    return found[-1] if found else None
+    # The last one counts; --sleep_idle_seconds is the same to llama-server.
+    found = [value for name, value in pairwise(words) if name.replace("_", "-") == _SLEEP]
+    return HostedFlags(model, max(0.0, unload_seconds), _seconds(found[-1] if found else None))
 
 
 def _seconds(text: str | None) -> float:
