@@ -119,14 +119,9 @@ class RunningProxy:
         fail(f"what answers at http://{self.address} is not llama-prefix-cache", EXIT_UNAVAILABLE)
 
     def _fail_unreachable(self, error: Exception) -> NoReturn:
-        context = click.get_current_context(silent=True)
-        can_do_without = context is not None and any(
-            option.name == "slot_save_path" for option in context.command.params
-        )
         fail(
             f"no proxy answers at http://{self.address} ({error}). If one runs with another `admin`, give"
-            " --admin http://HOST:PORT"
-            + ("; if none runs, --slot-save-path to work on the directory" * can_do_without),
+            " --admin http://HOST:PORT; if none runs, most commands take --slot-save-path DIRECTORY",
             EXIT_UNAVAILABLE,
         )
 

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from proxy.cli.access import with_directory
 from proxy.cli.common import (
     EXIT_CUT_SHORT,
     EXIT_FAILED,
@@ -29,25 +28,20 @@ from proxy.cli.common import (
     table_of,
 )
 from proxy.doctor.examination import Note, examine
-from proxy.doctor.facts import Survey
+from proxy.doctor.facts import Setup
 from proxy.doctor.findings import Finding, Severity, exit_status, findings_of, summary
 from proxy.doctor.gain import Measured, measure
 from proxy.errors import CacheFault, StoreLocked, UpstreamUnreachable
 from proxy.llama.client import LlamaServer, new_session
 from proxy.llama.routes import Target
 from proxy.log import configure_logging
-from proxy.settings import NAMES, Settings, size_in_words
+from proxy.settings import NAMES, size_in_words
 
 T = TypeVar("T")
 
 # `llama-prefix-cache doctor`: whether caching will work here, how well, and what mends it.
 
 
-_SETTINGS = (
-    *("upstream", "slot_save_path", "upstream_api_key", "admin"),
-    *("max_store_bytes", "min_free_bytes", "idle_save_seconds"),
-)
-"""Those that doctor has flags for; the others are taken from a file and ignored."""
 _SHOWN = {
     Severity.OK: ("ok", "green"),
     Severity.LIMIT: ("limit", "yellow"),
@@ -55,8 +49,18 @@ _SHOWN = {
 }
 
 
+def _all_settings_but(*wanted: str) -> tuple[str, ...]:
+    """Return the settings that a command has no flags for; it takes them from a file and ignores them."""
+    return tuple(name for name in NAMES if name not in wanted)
+
+
 @click.command()
-@setting_options(without=tuple(name for name in NAMES if name not in _SETTINGS))
+@setting_options(
+    without=_all_settings_but(
+        *("upstream", "slot_save_path", "upstream_api_key", "admin"),
+        *("max_store_bytes", "min_free_bytes", "idle_save_seconds"),
+    )
+)
 @click.option(
     "--model", metavar="NAME", help="At a router or llama-swap: examine only this one, and load it."
 )
@@ -75,12 +79,12 @@ def doctor(config: Path | None, model: str | None, as_json: bool, **flags: Any) 
     """
     settings = settings_of(flags, config)
     configure_logging("critical", "console")  # what an attach would log is reported
-    survey = _until_interrupted(lambda note: examine(settings, model=model or "", note=note))
+    setup = _until_interrupted(lambda note: examine(settings, model=model or "", note=note))
     if as_json:
-        print_json(json_report(survey))
+        print_json(json_report(setup))
     else:
-        click.echo(report(survey, console()))
-    sys.exit(exit_status(findings_of(survey)))
+        click.echo(report(setup, console()))
+    sys.exit(exit_status(findings_of(setup)))
 
 
 def _until_interrupted(work: Callable[[Note], Awaitable[T]]) -> T:
@@ -101,16 +105,16 @@ def _until_interrupted(work: Callable[[Note], Awaitable[T]]) -> T:
         fail("interrupted; the probes are cleaned up", EXIT_CUT_SHORT)
 
 
-def report(survey: Survey, shown: Console) -> str:
+def report(setup: Setup, shown: Console) -> str:
     """Return the verdict and every finding with its cure, as *shown* shows it.
 
     In a pipe the lines are of the same length everywhere, without colours or trailing spaces.
     """
-    findings = findings_of(survey)
+    findings = findings_of(setup)
     has_headings = any(finding.about for finding in findings)
     n_columns = max(len(finding.topic) for finding in findings)
     with shown.capture() as captured:
-        shown.print(Text(summary(survey), style=_SHOWN[Severity(exit_status(findings))][1]))
+        shown.print(Text(summary(setup), style=_SHOWN[Severity(exit_status(findings))][1]))
         for about, group in groupby(findings, key=lambda finding: finding.about):
             shown.print()
             if has_headings:
@@ -128,17 +132,17 @@ def _row(finding: Finding, n_columns: int) -> list[Text]:
     return [Text(mark.ljust(5), style=style, no_wrap=True), topic, body]
 
 
-def json_report(survey: Survey) -> dict[str, object]:
+def json_report(setup: Setup) -> dict[str, object]:
     """Return the same for a program: verdict, exit status, findings and facts."""
-    findings = findings_of(survey)
+    findings = findings_of(setup)
     return {
-        "verdict": summary(survey),
+        "verdict": summary(setup),
         "exit_status": exit_status(findings),
         "findings": [
             {**msgspec.to_builtins(each), "severity": each.severity.name.lower()}
             for each in findings
         ],
-        "facts": survey,
+        "facts": setup,
     }
 
 
@@ -154,15 +158,10 @@ _LENGTHS = "1000,4000,16000"
     "--model", metavar="NAME", help="At a router or llama-swap: measure this one, and load it."
 )
 @click.option("--tokens", default=_LENGTHS, help=f"Lengths of prompts. [{_LENGTHS}]")
-@click.option("--upstream-api-key", metavar="KEY", help="llama-server's --api-key.")
-@with_directory
+@setting_options(without=_all_settings_but("slot_save_path", "upstream_api_key"))
+@json_option
 def bench(
-    settings: Settings,
-    url: str,
-    model: str | None,
-    tokens: str,
-    upstream_api_key: str | None,
-    as_json: bool,
+    url: str, model: str | None, tokens: str, config: Path | None, as_json: bool, **flags: Any
 ) -> None:
     """Measure what restoring saves on a server.
 
@@ -182,12 +181,13 @@ def bench(
     if not all(part.isdecimal() and int(part) for part in tokens.split(",")):
         fail(f"--tokens {tokens!r}: write lengths such as {_LENGTHS}", EXIT_USAGE)
     lengths = sorted({int(part) for part in tokens.split(",")})
-    directory, key = Path(settings.slot_save_path), upstream_api_key or settings.upstream_api_key
+    settings = settings_of(flags, config)
+    directory = Path(settings.slot_save_path)
 
     async def measure_all(note: Note) -> Measured:
         async with new_session() as session:
-            upstream = LlamaServer(session, Target(url.rstrip("/")), key)
-            return await measure(upstream, directory, lengths, note, model or "")
+            root = LlamaServer(session, Target(url.rstrip("/")), settings.upstream_api_key)
+            return await measure(root, directory, lengths, note, model or "")
 
     try:
         measured = _until_interrupted(measure_all)

@@ -1,9 +1,8 @@
 """`llama-prefix-cache stats` and `explain`: what the cache has brought, and why a request missed."""
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from difflib import SequenceMatcher
 from typing import Any
 from urllib.parse import quote
 
@@ -24,6 +23,7 @@ from proxy.settings import size_in_words
 _PREFIX = "llama_prefix_cache_"
 _Facts = dict[str, Any]
 Row = tuple[str, str]
+Samples = dict[str, dict[str, float]]
 
 
 @click.command()
@@ -33,27 +33,26 @@ def stats(store: Store, as_json: bool) -> None:
 
     \b
     llama-prefix-cache stats
-    llama-prefix-cache stats --json | jq .since_start.reused_tokens
+    llama-prefix-cache stats --json | jq .since_start.prompt_tokens_total.reused
     llama-prefix-cache stats --slot-save-path /var/lib/llama-prefix-cache     only what is stored
     """
-    brought, max_bytes, servers = None, None, list[_Facts]()
+    max_bytes, servers, samples, rows = None, list[_Facts](), Samples(), list[Row]()
     if isinstance(store, RunningProxy):
         try:
             samples = read_samples(store.raw("GET", "/metrics").decode())
-            health = store.ask("GET", "/health", _Facts)
-            brought = {"state": health["state"], **_brought(samples)}
-            max_bytes = int(samples["checkpoint_limit_bytes", ""])
-            query = {"limit": "1000000"}
+            max_bytes = int(samples["checkpoint_limit_bytes"][""])
+            health, query = store.ask("GET", "/health", _Facts), {"limit": "1000000"}
             requests = store.ask("GET", "/requests", dict[str, list[RequestRecord]], query)
             servers = llama_servers(health, requests["requests"])
+            rows = [*_server_rows(servers), *_brought_rows(health["state"], samples)]
         except (ValueError, KeyError):
             store.fail_foreign()
     stored = summary(store.checkpoints(), max_bytes)
     if as_json:
+        brought = {name: values.get("", values) for name, values in samples.items()} or None
         print_json({"store": stored, "llama_servers": servers, "since_start": brought})
-        return
-    rows = [*_stored_rows(stored), *_server_rows(servers)]
-    console().print(table_of([*rows, *_brought_rows(brought)] if brought else rows))
+    else:
+        console().print(table_of([*_stored_rows(stored), *rows]))
 
 
 def summary(checkpoints: Sequence[ListedCheckpoint], max_bytes: int | None) -> _Facts:
@@ -124,70 +123,50 @@ def llama_server_in_words(server: _Facts) -> str:
     return f"{server['name']}: {words}" if server["name"] else words
 
 
-def _share(n_reused: int, n_evaluated: int) -> str:
+def _share(n_reused: float, n_evaluated: float) -> str:
     n_tokens = n_reused + n_evaluated
     return f"{100 * n_reused / n_tokens:.0f}%" if n_tokens else "none"
 
 
-def read_samples(exposition: str) -> dict[tuple[str, str], float]:
+def read_samples(exposition: str) -> Samples:
     """Return the proxy's samples by name and the value of their only label, "" if there is none."""
-    return {
-        (sample.name.removeprefix(_PREFIX), next(iter(sample.labels.values()), "")): sample.value
-        for family in text_string_to_metric_families(exposition)
-        for sample in family.samples
-        if len(sample.labels) <= 1
-    }
+    samples: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            if len(sample.labels) <= 1 and not sample.name.endswith("_bucket"):
+                label = next(iter(sample.labels.values()), "")
+                samples[sample.name.removeprefix(_PREFIX)][label] = sample.value
+    return dict(samples)
 
 
-def _brought(samples: dict[tuple[str, str], float]) -> _Facts:
-    """Return what became of requests since the proxy started.
-
-    `saved_seconds` are those of evaluation that reuse has spared, less what restores have cost more than
-    they spared; `missed_tokens` were known and evaluated nevertheless, by cause.
-    """
-
-    def of(name: str) -> dict[str, int]:
-        return {label: int(value) for (n, label), value in samples.items() if n == name}
-
-    def saved(how: str) -> float:
-        return samples["saved_seconds_total", how]
-
-    tokens = of("prompt_tokens_total")
-    saved_seconds = saved("live") + saved("restored") - samples["lost_seconds_total", ""]
-    return {
-        "requests": of("requests_total"),
-        "reused_tokens": tokens["reused"],
-        "evaluated_tokens": tokens["evaluated"],
-        "restored_tokens": int(samples["restored_tokens_total", ""]),
-        "n_restored": int(samples["restores_total", "done"]),
-        "restore_seconds": round(samples["restore_seconds_sum", ""], 3),
-        "evaluation_seconds": round(samples["evaluation_seconds_total", ""], 3),
-        "saved_seconds": round(saved_seconds, 3),
-        "missed_tokens": {cause: n for cause, n in of("missed_tokens_total").items() if n},
-        "written_bytes": int(samples["written_bytes_total", ""]),
-        "n_evicted": sum(of("evictions_total").values()),
-    }
-
-
-def _brought_rows(brought: _Facts) -> Iterator[Row]:
-    n_reused, n_evaluated = brought["reused_tokens"], brought["evaluated_tokens"]
-    outcomes = ", ".join(f"{n} {outcome}" for outcome, n in brought["requests"].items() if n)
-    n_restored, n_tokens = brought["n_restored"], brought["restored_tokens"]
-    causes = sorted(brought["missed_tokens"].items(), key=lambda item: -item[1])
-    missed = ", ".join(f"{n:,} tokens by {cause}" for cause, n in causes)
+def _brought_rows(state: str, samples: Samples) -> Iterator[Row]:
+    """Yield what became of requests since the proxy started."""
+    requests, tokens = samples["requests_total"], samples["prompt_tokens_total"]
+    outcomes = ", ".join(f"{n:.0f} {outcome}" for outcome, n in requests.items() if n)
+    share = _share(tokens["reused"], tokens["evaluated"])
+    evaluation_seconds = samples["evaluation_seconds_total"][""]
+    n_restored, restore_seconds = samples["restores_total"]["done"], samples["restore_seconds_sum"]
+    saved, missed = samples["saved_seconds_total"], samples.get("missed_tokens_total", {})
+    # Restores may have cost more than they spared.
+    saved_seconds = saved["live"] + saved["restored"] - samples["lost_seconds_total"][""]
+    causes = sorted(((n, cause) for cause, n in missed.items() if n), reverse=True)
     yield "", ""
-    yield "since start", f"the proxy is {brought['state']}"
-    yield "requests", f"{sum(brought['requests'].values()):,} ({outcomes or 'none yet'})"
+    yield "since start", f"the proxy is {state}"
+    yield "requests", f"{sum(requests.values()):,.0f} ({outcomes or 'none yet'})"
     yield (
         "prompt tokens",
-        f"{n_reused:,} reused ({_share(n_reused, n_evaluated)}), {n_evaluated:,} evaluated in "
-        f"{brought['evaluation_seconds']:.1f} s",
+        f"{tokens['reused']:,.0f} reused ({share}), {tokens['evaluated']:,.0f} evaluated in "
+        f"{evaluation_seconds:.1f} s",
     )
-    yield "restores", f"{n_restored} in {brought['restore_seconds']:.1f} s: {n_tokens:,} tokens"
-    yield "time saved", f"{brought['saved_seconds']:.1f} s of evaluation"
-    yield "missed", missed or "nothing"
-    yield "written", size_in_words(brought["written_bytes"])
-    yield "deleted", f"{brought['n_evicted']} checkpoints"
+    yield (
+        "restores",
+        f"{n_restored:.0f} in {restore_seconds['']:.1f} s: "
+        f"{samples['restored_tokens_total']['']:,.0f} tokens",
+    )
+    yield "time saved", f"{saved_seconds:.1f} s of evaluation"
+    yield "missed", ", ".join(f"{n:,.0f} tokens by {cause}" for n, cause in causes) or "nothing"
+    yield "written", size_in_words(samples["written_bytes_total"][""])
+    yield "deleted", f"{sum(samples.get('evictions_total', {}).values()):.0f} checkpoints"
 
 
 # An explanation as people read it, with what has changed in colour.
@@ -263,15 +242,8 @@ def _difference(divergence: Divergence) -> Iterator[Text]:
         yield Text(f"  now:          {list(divergence.now_ids)}", style="green")
         return
     yield Text("  ..." + _visible(divergence.before), style="dim")
-    known, now = _visible(divergence.known), _visible(divergence.now)
-    matcher = SequenceMatcher(None, known, now, autojunk=False)
-    old, new = Text("- ", style="red"), Text("+ ", style="green")
-    for kind, i, j, k, m in matcher.get_opcodes():
-        strong = kind != "equal"
-        old.append(known[i:j], style="bold reverse" if strong else "")
-        new.append(now[k:m], style="bold reverse" if strong else "")
-    yield old
-    yield new
+    yield Text(f"- {_visible(divergence.known)}", style="red")
+    yield Text(f"+ {_visible(divergence.now)}", style="green")
 
 
 def _visible(text: str) -> str:

@@ -30,7 +30,6 @@ from proxy.core.conditions import EXPLANATIONS
 from proxy.core.launch import (
     Launch,
     Presets,
-    WantedLaunch,
     given_to_all,
     heed_presets,
     plan_launch,
@@ -152,8 +151,11 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
             told = ["llama-server cannot be run like this:", *launch.conflicts]
             fail("\n  ".join(told), EXIT_USAGE)
         settings = _settings(merged, launch)
+        require_free_port(launch.host, launch.port)
     except SettingsError as error:
         fail(error, EXIT_USAGE)
+    except OSError as error:
+        fail(error, EXIT_UNAVAILABLE)
     configure_logging(settings.log_level, settings.log_format)
     _tell(launch, merged)
 
@@ -163,10 +165,6 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
             return await LlamaServer(client, target, settings.upstream_api_key).is_ready()
 
     whole_command = [*program, *arguments, *launch.added]
-    try:
-        require_free_port(launch.host, launch.port)
-    except OSError as error:
-        fail(error, EXIT_UNAVAILABLE)
     _serve(settings, Supervisor(whole_command, launch.environment, is_ready, restarts=restart))
 
 
@@ -179,15 +177,16 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
             presets = read_presets(Path(given[_PRESETS].value).read_text(), options)
     own_path = merged.get("slot_save_path")
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    wanted = WantedLaunch(
-        slot_save_path=str(Path(own_path).expanduser().absolute()) if own_path else None,
-        default_slot_save_path=str(Path(cache, "llama-prefix-cache").absolute()),
+    launch = plan_launch(
+        given_to_all(given, presets),
+        known_names(options),
+        own_path=str(Path(own_path).expanduser().absolute()) if own_path else None,
+        default_path=str(Path(cache, "llama-prefix-cache").absolute()),
         free_port=find_free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
     )
-    launch = plan_launch(given_to_all(given, presets), known_names(options), wanted)
     if _PRESETS in given:
-        heed_presets(launch, given, presets, variables_of(options), wanted.working_directory)
+        heed_presets(launch, given, presets, variables_of(options), str(Path.cwd()))
     return launch
 
 

@@ -21,7 +21,7 @@ from proxy.core.model import choose_namespace, tenant_namespace
 from proxy.core.saving import expected_bytes
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.core.tokens import Namespace
-from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Survey
+from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup
 from proxy.doctor.probes import (
     ProbedServer,
     Scratch,
@@ -65,7 +65,7 @@ async def examine(
     rewrite: RewriteStateFile = keep_as_saved,
     free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
     note: Note = lambda text: None,
-) -> Survey:
+) -> Setup:
     """Return what there is to know about the llama-servers and the directory of *settings*.
 
     At a host of models only about *model*, if one is named. *rewrite* and *free_bytes* are for tests.
@@ -73,22 +73,22 @@ async def examine(
     """
     # Facts are printed, and the key must not be.
     told = msgspec.structs.replace(settings, upstream_api_key=None)
-    survey = Survey(settings=told, own_uid=os.geteuid(), asked_for=model)
+    setup = Setup(settings=told, own_uid=os.geteuid(), asked_for=model)
     key = settings.upstream_api_key
     async with new_session() as session:
         roots = [LlamaServer(session, Target(url), key) for url in parse_urls(settings.upstream)]
         try:
             with keep_proxies_out(Path(settings.slot_save_path)):
-                await _fill_in(survey, roots, rewrite, free_bytes, note)
+                await _fill_in(setup, roots, rewrite, free_bytes, note)
         except StoreLocked as lock:
-            survey.lock = str(lock)
-            survey.health = await _health(session, settings.admin)
-            await _fill_in(survey, roots, rewrite, free_bytes, note)
-    return survey
+            setup.lock = str(lock)
+            setup.health = await _health(session, settings.admin)
+            await _fill_in(setup, roots, rewrite, free_bytes, note)
+    return setup
 
 
 async def _fill_in(
-    survey: Survey,
+    setup: Setup,
     roots: Sequence[LlamaServer],
     rewrite: RewriteStateFile,
     free_bytes: Callable[[Path], int],
@@ -98,16 +98,16 @@ async def _fill_in(
     note("asking llama-server what it is")
     found = []
     for root in roots:
-        upstreams, host = await reach(root, survey.asked_for, may_load=not survey.lock, note=note)
-        survey.hosts += [host] if host else []
+        upstreams, host = await reach(root, setup.asked_for, may_load=not setup.lock, note=note)
+        setup.hosts += [host] if host else []
         for upstream in upstreams:
             name = upstream.target.name if host or len(roots) > 1 else ""
             url, kind = upstream.target.base_url, host.kind if host else ""
             found.append((upstream, LlamaServerFacts(url=url, name=name, host=kind)))
-    survey.llama_servers = [facts for _, facts in found]
-    index = _examine_directory(survey, free_bytes)
+    setup.llama_servers = [facts for _, facts in found]
+    index = _examine_directory(setup, free_bytes)
     for upstream, facts in found:
-        await _examine_server(upstream, facts, survey, index, rewrite, note)
+        await _examine_server(upstream, facts, setup, index, rewrite, note)
 
 
 async def _health(session: aiohttp.ClientSession, admin: str) -> dict[str, Any] | None:
@@ -121,32 +121,32 @@ async def _health(session: aiohttp.ClientSession, admin: str) -> dict[str, Any] 
     return health if {"state", "reasons"} <= health.keys() else None
 
 
-def _examine_directory(survey: Survey, free_bytes: Callable[[Path], int]) -> IndexContent | None:
+def _examine_directory(setup: Setup, free_bytes: Callable[[Path], int]) -> IndexContent | None:
     """Make and remove a file, and list them; look at permissions, free space and the index.
 
     Returns the index, None if slots are not to be touched.
     """
-    directory = Path(survey.settings.slot_save_path)
+    directory = Path(setup.settings.slot_save_path)
     try:
         status = directory.stat()
-        survey.mode, survey.owner_uid = status.st_mode & 0o7777, status.st_uid
-        survey.free_bytes = free_bytes(directory)
+        setup.mode, setup.owner_uid = status.st_mode & 0o7777, status.st_uid
+        setup.free_bytes = free_bytes(directory)
         probe = directory / StateFiles(directory).new_temporary_name()
         probe.touch(mode=0o600, exist_ok=False)
         os.listdir(directory)
         probe.unlink()
     except OSError as error:
-        survey.problem = error.strerror or str(error)
-    if survey.problem or survey.lock:
+        setup.problem = error.strerror or str(error)
+    if setup.problem or setup.lock:
         return None
     try:
         index = read_index(directory)
     except StoreFault as fault:
-        survey.index_problem, survey.is_index_damaged = str(fault), isinstance(fault, IndexDamaged)
+        setup.index_problem, setup.is_index_damaged = str(fault), isinstance(fault, IndexDamaged)
         return IndexContent()
-    survey.n_checkpoints = len(index.checkpoints)
-    survey.used_bytes = sum(checkpoint.size_bytes for checkpoint in index.checkpoints)
-    survey.quarantined = quarantined_in_words(index.checkpoints)
+    setup.n_checkpoints = len(index.checkpoints)
+    setup.used_bytes = sum(checkpoint.size_bytes for checkpoint in index.checkpoints)
+    setup.quarantined = quarantined_in_words(index.checkpoints)
     return index
 
 
@@ -173,7 +173,9 @@ async def reach(
         facts.asked_for = models.named(asked_for) or ""
         if asked_for and not facts.asked_for and host.hides_names:
             # To ask whether this is a model's name would load it.
-            facts.asked_for = await _resolve(host, asked_for) if may_load else asked_for
+            with suppress(UpstreamRefused):
+                resolved = await host.resolve(asked_for) if may_load else asked_for
+                facts.asked_for = resolved or ""
         if facts.asked_for and may_load and facts.asked_for not in models.loaded:
             await _load(host, models, facts)
         models = await host.models()
@@ -184,13 +186,6 @@ async def reach(
     facts.models = tuple(flags.get(model, HostedFlags(model)) for model in sorted(models.known))
     wanted = models.loaded & {facts.asked_for} if asked_for else models.loaded
     return [root.at(host.target(model)) for model in sorted(wanted)], facts
-
-
-async def _resolve(host: ModelHost, name: str) -> str:
-    try:
-        return await host.resolve(name) or ""
-    except UpstreamRefused:
-        return ""
 
 
 async def _load(host: ModelHost, before: Models, facts: HostFacts) -> None:
@@ -212,16 +207,16 @@ async def _load(host: ModelHost, before: Models, facts: HostFacts) -> None:
 async def _examine_server(
     upstream: LlamaServer,
     facts: LlamaServerFacts,
-    survey: Survey,
+    setup: Setup,
     index: IndexContent | None,
     rewrite: RewriteStateFile,
     note: Note,
 ) -> None:
     """Fill in the facts about a llama-server; without *index* its slots are not touched."""
-    limits = Limits(survey.settings.max_store_bytes)
+    limits = Limits(setup.settings.max_store_bytes)
     try:
         async with scratch(
-            upstream, Path(survey.settings.slot_save_path), limits, rewrite
+            upstream, Path(setup.settings.slot_save_path), limits, rewrite
         ) as probing:
             try:
                 props = await _contact(facts, probing)

@@ -90,7 +90,7 @@ class HostFacts:
 
 
 @dataclass(slots=True, kw_only=True)
-class Survey:
+class Setup:
     """All facts: the directory, who else uses it, and all that `upstream` names.
 
     A llama-server is one at an address of its own, or a loaded model of a host. `problem` says why this

@@ -11,7 +11,7 @@ from itertools import groupby
 
 from proxy.core.conditions import EXPLANATIONS, DegradationKind, State
 from proxy.core.model import RuleKind, is_same_canary
-from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Survey
+from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup
 from proxy.llama.state_file import SUPPORTED_VERSIONS
 from proxy.settings import size_in_words
 from proxy.store.files import is_private
@@ -19,7 +19,7 @@ from proxy.store.files import is_private
 LONGEST_STALL_SECONDS = 10.0
 """A save that stops every slot for longer is called a limit."""
 LEAST_FREE_BYTES = 64 << 20
-"""What must be free where the size of a state is not known."""
+"""What must be free however small states are."""
 _N_NAMED = 8
 
 _K = DegradationKind
@@ -78,22 +78,22 @@ def degradation(kind: DegradationKind, detail: str, here: str = "") -> Finding:
     return (blocker if is_blocker else limit)(kind.value, text, cure)
 
 
-def findings_of(survey: Survey) -> list[Finding]:
-    """Return everything that is to be said of *survey*; what is about all comes last."""
+def findings_of(setup: Setup) -> list[Finding]:
+    """Return everything that is to be said of *setup*; what is about all comes last."""
     findings = []
-    for host in survey.hosts:
-        findings += [replace(each, about=host.name) for each in _host_findings(host, survey)]
-    if survey.asked_for and not any(host.asked_for or host.problem for host in survey.hosts):
-        known = _listed({flags.model for host in survey.hosts for flags in host.models})
+    for host in setup.hosts:
+        findings += [replace(each, about=host.name) for each in _host_findings(host, setup)]
+    if setup.asked_for and not any(host.asked_for or host.problem for host in setup.hosts):
+        known = _listed({flags.model for host in setup.hosts for flags in host.models})
         cure = f"Give --model one of these: {known}." if known else "Leave --model out."
-        find = blocker if survey.hosts else limit
-        findings.append(find("models", f"There is no model {survey.asked_for} to choose.", cure))
-    is_single = len(survey.llama_servers) == 1 and not survey.hosts
-    for facts in survey.llama_servers:
+        find = blocker if setup.hosts else limit
+        findings.append(find("models", f"There is no model {setup.asked_for} to choose.", cure))
+    is_single = len(setup.llama_servers) == 1 and not setup.hosts
+    for facts in setup.llama_servers:
         name = f"{facts.name} ({facts.host})" if facts.host else facts.name
         about = "" if is_single else name
-        findings += [replace(each, about=about) for each in _server_findings(facts, survey)]
-    return [*findings, *_sharing_findings(survey), *_directory_findings(survey)]
+        findings += [replace(each, about=about) for each in _server_findings(facts, setup)]
+    return [*findings, *_sharing_findings(setup), *_directory_findings(setup)]
 
 
 def exit_status(findings: Iterable[Finding]) -> int:
@@ -101,11 +101,11 @@ def exit_status(findings: Iterable[Finding]) -> int:
     return int(max((finding.severity for finding in findings), default=Severity.OK))
 
 
-def summary(survey: Survey) -> str:
+def summary(setup: Setup) -> str:
     """Return the verdict in a sentence; a good verdict needs all to be examined that decides."""
-    rules = [facts.rule for facts in survey.llama_servers]
-    is_complete = survey.is_proxy_caching or (bool(rules) and None not in rules)
-    match exit_status(findings_of(survey)):
+    rules = [facts.rule for facts in setup.llama_servers]
+    is_complete = setup.is_proxy_caching or (bool(rules) and None not in rules)
+    match exit_status(findings_of(setup)):
         case Severity.BLOCKER:
             return "Caching will not work."
         case _ if not is_complete:
@@ -119,25 +119,22 @@ def summary(survey: Survey) -> str:
 # One llama-server.
 
 
-def _server_findings(facts: LlamaServerFacts, survey: Survey) -> Iterator[Finding]:
+def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]:
     """Yield what keeps a llama-server from caching, and what else there is to say of it."""
-    path, share = survey.settings.slot_save_path, _share(survey.settings.slot_save_path)
+    path, share = setup.settings.slot_save_path, _share(setup.settings.slot_save_path)
     for each in facts.degradations:
         yield degradation(each.kind, each.detail, _cures_here(facts, path).get(each.kind, ""))
     if facts.n_slots:
         yield ok("llama-server", f"{facts.build or 'unknown build'} serves {facts.model}.")
         yield _slots_finding(facts)
     if facts.is_asleep:
-        yield limit(
-            "llama-server",
-            "It was asleep: whenever it falls asleep, its slots lose what they hold.",
-            "Start llama-server without --sleep-idle-seconds",
-        )
+        text = "It was asleep: whenever it falls asleep, its slots lose what they hold."
+        yield limit("llama-server", text, "Start llama-server without --sleep-idle-seconds")
     if facts.layout is not None:
         yield from _behaviour_findings(facts)
         yield from _memory_findings(facts, facts.layout[0])
-        yield _checkpoints_finding(facts, survey)
-    if facts.probe_name and not survey.problem:
+        yield _checkpoints_finding(facts, setup)
+    if facts.probe_name and not setup.problem:
         kinds = {each.kind for each in facts.degradations}
         if not facts.probe_problem:
             text = f"A slot saved by llama-server appears in {path} and can be removed."
@@ -183,8 +180,8 @@ def _slots_finding(facts: LlamaServerFacts) -> Finding:
     body = f""" -d '{{"model": "{facts.name}"}}'""" if facts.host == "router" else ""
     return limit(
         "slots",
-        f"{text} The probes need an empty one and none was emptied, so what a restored state is good for"
-        " here was not examined.",
+        f"{text} Probes need an empty one, and none was emptied: what a restored state is good for was"
+        " not examined.",
         "Run doctor when llama-server has just started, or empty a slot N whose work you can spare:"
         f" curl -X POST '{facts.url}{path}/slots/N?action=erase'{body}",
     )
@@ -192,27 +189,23 @@ def _slots_finding(facts: LlamaServerFacts) -> Finding:
 
 def _behaviour_findings(facts: LlamaServerFacts) -> Iterator[Finding]:
     """Yield what llama-server does to slots behind the proxy's back."""
+    unknown = "Could not be told"
     if facts.has_ram_cache:
-        yield limit(
-            "RAM cache",
-            "It is on: llama-server swaps prompts in slots by itself, and clients with different API"
-            " keys share it.",
-            "Start llama-server with --cache-ram 0",
+        text = (
+            "It is on: llama-server swaps prompts in slots by itself, for clients of any API key."
         )
+        yield limit("RAM cache", text, "Start llama-server with --cache-ram 0")
+    elif facts.has_ram_cache is None:
+        yield ok("RAM cache", f"{unknown}; llama-server should run with --cache-ram 0.")
     else:
-        untold = "Could not be told; llama-server should run with --cache-ram 0."
-        off = "It is off (--cache-ram 0)."
-        yield ok("RAM cache", untold if facts.has_ram_cache is None else off)
-    if facts.prefers_similar_slot is False:
-        yield limit(
-            "similarity",
-            "Off: requests that cannot name a slot (/v1/messages) do not find their prefix.",
-            "Start llama-server without -sps 0 (--slot-prompt-similarity; the default is 0.1)",
-        )
+        yield ok("RAM cache", "It is off (--cache-ram 0).")
+    if facts.prefers_similar_slot:
+        yield ok("similarity", "On: requests that name no slot find the one with their prefix.")
+    elif facts.prefers_similar_slot is None:
+        yield ok("similarity", f"{unknown}: too few slots are empty, or there is only one.")
     else:
-        on = "On: requests that cannot name a slot find the one with their prefix."
-        untold = "Could not be told: too few slots are empty, or there is only one."
-        yield ok("similarity", untold if facts.prefers_similar_slot is None else on)
+        text = "Off: requests that cannot name a slot (/v1/messages) do not find their prefix."
+        yield limit("similarity", text, "Start llama-server without -sps 0")
 
 
 def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]:
@@ -221,11 +214,9 @@ def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]
         kinds = " + ".join(facts.section_kinds) or "of a kind that is not known"
         yield ok("slot files", f"Version {version}; memory: {kinds}.")
     else:
-        yield limit(
-            "slot files",
-            f"Version {version} is not known here: states are restored at their end only.",
-            "Use a newer llama-prefix-cache, or llama.cpp 0.7.0 (version 4).",
-        )
+        text = f"Version {version} is not known here: states are restored at their end only."
+        cure = "Use a newer llama-prefix-cache, or llama.cpp 0.7.0 (version 4)."
+        yield limit("slot files", text, cure)
     if facts.rule is not None and facts.rule.can_restore:  # else the attach says why
         text = _RULES[facts.rule.kind]
         if n_least := facts.rule.end_holds_from:
@@ -246,10 +237,10 @@ def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]
         yield limit("cost", text, cure) if is_slow else ok("cost", text)
 
 
-def _checkpoints_finding(facts: LlamaServerFacts, survey: Survey) -> Finding:
+def _checkpoints_finding(facts: LlamaServerFacts, setup: Setup) -> Finding:
     """Return whose checkpoints lie in the directory."""
-    have = f"{survey.n_checkpoints:,} in all ({size_in_words(survey.used_bytes)})"
-    if facts.n_usable or facts.host or not survey.n_checkpoints:
+    have = f"{setup.n_checkpoints:,} in all ({size_in_words(setup.used_bytes)})"
+    if facts.n_usable or facts.host or not setup.n_checkpoints:
         usable = f"{facts.n_usable} ({size_in_words(facts.usable_bytes)})"
         return ok("checkpoints", f"{have}; {usable} fit the model that runs now.")
     return limit(
@@ -257,7 +248,7 @@ def _checkpoints_finding(facts: LlamaServerFacts, survey: Survey) -> Finding:
         f"{have}; none fits the model that runs now: they are of another model, or of this one with another"
         " cache layout or other adapters. They take up the budget until newer ones push them out.",
         "Start llama-server as it was started then (-m, -np, -kvu, -fa, -ctk, -ctv, --lora, build), or give"
-        f" each model a --slot-save-path of its own; to be rid of them, {_how_to_empty(survey)}",
+        f" each model a --slot-save-path of its own; to be rid of them, {_how_to_empty(setup)}",
     )
 
 
@@ -269,67 +260,63 @@ def _share(path: str) -> str:
     return f"chgrp GROUP {path} && chmod 2770 {path}, with both users in GROUP"
 
 
-def _how_to_empty(survey: Survey) -> str:
-    path = survey.settings.slot_save_path
+def _how_to_empty(setup: Setup) -> str:
+    path = setup.settings.slot_save_path
     return f"stop the proxy and delete {path}/index and {path}/lpc-*.state"
 
 
-def _directory_findings(survey: Survey) -> Iterator[Finding]:
-    path = survey.settings.slot_save_path
-    if survey.lock:
-        yield _proxy_finding(survey)
-    if survey.problem:
-        yield blocker(
-            "directory",
-            f"uid {survey.own_uid} cannot use {path}: {survey.problem}.",
-            f"Give it to the user who runs llama-server and the proxy: chown USER {path}. For two users:"
-            f" {_share(path)}.",
-        )
-    if survey.is_index_damaged:
+def _directory_findings(setup: Setup) -> Iterator[Finding]:
+    path = setup.settings.slot_save_path
+    if setup.lock:
+        yield _proxy_finding(setup)
+    if setup.problem:
+        text = f"uid {setup.own_uid} cannot use {path}: {setup.problem}."
+        cure = f"Give it to the proxy's user: chown USER {path}. For two users: {_share(path)}."
+        yield blocker("directory", text, cure)
+    if setup.is_index_damaged:
         cure = f"llama-prefix-cache check --fix --slot-save-path {path}; or start the proxy"
-        yield limit("checkpoints", f"{survey.index_problem}.", cure)
-    elif survey.index_problem:
-        here = f"run doctor and the proxy as its owner; or start afresh: {_how_to_empty(survey)}"
-        yield degradation(_K.STORE_NOT_OPEN, survey.index_problem, here)
-    if survey.quarantined:
-        yield degradation(_K.STATE_ENDED_SERVER, survey.quarantined)
-    if survey.mode:
-        yield _permission_finding(survey)
-    if survey.free_bytes is not None:
-        yield _space_finding(survey, survey.free_bytes)
+        yield limit("checkpoints", f"{setup.index_problem}.", cure)
+    elif setup.index_problem:
+        here = f"run both as its owner; or start afresh: {_how_to_empty(setup)}"
+        yield degradation(_K.STORE_NOT_OPEN, setup.index_problem, here)
+    if setup.quarantined:
+        yield degradation(_K.STATE_ENDED_SERVER, setup.quarantined)
+    if setup.mode:
+        yield _permission_finding(setup)
+    if setup.free_bytes is not None:
+        yield _space_finding(setup, setup.free_bytes)
 
 
-def _permission_finding(survey: Survey) -> Finding:
+def _permission_finding(setup: Setup) -> Finding:
     """Return who else can get at the directory."""
-    mode, own_uid = survey.mode, survey.own_uid
+    mode, own_uid = setup.mode, setup.own_uid
     if not is_private(mode):
-        savers = {facts.probe_owner_uid for facts in survey.llama_servers} - {None, own_uid}
+        savers = {facts.probe_owner_uid for facts in setup.llama_servers} - {None, own_uid}
         is_for_two = mode & 0o2000 or (own_uid != 0 and savers)
-        here = f"chmod {'2770' if is_for_two else '700'} {survey.settings.slot_save_path}"
+        here = f"chmod {'2770' if is_for_two else '700'} {setup.settings.slot_save_path}"
         return degradation(
-            _K.DIRECTORY_IS_OPEN, f"{survey.settings.slot_save_path} has mode {mode:o}", here
+            _K.DIRECTORY_IS_OPEN, f"{setup.settings.slot_save_path} has mode {mode:o}", here
         )
     as_root = " Checked as root, who may do anything: run doctor as the user who runs the proxy."
-    text = f"Mode {mode:o}, uid {survey.owner_uid}."
+    text = f"Mode {mode:o}, uid {setup.owner_uid}."
     return ok("permissions", text if own_uid else text + as_root)
 
 
-def _space_finding(survey: Survey, free_bytes: int) -> Finding:
+def _space_finding(setup: Setup, free_bytes: int) -> Finding:
     """Return how many states fit on the disk, and whether the budget does."""
-    needed = max((facts.state_bytes for facts in survey.llama_servers), default=0)
-    needed = needed or LEAST_FREE_BYTES
-    budget_left = max(0, survey.settings.max_store_bytes - survey.used_bytes)
-    usable = free_bytes - survey.settings.min_free_bytes
+    needed = max([facts.state_bytes for facts in setup.llama_servers] + [LEAST_FREE_BYTES])
+    budget_left = max(0, setup.settings.max_store_bytes - setup.used_bytes)
+    usable = free_bytes - setup.settings.min_free_bytes
     free, left = size_in_words(free_bytes), size_in_words(budget_left)
     if usable < needed:
-        kept = size_in_words(survey.settings.min_free_bytes)
+        kept = size_in_words(setup.settings.min_free_bytes)
         text = (
             f"The disk is nearly full: {free} free; a state may need {size_in_words(needed)}, {kept} are"
             " left free (--min-free-bytes)."
         )
         return blocker("disk space", text, "Free some space, or use another disk.")
     if usable < budget_left:
-        can_have = (survey.used_bytes + usable * 9 // 10) >> 20
+        can_have = (setup.used_bytes + usable * 9 // 10) >> 20
         text = (
             f"{free} free, but --max-store-bytes allows {left} more: the disk would fill up first."
         )
@@ -338,25 +325,21 @@ def _space_finding(survey: Survey, free_bytes: int) -> Finding:
     return ok("disk space", f"{free} free; the budget allows {left} more.")
 
 
-def _proxy_finding(survey: Survey) -> Finding:
+def _proxy_finding(setup: Setup) -> Finding:
     """Return what a proxy that uses the directory says of itself."""
     topic = "running proxy"
-    if survey.health is None:
-        return limit(
-            topic,
-            f"One uses the directory ({survey.lock}), but none answers at {survey.settings.admin}. Its"
-            " slots were left alone.",
-            "Give that proxy's own --admin HOST:PORT, or stop it and run doctor again.",
-        )
+    if setup.health is None:
+        text = f"One uses the directory ({setup.lock}), but none answers at {setup.settings.admin}."
+        return limit(topic, text, "Give its --admin HOST:PORT, or stop it and run doctor again.")
     # Who may read the directory is looked at here, too.
-    reasons = [r for r in survey.health["reasons"] if r["kind"] != _K.DIRECTORY_IS_OPEN]
+    reasons = [r for r in setup.health["reasons"] if r["kind"] != _K.DIRECTORY_IS_OPEN]
     says = " ".join(reason["reason"] for reason in reasons)
     cures = " ".join(reason["cure"] for reason in reasons)
-    if survey.is_proxy_caching:
-        text = f"It caches; memory rule: {survey.proxy_rule}. Its slots were left alone. {says}"
+    if setup.is_proxy_caching:
+        text = f"It caches; memory rule: {setup.proxy_rule}. Its slots were left alone. {says}"
         return limit(topic, text, cures) if reasons else ok(topic, text.strip())
     if all(EXPLANATIONS[DegradationKind(reason["kind"])].is_passing for reason in reasons):
-        cure = f"Look again in a minute: curl http://{survey.settings.admin}/health"
+        cure = f"Look again in a minute: curl http://{setup.settings.admin}/health"
         return limit(topic, f"It does not cache yet. {says}", cure)
     cure = f"{cures} For the exact step, stop the proxy and run doctor again."
     return blocker(topic, f"It only forwards: {says}", cure)
@@ -365,15 +348,15 @@ def _proxy_finding(survey: Survey) -> Finding:
 # Hosts of models, and whether several llama-servers with one model can share states.
 
 
-def _host_findings(host: HostFacts, survey: Survey) -> Iterator[Finding]:
+def _host_findings(host: HostFacts, setup: Setup) -> Iterator[Finding]:
     """Yield which models there are, which were looked at, and what their flags say."""
     if host.problem:
         cure = f"See what the log of the {host.kind} says of it."
         yield blocker("models", f"{host.problem}.", cure)
-    elif host.asked_for or not survey.asked_for:
-        ours = [f for f in survey.llama_servers if (f.url, f.host) == (host.url, host.kind)]
+    elif host.asked_for or not setup.asked_for:
+        ours = [f for f in setup.llama_servers if (f.url, f.host) == (host.url, host.kind)]
         yield _models_finding(host, {facts.name for facts in ours})
-    save_seconds = survey.settings.idle_save_seconds
+    save_seconds = setup.settings.idle_save_seconds
     for flags in host.models:
         for idle_seconds, what, cure in (
             (flags.unload_seconds, "is unloaded", "its ttl in llama-swap's configuration"),
@@ -406,19 +389,14 @@ def _models_finding(host: HostFacts, examined: set[str]) -> Finding:
         rest = f" Not examined: {others} (--model NAME)." if others else ""
         return ok("models", f"{there_are}; examined: {_listed(examined)}.{loaded}{rest}")
     if host.asked_for:
-        return limit(
-            "models",
-            f"{there_are}. {host.asked_for} is not loaded, and is not while a proxy decides over that.",
-            "Stop the proxy and run doctor again, or ask the proxy something of that model.",
-        )
-    return limit(
-        "models",
-        f"{there_are}; none is loaded, so none was examined. doctor loads none by itself.",
-        f"Let it load and examine one: doctor --model NAME, of {others or 'none yet'}.",
-    )
+        text = f"{there_are}. {host.asked_for} is not loaded: a proxy decides over that."
+        return limit("models", text, "Stop the proxy and run doctor again.")
+    text = f"{there_are}; none is loaded, so none was examined. doctor loads none by itself."
+    cure = f"Let it load and examine one: doctor --model NAME, of {others or 'none yet'}."
+    return limit("models", text, cure)
 
 
-def _sharing_findings(survey: Survey) -> Iterator[Finding]:
+def _sharing_findings(setup: Setup) -> Iterator[Finding]:
     """Yield whether all llama-servers with one model can continue each other's states.
 
     Those at addresses of their own should have the same model; those of hosts if they have the same name.
@@ -427,7 +405,7 @@ def _sharing_findings(survey: Survey) -> Iterator[Finding]:
     def model(facts: LlamaServerFacts) -> str:
         return facts.name if facts.host else ""
 
-    for _, group in groupby(sorted(survey.llama_servers, key=model), key=model):
+    for _, group in groupby(sorted(setup.llama_servers, key=model), key=model):
         first, *others = group
         found = [finding for other in others if (finding := _between(first, other))]
         yield from found
@@ -445,12 +423,9 @@ def _between(left: LlamaServerFacts, right: LlamaServerFacts) -> Finding | None:
     # A model file that cannot be read is named by its path.
     is_same_file = a.model == b.model or (is_same_answer and " " in a.model + b.model)
     if not (is_same_file and (a.n_vocab, a.n_params) == (b.n_vocab, b.n_params)):
-        return blocker(
-            "sharing",
-            f"{names} serve different models ({left.model} and {right.model}), but requests go to either.",
-            "Start all llama-servers of one upstream with the same model; for several models use"
-            " llama-server's router or llama-swap, or a proxy for each.",
-        )
+        text = f"{names} serve different models ({left.model} and {right.model})."
+        cure = "Start all with the same model; for several use a router, llama-swap, or a proxy for each."
+        return blocker("sharing", text, cure)
     forms = "-fa, -ctk, -ctv, -kvu and --swa-full, from the same build"
     for is_same, why, cure in (
         (a.adapters == b.adapters, "have different adapters", "--lora"),

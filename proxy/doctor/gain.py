@@ -61,13 +61,9 @@ async def measure(
     """
     with keep_proxies_out(directory):
         upstreams, host = await reach(root, model, may_load=True, note=note)
-        if host is None and model:
-            raise CacheFault("there is one model at this address: leave --model out")
         if host and (host.problem or len(upstreams) != 1):
             names = ", ".join(flags.model for flags in host.models)
-            found = f"no model {model}" if model else f"{len(upstreams)} models loaded"
-            problem = host.problem or f"it has {found}: give one of {names} by --model"
-            raise CacheFault(f"{host.name}: {problem}")
+            raise CacheFault(f"{host.name}: {host.problem or f'give one of {names} by --model'}")
         upstream = upstreams[0]
         props = await upstream.props()
         n_ctx = props.default_generation_settings.n_ctx

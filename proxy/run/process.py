@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from proxy.core.launch import restart_delay_seconds
@@ -131,7 +130,7 @@ class LlamaProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, output: Output) -> None:
         self._process = process
-        self._output = output
+        self.output = output
         self._is_over = False
 
     @classmethod
@@ -161,16 +160,12 @@ class LlamaProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def tail(self) -> str:
-        """Return the last lines of its output."""
-        return self._output.tail()
-
     async def wait(self) -> str:
         """Wait for its end; return how it ended, in words."""
         status = await self._process.wait()
         self._signal_all(signal.SIGKILL)  # what a wrapper script leaves behind
         self._is_over = True
-        await self._output.ended()
+        await self.output.ended()
         return describe_end(status)
 
     async def stop(self, seconds: float) -> None:
@@ -212,22 +207,6 @@ _STEADY_SECONDS = 60.0
 """A process that was ready for so long starts a new count of failures."""
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """How a process ended, its last lines, and how long it had been ready: None if it never was."""
-
-    how: str
-    last_lines: str
-    ready_seconds: float | None
-
-    def __str__(self) -> str:
-        if self.ready_seconds is not None:
-            return f"llama-server died: {self.how}"
-        return (
-            f"llama-server died before it was ready: {self.how}; it said last:\n{self.last_lines}"
-        )
-
-
 class Supervisor:
     """Runs one llama-server command."""
 
@@ -255,16 +234,17 @@ class Supervisor:
         n_failures = 0
         has_been_ready = False
         while True:
-            end = await self._run_once()
-            has_been_ready = has_been_ready or end.ready_seconds is not None
+            end, ready_seconds = await self._run_once()
+            has_been_ready = has_been_ready or ready_seconds is not None
             if not (self._restarts and has_been_ready):
-                raise LlamaServerDied(str(end))
-            n_failures = 1 if (end.ready_seconds or 0.0) >= _STEADY_SECONDS else n_failures + 1
+                raise LlamaServerDied(end)
+            n_failures = 1 if (ready_seconds or 0.0) >= _STEADY_SECONDS else n_failures + 1
             delay_seconds = restart_delay_seconds(n_failures)
-            self._log.error(str(end), restart_in_seconds=delay_seconds)
+            self._log.error(end, restart_in_seconds=delay_seconds)
             await asyncio.sleep(delay_seconds)
 
-    async def _run_once(self) -> _End:
+    async def _run_once(self) -> tuple[str, float | None]:
+        """Return how a process ended, in words, and how long it had been ready; None if it never was."""
         process = await LlamaProcess.start(self._command, self._environment)
         self._log.info("started llama-server", pid=process.pid)
         ended = asyncio.ensure_future(process.wait())
@@ -274,8 +254,13 @@ class Supervisor:
         finally:
             ended.cancel()
             await process.stop(STOP_SECONDS)
-        ready_seconds = None if ready_at is None else time.monotonic() - ready_at
-        return _End(how, process.tail(), ready_seconds)
+        if ready_at is None:
+            last_lines = process.output.tail()
+            return (
+                f"llama-server died before it was ready: {how}; it said last:\n{last_lines}",
+                None,
+            )
+        return f"llama-server died: {how}", time.monotonic() - ready_at
 
     async def _await_ready(self, ended: "asyncio.Future[str]") -> float | None:
         """Return when it was ready; None if it ended first. Loading a large model takes minutes."""

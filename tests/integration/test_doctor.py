@@ -59,10 +59,10 @@ class Diagnosis:
 
 
 async def diagnose(server: FakeLlamaServer) -> Diagnosis:
-    survey = await examine(settings_for(server))
+    setup = await examine(settings_for(server))
     assert os.listdir(server.directory) == []
     assert [slot.tokens for slot in server.slots] == [[]] * server.n_slots
-    (facts,), findings = survey.llama_servers, findings_of(survey)
+    (facts,), findings = setup.llama_servers, findings_of(setup)
     problems = {f.topic: f"{f.text} -> {f.cure}" for f in findings if f.severity is not Severity.OK}
     return Diagnosis(facts, exit_status(findings), problems)
 

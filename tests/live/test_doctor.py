@@ -18,7 +18,7 @@ import yaml
 
 from proxy.core.model import RuleKind
 from proxy.doctor.examination import examine
-from proxy.doctor.facts import LlamaServerFacts, Survey
+from proxy.doctor.facts import LlamaServerFacts, Setup
 from proxy.doctor.findings import Severity, exit_status, findings_of, summary
 from proxy.settings import Settings
 from tests.lab.conversation import agent_requests, system, tools
@@ -37,26 +37,26 @@ NewServer = Callable[..., LlamaServer]
 class Diagnosis:
     """What doctor found, in the forms that the tests ask for."""
 
-    survey: Survey
+    setup: Setup
 
     @property
     def facts(self) -> LlamaServerFacts:
-        (facts,) = self.survey.llama_servers
+        (facts,) = self.setup.llama_servers
         return facts
 
     @property
     def exit_status(self) -> int:
-        return exit_status(findings_of(self.survey))
+        return exit_status(findings_of(self.setup))
 
     @property
     def summary(self) -> str:
-        return summary(self.survey)
+        return summary(self.setup)
 
     def problems(self) -> dict[str, str]:
         """Return text and cure of all that is not well, by topic."""
         return {
             f.topic: f"{f.text} -> {f.cure}"
-            for f in findings_of(self.survey)
+            for f in findings_of(self.setup)
             if f.severity is not Severity.OK
         }
 
@@ -289,7 +289,7 @@ async def test_checkpoints_are_told_from_those_of_another_model(
     with new_server("full") as server:
         foreign = await diagnose(server, directory)
     assert own.problems() == {}
-    assert own.facts.n_usable == own.survey.n_checkpoints > 0
+    assert own.facts.n_usable == own.setup.n_checkpoints > 0
     assert list(other_flags.problems()) == ["memory rule"]
     assert other_layout.exit_status == foreign.exit_status == 1
     assert "another cache layout" in other_layout.problems()["checkpoints"]
@@ -375,7 +375,7 @@ async def test_running_proxy_is_asked_and_its_slots_left_alone(
         found = await diagnose(rig.server, directory, admin=admin)
         without_admin = await diagnose(rig.server, directory)
         assert await asyncio.to_thread(rig.server.evaluated_tokens) == before
-    assert found.survey.proxy_rule == "restore points"
+    assert found.setup.proxy_rule == "restore points"
     assert (found.problems(), found.summary) == ({}, "Caching will work.")
     assert without_admin.exit_status == 1
     assert "--admin HOST:PORT" in without_admin.problems()["running proxy"]

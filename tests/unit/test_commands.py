@@ -110,7 +110,7 @@ def test_summary_counts_sessions_and_pins() -> None:
     samples = read_samples(
         '# TYPE llama_prefix_cache_x counter\nllama_prefix_cache_x_total{a="b"} 2\n'
     )
-    assert samples == {("x_total", "b"): 2.0}
+    assert samples == {"x_total": {"b": 2.0}}
 
 
 SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}

@@ -11,7 +11,7 @@ from proxy.cli.common import console
 from proxy.cli.doctor import json_report, report
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import Rule, RuleKind
-from proxy.doctor.facts import HostFacts, LlamaServerFacts, Survey
+from proxy.doctor.facts import HostFacts, LlamaServerFacts, Setup
 from proxy.doctor.findings import Finding, Severity, exit_status, findings_of, summary
 from proxy.health import Degradation
 from proxy.llama.hosts import HostedFlags
@@ -53,7 +53,7 @@ HEALTHY = LlamaServerFacts(
 UNTOUCHED = LlamaServerFacts(
     url=HEALTHY.url, build=HEALTHY.build, model=HEALTHY.model, n_slots=2, n_ctx=32768
 )
-DIRECTORY = Survey(
+DIRECTORY = Setup(
     settings=SETTINGS, own_uid=OWN_UID, mode=0o700, owner_uid=OWN_UID, free_bytes=100 * GIB
 )
 SLIDING = (ATTENTION, ATTENTION)
@@ -64,7 +64,7 @@ def server(**changes: Any) -> LlamaServerFacts:
     return replace(HEALTHY, **changes)
 
 
-def directory(facts: LlamaServerFacts = HEALTHY, **changes: Any) -> Survey:
+def directory(facts: LlamaServerFacts = HEALTHY, **changes: Any) -> Setup:
     return alone(facts, **changes)
 
 
@@ -79,12 +79,12 @@ def memory(
     return server(layout=(version, sections), rule=rule)
 
 
-def stored(n_checkpoints: int, **changes: Any) -> Survey:
-    """Return the survey of a directory with so many checkpoints."""
+def stored(n_checkpoints: int, **changes: Any) -> Setup:
+    """Return the setup of a directory with so many checkpoints."""
     return alone(server(**changes), n_checkpoints=n_checkpoints, used_bytes=GIB)
 
 
-def proxy(health: dict[str, Any] | None = None) -> Survey:
+def proxy(health: dict[str, Any] | None = None) -> Setup:
     return alone(UNTOUCHED, lock="another one uses /states", health=health)
 
 
@@ -92,14 +92,14 @@ def forwarding(**reason: str) -> dict[str, Any]:
     return {"state": "forwarding", "reasons": [reason] if reason else []}
 
 
-def alone(facts: LlamaServerFacts | Survey, **changes: Any) -> Survey:
-    """Return the survey of one llama-server at an address of its own."""
-    if isinstance(facts, Survey):
+def alone(facts: LlamaServerFacts | Setup, **changes: Any) -> Setup:
+    """Return the setup of one llama-server at an address of its own."""
+    if isinstance(facts, Setup):
         return facts
     return replace(DIRECTORY, llama_servers=[facts], **changes)
 
 
-def problems(facts: LlamaServerFacts | Survey) -> list[Finding]:
+def problems(facts: LlamaServerFacts | Setup) -> list[Finding]:
     return [finding for finding in findings_of(alone(facts)) if finding.severity is not Severity.OK]
 
 
@@ -236,7 +236,7 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
     ],
 )
 def test_problem_is_named_with_its_cure(
-    facts: LlamaServerFacts | Survey, severity: Severity, topic: str, said: str, cure: str
+    facts: LlamaServerFacts | Setup, severity: Severity, topic: str, said: str, cure: str
 ) -> None:
     (finding,) = problems(facts)
     assert (finding.severity, finding.topic) == (severity, topic)
@@ -261,10 +261,10 @@ def test_without_an_empty_slot_nothing_good_is_promised() -> None:
 
 
 def test_proxy_that_caches_is_proof_enough() -> None:
-    survey = proxy({"state": "caching", "reasons": [], "rule": "restore points"})
-    assert problems(survey) == []
-    assert summary(survey) == "Caching will work."
-    (finding,) = [f for f in findings_of(survey) if f.topic == "running proxy"]
+    setup = proxy({"state": "caching", "reasons": [], "rule": "restore points"})
+    assert problems(setup) == []
+    assert summary(setup) == "Caching will work."
+    (finding,) = [f for f in findings_of(setup) if f.topic == "running proxy"]
     assert "restore points" in finding.text
 
 
@@ -277,9 +277,9 @@ def test_what_could_not_be_told_is_said_and_no_problem() -> None:
 
 
 def test_own_checkpoints_beside_foreign_ones_are_no_problem() -> None:
-    survey = stored(5, n_usable=2, usable_bytes=MIB)
-    assert problems(survey) == []
-    assert "5 in all (1.0 GiB); 2 (1.0 MiB) fit" in text_of(survey, "checkpoints")
+    setup = stored(5, n_usable=2, usable_bytes=MIB)
+    assert problems(setup) == []
+    assert "5 in all (1.0 GiB); 2 (1.0 MiB) fit" in text_of(setup, "checkpoints")
 
 
 def test_two_users_who_share_a_group_are_no_problem() -> None:
@@ -305,7 +305,7 @@ def test_shortest_state_of_a_rule_is_told() -> None:
     assert "under" not in text_of(memory(RESTORE_POINTS), "memory rule")
 
 
-def text_of(facts: LlamaServerFacts | Survey, topic: str) -> str:
+def text_of(facts: LlamaServerFacts | Setup, topic: str) -> str:
     (text,) = [finding.text for finding in findings_of(alone(facts)) if finding.topic == topic]
     return text
 
@@ -348,8 +348,8 @@ def at_host(kind: str = "router", name: str = FULL, **changes: Any) -> LlamaServ
 
 def hosted(
     *servers: LlamaServerFacts, asked_for: str = "", idle: float = 10.0, **changes: Any
-) -> Survey:
-    """Return the survey of a host with a loaded model full, and one that is not."""
+) -> Setup:
+    """Return the setup of a host with a loaded model full, and one that is not."""
     models = (HostedFlags(FULL), HostedFlags("hybrid"))
     host = replace(HostFacts(url=HEALTHY.url, kind="router", n_at_most=1, models=models), **changes)
     return replace(
@@ -363,9 +363,9 @@ def hosted(
 
 
 def test_host_is_approved_with_what_was_examined_and_says_whom_findings_are_about() -> None:
-    survey = hosted(at_host())
-    findings = findings_of(survey)
-    assert problems(survey) == [] and summary(survey) == "Caching will work."
+    setup = hosted(at_host())
+    findings = findings_of(setup)
+    assert problems(setup) == [] and summary(setup) == "Caching will work."
     (models,) = [f.text for f in findings if f.topic == "models"]
     assert "2 models, of which 1 at once; examined: full. Not examined: hybrid" in models
     (store,) = [f.text for f in findings if f.topic == "checkpoints"]
@@ -374,16 +374,16 @@ def test_host_is_approved_with_what_was_examined_and_says_whom_findings_are_abou
     assert list(dict.fromkeys(about)) == ["router at 127.0.0.1:8080", "full (router)", ""]
     loaded = hosted(at_host(), loaded=FULL, unloaded=("hybrid",))
     assert "full was loaded for this, and stays; hybrid had to go" in text_of_all(loaded)
-    text = report(survey, console())
+    text = report(setup, console())
     assert "\nfull (router)\nok" in text and "\nall\nok" in text
 
 
-def text_of_all(survey: Survey) -> str:
-    return "\n".join(finding.text for finding in findings_of(survey))
+def text_of_all(setup: Setup) -> str:
+    return "\n".join(finding.text for finding in findings_of(setup))
 
 
 @pytest.mark.parametrize(
-    ("survey", "severity", "topic", "said", "cure"),
+    ("setup", "severity", "topic", "said", "cure"),
     [
         (hosted(), LIMIT, "models", "none is loaded", "doctor --model NAME, of full, hybrid"),
         (hosted(problem="full could not be loaded"), BLOCKER, "models", "not be loaded", "log"),
@@ -394,7 +394,7 @@ def text_of_all(survey: Survey) -> str:
         ),
         (
             replace(hosted(asked_for="b"), hosts=[replace(hosted().hosts[0], asked_for="b")]),
-            *(LIMIT, "models", "while a proxy decides", "Stop the proxy"),
+            *(LIMIT, "models", "a proxy decides", "Stop the proxy"),
         ),
         (
             hosted(at_host(), models=(HostedFlags("b", sleep_seconds=9),)),
@@ -403,10 +403,10 @@ def text_of_all(survey: Survey) -> str:
     ],
 )
 def test_problem_of_a_host_is_named_with_its_cure(
-    survey: Survey, severity: Severity, topic: str, said: str, cure: str
+    setup: Setup, severity: Severity, topic: str, said: str, cure: str
 ) -> None:
-    found = [f for f in problems(survey) if f.topic == topic]
-    assert len(found) == 1, problems(survey)
+    found = [f for f in problems(setup) if f.topic == topic]
+    assert len(found) == 1, problems(setup)
     assert found[0].severity is severity and said in found[0].text and cure in found[0].cure
 
 
@@ -421,8 +421,8 @@ def test_slot_of_a_hosted_model_is_emptied_at_the_hosts_address() -> None:
     assert f"/upstream/{HYBRID}/slots/N?action=erase'" in finding.cure
 
 
-def pair(**changes: Any) -> Survey:
-    """Return the survey of two llama-servers at addresses of their own, the second one changed."""
+def pair(**changes: Any) -> Setup:
+    """Return the setup of two llama-servers at addresses of their own, the second one changed."""
     names = changes.keys() & set(ModelIdentity.__struct_fields__)
     of_identity = {name: changes.pop(name) for name in names}
     first, second = (
@@ -434,7 +434,7 @@ def pair(**changes: Any) -> Survey:
 
 
 @pytest.mark.parametrize(
-    ("survey", "severity", "said", "cure"),
+    ("setup", "severity", "said", "cure"),
     [
         (pair(model="c3d4"), BLOCKER, "a and b serve different models", "the same model"),
         (pair(n_params=7), BLOCKER, "different models", "a proxy for each"),
@@ -449,21 +449,21 @@ def pair(**changes: Any) -> Survey:
     ],
 )
 def test_llama_servers_that_share_no_states_are_named(
-    survey: Survey, severity: Severity, said: str, cure: str
+    setup: Setup, severity: Severity, said: str, cure: str
 ) -> None:
-    (finding,) = problems(survey)
+    (finding,) = problems(setup)
     assert (finding.severity, finding.topic) == (severity, "sharing")
     assert said in finding.text and cure in finding.cure
 
 
 def test_llama_servers_that_share_states_are_approved() -> None:
-    survey = pair()
-    assert problems(survey) == []
-    assert [f.text for f in findings_of(survey) if f.topic == "sharing"] == [
+    setup = pair()
+    assert problems(setup) == []
+    assert [f.text for f in findings_of(setup) if f.topic == "sharing"] == [
         "A state of any of them can be continued by the others: a, b."
     ]
-    first, second = survey.llama_servers
-    unknown = replace(survey, llama_servers=[first, replace(second, layout=None, identity=None)])
+    first, second = setup.llama_servers
+    unknown = replace(setup, llama_servers=[first, replace(second, layout=None, identity=None)])
     assert not [f for f in findings_of(unknown) if f.topic == "sharing"]
     two_models = hosted(at_host(), at_host(name="b", n_ctx=1))
     assert not [f for f in findings_of(two_models) if f.topic == "sharing"]
