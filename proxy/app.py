@@ -3,7 +3,7 @@
 import asyncio
 import math
 import stat
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,14 +24,10 @@ from proxy.llama.client import LlamaServer, new_session
 from proxy.llama.routes import Target, parse_aliases
 from proxy.log import get_logger
 from proxy.metrics import POSITION_LABELS, Metrics
-from proxy.servers.attachment import Attachment
-from proxy.servers.background import WriteBack
-from proxy.servers.building import Builder
-from proxy.servers.dispatch import Dispatch, FatalRequests
-from proxy.servers.pool import Fleet, Patience, Verifying
-from proxy.servers.server import Lifecycle
+from proxy.servers.pool import Pool
+from proxy.servers.server import Server
 from proxy.servers.warming import EarlierRequests, Warming
-from proxy.serving.process import NewestAttachments, Shared, note_quarantined
+from proxy.serving.process import NewestProcesses, Process, Shared, note_quarantined
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.settings import Settings, parse_hosts, parse_urls, split_address
 from proxy.store.catalogue import Limits
@@ -47,25 +43,25 @@ from proxy.web.writer import Unread
 # What /metrics shows of the present: read from the running proxy at each scrape.
 
 
-def connect_gauges(shared: Shared, fleet: Fleet) -> None:
+def connect_gauges(shared: Shared, pool: Pool) -> None:
     """Let every gauge read its value from what serves now; zero while there is nothing."""
     metrics = shared.metrics
     metrics.background_tasks.set_function(lambda: len(shared.tasks))
     metrics.event_loop_tasks.set_function(lambda: len(asyncio.all_tasks()))
     for state in State:
         metrics.state.labels(state).set_function(_is_state(shared.everywhere, state))
-    metrics.waiting_requests.set_function(lambda: fleet.n_waiting)
-    _connect_attachments(metrics, fleet)
+    metrics.waiting_requests.set_function(lambda: pool.n_waiting)
+    _connect_processes(metrics, pool)
     if shared.opened_store is not None:
         _connect_store(shared, shared.opened_store)
 
 
-def _connect_attachments(metrics: Metrics, fleet: Fleet) -> None:
-    def total(read: Callable[[Attachment], float]) -> Callable[[], float]:
-        return lambda: float(sum(map(read, _attachments(fleet))))
+def _connect_processes(metrics: Metrics, pool: Pool) -> None:
+    def total(read: Callable[[Process], float]) -> Callable[[], float]:
+        return lambda: float(sum(map(read, pool.processes)))
 
-    def highest(read: Callable[[Attachment], float]) -> Callable[[], float]:
-        return lambda: max(map(read, _attachments(fleet)), default=0.0)
+    def highest(read: Callable[[Process], float]) -> Callable[[], float]:
+        return lambda: max(map(read, pool.processes), default=0.0)
 
     metrics.rule_end_tokens.set_function(highest(lambda a: a.rule.end_holds_from))
     for position, label in POSITION_LABELS.items():
@@ -85,26 +81,20 @@ def _connect_attachments(metrics: Metrics, fleet: Fleet) -> None:
         metrics.rule.labels(kind).set_function(highest(_is_rule(kind)))
 
 
-def _attachments(fleet: Fleet) -> Iterator[Attachment]:
-    for backend in fleet.backends:
-        if session := backend.lifecycle.current:
-            yield session.attachment
-
-
 def _is_state(degradations: Degradations, state: State) -> Callable[[], float]:
     return lambda: float(degradations.state is state)
 
 
-def _n_slots_in(state: SlotState) -> Callable[[Attachment], float]:
-    return lambda attachment: sum(state_of(slot) is state for slot in attachment.desk.table)
+def _n_slots_in(state: SlotState) -> Callable[[Process], float]:
+    return lambda process: sum(state_of(slot) is state for slot in process.slots)
 
 
-def _rate_up_to(position: float) -> Callable[[Attachment], float]:
-    return lambda attachment: attachment.rates.tokens_per_second(position)
+def _rate_up_to(position: float) -> Callable[[Process], float]:
+    return lambda process: process.rates.tokens_per_second(position)
 
 
-def _is_rule(kind: RuleKind) -> Callable[[Attachment], float]:
-    return lambda attachment: float(attachment.can_cache and str(attachment.rule) == kind)
+def _is_rule(kind: RuleKind) -> Callable[[Process], float]:
+    return lambda process: float(process.can_cache and str(process.rule) == kind)
 
 
 def _connect_store(services: Shared, store: CheckpointStore) -> None:
@@ -160,17 +150,13 @@ class Running:
 
     port: int
     admin_port: int
-    fleet: Fleet
+    pool: Pool
     shared: Shared
 
     @property
-    def lifecycle(self) -> Lifecycle:
-        """That of the only llama-server, or the first one."""
-        return self.fleet.backends[0].lifecycle
-
-    @property
-    def write_back(self) -> WriteBack:
-        return self.fleet.backends[0].write_back
+    def server(self) -> Server:
+        """The only llama-server, or the first one."""
+        return self.pool.servers[0]
 
     @property
     def store(self) -> CheckpointStore | None:
@@ -230,7 +216,7 @@ async def run_proxy(
     journal = Journal(Keep(settings.explain_keep))
     report = Report(metrics, journal)
     shared = Shared(
-        store, metrics, Faults(metrics), degradations, report, journal, Tasks(), NewestAttachments()
+        store, metrics, Faults(metrics), degradations, report, journal, Tasks(), NewestProcesses()
     )
     rebuilding = Tasks()
     try:
@@ -239,8 +225,8 @@ async def run_proxy(
         async with new_session() as client:
             key = settings.upstream_api_key
             roots = [LlamaServer(client, Target(url), key) for url in parse_urls(settings.upstream)]
-            builder = Builder(settings, shared, rewrite, is_coming=is_llama_server_coming)
-            async with _serve(settings, shared, builder, roots) as running:
+            pool = Pool(settings, shared, roots, rewrite, is_coming=is_llama_server_coming)
+            async with _serve(settings, shared, pool) as running:
                 yield running
     finally:
         await rebuilding.drain(0)  # the next start goes on with it
@@ -260,23 +246,21 @@ async def _rebuild(store: CheckpointStore, degradations: Degradations) -> None:
     degradations.end(DegradationKind.INDEX_REBUILDING)
 
 
-def _operators(
-    settings: Settings, shared: Shared, fleet: Fleet, dispatch: Dispatch
-) -> web.Application:
+def _operators(settings: Settings, shared: Shared, pool: Pool) -> web.Application:
     """Return what the admin listener serves."""
     warm = Warm(
-        Warming(shared, fleet, dispatch),
-        EarlierRequests(shared.journal, fleet),
+        Warming(shared, pool),
+        EarlierRequests(shared.journal, pool),
         aliases=parse_aliases(settings.aliases),
     )
     views = (
-        AdminListener(shared, fleet),
+        AdminListener(shared, pool),
         Checkpoints(shared.served, shared.opened_store),
         TreeView(shared.served, shared.opened_store),
         RequestList(shared.journal),
         warm,
         PageFiles(),
-        events := Events(Looks(shared, fleet)),
+        events := Events(Looks(shared, pool)),
     )
     own_hosts = (split_address(settings.admin)[0], *parse_hosts(settings.admin_hosts))
     middlewares = [only_by_own_names(*own_hosts)]
@@ -286,13 +270,10 @@ def _operators(
     return app
 
 
-def _clients(
-    settings: Settings, shared: Shared, fleet: Fleet, dispatch: Dispatch
-) -> web.Application:
+def _clients(settings: Settings, shared: Shared, pool: Pool) -> web.Application:
     """Return what the listener for clients serves."""
     front = Front(
-        fleet,
-        dispatch,
+        pool,
         shared.report,
         unread := Unread(shared.metrics),
         max_requests=settings.max_requests,
@@ -305,33 +286,26 @@ def _clients(
 
 
 @asynccontextmanager
-async def _serve(
-    settings: Settings, shared: Shared, builder: Builder, roots: Sequence[LlamaServer]
-) -> AsyncIterator[Running]:
-    patience = Patience(settings.upstream_wait_seconds, settings.drain_seconds)
-    fleet = Fleet(roots, builder.build, shared, patience)
-    fatal = FatalRequests(shared.opened_store)
-    dispatch = Dispatch(fleet, builder.stabilizing, shared.report, fatal)
-    connect_gauges(shared, fleet)
-    verifying = Verifying(shared, fleet, settings.verify_interval_seconds)
-    operators = _operators(settings, shared, fleet, dispatch)
-    clients = _clients(settings, shared, fleet, dispatch)
+async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterator[Running]:
+    connect_gauges(shared, pool)
+    operators = _operators(settings, shared, pool)
+    clients = _clients(settings, shared, pool)
     # In reverse order of leaving: stop listening, then save, then stop watching.
-    async with fleet.followed(), verifying.in_background():
+    async with pool.followed():
         try:
             async with (
                 _listen(operators, settings.admin, 1.0) as admin_port,
                 _listen(clients, settings.listen, settings.drain_seconds) as port,
             ):
                 try:
-                    yield Running(port, admin_port, fleet, shared)
+                    yield Running(port, admin_port, pool, shared)
                 finally:
-                    fleet.give_up()
+                    pool.give_up()
         finally:
             try:
                 await shared.tasks.drain(settings.drain_seconds)
-                await fleet.drain(settings.drain_seconds)
-                await builder.stabilizing.keep()
+                await pool.drain(settings.drain_seconds)
+                await pool.stabilizing.keep()
             finally:
                 await shared.tasks.drain(0)
 

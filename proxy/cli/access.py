@@ -26,7 +26,9 @@ from proxy.cli.common import (
 from proxy.errors import StoreFault, StoreLocked
 from proxy.explain.views import Deleted, ListedCheckpoint, Selection, list_checkpoint, select
 from proxy.settings import Settings, reachable
-from proxy.store.offline import OfflineStore, open_offline
+from proxy.store.directory import StoreDirectory
+from proxy.store.known_models import model_names
+from proxy.store.offline import open_offline
 
 T = TypeVar("T")
 _CONNECT_SECONDS = 5.0
@@ -137,11 +139,11 @@ def _complaint(body: bytes) -> str:
 class DirectoryStore:
     """The store of a directory that no proxy uses; it does what a running proxy does."""
 
-    def __init__(self, store: OfflineStore) -> None:
+    def __init__(self, store: StoreDirectory) -> None:
         self._store = store
 
     def checkpoints(self) -> list[ListedCheckpoint]:
-        names = self._store.model_names()
+        names = model_names(self._store.index)
         return [list_checkpoint(checkpoint, names) for checkpoint in self._store.checkpoints()]
 
     def pin(self, checkpoint_id: str, *, is_pinned: bool) -> None:
@@ -152,12 +154,11 @@ class DirectoryStore:
         return Deleted(1, checkpoint.size_bytes)
 
     def purge(self, selection: Selection, *, is_dry_run: bool) -> Deleted:
-        selected = select(selection, self._store.checkpoints(), time.time())
-        for checkpoint in () if is_dry_run else selected.checkpoints:
+        selected, n_pinned = select(selection, self._store.checkpoints(), time.time())
+        for checkpoint in () if is_dry_run else selected:
             self._store.remove(checkpoint)
-        n_bytes = sum(c.size_bytes for c in selected.checkpoints)
-        n_pinned = len(selected.pinned)
-        return Deleted(len(selected.checkpoints), n_bytes, n_pinned, is_dry_run=is_dry_run)
+        n_bytes = sum(c.size_bytes for c in selected)
+        return Deleted(len(selected), n_bytes, n_pinned, is_dry_run=is_dry_run)
 
 
 Store = RunningProxy | DirectoryStore
@@ -235,7 +236,7 @@ def _running_proxy(admin: str | None, config: Path | None) -> RunningProxy:
 @contextmanager
 def opened(
     directory: Path, *, may_be_new: bool = False, mends_index: bool = False
-) -> Iterator[OfflineStore]:
+) -> Iterator[StoreDirectory]:
     """Yield the store of a directory; exits with a plain word if it, or the work on it, fails."""
     try:
         with open_offline(directory, may_be_new=may_be_new, mends_index=mends_index) as store:

@@ -34,7 +34,7 @@ from proxy.cli.common import (
 )
 from proxy.explain.views import STORE, Deleted, ListedCheckpoint, NodeId, Selection, parse_node_id
 from proxy.settings import Settings, size_in_words
-from proxy.store.offline import CURES, examine, mend
+from proxy.store.offline import examine, mend
 from proxy.store.transfer import BundleRefused, export_checkpoints, import_checkpoints
 
 # `llama-prefix-cache ls`: what is stored, as a tree.
@@ -328,7 +328,7 @@ def check(settings: Settings, fix: bool, as_json: bool) -> None:
                 problem.name,
                 f"{problem.kind} ({problem.detail})" if problem.detail else problem.kind,
                 size_in_words(problem.size_bytes) if problem.size_bytes else "",
-                CURES[problem.kind] if fix else f"with --fix {CURES[problem.kind]}",
+                problem.kind.cure if fix else f"with --fix {problem.kind.cure}",
             )
             for problem in problems
         ]

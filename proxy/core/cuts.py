@@ -1,27 +1,25 @@
-"""Where a prompt is cut: for a state that the next request can use, or because the prompt does not fit."""
+"""Where a prompt is cut: for a state that the next request can use, or because the prompt does not fit.
+
+Owns: which of a prompt's stable cuts are worth a stop on the way, and where a conversation that outgrew
+the context is cut. Must never know how a cut is found (by rendering, or by what prompts share) or made
+(by evaluating the prefix alone).
+
+A stop at a cut costs no tokens: llama-server evaluates `ids[:cut]`, then the request continues there. What
+a stop buys depends on the rule:
+
+1. Restore points: llama-server makes a context checkpoint just before the end of every prompt, so a stop
+   plants one at the cut, which every later save of that slot carries.
+2. End only: the state at the cut is the only one that a later request can continue, so the slot is saved
+   there, or can be rewound to the cut for a few tokens when it is saved later.
+3. Any rule: a state that is saved at the cut can be restored into other slots while this one goes on.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from itertools import accumulate
 
 from proxy.core.model import Candidate, CheckpointKind, Cuts, Rule, RuleKind
-from proxy.core.rule import usable_tokens
-
-# Where a prompt is cut first, and why.
-#
-# Owns: which of a prompt's stable cuts are worth a stop on the way. Must never know how a cut is found
-# (by rendering, or by what prompts share) or made (by evaluating the prefix alone).
-#
-# A stop at a cut costs no tokens: llama-server evaluates `ids[:cut]`, then the request continues there.
-# What it buys depends on the rule:
-#
-# - restore points: llama-server makes a context checkpoint just before the end of every prompt, so a
-# stop plants one at the cut, which every later save of that slot carries;
-# - end only: the state at the cut is the only one that a later request can continue, so it is saved
-# there, or the slot can be rewound to it for a few tokens when it is saved later;
-# - any rule: a state that is saved at the cut can be restored into other slots while this one goes on.
-
+from proxy.core.rule import highest_point, usable_tokens
 
 SLACK_TOKENS = 16
 """A cut counts as covered by a restore point this close below it."""
@@ -42,6 +40,11 @@ class Stop:
 
     n_tokens: int
     save_as: CheckpointKind | None = None
+
+
+def is_near(points: tuple[int, ...], place: int) -> bool:
+    """Return whether one of the ascending *points* lies at a place or just before it."""
+    return highest_point(points, place) >= place - SLACK_TOKENS
 
 
 def is_covered(rule: Rule, candidates: Iterable[Candidate], n_cut: int) -> bool:
@@ -145,9 +148,8 @@ def _is_ahead(n_cut: int, n_reused: int) -> bool:
 
 
 # Where a conversation that does not fit the context is cut: in large steps, so that it stays cut there.
-#
-# Owns: the places where it may be cut. They are told by the messages before them alone, so that a longer
-# conversation has the same ones, after a restart as well. Pure.
+# The places are told by the messages before them alone, so that a longer conversation has the same ones,
+# after a restart as well.
 
 
 _RESERVE_SHARE = 1 / 8
@@ -160,22 +162,17 @@ _TURN_AHEAD_SHARE = 1 / 2
 """If no turn begins within so much of a step, the conversation is cut in the middle of one."""
 
 
-class Begins(Enum):
-    """What a message begins."""
-
-    TURN = auto()
-    """The user says something."""
-    STEP = auto()
-    """The model answers; results of its calls follow."""
-    NOTHING = auto()
-
-
 @dataclass(frozen=True, slots=True)
 class MessageSize:
-    """One message of a conversation, and how many tokens it has by itself."""
+    """One message of a conversation, and how many tokens it has by itself.
 
-    begins: Begins
+    A turn begins where the user says something, a step where the model answers; the results of the
+    model's calls begin neither.
+    """
+
     n_tokens: int
+    begins_turn: bool = False
+    begins_step: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,32 +203,18 @@ def places_to_cut(parts: Sequence[MessageSize], n_step: int) -> list[ContextCut]
     """
     before = [0, *accumulate(part.n_tokens for part in parts)]
     places: list[ContextCut] = []
-    while (place := _place(parts, before, (len(places) + 1) * n_step, n_step)) is not None:
-        places.append(place)
+    begins = [i for i, part in enumerate(parts) if part.begins_turn or part.begins_step]
+    turns = [i for i in begins if parts[i].begins_turn]
+    while begins := [i for i in begins if before[i] >= (len(places) + 1) * n_step]:
+        n_ahead = (len(places) + 1) * n_step + int(n_step * _TURN_AHEAD_SHARE)
+        first = next((i for i in begins if parts[i].begins_turn and before[i] < n_ahead), begins[0])
+        # Of a turn that is cut in two, the user's message stays.
+        asked = None
+        if not parts[first].begins_turn:
+            asked = max((i for i in turns if i < first), default=None)
+        n_asked = parts[asked].n_tokens if asked is not None else 0
+        places.append(ContextCut(first, asked, before[first] - n_asked))
     return places
-
-
-def _place(
-    parts: Sequence[MessageSize], before: Sequence[int], n_least: int, n_step: int
-) -> ContextCut | None:
-    n_ahead = n_least + int(n_step * _TURN_AHEAD_SHARE)
-    behind = [i for i in range(len(parts)) if before[i] >= n_least]
-    turns = [i for i in behind if parts[i].begins is Begins.TURN and before[i] < n_ahead]
-    steps = [i for i in behind if parts[i].begins is not Begins.NOTHING]
-    if not steps:
-        return None
-    first = turns[0] if turns else steps[0]
-    asked = _asked(parts, first)
-    n_asked = parts[asked].n_tokens if asked is not None else 0
-    return ContextCut(first, asked, before[first] - n_asked)
-
-
-def _asked(parts: Sequence[MessageSize], first: int) -> int | None:
-    """Return the user's message of a turn that is cut in two, None if it is kept anyway."""
-    if parts[first].begins is Begins.TURN:
-        return None
-    turns = (i for i in range(first - 1, -1, -1) if parts[i].begins is Begins.TURN)
-    return next(turns, None)
 
 
 def first_to_try(places: Sequence[ContextCut], n_over: int, n_at_least: int) -> int:

@@ -1,15 +1,37 @@
-"""Which checkpoints go: for room, or because a newer one holds what they hold."""
+"""Which checkpoints go: for room, or because a newer one holds what they hold.
+
+Owns: the order of eviction, the prefix tree by which it is decided, and the family of a state. Pure; must
+never know files, or how a checkpoint is in use.
+
+Who goes when room is needed (`choose_victims`): the lowest standing first, then the least value per byte.
+
+1. Checkpoints in quarantine.
+2. All others. A checkpoint's value is the seconds that it takes to evaluate the tokens that nothing else
+   that is kept could give, halved every six hours since a request last began with them. States of a model
+   that is not served count a quarter.
+3. What alone holds the turn start of a conversation that was continued within half an hour.
+4. What alone holds the header of such a conversation.
+5. The state that the one about to be saved will replace: that goes before its successor is safe only if
+   nothing else gives room.
+6. Never: what is pinned or in use.
+
+Who goes for a newer state (`superseded`) depends on the rule:
+
+1. Any prefix: older states of the conversation, if the newer one has every position.
+2. Restore points: older states of the conversation whose every place the newer one can be continued at.
+3. End only: only states that the newer one repeats whole, and no turn start.
+"""
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from heapq import heapify, heappop, heappush
 
 import xxhash
 
-from proxy.core.cuts import SLACK_TOKENS
+from proxy.core.cuts import SLACK_TOKENS, is_near
 from proxy.core.model import (
     Candidate,
     Checkpoint,
@@ -34,12 +56,8 @@ from proxy.core.tokens import (
     tokens_to_bytes,
 )
 
-# Which states belong together for people to look at: those of one header, those of one session.
-#
-# Owns: `family_of`. Pure. Nothing is planned by it; a wrong family shows in a list and costs nothing.
-
-
-_SHARED_KINDS = (CheckpointKind.HEADER, CheckpointKind.BRANCH)
+# Which states belong together for people to look at. Nothing is planned by it: a wrong family shows in a
+# list and costs nothing.
 
 
 def family_of(
@@ -54,35 +72,27 @@ def family_of(
     Two states are of one session if they share a user message's end, or the whole of the shorter one: what
     only repeats the header, and what clients put before each first message, is another session.
     """
+
+    def id_of(some: TokenIds) -> int:
+        """Return a number that fits into a signed 64-bit one, and is not 0."""
+        return xxhash.xxh3_64_intdigest(namespace + tokens_to_bytes(some)) >> 1 or 1
+
     known = [r for r in relatives if r.checkpoint.namespace == namespace]
-    header_id = _header_id(namespace, tokens, cuts.header) or _inherited_header(known)
-    places = (cuts.turn_start, len(tokens))
+    header_id = id_of(tokens[: cuts.header]) if 0 < cuts.header <= len(tokens) else 0
+    for relative in known:  # what shares its header whole tells it, if it was not looked for
+        if 0 < relative.checkpoint.header <= relative.n_common:
+            header_id = header_id or relative.checkpoint.family.header_id
     for relative in known:
         older = relative.checkpoint.family
         is_near = older.session_id and older.header_id == header_id
-        if is_near and _is_reached(relative, places, cuts.header):
+        if is_near and _share_session(relative, (cuts.turn_start, len(tokens)), cuts.header):
             return Family(header_id, older.session_id)
-    if kind in _SHARED_KINDS:
+    if kind in (CheckpointKind.HEADER, CheckpointKind.BRANCH):
         return Family(header_id)
-    return Family(header_id, _id_of(namespace, tokens_to_bytes(tokens)))
+    return Family(header_id, id_of(tokens))
 
 
-def _header_id(namespace: Namespace, tokens: TokenIds, n_header: int) -> int:
-    if not 0 < n_header <= len(tokens):
-        return 0
-    return _id_of(namespace, tokens_to_bytes(tokens[:n_header]))
-
-
-def _inherited_header(relatives: Iterable[Candidate]) -> int:
-    """Return the header of whatever shares it whole, if the state's own was not looked for."""
-    for relative in relatives:
-        checkpoint = relative.checkpoint
-        if 0 < checkpoint.header <= relative.n_common and checkpoint.family.header_id:
-            return checkpoint.family.header_id
-    return 0
-
-
-def _is_reached(relative: Candidate, own_places: Iterable[int], n_header: int) -> bool:
+def _share_session(relative: Candidate, own_places: Iterable[int], n_header: int) -> bool:
     """Return whether a new state and a relative share a place that only their session has."""
     older = relative.checkpoint
     places = {*own_places, older.turn_start, older.n_tokens}
@@ -93,15 +103,7 @@ def _is_reached(relative: Candidate, own_places: Iterable[int], n_header: int) -
     return any(n_header < place <= relative.n_common for place in places)
 
 
-def _id_of(namespace: Namespace, data: bytes) -> int:
-    """Return a number that fits into a signed 64-bit one, and is not 0."""
-    return xxhash.xxh3_64_intdigest(namespace + data) >> 1 or 1
-
-
 # Where the kept checkpoints share prefixes, and what only one of them can give.
-#
-# Owns: how often each block of each kept checkpoint is there, where it can be continued, and when a
-# request last began with it. Pure; must never know bytes, files or who is in use.
 #
 # Everything is counted in whole blocks, which errs by less than one block a stretch and needs nothing but
 # the prefix hashes. The work is bounded by the budget: 20 GiB at 10 KB a token are 16,000 blocks.
@@ -190,32 +192,28 @@ class Lineage:
         Requests come back to the end of a state, to the start of its turn and to its header. A stretch
         begins where anything else that is kept can be continued, or at the place before.
         """
-        path = self._paths[checkpoint_id]
-        n_shared = self._shared(path)
+        path, blocks = self._paths[checkpoint_id], self._blocks
+        hashes = path.hashes
+
+        def is_only_ours(index: int) -> bool:
+            return blocks[hashes[index]].n_reaching == 1
+
+        def continues_elsewhere(n_blocks: int) -> bool:
+            prefix_hash = hashes[n_blocks - 1]
+            n_others = blocks[prefix_hash].n_continuing - (n_blocks in path.continuing)
+            return n_others > gone.get(prefix_hash, 0)
+
+        n_shared = bisect_left(range(len(hashes)), 1, key=is_only_ours)
         stretches, n_before = [], 0
         for n_end, leads_to in path.destinations:
             n_begin = max(n_before, min(n_end, n_shared))
-            while n_begin > n_before and not self._continues_elsewhere(path, n_begin, gone):
+            while n_begin > n_before and not continues_elsewhere(n_begin):
                 n_begin -= 1
             if n_begin < n_end:
-                asked_at = self._blocks[path.hashes[n_end - 1]].asked_at
-                n_before_tokens = end_of_block(n_begin)
-                n_tokens = end_of_block(n_end) - n_before_tokens
-                stretches.append(Stretch(n_before_tokens, n_tokens, leads_to, asked_at))
+                n_kept, asked_at = end_of_block(n_begin), blocks[hashes[n_end - 1]].asked_at
+                stretches.append(Stretch(n_kept, end_of_block(n_end) - n_kept, leads_to, asked_at))
             n_before = n_end
         return stretches
-
-    def _shared(self, path: _Path) -> int:
-        """Return how many blocks of a path another checkpoint begins with as well."""
-        blocks, hashes = self._blocks, path.hashes
-        return bisect_left(
-            range(len(hashes)), 1, key=lambda index: blocks[hashes[index]].n_reaching == 1
-        )
-
-    def _continues_elsewhere(self, path: _Path, n_blocks: int, gone: Gone) -> bool:
-        prefix_hash = path.hashes[n_blocks - 1]
-        n_others = self._blocks[prefix_hash].n_continuing - (n_blocks in path.continuing)
-        return n_others > gone.get(prefix_hash, 0)
 
 
 def _continuing(checkpoint: Checkpoint) -> "range | frozenset[int]":
@@ -237,17 +235,15 @@ def _destinations(checkpoint: Checkpoint) -> tuple[tuple[int, CheckpointKind], .
         (checkpoint.turn_start, CheckpointKind.TURN_START),
         (checkpoint.header, CheckpointKind.HEADER),
     ):
-        if n_cut > checkpoint.n_tokens:
-            continue
         point = n_cut if checkpoint.has_every_position else highest_point(points, n_cut)
-        if point >= max(FIRST_BLOCK_TOKENS, n_cut - BLOCK_TOKENS):
+        is_held = point >= max(FIRST_BLOCK_TOKENS, n_cut - BLOCK_TOKENS)
+        if is_held and n_cut <= checkpoint.n_tokens:
             places[count_blocks(point)] = kind
     return tuple(sorted((n_blocks, kind) for n_blocks, kind in places.items() if n_blocks))
 
 
-# Which checkpoints a newer one makes needless.
-#
-# Owns: `superseded`. Pure. Files of one conversation repeat each other: of most, only the newest is kept.
+# Which checkpoints a newer one makes needless. Files of one conversation repeat each other: of most, only
+# the newest is kept.
 
 
 SMALL_LOSS_TOKENS = 256
@@ -261,42 +257,37 @@ def superseded(rule: Rule, newer: Checkpoint, older: Iterable[Candidate]) -> lis
     An *older* one's n_common says how much of it the newer one repeats. A header and a branch are kept
     always; a turn start until a later turn's start repeats it; a pinned one in any case.
     """
+    kinds = [CheckpointKind.CONVERSATION]
+    if newer.kind is CheckpointKind.TURN_START:
+        kinds.append(newer.kind)
     return [
         found.checkpoint
         for found in older
         if found.checkpoint.id != newer.id
-        and _may_go(newer, found.checkpoint)
+        and found.checkpoint.kind in kinds
+        and not found.checkpoint.is_pinned
         and _repeats(rule, newer, found)
     ]
 
 
-def _may_go(newer: Checkpoint, older: Checkpoint) -> bool:
-    if older.is_pinned:
-        return False
-    match older.kind:
-        case CheckpointKind.HEADER | CheckpointKind.BRANCH:
-            return False
-        case CheckpointKind.TURN_START:
-            return newer.kind is CheckpointKind.TURN_START
-        case CheckpointKind.CONVERSATION:
-            return True
-
-
 def _repeats(rule: Rule, newer: Checkpoint, found: Candidate) -> bool:
     older, n_common = found.checkpoint, found.n_common
-    match rule.kind:
-        case RuleKind.ANY_PREFIX:
-            return newer.has_every_position and _moves_on(newer, found)
-        case RuleKind.RESTORE_POINTS:
-            return _moves_on(newer, found) and all(
-                _has_place(newer, place) for place in _places_of(older) if place <= n_common
-            )
-        case RuleKind.END_ONLY:
-            # The state at a turn's start serves every later request of that turn that diverges.
-            is_whole = n_common == older.n_tokens < newer.n_tokens
-            return is_whole and older.kind is CheckpointKind.CONVERSATION
-        case RuleKind.NOTHING:
-            return False
+    if rule.kind is RuleKind.END_ONLY:
+        # The state at a turn's start serves every later request of that turn that diverges.
+        is_whole = n_common == older.n_tokens < newer.n_tokens
+        return is_whole and older.kind is CheckpointKind.CONVERSATION
+    if rule.kind is RuleKind.NOTHING or not _moves_on(newer, found):
+        return False
+    if rule.kind is RuleKind.ANY_PREFIX:
+        return newer.has_every_position
+    # Each place of the older state that somebody may come back to, the newer one can be continued at, or
+    # knew and found not worth its bytes.
+    known = (newer.header, newer.turn_start, *newer.marks)
+    return all(
+        place in known or is_near(newer.restore_points, place)
+        for place in (older.header, older.turn_start, *marks_left(older))
+        if 0 < place <= n_common
+    )
 
 
 def _moves_on(newer: Checkpoint, found: Candidate) -> bool:
@@ -311,25 +302,7 @@ def _moves_on(newer: Checkpoint, found: Candidate) -> bool:
     return newer.turn_start > n_common >= older.turn_start > 0
 
 
-def _places_of(checkpoint: Checkpoint) -> Iterable[int]:
-    """Return where a checkpoint can be continued that somebody may come back to, but for its end."""
-    return (n for n in (checkpoint.header, checkpoint.turn_start, *marks_left(checkpoint)) if n)
-
-
-def _has_place(newer: Checkpoint, place: int) -> bool:
-    """Return whether *newer* can be continued at a place, or knew it and found it not worth its bytes."""
-    if place in (newer.header, newer.turn_start, *newer.marks):
-        return True
-    return highest_point(newer.restore_points, place) >= place - SLACK_TOKENS
-
-
-# Which checkpoints go when there is no room.
-#
-# Owns: a checkpoint's value and `choose_victims`. Pure; must never log, unlink or read the clock.
-#
-# The value is the seconds of evaluation that losing a checkpoint would cost: those of the tokens that
-# nothing else that is kept could give, halved for every half-life since a request last came that way. The
-# lowest standing goes first, then the least value per byte.
+# Which checkpoints go for room.
 
 
 MIN_PROTECTED_TOKENS = 256
@@ -371,64 +344,32 @@ class Present:
     """What value depends on besides the checkpoints: the clock, the rates, the model that is served.
 
     Without `rates_by` it is not known what llama-server serves, and every model counts fully. `rates`
-    are those of a namespace that it does not tell.
+    are those of a namespace that `rates_by` does not tell.
     """
 
     now: float
     rates: Rates = field(default_factory=Rates)
     rates_by: Mapping[Namespace, Rates] = field(default_factory=dict)
 
-    @property
-    def namespaces(self) -> frozenset[Namespace]:
-        """Those of the models that are served."""
-        return frozenset(self.rates_by)
-
-    def rates_of(self, namespace: Namespace) -> Rates:
-        return self.rates_by.get(namespace, self.rates)
-
-
-@dataclass(frozen=True, slots=True)
-class Exempt:
-    """Checkpoints that are not ranked by their value alone; those in use do not go at all."""
-
-    in_use: Collection[CheckpointId] = ()
-    quarantined: Collection[CheckpointId] = ()
-    being_replaced: Collection[CheckpointId] = ()
-
-
-NOTHING_EXEMPT = Exempt()
-
-Rank = tuple[Standing, float, float, CheckpointId]
+    def serves(self, checkpoint: Checkpoint) -> bool:
+        """Return whether llama-server may serve the model of a checkpoint."""
+        return not self.rates_by or checkpoint.namespace in self.rates_by
 
 
 def value_seconds(checkpoint: Checkpoint, stretches: Iterable[Stretch], present: Present) -> float:
     """Return the expected seconds that losing the *stretches* of a checkpoint would cost."""
-    rates = present.rates_of(checkpoint.namespace)
-    seconds = sum(
-        rates.evaluation_seconds(s.n_before, s.n_before + s.n_tokens)
-        * _likelihood(s.asked_at, present.now)
-        for s in stretches
-    )
-    return seconds * (OTHER_MODEL_SHARE if _is_of_other_model(checkpoint, present) else 1.0)
+    rates = present.rates_by.get(checkpoint.namespace, present.rates)
+    seconds = 0.0
+    for stretch in stretches:
+        likelihood = 0.5 ** (max(0.0, present.now - stretch.asked_at) / HALF_LIFE_SECONDS)
+        n_end = stretch.n_before + stretch.n_tokens
+        seconds += likelihood * rates.evaluation_seconds(stretch.n_before, n_end)
+    return seconds * (1.0 if present.serves(checkpoint) else OTHER_MODEL_SHARE)
 
 
-def _likelihood(asked_at: float, now: float) -> float:
-    return float(0.5 ** (max(0.0, now - asked_at) / HALF_LIFE_SECONDS))
-
-
-def _is_of_other_model(checkpoint: Checkpoint, present: Present) -> bool:
-    return bool(present.rates_by) and checkpoint.namespace not in present.rates_by
-
-
-def standing(
-    checkpoint: Checkpoint, stretches: Iterable[Stretch], present: Present, exempt: Exempt
-) -> Standing:
+def standing(checkpoint: Checkpoint, stretches: Iterable[Stretch], present: Present) -> Standing:
     """Return how firmly a checkpoint stands if only it can give the *stretches*."""
-    if checkpoint.id in exempt.being_replaced:
-        return Standing.BEING_REPLACED
-    if checkpoint.id in exempt.quarantined:
-        return Standing.QUARANTINED
-    if _is_of_other_model(checkpoint, present):
+    if not present.serves(checkpoint):
         return Standing.ORDINARY
     only_here = {
         s.leads_to
@@ -447,48 +388,42 @@ def choose_victims(
     n_bytes_to_free: int,
     lineage: Lineage,
     present: Present,
-    exempt: Exempt = NOTHING_EXEMPT,
+    *,
+    in_use: Collection[CheckpointId] = (),
+    quarantined: Collection[CheckpointId] = (),
+    being_replaced: Collection[CheckpointId] = (),
 ) -> list[Checkpoint]:
     """Return the checkpoints to remove, whose sizes add up to *n_bytes_to_free*.
 
-    Never one that is in use or pinned; fewer bytes than asked for if the rest does not suffice.
+    Never one that is *in_use* or pinned; fewer bytes than asked for if the rest does not suffice.
     """
     gone: Gone = Gone()
 
-    def rank(checkpoint: Checkpoint) -> Rank:
+    def rank(checkpoint: Checkpoint) -> tuple[Standing, float, float, CheckpointId]:
         stretches = lineage.only_in(checkpoint.id, gone)
         value = value_seconds(checkpoint, stretches, present) / max(1, checkpoint.size_bytes)
-        place = standing(checkpoint, stretches, present, exempt)
+        place = standing(checkpoint, stretches, present)
+        if checkpoint.id in quarantined:
+            place = Standing.QUARANTINED
+        if checkpoint.id in being_replaced:
+            place = Standing.BEING_REPLACED
         return place, value, checkpoint.last_used_at, checkpoint.id
 
     if n_bytes_to_free <= 0:
         return []
-    evictable = [c for c in checkpoints if c.id not in exempt.in_use and not c.is_pinned]
-    victims = []
-    for victim in _in_rank_order(evictable, rank):
-        victims.append(victim)
-        n_bytes_to_free -= victim.size_bytes
-        if n_bytes_to_free <= 0:
-            break
-        gone.update(lineage.points(victim.id))
-    return victims
-
-
-def _in_rank_order(
-    checkpoints: Collection[Checkpoint], rank: Callable[[Checkpoint], Rank]
-) -> Iterable[Checkpoint]:
-    """Yield the lowest rank first, as the ranks are then.
-
-    What is left can only gain by what goes, so an old rank is a lower bound, and only the lowest one
-    need be looked at again.
-    """
-    by_id = {c.id: c for c in checkpoints}
-    heap = [rank(c) for c in checkpoints]
+    by_id = {c.id: c for c in checkpoints if c.id not in in_use and not c.is_pinned}
+    heap = [rank(checkpoint) for checkpoint in by_id.values()]
     heapify(heap)
-    while heap:
-        checkpoint = by_id[heappop(heap)[-1]]
-        current = rank(checkpoint)
+    victims = []
+    while heap and n_bytes_to_free > 0:
+        victim = by_id[heappop(heap)[-1]]
+        # What is left can only gain by what goes, so an old rank is a lower bound, and only the lowest rank
+        # need be looked at again.
+        current = rank(victim)
         if heap and current > heap[0]:
             heappush(heap, current)
-        else:
-            yield checkpoint
+            continue
+        victims.append(victim)
+        n_bytes_to_free -= victim.size_bytes
+        gone.update(lineage.points(victim.id))
+    return victims

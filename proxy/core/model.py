@@ -14,12 +14,6 @@ import xxhash
 
 from proxy.core.tokens import Namespace, TokenIds
 
-# The values that the pure core decides about.
-#
-# Owns: the nouns (rule, checkpoint, prompt, cut). Everything here is frozen; nothing here awaits, opens,
-# logs or reads a clock.
-
-
 CheckpointId = NewType("CheckpointId", int)
 SlotId = NewType("SlotId", int)
 
@@ -176,6 +170,23 @@ class Candidate:
     checkpoint: Checkpoint
     n_common: int
     is_warm: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedState:
+    """A state of *tokens* that will be saved at about *expected_at* on the monotonic clock."""
+
+    tokens: TokenIds
+    namespace: Namespace
+    expected_at: float
+    size_bytes: int
+    restore_points: tuple[int, ...] = ()
+    has_every_position: bool = True
+    """Only asked where a server's states can be cut anywhere."""
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,33 +1,55 @@
-"""The ways in which one request can start in one slot, and what each costs.
+"""What to do for one request: which slot, what to restore into it, where to stop on the way.
 
-Owns: the nouns of a plan. Pure values.
+Owns: the choice among live slots, stored checkpoints and nothing, by estimated seconds. Pure: tokens,
+slots, checkpoints, rule and rates come in, a plan goes out; None means that the request waits.
+
+`plan_request` distinguishes these cases:
+
+1. The prompt does not fit the context. llama-server will refuse it, so the plan takes the slot that
+   needs the least preparation, restores nothing and makes no stop.
+2. No slot is free. The request waits.
+3. A slot whose save ends soon holds far more of the prompt than the best option reuses. The request waits.
+4. Another request is about to save a state with which this request is done sooner. The request waits.
+5. Otherwise the cheapest option wins: each free slot, combined with each way to start in that slot (go on
+   with what the slot holds, or restore one of the checkpoints). An option costs the seconds of the
+   request and the seconds that the slot's present owner will need to come back.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from proxy.core.cuts import SLACK_TOKENS, Stop, branch_of, choose_stops
-from proxy.core.model import NO_CUTS, Candidate, Checkpoint, Cuts, Prompt, Rule, SlotId
+from proxy.core.model import (
+    NO_CUTS,
+    Candidate,
+    Checkpoint,
+    Cuts,
+    ExpectedState,
+    Prompt,
+    Rule,
+    SlotId,
+)
 from proxy.core.rates import Rates
 from proxy.core.rule import usable_tokens
-from proxy.core.saving import STEADY_SECONDS, is_write_back_due, worth_of
+from proxy.core.saving import (
+    STEADY_SECONDS,
+    StateSize,
+    expected_bytes,
+    is_worth_saving,
+    is_write_back_due,
+    state_bytes,
+)
 from proxy.core.slots import (
-    Content,
     Known,
-    Reuse,
     Slot,
+    Unknown,
+    UseLive,
     live_reuse,
     must_be_erased,
-    promised_tokens,
+    shared_tokens,
 )
-from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
-
-# What a slot's content costs its owner when another request takes the slot.
-#
-# Owns: how much unsaved work is lost, whether it is saved first, and what all that costs in seconds.
-# Pure.
-
+from proxy.core.tokens import common_prefix_length
 
 MAX_LOST_TOKENS = SLACK_TOKENS
 """A slot that loses no more unsaved work than this to another request is not saved for it."""
@@ -35,10 +57,45 @@ MAX_LOST_TOKENS = SLACK_TOKENS
 HALF_LIFE_SECONDS = 600.0
 """An agent is back within minutes or not soon: what a slot holds counts half after so long."""
 
+WORTH_A_LOOK_SHARE = 0.5
+"""A state that saves less than this share of the best one's tokens is not looked at."""
+
+WORTH_WAITING_TOKENS = 64
+"""A prompt waits for a slot that is being saved (llama-server stalls meanwhile anyway) or let go of by
+an abandoned request (a second or so) if that slot spares it more tokens than this."""
+
+WORTH_WAITING_SHARE = 1.5
+"""A prompt waits for a state that another request will save soon if all is done in this many times what
+the prompt would take alone: evaluating the same beside the other request, both would take twice as long."""
+
+STEADY_TOKENS = 32
+"""Speeds are learned from a machine that does other things, too. What costs so little more and spares
+so many tokens more is as good by seconds, and does not change with the machine's mood."""
+
+SHARED_HEADER_SAVES = 4.0
+"""A header is saved on the way if evaluating it takes so many times as long as saving it: another
+request in another slot may need it before this one is answered."""
+
+N_ALTERNATIVES = 3
+"""So many of the plans that were not chosen are told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Load *checkpoint* into the slot; llama-server must then reuse `n_reused` tokens.
+
+    Nobody expects more than `n_at_most`: so many tokens the checkpoint shares with the prompt.
+    """
+
+    checkpoint: Checkpoint
+    n_reused: int
+    n_at_most: int
+    is_warm: bool = False
+
 
 @dataclass(frozen=True, slots=True)
 class Displacement:
-    """What a plan takes from the slot that it uses.
+    """What a plan takes from the slot that it uses: `n_lost` tokens of unsaved work.
 
     `delay_seconds` are those that the request itself waits for a save; `seconds` add what it will cost
     the slot's present owner to be where it was.
@@ -51,101 +108,6 @@ class Displacement:
 
 
 NOTHING_DISPLACED = Displacement()
-
-
-@dataclass(frozen=True, slots=True)
-class Occupant:
-    """What a slot holds, how large its state would be, and how long nobody has used it."""
-
-    content: Content
-    size_bytes: int = 0
-    idle_seconds: float = 0.0
-
-    @property
-    def likelihood(self) -> float:
-        """How likely its owner comes back while that matters."""
-        return float(0.5 ** (max(0.0, self.idle_seconds) / HALF_LIFE_SECONDS))
-
-
-def displace(
-    occupant: Occupant, prompt: Prompt, n_reused: int | None, rule: Rule, rates: Rates
-) -> Displacement:
-    """Return what becomes of a slot's content if *prompt* takes the slot.
-
-    It reuses *n_reused* tokens of what lies there; None says that the slot is filled anew.
-    """
-    content = occupant.content
-    if not isinstance(content, Known):
-        return NOTHING_DISPLACED
-    if is_continued(content, prompt):
-        return NOTHING_DISPLACED
-    n_lost = displaced_tokens(content, prompt, goes_on=n_reused is not None)
-    worth = worth_of(content, n_lost, occupant.size_bytes, rates)
-    is_savable = n_lost > MAX_LOST_TOKENS and is_write_back_due(rule, content)
-    saves = is_savable and worth.is_worth_it
-    delay_seconds = worth.save_seconds if saves else 0.0
-    has_file = rule.can_restore and (saves or content.n_saved > 0)
-    remade_seconds = rates.evaluation_seconds(n_reused or 0, content.n_tokens)
-    if has_file:
-        lost_seconds = 0.0 if saves else worth.evaluation_seconds if n_lost else 0.0
-        restored_seconds = rates.restore_seconds(occupant.size_bytes, is_warm=True) + lost_seconds
-        remade_seconds = min(remade_seconds, restored_seconds)
-    seconds = delay_seconds + occupant.likelihood * remade_seconds
-    return Displacement(n_lost, saves, delay_seconds, seconds)
-
-
-def displaced_tokens(content: Content, prompt: Prompt, *, goes_on: bool) -> int:
-    """Return how many tokens of unsaved work in a slot a prompt would overwrite.
-
-    *goes_on* says that it goes on from what lies there.
-    """
-    if not isinstance(content, Known) or content.n_unsaved == 0:
-        return 0
-    if is_continued(content, prompt):
-        return 0
-    if content.namespace != prompt.namespace or not goes_on:
-        return content.n_unsaved
-    n_common = common_prefix_length(content.tokens, prompt.tokens)
-    return min(content.n_unsaved, content.n_tokens - n_common)
-
-
-def is_continued(content: Known, prompt: Prompt) -> bool:
-    """Return whether a prompt is the same conversation moving on.
-
-    It then goes on from all that the slot holds, or beyond its turn start: what it drops (old reasoning,
-    a rewritten answer) nobody will ask for again.
-    """
-    if content.namespace != prompt.namespace:
-        return False
-    n_common = common_prefix_length(content.tokens, prompt.tokens)
-    is_whole = n_common and n_common >= len(content.tokens) - SLACK_TOKENS
-    return bool(is_whole) or 0 < content.turn_start <= n_common + SLACK_TOKENS
-
-
-# The ways in which one request can start in one slot, and what each costs.
-#
-# Owns: the nouns of a plan. Pure values.
-
-
-@dataclass(frozen=True, slots=True)
-class UseLive:
-    """Continue from what the slot already holds (perhaps nothing)."""
-
-    reuse: Reuse
-
-    @property
-    def n_reused(self) -> int:
-        return self.reuse.at_least
-
-
-@dataclass(frozen=True, slots=True)
-class Restore:
-    """Load *checkpoint* into the slot; llama-server must then reuse n_reused tokens."""
-
-    checkpoint: Checkpoint
-    n_reused: int
-    n_common: int
-    is_warm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,70 +144,6 @@ class Why(StrEnum):
     NOTHING_WORTH_IT = "evaluating is cheaper than any restore"
     NOTHING_DISPLACED = "going on in a live slot would displace more than it saves"
     TOO_LONG = "llama-server will refuse it: it is as long as a slot's context, or longer"
-
-
-# Which stored checkpoints are worth a look for one prompt.
-#
-# Owns: the end of the search. Pure; whoever calls has compared the tokens.
-
-
-WORTH_A_LOOK_SHARE = 0.5
-"""A state that saves less than this share of the best one's tokens is not looked at."""
-
-
-def promising(
-    rule: Rule, found: Iterable[Candidate], n_prompt: int, *, n_at_most: int = 32
-) -> tuple[Candidate, ...]:
-    """Return the usable ones of *found*, which come longest common prefix first.
-
-    The search ends once a candidate's whole common prefix is less than half of what a better one saves:
-    none of the rest can save more, and hardly one so much less time to restore.
-    """
-    kept: list[Candidate] = []
-    n_best = 0
-    for candidate in found:
-        if candidate.n_common < WORTH_A_LOOK_SHARE * n_best or len(kept) == n_at_most:
-            break
-        n_usable = usable_tokens(rule, candidate.checkpoint, candidate.n_common, n_prompt)
-        if n_usable:
-            kept.append(candidate)
-            n_best = max(n_best, n_usable)
-    return tuple(kept)
-
-
-def most_useful(rule: Rule, candidates: Iterable[Candidate], n_prompt: int) -> Candidate | None:
-    """Return the candidate that spares a prompt most; what it needs if it finds no live slot."""
-    return max(
-        candidates,
-        key=lambda c: usable_tokens(rule, c.checkpoint, c.n_common, n_prompt),
-        default=None,
-    )
-
-
-# What to do for one request: which slot, what to restore into it, where to stop on the way.
-#
-# Owns: the choice among live slots, stored checkpoints and nothing, by estimated seconds. Pure: tokens,
-# slots, checkpoints, rule and rates come in, a plan goes out; None means to wait.
-
-
-WORTH_WAITING_TOKENS = 64
-"""A prompt waits for a slot that is being saved (llama-server stalls meanwhile anyway) or let go of by
-an abandoned request (a second or so) if that slot spares it more tokens than this."""
-
-WORTH_WAITING_SHARE = 1.5
-"""It waits for a state that another request will save soon if all is done in this many times what it would
-take alone: evaluating the same beside the other one, both would take twice as long."""
-
-STEADY_TOKENS = 32
-"""Speeds are learned from a machine that does other things, too. What costs so little more and spares
-so many tokens more is as good by seconds, and does not change with the machine's mood."""
-
-SHARED_HEADER_SAVES = 4.0
-"""A header is saved on the way if evaluating it takes so many times as long as saving it: another
-request in another slot may need it before this one is answered."""
-
-N_ALTERNATIVES = 3
-"""So many of the plans that were not chosen are told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,39 +186,12 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Coming:
-    """A state of these tokens that will be saved in so many seconds."""
-
-    tokens: TokenIds
-    namespace: Namespace
-    ready_in_seconds: float
-    size_bytes: int
-    restore_points: tuple[int, ...] = ()
-
-    @property
-    def n_tokens(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def has_every_position(self) -> bool:
-        """What is asked only where a server's states can be cut anywhere."""
-        return True
-
-    def usable_tokens(self, rule: Rule, prompt: Prompt) -> int:
-        """Return how many tokens it will spare a prompt."""
-        if self.namespace != prompt.namespace:
-            return 0
-        n_common = common_prefix_length(self.tokens, prompt.tokens)
-        return usable_tokens(rule, self, n_common, prompt.n_tokens)
-
-
-@dataclass(frozen=True, slots=True)
 class Situation:
     """Everything a plan depends on besides the request itself.
 
-    `n_shared` is the longest prefix that the prompt shares with any stored checkpoint, usable or not.
-    `occupants` say what each slot's state would cost; States that are
-    `coming` can be waited for.
+    `n_shared` is the longest prefix that the prompt shares with any stored checkpoint, usable or not. `now`
+    is of the same clock as the slots' `used_at`, and `sizes` are those of states that were saved. The
+    request can wait for the `expected` states.
     """
 
     rule: Rule
@@ -329,40 +200,111 @@ class Situation:
     rates: Rates
     n_ctx: int
     n_shared: int = 0
-    occupants: tuple[Occupant, ...] = ()
-    coming: tuple[Coming, ...] = ()
-    shared_bytes: int = 0
-
-    def occupant(self, slot: Slot) -> Occupant:
-        return self.occupants[slot.id] if self.occupants else Occupant(slot.content)
+    now: float = 0.0
+    sizes: Sequence[StateSize] = ()
+    expected: tuple[ExpectedState, ...] = ()
 
 
 def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
-    """Return the cheapest plan over the free slots of *now*.
-
-    None means to wait: no slot is free, one that soon will be already holds far more of the prompt, or
-    another request is about to save what this one needs.
-    """
+    """Return the cheapest plan over the free slots of *now*; None means that the request waits."""
+    shared = {s.id: shared_tokens(s.content, prompt.tokens, prompt.namespace) for s in now.slots}
+    free = [slot for slot in now.slots if not slot.is_leased]
     if not prompt.fits(now.n_ctx):
-        refused = [_refused(prompt, now, slot) for slot in now.slots if not slot.is_leased]
+        refused = [_refused(prompt, now, slot, shared[slot.id]) for slot in free]
         easiest = min(refused, key=lambda o: (o.erases, o.total_seconds, o.slot_id), default=None)
         return Plan(easiest, cuts=prompt.cuts, why=Why.TOO_LONG) if easiest else None
-    options = [
-        _option(prompt, now, slot, start)
-        for slot in now.slots
-        if not slot.is_leased
-        for start in _starts(prompt, now, slot)
-    ]
-    last_used = {slot.id: slot.used_at for slot in now.slots}
-    options.sort(key=lambda o: (o.total_seconds, last_used[o.slot_id], o.slot_id))
-    if options:
-        options.insert(0, options.pop(options.index(_steadiest(options))))
-    best = options[0] if options else None
-    n_best = best.start.n_reused if best else 0
-    n_promised = max((_promised(prompt, now, s) for s in now.slots if s.is_closing), default=0)
-    if best is None or n_promised > n_best + WORTH_WAITING_TOKENS or _waits(prompt, now, best):
+    restores = tuple(_restores(prompt, now))
+    options = [o for s in free for o in _options(prompt, now, s, shared[s.id], restores)]
+    if not options:
         return None
-    return _plan(prompt, now, options)
+    used_at = {slot.id: slot.used_at for slot in free}
+    options.sort(key=lambda o: (o.total_seconds, used_at[o.slot_id], o.slot_id))
+    best = _steadiest(options)
+    n_enough = best.start.n_reused + WORTH_WAITING_TOKENS
+    closing = (slot for slot in now.slots if slot.is_closing)
+    if any(promised_tokens(prompt, now, slot) > n_enough for slot in closing):
+        return None
+    if any(_is_done_sooner(prompt, now, state, best) for state in now.expected):
+        return None
+    options.remove(best)
+    return _plan(prompt, now, [best, *options], shared)
+
+
+def _restores(prompt: Prompt, now: Situation) -> Iterator[Restore]:
+    for candidate in now.candidates:
+        checkpoint = candidate.checkpoint
+        n_reused = usable_tokens(now.rule, checkpoint, candidate.n_common, prompt.n_tokens)
+        if n_reused and checkpoint.n_tokens < now.n_ctx:
+            n_at_most = min(candidate.n_common, prompt.n_tokens - 1)
+            yield Restore(checkpoint, n_reused, n_at_most, candidate.is_warm)
+
+
+def _options(
+    prompt: Prompt, now: Situation, slot: Slot, n_common: int, restores: Sequence[Restore]
+) -> Iterator[StartOption]:
+    """Yield the ways to start in a slot that holds the first *n_common* tokens of the prompt."""
+    content, rates = slot.content, now.rates
+    erases = must_be_erased(now.rule, content, prompt.namespace, n_common)
+    live = UseLive() if erases else live_reuse(now.rule, content, n_common, prompt.n_tokens)
+    seconds = rates.evaluation_seconds(live.n_reused, prompt.n_tokens)
+    displacement = displace(prompt, now, slot, n_common, live.n_reused)
+    yield StartOption(slot.id, live, seconds, displacement, erases)
+    if restores:
+        displacement = displace(prompt, now, slot, n_common, None)
+    for start in restores:
+        seconds = rates.evaluation_seconds(start.n_reused, prompt.n_tokens)
+        seconds += rates.restore_seconds(start.checkpoint.size_bytes, is_warm=start.is_warm)
+        yield StartOption(slot.id, start, seconds, displacement, erases)
+
+
+def _refused(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> StartOption:
+    """Return how a prompt that does not fit is sent to a slot, which stays as it is if it may."""
+    option = next(_options(prompt, now, slot, n_common, ()))
+    return option if option.erases else StartOption(slot.id, UseLive(), 0.0)
+
+
+def displace(
+    prompt: Prompt, now: Situation, slot: Slot, n_common: int, n_reused: int | None
+) -> Displacement:
+    """Return what becomes of a slot's content, which shares *n_common* tokens, if *prompt* takes the slot.
+
+    The prompt reuses *n_reused* tokens of what lies there; None says that the slot is filled anew.
+    """
+    content, rates = slot.content, now.rates
+    if not isinstance(content, Known) or is_continued(content, prompt, n_common):
+        return NOTHING_DISPLACED
+    n_lost = content.n_unsaved
+    if n_reused is not None:
+        n_lost = min(n_lost, content.n_tokens - n_common)
+    size_bytes = state_bytes(now.sizes, content)
+    saves = (
+        n_lost > MAX_LOST_TOKENS
+        and is_write_back_due(now.rule, content)
+        and is_worth_saving(content, n_lost, size_bytes, rates)
+    )
+    delay_seconds = rates.save_seconds(size_bytes) if saves else 0.0
+    remade_seconds = rates.evaluation_seconds(n_reused or 0, content.n_tokens)
+    if now.rule.can_restore and (saves or content.n_saved):
+        restored_seconds = rates.restore_seconds(size_bytes, is_warm=True)
+        if not saves:
+            n_kept = max(0, content.n_tokens - n_lost)
+            restored_seconds += rates.evaluation_seconds(n_kept, content.n_tokens)
+        remade_seconds = min(remade_seconds, restored_seconds)
+    likelihood = 0.5 ** (max(0.0, now.now - slot.used_at) / HALF_LIFE_SECONDS)
+    return Displacement(n_lost, saves, delay_seconds, delay_seconds + likelihood * remade_seconds)
+
+
+def is_continued(content: Known, prompt: Prompt, n_common: int) -> bool:
+    """Return whether a prompt that shares *n_common* tokens is the same conversation moving on.
+
+    It then goes on from all that the slot holds, or beyond its turn start: what it drops (old reasoning,
+    a rewritten answer) nobody will ask for again.
+    """
+    if content.namespace != prompt.namespace:
+        return False
+    n_reached = n_common + SLACK_TOKENS
+    is_whole = n_common > 0 and len(content.tokens) <= n_reached
+    return is_whole or 0 < content.turn_start <= n_reached
 
 
 def _steadiest(options: list[StartOption]) -> StartOption:
@@ -374,66 +316,67 @@ def _steadiest(options: list[StartOption]) -> StartOption:
     return max(more, key=lambda o: o.start.n_reused, default=cheapest)
 
 
-def _plan(prompt: Prompt, now: Situation, options: list[StartOption]) -> Plan:
-    best = options[0]
-    n_reused = best.start.n_reused
-    shared = {slot.id: n_shared_with(prompt, slot) for slot in now.slots}
+def promised_tokens(prompt: Prompt, now: Situation, slot: Slot) -> int:
+    """Return how many tokens a slot that is closing will likely save a prompt that waits for it."""
+    content, tokens = slot.content, prompt.tokens
+    if isinstance(content, Unknown) and content.likely is not None:
+        is_ours = content.tenant == prompt.namespace
+        return common_prefix_length(content.likely, tokens) if is_ours else 0
+    n_common = shared_tokens(content, tokens, prompt.namespace)
+    return live_reuse(now.rule, content, n_common, prompt.n_tokens).n_reused
+
+
+def expected_tokens(prompt: Prompt, rule: Rule, state: ExpectedState) -> int:
+    """Return how many tokens a state that is about to be saved will spare a prompt."""
+    if state.namespace != prompt.namespace:
+        return 0
+    n_common = common_prefix_length(state.tokens, prompt.tokens)
+    return usable_tokens(rule, state, n_common, prompt.n_tokens)
+
+
+def _is_done_sooner(
+    prompt: Prompt, now: Situation, state: ExpectedState, best: StartOption
+) -> bool:
+    """Return whether an expected state gets the prompt evaluated much sooner than *best*."""
+    n_usable = expected_tokens(prompt, now.rule, state)
+    seconds = max(0.0, state.expected_at - now.now)
+    seconds += now.rates.restore_seconds(state.size_bytes, is_warm=True)
+    seconds += now.rates.evaluation_seconds(n_usable, prompt.n_tokens)
+    is_longer = n_usable > best.start.n_reused + WORTH_WAITING_TOKENS
+    return is_longer and seconds < WORTH_WAITING_SHARE * best.seconds
+
+
+def _plan(
+    prompt: Prompt, now: Situation, options: list[StartOption], shared: dict[SlotId, int]
+) -> Plan:
+    """Return the plan that takes the first of the *options*."""
+    n_reused = options[0].start.n_reused
     n_shared = max(now.n_shared, *shared.values())
     cuts = replace(prompt.cuts, branch=branch_of(now.rule, n_shared, prompt.n_tokens, n_reused))
+    shares_header = _shares_header(now, cuts, n_reused)
+    alternatives: dict[object, StartOption] = {}
+    for option in options[1:]:
+        start = option.start
+        way = start.checkpoint.id if isinstance(start, Restore) else (option.slot_id, "live")
+        alternatives.setdefault(way, option)
     return Plan(
-        best,
-        choose_stops(
-            now.rule,
-            cuts,
-            now.candidates,
-            n_reused,
-            shares_header=_shares_header(now, cuts, n_reused),
-        ),
+        options[0],
+        choose_stops(now.rule, cuts, now.candidates, n_reused, shares_header=shares_header),
         cuts,
         _why(now.rule, options),
-        tuple(_distinct(options[1:]))[:N_ALTERNATIVES],
+        tuple(alternatives.values())[:N_ALTERNATIVES],
         n_shared,
         max((shared[slot.id] for slot in now.slots if slot.is_leased), default=0),
     )
 
 
-def n_shared_with(prompt: Prompt, slot: Slot) -> int:
-    """Return how many tokens of a prompt a slot holds, usable or not."""
-    content = slot.content
-    if not isinstance(content, Known) or content.namespace != prompt.namespace:
-        return 0
-    return common_prefix_length(content.tokens, prompt.tokens)
-
-
 def _shares_header(now: Situation, cuts: Cuts, n_reused: int) -> bool:
     """Return whether a header is worth a save before its own request is answered."""
+    if len(now.slots) == 1 or n_reused >= cuts.shared:
+        return False
+    save_seconds = now.rates.save_seconds(expected_bytes(now.sizes, cuts.shared, 2) or 0)
     evaluation_seconds = now.rates.evaluation_seconds(n_reused, cuts.shared)
-    save_seconds = now.rates.save_seconds(now.shared_bytes)
-    return len(now.slots) > 1 and evaluation_seconds > SHARED_HEADER_SAVES * save_seconds
-
-
-def _waits(prompt: Prompt, now: Situation, best: StartOption) -> bool:
-    """Return whether a state that is coming gets the prompt evaluated much sooner than *best*."""
-    for coming in now.coming:
-        n_usable = coming.usable_tokens(now.rule, prompt)
-        restore_seconds = now.rates.restore_seconds(coming.size_bytes, is_warm=True)
-        rest_seconds = now.rates.evaluation_seconds(n_usable, prompt.n_tokens)
-        seconds = coming.ready_in_seconds + restore_seconds + rest_seconds
-        is_longer = n_usable > best.start.n_reused + WORTH_WAITING_TOKENS
-        if is_longer and seconds < WORTH_WAITING_SHARE * best.seconds:
-            return True
-    return False
-
-
-def _distinct(options: Iterable[StartOption]) -> Iterator[StartOption]:
-    """Yield the best option of each way to start."""
-    seen: set[object] = set()
-    for option in options:
-        start = option.start
-        way = start.checkpoint.id if isinstance(start, Restore) else (option.slot_id, "live")
-        if way not in seen:
-            seen.add(way)
-            yield option
+    return evaluation_seconds > SHARED_HEADER_SAVES * save_seconds
 
 
 def _why(rule: Rule, options: list[StartOption]) -> Why:
@@ -454,42 +397,33 @@ def _why(rule: Rule, options: list[StartOption]) -> Why:
     return Why.NOTHING_FOUND if rule.can_restore else Why.NOTHING_RESTORABLE
 
 
-def _promised(prompt: Prompt, now: Situation, slot: Slot) -> int:
-    return promised_tokens(now.rule, slot, prompt.namespace, prompt.tokens)
+# Which stored checkpoints a plan looks at. The caller has compared their tokens with the prompt.
 
 
-def _starts(prompt: Prompt, now: Situation, slot: Slot) -> Iterator[UseLive | Restore]:
-    if must_be_erased(now.rule, slot.content, prompt.namespace, prompt.tokens):
-        yield UseLive(Reuse())
-    else:
-        yield UseLive(live_reuse(now.rule, slot.content, prompt.namespace, prompt.tokens))
-    for candidate in now.candidates:
-        checkpoint = candidate.checkpoint
-        n_reused = usable_tokens(now.rule, checkpoint, candidate.n_common, prompt.n_tokens)
-        if n_reused and checkpoint.n_tokens < now.n_ctx:
-            n_common = min(candidate.n_common, prompt.n_tokens - 1)
-            yield Restore(checkpoint, n_reused, n_common, candidate.is_warm)
+def promising(
+    rule: Rule, found: Iterable[Candidate], n_prompt: int, *, n_at_most: int = 32
+) -> tuple[Candidate, ...]:
+    """Return the usable ones of *found*, which come longest common prefix first.
+
+    The search ends once a candidate's whole common prefix is less than half of what a better one saves:
+    none of the rest can save more, and hardly one so much less time to restore.
+    """
+    kept: list[Candidate] = []
+    n_best = 0
+    for candidate in found:
+        if candidate.n_common < WORTH_A_LOOK_SHARE * n_best or len(kept) == n_at_most:
+            break
+        n_usable = usable_tokens(rule, candidate.checkpoint, candidate.n_common, n_prompt)
+        if n_usable:
+            kept.append(candidate)
+            n_best = max(n_best, n_usable)
+    return tuple(kept)
 
 
-def _option(prompt: Prompt, now: Situation, slot: Slot, start: UseLive | Restore) -> StartOption:
-    n_kept = start.n_reused if isinstance(start, UseLive) else None
-    displacement = displace(now.occupant(slot), prompt, n_kept, now.rule, now.rates)
-    seconds = now.rates.evaluation_seconds(start.n_reused, prompt.n_tokens)
-    if isinstance(start, Restore):
-        checkpoint = start.checkpoint
-        seconds += now.rates.restore_seconds(checkpoint.size_bytes, is_warm=start.is_warm)
-    return StartOption(
-        slot.id,
-        start,
-        seconds,
-        displacement,
-        must_be_erased(now.rule, slot.content, prompt.namespace, prompt.tokens),
+def most_useful(rule: Rule, candidates: Iterable[Candidate], n_prompt: int) -> Candidate | None:
+    """Return the candidate that spares a prompt most; what it needs if it finds no live slot."""
+    return max(
+        candidates,
+        key=lambda c: usable_tokens(rule, c.checkpoint, c.n_common, n_prompt),
+        default=None,
     )
-
-
-def _refused(prompt: Prompt, now: Situation, slot: Slot) -> StartOption:
-    """Return how a prompt that does not fit is sent to a slot, which stays as it is if it may."""
-    start = UseLive(Reuse())
-    if must_be_erased(now.rule, slot.content, prompt.namespace, prompt.tokens):
-        return _option(prompt, now, slot, start)
-    return StartOption(slot.id, start, 0.0)

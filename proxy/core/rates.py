@@ -71,8 +71,7 @@ class Transfer:
         if size_bytes < MIN_BYTES or seconds <= 0:
             return self
         weight = size_bytes / (size_bytes + _LARGE_BYTES)
-        parts, amounts = (self.call, self.byte), (1.0, float(size_bytes))
-        return Transfer(*_taught(parts, amounts, seconds, weight))
+        return Transfer(*_taught((self.call, self.byte), (1.0, size_bytes), seconds, weight))
 
     @property
     def bytes_per_second(self) -> float:
@@ -106,8 +105,10 @@ class Rates:
         """Return how long it takes to evaluate the tokens behind the first *n_from*, up to *n_to*."""
         if n_to <= n_from:
             return 0.0
-        parts = zip(self._believed(), _amounts(n_from, n_to), strict=True)
-        return self.evaluation_call.seconds + sum(part.seconds * n for part, n in parts)
+        seconds = self.evaluation_call.seconds
+        for part, n_tokens in zip(self._believed(), _amounts(n_from, n_to), strict=True):
+            seconds += part.seconds * n_tokens
+        return seconds
 
     def restore_seconds(self, size_bytes: int, *, is_warm: bool) -> float:
         """Return how long a restore takes; *is_warm* says that the file is in the page cache."""
@@ -127,9 +128,9 @@ class Rates:
         if n_tokens < MIN_TOKENS or seconds <= 0:
             return self
         weight = n_tokens / (n_tokens + _LARGE_TOKENS)
-        parts = (self.evaluation_call, *self._believed())
-        call, *tokens = _taught(parts, (1.0, *_amounts(n_from, n_to)), seconds, weight)
-        reached = zip(self.tokens, tokens, _amounts(n_from, n_to), strict=True)
+        parts, amounts = (self.evaluation_call, *self._believed()), _amounts(n_from, n_to)
+        call, *tokens = _taught(parts, (1.0, *amounts), seconds, weight)
+        reached = zip(self.tokens, tokens, amounts, strict=True)
         a, b, c, d, e = (new if n >= MIN_TOKENS else old for old, new, n in reached)
         return replace(self, evaluation_call=call, tokens=(a, b, c, d, e))
 
@@ -151,8 +152,10 @@ class Rates:
     def _believed(self) -> list[UnitCost]:
         """Return the parts of all positions, those never measured as the measured ones suggest."""
         measured = [i for i, part in enumerate(self.tokens) if part.n_seen]
+        if len(measured) in (0, len(self.tokens)):
+            return list(self.tokens)
         return [
-            part if part.n_seen or not measured else UnitCost(self._suggested(i, measured))
+            part if part.n_seen else UnitCost(self._suggested(i, measured))
             for i, part in enumerate(self.tokens)
         ]
 
@@ -176,9 +179,8 @@ class Rates:
 
 def _amounts(n_from: int, n_to: int) -> list[float]:
     """Return how many of the tokens from *n_from* to *n_to* lie in each stretch of positions."""
-    begins = (0, *POSITIONS)
-    stretches = zip(begins, POSITIONS, strict=False)
-    return [max(0, min(n_to, end) - max(n_from, begin)) for begin, end in stretches]
+    begins = zip((0, *POSITIONS), POSITIONS, strict=False)
+    return [max(0, min(n_to, end) - max(n_from, begin)) for begin, end in begins]
 
 
 def _taught(

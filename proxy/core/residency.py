@@ -1,19 +1,38 @@
-"""Who serves a request: which llama-server, which model of a host, which slot llama-server will choose."""
+"""Who serves a request: which llama-server, which model of a host, which slot llama-server will choose.
+
+Pure: who waits, what is loaded and in use, what each llama-server can do come in; a choice goes out.
+
+Which model of a host is loaded next (`next_step`), looking at the waiting requests in arrival order:
+
+1. A request whose model is loaded goes on, unless an earlier request waits for that model to leave: else
+   a busy model would keep the others out for ever.
+2. A request whose model is not loaded has the model loaded, once the models that have to leave for it are
+   not used any more. One model is loaded at a time.
+3. Every other request waits.
+
+Which of several llama-servers with the same model serves a request (`best_offer`):
+
+1. Of those that need not wait for another request, the quickest; of those alike, the llama-server that
+   reuses most; of those alike, the least busy one.
+2. Where all would have to wait, the least busy one; of those alike, the one that holds most of the prompt.
+
+Which slot llama-server chooses for a request that cannot name one (`rivals`; server-context.cpp,
+get_available_slot): among the idle slots the one whose tokens share the longest prefix with the prompt, the
+lowest id on ties, if that prefix is more than a tenth of the prompt; else the one used longest ago.
+"""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf, isinf
 
 from proxy.core.model import Prompt, SlotId
-from proxy.core.plan import STEADY_TOKENS, Situation, n_shared_with, plan_request
-from proxy.core.saving import STEADY_SECONDS
-from proxy.core.slots import Empty, Known, Slot, Unknown, promised_tokens
+from proxy.core.plan import STEADY_TOKENS, Situation, plan_request, promised_tokens
+from proxy.core.saving import STEADY_SECONDS, state_bytes
+from proxy.core.slots import Known, Slot, Unknown, shared_tokens
 from proxy.core.tokens import TokenIds, common_prefix_length
 
-# Which model of a host is loaded next, and which has to go for it.
-#
-# Requests for models that are loaded go on at once, but not past an earlier one that waits for a model to
-# go: else a busy model would keep the others out for ever. Pure: who waits, what is loaded and in use
-# come in; a step goes out.
+MIN_SIMILARITY = 0.1
+"""llama-server's default of --slot-prompt-similarity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +61,6 @@ class Residents:
         by_use = sorted(others, key=lambda o: (self.n_users.get(o, 0) > 0, self.used_at.get(o, 0)))
         return frozenset(by_use[:n_too_many])
 
-    def in_use(self, models: Collection[str]) -> bool:
-        return any(self.n_users.get(model, 0) for model in models)
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -65,8 +81,7 @@ def next_step(
     """
     admitted: list[int] = []
     closed = set(kept_out)
-    load: str | None = None
-    leaving: frozenset[str] = frozenset()
+    step = Step()
     for place, model in enumerate(waiting):
         if model in closed:
             continue
@@ -74,31 +89,26 @@ def next_step(
             admitted.append(place)
             continue
         closed.add(model)
-        if kept_out or load is not None:
+        if kept_out or step.load is not None:
             continue
-        going = residents.leaving_for(model)
-        closed |= going
-        users = residents.in_use(going) or any(waiting[i] in going for i in admitted)
-        if not users:
-            load, leaving = model, going
-    return Step(tuple(admitted), load, leaving)
-
-
-# Which of several llama-servers with the same model serves a request.
-#
-# Owns: the choice between what each would make of it. Pure: offers come in, the place of one goes out.
+        leaving = residents.leaving_for(model)
+        closed |= leaving
+        users = {m for m, n in residents.n_users.items() if n} | {waiting[i] for i in admitted}
+        if leaving.isdisjoint(users):
+            step = Step(load=model, leaving=leaving)
+    return replace(step, admitted=tuple(admitted))
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one llama-server can do for a request; `seconds` is None if it would have to wait for another.
+    """What one llama-server can do for a request.
 
     `seconds` are those of its cheapest plan: to restore and to evaluate, and what it takes from others;
-    or of waiting for a slot that is just being saved. It finds `n_reused` tokens. `n_busy` of the `n_slots`
-    are in use, and `n_waiting` requests wait.
+    or of waiting for a slot that is just being saved; infinite if the request would have to wait for
+    another. It finds `n_reused` tokens. `n_busy` of the `n_slots` are in use; `n_waiting` requests wait.
     """
 
-    seconds: float | None
+    seconds: float
     n_reused: int
     n_busy: int
     n_waiting: int
@@ -107,11 +117,8 @@ class Offer:
     def beside(self, n_others: int) -> "Offer":
         """Return what is left of it when so many others come first."""
         has_room = self.n_busy + n_others < self.n_slots
-        return replace(
-            self,
-            seconds=self.seconds if has_room else None,
-            n_waiting=self.n_waiting + n_others,
-        )
+        seconds = self.seconds if has_room else inf
+        return replace(self, seconds=seconds, n_waiting=self.n_waiting + n_others)
 
     @property
     def load(self) -> float:
@@ -121,55 +128,30 @@ class Offer:
 def make_offer(prompt: Prompt, now: Situation, n_waiting: int, *, may_start: bool = True) -> Offer:
     """Return what a llama-server can do for a prompt; it cannot begin at once unless it *may_start*."""
     plan = plan_request(prompt, now) if may_start else None
-    n_busy = sum(slot.is_leased and not slot.is_closing for slot in now.slots)
+    closing = [(promised_tokens(prompt, now, s), s) for s in now.slots if s.is_closing]
+    n_promised, slot = max(closing, key=lambda each: each[0], default=(0, None))
     if plan is not None:
         n_reused, seconds = plan.start.n_reused, plan.option.total_seconds
-        return Offer(seconds, n_reused, n_busy, n_waiting, len(now.slots))
-    n_held = max((n_shared_with(prompt, slot) for slot in now.slots), default=0)
-    promised = max((_promise(prompt, now, s) for s in now.slots if s.is_closing), default=None)
-    if promised is None or not promised[0]:
-        return Offer(None, n_held, n_busy, n_waiting, len(now.slots))
-    return Offer(promised[1], promised[0], n_busy, n_waiting, len(now.slots))
-
-
-def _promise(prompt: Prompt, now: Situation, slot: Slot) -> tuple[int, float]:
-    """Return how much a slot that is being saved will spare a prompt, and what is left to do then."""
-    n_promised = promised_tokens(now.rule, slot, prompt.namespace, prompt.tokens)
-    save_seconds = now.rates.save_seconds(now.occupant(slot).size_bytes)
-    return n_promised, save_seconds + now.rates.evaluation_seconds(n_promised, prompt.n_tokens)
+    elif slot is not None and n_promised:
+        n_reused, seconds = n_promised, now.rates.save_seconds(state_bytes(now.sizes, slot.content))
+        seconds += now.rates.evaluation_seconds(n_promised, prompt.n_tokens)
+    else:
+        shared = (shared_tokens(s.content, prompt.tokens, prompt.namespace) for s in now.slots)
+        n_reused, seconds = max(shared, default=0), inf
+    n_busy = sum(slot.is_leased and not slot.is_closing for slot in now.slots)
+    return Offer(seconds, n_reused, n_busy, n_waiting, len(now.slots))
 
 
 def best_offer(offers: Sequence[Offer]) -> int:
-    """Return the place of the offer to take: the quickest, of those alike the least busy one's.
-
-    Where all would have to wait, the least busy one's, of those alike the one that holds most of the
-    prompt.
-    """
-    able = [place for place, offer in enumerate(offers) if offer.seconds is not None]
-    if not able:
-        return min(range(len(offers)), key=lambda i: (offers[i].load, -offers[i].n_reused))
-    quickest = min(offers[place].seconds or 0.0 for place in able)
-    alike = [place for place in able if (offers[place].seconds or 0.0) <= quickest + STEADY_SECONDS]
-    most = max(offers[place].n_reused for place in alike)
-    hottest = [place for place in alike if offers[place].n_reused > most - STEADY_TOKENS]
-    return min(hottest, key=lambda place: offers[place].load)
-
-
-# Which slot llama-server will choose for a request that cannot name one.
-#
-# Owns: llama-server's rule (server-context.cpp, get_available_slot): among the idle slots the one whose
-# tokens share the longest prefix with the prompt, the lowest id on ties, if that prefix is more than a
-# tenth of the prompt; else the one used longest ago. Pure.
-
-
-MIN_SIMILARITY = 0.1
-"""llama-server's default of --slot-prompt-similarity."""
-
-
-def shared_at_least(slot: Slot, tokens: TokenIds) -> int:
-    """Return how many leading tokens of a prompt a slot surely holds."""
-    content = slot.content
-    return common_prefix_length(content.tokens, tokens) if isinstance(content, Known) else 0
+    """Return the place of the offer to take."""
+    places = range(len(offers))
+    quickest = min(offer.seconds for offer in offers)
+    if isinf(quickest):
+        return min(places, key=lambda i: (offers[i].load, -offers[i].n_reused))
+    alike = [i for i in places if offers[i].seconds <= quickest + STEADY_SECONDS]
+    most = max(offers[i].n_reused for i in alike)
+    hottest = [i for i in alike if offers[i].n_reused > most - STEADY_TOKENS]
+    return min(hottest, key=lambda i: offers[i].load)
 
 
 def shared_at_most(slot: Slot, tokens: TokenIds) -> int:
@@ -178,32 +160,27 @@ def shared_at_most(slot: Slot, tokens: TokenIds) -> int:
     A leased one may hold its request's prompt then, and whatever is generated behind it. Not yet if that
     request waits, ready to be sent, as ours does, and no more if it has had its answer.
     """
+    content = slot.content
+    n_held = len(tokens) if isinstance(content, Unknown) else 0
+    if isinstance(content, Known):
+        n_held = common_prefix_length(content.tokens, tokens)
+        if n_held == len(content.tokens):
+            n_held = min(n_held + content.n_tail, len(tokens))
     if not slot.is_leased or slot.is_ready or slot.is_closing:
-        return _held_at_most(slot, tokens)
+        return n_held
     if slot.destined is None:
         return len(tokens)
-    n_common = common_prefix_length(slot.destined, tokens)
-    n_destined = n_common if n_common < len(slot.destined) else len(tokens)
-    if slot.is_running or (isinstance(slot.content, Unknown) and slot.content.likely is not None):
+    n_destined = common_prefix_length(slot.destined, tokens)
+    if n_destined == len(slot.destined):
+        n_destined = len(tokens)
+    if slot.is_running or (isinstance(content, Unknown) and content.likely is not None):
         return n_destined  # it holds nothing any more but what it is destined for
-    return max(n_destined, _held_at_most(slot, tokens))
-
-
-def _held_at_most(slot: Slot, tokens: TokenIds) -> int:
-    match slot.content:
-        case Empty():
-            return 0
-        case Known() as content:
-            n_held = common_prefix_length(content.tokens, tokens)
-            is_whole = n_held == len(content.tokens)
-            return min(n_held + content.n_tail, len(tokens)) if is_whole else n_held
-        case Unknown():
-            return len(tokens)
+    return max(n_destined, n_held)
 
 
 def rivals(target: Slot, slots: Iterable[Slot], tokens: TokenIds) -> list[SlotId]:
     """Return the other slots that llama-server may choose for a prompt instead of *target*."""
-    n_target = shared_at_least(target, tokens)
+    n_target = shared_tokens(target.content, tokens)
     found = []
     for slot in slots:
         n_rival = shared_at_most(slot, tokens) if slot.id != target.id else -1
@@ -214,4 +191,4 @@ def rivals(target: Slot, slots: Iterable[Slot], tokens: TokenIds) -> list[SlotId
 
 def is_similar_enough(target: Slot, tokens: TokenIds) -> bool:
     """Return whether llama-server chooses by similarity at all."""
-    return shared_at_least(target, tokens) > MIN_SIMILARITY * len(tokens)
+    return shared_tokens(target.content, tokens) > MIN_SIMILARITY * len(tokens)

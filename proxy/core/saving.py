@@ -1,134 +1,182 @@
-"""When a slot is saved, what of it, and whether the save is worth its bytes."""
+"""When a slot is saved, what of it, how large the file will be, and whether the save is worth its bytes.
+
+Pure: knows token counts and sizes, no file format and no clock.
+
+Whether a slot is saved:
+
+1. A slot whose content is not known is saved if a save will tell its tokens and they are worth keeping.
+2. Under *end only* a slot is saved as it was at its last cut: what was generated behind the cut does not
+   come back token for token, and the state could not be rewound. Without a cut the slot is not saved.
+3. Under *restore points* and *any prefix* a slot is saved as it stands.
+4. Where nothing can be restored nothing is saved.
+5. A state is not saved if a file holds nearly all of it, or if it is too short to be found or continued.
+6. A save that somebody waits for must pay for itself (`is_worth_saving`).
+7. Within a day's write budget, a save must be worth more the less of the budget is left (`why_refused`).
+
+Which context checkpoints stay in the file (`select_points`): each is a full recurrent state or a whole
+window, 63 to 150 MB on real models, and up to 32 of them are in a file. A request comes back to few
+places: the header, the start of the turn, the end of the prompt, and, less and less likely, where earlier
+turns began or prompts branched. Points that llama-server has dropped are taken from older files.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from proxy.core.cuts import SLACK_TOKENS
+from proxy.core.cuts import SLACK_TOKENS, is_near
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, Rule, RuleKind
 from proxy.core.rates import Rates
 from proxy.core.rule import highest_point
-from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Content, Known, Unknown
+from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Content, Known, Unknown, cut_to
 from proxy.core.tokens import FIRST_BLOCK_TOKENS
 
+# When a slot is saved, and what of it.
+
+
+N_RETURNS = 8
+"""Work is saved once and missing each time that its conversation comes back from disk: so many times as
+long as evaluating it again a save may take."""
+
+STEADY_SECONDS = 0.15
+"""A save that takes no longer is always worth it, whatever mood the machine is in."""
+
+_N_POINTS_AHEAD = 3
+"""A request adds one point at its end and one for each stop on its way."""
+
+
+def at_savable_point(rule: Rule, content: Known) -> Known | None:
+    """Return *content* cut back to where a save of it helps, or None if nowhere.
+
+    Until the rule is known only a slot that was just stopped at a cut is saved: the rest can wait.
+    """
+    if rule.kind is RuleKind.NOTHING:
+        return None
+    if rule.kind is not RuleKind.END_ONLY:
+        return content
+    if not content.last_cut or not (rule.is_known or content.last_cut == content.n_tokens):
+        return None
+    return cut_to(content, content.last_cut)
+
+
+def is_write_back_due(rule: Rule, content: Content) -> bool:
+    """Return whether a free slot holds work that no file has."""
+    if isinstance(content, Unknown):
+        return content.can_be_adopted and rule.can_restore
+    savable = at_savable_point(rule, content) if isinstance(content, Known) else None
+    if savable is None:
+        return False
+    n_useful = rule.end_holds_from if rule.kind is RuleKind.END_ONLY else 0
+    is_long_enough = savable.n_tokens >= max(FIRST_BLOCK_TOKENS, n_useful)
+    return is_long_enough and savable.n_unsaved > SLACK_TOKENS
+
+
+def is_worth_saving(content: Known, n_unsaved: int, size_bytes: int, rates: Rates) -> bool:
+    """Return whether a save of *size_bytes* pays for itself: it spares the *n_unsaved* last tokens.
+
+    A conversation's first save must pay for itself at once, for the conversation may end there.
+    """
+    save_seconds = rates.save_seconds(size_bytes)
+    n_saved = max(0, content.n_tokens - n_unsaved)
+    evaluation_seconds = rates.evaluation_seconds(n_saved, content.n_tokens)
+    if content.n_saved == 0:
+        return save_seconds <= evaluation_seconds
+    return save_seconds <= N_RETURNS * evaluation_seconds + STEADY_SECONDS
+
+
+def is_place_at_risk(rule: Rule, content: Content, n_believed: int) -> bool:
+    """Return whether the next requests will cost a slot a place that no file holds.
+
+    llama-server keeps so many context checkpoints in a slot and drops the oldest: the start of a turn is
+    gone after about ten calls of its tool loop, and with it all that lies behind an earlier one.
+    """
+    if rule.kind is not RuleKind.RESTORE_POINTS or not isinstance(content, Known):
+        return False
+    return any(
+        is_near(content.restore_points, place)
+        and sum(point > place for point in content.restore_points) >= n_believed - _N_POINTS_AHEAD
+        and not is_near(content.saved_points, place)
+        for place in (content.header, content.turn_start, *content.marks[-1:])
+        if place >= FIRST_BLOCK_TOKENS
+    )
+
+
 # Which context checkpoints of a saved state are worth their bytes.
-#
-# Owns: the choice among those that llama-server wrote into a file and those that older files of the same
-# conversation still have, though llama-server has dropped them since. Pure; knows token counts and sizes,
-# no file format.
-#
-# Each is a full recurrent state or a whole window, 63 to 150 MB on real models, and up to 32 of them are
-# in a file. A request comes back to few places: the header, the start of the turn, the end of the prompt,
-# and, less and less likely, where earlier turns began or prompts branched.
 
 
 OLDER_PLACE_SHARE = 0.5
 """How likely a request comes back to the newest of the marks; to each one before it, half as likely."""
 
 
-@dataclass(frozen=True, slots=True)
-class Donor:
-    """An older file that a context checkpoint can be taken from, and its restore points that are common."""
-
-    id: CheckpointId
-    points: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ChosenPoints:
-    """The restore points that stay in a file, and those that are taken from older ones."""
-
-    own: frozenset[int]
-    grafted: Mapping[int, CheckpointId]
-
-    @property
-    def points(self) -> frozenset[int]:
-        return self.own | self.grafted.keys()
-
-
-@dataclass(frozen=True, slots=True)
-class ReturnPoint:
-    """Where requests come back to, and how likely."""
-
-    n_tokens: int
-    likelihood: float
-
-
-def places_of(content: Known, kind: CheckpointKind) -> list[ReturnPoint]:
-    """Return the places that requests may come back to in a conversation, ascending.
+def places_of(content: Known, kind: CheckpointKind) -> dict[int, float]:
+    """Return where requests may come back to in a conversation, ascending, and how likely each is.
 
     A header or branch that is saved for itself is continued at its end.
     """
-    sure = {content.header, content.turn_start, len(content.tokens)} - {0}
-    places = [ReturnPoint(n, 1.0) for n in sure]
+    n_tokens = len(content.tokens)
+    sure = {content.header, content.turn_start, n_tokens} - {0}
+    places = dict.fromkeys(sure, 1.0)
     likelihood = 1.0
     for mark in sorted(set(content.marks) - sure, reverse=True):
         likelihood *= OLDER_PLACE_SHARE
-        places.append(ReturnPoint(mark, likelihood))
+        places[mark] = likelihood
     is_at_end = kind in (CheckpointKind.HEADER, CheckpointKind.BRANCH)
-    n_end = len(content.tokens) if is_at_end else len(content.tokens) + 1
-    return sorted((p for p in places if p.n_tokens < n_end), key=lambda place: place.n_tokens)
+    return {n: places[n] for n in sorted(places) if n < n_tokens + (not is_at_end)}
 
 
-def donors_of(candidates: Iterable[Candidate]) -> list[Donor]:
-    """Return the files that have context checkpoints of the tokens that they share."""
-    donors = (Donor(c.checkpoint.id, _common_points(c)) for c in candidates)
-    return [donor for donor in donors if donor.points]
-
-
-def _common_points(candidate: Candidate) -> tuple[int, ...]:
-    return tuple(p for p in candidate.checkpoint.restore_points if p <= candidate.n_common)
+def points_of_others(relatives: Iterable[Candidate]) -> dict[int, CheckpointId]:
+    """Return the context checkpoints that older files can give, each with the file that has it."""
+    return {
+        point: relative.checkpoint.id
+        for relative in relatives
+        for point in relative.checkpoint.restore_points
+        if point <= relative.n_common
+    }
 
 
 def select_points(
-    own: Mapping[int, int], donors: Iterable[Donor], places: Iterable[ReturnPoint], rates: Rates
-) -> ChosenPoints:
-    """Return which points to keep of a file whose *own* are given with their sizes in bytes."""
-    owners = {point: donor.id for donor in donors for point in donor.points if point not in own}
+    own: Mapping[int, int],
+    others: Mapping[int, CheckpointId],
+    places: Mapping[int, float],
+    rates: Rates,
+) -> dict[int, CheckpointId | None]:
+    """Return which points a file is to have, each with the older file that gives it (None: its own).
+
+    *own* are the points of the file with their sizes in bytes, *others* those that older files have.
+    A point of its own is preferred unless another is much better.
+    """
     size_bytes = max(own.values(), default=0)
-    kept: list[int] = []
-    for place in places:
-        point = _point_for(place, own, owners)
-        n_before = kept[-1] if kept else 0
-        if point > n_before and _is_kept(place, n_before, point, size_bytes, rates):
-            kept.append(point)
-    return ChosenPoints(
-        frozenset(p for p in kept if p in own), {p: owners[p] for p in kept if p in owners}
-    )
+    mine, theirs = tuple(sorted(own)), tuple(sorted(others.keys() - own.keys()))
+    kept: dict[int, CheckpointId | None] = {}
+    n_before = 0
+    for place, likelihood in places.items():
+        point, other = highest_point(mine, place), highest_point(theirs, place)
+        if other > point + SLACK_TOKENS:
+            point = other
+        if point > n_before and _is_kept(likelihood, n_before, point, size_bytes, rates):
+            kept[point] = None if point in own else others[point]
+            n_before = point
+    return kept
 
 
-def _point_for(
-    place: ReturnPoint, own: Mapping[int, int], owners: Mapping[int, CheckpointId]
-) -> int:
-    """Return the best point for a place, 0 if there is none; its own one unless another is much better."""
-    mine = highest_point(tuple(sorted(own)), place.n_tokens)
-    theirs = highest_point(tuple(sorted(owners)), place.n_tokens)
-    return theirs if theirs > mine + SLACK_TOKENS else mine
-
-
-def _is_kept(place: ReturnPoint, n_before: int, point: int, size_bytes: int, rates: Rates) -> bool:
+def _is_kept(likelihood: float, n_before: int, point: int, size_bytes: int, rates: Rates) -> bool:
     """Return whether a point is at a place that surely comes, or spares more than its bytes cost.
 
     The few tokens between two that are close are worth another one only where states are small.
     """
-    if place.likelihood >= 1.0 and point > n_before + SLACK_TOKENS:
+    if likelihood >= 1.0 and point > n_before + SLACK_TOKENS:
         return True
     copied_seconds = rates.save_seconds(size_bytes) - rates.save_seconds(0)
     copied_seconds += rates.restore_seconds(size_bytes, is_warm=False)
     copied_seconds -= rates.restore_seconds(0, is_warm=False)
     spared_seconds = rates.evaluation_seconds(n_before, point) - rates.evaluation_call.seconds
-    return place.likelihood * spared_seconds >= copied_seconds
+    return likelihood * spared_seconds >= copied_seconds
 
 
 def marks_left(checkpoint: Checkpoint) -> Iterator[int]:
     """Yield the marks of a checkpoint that it can be continued at, or shortly before."""
-    for mark in checkpoint.marks:
-        if highest_point(checkpoint.restore_points, mark) >= mark - SLACK_TOKENS:
-            yield mark
+    return (mark for mark in checkpoint.marks if is_near(checkpoint.restore_points, mark))
 
 
-# How large a state will be, before it is saved.
-#
-# Owns: the upper bound that room is made for. Pure; must never know what a state consists of.
+# How large a state will be, before it is saved: the upper bound that room is made for.
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,148 +197,31 @@ def expected_bytes(seen: Iterable[StateSize], n_tokens: int, n_points: int) -> i
     proportion; the lowest of these bounds is taken.
     """
     sizes = [s for s in seen if s.n_tokens > 0]
-    has_points = any(s.n_points for s in sizes)  # full attention makes none
-    return min((_bound(s, n_tokens, n_points if has_points else 0) for s in sizes), default=None)
-
-
-def _bound(seen: StateSize, n_tokens: int, n_points: int) -> int:
-    times_longer = n_tokens / seen.n_tokens
-    times_more_points = (n_points + 1) / (seen.n_points + 1)
-    return int(seen.size_bytes * max(1.0, times_longer, times_more_points)) + 1
+    if not any(s.n_points for s in sizes):  # full attention makes none
+        n_points = 0
+    bounds = (
+        s.size_bytes * max(1.0, n_tokens / s.n_tokens, (n_points + 1) / (s.n_points + 1))
+        for s in sizes
+    )
+    return min((int(bound) + 1 for bound in bounds), default=None)
 
 
 def extent_of(content: Content) -> tuple[int, int] | None:
     """Return how many tokens and context checkpoints a slot's state has at most; None if unknown."""
-    match content:
-        case Known():
-            return content.n_tokens, content.n_points_at_most
-        case Unknown(likely=likely) if likely is not None:
-            return len(likely), MAX_CONTEXT_CHECKPOINTS
-        case _:
-            return None
+    if isinstance(content, Known):
+        return content.n_tokens, content.n_points_at_most
+    if isinstance(content, Unknown) and content.likely is not None:
+        return len(content.likely), MAX_CONTEXT_CHECKPOINTS
+    return None
 
 
-# When and where a dirty slot is saved.
-#
-# Owns: what of a slot's content a save could make durable, and whether that is worth a file. Pure.
+def state_bytes(seen: Iterable[StateSize], content: Content) -> int:
+    """Return how large the state of a slot will be at most; 0 while nothing like it was saved."""
+    extent = extent_of(content)
+    return (expected_bytes(seen, *extent) or 0) if extent else 0
 
 
-N_RETURNS = 8
-"""Work is saved once and missing each time that its conversation comes back from disk: so many times as
-long as evaluating it again a save may take."""
-
-
-STEADY_SECONDS = 0.15
-"""A save that takes no longer is always worth it, whatever mood the machine is in."""
-
-
-@dataclass(frozen=True, slots=True)
-class Worth:
-    """What a save of one slot costs, and what it spares."""
-
-    save_seconds: float
-    evaluation_seconds: float
-    is_first: bool = False
-
-    @property
-    def is_worth_it(self) -> bool:
-        """Whether the save pays for itself; a conversation's first one at once, for it may end there."""
-        if self.is_first:
-            return self.save_seconds <= self.evaluation_seconds
-        return self.save_seconds <= N_RETURNS * self.evaluation_seconds + STEADY_SECONDS
-
-
-def worth_of(content: Known, n_unsaved: int, size_bytes: int, rates: Rates) -> Worth:
-    """Return what it costs to save a slot of *size_bytes*, and to evaluate its *n_unsaved* last tokens."""
-    n_saved = max(0, content.n_tokens - n_unsaved)
-    return Worth(
-        rates.save_seconds(size_bytes),
-        rates.evaluation_seconds(n_saved, content.n_tokens),
-        is_first=content.n_saved == 0,
-    )
-
-
-def at_savable_point(rule: Rule, content: Known) -> Known | None:
-    """Return *content* cut back to where a save of it helps, or None if nowhere.
-
-    Under *end only* that is the last cut: what was generated behind it does not come back token for
-    token, and the state could not be rewound. Elsewhere the slot is saved as it stands. Until the rule is
-    known only a slot that was just stopped at a cut is saved: the rest can wait.
-    """
-    match rule.kind:
-        case RuleKind.NOTHING:
-            return None
-        case RuleKind.END_ONLY:
-            if not content.last_cut or not (rule.is_known or content.last_cut == content.n_tokens):
-                return None
-            return _cut_to(content, content.last_cut)
-        case RuleKind.RESTORE_POINTS | RuleKind.ANY_PREFIX:
-            return content
-
-
-def _cut_to(content: Known, n_tokens: int) -> Known:
-    """Return *content* without what lies behind its first *n_tokens*, cuts included."""
-    return replace(
-        content,
-        tokens=content.tokens[:n_tokens],
-        n_tail=0,
-        header=content.header if content.header <= n_tokens else 0,
-        turn_start=content.turn_start if content.turn_start <= n_tokens else 0,
-        marks=tuple(mark for mark in content.marks if mark <= n_tokens),
-    )
-
-
-def is_write_back_due(rule: Rule, content: Content) -> bool:
-    """Return whether a free slot holds work that no file has."""
-    if isinstance(content, Unknown):
-        return content.can_be_adopted and rule.can_restore
-    if not isinstance(content, Known):
-        return False
-    savable = at_savable_point(rule, content)
-    return (
-        savable is not None
-        and savable.n_tokens >= max(FIRST_BLOCK_TOKENS, _shortest_useful(rule))
-        and savable.n_unsaved > SLACK_TOKENS
-    )
-
-
-def _shortest_useful(rule: Rule) -> int:
-    return rule.end_holds_from if rule.kind is RuleKind.END_ONLY else 0
-
-
-def is_place_at_risk(rule: Rule, content: Content, n_believed: int) -> bool:
-    """Return whether the next requests will cost a slot a place that no file holds.
-
-    llama-server keeps so many context checkpoints in a slot and drops the oldest: the start of a turn is
-    gone after about ten calls of its tool loop, and with it all that lies behind an earlier one.
-    """
-    if rule.kind is not RuleKind.RESTORE_POINTS or not isinstance(content, Known):
-        return False
-    return any(
-        _is_oldest(content.restore_points, place, n_believed)
-        and highest_point(content.saved_points, place) < place - SLACK_TOKENS
-        for place in (content.header, content.turn_start, *content.marks[-1:])
-        if place >= FIRST_BLOCK_TOKENS
-    )
-
-
-_N_POINTS_AHEAD = 3
-"""A request adds one point at its end and one for each stop on its way."""
-
-
-def _is_oldest(points: tuple[int, ...], place: int, n_believed: int) -> bool:
-    """Return whether a slot's point for a place is there, and among the next that will be dropped."""
-    point = highest_point(points, place)
-    if point < place - SLACK_TOKENS:
-        return False
-    n_newer = len(points) - 1 - points.index(point)
-    return n_newer >= n_believed - _N_POINTS_AHEAD
-
-
-# How much was written lately, and which saves are still worth their bytes.
-#
-# Owns: the bytes of the last 24 hours by the hour, and who gets what is left of a day's budget. Pure;
-# must never know files or read the clock.
+# How much was written lately, and who gets what is left of a day's write budget.
 #
 # A save's worth is the seconds of evaluation that it spares for each byte. While half of the budget is
 # left, everything is saved. Then a save must be worth something, and the more the less is left: at the

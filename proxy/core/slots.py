@@ -9,19 +9,11 @@ A content is *known*, *empty* or *unknown*; unknown is an honest state, not an e
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from proxy.core.model import NO_CUTS, Checkpoint, CheckpointId, Cuts, Rule, RuleKind, SlotId
 from proxy.core.rule import highest_point
-from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
-
-# The slot table: what each slot of llama-server holds, and who has the right to it.
-#
-# Owns: contents and leases, and every change of them. Nothing here awaits, so a slot that is chosen is
-# reserved in the same call and no lock is needed. Must never know how a slot is filled.
-#
-# A content is *known*, *empty* or *unknown*; unknown is an honest state, not an error.
-
+from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
 
 MAX_CONTEXT_CHECKPOINTS = 32
 """llama-server's default of --ctx-checkpoints: how many a slot, and so a state file, has at most."""
@@ -113,43 +105,40 @@ LOADING = Unknown(can_be_adopted=False)
 """A slot that a state is being loaded into: it may hold anything until that is done."""
 
 
-def promised_tokens(rule: Rule, slot: "Slot", namespace: Namespace, tokens: TokenIds) -> int:
-    """Return how many tokens a slot that is closing will likely save a prompt that waits for it."""
-    content = slot.content
-    if isinstance(content, Unknown) and content.likely is not None and content.tenant == namespace:
-        return common_prefix_length(content.likely, tokens)
-    return live_reuse(rule, content, namespace, tokens).at_least
+def shared_tokens(content: Content, tokens: TokenIds, namespace: Namespace | None = None) -> int:
+    """Return how many leading tokens of a prompt a slot surely holds, usable or not.
+
+    With a *namespace*, another tenant's tokens count as none.
+    """
+    if not isinstance(content, Known) or namespace not in (None, content.namespace):
+        return 0
+    return common_prefix_length(content.tokens, tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class Reuse:
-    """How many tokens of a live slot a prompt will reuse: at least, and at most."""
+class UseLive:
+    """Continue from what the slot already holds: at least `n_reused` tokens will be reused."""
 
-    at_least: int = 0
-    at_most: int = 0
+    n_reused: int = 0
+    n_at_most: int = 0
 
 
-def live_reuse(rule: Rule, content: Content, namespace: Namespace, tokens: TokenIds) -> Reuse:
-    """Return what *tokens* would reuse of a slot that holds *content*."""
-    last = len(tokens) - 1
+def live_reuse(rule: Rule, content: Content, n_common: int, n_prompt: int) -> UseLive:
+    """Return what a prompt reuses of a slot that holds its first *n_common* tokens."""
+    last = n_prompt - 1
+    if isinstance(content, Empty):
+        return UseLive()
     if isinstance(content, Unknown):
-        return Reuse(0, last)
-    if isinstance(content, Empty) or content.namespace != namespace:
-        return Reuse()
-    n_common = common_prefix_length(content.tokens, tokens)
-    if n_common < len(content.tokens):
-        return Reuse(_after_rewind(rule, content, min(n_common, last)), min(n_common, last))
-    at_most = min(n_common + content.n_tail, last)
-    if content.n_tail == 0 and n_common <= last:
-        return Reuse(n_common, at_most)
-    return Reuse(_after_rewind(rule, content, min(n_common, last)), at_most)
-
-
-def _after_rewind(rule: Rule, content: Known, n_reachable: int) -> int:
+        return UseLive(0, last)
+    is_whole = n_common == len(content.tokens)
+    at_most = min(n_common + content.n_tail if is_whole else n_common, last)
+    if is_whole and content.n_tail == 0 and n_common <= last:
+        return UseLive(n_common, at_most)
     # Full attention forgets any tail; every other memory can only go back to a context checkpoint.
-    if rule.kind is RuleKind.ANY_PREFIX:
-        return n_reachable
-    return highest_point(content.restore_points, n_reachable)
+    n_reachable = min(n_common, last)
+    if rule.kind is not RuleKind.ANY_PREFIX:
+        n_reachable = highest_point(content.restore_points, n_reachable)
+    return UseLive(n_reachable, at_most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,13 +178,9 @@ def state_of(slot: Slot) -> SlotState:
     """Return whether a slot is in use and, if it is not, what is known of its content."""
     if slot.is_leased:
         return SlotState.LEASED
-    match slot.content:
-        case Known():
-            return SlotState.KNOWN
-        case Empty():
-            return SlotState.EMPTY
-        case Unknown():
-            return SlotState.UNKNOWN
+    if isinstance(slot.content, Known):
+        return SlotState.KNOWN
+    return SlotState.EMPTY if isinstance(slot.content, Empty) else SlotState.UNKNOWN
 
 
 class SlotTable:
@@ -218,52 +203,49 @@ class SlotTable:
         """Return the slots that nobody leases."""
         return [slot for slot in self._slots if not slot.is_leased]
 
+    def _change(self, slot_id: SlotId, **changes: Any) -> None:
+        self._slots[slot_id] = replace(self._slots[slot_id], **changes)
+
     def lease(self, slot_id: SlotId, now: float) -> None:
         """Reserve a slot; raises ValueError if it is leased."""
         if self._slots[slot_id].is_leased:
             raise ValueError(f"slot {slot_id} is leased already")
-        self._slots[slot_id] = replace(self._slots[slot_id], is_leased=True, used_at=now)
+        self._change(slot_id, is_leased=True, used_at=now)
 
     def release(self, slot_id: SlotId, now: float) -> None:
         """Give a slot back; it stays released if it was."""
-        self._slots[slot_id] = replace(
-            self._slots[slot_id],
-            is_leased=False,
-            is_closing=False,
-            is_running=False,
-            is_ready=False,
+        slot = self._slots[slot_id]
+        self._slots[slot_id] = Slot(
+            slot.id,
+            slot.content,
             used_at=now,
-            destined=None,
+            sources=slot.sources,
+            has_answered=slot.has_answered,
         )
 
     def close_lease(self, slot_id: SlotId) -> None:
         """Note that a leased slot will soon be free, with its content as good as it is now."""
-        self._slots[slot_id] = replace(
-            self._slots[slot_id], is_closing=True, is_running=False, is_ready=False
-        )
+        self._change(slot_id, is_closing=True, is_running=False, is_ready=False)
 
     def destine(self, slot_id: SlotId, tokens: TokenIds) -> None:
         """Note what the request that a slot is leased for will put there."""
-        self._slots[slot_id] = replace(self._slots[slot_id], destined=tokens)
+        self._change(slot_id, destined=tokens)
 
     def note_ready(self, slot_id: SlotId, *, is_ready: bool) -> None:
         """Note whether nothing will change what a leased slot holds until its request is sent."""
-        self._slots[slot_id] = replace(self._slots[slot_id], is_ready=is_ready)
+        self._change(slot_id, is_ready=is_ready)
 
     def note_running(self, slot_id: SlotId) -> None:
         """Note that llama-server runs the request that a slot is leased for."""
         if self._slots[slot_id].is_leased:
-            self._slots[slot_id] = replace(self._slots[slot_id], is_running=True, is_ready=False)
+            self._change(slot_id, is_running=True, is_ready=False)
 
     def set_content(self, slot_id: SlotId, content: Content) -> None:
         """Record what a slot holds from now on; whatever ran in it has ended."""
         if not self._damaged.isdisjoint(origin_of(content).ancestors):
             content = TAINTED
-        slot = self._slots[slot_id]
-        sources = () if isinstance(content, Empty) else slot.sources
-        self._slots[slot_id] = replace(
-            slot, content=content, is_running=False, is_ready=False, sources=sources
-        )
+        sources = () if isinstance(content, Empty) else self._slots[slot_id].sources
+        self._change(slot_id, content=content, is_running=False, is_ready=False, sources=sources)
 
     def distrust(self, damaged: Collection[CheckpointId]) -> None:
         """Taint what goes back to *damaged* checkpoints: free slots now, others when they change next."""
@@ -271,26 +253,28 @@ class SlotTable:
         for slot in self.free():
             self.set_content(slot.id, slot.content)
 
+    def forget_free(self) -> None:
+        """Mark every free slot unknown, after traffic that the proxy did not place."""
+        for slot in self.free():
+            self.set_content(slot.id, Unknown())
+
     def note_restore(self, slot_id: SlotId, checkpoint: Checkpoint) -> None:
         """Note that from now on a slot holds what comes from a checkpoint."""
-        self._slots[slot_id] = replace(
-            self._slots[slot_id], sources=(checkpoint,), has_answered=False
-        )
+        self._change(slot_id, sources=(checkpoint,), has_answered=False)
 
     def note_save(self, slot_id: SlotId, checkpoint: Checkpoint) -> None:
         """Note that what came from a checkpoint is now in another one as well."""
-        slot = self._slots[slot_id]
-        if slot.sources:
-            self._slots[slot_id] = replace(slot, sources=(slot.sources[-1], checkpoint))
+        if sources := self._slots[slot_id].sources:
+            self._change(slot_id, sources=(sources[-1], checkpoint))
+
+    def note_answer(self, slot_id: SlotId) -> None:
+        """Note that llama-server has answered a request from what a slot holds."""
+        self._change(slot_id, has_answered=True)
 
     def forget_sources(self, *slot_ids: SlotId) -> None:
         """Note that no saved state in these slots, or in any, is to be suspected any more."""
         for slot_id in slot_ids or [slot.id for slot in self]:
-            self._slots[slot_id] = replace(self._slots[slot_id], sources=())
-
-    def note_answer(self, slot_id: SlotId) -> None:
-        """Note that llama-server has answered a request from what a slot holds."""
-        self._slots[slot_id] = replace(self._slots[slot_id], has_answered=True)
+            self._change(slot_id, sources=())
 
     def suspects(self, slot_id: SlotId, *, is_saving: bool = False) -> tuple[Checkpoint, ...]:
         """Return the checkpoints to suspect if llama-server dies while it works on a slot.
@@ -300,15 +284,9 @@ class SlotTable:
         slot = self._slots[slot_id]
         return slot.sources if is_saving or not slot.has_answered else ()
 
-    def forget_free(self) -> None:
-        """Mark every free slot unknown, after traffic that the proxy did not place."""
-        for slot in self.free():
-            self.set_content(slot.id, Unknown())
 
-
-# Which slot a request gets whose prompt is not looked up, and which one is emptied for another purpose.
-#
-# Owns: the choice by what would be lost. Pure.
+# Which slot a request gets whose prompt is not looked up, and which slot is emptied for another purpose:
+# the choice goes by what would be lost.
 
 
 def choose_slot_for_bypass(slots: Iterable[Slot], namespace: Namespace) -> Slot | None:
@@ -317,69 +295,87 @@ def choose_slot_for_bypass(slots: Iterable[Slot], namespace: Namespace) -> Slot 
     First a slot that such a request of the same tenant used before (llama-server reuses what it can),
     then an empty one, then the one whose loss costs least.
     """
-
-    def rank(slot: Slot) -> tuple[bool, int, float]:
-        if isinstance(slot.content, Unknown) and slot.content.tenant == namespace:
-            return False, 0, -slot.used_at
-        return True, *_loss(slot)
-
-    return min((slot for slot in slots if not slot.is_leased), key=rank, default=None)
+    free = [slot for slot in slots if not slot.is_leased]
+    used = [s for s in free if isinstance(s.content, Unknown) and s.content.tenant == namespace]
+    newest = max(used, key=lambda slot: slot.used_at, default=None)
+    return newest or choose_slot_to_empty(free)
 
 
 def choose_slot_to_empty(slots: Iterable[Slot]) -> Slot | None:
     """Return the free slot whose loss costs least, or None if there is none."""
-    return min((slot for slot in slots if not slot.is_leased), key=_loss, default=None)
 
+    def loss(slot: Slot) -> tuple[int, float]:
+        n_unsaved = slot.content.n_unsaved + 1 if isinstance(slot.content, Known) else 0
+        return n_unsaved, slot.used_at
 
-def _loss(slot: Slot) -> tuple[int, float]:
-    n_unsaved = slot.content.n_unsaved + 1 if isinstance(slot.content, Known) else 0
-    return n_unsaved, slot.used_at
+    return min((slot for slot in slots if not slot.is_leased), key=loss, default=None)
 
 
 # What must not be reused: other tenants' tokens, and restored states that cannot be cut.
-#
-# Owns: whether a slot is erased before a request uses it. Pure.
 
 
 def must_be_erased(
-    rule: Rule, content: Content, namespace: Namespace, tokens: TokenIds | None = None
+    rule: Rule, content: Content, namespace: Namespace, n_common: int | None = None
 ) -> bool:
-    """Return whether llama-server must not reuse what a slot holds for *tokens* (None: not known).
+    """Return whether llama-server must not reuse what a slot holds for a prompt.
 
     That is another tenant's tokens, or a restored state without all positions that would have to be cut
     before its end. A server that saves context checkpoints refuses to; with --swa-full it cuts the state,
-    although the file has no more than a window.
+    although the file has no more than a window. The slot holds the prompt's first *n_common* tokens (None:
+    not known).
     """
-    if holds_foreign_tokens(content, namespace):
+    if isinstance(content, Empty):
+        return False
+    owner = content.namespace if isinstance(content, Known) else content.tenant
+    if owner != namespace:
         return True
-    n_restored = origin_of(content).n_restored
+    n_restored = content.origin.n_restored
     if rule.kind is RuleKind.RESTORE_POINTS or n_restored == 0:
         return False
-    if tokens is None or not isinstance(content, Known):
-        return True
-    return common_prefix_length(content.tokens, tokens) < n_restored
+    return n_common is None or not isinstance(content, Known) or n_common < n_restored
 
 
-def holds_foreign_tokens(content: Content, namespace: Namespace) -> bool:
-    """Return whether a slot holds tokens of another tenant, which llama-server would reuse."""
-    match content:
-        case Empty():
-            return False
-        case Known():
-            return content.namespace != namespace
-        case Unknown():
-            return content.tenant != namespace
-
-
-# What a slot holds once a prompt was evaluated in it.
-#
-# Owns: the prediction of a content, context checkpoints and places included. Pure; a save tells the
-# truth.
+# What a slot holds once a prompt was evaluated in it: a prediction, of which a save tells the truth.
 
 
 CONTEXT_CHECKPOINT_MARGIN = 5
 """llama-server makes a context checkpoint 4 tokens before a prompt's end (server-context.cpp,
 "checkpoint the last"); a sliding-window model continues one token before it."""
+
+CHECKPOINTS_PER_REQUEST = 3
+"""So many context checkpoints llama-server adds for a request at most, and drops the oldest for them
+(server-context.cpp, create_checkpoint)."""
+
+MAX_MARKS = 32
+"""More marks than context checkpoints in a file are not kept."""
+
+
+NOTHING_HELD = Known(token_ids(()), Namespace(b""))
+
+
+def cut_to(content: Known, n_tokens: int) -> Known:
+    """Return *content* without what lies behind its first *n_tokens*, cuts included."""
+    return replace(
+        content,
+        tokens=content.tokens[:n_tokens],
+        n_tail=0,
+        restore_points=tuple(p for p in content.restore_points if p <= n_tokens),
+        header=_within(n_tokens, content.header),
+        turn_start=_within(n_tokens, content.turn_start),
+        last_cut=_within(n_tokens, content.last_cut),
+        marks=tuple(mark for mark in content.marks if mark <= n_tokens),
+        n_saved=min(content.n_saved, n_tokens),
+        saved_points=tuple(p for p in content.saved_points if p <= n_tokens),
+    )
+
+
+def _within(n_tokens: int, n_cut: int) -> int:
+    return n_cut if n_cut <= n_tokens else 0
+
+
+def n_believed_points(n_context_checkpoints: int) -> int:
+    """Return how many of the newest points a slot surely still has that keeps so many checkpoints."""
+    return n_context_checkpoints // CHECKPOINTS_PER_REQUEST
 
 
 def after_evaluation(
@@ -399,73 +395,35 @@ def after_evaluation(
     the old content are gone; one is new, shortly before the prompt's end, if it lies *stride_tokens* behind
     the last. Only the newest *n_believed* are counted on.
     """
-    n_kept = 0
-    old = before if isinstance(before, Known) and before.namespace == namespace else None
-    if old:
-        n_kept = common_prefix_length(old.tokens, tokens)
-    points = [p for p in old.restore_points if p <= n_kept] if old else []
-    newest = len(tokens) - CONTEXT_CHECKPOINT_MARGIN
-    if newest >= stride_tokens + max(points, default=-stride_tokens) and newest > 0:
-        points.append(newest)
-    origin = origin_of(before)
-    n_restored = _kept(origin.n_restored, n_kept) if old else min(origin.n_restored, len(tokens))
+    old, origin = NOTHING_HELD, origin_of(before)
+    n_restored = min(origin.n_restored, len(tokens))
+    if isinstance(before, Known) and before.namespace == namespace:
+        n_kept = common_prefix_length(before.tokens, tokens)
+        old, n_restored = cut_to(before, n_kept), _within(n_kept, origin.n_restored)
+        origin = origin if n_kept else EVALUATED
+    points, newest = old.restore_points, len(tokens) - CONTEXT_CHECKPOINT_MARGIN
+    if newest > 0 and (not points or newest >= points[-1] + stride_tokens):
+        points += (newest,)
+    # A conversation forks where a user message begins: a summary or a title is asked for, a subagent takes
+    # over, the user goes back and edits. What lies before it is then asked for again. Other sessions share
+    # an agent's surroundings.
+    forks = (cuts.branch, cuts.last_turn_end, cuts.surroundings)
+    marks = {fork for fork in forks if fork <= len(tokens)} | {*old.marks, old.turn_start}
+    n_points = MAX_CONTEXT_CHECKPOINTS if isinstance(before, Unknown) else 0
+    if isinstance(before, Known):
+        n_points = before.n_points_at_most
     return Known(
         tokens=tokens,
         namespace=namespace,
         n_tail=max(0, n_generated - 1),
-        restore_points=tuple(points[-n_believed:]) if n_believed else (),
-        header=_kept(cuts.header, len(tokens)) or (_kept(old.header, n_kept) if old else 0),
-        turn_start=_kept(cuts.turn_start, len(tokens))
-        or (_kept(old.turn_start, n_kept) if old else 0),
-        last_cut=_kept(old.last_cut, n_kept) if old else 0,
-        marks=_marks(old, n_kept, cuts, len(tokens)),
-        n_saved=min(old.n_saved, n_kept) if old else 0,
-        saved_points=tuple(p for p in old.saved_points if p <= n_kept) if old else (),
+        restore_points=points[-n_believed:] if n_believed else (),
+        header=_within(len(tokens), cuts.header) or old.header,
+        turn_start=_within(len(tokens), cuts.turn_start) or old.turn_start,
+        last_cut=old.last_cut,
+        marks=tuple(sorted(marks - {0, cuts.header, cuts.turn_start}))[-MAX_MARKS:],
+        n_saved=old.n_saved,
+        saved_points=old.saved_points,
         shape=shape,
-        origin=Origin(n_restored, origin.ancestors if n_kept or not old else ()),
-        n_points_at_most=min(
-            MAX_CONTEXT_CHECKPOINTS, _points_at_most(before) + CHECKPOINTS_PER_REQUEST
-        ),
+        origin=Origin(n_restored, origin.ancestors),
+        n_points_at_most=min(MAX_CONTEXT_CHECKPOINTS, n_points + CHECKPOINTS_PER_REQUEST),
     )
-
-
-MAX_MARKS = 32
-"""More places than context checkpoints in a file are not kept."""
-
-
-def _marks(old: Known | None, n_kept: int, cuts: Cuts, n_tokens: int) -> tuple[int, ...]:
-    """Return where requests may come back to in a prompt that shares its first *n_kept* tokens with *old*.
-
-    A new user message is the place where a conversation forks: a summary or a title is asked for, a
-    subagent takes over, the user goes back and edits. What lies before it is then asked for again. Another
-    session shares an agent's surroundings. Of the prompt only *n_tokens* are evaluated so far.
-    """
-    forks = cuts.branch, cuts.last_turn_end, cuts.surroundings
-    marks = {mark for mark in forks if mark <= n_tokens}
-    if old:
-        marks |= {mark for mark in (*old.marks, old.turn_start) if mark <= n_kept}
-    return tuple(sorted(marks - {0, cuts.header, cuts.turn_start}))[-MAX_MARKS:]
-
-
-def _points_at_most(content: Content) -> int:
-    match content:
-        case Empty():
-            return 0
-        case Known():
-            return content.n_points_at_most
-        case Unknown():
-            return MAX_CONTEXT_CHECKPOINTS
-
-
-CHECKPOINTS_PER_REQUEST = 3
-"""So many context checkpoints llama-server adds for a request at most, and drops the oldest for them
-(server-context.cpp, create_checkpoint)."""
-
-
-def n_believed_points(n_context_checkpoints: int) -> int:
-    """Return how many of the newest points a slot surely still has that keeps so many checkpoints."""
-    return n_context_checkpoints // CHECKPOINTS_PER_REQUEST
-
-
-def _kept(n_cut: int, n_kept: int) -> int:
-    return n_cut if n_cut <= n_kept else 0

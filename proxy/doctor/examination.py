@@ -31,26 +31,20 @@ from proxy.doctor.probes import (
 )
 from proxy.errors import IndexDamaged, StoreFault, StoreLocked, UpstreamFault, UpstreamRefused
 from proxy.llama.client import LlamaServer, Props, new_session
-from proxy.llama.hosts import (
-    HostedFlags,
-    ModelHost,
-    Models,
-    hosted_flags,
-    recognise,
-)
+from proxy.llama.hosts import HostedFlags, ModelHost, Models, recognise
 from proxy.llama.routes import Target
-from proxy.servers import building
 from proxy.servers.attach import Attacher
-from proxy.servers.attachment import Attachment, read_identity
+from proxy.servers.attachment import read_identity
 from proxy.servers.self_test import Learning
 from proxy.servers.server import kind_of
-from proxy.serving.process import quarantined_in_words
+from proxy.serving.process import Process, quarantined_in_words
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.settings import Settings, parse_urls, reachable
 from proxy.store.catalogue import Limits
+from proxy.store.directory import keep_proxies_out
 from proxy.store.files import StateFiles
+from proxy.store.index import IndexContent, read_index
 from proxy.store.known_models import known_namespaces, known_tenants, owners
-from proxy.store.opening import IndexContent, keep_proxies_out, read_index
 
 Note = Callable[[str], object]
 """Is told what is going on."""
@@ -179,7 +173,7 @@ async def reach(
         if facts.asked_for and may_load and facts.asked_for not in models.loaded:
             await _load(host, models, facts)
         models = await host.models()
-        flags = {each.model: each for each in await hosted_flags(host)}
+        flags = {each.model: each for each in await host.flags()}
     except UpstreamFault as fault:
         facts.problem = str(fault)
         return [], facts
@@ -245,7 +239,7 @@ async def _contact(facts: LlamaServerFacts, probing: Scratch) -> Props | None:
         degradations.begin(DegradationKind.NOT_A_LLAMA_SERVER, "it has no slots")
         return None
     facts.build, facts.model = props.build_info, props.model_path
-    facts.n_slots, facts.n_ctx = props.total_slots, props.default_generation_settings.n_ctx
+    facts.n_slots, facts.n_ctx = props.total_slots, props.n_ctx
     facts.is_asleep = props.is_sleeping
     if not process_id:
         degradations.begin(DegradationKind.PROCESS_HAS_NO_NAME)
@@ -267,14 +261,14 @@ async def _examine_slots(
     if not facts.n_empty:
         return
     note(f"{name}attaching, and saving and restoring states of up to 4,400 tokens")
-    attachment = await _attach(probing, props)
-    if not attachment.can_cache:
+    process = await _attach(probing, props)
+    if not process.can_cache:
         return
-    facts.rule = attachment.rule if attachment.self_test else None
+    facts.rule = process.rule if process.self_test else None
     facts.identity = await read_identity(server, props)
     assert probing.layout is not None, "an attach that can cache has saved a state"
     facts.layout = probing.layout
-    _note_cost(facts, server, attachment)
+    _note_cost(facts, server, process)
     _find_usable(facts, probing, index)
     note(f"{name}trying out similarity and the RAM cache")
     try:
@@ -288,7 +282,7 @@ async def _examine_slots(
             await server.erase_all()
 
 
-async def _attach(probing: Scratch, props: Props) -> Attachment:
+async def _attach(probing: Scratch, props: Props) -> Process:
     """Attach as the proxy does, and wait for the self-test; raises UpstreamFault."""
     services, server, saver = probing.services, probing.server, probing.saver
     attacher = Attacher(
@@ -298,17 +292,17 @@ async def _attach(probing: Scratch, props: Props) -> Attachment:
         n_context_checkpoints=MAX_CONTEXT_CHECKPOINTS,
         shares_between_api_keys=None,
     )
-    # Whether a restart can be told was looked at: this attachment outlives none.
-    attachment = await attacher.attach(props, "examined once")
-    if attachment.obstacle:
-        attachment.degrade(attachment.obstacle.kind, attachment.obstacle.detail)
-    elif attachment.clears_idle_slots is None and any(server.held.values()):
+    # Whether a restart can be told was looked at: this process outlives none.
+    process = await attacher.attach(props, "examined once")
+    if process.obstacle:
+        process.degrade(process.obstacle.kind, process.obstacle.detail)
+    elif process.clears_idle_slots is None and any(server.held.values()):
         # One empty slot was run: what the others held before must be there still.
         statuses = [status for status in await server.slots() if server.held.get(status.id)]
-        attachment.note_clearing(clears=any(not status.n_held for status in statuses))
-    Learning(services, saver).begin(building.new_session(services, saver, attachment))
-    await attachment.examination(None)
-    return attachment
+        process.note_clearing(clears=any(not status.n_held for status in statuses))
+    Learning(services, saver).begin(process)
+    await process.examination(None)
+    return process
 
 
 def _find_usable(facts: LlamaServerFacts, probing: Scratch, index: IndexContent) -> None:
@@ -324,13 +318,13 @@ def _find_usable(facts: LlamaServerFacts, probing: Scratch, index: IndexContent)
     facts.n_usable, facts.usable_bytes = len(sizes), sum(sizes)
 
 
-def _note_cost(facts: LlamaServerFacts, server: ProbedServer, attachment: Attachment) -> None:
+def _note_cost(facts: LlamaServerFacts, server: ProbedServer, process: Process) -> None:
     """Note what a state costs, as the proxy expects after the saves and restores of the self-test."""
-    n_bytes = expected_bytes(attachment.sizes, USUAL_TOKENS, MAX_CONTEXT_CHECKPOINTS)
+    n_bytes = expected_bytes(process.sizes, USUAL_TOKENS, MAX_CONTEXT_CHECKPOINTS)
     if n_bytes is None or not server.restores:
         return
     restored_bytes, restore_seconds = max(server.restores)
     facts.state_bytes = n_bytes
-    facts.save_seconds = attachment.rates.save_seconds(n_bytes)
+    facts.save_seconds = process.rates.save_seconds(n_bytes)
     facts.restore_seconds = restore_seconds * n_bytes / max(1, restored_bytes)
-    facts.evaluate_seconds = attachment.rates.evaluation_seconds(0, USUAL_TOKENS)
+    facts.evaluate_seconds = process.rates.evaluation_seconds(0, USUAL_TOKENS)

@@ -14,7 +14,7 @@ from proxy.errors import CacheFault, SaveRejected
 from proxy.llama.client import LlamaServer
 from proxy.serving.saver import keep_as_saved
 from proxy.store.catalogue import Limits
-from proxy.store.opening import keep_proxies_out
+from proxy.store.directory import keep_proxies_out
 
 _N_KEPT = 64
 """Tokens of the context that are left for what comes behind a prompt."""
@@ -66,7 +66,7 @@ async def measure(
             raise CacheFault(f"{host.name}: {host.problem or f'give one of {names} by --model'}")
         upstream = upstreams[0]
         props = await upstream.props()
-        n_ctx = props.default_generation_settings.n_ctx
+        n_ctx = props.n_ctx
         fitting = [n for n in lengths if n + _N_KEPT <= n_ctx]
         async with scratch(upstream, directory, Limits(sys.maxsize), keep_as_saved) as probing:
             facts = LlamaServerFacts(url=upstream.target.base_url, n_slots=props.total_slots)

@@ -20,11 +20,11 @@ from proxy.doctor.facts import LlamaServerFacts
 from proxy.errors import CacheFault, UpstreamRefused, UpstreamUnreachable
 from proxy.explain.report import Journal, Report
 from proxy.health import CannotCache, Degradations, Faults
-from proxy.llama.client import LlamaServer, Restored, Saved, SlotStatus
+from proxy.llama.client import LlamaServer, Saved, SlotStatus
 from proxy.llama.state_file import read_state_file
 from proxy.metrics import Metrics
 from proxy.servers.attachment import Layout
-from proxy.serving.process import NewestAttachments, Services, Shared
+from proxy.serving.process import NewestProcesses, Services, Shared
 from proxy.serving.saver import RewriteStateFile, Saver
 from proxy.store.catalogue import Limits
 from proxy.store.files import StateFiles
@@ -74,7 +74,7 @@ class ProbedServer(LlamaServer):
     """
 
     def __init__(self, upstream: LlamaServer, files: ProbeFiles) -> None:
-        super().__init__(upstream.session, upstream.target, upstream.api_key, upstream.presence)
+        super().__init__(upstream.session, upstream.target, upstream.api_key)
         self.files = files
         self.n_slots = 0
         self.n_vocab = 2
@@ -102,12 +102,12 @@ class ProbedServer(LlamaServer):
         saving.add_done_callback(self._unfinished.discard)
         return await asyncio.shield(saving)
 
-    async def restore(self, slot_id: SlotId, file_name: str) -> Restored:
+    async def restore(self, slot_id: SlotId, file_name: str) -> int:
         began = time.monotonic()
-        restored = await super().restore(slot_id, file_name)
+        n_restored = await super().restore(slot_id, file_name)
         seconds = time.monotonic() - began
         self.restores.append((self.files.size_bytes(file_name), seconds))
-        return restored
+        return n_restored
 
     def text(self, seed: int, n_tokens: int) -> TokenIds:
         """Return tokens that begin differently for each *seed*."""
@@ -220,7 +220,7 @@ async def scratch(
             Report(metrics, journal),
         )
         shared = Shared(
-            store, metrics, faults, degradations, report, journal, Tasks(), NewestAttachments()
+            store, metrics, faults, degradations, report, journal, Tasks(), NewestProcesses()
         )
         try:
             yield Scratch(shared.of(server, ""), server, rewrite)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import date, datetime
 from enum import StrEnum
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -37,10 +38,13 @@ from proxy.explain.views import Today
 from proxy.llama.bodies import GenerationBody, contents_of, sketch_of
 from proxy.log import get_logger
 from proxy.metrics import Metrics
-from proxy.servers.attachment import Attachment, known_to_others
-from proxy.serving.request import Account, Answer, Arrival, GenerationRequest
 from proxy.store.store import CheckpointStore
 
+if TYPE_CHECKING:
+    from proxy.serving.process import Process
+    from proxy.serving.request import Account, Request
+
+TOKENIZED_OTHERWISE = "requests of this shape are tokenized differently"
 MAX_REQUESTS = 2000
 MAX_PROMPTS = 500
 MAX_PROMPT_BYTES = 48 << 20
@@ -156,13 +160,13 @@ class Inquiry:
     def __init__(
         self,
         journal: Journal,
-        attachment: Attachment,
+        process: "Process",
         prompt: Prompt,
         body: GenerationBody,
         store: CheckpointStore | None = None,
     ) -> None:
         self._journal = journal
-        self._attachment = attachment
+        self._process = process
         self._prompt = prompt
         self._body = body
         self._store = store
@@ -174,7 +178,7 @@ class Inquiry:
         self._planned_at = time.monotonic()
         self._known = self._journal.prompts.newest()
 
-    def judge(self, account: Account, request_id: str) -> Judgement:
+    def judge(self, account: "Account", request_id: str) -> Judgement:
         """Return why no more was reused, once that is known; the prompt is known from now on."""
         if account.n_reused is None:
             return Judgement()
@@ -190,7 +194,7 @@ class Inquiry:
                 # What follows a change in the newest message is new in any case.
                 past = replace(past, n_like=compared.n_common)
         judgement = msgspec.structs.replace(
-            self._beside_others(judge(account, self._attachment.rule, past, change), account),
+            self._beside_others(judge(account, self._process.rule, past, change), account),
             nearest=self._nearest_record(compared, account.plan.n_shared),
             divergence=self._divergence(new, compared, change),
         )
@@ -198,13 +202,13 @@ class Inquiry:
             self._remember(new, request_id, (nearest, compared))
         return judgement
 
-    def _beside_others(self, judgement: Judgement, account: Account) -> Judgement:
+    def _beside_others(self, judgement: Judgement, account: "Account") -> Judgement:
         """Return the judgement, or that another API key's states have what is not known under this one."""
         n_reused = account.n_reused or 0
         is_explained = judgement.cause.is_miss or account.n_prompt - n_reused <= SLACK_TOKENS
-        if is_explained or self._store is None or not self._attachment.can_cache:
+        if is_explained or self._store is None or not self._process.can_cache:
             return judgement
-        n_of_others = known_to_others(self._store, self._attachment, self._prompt)
+        n_of_others = self._process.n_known_to_others(self._prompt)
         return judge_with_others(judgement, n_reused, n_of_others)
 
     def _past(self, nearest: Match | None, compared: Match | None) -> Past:
@@ -213,7 +217,7 @@ class Inquiry:
             n_like = min(len(compared.known.tokens), self._prompt.n_tokens - 1)
         if nearest is None:
             return Past(0, n_like)
-        is_of_other = nearest.known.process_id != self._attachment.process_id
+        is_of_other = nearest.known.process_id != self._process.id
         return Past(nearest.n_common, n_like, is_of_other, nearest.loss)
 
     def _change(self, new: Rendering, compared: Match) -> PromptChange | None:
@@ -267,7 +271,7 @@ class Inquiry:
             self._prompt.tokens,
             new.text,
             new.sketch,
-            self._attachment.process_id,
+            self._process.id,
             time.monotonic(),
             (request_id,),
         )
@@ -282,29 +286,33 @@ class Report:
         self._journal = journal
         self._log = get_logger("cache")
 
-    def answered(
-        self,
-        request: GenerationRequest,
-        answer: Answer,
-        outcome: Outcome,
-        judgement: Judgement,
-        account: Account | None = None,
-        *,
-        why: str | None = None,
+    def answered(self, request: "Request", judgement: Judgement) -> None:
+        """Report a request that was looked up, once its answer was relayed."""
+        self._answered(request, judgement, request.outcome)
+
+    def not_looked_up(
+        self, request: "Request", why: str, outcome: Outcome = Outcome.BYPASS
     ) -> None:
-        """Report a request whose answer was relayed; without an account, *why* it was not looked up."""
+        """Report a request that was not looked up, and *why*, once its answer was relayed."""
+        request.why = why
+        is_otherwise = why == TOKENIZED_OTHERWISE
+        cause = Cause.TOKENIZED_OTHERWISE if is_otherwise else Cause.NOT_LOOKED_UP
+        self._answered(request, Judgement(cause), outcome)
+
+    def _answered(self, request: "Request", judgement: Judgement, outcome: Outcome) -> None:
+        answer, account = request.answer, request.account
+        assert answer is not None
         if answer.is_broken:
-            gone = UpstreamGone("llama-server went away in mid-answer")
-            return self.unanswered(request.arrival, gone)
+            return self.unanswered(request, UpstreamGone("llama-server went away in mid-answer"))
         self._metrics.requests.labels(outcome).inc()
         self._count_reuse(judgement, account)
-        arrived_at, first_token_seconds = request.arrival.arrived_at, None
+        first_token_seconds = None
         if answer.first_token_at is not None:
-            first_token_seconds = round(answer.first_token_at - arrived_at, 4)
+            first_token_seconds = round(answer.first_token_at - request.arrived_at, 4)
             self._metrics.first_token_seconds.labels(outcome).observe(first_token_seconds)
         record = RequestRecord(
             id=request.id,
-            at=request.arrival.at,
+            at=request.at,
             path=request.path,
             outcome=outcome.value,
             cause=judgement.cause,
@@ -314,14 +322,14 @@ class Report:
             status=answer.status,
             server=request.server or None,
             first_token_seconds=first_token_seconds,
-            seconds=round(time.monotonic() - arrived_at, 4),
+            seconds=round(time.monotonic() - request.arrived_at, 4),
             rewrites=request.rewrites or None,
-            **(account.describe() if account else {"why": why}),
+            **(account.describe() if account else {"why": request.why}),
         )
         self._log.info("request", **_line(record))
         self._remember(record, judgement)
 
-    def _count_reuse(self, judgement: Judgement, account: Account | None) -> None:
+    def _count_reuse(self, judgement: Judgement, account: "Account | None") -> None:
         """Count what was missed, and what was saved."""
         metrics, cause = self._metrics, judgement.cause
         if cause.is_miss:
@@ -332,18 +340,18 @@ class Report:
             metrics.saved_seconds.labels(source).inc(max(0.0, seconds))
             metrics.lost_seconds.inc(max(0.0, -seconds))
 
-    def unanswered(self, arrival: Arrival, error: BaseException) -> None:
+    def unanswered(self, request: "Request", error: BaseException) -> None:
         """Report a request that *error* ended before its answer was whole."""
         why = _why_unanswered(error)
         self._metrics.unanswered_requests.labels(why).inc()
         record = RequestRecord(
-            id=arrival.id,
-            at=arrival.at,
-            path=arrival.path,
+            id=request.id,
+            at=request.at,
+            path=request.path,
             outcome=UNANSWERED,
             cause=Cause.NOT_LOOKED_UP,
             why=why,
-            seconds=round(time.monotonic() - arrival.arrived_at, 4),
+            seconds=round(time.monotonic() - request.arrived_at, 4),
         )
         write = self._log.warning if isinstance(error, ProxyError) else self._log.info
         write("request", **_line(record), reason=str(error) or type(error).__name__)

@@ -1,10 +1,12 @@
-"""The store and the recent requests as operators see them."""
+"""The store and the recent requests as operators see them.
+
+Owns: the store as a tree, what a node of it sums up, which checkpoints a selection means, and the JSON that
+the admin listener, the commands and the live page share (docs/operations.md, docs/live-page.md). Pure.
+"""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from enum import StrEnum
-from operator import attrgetter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -13,60 +15,31 @@ from proxy.core.model import Checkpoint, Quarantine
 from proxy.core.tokens import Namespace
 from proxy.explain.explanation import RequestRecord
 
-# The store as people look at it: namespaces, their headers, the sessions of each, their checkpoints.
-#
-# Owns: which node a checkpoint lies under, and what a node sums up. Pure. Nothing is kept between two
-# looks: one level is one pass over the records, so that a level of 10,000 checkpoints takes milliseconds.
+# The tree: namespaces, their headers, the sessions of each, their checkpoints. What sessions share lies
+# under the header itself. Nothing is kept between two looks: one level is one pass over the records, so
+# that a level of 10,000 checkpoints takes milliseconds.
+
+_LEVELS = ("store", "namespace", "header", "session")
 
 
-_Key = Namespace | int
-"""What checkpoints that lie under the same child have in common; negative if it is a checkpoint."""
+class NodeId(tuple[Namespace | int, ...]):
+    """Names a node above the checkpoints: its namespace, header and session, as its level has them."""
 
+    __slots__ = ()
 
-class Level(StrEnum):
-    """How deep a node lies."""
-
-    STORE = "store"
-    NAMESPACE = "namespace"
-    HEADER = "header"
-    SESSION = "session"
-    CHECKPOINT = "checkpoint"
-
-
-@dataclass(frozen=True, slots=True)
-class NodeId:
-    """Names a node above the checkpoints: as much of this as its level has."""
-
-    namespace: Namespace | None = None
-    header_id: int | None = None
-    session_id: int | None = None
+    def __new__(cls, *path: Namespace | int) -> "NodeId":
+        return super().__new__(cls, path)
 
     @property
-    def level(self) -> Level:
-        if self.namespace is None:
-            return Level.STORE
-        if self.header_id is None:
-            return Level.NAMESPACE
-        return Level.HEADER if self.session_id is None else Level.SESSION
+    def level(self) -> str:
+        return _LEVELS[len(self)]
 
     @property
     def parent(self) -> "NodeId":
-        if self.session_id is not None:
-            return NodeId(self.namespace, self.header_id)
-        return STORE if self.header_id is None else NodeId(self.namespace)
+        return NodeId(*self[:-1])
 
     def __str__(self) -> str:
-        parts = [self.namespace.hex()] if self.namespace is not None else []
-        parts += [f"{i:016x}" for i in (self.header_id, self.session_id) if i is not None]
-        return "/".join(parts)
-
-    def child(self, key: _Key) -> "NodeId | None":
-        """Return the id of the child that groups checkpoints by *key*; None if it is a checkpoint."""
-        if isinstance(key, bytes):
-            return NodeId(Namespace(key))
-        if self.level is Level.NAMESPACE:
-            return NodeId(self.namespace, key)
-        return NodeId(self.namespace, self.header_id, key) if key > 0 else None
+        return "/".join(i.hex() if isinstance(i, bytes) else f"{i:016x}" for i in self)
 
 
 STORE = NodeId()
@@ -79,18 +52,33 @@ def parse_node_id(text: str) -> NodeId:
     namespace, *numbers = text.split("/")
     if len(namespace) != 32 or len(numbers) > 2:
         raise ValueError(f"{text!r} is not the id of a node")
-    ids = [int(number, 16) for number in numbers] + [None, None]
-    return NodeId(Namespace(bytes.fromhex(namespace)), ids[0], ids[1])
+    return NodeId(Namespace(bytes.fromhex(namespace)), *(int(number, 16) for number in numbers))
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A node above the checkpoints and what lies under it.
+def parent_of(checkpoint: Checkpoint) -> tuple[Namespace | int, ...]:
+    """Return the path of the node that a checkpoint lies directly under."""
+    family = checkpoint.family
+    path = checkpoint.namespace, family.header_id
+    return (*path, family.session_id) if family.session_id else path
 
-    `n_tokens` is the length of a header; of a session that of its longest checkpoint; else 0.
+
+def under(node_id: NodeId, checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints that lie somewhere under a node."""
+    n_ids = len(node_id)
+    return [c for c in checkpoints if parent_of(c)[:n_ids] == node_id]
+
+
+class ListedNode(msgspec.Struct, frozen=True):
+    """A node above the checkpoints; what it counts are all checkpoints under it.
+
+    `n_tokens` is the length of a header; of a session that of its longest checkpoint; else 0. `is_served`
+    says whether the model that llama-server serves now can use them, and `model` what theirs is called;
+    None if that is not known.
     """
 
-    id: NodeId
+    id: str
+    parent: str | None
+    level: str
     n_tokens: int
     n_checkpoints: int
     n_children: int
@@ -99,82 +87,70 @@ class Node:
     created_at: float
     last_used_at: float
     n_restores: int
+    is_served: bool | None
+    model: str | None = None
 
 
-def under(node_id: NodeId, checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """Return the checkpoints that lie somewhere under a node."""
-    found, (namespace, header_id, session_id) = list(checkpoints), astuple(node_id)
-    if namespace is not None:
-        found = [c for c in found if c.namespace == namespace]
-    if header_id is not None:
-        found = [c for c in found if c.family.header_id == header_id]
-    if session_id is not None:
-        found = [c for c in found if c.family.session_id == session_id]
-    return found
+def node_of(
+    node_id: NodeId,
+    checkpoints: Collection[Checkpoint],
+    names: Mapping[Namespace, str],
+    served: Collection[Namespace],
+) -> ListedNode:
+    """Return the node of an id; *checkpoints* are all that lie under it.
 
-
-def node_of(node_id: NodeId, checkpoints: Sequence[Checkpoint]) -> Node:
-    """Return the node of an id; *checkpoints* are all that lie under it."""
-    return Node(
-        node_id,
-        _n_tokens(node_id.level, checkpoints),
-        len(checkpoints),
-        len(set(map(_KEYS[node_id.level], checkpoints))),
-        sum([c.is_pinned for c in checkpoints]),
-        sum([c.size_bytes for c in checkpoints]),
-        min([c.created_at for c in checkpoints], default=0.0),
-        max([c.last_used_at for c in checkpoints], default=0.0),
-        sum([c.n_restores for c in checkpoints]),
+    *names* are those of the models of namespaces, *served* the namespaces of the model that is served now.
+    """
+    n_ids, namespace = len(node_id), node_id[0] if node_id else None
+    lengths = {
+        "header": [c.header for c in checkpoints],
+        "session": [c.n_tokens for c in checkpoints],
+    }
+    children = {p[: n_ids + 1] if len(p := parent_of(c)) > n_ids else c.id for c in checkpoints}
+    return ListedNode(
+        id=str(node_id),
+        parent=str(node_id.parent) if node_id else None,
+        level=node_id.level,
+        n_tokens=max(lengths.get(node_id.level, ()), default=0),
+        n_checkpoints=len(checkpoints),
+        n_children=len(children),
+        n_pinned=sum([c.is_pinned for c in checkpoints]),
+        size_bytes=sum([c.size_bytes for c in checkpoints]),
+        created_at=min([c.created_at for c in checkpoints], default=0.0),
+        last_used_at=max([c.last_used_at for c in checkpoints], default=0.0),
+        n_restores=sum([c.n_restores for c in checkpoints]),
+        is_served=namespace in served if served and node_id else None,
+        model=names.get(namespace) if isinstance(namespace, bytes) else None,
     )
 
 
 def children_of(
-    node_id: NodeId, checkpoints: Iterable[Checkpoint], offset: int = 0, limit: int | None = None
-) -> list[Node | Checkpoint]:
+    node_id: NodeId,
+    checkpoints: Iterable[Checkpoint],
+    names: Mapping[Namespace, str],
+    served: Collection[Namespace],
+    offset: int = 0,
+    limit: int | None = None,
+) -> list[ListedNode | Checkpoint]:
     """Return what lies directly under a node; *checkpoints* are all that lie under it.
 
     Nodes come before checkpoints, the last used first; checkpoints by their length. Of the whole list, at
     most *limit* are returned from *offset* on, and only those are summed up.
     """
-    key_of = _KEYS[node_id.level]
-    groups: defaultdict[_Key, list[Checkpoint]] = defaultdict(list)
+    groups = defaultdict[tuple[Namespace | int, ...], list[Checkpoint]](list)
+    leaves = list[Checkpoint]()
     for checkpoint in checkpoints:
-        groups[key_of(checkpoint)].append(checkpoint)
+        path = parent_of(checkpoint)
+        (groups[path[: len(node_id) + 1]] if len(path) > len(node_id) else leaves).append(
+            checkpoint
+        )
+    nodes = sorted(groups.items(), key=lambda group: -max([c.last_used_at for c in group[1]]))
+    leaves.sort(key=lambda checkpoint: (checkpoint.n_tokens, checkpoint.created_at))
+    n_first = min(offset, len(nodes))
     end = None if limit is None else offset + limit
-    return [
-        group[0] if (child := node_id.child(key)) is None else node_of(child, group)
-        for key, group in sorted(groups.items(), key=_rank)[offset:end]
-    ]
-
-
-def _rank(group: tuple[_Key, Sequence[Checkpoint]]) -> tuple[bool, float, float]:
-    key, checkpoints = group
-    if isinstance(key, int) and key < 0:
-        return True, checkpoints[0].n_tokens, checkpoints[0].created_at
-    return False, -max([c.last_used_at for c in checkpoints]), 0.0
-
-
-_KEYS: dict[Level, Callable[[Checkpoint], _Key]] = {
-    Level.STORE: attrgetter("namespace"),
-    Level.NAMESPACE: attrgetter("family.header_id"),
-    Level.HEADER: lambda checkpoint: checkpoint.family.session_id or -checkpoint.id,
-    Level.SESSION: lambda checkpoint: -checkpoint.id,
-}
-
-
-def _n_tokens(level: Level, checkpoints: Iterable[Checkpoint]) -> int:
-    match level:
-        case Level.HEADER:
-            return max([c.header for c in checkpoints], default=0)
-        case Level.SESSION:
-            return max([c.n_tokens for c in checkpoints], default=0)
-        case _:
-            return 0
-
-
-# Which checkpoints an operator means, by what is said of them.
-#
-# Owns: `Selection`. Pure.
+    listed = [node_of(NodeId(*path), group, names, served) for path, group in nodes[offset:end]]
+    rest = None if end is None else max(0, end - len(nodes))
+    return [*listed, *leaves[offset - n_first : rest]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,32 +162,27 @@ class Selection:
     with_pinned: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Selected:
-    """The checkpoints of a selection, and those that are left out because they are pinned."""
-
-    checkpoints: tuple[Checkpoint, ...]
-    pinned: tuple[Checkpoint, ...] = ()
-
-
-def select(selection: Selection, checkpoints: Iterable[Checkpoint], now: float) -> Selected:
-    """Return what a selection means, the least lately used first."""
+def select(
+    selection: Selection, checkpoints: Iterable[Checkpoint], now: float
+) -> tuple[list[Checkpoint], int]:
+    """Return what a selection means, the least lately used first, and how many pinned are left out."""
     unused_since = now - selection.unused_seconds
     found = sorted(
         (c for c in under(selection.node, checkpoints) if c.last_used_at <= unused_since),
         key=lambda checkpoint: checkpoint.last_used_at,
     )
-    if selection.with_pinned:
-        return Selected(tuple(found))
-    return Selected(
-        tuple(c for c in found if not c.is_pinned), tuple(c for c in found if c.is_pinned)
-    )
+    selected = [c for c in found if selection.with_pinned or not c.is_pinned]
+    return selected, len(found) - len(selected)
 
 
-# Checkpoints and the nodes above them as operators are told of them.
-#
-# Owns: the names of their fields, which the admin listener, the commands and docs/operations.md share.
-# Pure.
+class Deleted(msgspec.Struct, frozen=True):
+    """What became of checkpoints that were to be deleted; a dry run says what would."""
+
+    n_deleted: int
+    deleted_bytes: int
+    n_pinned: int = 0
+    n_in_use: int = 0
+    is_dry_run: bool = False
 
 
 class ListedCheckpoint(msgspec.Struct, frozen=True):
@@ -240,38 +211,6 @@ class ListedCheckpoint(msgspec.Struct, frozen=True):
     level: Literal["checkpoint"] = "checkpoint"
 
 
-class ListedNode(msgspec.Struct, frozen=True):
-    """A node above the checkpoints; what it counts are all checkpoints under it.
-
-    `is_served` says whether the model that llama-server serves now can use them, and `model` what theirs is
-    called; None if that is not known.
-    """
-
-    id: str
-    parent: str | None
-    level: str
-    n_tokens: int
-    n_checkpoints: int
-    n_children: int
-    n_pinned: int
-    size_bytes: int
-    created_at: float
-    last_used_at: float
-    n_restores: int
-    is_served: bool | None
-    model: str | None = None
-
-
-class Deleted(msgspec.Struct, frozen=True):
-    """What became of checkpoints that were to be deleted; a dry run says what would."""
-
-    n_deleted: int
-    deleted_bytes: int
-    n_pinned: int = 0
-    n_in_use: int = 0
-    is_dry_run: bool = False
-
-
 def list_checkpoint(
     checkpoint: Checkpoint,
     names: Mapping[Namespace, str],
@@ -280,11 +219,9 @@ def list_checkpoint(
     is_warm: bool | None = None,
 ) -> ListedCheckpoint:
     """Return a checkpoint as operators see it; *names* are those of the models of namespaces."""
-    family = checkpoint.family
-    session_id = family.session_id or None
     return ListedCheckpoint(
         id=f"{checkpoint.id:016x}",
-        parent=str(NodeId(checkpoint.namespace, family.header_id, session_id)),
+        parent=str(NodeId(*parent_of(checkpoint))),
         kind=checkpoint.kind.value,
         n_tokens=checkpoint.n_tokens,
         n_header_tokens=checkpoint.header,
@@ -301,35 +238,7 @@ def list_checkpoint(
     )
 
 
-def list_node(
-    node: Node, names: Mapping[Namespace, str], served: Collection[Namespace]
-) -> ListedNode:
-    """Return a node as operators see it.
-
-    *names* are those of the models of namespaces, *served* the namespaces of the model that is served now.
-    """
-    is_store = node.id.level is Level.STORE
-    is_known = bool(served) and not is_store
-    return ListedNode(
-        id=str(node.id),
-        parent=None if is_store else str(node.id.parent),
-        level=node.id.level.value,
-        n_tokens=node.n_tokens,
-        n_checkpoints=node.n_checkpoints,
-        n_children=node.n_children,
-        n_pinned=node.n_pinned,
-        size_bytes=node.size_bytes,
-        created_at=node.created_at,
-        last_used_at=node.last_used_at,
-        n_restores=node.n_restores,
-        is_served=node.id.namespace in served if is_known else None,
-        model=names.get(node.id.namespace) if node.id.namespace else None,
-    )
-
-
-# What operators see at a glance: how requests are served, the slots, the queue, what was saved today.
-#
-# Owns: the JSON of /overview and /events (docs/live-page.md). Pure.
+# What the live page shows at a glance: how requests are served, the slots, the queue, what was saved today.
 
 
 class SlotView(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,37 +1,37 @@
-"""llama-server's answers, read while they pass by, and the usage that clients are shown."""
+"""llama-server's answers, read while they pass by, and the usage that clients are shown.
+
+Reading neither holds an answer up nor changes a byte. All APIs but two say in `timings` what was reused,
+evaluated and generated. Messages has only Anthropic's usage, in two halves when it streams: message_start
+has the prompt's tokens, message_delta those that were generated. A Responses answer that comes whole has
+only OpenAI's usage.
+"""
 
 import re
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgspec
 
+from proxy.core.messages import member
 from proxy.llama.client import Timings
-from proxy.llama.routes import ErrorShape, error_shape
+from proxy.llama.routes import Route, is_anthropic
 
-# Reads llama-server's answers while they pass by, without holding them up or changing a byte.
-#
-# All APIs but two say in `timings` what was reused, evaluated and generated. Messages has only
-# Anthropic's usage, in two halves when it streams: message_start has the prompt's tokens, message_delta
-# those that were generated. A Responses answer that comes whole has only OpenAI's.
-
+Json = dict[str, Any]
+T = TypeVar("T")
 
 MAX_BUFFERED_BYTES = 64 << 20
 """A JSON answer larger than this goes unread (and so unconfirmed); lines of a stream likewise."""
-
-# OpenAI's streams end with [DONE], the others with an event that says so. No text can look like one:
-# quotes inside a JSON string are escaped.
 _LAST_EVENTS = (
-    b'"stop":true',
-    b'"type":"message_stop"',
-    b'"type":"response.completed"',
-    b'"type":"response.incomplete"',
-    b'"type":"response.failed"',
-    b'"error":{',
+    "message_stop",
+    "response.completed",
+    "response.incomplete",
+    "response.failed",
 )
-"""What the last event of a stream has in it, an error's included."""
+"""The types of the last events of streams; OpenAI's chat streams end with [DONE] instead."""
 
-
-class _Details(msgspec.Struct):
-    cached_tokens: int = 0
+_NOT_UNDERSTOOD = (KeyError, TypeError, AttributeError, IndexError)
 
 
 class _Usage(msgspec.Struct):
@@ -40,29 +40,34 @@ class _Usage(msgspec.Struct):
     input_tokens: int | None = None
     output_tokens: int | None = None
     cache_read_input_tokens: int | None = None
-    input_tokens_details: _Details | None = None
+    input_tokens_details: dict[str, int] | None = None
 
 
-class _Carrier(msgspec.Struct):
-    usage: _Usage | None = None
+@dataclass(frozen=True, slots=True)
+class CallMade:
+    """One tool call as the model made it; a call without arguments has the empty object."""
 
-
-class _Said(msgspec.Struct):
-    """A JSON answer or an event, as far as it tells of tokens; `message` is message_start's."""
-
-    timings: Timings | None = None
-    usage: _Usage | None = None
-    message: _Carrier | None = None
-    response: _Carrier | None = None
+    call_id: str
+    name: str
+    raw_arguments: str
 
 
 class AnswerReader:
-    """Finds what a JSON answer, or the last stream events that tell of it, say of tokens."""
+    """Finds what an answer says of tokens, and the tool calls in the answer.
 
-    def __init__(self, content_type: str) -> None:
+    What is not understood is passed over. Of a stream that was cut, only complete calls are found.
+    """
+
+    def __init__(self, content_type: str, route: Route | None = None) -> None:
+        """*route* tells where calls stand in the answer; without a route no calls are read."""
         self._is_stream = content_type.startswith("text/event-stream")
+        self._route = route if route in _READ_EVENT else None
         self._buffer = bytearray()
-        self._told: dict[bytes, bytes] = {}
+        self._timings: Timings | None = None
+        self._usages: list[_Usage] = []
+        self._calls: list[CallMade] = []
+        self._growing: dict[Any, list[str]] = {}
+        """The id, the name and the parts of the arguments of calls of which more may follow."""
         self._has_ended = False
         self.has_token = False
         """Whether a stream has brought its first token.
@@ -80,67 +85,147 @@ class AnswerReader:
         self._buffer += chunk
         if len(self._buffer) > MAX_BUFFERED_BYTES:
             self._buffer.clear()
-        if not self._is_stream:
+        if not self._is_stream or b"\n" not in chunk:
             return
-        end = self._buffer.rfind(b"\n")
-        if end < 0:
-            return
-        for line in bytes(self._buffer[:end]).split(b"\n"):
+        *lines, self._buffer = self._buffer.split(b"\n")
+        for line in lines:
             if line.startswith(b"data:"):
-                self._read_event(line[5:])
-        del self._buffer[: end + 1]
+                self._read_event(bytes(line[5:]).strip())
 
     def _read_event(self, data: bytes) -> None:
-        self.has_token = self.has_token or b'"prompt_progress"' not in data
-        for key in (b'"timings"', b'"message_start"', b'"usage"'):
-            if key in data:
-                self._told[key] = data
-                break
-        if data.startswith(b" [DONE]") or any(event in data for event in _LAST_EVENTS):
+        event = _decode(data)
+        self.has_token = self.has_token or "prompt_progress" not in event
+        self._note_tokens(event)
+        is_last = event.get("stop") is True or event.get("type") in _LAST_EVENTS
+        if is_last or data == b"[DONE]" or isinstance(event.get("error"), dict):
             self._has_ended = True
+        if self._route is not None:
+            with suppress(*_NOT_UNDERSTOOD):
+                self._calls += _READ_EVENT[self._route](self, event)
+
+    def _note_tokens(self, event: Json) -> None:
+        self._timings = _converted(event.get("timings"), Timings) or self._timings
+        for carrier in (event, event.get("message"), event.get("response")):
+            usage = _converted(member(carrier, "usage"), _Usage)
+            self._usages += [usage] if usage is not None else []
 
     def timings(self) -> Timings | None:
-        """Return what the answer said of reuse and evaluation, once it has passed."""
-        told = self._told.values() if self._is_stream else (bytes(self._buffer),)
-        said = [_decode(data) for data in told]
-        timings = [one.timings for one in said if one.timings is not None]
-        if timings:
-            return timings[-1]
-        # Before the end of a stream its usage does not say yet how much was generated.
-        is_final = self._has_ended or not self._is_stream
-        return _timings_of_usage(said) if is_final else None
+        """Return what the answer said of reuse and evaluation, once it has passed.
+
+        Usages do not tell llama-server's times, and before the end of a stream not how much was generated.
+        """
+        if not self._is_stream:
+            self._timings, self._usages = None, []
+            self._note_tokens(_decode(bytes(self._buffer)))
+        if self._timings is None and (self._has_ended or not self._is_stream):
+            return _timings_of(self._usages)
+        return self._timings
+
+    def calls(self) -> tuple[CallMade, ...]:
+        """Return the calls that are complete, once the answer has passed."""
+        calls = self._calls if self._is_stream else list[CallMade]()
+        if self._route is not None and not self._is_stream:
+            with suppress(*_NOT_UNDERSTOOD):
+                calls += _calls_of_answer(self._route, _decode(bytes(self._buffer)))
+        return tuple(calls)
+
+    def _read_messages_event(self, event: Json) -> Iterator[CallMade]:
+        kind, index = event.get("type"), event.get("index")
+        if kind == "content_block_start" and event["content_block"]["type"] == "tool_use":
+            block = event["content_block"]
+            self._growing[index] = [block["id"], block["name"]]
+        elif kind == "content_block_delta" and index in self._growing:
+            self._growing[index].append(event["delta"]["partial_json"])
+        elif kind == "content_block_stop" and index in self._growing:
+            yield _complete(self._growing.pop(index))
+
+    def _read_chat_event(self, event: Json) -> Iterator[CallMade]:
+        for choice in event.get("choices", []):
+            for delta in choice["delta"].get("tool_calls") or []:
+                key = choice.get("index"), delta["index"]
+                function = delta.get("function", {})
+                if "id" in delta:
+                    self._growing[key] = [delta["id"], function["name"]]
+                if key in self._growing:
+                    self._growing[key].append(function.get("arguments") or "")
+            if choice.get("finish_reason"):
+                done, self._growing = self._growing, {}
+                yield from map(_complete, done.values())
+
+    def _read_responses_event(self, event: Json) -> Iterator[CallMade]:
+        if event.get("type") == "response.output_item.done":
+            yield from _calls_of_items([event["item"]])
 
 
-def _decode(data: bytes) -> _Said:
+_READ_EVENT = {
+    Route.MESSAGES: AnswerReader._read_messages_event,
+    Route.CHAT: AnswerReader._read_chat_event,
+    Route.RESPONSES: AnswerReader._read_responses_event,
+}
+
+
+def _decode(data: bytes) -> Json:
     try:
-        return msgspec.json.decode(data, type=_Said)
+        return msgspec.json.decode(data, type=Json)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _Said()
+        return {}
 
 
-def _timings_of_usage(said: list[_Said]) -> Timings | None:
-    """Return the same from usages; llama-server's times are not in them."""
-    carriers = [one for event in said for one in (event, event.message, event.response)]
-    usages = [one.usage for one in carriers if one is not None and one.usage is not None]
-    n_generated = [usage.output_tokens for usage in usages if usage.output_tokens is not None]
+def _converted(value: Any, kind: type[T]) -> T | None:
+    try:
+        return None if value is None else msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return None
+
+
+def _timings_of(usages: list[_Usage]) -> Timings | None:
+    n_generated = max(
+        (u.output_tokens for u in usages if u.output_tokens is not None), default=None
+    )
     for usage in usages:
-        if usage.input_tokens is None or not n_generated:
+        if usage.input_tokens is None or n_generated is None:
             continue
         if usage.input_tokens_details is not None:
-            n_cached = usage.input_tokens_details.cached_tokens
-            return Timings(n_cached, usage.input_tokens - n_cached, predicted_n=max(n_generated))
+            n_cached = usage.input_tokens_details.get("cached_tokens", 0)
+            return Timings(n_cached, usage.input_tokens - n_cached, predicted_n=n_generated)
         if usage.cache_read_input_tokens is not None:
             n_cached = usage.cache_read_input_tokens
-            return Timings(n_cached, usage.input_tokens, predicted_n=max(n_generated))
+            return Timings(n_cached, usage.input_tokens, predicted_n=n_generated)
     return None
 
 
-# The usage that clients show, made true: what the proxy evaluated at a stop just before is not cached.
-#
-# Owns: where each API says it, in an answer or in a line of a stream. All else of the answer, `timings`
-# included, stays llama-server's byte for byte, and no total is reduced. Quotes inside a JSON string are
-# escaped, so that what a model says never looks like a field; a tool call's input in a Messages answer
-# that comes whole is no string, so there only what follows the last "usage" counts.
+def _complete(growing: list[str]) -> CallMade:
+    call_id, name, *parts = growing
+    return CallMade(call_id, name, "".join(parts) or "{}")
+
+
+def _calls_of_answer(route: Route, answer: Json) -> Iterator[CallMade]:
+    match route:
+        case Route.MESSAGES:
+            for block in answer.get("content", []):
+                if block["type"] == "tool_use":
+                    raw = msgspec.json.encode(block["input"]).decode()
+                    yield CallMade(block["id"], block["name"], raw)
+        case Route.CHAT:
+            for choice in answer.get("choices", []):
+                for call in choice["message"].get("tool_calls") or []:
+                    function = call["function"]
+                    yield CallMade(call["id"], function["name"], function["arguments"])
+        case Route.RESPONSES:
+            yield from _calls_of_items(answer.get("output", []))
+
+
+def _calls_of_items(items: list[Json]) -> Iterator[CallMade]:
+    for item in items:
+        if item["type"] == "function_call":
+            yield CallMade(item["call_id"], item["name"], item["arguments"])
+
+
+# The usage that clients are shown, corrected: what the proxy evaluated at a stop just before is not cached.
+# All else of the answer, `timings` included, stays llama-server's byte for byte, and no total is reduced.
+# Quotes inside a JSON string are escaped, so that what a model says never looks like a field; a tool call's
+# input in a Messages answer that comes whole is no string, so there only what follows the last "usage"
+# counts.
 
 
 _READ = re.compile(rb'"cache_read_input_tokens"\s*:\s*(\d+)')
@@ -155,7 +240,7 @@ class TrueUsage:
     """
 
     def __init__(self, path: str, n_found: int | None) -> None:
-        self._is_anthropic = error_shape(path) is ErrorShape.ANTHROPIC
+        self._is_anthropic = is_anthropic(path)
         self._n_found = n_found
 
     @property

@@ -7,10 +7,18 @@ from typing import Any
 import msgspec
 import xxhash
 
+from proxy.core.messages import (
+    REMINDER_TAG,
+    is_system,
+    list_of,
+    member,
+    n_leading_system,
+    text_of,
+)
 from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds
 from proxy.explain.compare import EMPTY, Sketch, digests
-from proxy.llama.conversions import chat_of_messages, chat_of_responses, list_of, member, text_of
+from proxy.llama.conversions import chat_of_messages, chat_of_responses
 from proxy.llama.routes import Route
 
 # Bodies of clients' generation requests: what they ask for, and how they are pinned to a slot.
@@ -22,8 +30,6 @@ from proxy.llama.routes import Route
 
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-SYSTEM_ROLES = ("system", "developer")
-_REMINDER = "<system-reminder>"
 
 # What /apply-template reads besides the messages (oaicompat_chat_params_parse in server-common.cpp).
 RENDERING_FIELDS = (
@@ -36,6 +42,7 @@ RENDERING_FIELDS = (
     "response_format",
     "json_schema",
 )
+_CONVERSIONS = {Route.MESSAGES: chat_of_messages, Route.RESPONSES: chat_of_responses}
 _CONVERTED_FIELDS = (
     "messages",
     *RENDERING_FIELDS,
@@ -55,6 +62,16 @@ class GenerationBody:
     def messages(self) -> list[dict[str, Any]]:
         return self.fields["messages"]  # type: ignore[no-any-return]
 
+    @property
+    def wants_stream(self) -> bool:
+        """Whether the answer comes as a stream."""
+        return self.fields.get("stream") is True
+
+    @property
+    def named_model(self) -> str:
+        """What the client calls the model, empty if it does not say."""
+        return text_of(self.fields, "model")
+
     def shape(self, path: str) -> str:
         """Return what requests that are rendered alike have in common, for counting and disabling."""
         last_role = self.messages[-1].get("role", "") if self.fields.get("messages") else ""
@@ -63,52 +80,11 @@ class GenerationBody:
 
 def parse_body(raw: bytes) -> GenerationBody | None:
     """Return the parsed body, or None if it is not a JSON object."""
-    text = _text_read(raw)
+    text = raw.removeprefix(_BYTE_ORDER_MARK).partition(b"\0")[0]  # what llama-server reads of it
     try:
         return GenerationBody(text, msgspec.json.decode(text, type=dict[str, Any]))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def is_no_json_object(raw: bytes) -> bool:
-    """Return whether llama-server cannot read a body either, whose parser has no limit to the depth."""
-    try:
-        msgspec.json.decode(_text_read(raw), type=dict[str, Any])
-    except RecursionError:
-        return False
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return True
-    return False
-
-
-def _text_read(raw: bytes) -> bytes:
-    """Return the part of a body that llama-server reads."""
-    return raw.removeprefix(_BYTE_ORDER_MARK).partition(b"\0")[0]
-
-
-class Head(msgspec.Struct):
-    """What is read of a body before it is known who serves it, as its client wrote it."""
-
-    stream: Any = False
-    model: Any = ""
-
-    @property
-    def wants_stream(self) -> bool:
-        """Whether the answer comes as a stream."""
-        return self.stream is True
-
-    @property
-    def named_model(self) -> str:
-        """What it calls the model, empty if it does not say."""
-        return self.model if isinstance(self.model, str) else ""
-
-
-def head_of(raw: bytes) -> Head:
-    """Return a body's head; an empty one if it is no JSON object."""
-    try:
-        return msgspec.json.decode(_text_read(raw), type=Head)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return Head()
 
 
 def as_chat_body(route: Route, body: GenerationBody) -> GenerationBody:
@@ -116,13 +92,9 @@ def as_chat_body(route: Route, body: GenerationBody) -> GenerationBody:
 
     It is only for /apply-template: what a converted one does not need for that is left out.
     """
-    match route:
-        case Route.MESSAGES:
-            chat = chat_of_messages(body.fields)
-        case Route.RESPONSES:
-            chat = chat_of_responses(body.fields)
-        case _:
-            return body
+    if route not in _CONVERSIONS:
+        return body
+    chat = _CONVERSIONS[route](body.fields)
     fields = {key: chat[key] for key in _CONVERTED_FIELDS if key in chat}
     return GenerationBody(msgspec.json.encode(fields), fields)
 
@@ -154,7 +126,7 @@ def bypass_reason(route: Route, body: GenerationBody | None) -> str | None:
         return "n_cache_reuse in the request"
     if body.fields.get("cache_prompt") is False:
         return "cache_prompt is false"
-    return _prompt_reason(body) if route is Route.COMPLETION else None
+    return _prompt_reason(body.fields.get("prompt")) if route is Route.COMPLETION else None
 
 
 def chat_reason(body: GenerationBody) -> str | None:
@@ -164,19 +136,13 @@ def chat_reason(body: GenerationBody) -> str | None:
         return "no messages"
     if not all(isinstance(message, dict) for message in messages):
         return "malformed messages"
-    if any(_has_media(message.get("content")) for message in messages):
+    parts = (part for message in messages for part in list_of(message.get("content")))
+    if any(text_of(part, "type") != "text" for part in parts):
         return "media in the request"
     return None
 
 
-def _has_media(content: Any) -> bool:
-    if not isinstance(content, list):
-        return False
-    return any(not isinstance(part, dict) or part.get("type") != "text" for part in content)
-
-
-def _prompt_reason(body: GenerationBody) -> str | None:
-    prompt = body.fields.get("prompt")
+def _prompt_reason(prompt: Any) -> str | None:
     if isinstance(prompt, str) and prompt:
         return None
     if not isinstance(prompt, list) or not prompt:
@@ -221,11 +187,8 @@ def has_several_texts(message: dict[str, Any]) -> bool:
 
 def begins_with_reminder(message: dict[str, Any]) -> bool:
     """Return whether the first of a message's several parts was written by an agent, not by its user."""
-    return has_several_texts(message) and _text(message["content"][0]).startswith(_REMINDER)
-
-
-def _text(part: Any) -> str:
-    return str(part.get("text", "")) if isinstance(part, dict) else ""
+    is_one_of_several = has_several_texts(message)
+    return is_one_of_several and text_of(message["content"][0], "text").startswith(REMINDER_TAG)
 
 
 def with_last_text(message: dict[str, Any], text: str) -> dict[str, Any]:
@@ -251,16 +214,12 @@ def with_messages(
 
 def leading_system(body: GenerationBody) -> list[dict[str, Any]]:
     """Return the system messages that the conversation begins with."""
-    messages = body.messages
-    n = next(
-        (i for i, m in enumerate(messages) if m.get("role") not in SYSTEM_ROLES), len(messages)
-    )
-    return messages[:n]
+    return body.messages[: n_leading_system(body.messages)]
 
 
 def is_first_message(body: GenerationBody, index: int) -> bool:
     """Return whether nothing but system messages is before a message."""
-    return index <= len(leading_system(body))
+    return index <= n_leading_system(body.messages)
 
 
 def last_user_index(body: GenerationBody) -> int | None:
@@ -306,8 +265,13 @@ def header_request(route: Route, body: GenerationBody, *, is_whole: bool) -> byt
     fields[_LIMITS[route]] = 1
     if route is Route.COMPLETION:
         fields["max_tokens"] = 1
+    elif not is_whole and route is Route.RESPONSES:
+        items = list_of(body.fields["input"])
+        fields["input"] = [*items[: n_leading_system(items)], _USER]
     elif not is_whole:
-        fields |= _header(route, body)
+        # Messages has its system prompt beside the messages.
+        leading = [] if route is Route.MESSAGES else leading_system(body)
+        fields["messages"] = [*leading, _USER]
     return msgspec.json.encode(fields)
 
 
@@ -315,23 +279,6 @@ def tokens_request(tokens: TokenIds, model: str) -> bytes:
     """Return the request to /completion that has some tokens evaluated, by a *model* if it says which."""
     fields = {"prompt": tokens.tolist(), "n_predict": 1, "max_tokens": 1}
     return msgspec.json.encode({"model": model, **fields} if model else fields)
-
-
-def _header(route: Route, body: GenerationBody) -> dict[str, Any]:
-    match route:
-        case Route.RESPONSES:
-            given = body.fields["input"]
-            items = given if isinstance(given, list) else []
-            n = next((i for i, m in enumerate(items) if not _is_system(m)), len(items))
-            return {"input": [*items[:n], _USER]}
-        case Route.MESSAGES:
-            return {"messages": [_USER]}
-        case _:
-            return {"messages": [*leading_system(body), _USER]}
-
-
-def _is_system(item: Any) -> bool:
-    return isinstance(item, dict) and item.get("role") in SYSTEM_ROLES
 
 
 def route_path(body: GenerationBody) -> str:
@@ -361,7 +308,7 @@ def sketch_of(body: GenerationBody) -> Sketch:
         return EMPTY
     tools = list_of(body.fields.get("tools"))
     names = [text_of(member(tool, "function", {}), "name") for tool in tools]
-    leading = messages[0] if messages and messages[0].get("role") in SYSTEM_ROLES else {}
+    leading = messages[0] if messages and is_system(messages[0]) else {}
     parts = [_part(message) for message in messages]
     return Sketch(
         digests([xxhash.xxh3_64_intdigest(name.encode()) for name in names]),

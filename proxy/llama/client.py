@@ -1,17 +1,22 @@
-"""llama-server's JSON replies, as far as the proxy reads them; unknown fields are ignored."""
+"""The calls that the proxy itself makes to llama-server, and llama-server's replies.
+
+The only file that knows llama-server's URLs and request fields; `llama/bodies.py` knows the bodies of
+clients' own requests. Of replies only what the proxy reads is named, and unknown fields are ignored.
+"""
 
 import asyncio
 import io
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 from yarl import URL
 
+from proxy.core.messages import member, text_of
 from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds, token_ids
 from proxy.errors import (
@@ -21,27 +26,41 @@ from proxy.errors import (
     UpstreamSlow,
     UpstreamUnreachable,
 )
-from proxy.llama.routes import Presence, Target
+from proxy.llama.routes import Target
 
-# llama-server's JSON replies, as far as the proxy reads them; unknown fields are ignored.
+T = TypeVar("T")
+Headers = Mapping[str, str]
 
-
-class GenerationDefaults(msgspec.Struct):
-    n_ctx: int = 0
+_NO_KEY = {"Accept": "*/*"}
+QUICK_SECONDS = 10.0
+"""For calls that llama-server answers beside decoding; more means that it is not well."""
+SLOT_ACTION_SECONDS = 300.0
+"""Saves and restores wait for the running batch and then for the disk, many GiB at worst."""
+_RANDOM_MARKER = re.compile(r"<__media_\w{32}__>")
 
 
 class Props(msgspec.Struct):
-    """GET /props. `media_marker` is new in every process, so it names the process."""
+    """GET /props. `media_marker` is new in every process, so it names the process.
+
+    `role` is "router" where llama-server hosts several models, of which `max_instances` may be loaded at
+    once; 0 means any number.
+    """
 
     total_slots: int = 0
     media_marker: str = ""
     model_path: str = ""
     build_info: str = ""
     is_sleeping: bool = False
-    default_generation_settings: GenerationDefaults = msgspec.field(
-        default_factory=GenerationDefaults
-    )
+    default_generation_settings: dict[str, Any] = {}
     modalities: dict[str, Any] = {}
+    role: str = ""
+    max_instances: int | None = None
+
+    @property
+    def n_ctx(self) -> int:
+        """The context of one slot."""
+        n_ctx = self.default_generation_settings.get("n_ctx")
+        return n_ctx if isinstance(n_ctx, int) else 0
 
 
 class SlotStatus(msgspec.Struct):
@@ -76,10 +95,6 @@ class Saved(msgspec.Struct):
     n_written: int
 
 
-class Restored(msgspec.Struct):
-    n_restored: int
-
-
 class Evaluated(msgspec.Struct):
     """A /completion reply of which only the accounting and the slot matter."""
 
@@ -92,31 +107,15 @@ class Probability(msgspec.Struct):
     logprob: float
 
 
-class TokenProbabilities(msgspec.Struct):
+class Likeliest(msgspec.Struct):
+    """The tokens that were likeliest in the place of a generated one."""
+
     top_logprobs: list[Probability]
-
-
-class Canary(msgspec.Struct):
-    """A /completion reply with n_probs."""
-
-    completion_probabilities: list[TokenProbabilities]
-
-
-class AppliedTemplate(msgspec.Struct):
-    prompt: str
-
-
-class Tokenized(msgspec.Struct):
-    tokens: list[int]
 
 
 class TokenPiece(msgspec.Struct):
     id: int
     piece: str | list[int]
-
-
-class TokenizedPieces(msgspec.Struct):
-    tokens: list[TokenPiece]
 
 
 class ModelMeta(msgspec.Struct):
@@ -125,103 +124,31 @@ class ModelMeta(msgspec.Struct):
     size: int = 0
 
 
-class ModelEntry(msgspec.Struct):
-    id: str = ""
-    meta: ModelMeta | None = None
-
-
-class ModelList(msgspec.Struct):
-    data: list[ModelEntry] = []
-
-
 class LoraAdapter(msgspec.Struct):
     id: int
     path: str = ""
     scale: float = 0.0
 
 
-class ErrorDetail(msgspec.Struct):
-    message: str = ""
+class Heard:
+    """An exchange that can be cut; `heard_at` is when llama-server last said something (monotonic clock).
 
+    Told to end, llama-server stops decoding and takes no more connections, but then waits for the clients
+    of the requests that it will not answer: until they hang up, or somebody kills it (server-http.cpp,
+    SIGTERM).
+    """
 
-class ErrorReply(msgspec.Struct):
-    error: ErrorDetail
+    def __init__(self, cut: Callable[[], None]) -> None:
+        self._cut = cut
+        self.heard_at = time.monotonic()
+        self.is_cut = False
 
-
-# What waits for an answer of llama-server at the moment, so that it can be cut off when that is gone.
-#
-# Told to end, llama-server stops decoding and takes no more connections, but then waits for the clients
-# of the requests that it will not answer: until they hang up, or somebody kills it (server-http.cpp,
-# SIGTERM).
-
-
-class Cuttable(Protocol):
-    """One exchange; `heard_at` is when llama-server last said something in it, of the monotonic clock."""
-
-    @property
-    def heard_at(self) -> float: ...
-
-    def cut(self) -> None: ...
-
-
-class Call:
-    """A call that ends in TimeoutError when it is cut."""
-
-    def __init__(self, limit: asyncio.Timeout) -> None:
-        self._limit = limit
+    def note(self) -> None:
         self.heard_at = time.monotonic()
 
     def cut(self) -> None:
-        with suppress(RuntimeError):  # it is just ending by itself, or has been cut already
-            self._limit.reschedule(asyncio.get_running_loop().time())
-
-
-class Pending:
-    """All that waits."""
-
-    def __init__(self) -> None:
-        self._waiting: set[Cuttable] = set()
-
-    @contextmanager
-    def noted(self, exchange: Cuttable) -> Iterator[None]:
-        """Let an exchange be cut while the block runs."""
-        self._waiting.add(exchange)
-        try:
-            yield
-        finally:
-            self._waiting.discard(exchange)
-
-    @asynccontextmanager
-    async def call(self) -> AsyncIterator[None]:
-        """Let whatever is awaited in the block be cut: it ends in TimeoutError."""
-        async with asyncio.timeout(None) as limit:
-            with self.noted(Call(limit)):
-                yield
-
-    def cut_silent(self, seconds: float) -> int:
-        """Cut what llama-server has said nothing to for so long; return how many."""
-        silent = [e for e in self._waiting if e.heard_at <= time.monotonic() - seconds]
-        for exchange in silent:
-            exchange.cut()
-        return len(silent)
-
-
-# The calls that the proxy itself makes to llama-server, and the quirks of their replies.
-#
-# The only file that knows llama-server's URLs and request fields (the bodies of clients' own requests are
-# `upstream.bodies`'s). Every method raises UpstreamUnreachable if there was no answer and UpstreamRefused
-# if it was an error.
-
-
-T = TypeVar("T")
-Headers = Mapping[str, str]
-
-_NO_KEY = {"Accept": "*/*"}
-QUICK_SECONDS = 10.0
-"""For calls that llama-server answers beside decoding; more means that it is not well."""
-_RANDOM_MARKER = re.compile(r"<__media_\w{32}__>")
-SLOT_ACTION_SECONDS = 300.0
-"""Saves and restores wait for the running batch and then for the disk, many GiB at worst."""
+        self.is_cut = True
+        self._cut()
 
 
 def new_session() -> aiohttp.ClientSession:
@@ -242,35 +169,65 @@ def new_session() -> aiohttp.ClientSession:
 
 
 class LlamaServer:
-    """One llama-server, by its target."""
+    """One llama-server, by its target.
+
+    Every call raises UpstreamUnreachable if there was no answer, UpstreamRefused if it was an error.
+    """
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
         target: Target,
         api_key: str | None,
-        presence: Presence | None = None,
     ) -> None:
         self.session = session
-        self.pending = Pending()
+        self._waiting: set[Heard] = set()
         self.target = target
-        self.presence = presence or Presence()
+        self.require_loaded: Callable[[], None] = lambda: None
+        """Raises UpstreamUnreachable while it must not be asked."""
         self.api_key = api_key
         self.keeps_points_of_others = False
         """Whether a slot keeps its context checkpoints over an erase and a restore, so that a restored
         state would be continued at those of another prompt: builds before July 2026 (b10068)."""
         self.own_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
-    def at(self, target: Target, presence: Presence | None = None) -> "LlamaServer":
+    def at(self, target: Target) -> "LlamaServer":
         """Return another llama-server that takes the same key."""
-        return LlamaServer(self.session, target, self.api_key, presence)
+        return LlamaServer(self.session, target, self.api_key)
 
     def url(self, raw_path: str) -> URL:
         """Return the URL of a client's path with its query, left exactly as the client encoded it."""
         return URL(self.target.base_url + raw_path, encoded=True)
 
-    def _own_url(self, method: str, path: str) -> URL:
-        return self.url(self.target.path(method, path))
+    @contextmanager
+    def heard(self, cut: Callable[[], None]) -> Iterator[Heard]:
+        """Let an exchange be cut while the block runs."""
+        exchange = Heard(cut)
+        self._waiting.add(exchange)
+        try:
+            yield exchange
+        finally:
+            self._waiting.discard(exchange)
+
+    @asynccontextmanager
+    async def waiting(self) -> AsyncIterator[None]:
+        """Let whatever is awaited in the block be cut: it ends in TimeoutError."""
+        loop = asyncio.get_running_loop()
+
+        def cut() -> None:
+            with suppress(RuntimeError):  # it is just ending by itself, or has been cut already
+                limit.reschedule(loop.time())
+
+        async with asyncio.timeout(None) as limit:
+            with self.heard(cut):
+                yield
+
+    def cut_silent(self, seconds: float) -> int:
+        """Cut the exchanges in which llama-server has said nothing for so long; return how many."""
+        silent = [e for e in self._waiting if e.heard_at <= time.monotonic() - seconds]
+        for exchange in silent:
+            exchange.cut()
+        return len(silent)
 
     async def is_ready(self) -> bool:
         """Return whether the model is loaded: until then GET /health is 503 (server-http.cpp)."""
@@ -305,29 +262,34 @@ class LlamaServer:
         """
         if _RANDOM_MARKER.fullmatch(props.media_marker):
             return props.media_marker
-        url, limit = self._own_url("GET", "/metrics"), aiohttp.ClientTimeout(total=QUICK_SECONDS)
         try:
-            async with self.session.get(url, headers=self.own_headers, timeout=limit) as reply:
-                return reply.headers.get("Process-Start-Time-Unix", "")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise UpstreamUnreachable(f"GET /metrics: {reason_of(error)}") from error
+            headers, _ = await self._read("GET", "/metrics", seconds=QUICK_SECONDS)
+        except UpstreamRefused:  # without --metrics
+            return ""
+        return headers.get("Process-Start-Time-Unix", "")
 
     async def slots(self) -> list[SlotStatus]:
         """Return the slots' states; 501 (UpstreamRefused) under --no-slots."""
         return await self.call("GET", "/slots", list[SlotStatus], seconds=SLOT_ACTION_SECONDS)
 
+    async def models(self, path: str = "/v1/models") -> list[dict[str, Any]]:
+        """Return the entries of a list of models; those of /models tell a router's states too."""
+        kind = list[dict[str, Any]]
+        return await self.call("GET", path, kind, key="data", seconds=QUICK_SECONDS)
+
     async def model_meta(self) -> ModelMeta:
-        models = await self.call("GET", "/v1/models", ModelList, seconds=QUICK_SECONDS)
-        metas = (m.meta for m in models.data if m.meta and self.target.is_listed_as(m.id))
-        return next(metas, ModelMeta())
+        entries = [m for m in await self.models() if self.target.is_listed_as(text_of(m, "id"))]
+        metas = (member(m, "meta") for m in entries)
+        meta = next(filter(None, metas), None)
+        known = {name: member(meta, name) for name in ModelMeta.__struct_fields__}
+        return ModelMeta(**{name: n for name, n in known.items() if isinstance(n, int)})
 
     async def lora_adapters(self) -> list[LoraAdapter]:
         return await self.call("GET", "/lora-adapters", list[LoraAdapter], seconds=QUICK_SECONDS)
 
     async def apply_template(self, body: bytes, headers: Headers) -> str:
         """Render a chat body; the same parser as /v1/chat/completions reads it."""
-        reply = await self.call("POST", "/apply-template", AppliedTemplate, body, headers)
-        return reply.prompt
+        return await self.call("POST", "/apply-template", str, body, headers, key="prompt")
 
     async def tokenize(self, content: Any, headers: Headers, *, add_special: bool) -> TokenIds:
         """Tokenize a string or a mixed list as llama-server does for a prompt.
@@ -335,18 +297,21 @@ class LlamaServer:
         A prompt is tokenized with add_special and parse_special; /tokenize leaves out BOS by default
         (server-context.cpp, handle_completions_impl against post_tokenize).
         """
-        body = {"content": content, "add_special": add_special, "parse_special": True}
-        reply = await self.call("POST", "/tokenize", Tokenized, body, headers)
-        return token_ids(reply.tokens)
+        fields = {"content": content, "add_special": add_special, "parse_special": True}
+        return token_ids(await self._tokenize(list[int], fields, headers))
 
     async def tokenize_plain(self, text: str, headers: Headers) -> list[int]:
         """Tokenize *text* with special tokens read as ordinary text."""
-        body = {"content": text, "add_special": False, "parse_special": False}
-        return (await self.call("POST", "/tokenize", Tokenized, body, headers)).tokens
+        fields = {"content": text, "add_special": False, "parse_special": False}
+        return await self._tokenize(list[int], fields, headers)
 
-    async def pieces(self, text: str, headers: Headers) -> TokenizedPieces:
-        body = {"content": text, "add_special": True, "parse_special": True, "with_pieces": True}
-        return await self.call("POST", "/tokenize", TokenizedPieces, body, headers)
+    async def pieces(self, text: str, headers: Headers) -> list[TokenPiece]:
+        """Tokenize *text* as a prompt; return the tokens with what each stands for."""
+        fields = {"content": text, "add_special": True, "parse_special": True, "with_pieces": True}
+        return await self._tokenize(list[TokenPiece], fields, headers)
+
+    async def _tokenize(self, kind: type[T], fields: dict[str, Any], headers: Headers) -> T:
+        return await self.call("POST", "/tokenize", kind, fields, headers, key="tokens")
 
     async def evaluate(
         self, slot_id: SlotId, tokens: TokenIds, headers: Headers | None = None
@@ -356,35 +321,30 @@ class LlamaServer:
         n_predict 0 still samples one token, but that one is never decoded
         (server-context.cpp, process_token).
         """
-        prompt = {"prompt": tokens.tolist(), "n_predict": 0}
-        body = {**prompt, "id_slot": slot_id, "cache_prompt": True, "n_cache_reuse": 0}
-        reply = await self.call("POST", "/completion", Evaluated, body, headers, seconds=None)
-        return reply.timings
+        fields = {"prompt": tokens.tolist(), "id_slot": slot_id, **_REUSES}
+        return (await self._complete(Evaluated, fields, headers)).timings
 
     async def evaluate_anywhere(self, tokens: TokenIds) -> Evaluated:
         """Evaluate *tokens* in the slot that llama-server chooses, idle or as soon as one is."""
-        body = {"prompt": tokens.tolist(), "n_predict": 0, "cache_prompt": True, "n_cache_reuse": 0}
-        return await self.call("POST", "/completion", Evaluated, body, seconds=None)
+        return await self._complete(Evaluated, {"prompt": tokens.tolist(), **_REUSES})
 
     async def overwrite(self, slot_id: SlotId) -> None:
         """Make a slot hold one token, and nothing of what it held."""
-        body = {"prompt": [0], "n_predict": 0, "id_slot": slot_id, "cache_prompt": False}
-        await self.call("POST", "/completion", Evaluated, body, seconds=None)
+        await self._complete(msgspec.Raw, {"prompt": [0], "id_slot": slot_id, **_FROM_NOTHING})
 
     async def canary(self, slot_id: SlotId, tokens: TokenIds) -> list[tuple[int, float]]:
         """Evaluate *tokens* from nothing; return the ten likeliest next tokens with log-probabilities."""
-        body = {
-            "prompt": tokens.tolist(),
-            "n_predict": 1,
-            "n_probs": 10,
-            "temperature": 0.0,
-            "id_slot": slot_id,
-            "cache_prompt": False,
-        }
-        reply = await self.call("POST", "/completion", Canary, body, seconds=None)
-        if not reply.completion_probabilities:
+        wanted = {"n_predict": 1, "n_probs": 10, "temperature": 0.0, "id_slot": slot_id}
+        fields = {"prompt": tokens.tolist(), **_FROM_NOTHING, **wanted}
+        reply = await self._complete(list[Likeliest], fields, key="completion_probabilities")
+        if not reply:
             raise UpstreamRefused(200, "no probabilities in the reply to n_probs")
-        return [(p.id, p.logprob) for p in reply.completion_probabilities[0].top_logprobs]
+        return [(p.id, p.logprob) for p in reply[0].top_logprobs]
+
+    async def _complete(
+        self, kind: type[T], fields: dict[str, Any], headers: Headers | None = None, key: str = ""
+    ) -> T:
+        return await self.call("POST", "/completion", kind, fields, headers, key=key, seconds=None)
 
     async def has_slot_save_path(self) -> bool:
         """Return whether slots can be saved, without touching one; raises UpstreamFault.
@@ -403,38 +363,45 @@ class LlamaServer:
         return True
 
     async def save(self, slot_id: SlotId, file_name: str) -> Saved:
-        return await self._slot_action(slot_id, "save", Saved, {"filename": file_name})
+        return await self._act_on_slot(slot_id, "save", Saved, file_name)
 
-    async def restore(self, slot_id: SlotId, file_name: str) -> Restored:
-        """Load a state; any failure leaves the slot empty (server-context.cpp, SLOT_RESTORE)."""
+    async def restore(self, slot_id: SlotId, file_name: str) -> int:
+        """Load a state, return how many tokens the slot holds then.
+
+        Any failure leaves the slot empty (server-context.cpp, SLOT_RESTORE).
+        """
         if self.keeps_points_of_others:
             await self.overwrite(slot_id)  # a prompt that reuses nothing drops them
-        return await self._slot_action(slot_id, "restore", Restored, {"filename": file_name})
+        return await self._act_on_slot(slot_id, "restore", int, file_name, key="n_restored")
 
     async def erase(self, slot_id: SlotId) -> None:
-        await self._slot_action(slot_id, "erase", dict[str, Any], {})
+        await self._act_on_slot(slot_id, "erase", msgspec.Raw)
 
-    async def _slot_action(
-        self, slot_id: SlotId, action: str, reply_type: type[T], body: dict[str, str]
+    async def _act_on_slot(
+        self, slot_id: SlotId, action: str, kind: type[T], file_name: str = "", key: str = ""
     ) -> T:
         path = f"/slots/{slot_id}?action={action}"
-        return await self.call("POST", path, reply_type, body, seconds=SLOT_ACTION_SECONDS)
+        fields = {"filename": file_name} if file_name else {}
+        return await self.call("POST", path, kind, fields, key=key, seconds=SLOT_ACTION_SECONDS)
 
     async def call(
         self,
         method: str,
         path: str,
-        reply_type: type[T],
+        kind: type[T],
         body: Any = None,
         headers: Headers | None = None,
         *,
+        key: str = "",
         seconds: float | None = 60.0,
     ) -> T:
-        """Make one call of the proxy's own; returns its reply, read as *reply_type*."""
-        content = await self._read(method, path, body, headers, seconds=seconds)
+        """Make one call of the proxy's own; return the reply, or its member *key*, read as *kind*."""
+        _, content = await self._read(method, path, body, headers, seconds=seconds)
         try:
-            return msgspec.json.decode(content, type=reply_type)
-        except msgspec.DecodeError as error:
+            if key:
+                content = msgspec.json.decode(content, type=dict[str, msgspec.Raw])[key]
+            return msgspec.json.decode(content, type=kind)
+        except (msgspec.DecodeError, KeyError) as error:
             raise UpstreamRefused(200, f"{path}: reply not understood: {error}") from error
 
     async def _read(
@@ -445,39 +412,42 @@ class LlamaServer:
         headers: Headers | None = None,
         *,
         seconds: float | None,
-    ) -> bytes:
-        self.presence.require(self.target.name)
+    ) -> tuple[Headers, bytes]:
+        """Make one call; return headers and content if llama-server, and not its host, answered 200."""
+        self.require_loaded()
         data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
         data = self.target.body(data)
-        sent = {"Content-Type": "application/json", **(headers or self.own_headers)}
         try:
             async with (
-                self.pending.call(),
+                self.waiting(),
                 self.session.request(
                     method,
-                    self._own_url(method, path),
+                    self.url(self.target.path(method, path)),
                     data=None if data is None else io.BytesIO(data),
-                    headers=sent,
+                    headers={"Content-Type": "application/json", **(headers or self.own_headers)},
                     timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=5.0),
                 ) as response,
             ):
                 status, content = response.status, await response.read()
-        except aiohttp.ConnectionTimeoutError as error:
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             raise UpstreamUnreachable(f"{method} {path}: {reason_of(error)}") from error
         except TimeoutError as error:
             raise UpstreamSlow(f"{method} {path}: no answer in time") from error
-        except aiohttp.ClientConnectorError as error:
-            raise UpstreamUnreachable(f"{method} {path}: {reason_of(error)}") from error
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamLost(f"{method} {path}: {reason_of(error)}") from error
-        is_unreached = self.target.says_unreached(status, content)
-        if self.target.says_gone(content) or (is_unreached and not self.target.tells_unreached):
-            raise UpstreamLost(f"{method} {path}: {self.target.name} has ended")
+        target, ended = self.target, f"{method} {path}: {self.target.name} has ended"
+        is_unreached = target.says_unreached(status, content)
+        if target.says_gone(content) or (is_unreached and not target.tells_unreached):
+            raise UpstreamLost(ended)
         if status == 200:
-            return content
+            return response.headers, content
         if is_unreached:
-            raise UpstreamUnreachable(f"{method} {path}: {self.target.name} has ended")
+            raise UpstreamUnreachable(ended)
         raise UpstreamRefused(status, _error_message(content))
+
+
+_REUSES = {"n_predict": 0, "cache_prompt": True, "n_cache_reuse": 0}
+_FROM_NOTHING = {"n_predict": 0, "cache_prompt": False}
 
 
 def reason_of(error: Exception) -> str:
@@ -489,6 +459,6 @@ def reason_of(error: Exception) -> str:
 
 def _error_message(content: bytes) -> str:
     try:
-        return msgspec.json.decode(content, type=ErrorReply).error.message
-    except msgspec.DecodeError:
+        return text_of(msgspec.json.decode(content, type=dict[str, Any])["error"], "message")
+    except (msgspec.DecodeError, KeyError):
         return content[:200].decode(errors="replace")

@@ -1,4 +1,4 @@
-"""Hosts of models: routers and llama-swap, which start a llama-server for each model."""
+"""Hosts of models: llama-server's router mode and llama-swap, which start a llama-server for each model."""
 
 import asyncio
 import re
@@ -7,19 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, ClassVar
 from urllib.parse import quote
 
 import msgspec
 
+from proxy.core.messages import list_of, member, text_of
 from proxy.errors import UpstreamFault, UpstreamRefused, UpstreamUnreachable
 from proxy.llama.client import QUICK_SECONDS, LlamaServer
 from proxy.llama.routes import RouterTarget, SwapTarget, Target, is_known
-
-# What the proxy asks of a host of several models, whichever it is.
-#
-# Every method raises UpstreamUnreachable if there was no answer, UpstreamRefused if an error.
-
 
 LOAD_SECONDS = 1800.0
 """A model that is not loaded after so long never will be; until then nothing else is loaded."""
@@ -43,71 +39,11 @@ class Models:
 
 
 @dataclass(frozen=True, slots=True)
-class CommandLine:
-    """What a host starts a model's llama-server with; it ends it after it was idle for `unload_seconds`."""
-
-    model: str
-    words: Sequence[str]
-    unload_seconds: float = 0.0
-
-
-class ModelHost(Protocol):
-    """A host of several models."""
-
-    kind: str
-    is_polled: bool
-    """Whether its llama-servers may be asked again and again without being kept from unloading."""
-    hides_names: bool
-    """Whether models may have names that it does not list."""
-
-    async def models(self) -> Models: ...
-
-    async def command_lines(self) -> list[CommandLine]:
-        """Return those that the host tells: a router all of them, llama-swap those of what runs."""
-
-    async def load(self, model: str) -> None:
-        """Return when the model is loaded; raises UpstreamRefused if it cannot be."""
-
-    async def accepts(self, keys: Mapping[str, str]) -> bool:
-        """Return whether a client with these headers may have a model loaded."""
-
-    async def unload(self, model: str) -> None:
-        """Return when the model is unloaded, or at once if that is left to the host."""
-
-    async def resolve(self, name: str) -> str | None:
-        """Return the model that has a name which is not listed, None if there is none; may load it."""
-
-    def target(self, model: str) -> Target: ...
-
-    def split_path(self, path: str, asked: str, models: Models) -> tuple[str, str]:
-        """Return the model that a client's request names, and its path as a llama-server would see it.
-
-        *asked* is what the query says. The name is empty if there is none.
-        """
-
-
-async def accepts(root: LlamaServer, path: str, keys: Mapping[str, str]) -> bool:
-    """Return whether a host answers who has these headers; one that does not answer will say why."""
-    try:
-        return await root.takes_key(keys, path)
-    except UpstreamFault:
-        return True
-
-
-# What a host of models tells of the command lines it starts them with; nothing is loaded for it.
-#
-# llama-server's router tells all of them (GET /models, status.args), without what it hands on by
-# environment variables; llama-swap those of the models that run (GET /running).
-
-
-_SLEEP = "--sleep-idle-seconds"
-
-
-@dataclass(frozen=True, slots=True)
 class HostedFlags:
-    """What decides over a model's slots; 0 if its command line does not say.
+    """What of a model's command line decides over the model's slots; 0 if not given.
 
-    `unload_seconds` and `sleep_seconds` are the idle times after which its slots are gone.
+    `unload_seconds` and `sleep_seconds` are the idle times after which the slots are gone: the host ends
+    its llama-server, or llama-server sleeps.
     """
 
     model: str
@@ -115,27 +51,74 @@ class HostedFlags:
     sleep_seconds: float = 0.0
 
 
-async def hosted_flags(host: ModelHost) -> list[HostedFlags]:
-    """Return what is told of each model; raises UpstreamFault."""
-    lines = await host.command_lines()
-    return [read_flags(line.model, line.words, line.unload_seconds) for line in lines]
-
-
 def read_flags(model: str, words: Sequence[str], unload_seconds: float = 0.0) -> HostedFlags:
     """Return what a command line says; llama-server may be anywhere in it, behind docker or a shell."""
-    # The last one counts; --sleep_idle_seconds is the same to llama-server.
-    found = [value for name, value in pairwise(words) if name.replace("_", "-") == _SLEEP]
-    return HostedFlags(model, max(0.0, unload_seconds), _seconds(found[-1] if found else None))
-
-
-def _seconds(text: str | None) -> float:
+    # The last value of a flag counts; --sleep_idle_seconds is the same to llama-server.
+    given = {name.replace("_", "-"): value for name, value in pairwise(words)}
     try:
-        return max(0.0, float(text or 0))
+        sleep_seconds = max(0.0, float(given.get("--sleep-idle-seconds", 0)))
     except ValueError:
-        return 0.0
+        sleep_seconds = 0.0
+    return HostedFlags(model, max(0.0, unload_seconds), sleep_seconds)
 
 
-# llama-server's router mode, as server-models.cpp has it.
+class ModelHost:
+    """A host of several models.
+
+    Every method raises UpstreamUnreachable if there was no answer, UpstreamRefused if the answer was an
+    error.
+    """
+
+    kind: ClassVar[str]
+    is_polled: ClassVar[bool]
+    """Whether its llama-servers may be asked again and again without being kept from unloading."""
+    hides_names: ClassVar[bool]
+    """Whether models may have names that it does not list."""
+    _target_type: ClassVar[type[Target]]
+    _guarded_path: ClassVar[str]
+    """A path that is answered only to those who may have a model loaded."""
+
+    def __init__(self, root: LlamaServer) -> None:
+        self._root = root
+
+    async def models(self) -> Models:
+        raise NotImplementedError
+
+    async def flags(self) -> list[HostedFlags]:
+        """Return what the host tells of command lines, without what it hands on by environment variables.
+
+        Nothing is loaded for it. A router tells all of them, llama-swap those of what runs.
+        """
+        raise NotImplementedError
+
+    async def load(self, model: str) -> None:
+        """Return when the model is loaded; raises UpstreamRefused if it cannot be."""
+        raise NotImplementedError
+
+    async def unload(self, model: str) -> None:
+        """Return when the model is unloaded, or at once if that is left to the host."""
+
+    async def resolve(self, name: str) -> str | None:
+        """Return the model that has a name which is not listed, None if there is none; may load it."""
+        return None
+
+    async def accepts(self, keys: Mapping[str, str]) -> bool:
+        """Return whether a client with these headers may have a model loaded."""
+        try:
+            return await self._root.takes_key(keys, self._guarded_path)
+        except UpstreamFault:
+            return True  # a host that does not answer will say why
+
+    def target(self, model: str) -> Target:
+        return self._target_type(self._root.target.base_url, model)
+
+    @staticmethod
+    def split_path(path: str, asked: str, models: Models) -> tuple[str, str]:
+        """Return the model that a client's request names, and its path as a llama-server would see it.
+
+        *asked* is what the query says. The name is empty if there is none.
+        """
+        return asked, path
 
 
 _LOOK_SECONDS = 0.05
@@ -146,54 +129,36 @@ _UNLOAD_SECONDS = 15.0
 """A router kills a model's process that has not ended within 10 s (--stop-timeout of a preset)."""
 
 
-class _Status(msgspec.Struct, frozen=True):
-    value: str = ""
-    args: list[str] = []
-
-
-class _RouterModel(msgspec.Struct):
-    id: str
-    aliases: list[str] = []
-    status: _Status = _Status()
-
-
-class _RouterModels(msgspec.Struct):
-    data: list[_RouterModel] = []
-
-
-class Router:
-    """llama-server without a model of its own."""
+class Router(ModelHost):
+    """llama-server without a model of its own, as server-models.cpp has it."""
 
     kind = "router"
     is_polled = True
     hides_names = False
+    _target_type = RouterTarget
+    _guarded_path = "/models"
 
     def __init__(self, root: LlamaServer, n_at_most: int | None) -> None:
-        self._root = root
+        super().__init__(root)
         self._n_at_most = _UNLIMITED if n_at_most == 0 else n_at_most
 
     async def models(self) -> Models:
-        listed = await self._list()
+        listed = {text_of(entry, "id"): entry for entry in await self._root.models("/models")}
         return Models(
-            loaded=frozenset(m.id for m in listed if m.status.value == "loaded"),
-            known=frozenset(m.id for m in listed),
-            aliases={alias: m.id for m in listed for alias in m.aliases},
+            loaded=frozenset(name for name, entry in listed.items() if _state(entry) == "loaded"),
+            known=frozenset(listed),
+            aliases={a: name for name, m in listed.items() for a in list_of(m.get("aliases"))},
             n_at_most=self._n_at_most,
         )
 
-    async def command_lines(self) -> list[CommandLine]:
-        return [CommandLine(m.id, m.status.args) for m in await self._list()]
-
-    async def _list(self) -> list[_RouterModel]:
-        reply = await self._root.call("GET", "/models", _RouterModels, seconds=QUICK_SECONDS)
-        return reply.data
+    async def flags(self) -> list[HostedFlags]:
+        return [
+            read_flags(text_of(entry, "id"), list_of(member(member(entry, "status"), "args")))
+            for entry in await self._root.models("/models")
+        ]
 
     async def load(self, model: str) -> None:
-        try:
-            await self._post("load", model)
-        except UpstreamRefused as refusal:
-            if refusal.status != 400:  # that it is running or loading already is no fault
-                raise
+        await self._post("load", model)
         status = await self._once(model, lambda value: value != "unloaded", _BEGIN_SECONDS)
         if status == "sleeping":  # its slots are gone; to look at them wakes it
             path = f"/slots?model={quote(model, safe='')}"
@@ -204,21 +169,18 @@ class Router:
         if status != "loaded":
             raise UpstreamRefused(500, f"model {model} could not be loaded")
 
-    async def accepts(self, keys: Mapping[str, str]) -> bool:
-        return await accepts(self._root, "/models", keys)
-
     async def unload(self, model: str) -> None:
-        try:
-            await self._post("unload", model)
-        except UpstreamRefused as refusal:
-            if refusal.status != 400:  # that it is not running is no fault
-                raise
+        await self._post("unload", model)
         await self._once(model, lambda value: value == "unloaded", _UNLOAD_SECONDS)
 
-    async def resolve(self, name: str) -> str | None:
-        return None
+    async def _post(self, verb: str, model: str) -> None:
+        try:
+            await self._root.call("POST", f"/models/{verb}", msgspec.Raw, {"model": model})
+        except UpstreamRefused as refusal:
+            if refusal.status != 400:  # that it is loaded, loading or unloaded already is no fault
+                raise
 
-    async def _once(self, model: str, is_so: Callable[[str], bool], seconds: float | None) -> str:
+    async def _once(self, model: str, is_so: Callable[[str], bool], seconds: float) -> str:
         """Return a model's status once it is so, or after so many seconds."""
         status = await self._status(model)
         with suppress(TimeoutError):
@@ -228,22 +190,13 @@ class Router:
                     status = await self._status(model)
         return status
 
-    async def _post(self, verb: str, model: str) -> None:
-        await self._root.call("POST", f"/models/{verb}", dict[str, Any], {"model": model})
-
     async def _status(self, model: str) -> str:
-        values = (m.status.value for m in await self._list() if m.id == model)
-        return next(values, "unloaded")
-
-    def target(self, model: str) -> Target:
-        return RouterTarget(self._root.target.base_url, model)
-
-    @staticmethod
-    def split_path(path: str, asked: str, models: Models) -> tuple[str, str]:
-        return asked, path
+        entries = await self._root.models("/models")
+        return next((_state(m) for m in entries if text_of(m, "id") == model), "unloaded")
 
 
-# llama-swap, as its README and proxymanager.go have it.
+def _state(entry: Mapping[str, Any]) -> str:
+    return text_of(entry.get("status"), "value")
 
 
 _UPSTREAM = "/upstream/"
@@ -251,77 +204,52 @@ _NAME = re.compile(r"[\w:@+-][\w.:@+-]*(/[\w:@+-][\w.:@+-]*)*")
 
 
 class _Run(msgspec.Struct):
+    """An entry of llama-swap's GET /running; llama-server is ended after `ttl` seconds without use."""
+
     model: str
     state: str = "ready"
     cmd: str = ""
     ttl: float = 0.0
 
 
-class RunningModels(msgspec.Struct):
-    running: list[_Run]
+class Swap(ModelHost):
+    """llama-swap, as its README and proxymanager.go have it.
 
-
-class _SwapAbout(msgspec.Struct, frozen=True, rename={"model_id": "modelID", "peer_id": "peerID"}):
-    """What llama-swap says of an entry: another name of a model, or a model of another llama-swap."""
-
-    model_id: str = ""
-    peer_id: str = ""
-    aliases: tuple[str, ...] = ()
-
-
-class _SwapMeta(msgspec.Struct, frozen=True):
-    llamaswap: _SwapAbout = _SwapAbout()
-
-
-class _SwapModel(msgspec.Struct):
-    id: str
-    meta: _SwapMeta = _SwapMeta()
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Its own name and its others, and the model that each means; none if it is elsewhere."""
-        about = self.meta.llamaswap
-        model = about.model_id or self.id
-        return {} if about.peer_id else dict.fromkeys((self.id, *about.aliases), model)
-
-
-class _SwapModels(msgspec.Struct):
-    data: list[_SwapModel] = []
-
-
-class Swap:
-    """llama-swap; which models may be loaded together is known only to its configuration."""
+    Which models may be loaded together is known only to its configuration, so unloading is left to it.
+    """
 
     kind = "llama-swap"
     is_polled = False
     hides_names = True
+    _target_type = SwapTarget
+    _guarded_path = "/running"
 
     def __init__(self, root: LlamaServer) -> None:
-        self._root = root
+        super().__init__(root)
         self._resolved: dict[str, str] = {}
 
-    async def _running(self) -> list[_Run]:
-        reply = await self._root.call("GET", "/running", RunningModels, seconds=QUICK_SECONDS)
-        return reply.running
+    async def running(self) -> list[_Run]:
+        return await self._root.call(
+            "GET", "/running", list[_Run], key="running", seconds=QUICK_SECONDS
+        )
 
-    async def command_lines(self) -> list[CommandLine]:
-        return [CommandLine(r.model, _words(r.cmd), r.ttl) for r in await self._running()]
+    async def flags(self) -> list[HostedFlags]:
+        return [read_flags(r.model, _words(r.cmd), r.ttl) for r in await self.running()]
 
     async def models(self) -> Models:
-        running = await self._running()
-        listed = await self._root.call("GET", "/v1/models", _SwapModels, seconds=QUICK_SECONDS)
-        loaded = frozenset(run.model for run in running if run.state == "ready")
-        names = {name: model for m in listed.data for name, model in m.names.items()}
+        loaded = frozenset(run.model for run in await self.running() if run.state == "ready")
+        names: dict[str, str] = {}
+        for entry in await self._root.models():
+            # An entry is a model, another name of a model, or a model of another llama-swap.
+            about = member(member(entry, "meta"), "llamaswap")
+            if not text_of(about, "peerID"):
+                own = text_of(entry, "id")
+                model = text_of(about, "modelID") or own
+                names |= dict.fromkeys((own, *list_of(member(about, "aliases"))), model)
         return Models(loaded, frozenset(names.values()) | loaded, {**names, **self._resolved})
 
     async def load(self, model: str) -> None:
         await self._of(model).call("GET", "/health", msgspec.Raw, seconds=LOAD_SECONDS)
-
-    async def accepts(self, keys: Mapping[str, str]) -> bool:
-        return await accepts(self._root, "/running", keys)
-
-    async def unload(self, model: str) -> None:
-        """Leave that to llama-swap, which knows who may stay."""
 
     async def resolve(self, name: str) -> str | None:
         if not _NAME.fullmatch(name):
@@ -338,17 +266,14 @@ class Swap:
     def _of(self, model: str) -> LlamaServer:
         return self._root.at(self.target(model))
 
-    def target(self, model: str) -> Target:
-        return SwapTarget(self._root.target.base_url, model)
-
     @staticmethod
     def split_path(path: str, asked: str, models: Models) -> tuple[str, str]:
         if not path.startswith(_UPSTREAM):
             return asked, path
-        # A model's name may have slashes in it: the longest beginning that is one counts.
+        # A model's name may have slashes in it: the longest beginning that is a model's name counts.
         parts = path.removeprefix(_UPSTREAM).split("/")
         names = ["/".join(parts[:n]) for n in range(len(parts), 0, -1)]
-        # Of one that is not known, what is behind it counts: nothing of ours may be hidden there.
+        # Of a name that is not known, what is behind it counts: nothing of ours may be hidden there.
         unknown = (name for name in reversed(names) if is_known(_behind(path, name)))
         name = next(filter(models.named, names), None) or next(unknown, parts[0])
         return name, _behind(path, name)
@@ -365,26 +290,19 @@ def _behind(path: str, name: str) -> str:
     return path.removeprefix(_UPSTREAM + name)
 
 
-# Finds out what answers at a URL that is no llama-server with slots.
-
-
-class _RouterProps(msgspec.Struct):
-    role: str = ""
-    max_instances: int | None = None
-
-
 async def recognise(root: LlamaServer) -> ModelHost | None:
     """Return the host of models that answers at a URL; None if it is none, or cannot be asked now."""
     try:
-        props = await root.call("GET", "/props", _RouterProps, seconds=QUICK_SECONDS)
+        props = await root.props()
         if props.role == "router":
             return Router(root, props.max_instances)
     except UpstreamUnreachable:
         return None
     except UpstreamFault:
         pass
+    swap = Swap(root)
     try:
-        await root.call("GET", "/running", RunningModels, seconds=QUICK_SECONDS)
+        await swap.running()
     except UpstreamFault:
         return None
-    return Swap(root)
+    return swap

@@ -8,8 +8,6 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
-from proxy.errors import UpstreamUnreachable
-
 # Model names: what clients call a model, and what llama-server calls it.
 
 
@@ -53,11 +51,6 @@ class Route(StrEnum):
     """Honours id_slot; its prompt is not read (yet)."""
     UNPINNED = "unpinned"
     """llama-server never reads id_slot and chooses the slot itself."""
-
-
-class ErrorShape(StrEnum):
-    OPENAI = "openai"
-    ANTHROPIC = "anthropic"
 
 
 _ROUTES = {
@@ -134,9 +127,9 @@ def unloads_models(method: str, path: str) -> bool:
     )
 
 
-def error_shape(path: str) -> ErrorShape:
-    """Return the shape in which clients of *path* expect errors."""
-    return ErrorShape.ANTHROPIC if path.startswith("/v1/messages") else ErrorShape.OPENAI
+def is_anthropic(path: str) -> bool:
+    """Return whether clients of *path* expect Anthropic's errors and usage, not OpenAI's."""
+    return path.startswith("/v1/messages")
 
 
 # Where one llama-server is asked: at a URL of its own, or by its model's name at a host of several.
@@ -228,25 +221,3 @@ class SwapTarget(Target):
 
     def says_unreached(self, status: int, content: bytes) -> bool:
         return status == _BAD_GATEWAY and not content
-
-
-@dataclass(slots=True)
-class Presence:
-    """Whether there is a process behind a target, as far as its host says.
-
-    `is_polled` says that it may be asked again and again: llama-swap unloads a model that nobody has
-    asked anything for a while. It was gone `n_lost` times.
-    """
-
-    is_there: bool = True
-    is_polled: bool = True
-    n_lost: int = 0
-
-    def lose(self) -> None:
-        self.is_there = False
-        self.n_lost += 1
-
-    def require(self, name: str) -> None:
-        """Raise UpstreamUnreachable if there is none: llama-swap would load the model."""
-        if not self.is_there:
-            raise UpstreamUnreachable(f"{name} is not loaded")

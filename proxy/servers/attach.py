@@ -30,7 +30,6 @@ from proxy.llama.client import LlamaServer, Props
 from proxy.llama.state_file import StateFile
 from proxy.log import get_logger
 from proxy.servers.attachment import (
-    Attachment,
     canary_tokens,
     known_rates,
     known_sizes,
@@ -41,9 +40,11 @@ from proxy.servers.attachment import (
     unite_tenants,
 )
 from proxy.serving.desk import LeaseDesk
-from proxy.serving.launches import note_emptied
-from proxy.serving.process import Services
+from proxy.serving.launches import Arrivals, Launches, note_emptied
+from proxy.serving.process import Process, Services
+from proxy.serving.prompts import PromptReader
 from proxy.serving.saver import Room, SavedSlot, Saver
+from proxy.serving.saves import SlotSaves
 from proxy.store.known_models import known_namespaces, known_tenants, namespaces_name
 from proxy.store.store import CheckpointStore
 
@@ -118,35 +119,45 @@ class Attacher:
         self._seen = ""
         self._seen_clearing: bool | None = None
 
-    async def attach(self, props: Props, process_id: str) -> Attachment:
+    async def attach(self, props: Props, process_id: str) -> Process:
         """Return the attachment; where caching is impossible its obstacle says why."""
-        contents: list[Content] = [TAINTED for _ in range(props.total_slots)]
-        attachment = Attachment(
-            process_id=process_id,
-            build=props.build_info,
-            desk=LeaseDesk(SlotTable(contents), self._max_waiting),
-            n_ctx=props.default_generation_settings.n_ctx,
-            n_believed_points=n_believed_points(self._n_context_checkpoints),
-            degradations=self._services.degradations,
-        )
+        process = self._new_process(props, process_id)
         try:
-            attachment.asks_for_key = await self._asks_for_key()
+            process.asks_for_key = await self._asks_for_key()
             shares = self._shares_between_api_keys
-            attachment.is_one_tenant = not attachment.asks_for_key if shares is None else shares
+            process.is_one_tenant = not process.asks_for_key if shares is None else shares
             if self._services.opened_store is None:
                 raise CannotCache(DegradationKind.STORE_NOT_OPEN)
             if not process_id:
                 raise CannotCache(DegradationKind.PROCESS_HAS_NO_NAME)
-            await self._identify(attachment, props)
+            await self._identify(process, props)
         except CannotCache as obstacle:
-            attachment.obstacle = obstacle
+            process.obstacle = obstacle
         except CacheFault as fault:
-            attachment.obstacle = CannotCache(DegradationKind.ATTACH_FAILED, str(fault))
-        if attachment.obstacle:
+            process.obstacle = CannotCache(DegradationKind.ATTACH_FAILED, str(fault))
+        if process.obstacle:
             self._services.faults.count("attach")
-            if attachment.clears_idle_slots is None:
-                await self._see_clearing(attachment)
-        return attachment
+            if process.clears_idle_slots is None:
+                await self._see_clearing(process)
+        return process
+
+    def _new_process(self, props: Props, process_id: str) -> Process:
+        """Return a process of which nothing is known yet: every slot may hold anything."""
+        contents: list[Content] = [TAINTED for _ in range(props.total_slots)]
+        process = Process(
+            **vars(self._services),
+            id=process_id,
+            build=props.build_info,
+            desk=LeaseDesk(SlotTable(contents), self._max_waiting),
+            n_ctx=props.n_ctx,
+            n_believed_points=n_believed_points(self._n_context_checkpoints),
+        )
+        process.reader = PromptReader(self._upstream, shares_headers=props.total_slots > 1)
+        process.room = Room(process, self._saver)
+        process.saves = SlotSaves(process)
+        process.launches = Launches(process)
+        process.arrivals = Arrivals(process.desk)
+        return process
 
     async def _asks_for_key(self) -> bool:
         """Return whether llama-server, or what stands before it, refuses who sends no key."""
@@ -155,44 +166,42 @@ class Attacher:
         except UpstreamRefused:
             return True
 
-    async def _see_clearing(self, attachment: Attachment) -> None:
+    async def _see_clearing(self, process: Process) -> None:
         """Learn once for each process what no save can tell."""
-        if self._seen != attachment.process_id:
-            self._seen, self._seen_clearing = attachment.process_id, None
+        if self._seen != process.id:
+            self._seen, self._seen_clearing = process.id, None
             self._seen_clearing = await seen_clearing(self._upstream)
-        attachment.note_clearing(clears=self._seen_clearing)
+        process.note_clearing(clears=self._seen_clearing)
 
-    async def _identify(self, attachment: Attachment, props: Props) -> None:
-        store, table = self._services.store, attachment.desk.table
-        room = Room(self._services, attachment, self._saver)
+    async def _identify(self, process: Process, props: Props) -> None:
+        store, table = self._services.store, process.slots
+        room = process.room
         async with AsyncExitStack() as files:
             for busy_slot in await self._busy_slots():
                 table.lease(SlotId(busy_slot), time.monotonic())
             adopted = await self._adopt_slots(room, table, files)
             slot_id = await self._empty_slot(table, adopted)
-            await self._find_namespace(room, attachment, slot_id, props)
-            await self._find_tenants(store, attachment)
-            attachment.sizes.extend(known_sizes(store, attachment))
-            attachment.rates = known_rates(store, attachment)
+            await self._find_namespace(room, process, slot_id, props)
+            await self._find_tenants(store, process)
+            process.sizes.extend(known_sizes(store, process))
+            process.rates = known_rates(store, process)
             for adopted_id, saved in adopted.items():
-                await self._commit(store, attachment, adopted_id, saved)
+                await self._commit(store, process, adopted_id, saved)
 
-    async def _find_tenants(self, store: CheckpointStore, attachment: Attachment) -> None:
+    async def _find_tenants(self, store: CheckpointStore, process: Process) -> None:
         """Find out whose states there are; where keys make no difference, they become everybody's."""
-        if not attachment.is_one_tenant:
-            attachment.tenants = known_tenants(store.index, attachment.model_namespace)
-            return await remember_asking(store, attachment)
-        n_united = await unite_tenants(
-            store, attachment, are_all=bool(self._shares_between_api_keys)
-        )
+        if not process.is_one_tenant:
+            process.tenants = known_tenants(store.index, process.model_namespace)
+            return await remember_asking(store, process)
+        n_united = await unite_tenants(store, process, are_all=bool(self._shares_between_api_keys))
         if n_united:
             self._log.info("states of all API keys are shared now", states=n_united)
 
     async def _find_namespace(
-        self, room: Room, attachment: Attachment, slot_id: SlotId, props: Props
+        self, room: Room, process: Process, slot_id: SlotId, props: Props
     ) -> None:
         """Ask the model for its canary in an empty slot, and leave that slot empty."""
-        table = attachment.desk.table
+        table = process.slots
         identity = await read_identity(self._upstream, props)
         tokens, last = canary_tokens(identity)
         table.set_content(slot_id, TAINTED)
@@ -201,7 +210,7 @@ class Attacher:
         probe = await self._probe_save(room, slot_id, tokens)
         has_emptied = await self._has_emptied(table)
         if is_disturbed or has_emptied:
-            attachment.note_clearing(clears=not probe.tokens or not is_disturbed)
+            process.note_clearing(clears=not probe.tokens or not is_disturbed)
         if not probe.tokens:
             await self._upstream.evaluate(slot_id, tokens)
             probe = await self._probe_save(room, slot_id, tokens)
@@ -210,8 +219,8 @@ class Attacher:
         await self._upstream.erase(slot_id)
         table.set_content(slot_id, Empty())
         static = static_key(identity, (probe.version, probe.layout))
-        attachment.saves_context_checkpoints = bool(probe.restore_points)
-        attachment.model_namespace = await self._namespace(static, canary, self._name(props))
+        process.saves_context_checkpoints = bool(probe.restore_points)
+        process.model_namespace = await self._namespace(static, canary, self._name(props))
 
     async def _adopt_slots(self, room: Room, table: SlotTable, files: AsyncExitStack) -> Adopted:
         """Save every idle slot that holds something; the files live as long as *files*.
@@ -287,11 +296,11 @@ class Attacher:
         return Namespace(named.id)
 
     async def _commit(
-        self, store: CheckpointStore, attachment: Attachment, slot_id: SlotId, saved: SavedSlot
+        self, store: CheckpointStore, process: Process, slot_id: SlotId, saved: SavedSlot
     ) -> None:
         """Enter an adopted slot's file, for the tenant whose tokens those are."""
-        state, table = saved.state, attachment.desk.table
-        namespace = owner_of(store, attachment, state.tokens)
+        state, table = saved.state, process.slots
+        namespace = owner_of(store, process, state.tokens)
         if namespace is None or state.n_media or -1 in state.tokens:
             return
         if not store.holds(namespace, state.tokens):

@@ -1,58 +1,75 @@
-"""What is written in the background: idle slots, and what was learned."""
+"""What is done in the background: idle slots are saved, rates are remembered, states are verified."""
 
 import asyncio
 import time
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
-from proxy.core.model import CheckpointKind
+from proxy.core.model import Checkpoint, CheckpointKind
 from proxy.core.rates import Rates
-from proxy.core.saving import is_write_back_due, worth_of
+from proxy.core.saving import is_worth_saving, is_write_back_due
 from proxy.core.slots import Known, Slot, SlotTable
 from proxy.errors import StoreFault, TooManyRequests
 from proxy.log import get_logger
-from proxy.servers.attachment import Attachment, remember_rates
-from proxy.servers.server import Lifecycle
+from proxy.servers import attachment as remembered
 from proxy.serving.desk import Choice, DeskClosed, FreeElsewhere
-from proxy.serving.launches import Session
-from proxy.serving.process import Services
+from proxy.serving.process import Process, Services, Shared
 from proxy.tasks import Tasks
 
-# Writes the learned rates to the index now and then, so that the next start begins with them.
-
-
 _WRITE_SECONDS = 60.0
+_LOOK_SECONDS = 0.5
+MAX_PUT_OFF = 6.0
+"""Beside others' answers, a slot is saved once it has been idle for so many times as long as otherwise."""
+ROOM_RETRY_SECONDS = 30.0
+"""How often what there was no room for is tried again."""
+BYTES_PER_SECOND = 32 << 20
+"""The speed of verification: neither a request nor a slow disk feels it; 20 GiB take eleven minutes."""
+_VERIFY_LOOK_SECONDS = 60.0
+
+Current = Callable[[], Process | None]
+"""Returns the process that serves now."""
 
 
-class Remembering:
-    """Keeps the index up to date with what was measured, never in a request's way."""
+async def all_of(*works: Coroutine[Any, Any, None]) -> None:
+    """Run everything at once; when one of them fails, or this is cancelled, all of them end."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-    def __init__(self, services: Services, lifecycle: Lifecycle) -> None:
-        self._services = services
-        self._lifecycle = lifecycle
-        self._written: tuple[Attachment, Rates] | None = None
 
-    async def run(self) -> None:
-        """Write what is new every minute, and once more when cancelled."""
-        try:
-            while True:
-                await asyncio.sleep(_WRITE_SECONDS)
-                await self._write()
-        finally:
-            await self._write()
+async def remember_rates(services: Services, current: Current) -> None:
+    """Write the learned rates to the index every minute, and once more when cancelled.
 
-    async def _write(self) -> None:
-        session, store = self._lifecycle.current, self._services.opened_store
-        if session is None or store is None or not session.attachment.can_cache:
+    The next start begins with them.
+    """
+    written: Rates | None = None
+
+    async def write() -> None:
+        nonlocal written
+        process, store = current(), services.opened_store
+        if process is None or store is None or not process.can_cache:
             return
-        attachment, rates = session.attachment, session.attachment.rates
-        if self._written == (attachment, rates) or rates == Rates():
+        rates = process.rates
+        if rates is written or rates == Rates():
             return
         try:
-            await remember_rates(store, attachment)
-            self._written = attachment, rates
+            await remembered.remember_rates(store, process)
+            written = rates
         except StoreFault as fault:
-            self._services.faults.record("remember", fault)
+            services.faults.record("remember", fault)
+
+    try:
+        while True:
+            await asyncio.sleep(_WRITE_SECONDS)
+            await write()
+    finally:
+        await write()
 
 
 # The write-back of dirty slots: when they have been idle for a while, and at shutdown.
@@ -61,72 +78,54 @@ class Remembering:
 # left alone until its save has been put off for long enough.
 
 
-_LOOK_SECONDS = 0.5
-MAX_PUT_OFF = 6.0
-"""Beside others' answers, a slot is saved once it has been idle for so many times as long as otherwise."""
-ROOM_RETRY_SECONDS = 30.0
-"""How often what there was no room for is tried again."""
+async def save_idle_slots(tasks: Tasks, current: Current, idle_seconds: float) -> None:
+    """Save slots that have been idle for so long, until cancelled."""
+    retried_at = time.monotonic()
+    while True:
+        process = current()
+        if process and time.monotonic() - retried_at >= ROOM_RETRY_SECONDS:
+            retried_at = time.monotonic()
+            process.saves.take_up_postponed()
+        await asyncio.sleep(min(_LOOK_SECONDS, idle_seconds / 2 or _LOOK_SECONDS))
+        if process := current():
+            _begin_saves(tasks, process, idle_seconds)
 
 
-class WriteBack:
-    """Saves what no file has."""
+async def drain(tasks: Tasks, process: Process, seconds: float) -> None:
+    """Save every dirty slot now, in at most *seconds*, and say what could not be saved."""
+    process.saves.take_up_postponed()
+    if saves := _begin_saves(tasks, process, None):
+        await asyncio.wait(saves, timeout=seconds)
+        n_saved = sum(task.done() and task.result() is not None for task in saves)
+        get_logger("main").info("slots saved", n_saved=n_saved, n_dirty=len(saves))
 
-    def __init__(self, lifecycle: Lifecycle, tasks: Tasks, idle_save_seconds: float) -> None:
-        self._lifecycle = lifecycle
-        self._tasks = tasks
-        self._idle_save_seconds = idle_save_seconds
 
-    async def run(self) -> None:
-        """Save slots that have been idle long enough, until cancelled."""
-        retried_at = time.monotonic()
-        while True:
-            if time.monotonic() - retried_at >= ROOM_RETRY_SECONDS:
-                retried_at = time.monotonic()
-                self._take_up_postponed()
-            await asyncio.sleep(min(_LOOK_SECONDS, self._idle_save_seconds / 2 or _LOOK_SECONDS))
-            self._begin_saves(self._idle_save_seconds)
+async def settle(tasks: Tasks, process: Process, seconds: float) -> None:
+    """Save every dirty slot once nothing runs any more, in at most *seconds*."""
+    desk = process.desk
+    with suppress(TimeoutError, DeskClosed, FreeElsewhere, TooManyRequests):
+        async with asyncio.timeout(seconds):
+            (await desk.lease(partial(_all_slots, desk.table))).release()
+    await drain(tasks, process, seconds)
 
-    async def drain(self, seconds: float) -> None:
-        """Save every dirty slot now, in at most *seconds*, and say what could not be saved."""
-        self._take_up_postponed()
-        if saves := self._begin_saves(None):
-            await asyncio.wait(saves, timeout=seconds)
-            n_saved = sum(task.done() and task.result() is not None for task in saves)
-            get_logger("main").info("slots saved", n_saved=n_saved, n_dirty=len(saves))
 
-    async def settle(self, seconds: float) -> None:
-        """Save every dirty slot once nothing runs any more, in at most *seconds*."""
-        session = self._lifecycle.current
-        if session is None:
-            return
-        desk = session.attachment.desk
-        with suppress(TimeoutError, DeskClosed, FreeElsewhere, TooManyRequests):
-            async with asyncio.timeout(seconds):
-                (await desk.lease(partial(_all_slots, desk.table))).release()
-        await self.drain(seconds)
-
-    def _take_up_postponed(self) -> None:
-        if session := self._lifecycle.current:
-            session.saves.take_up_postponed()
-
-    def _begin_saves(self, idle_seconds: float | None) -> list["asyncio.Task[object]"]:
-        """Save what has been idle for so long and is worth it; without *idle_seconds* all that is dirty."""
-        session = self._lifecycle.current
-        if session is None:
-            return []
-        due = [s for s in session.attachment.desk.table if _is_due(session, s, idle_seconds)]
-        # Where a start empties idle slots, those are saved by whoever is about to start.
-        if not due or (turn := session.launches.try_turn()) is None:
-            return []
-        tasks: list[asyncio.Task[object]] = []
-        for slot in due:
-            if lease := session.attachment.desk.try_lease(slot.id):
-                work = session.saves.write_back(slot.id, CheckpointKind.CONVERSATION)
-                tasks.append(self._tasks.start(work))
-                lease.hand_over(tasks[-1])
-        saves = asyncio.gather(*tasks, return_exceptions=True)
-        saves.add_done_callback(lambda _: turn.end())
-        return tasks
+def _begin_saves(
+    tasks: Tasks, process: Process, idle_seconds: float | None
+) -> list["asyncio.Task[object]"]:
+    """Save what has been idle for so long and is worth it; without *idle_seconds* all that is dirty."""
+    due = [s for s in process.slots if _is_due(process, s, idle_seconds)]
+    # Where a start empties idle slots, those are saved by whoever is about to start.
+    if not due or (turn := process.launches.try_turn()) is None:
+        return []
+    saves: list[asyncio.Task[object]] = []
+    for slot in due:
+        if lease := process.desk.try_lease(slot.id):
+            work = process.saves.write_back(slot.id, CheckpointKind.CONVERSATION)
+            saves.append(tasks.start(work))
+            lease.hand_over(saves[-1])
+    done = asyncio.gather(*saves, return_exceptions=True)
+    done.add_done_callback(lambda _: turn.end())
+    return saves
 
 
 def _all_slots(table: SlotTable) -> Choice[None] | None:
@@ -134,19 +133,55 @@ def _all_slots(table: SlotTable) -> Choice[None] | None:
     return Choice(tuple(slot.id for slot in table), None) if is_free else None
 
 
-def _is_due(session: Session, slot: Slot, idle_seconds: float | None) -> bool:
-    attachment, content = session.attachment, slot.content
-    if slot.is_leased or not is_write_back_due(attachment.rule, content):
+def _is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:
+    content = slot.content
+    if slot.is_leased or not is_write_back_due(process.rule, content):
         return False
     if idle_seconds is None:
         return True
-    if any(other.is_leased and not other.is_closing for other in attachment.desk.table):
+    if any(other.is_leased and not other.is_closing for other in process.slots):
         idle_seconds *= MAX_PUT_OFF
     if slot.used_at > time.monotonic() - idle_seconds:
         return False
-    return not isinstance(content, Known) or _is_worth_it(attachment, content)
+    if not isinstance(content, Known):
+        return True
+    size_bytes = process.state_bytes(content)
+    return is_worth_saving(content, content.n_unsaved, size_bytes, process.rates)
 
 
-def _is_worth_it(attachment: Attachment, content: Known) -> bool:
-    size_bytes = attachment.state_bytes(content)
-    return worth_of(content, content.n_unsaved, size_bytes, attachment.rates).is_worth_it
+# The verification of stored states.
+#
+# A state is verified before its first restore in any case; here those are found that nobody asks for,
+# before their checksums are all that is left of them.
+
+
+async def verify_stored(shared: Shared, interval_seconds: float) -> None:
+    """Verify states that were not verified for *interval_seconds*, the oldest first, until cancelled.
+
+    0 leaves that to their restores.
+    """
+    while shared.opened_store is not None and interval_seconds:
+        due_before = time.time() - interval_seconds
+        due = (c for c in shared.opened_store if c.verified_at < due_before)
+        for checkpoint in sorted(due, key=lambda c: c.verified_at):
+            try:
+                await shared.store.verify(checkpoint, bytes_per_second=BYTES_PER_SECOND)
+            except Exception as fault:
+                shared.faults.record("verify", fault)
+        await asyncio.sleep(min(_VERIFY_LOOK_SECONDS, interval_seconds))
+
+
+def note_damage(
+    shared: Shared, processes: Iterable[Process], damaged: Checkpoint, stemming: list[Checkpoint]
+) -> None:
+    """Tell of a damaged file, and taint the slots that hold what may stem from it."""
+    shared.metrics.damaged_checkpoints.inc()
+    get_logger("store").warning(
+        "state damaged: it is removed, and what may stem from it",
+        file=damaged.file_name,
+        n_tokens=damaged.n_tokens,
+        stemming=[checkpoint.file_name for checkpoint in stemming],
+    )
+    for process in processes:
+        ids = [checkpoint.id for checkpoint in (damaged, *stemming)]
+        process.slots.distrust(ids)

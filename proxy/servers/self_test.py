@@ -13,18 +13,17 @@ from msgspec.structs import replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import CAREFUL_RULE, CheckpointKind, Rule, RuleKind, SlotId
-from proxy.core.rule import RestoreProbe, SelfTestResult, Trial, diverging_tells, judge
+from proxy.core.rule import RestoreProbe, SelfTestResult, diverging_tells, judge
 from proxy.core.slots import Empty, Unknown, choose_slot_to_empty
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from proxy.errors import UpstreamRefused
 from proxy.llama.client import LlamaServer, Timings
 from proxy.llama.state_file import StateFile
 from proxy.log import get_logger
-from proxy.servers.attachment import Attachment, known_self_test, remember_self_test, remember_sizes
+from proxy.servers.attachment import known_self_test, remember_self_test, remember_sizes
 from proxy.serving.desk import Lease, Turn
-from proxy.serving.launches import Session
-from proxy.serving.process import Services
-from proxy.serving.saver import Room, SavedSlot, Saver
+from proxy.serving.process import Process, Services
+from proxy.serving.saver import SavedSlot, Saver
 
 # The self-test: what a restored state is good for on this server, measured.
 #
@@ -123,11 +122,13 @@ class SelfTest:
             requests.append(text[:n_common] + text[-BACK_TOKENS:])
         return [*requests, text[: n_tokens + _MORE_TOKENS]]
 
-    async def _try(self, slot_id: SlotId, name: str, n_state: int, prompt: TokenIds) -> Trial:
+    async def _try(
+        self, slot_id: SlotId, name: str, n_state: int, prompt: TokenIds
+    ) -> tuple[int, int, int]:
         await self._restore(slot_id, name)
         n_common = common_prefix_length(self._text[:n_state], prompt)
         n_reused = (await self._upstream.evaluate(slot_id, prompt)).cache_n
-        return Trial(len(prompt), n_common, n_reused)
+        return n_common, min(n_common, len(prompt) - 1), n_reused
 
     async def _restore(self, slot_id: SlotId, name: str) -> None:
         await self._upstream.erase(slot_id)
@@ -149,78 +150,78 @@ class Learning:
         self._saver = saver
         self._log = get_logger("learning")
 
-    def begin(self, session: Session) -> None:
+    def begin(self, process: Process) -> None:
         """Take the remembered rule; if there is none, reserve an empty slot and measure it there.
 
         Nothing is awaited, so that no request can come first.
         """
-        attachment = session.attachment
-        if not attachment.can_cache:
-            return attachment.note_examined()
-        known = known_self_test(self._services.store, attachment)
+        process = process
+        if not process.can_cache:
+            return process.note_examined()
+        known = known_self_test(self._services.store, process)
         if known is not None:
-            self._publish(attachment, known)
-        elif lease := self._lease_empty(session):
-            self._start(session, lease, session.launches.try_turn() or Turn(None))
+            self._publish(process, known)
+        elif lease := self._lease_empty(process):
+            self._start(process, lease, process.launches.try_turn() or Turn(None))
         else:
-            attachment.note_examined()
-            attachment.degrade(DegradationKind.NO_SLOT_FOR_SELF_TEST)
+            process.note_examined()
+            process.degrade(DegradationKind.NO_SLOT_FOR_SELF_TEST)
 
-    def look_again(self, session: Session) -> None:
+    def look_again(self, process: Process) -> None:
         """Measure the rule again if it has been contradicted; each time more has to speak against it."""
-        attachment = session.attachment
-        if attachment.n_contradictions < attachment.n_contradictions_allowed:
+        process = process
+        if process.n_contradictions < process.n_contradictions_allowed:
             return
-        if (turn := session.launches.try_turn()) is None:
+        if (turn := process.launches.try_turn()) is None:
             return
-        slot = choose_slot_to_empty(attachment.desk.table)
-        lease = attachment.desk.try_lease(slot.id) if slot else None
+        slot = choose_slot_to_empty(process.slots)
+        lease = process.desk.try_lease(slot.id) if slot else None
         if lease is None:
             turn.end()
             return  # everything is busy: the next look may find a free slot
         self._log.warning(
             "restores are not reused as the rule says: the self-test runs again",
-            rule=attachment.rule.kind.value,
-            n_contradictions=attachment.n_contradictions,
+            rule=process.rule.kind.value,
+            n_contradictions=process.n_contradictions,
         )
-        attachment.n_contradictions = 0
-        attachment.n_contradictions_allowed *= 2
-        self._start(session, lease, turn)
+        process.n_contradictions = 0
+        process.n_contradictions_allowed *= 2
+        self._start(process, lease, turn)
 
-    def _lease_empty(self, session: Session, without: SlotId | None = None) -> Lease[None] | None:
-        desk = session.attachment.desk
+    def _lease_empty(self, process: Process, without: SlotId | None = None) -> Lease[None] | None:
+        desk = process.desk
         for slot in desk.table:
             if slot.id != without and isinstance(slot.content, Empty):
                 if lease := desk.try_lease(slot.id):
                     return lease
         return None
 
-    def _start(self, session: Session, lease: Lease[None], turn: Turn) -> None:
-        if not session.attachment.is_caching:
-            session.attachment.rule = CAREFUL_RULE
-            session.attachment.degrade(DegradationKind.SELF_TEST_PENDING)
-        measuring = self._services.tasks.start(self._measure(session, lease.slot_ids[0]))
+    def _start(self, process: Process, lease: Lease[None], turn: Turn) -> None:
+        if not process.is_caching:
+            process.rule = CAREFUL_RULE
+            process.degrade(DegradationKind.SELF_TEST_PENDING)
+        measuring = self._services.tasks.start(self._measure(process, lease.slot_ids[0]))
         measuring.add_done_callback(lambda _: turn.end())
         lease.hand_over(measuring)
 
-    async def _measure(self, session: Session, slot_id: SlotId) -> None:
-        attachment = session.attachment
+    async def _measure(self, process: Process, slot_id: SlotId) -> None:
+        process = process
         try:
-            result = await self._run(session, slot_id)
+            result = await self._run(process, slot_id)
             # That nothing can be restored may have been a disturbance: the next start measures again.
             remembered = result if result.rule.can_restore else None
-            await remember_self_test(self._services.store, attachment, remembered)
-            await remember_sizes(self._services.store, attachment)
+            await remember_self_test(self._services.store, process, remembered)
+            await remember_sizes(self._services.store, process)
         except Exception as error:
             self._services.metrics.self_tests.labels("failed").inc()
-            if attachment.is_caching:  # by the rule known before, which stays
+            if process.is_caching:  # by the rule known before, which stays
                 self._services.faults.record("self-test", error)
             else:
                 self._services.faults.count("self-test")
-                attachment.fail_self_test(str(error) or type(error).__name__)
+                process.fail_self_test(str(error) or type(error).__name__)
             return
         self._services.metrics.self_tests.labels(result.rule.kind).inc()
-        self._publish(attachment, result)
+        self._publish(process, result)
         self._log.info(
             "self-test done",
             rule=result.rule.kind.value,
@@ -229,52 +230,51 @@ class Learning:
             keeps_idle=result.keeps_idle,
         )
 
-    async def _run(self, session: Session, slot_id: SlotId) -> SelfTestResult:
-        attachment, work = session.attachment, session.work
-        await session.launches.clear_others()
+    async def _run(self, process: Process, slot_id: SlotId) -> SelfTestResult:
+        process, work = process, process
+        await process.launches.clear_others()
         # Of an empty slot nothing is due.
-        await session.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
+        await process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
         await work.erase(slot_id)
-        attachment.desk.table.set_content(slot_id, Unknown(can_be_adopted=False))
-        attachment.desk.reconsider()  # nobody need wait for what this slot held
+        process.slots.set_content(slot_id, Unknown(can_be_adopted=False))
+        process.desk.reconsider()  # nobody need wait for what this slot held
         n_vocab = (await self._upstream.model_meta()).n_vocab
-        room = Room(self._services, attachment, self._saver)
         test = SelfTest(
-            self._upstream, self._saver, room.probe, n_vocab, attachment.learn_evaluation
+            self._upstream, self._saver, process.room.probe, n_vocab, process.learn_evaluation
         )
-        rule = await test.learn_rule(slot_id, attachment.n_ctx)
+        rule = await test.learn_rule(slot_id, process.n_ctx)
         result = SelfTestResult(rule, repairs_windows=self._saver.repairs_windows)
         if rule.kind is not RuleKind.NOTHING:
-            result = await self._try_beside(session, test, slot_id, result)
+            result = await self._try_beside(process, test, slot_id, result)
         await work.erase(slot_id)  # raises if the process that was measured is gone
         return result
 
     async def _try_beside(
-        self, session: Session, test: SelfTest, slot_id: SlotId, result: SelfTestResult
+        self, process: Process, test: SelfTest, slot_id: SlotId, result: SelfTestResult
     ) -> SelfTestResult:
         """Try two slots at once if another one is empty and nobody wants it."""
-        if session.attachment.clears_idle_slots:
+        if process.clears_idle_slots:
             return replace(result, keeps_idle=False)  # each would empty the other
-        other = self._lease_empty(session, without=slot_id)
+        other = self._lease_empty(process, without=slot_id)
         if other is None:  # what an earlier test found of two slots is still the best that is known
-            known = session.attachment.self_test or result
+            known = process.self_test or result
             return replace(
                 result, restores_beside=known.restores_beside, keeps_idle=known.keeps_idle
             )
         with other:
             (other_id,) = other.slot_ids
-            session.attachment.desk.table.set_content(other_id, Unknown(can_be_adopted=False))
+            process.slots.set_content(other_id, Unknown(can_be_adopted=False))
             restores_beside, keeps_idle = await test.try_beside(slot_id, other_id)
-            await session.work.erase(other_id)
+            await process.erase(other_id)
         return replace(result, restores_beside=restores_beside, keeps_idle=keeps_idle)
 
-    def _publish(self, attachment: Attachment, result: SelfTestResult) -> None:
-        attachment.set_rule(result.rule)
-        attachment.self_test = result
+    def _publish(self, process: Process, result: SelfTestResult) -> None:
+        process.set_rule(result.rule)
+        process.self_test = result
         self._saver.repairs_windows = result.repairs_windows
-        if attachment.clears_idle_slots is None and result.keeps_idle is not None:
-            attachment.note_clearing(clears=not result.keeps_idle)
+        if process.clears_idle_slots is None and result.keeps_idle is not None:
+            process.note_clearing(clears=not result.keeps_idle)
         if result.restores_beside:
-            attachment.recover(DegradationKind.RESTORES_DISTURB)
-        elif result.restores_beside is False and not attachment.clears_idle_slots:
-            attachment.degrade(DegradationKind.RESTORES_DISTURB)
+            process.recover(DegradationKind.RESTORES_DISTURB)
+        elif result.restores_beside is False and not process.clears_idle_slots:
+            process.degrade(DegradationKind.RESTORES_DISTURB)

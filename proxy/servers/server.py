@@ -1,109 +1,58 @@
-"""One llama-server, whichever process of it runs: whether it is there, and what serves requests for it."""
+"""One llama-server, whichever process of it runs: its phase is the only truth about whether it is there.
+
+Everything that changes a phase stands in this file:
+
+| event                                                     | from         | to            |
+|-----------------------------------------------------------|--------------|---------------|
+| a look finds a process that is not attached               | any other    | attaching     |
+| the attach has ended                                      | attaching    | attached      |
+| a look finds nobody                                       | any other    | unreachable   |
+| a look is answered 503                                    | any other    | loading       |
+| a look is answered by something that cannot be attached   | any other    | not a server  |
+| its host ends its process, or is about to (`lose`)        | any          | unloaded      |
+| its host has loaded its model (`appear`)                  | unloaded     | attaching     |
+| what answers turns out to be a host of models             | any other    | unloaded      |
+
+A look that is not answered in time changes nothing: a busy llama-server is not gone. A look during which
+the model was lost changes nothing either: `epoch` counts the losses.
+
+What requests do in each phase (`ready`): attached, they are served. Attaching, they wait for the look that
+runs, ATTACH_WAIT_SECONDS at most. Loading, each of them waits for `patience_seconds`. Unreachable, they
+wait for so long from when that began; but an address where nothing ever answered is most likely wrong, and
+nobody waits for it. Unloaded or not a server, they do not wait.
+"""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from enum import StrEnum
 from functools import partial
 
 from proxy.core.conditions import OF_PROCESS, DegradationKind
-from proxy.errors import UpstreamAbsent, UpstreamFault, UpstreamRefused, UpstreamSlow
+from proxy.errors import (
+    UpstreamAbsent,
+    UpstreamFault,
+    UpstreamRefused,
+    UpstreamSlow,
+    UpstreamUnreachable,
+)
 from proxy.llama.client import Props
 from proxy.log import get_logger
+from proxy.servers import background
 from proxy.servers.attach import Attacher
-from proxy.servers.attachment import Attachment
 from proxy.servers.self_test import Learning
-from proxy.serving.launches import Session, outlast
-from proxy.serving.process import Services
-
-# llama-server is not there: it crashed, is being started again, or loads its model. Requests wait.
-#
-# Once it has been unreachable for longer than a request would wait, requests fail at once: somebody has
-# to look after it. One that answers that it is loading is waited for by each request anew. One that was
-# never reached is not waited for: most likely its address is wrong.
-
-
-class Absence:
-    """Knows whether llama-server is away, and lets requests wait until it is back."""
-
-    def __init__(self, patience_seconds: float, *, is_expected: bool) -> None:
-        """*is_expected* says that it is being started, so that it is waited for from the beginning."""
-        self._patience_seconds = patience_seconds
-        self._was_there = is_expected
-        self._is_away = False
-        self._unreachable_since: float | None = None
-        self._changed = asyncio.Event()
-        self.n_waiting = 0
-
-    def note_unreachable(self) -> None:
-        self._is_away = True
-        if self._unreachable_since is None:
-            self._unreachable_since = time.monotonic()
-        self._wake()
-
-    def note_answer(self, *, is_loading: bool = False) -> None:
-        """Note that llama-server has answered, if only that it is loading."""
-        self._was_there = True
-        self._is_away = is_loading
-        self._unreachable_since = None
-        self._wake()
-
-    def give_up(self) -> None:
-        """Send away whoever waits, now and from now on: the proxy is about to stop."""
-        self._patience_seconds = 0.0
-        self._wake()
-
-    @property
-    def is_waited_for(self) -> bool:
-        return self._is_away and self._was_there
-
-    @property
-    def unreachable_seconds(self) -> float:
-        return time.monotonic() - self._unreachable_since if self._unreachable_since else 0.0
-
-    async def outlast(self, since: float) -> None:
-        """Return when llama-server answers again; raises UpstreamAbsent if it takes too long.
-
-        *since* is when the request began to wait, of the monotonic clock.
-        """
-        self.n_waiting += 1
-        try:
-            while self.is_waited_for:
-                await self._await_change(self._seconds_left(since))
-        finally:
-            self.n_waiting -= 1
-
-    def _seconds_left(self, since: float) -> float:
-        began = since if self._unreachable_since is None else min(since, self._unreachable_since)
-        return began + self._patience_seconds - time.monotonic()
-
-    async def _await_change(self, seconds: float) -> None:
-        if seconds <= 0:
-            raise UpstreamAbsent(
-                "llama-server cannot be reached"
-                if self._unreachable_since is not None
-                else "llama-server is still loading its model"
-            )
-        try:
-            async with asyncio.timeout(seconds):
-                await self._changed.wait()
-        except TimeoutError:
-            pass
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-
-# Watches which llama-server process answers, attaches to it, and learns its rule.
-#
-# A restart can take a tenth of a second, so looking at /health misses it: what is watched is the
-# process's own mark in /props, every second, after every connection error, and beside the tokenizing of
-# every request, where it costs no time. While requests wait for it to come back, it is looked for more
-# often.
-
+from proxy.serving.cache import Cache
+from proxy.serving.launches import outlast
+from proxy.serving.process import Process, Services
+from proxy.serving.request import Request
+from proxy.serving.rewriting import Overflow, Stabilizing
+from proxy.serving.saver import RewriteStateFile, Saver
+from proxy.settings import Settings
 
 WATCH_SECONDS = 1.0
 RETURN_WATCH_SECONDS = 0.2
+"""How often llama-server is looked for while requests wait for it to come back."""
 CUT_SECONDS = 2.0
 """So long llama-server may be unreachable, and silent in what it has begun to answer, until that is cut
 off: told to end, it waits for those clients to leave."""
@@ -113,254 +62,413 @@ ATTACH_WAIT_SECONDS = 30.0
 """How long a request waits for an attachment under way before it is forwarded without one."""
 
 
-class Lifecycle:
-    """Knows the current session, if there is one."""
+class Phase(StrEnum):
+    ATTACHING = "attaching"
+    ATTACHED = "attached"
+    UNREACHABLE = "unreachable"
+    LOADING = "loading"
+    NOT_A_SERVER = "not a server"
+    UNLOADED = "unloaded"
+
+
+_PHASE_OF = {
+    DegradationKind.UNREACHABLE: Phase.UNREACHABLE,
+    DegradationKind.LOADING: Phase.LOADING,
+}
+
+
+class Watched:
+    """What the proxy asks again and again, and what requests wait for while it does not answer."""
+
+    def __init__(self, phase: Phase, patience_seconds: float, *, was_there: bool) -> None:
+        """*was_there* says that it was seen, or is being started: only then requests wait for it."""
+        self.phase = phase
+        self.n_waiting = 0
+        self._patience_seconds = patience_seconds
+        self._was_there = was_there
+        self._unreachable_since: float | None = None
+        self._changed = asyncio.Event()
+        self._poked = asyncio.Event()
+
+    def enter(self, phase: Phase) -> None:
+        """Be in another phase from now on, and let those who wait see it."""
+        self.phase = phase
+        if phase is not Phase.UNREACHABLE:
+            self._was_there, self._unreachable_since = True, None
+        elif self._unreachable_since is None:
+            self._unreachable_since = time.monotonic()
+        self._wake()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether requests wait until it answers again."""
+        return self.phase is Phase.LOADING or (self.phase is Phase.UNREACHABLE and self._was_there)
+
+    @property
+    def is_long_unreachable(self) -> bool:
+        """Whether it will not go on with what it has begun to answer."""
+        since = self._unreachable_since
+        return since is not None and time.monotonic() - since >= CUT_SECONDS
+
+    async def back(self, since: float) -> None:
+        """Return when it is not away any more; raises UpstreamAbsent if that takes too long.
+
+        *since* is when the request began to wait, of the monotonic clock.
+        """
+        self.n_waiting += 1
+        try:
+            while self.is_away:
+                began = min(since, self._unreachable_since or since)
+                seconds = began + self._patience_seconds - time.monotonic()
+                if seconds <= 0 and self.phase is Phase.LOADING:
+                    raise UpstreamAbsent("llama-server is still loading its model")
+                if seconds <= 0:
+                    raise UpstreamAbsent("llama-server cannot be reached")
+                await _await_event(self._changed, seconds)
+        finally:
+            self.n_waiting -= 1
+
+    def give_up(self) -> None:
+        """Send away whoever waits, now and from now on: the proxy is about to stop."""
+        self._patience_seconds = 0.0
+        self._wake()
+
+    def poke(self) -> None:
+        """Look at it now: something went wrong."""
+        self._poked.set()
+
+    async def pause(self, seconds: float) -> None:
+        """Wait until the next look is due."""
+        self._poked.clear()
+        await _await_event(self._poked, seconds)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+async def _await_event(event: asyncio.Event, seconds: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
+
+class ArrivalOrder:
+    """Requests that waited for llama-server come to the queue for a slot in the order of their arrival.
+
+    They all wait at once and have their prompts read at once, which takes some longer than others.
+    """
+
+    def __init__(self) -> None:
+        self._since: dict[Request, float] = {}
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def join(self, request: Request) -> float:
+        """Be one of those who wait; return since when that is so, of the monotonic clock."""
+        return self._since.setdefault(request, time.monotonic())
+
+    def leave(self, request: Request) -> None:
+        """Let the next one go; again is harmless."""
+        if self._since.pop(request, None) is not None:
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    async def turn(self, request: Request) -> None:
+        """Return once nobody who arrived earlier is still on the way."""
+        while request in self._since and request is not min(
+            self._since, key=lambda a: a.arrived_at
+        ):
+            await self._changed.wait()
+
+
+class Server(Watched):
+    """One llama-server, at an address of its own or as a model of a host; `process` serves while attached.
+
+    `on_way` are requests that will be served here and are not in the queue for a slot yet.
+    """
 
     def __init__(
         self,
+        settings: Settings,
         services: Services,
-        attacher: Attacher,
-        new_session: Callable[[Attachment], Session],
-        learning: Learning,
-        absence: Absence,
-        is_host_of_models: Callable[[], Awaitable[bool]],
+        rewrite: RewriteStateFile,
+        stabilizing: Stabilizing,
+        overflow: Overflow,
+        order: ArrivalOrder,
+        *,
+        phase: Phase = Phase.ATTACHING,
+        is_expected: bool,
+        is_polled: bool = True,
+        is_host_of_models: Callable[["Server"], Awaitable[bool]] | None = None,
+        look_at_host: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """*is_host_of_models* finds out whether what answers starts llama-servers; then this is over."""
-        self._services = services
+        """*look_at_host* is for a model of a host, `is_host_of_models` for an address.
+
+        *is_expected* says that llama-server is being started. *is_polled* says that it may be asked again
+        and again: llama-swap unloads a model that nobody has asked anything for a while.
+        """
+        super().__init__(phase, settings.upstream_wait_seconds, was_there=is_expected)
+        self.services = services
+        self.upstream = services.upstream
+        if look_at_host is not None:
+            self.upstream.require_loaded = self.require_loaded
+        self.process: Process | None = None
+        self.epoch = 0
+        self.order = order
+        self.on_way: set[Request] = set()
+        self.on_attached: Callable[[Process], None] = lambda process: None
+        """Is told of every process that is attached."""
+        self._saver = Saver(services, rewrite)
+        self.cache = Cache(services, stabilizing, overflow)
+        self._attacher = Attacher(
+            services,
+            self._saver,
+            max_waiting=settings.max_requests,
+            n_context_checkpoints=settings.context_checkpoints,
+            shares_between_api_keys=settings.share_between_api_keys,
+        )
+        self._learning = Learning(services, self._saver)
+        self._idle_save_seconds = settings.idle_save_seconds
         self._degradations = services.degradations
-        self._upstream = services.upstream
-        self._attacher = attacher
-        self._new_session = new_session
-        self._learning = learning
+        self._is_polled = is_polled
         self._is_host_of_models = is_host_of_models
-        self._presence = services.upstream.presence
-        self.absence = absence
-        self._log = get_logger("lifecycle")
-        self._poked = asyncio.Event()
+        self._look_at_host = look_at_host
         self._look: asyncio.Task[None] | None = None
-        self._is_retry_due = False
-        self._is_stale = False
-        self.current: Session | None = None
+        self._attached_at = 0.0
         self._reported = ""
-        self.on_attached: Callable[[Session], None] = lambda session: None
-        """Is told of every new session."""
-        self.is_over = False
-        """Whether there is no llama-server at this address, but a host of several models."""
-        if self._presence.is_there:
+        self._log = get_logger("lifecycle")
+        if phase is Phase.ATTACHING:
             self._degradations.begin(DegradationKind.ATTACHING)
 
-    async def session(self, since: float) -> Session | None:
-        """Return the current session; if there is none, look once more, and wait a while for it.
+    @property
+    def name(self) -> str:
+        return self.upstream.target.name
+
+    @property
+    def is_hosted(self) -> bool:
+        """Whether a host has it loaded and unloaded."""
+        return self._look_at_host is not None
+
+    @property
+    def n_queued(self) -> int:
+        """How many requests wait for a slot, or for llama-server."""
+        if self.process is None:
+            return self.n_waiting
+        n_in_desk = self.process.desk.n_waiting + self.process.launches.n_waiting
+        return self.n_waiting + n_in_desk
+
+    async def run(self) -> None:
+        """Follow llama-server and save what is dirty, until cancelled."""
+        await background.all_of(
+            background.remember_rates(self.services, lambda: self.process),
+            background.save_idle_slots(
+                self.services.tasks, lambda: self.process, self._idle_save_seconds
+            ),
+            self._watch(),
+        )
+
+    async def drain(self, seconds: float) -> None:
+        """Save every dirty slot now, in at most *seconds*."""
+        if self.process:
+            await background.drain(self.services.tasks, self.process, seconds)
+
+    async def settle(self, seconds: float) -> None:
+        """Save every dirty slot once nothing runs any more, in at most *seconds*."""
+        if self.process:
+            await background.settle(self.services.tasks, self.process, seconds)
+
+    async def ready(self, since: float) -> Process | None:
+        """Return the process that serves; if there is none, look once more, and wait a while for it.
 
         Raises UpstreamAbsent if llama-server is away for too long; *since* is when the request began to
-        wait. None if it is there, but not attached.
+        wait. None if nobody is to be waited for: what answers is not attached, or its host has unloaded it.
         """
-        while self.current is None:
-            await self._look_for(ATTACH_WAIT_SECONDS)
-            if self._is_stale:
-                self._is_stale = False
-                continue
-            if not self.absence.is_waited_for:
+        while self.process is None:
+            await self._look_now(ATTACH_WAIT_SECONDS)
+            if not self.is_away:
                 break
             self.poke()
-            await self.absence.outlast(since)
-        return self.current
+            await self.back(since)
+        return self.process
 
-    async def is_still(self, session: Session) -> bool:
-        """Look at llama-server now; return whether *session* is still the current one."""
-        await self._look_for(ATTACH_WAIT_SECONDS)
-        return self.current is session
+    async def is_still(self, process: Process) -> bool:
+        """Look at llama-server now; return whether *process* is still the one that serves."""
+        await self._look_now(ATTACH_WAIT_SECONDS)
+        return self.process is process
 
-    async def is_replaced(self, session: Session) -> bool:
-        """Look at llama-server after a failure; return whether *session* is over.
+    async def is_replaced(self, process: Process) -> bool:
+        """Look at llama-server after a failure; return whether *process* is gone.
 
         A look that was under way may have begun before the failure, so there are two.
         """
-        return not (await self.is_still(session) and await self.is_still(session))
+        return not (await self.is_still(process) and await self.is_still(process))
 
-    @property
-    def n_waiting(self) -> int:
-        """How many requests wait for a slot, or for llama-server."""
-        n_waiting = self.absence.n_waiting
-        if self.current:
-            n_waiting += self.current.attachment.desk.n_waiting + self.current.launches.n_waiting
-        return n_waiting
+    async def is_lost(self) -> bool:
+        """Look again, after something went wrong; return whether its host has unloaded it."""
+        if self._look_at_host is not None:
+            await self._look_at_host()
+        return self.phase is Phase.UNLOADED
 
-    def poke(self) -> None:
-        """Look at llama-server now: a connection to it has just failed."""
-        self._poked.set()
+    def appear(self) -> None:
+        """Note that its host has loaded it."""
+        if self.phase is Phase.UNLOADED:
+            self.enter(Phase.ATTACHING)
+            self.poke()
 
-    async def watch(self) -> None:
-        """Follow llama-server until cancelled."""
-        since_retry = 0.0
+    def lose(self) -> None:
+        """Note that its host has ended it, or is about to: nobody misses it."""
+        self.epoch += 1
+        self._close()
+        self.enter(Phase.UNLOADED)
+        self._degradations.leave()
+
+    def require_loaded(self) -> None:
+        """Raise UpstreamUnreachable if its host has not loaded it: llama-swap would load it for a call."""
+        if self.phase is Phase.UNLOADED:
+            raise UpstreamUnreachable(f"{self.name} is not loaded")
+
+    async def _watch(self) -> None:
         while True:
-            seconds = self._seconds_to_next_look()
-            since_retry += seconds
-            self._is_retry_due = since_retry >= RETRY_SECONDS
-            since_retry = 0.0 if self._is_retry_due else since_retry
-            if self._is_look_due():
-                await self._look_for(None)
-            if self.current:
-                self._learning.look_again(self.current)
-            self._poked.clear()
-            try:
-                async with asyncio.timeout(seconds):
-                    await self._poked.wait()
-            except TimeoutError:
-                pass
+            is_settled = self.phase in (Phase.ATTACHED, Phase.UNLOADED)
+            if self._is_polled or not is_settled or self._poked.is_set():
+                await self._look_now(None)
+            if self.process:
+                self._learning.look_again(self.process)
+            await self.pause(
+                min(WATCH_SECONDS, RETURN_WATCH_SECONDS) if self.n_waiting else WATCH_SECONDS
+            )
 
-    def _is_look_due(self) -> bool:
-        presence = self._presence
-        is_news = presence.is_there != (self.current is not None) or self._poked.is_set()
-        return not self.is_over and (presence.is_polled or is_news)
-
-    def _seconds_to_next_look(self) -> float:
-        return min(WATCH_SECONDS, RETURN_WATCH_SECONDS) if self.absence.n_waiting else WATCH_SECONDS
-
-    async def _look_for(self, seconds: float | None) -> None:
+    async def _look_now(self, seconds: float | None) -> None:
         """Wait for a look at llama-server, at most *seconds*; everybody shares one that is under way."""
         if self._look is None or self._look.done():
-            self._look = self._services.tasks.start(self._look_once())
+            self._look = self.services.tasks.start(self._look_once())
         await asyncio.wait({self._look}, timeout=seconds)
 
     async def _look_once(self) -> None:
-        if self.is_over or not self._presence.is_there:
-            return self.end()
-        n_lost = self._presence.n_lost
-        try:
-            props = await self._ask()
-            if props.total_slots < 1:
-                await self._lose_or_end(DegradationKind.NOT_A_LLAMA_SERVER, "no slots")
-            else:
-                await self._follow(props, n_lost)
-        except UpstreamSlow:
-            pass  # busy is not gone
-        except UpstreamFault as fault:
-            if n_lost == self._presence.n_lost:  # else whoever said that it is gone has ended it
-                await self._lose_or_end(kind_of(fault), str(fault))
-        except Exception as error:
-            self._services.faults.record("lifecycle", error)
-            if self.current is None:
-                self._lose(DegradationKind.ATTACH_FAILED, str(error) or type(error).__name__)
+        """Ask llama-server which process it is; if it was lost and loaded meanwhile, ask again.
 
-    async def _ask(self) -> Props:
-        """Ask llama-server what it is, and note whether it is there at all."""
-        try:
-            props = await self._upstream.props()
-        except UpstreamSlow:
-            raise
-        except UpstreamRefused as refusal:
-            self.absence.note_answer(is_loading=refusal.status == 503)
-            raise
-        except UpstreamFault:
-            self.absence.note_unreachable()
-            if self.absence.unreachable_seconds >= CUT_SECONDS:
-                self._upstream.pending.cut_silent(CUT_SECONDS)
-            raise
-        self.absence.note_answer()
-        return props
+        A restart can take a tenth of a second, so that looking at /health misses it: what is watched is the
+        process's own mark in /props, every second, after every connection error, and beside the tokenizing
+        of every request, where it costs no time.
+        """
+        while self.phase is not Phase.UNLOADED:
+            epoch, props = self.epoch, None
+            try:
+                props = await self.upstream.props()
+                await self._follow(props, epoch)
+            except UpstreamSlow:
+                pass
+            except UpstreamFault as fault:
+                if epoch == self.epoch:
+                    await self._miss(kind_of(fault), str(fault), has_answered=props is not None)
+            except Exception as error:
+                self.services.faults.record("lifecycle", error)
+                if self.process is None and epoch == self.epoch:
+                    reason = str(error) or type(error).__name__
+                    self._enter_without(Phase.NOT_A_SERVER, DegradationKind.ATTACH_FAILED, reason)
+            if epoch == self.epoch:
+                return
 
-    async def _follow(self, props: Props, n_lost: int) -> None:
-        session = self.current
-        process_id = await self._upstream.process_id(props)
-        if session is None or session.attachment.process_id != process_id:
-            self._lose(DegradationKind.ATTACHING)
-            await self._attach(props, process_id, n_lost)
+    async def _miss(self, kind: DegradationKind, detail: str, *, has_answered: bool) -> None:
+        """Note that a look has failed; what *has_answered* is there, and cannot be attached."""
+        if kind is DegradationKind.NOT_A_LLAMA_SERVER and self._is_host_of_models:
+            if await self._is_host_of_models(self):
+                return self.lose()
+        phase = Phase.NOT_A_SERVER if has_answered else _PHASE_OF.get(kind, Phase.NOT_A_SERVER)
+        self._enter_without(phase, kind, detail)
+        if self.is_long_unreachable:
+            self.upstream.cut_silent(CUT_SECONDS)
+
+    async def _follow(self, props: Props, epoch: int) -> None:
+        if props.total_slots < 1:
+            kind = DegradationKind.NOT_A_LLAMA_SERVER
+            return await self._miss(kind, "no slots", has_answered=True)
+        process_id = await self.upstream.process_id(props)
+        if epoch != self.epoch:
+            return
+        last = self.process
+        if last is None or last.id != process_id:
+            self._enter_without(Phase.ATTACHING, DegradationKind.ATTACHING)
+            await self._attach(props, process_id, epoch)
         elif (
-            self._is_retry_due and not session.attachment.can_cache and _is_idle(session.attachment)
+            not last.can_cache
+            and _is_idle(last)
+            and time.monotonic() >= self._attached_at + RETRY_SECONDS
         ):
-            await self._attach(props, process_id, n_lost)
+            self._close()
+            self.enter(Phase.ATTACHING)
+            await self._attach(props, process_id, epoch, last)
 
-    def end(self) -> None:
-        """Forget the session: its process is gone, and nobody misses it."""
-        self.absence.note_answer()  # its host is what would be waited for
-        self._close()
-        self._degradations.leave()
-
-    async def _lose_or_end(self, kind: DegradationKind, detail: str) -> None:
-        if kind is DegradationKind.NOT_A_LLAMA_SERVER and await self._is_host_of_models():
-            self.is_over = True
-            return self.end()
-        self._lose(kind, detail)
-
-    def _lose(self, kind: DegradationKind, detail: str = "") -> None:
-        """Forget the session; what was wrong with its process is over, and this begins."""
+    def _enter_without(self, phase: Phase, kind: DegradationKind, detail: str = "") -> None:
+        """Enter a phase without a process; what was wrong with the last one is over, and this begins."""
         self._close()
         self._degradations.begin(kind, detail)
         self._degradations.end(*(OF_PROCESS - {kind}))
+        self.enter(phase)
 
     def _close(self) -> None:
-        if self.current:
-            self.current.attachment.desk.close()
-            self.current = None
+        if self.process:
+            self.process.desk.close()
+            self.process = None
 
-    async def _attach(self, props: Props, process_id: str, n_lost: int) -> None:
-        last = self.current
-        self._close()
+    async def _attach(
+        self, props: Props, process_id: str, epoch: int, last: Process | None = None
+    ) -> None:
+        """Attach to a process; *last* is an attachment to the same one that could not cache."""
         before = self._degradations.kinds & OF_PROCESS  # attaching, or what the last try came to
-        attachment = await self._attacher.attach(props, process_id)
-        if n_lost != self._presence.n_lost:
-            attachment.desk.close()
-            self._is_stale = True  # that process is gone; the next one is looked at anew
+        process = await self._attacher.attach(props, process_id)
+        if epoch != self.epoch:
+            process.desk.close()
             self._degradations.leave()
-            return self.poke()
-        if obstacle := attachment.obstacle:
-            attachment.degrade(obstacle.kind, obstacle.detail)
+            return
+        if obstacle := process.obstacle:
+            process.degrade(obstacle.kind, obstacle.detail)
             before -= {obstacle.kind}
-            if last:
-                _keep_contents(last.attachment, attachment)
-        if attachment.clears_idle_slots:
+            if last:  # what was known of the same process's slots is believed still
+                for slot in process.slots:
+                    if not slot.is_leased:
+                        process.slots.set_content(slot.id, last.slots[slot.id].content)
+        if process.clears_idle_slots:
             before -= {DegradationKind.IDLE_SLOTS_CLEARED}
-        attachment.note_tenants()
-        session = self._new_session(attachment)
-        self._outlast_strangers(session)
-        self._learning.begin(session)
+        process.note_tenants()
+        process.is_current = partial(self.is_still, process)
+        self._outlast_strangers(process)
+        self._learning.begin(process)
         self._degradations.end(*before)
-        self._services.served.note(self._upstream.target, attachment)
-        self.current = session
-        self.on_attached(session)
-        self._report(attachment, props)
-
-    def _outlast_strangers(self, session: Session) -> None:
-        """Keep the slots that were busy at first contact until whatever runs there has ended."""
-        desk = session.attachment.desk
-        for slot in desk.table:
-            if slot.is_leased:
-                ended = self._services.tasks.start(outlast(session, partial(list, [slot.id])))
-                desk.take_over(slot.id).hand_over(ended)
-
-    def _report(self, attachment: Attachment, props: Props) -> None:
+        self.services.served.note(self.upstream.target, process)
+        self._attached_at = time.monotonic()
+        self.process = process
+        self.enter(Phase.ATTACHED)
+        self.on_attached(process)
         # An attachment that cannot cache is tried again and again: it is told of once.
-        if attachment.can_cache or self._reported != attachment.process_id:
+        if process.can_cache or self._reported != process.id:
             self._log.info(
                 "attached to llama-server",
                 build=props.build_info,
                 slots=props.total_slots,
-                caches=attachment.can_cache,
-                rule=str(attachment.rule),
+                caches=process.can_cache,
+                rule=str(process.rule),
             )
-        self._reported = attachment.process_id
+        self._reported = process.id
+
+    def _outlast_strangers(self, process: Process) -> None:
+        """Keep the slots that were busy at first contact until whatever runs there has ended."""
+        for slot in process.slots:
+            if slot.is_leased:
+                ended = self.services.tasks.start(outlast(process, partial(list, [slot.id])))
+                process.desk.take_over(slot.id).hand_over(ended)
 
 
-def _keep_contents(last: Attachment, attachment: Attachment) -> None:
-    """Believe of the same process's slots what was known before a try to attach that came to nothing."""
-    for slot in attachment.desk.table:
-        if not slot.is_leased:
-            attachment.desk.table.set_content(slot.id, last.desk.table[slot.id].content)
-
-
-def _is_idle(attachment: Attachment) -> bool:
-    return attachment.desk.n_waiting == 0 and not any(s.is_leased for s in attachment.desk.table)
+def _is_idle(process: Process) -> bool:
+    return process.desk.n_waiting == 0 and not any(slot.is_leased for slot in process.slots)
 
 
 def kind_of(fault: UpstreamFault) -> DegradationKind:
     """Return what it means that llama-server could not be asked what it is."""
-    if isinstance(fault, UpstreamRefused):
-        match fault.status:
-            case 503:
-                return DegradationKind.LOADING
-            case 401:
-                return DegradationKind.API_KEY_REFUSED
-            case _:
-                return DegradationKind.NOT_A_LLAMA_SERVER
-    return DegradationKind.UNREACHABLE
+    if not isinstance(fault, UpstreamRefused):
+        return DegradationKind.UNREACHABLE
+    kinds = {503: DegradationKind.LOADING, 401: DegradationKind.API_KEY_REFUSED}
+    return kinds.get(fault.status, DegradationKind.NOT_A_LLAMA_SERVER)

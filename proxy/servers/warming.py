@@ -5,9 +5,8 @@ whoever sent them first, so that the next request of theirs finds the state.
 """
 
 import asyncio
-import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,14 +25,12 @@ from proxy.llama.answers import AnswerReader
 from proxy.llama.bodies import tokens_request
 from proxy.llama.client import LlamaServer
 from proxy.llama.routes import Route
-from proxy.servers.attachment import Attachment
-from proxy.servers.backend import Backend, Group
-from proxy.servers.dispatch import Dispatch
-from proxy.servers.pool import Fleet
-from proxy.serving.cache import EXAMINATION_SECONDS
-from proxy.serving.launches import Session
-from proxy.serving.process import Shared
-from proxy.serving.request import Answer, Arrival, GenerationRequest, Send
+from proxy.servers.pool import Pool
+from proxy.servers.server import Server
+from proxy.serving.cache import EXAMINATION_SECONDS, WillBeRefused
+from proxy.serving.desk import DeskClosed
+from proxy.serving.process import Process, Shared
+from proxy.serving.request import Answer, OnStart, Request
 
 # Requests made again from the journal: their tokens are known, their bodies are not.
 #
@@ -51,13 +48,11 @@ class NotKnown(CacheFault):
 class EarlierRequests:
     """Makes requests again whose prompts the journal has kept."""
 
-    def __init__(self, journal: Journal, fleet: Fleet) -> None:
+    def __init__(self, journal: Journal, pool: Pool) -> None:
         self._journal = journal
-        self._fleet = fleet
+        self._pool = pool
 
-    def again(
-        self, request_id: str, keys: Mapping[str, str], *, is_whole: bool
-    ) -> GenerationRequest:
+    def again(self, request_id: str, keys: Mapping[str, str], *, is_whole: bool) -> Request:
         """Return a request that evaluates the header of an earlier one, or all of it; raises NotKnown.
 
         A header that was not found is all of the prompt. Without *keys* the proxy's own one is used.
@@ -69,24 +64,26 @@ class EarlierRequests:
         upstream, tenant = self._owner(namespace)
         n_header = cuts[0] if (cuts := explanation.request.cuts) else 0
         wanted = tokens if is_whole or not n_header else tokens[:n_header]
-        return GenerationRequest(
-            arrival=Arrival(secrets.token_hex(4), _PATH),
+        headers = keys or upstream.own_headers
+        request = Request(
+            path=_PATH,
             route=Route.COMPLETION,
-            raw=tokens_request(wanted, upstream.target.model),
-            headers=keys or upstream.own_headers,
+            headers=headers,
+            relay=partial(send_for_nobody, _PATH, headers),
             tenant=tenant,
             model=upstream.target.model,
         )
+        return request.receive(tokens_request(wanted, upstream.target.model))
 
     def _owner(self, namespace: Namespace) -> tuple[LlamaServer, bytes]:
         """Return the llama-server that serves a namespace, and its tenant."""
-        sessions = [s for b in self._fleet.backends if (s := b.lifecycle.current)]
-        if not sessions:
+        processes = self._pool.processes
+        if not processes:
             raise NotKnown("llama-server is not attached: /health says why")
-        for session in sessions:
-            tenant = _tenant(session.attachment, namespace)
+        for process in processes:
+            tenant = _tenant(process, namespace)
             if tenant is not None:
-                return session.upstream, tenant
+                return process.upstream, tenant
         raise NotKnown("llama-server has another model, other adapters or other settings since")
 
     def _prompt(self, explanation: Explanation) -> tuple[Namespace, TokenIds]:
@@ -100,9 +97,9 @@ class EarlierRequests:
         return known.namespace, known.tokens[: request.n_prompt]
 
 
-def _tenant(attachment: Attachment, namespace: Namespace) -> bytes | None:
-    tenants = (b"", *attachment.tenants)
-    return next((t for t in tenants if attachment.tenant_namespace(t) == namespace), None)
+def _tenant(process: Process, namespace: Namespace) -> bytes | None:
+    tenants = (b"", *process.tenants)
+    return next((t for t in tenants if process.tenant_namespace(t) == namespace), None)
 
 
 # Evaluates and keeps a header before the first user needs it.
@@ -136,93 +133,90 @@ class Warmed:
 class Warming:
     """Warms headers."""
 
-    def __init__(self, shared: Shared, fleet: Fleet, dispatch: Dispatch) -> None:
+    def __init__(self, shared: Shared, pool: Pool) -> None:
         self._shared = shared
-        self._fleet = fleet
-        self._dispatch = dispatch
+        self._pool = pool
         self._busy = asyncio.Lock()
 
-    async def warm(
-        self, request: GenerationRequest, on_progress: OnProgress, *, is_whole: bool
-    ) -> Warmed:
+    async def warm(self, request: Request, on_progress: OnProgress, *, is_whole: bool) -> Warmed:
         """Evaluate the prompt of a request and keep its header, or all of it; one request at a time.
 
         Raises NotWarmed, or what makes serving any request impossible.
         """
         async with self._busy:
-            async with self._fleet.group(request.model, time.monotonic(), request.headers) as group:
-                return await self._warm(group, request, on_progress, is_whole=is_whole)
+            async with self._pool.lent(request.model, time.monotonic(), request.headers) as servers:
+                return await self._warm(servers, request, on_progress, is_whole=is_whole)
 
     async def _warm(
         self,
-        group: Group | None,
-        request: GenerationRequest,
+        servers: Sequence[Server],
+        request: Request,
         on_progress: OnProgress,
         *,
         is_whole: bool,
     ) -> Warmed:
         began = time.monotonic()
-        if group is None:
+        if not servers:
             raise NotWarmed(f"there is no model {request.model!r}")
-        backend, session = await group.first_to_ask(began)
-        if session is not None:
-            await session.attachment.examination(EXAMINATION_SECONDS)
-        if session is None or not session.attachment.is_caching:
+        server, process = await self._pool.ready(servers, began)
+        if process is not None:
+            await process.examination(EXAMINATION_SECONDS)
+        if process is None or not process.is_caching:
             raise NotWarmed("nothing is cached now: /health says why")
-        prompt = await _read(backend, session, request)
+        prompt = await _read(server, process, request)
         wanted = _wanted_tokens(prompt, is_whole=is_whole) - SLACK_TOKENS
-        n_usable, checkpoint = self._best(session, prompt)
+        n_usable, checkpoint = self._best(process, prompt)
         if was_kept := n_usable >= wanted:
             on_progress(prompt.n_tokens, prompt.n_tokens)
         else:
-            async with self._watched(session, prompt, on_progress):
-                await self._dispatch.serve_in(group, request, partial(_sending, request))
-            await self._save(group, prompt)
-            n_usable, checkpoint = self._best(session, prompt)
+            async with self._watched(process, prompt, on_progress):
+                await self._pool.serve_in(servers, request)
+            await self._save(servers, prompt)
+            n_usable, checkpoint = self._best(process, prompt)
         if checkpoint is None or n_usable < wanted:
-            raise NotWarmed(_why_not_kept(session.attachment.rule, n_usable, wanted))
+            raise NotWarmed(_why_not_kept(process.rule, n_usable, wanted))
         seconds, n_header = time.monotonic() - began, prompt.cuts.header
         return Warmed(checkpoint, n_usable, n_header, prompt.n_tokens, was_kept, seconds)
 
     @asynccontextmanager
     async def _watched(
-        self, session: Session, prompt: Prompt, on_progress: OnProgress
+        self, process: Process, prompt: Prompt, on_progress: OnProgress
     ) -> AsyncIterator[None]:
-        watch = self._shared.tasks.start(self._watch(session, prompt, on_progress))
+        watch = self._shared.tasks.start(self._watch(process, prompt, on_progress))
         try:
             yield
         finally:
             watch.cancel()
         on_progress(prompt.n_tokens, prompt.n_tokens)
 
-    async def _watch(self, session: Session, prompt: Prompt, on_progress: OnProgress) -> None:
+    async def _watch(self, process: Process, prompt: Prompt, on_progress: OnProgress) -> None:
         """Tell again and again how many tokens the slot holds in which the prompt is evaluated."""
         while True:
             try:
-                statuses = await session.work.slot_states()
+                statuses = await process.slot_states()
             except UpstreamFault:
                 return  # --no-slots: nobody can tell
-            table = session.attachment.desk.table
+            table = process.slots
             busy = [s.n_held or 0 for s in statuses if s.is_processing]
             if any(_is_of(prompt, slot.content) for slot in table if slot.is_leased) and busy:
                 on_progress(min(max(busy), prompt.n_tokens), prompt.n_tokens)
             await asyncio.sleep(_LOOK_SECONDS)
 
-    async def _save(self, group: Group, prompt: Prompt) -> None:
+    async def _save(self, servers: Sequence[Server], prompt: Prompt) -> None:
         """Save the slot that holds the prompt, unless a file covers it already."""
-        for session in group.sessions:
-            desk = session.attachment.desk
-            async with session.launches.turn():
+        for process in [server.process for server in servers if server.process]:
+            desk = process.desk
+            async with process.launches.turn():
                 for slot in desk.table.free():
                     if not _holds(prompt, slot) or (lease := desk.try_lease(slot.id)) is None:
                         continue
                     with lease:
-                        save = session.saves.write_back(slot.id, CheckpointKind.HEADER)
-                        await self._shared.finish(lease, save)
+                        save = process.saves.write_back(slot.id, CheckpointKind.HEADER)
+                        await process.finish(lease, save)
 
-    def _best(self, session: Session, prompt: Prompt) -> tuple[int, Checkpoint | None]:
+    def _best(self, process: Process, prompt: Prompt) -> tuple[int, Checkpoint | None]:
         """Return how many tokens of a prompt can be restored at most, and from what."""
-        rule, n_prompt = session.attachment.rule, prompt.n_tokens + 1
+        rule, n_prompt = process.rule, prompt.n_tokens + 1
         best: tuple[int, Checkpoint | None] = (0, None)
         for found in self._shared.store.find(prompt.namespace, prompt.tokens):
             n_usable = usable_tokens(rule, found.checkpoint, found.n_common, n_prompt)
@@ -231,33 +225,40 @@ class Warming:
         return best
 
 
-async def _read(backend: Backend, session: Session, request: GenerationRequest) -> Prompt:
-    prompt, reason = await backend.cache.prompt_of(session, request)
-    if prompt is None:
-        raise NotWarmed(f"this request is not cached: {reason}")
-    return prompt
+async def _read(server: Server, process: Process, request: Request) -> Prompt:
+    try:
+        await server.cache.read(process, request)
+    except WillBeRefused as why:
+        raise NotWarmed(f"this request is not cached: {why}") from why
+    except DeskClosed as gone:
+        raise NotWarmed("llama-server was replaced meanwhile") from gone
+    if request.prompt is None:
+        raise NotWarmed(f"this request is not cached: {request.why}")
+    return request.prompt
 
 
-def _sending(request: GenerationRequest, upstream: LlamaServer) -> Send:
-    """Return how a request that nobody else has made is sent."""
-
-    async def send(raw: bytes, on_start: Callable[[], None], n_found: int | None = None) -> Answer:
-        headers = {"Content-Type": "application/json", **request.headers}
-        try:
-            url = upstream.url(request.path)
-            async with upstream.session.post(url, data=raw, headers=headers) as reply:
-                body = await reply.read()
-        except aiohttp.ClientConnectorError as error:
-            raise UpstreamNotReached(str(error)) from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamEnded(f"llama-server went away: {error}") from error
-        if reply.status != 200:
-            raise NotWarmed(f"llama-server answered {reply.status}: {body[:300]!r}")
-        reader = AnswerReader(reply.headers.get("Content-Type", ""))
-        reader.feed(body)
-        return Answer(reply.status, reader.timings())
-
-    return send
+async def send_for_nobody(
+    path: str,
+    keys: Mapping[str, str],
+    upstream: LlamaServer,
+    raw: bytes,
+    on_start: OnStart,
+    n_found: int | None,
+) -> Answer:
+    """Send a request that no client has made; raises NotWarmed if llama-server refuses it."""
+    headers = {"Content-Type": "application/json", **keys}
+    try:
+        async with upstream.session.post(upstream.url(path), data=raw, headers=headers) as reply:
+            body = await reply.read()
+    except aiohttp.ClientConnectorError as error:
+        raise UpstreamNotReached(str(error)) from error
+    except (aiohttp.ClientError, OSError) as error:
+        raise UpstreamEnded(f"llama-server went away: {error}") from error
+    if reply.status != 200:
+        raise NotWarmed(f"llama-server answered {reply.status}: {body[:300]!r}")
+    reader = AnswerReader(reply.headers.get("Content-Type", ""))
+    reader.feed(body)
+    return Answer(reply.status, reader.timings())
 
 
 def _wanted_tokens(prompt: Prompt, *, is_whole: bool) -> int:

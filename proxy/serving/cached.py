@@ -1,18 +1,20 @@
-"""What a reply says of its request's plan, and of what the slot holds now.
+"""One request whose prompt is known, on its way through a slot.
 
-A hit is what the reply confirms. Less than a restore promised quarantines the checkpoint; more than the
-slot was known to hold is drift, and the slot is erased before its next use.
+plan -> lease a slot -> restore the checkpoint -> stop at cuts -> send -> confirm the hit -> release, or
+save first. A hit is what the reply confirms: if less was reused than a restore promised, the checkpoint
+is quarantined; if more was reused than the slot was known to hold (drift), the slot is erased before
+its next use.
 """
 
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 
 import msgspec
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import Checkpoint, CheckpointKind, Prompt, SlotId
-from proxy.core.plan import Plan, Restore
+from proxy.core.model import Candidate, Checkpoint, CheckpointKind, ExpectedState, SlotId
+from proxy.core.plan import Plan, Restore, most_useful, plan_request
 from proxy.core.saving import at_savable_point, is_place_at_risk
 from proxy.core.slots import (
     LOADING,
@@ -23,6 +25,7 @@ from proxy.core.slots import (
     after_evaluation,
     must_be_erased,
     origin_of,
+    shared_tokens,
 )
 from proxy.errors import (
     StoreFault,
@@ -34,379 +37,386 @@ from proxy.errors import (
 from proxy.explain.causes import Cause
 from proxy.explain.explanation import Judgement
 from proxy.explain.report import Inquiry
-from proxy.llama.bodies import GenerationBody, pin
+from proxy.llama.bodies import pin
 from proxy.llama.client import Timings
 from proxy.log import get_logger
-from proxy.servers.attachment import Attachment, remember_self_test
-from proxy.serving.desk import DeskClosed, EndedOver, Lease
-from proxy.serving.launches import ExpectedState, Session, wind_up
-from proxy.serving.planning import Planning
-from proxy.serving.process import Services, quarantine_suspects
-from proxy.serving.request import Account, Answer, GenerationRequest, Send
-
-# What a reply says of its request's plan, and of what the slot holds now.
-#
-# A hit is what the reply confirms. Less than a restore promised quarantines the checkpoint; more than the
-# slot was known to hold is drift, and the slot is erased before its next use.
-
-
-class Confirmation:
-    """Holds one request's reply against its plan."""
-
-    def __init__(
-        self, services: Services, attachment: Attachment, request_id: str, prompt: Prompt
-    ) -> None:
-        self._services = services
-        self._attachment = attachment
-        self._request_id = request_id
-        self._prompt = prompt
-
-    def settle(self, plan: Plan, answer: Answer, account: Account) -> None:
-        """Hold the reply against the plan, and record what the slot holds now."""
-        table = self._attachment.desk.table
-        before = table[plan.slot_id].content
-        held: Content = Unknown(self._prompt.namespace, origin=origin_of(before))
-        if answer.timings is None and 400 <= answer.status < 500:
-            return  # refused before the slot was touched (server-context.cpp, send_error at launch)
-        if answer.timings is not None:
-            account.add(answer.timings)
-            held = self._held(before, answer.timings, account)
-        table.set_content(plan.slot_id, held)
-
-    def _held(self, before: Content, timings: Timings, account: Account) -> Content:
-        prompt, namespace = self._prompt, self._prompt.namespace
-        if timings.cache_n + timings.prompt_n != prompt.n_tokens:
-            account.failure = Cause.TOKENIZED_OTHERWISE
-            self._disagree(timings)
-            return Unknown(namespace, origin=origin_of(before))
-        self._confirm(account)
-        if account.is_drift and not self._attachment.clears_idle_slots:
-            return TAINTED
-        if prompt.n_tokens + timings.predicted_n >= self._attachment.n_ctx:
-            # At the end of the context it may have been shifted: such states are not exact.
-            return TAINTED
-        self._attachment.learn_evaluation(timings)
-        return after_evaluation(
-            before,
-            prompt.tokens,
-            namespace,
-            cuts=account.plan.cuts,
-            n_generated=timings.predicted_n,
-            shape=prompt.shape,
-            n_believed=self._attachment.n_believed_points,
-            stride_tokens=self._attachment.stride_tokens,
-        )
-
-    def _disagree(self, timings: Timings) -> None:
-        self._services.metrics.tokenization_disagreements.inc()
-        self._attachment.disable_shape(self._prompt.shape)
-        get_logger("cache").warning(
-            "tokenization disagreement: requests of this shape are served uncached",
-            id=self._request_id,
-            shape=self._prompt.shape,
-            n_predicted=self._prompt.n_tokens,
-            n_really=timings.cache_n + timings.prompt_n,
-        )
-
-    def _quarantine(self, checkpoint: Checkpoint) -> None:
-        store, namespace = self._services.store, self._prompt.namespace
-        store.quarantine(checkpoint)
-        with suppress(StoreFault):  # only an explanation would be the poorer
-            tokens = store.index.tokens(checkpoint.id)
-            self._services.journal.note_loss(namespace, tokens, Cause.RESTORE_NOT_REUSED)
-
-    def _confirm(self, account: Account) -> None:
-        metrics, start = self._services.metrics, account.plan.start
-        if account.n_restored and not account.is_ineffective_restore:
-            self._attachment.recover(DegradationKind.RESTORES_NOT_REUSED)
-        if account.is_ineffective_restore and isinstance(start, Restore):
-            self._attachment.degrade(
-                DegradationKind.RESTORES_NOT_REUSED,
-                f"{account.n_reused} of {start.n_reused} tokens of {start.checkpoint.file_name}",
-            )
-            metrics.restore_ineffective.inc()
-            account.failure = Cause.RESTORE_NOT_REUSED
-            self._attachment.n_contradictions += 1
-            if not self._attachment.desk.is_closed:
-                self._quarantine(start.checkpoint)
-            get_logger("cache").warning(
-                "a restore was not reused: the checkpoint is quarantined",
-                id=self._request_id,
-                expected=start.n_reused,
-                confirmed=account.n_reused,
-                file=start.checkpoint.file_name,
-            )
-        # A server that clears idle slots puts them into its RAM cache, and brings prompts back from there.
-        if account.is_drift and not self._attachment.clears_idle_slots:
-            metrics.drift.inc()
-        if account.is_short:
-            metrics.live_reuse_short.inc()
-            self._learn_stride(account)
-
-    def _learn_stride(self, account: Account) -> None:
-        """Note how far apart llama-server keeps context checkpoints, and remember it with the rule."""
-        attachment, services = self._attachment, self._services
-        n_short = account.plan.start.n_reused - (account.n_reused or 0)
-        rule = attachment.rule.after_shortfall(n_short)
-        if rule == attachment.rule or attachment.self_test is None or attachment.clears_idle_slots:
-            return
-        attachment.rule = rule
-        attachment.self_test = msgspec.structs.replace(attachment.self_test, rule=rule)
-        remembering = remember_self_test(services.store, attachment, attachment.self_test)
-        services.tasks.start(remembering)
-
-
-# One request whose prompt is known, on its way through a slot.
-#
-# lease -> restore the checkpoint -> stop at cuts -> send -> confirm the hit -> release, or save first.
-
+from proxy.servers.attachment import remember_self_test
+from proxy.serving.desk import Choice, DeskClosed, EndedOver, Lease, Turn
+from proxy.serving.launches import wind_up
+from proxy.serving.planning import look_up, situation
+from proxy.serving.process import Process
+from proxy.serving.request import Account, Answer, Request
 
 _LONG_WAIT_SECONDS = 0.05
 """After waiting this long for a slot, llama-server may be another process."""
 
 
 class CachedRequest:
-    """Serves one request from the cache, as far as that helps."""
+    """Serves one request from the cache, as far as that helps.
 
-    def __init__(
-        self,
-        services: Services,
-        session: Session,
-        request: GenerationRequest,
-        body: GenerationBody,
-        prompt: Prompt,
-        inquiry: Inquiry,
-        is_current: Callable[[], Awaitable[bool]],
-    ) -> None:
-        self._services = services
-        self._session = session
-        self._attachment = session.attachment
+    What the plan restores is kept from eviction from the step in which the plan is made until the
+    restore is done. While the request has to wait, what it would restore without a live slot is kept.
+    """
+
+    _account: Account
+    _lease: Lease[Plan]
+
+    def __init__(self, process: Process, request: Request, turn: Turn) -> None:
+        assert request.prompt is not None and request.body is not None
+        self._process = process
         self._request = request
-        self._body = body
-        self._prompt = prompt
-        self._inquiry = inquiry
-        self._is_current = is_current
-        self._arrived = request.queued_at or time.monotonic()
-        self._planning = Planning(services, session, prompt)
-        self._confirmation = Confirmation(services, session.attachment, request.id, prompt)
+        self._turn = turn
+        self._prompt = request.prompt
+        self._body = request.body
+        body = request.chat or request.body
+        self._inquiry = Inquiry(process.journal, process, self._prompt, body, process.opened_store)
+        self._kept = ExitStack()
 
-    async def serve(self, send: Send) -> None:
-        """Serve the request; raises what *send* raises, and DeskClosed before anything was sent."""
-        self._planning.note_arrival()
-        with (
-            self._planning,
-            await self._attachment.desk.lease(self._planning.choose, may_be_passed=True) as lease,
-        ):
-            self._attachment.desk.table.destine(lease.reason.slot_id, self._prompt.tokens)
+    @property
+    def _plan(self) -> Plan:
+        return self._account.plan
+
+    async def serve(self) -> None:
+        """Serve the request; raises what sending raises, and DeskClosed before anything was sent."""
+        process, joined_at = self._process, self._request.queued_at or time.monotonic()
+        self._note_asked()
+        with self._kept, await process.desk.lease(self._choose, may_be_passed=True) as self._lease:
+            self._account = Account(self._lease.reason, self._prompt.n_tokens)
+            self._request.account = self._account
+            process.slots.destine(self._plan.slot_id, self._prompt.tokens)
             self._note_planned()
-            account = Account(lease.reason, self._prompt.n_tokens)
-            account.queued_seconds = time.monotonic() - self._arrived
-            if account.queued_seconds > _LONG_WAIT_SECONDS:
-                await self._require_current()
+            self._account.queued_seconds = time.monotonic() - joined_at
+            if self._account.queued_seconds > _LONG_WAIT_SECONDS and not await process.is_current():
+                raise DeskClosed
             try:
-                await self._session.launches.clear_others()
-                with self._session.arrivals.announced(self._arrival(lease.reason)):
-                    can_reuse = await self._prepare(lease, account)
-                self._planning.close()
-                account.prepared_seconds = time.monotonic() - self._arrived
-                answer = await self._send(lease, account, send, can_reuse=can_reuse)
+                await process.launches.clear_others()
+                with process.arrivals.announced(self._first_save()):
+                    can_reuse = await self._prepare()
+                self._kept.close()
+                self._account.prepared_seconds = time.monotonic() - joined_at
+                answer = await self._send(can_reuse=can_reuse)
             except BaseException as error:
-                slot_id = lease.reason.slot_id
-                self._abandon(lease)
+                slot_id = self._plan.slot_id
+                self._abandon()
                 if await self._may_be_our_fault(slot_id, error):
                     raise EndedOver from error
                 raise
-            if answer.timings is not None or answer.first_token_at is not None:
-                self._attachment.desk.table.note_answer(lease.reason.slot_id)
             try:
-                self._confirmation.settle(lease.reason, answer, account)
-                self._keep_places(lease)
-                self._report(answer, account)
+                self._settle(answer)
             except Exception as error:
                 # The client has its answer; what the slot holds is not worth failing for.
-                self._services.faults.record("settle", error)
-                self._attachment.desk.table.set_content(lease.reason.slot_id, TAINTED)
+                process.faults.record("settle", error)
+                process.slots.set_content(self._plan.slot_id, TAINTED)
 
-    async def _may_be_our_fault(self, slot_id: SlotId, error: BaseException) -> bool:
-        """Return whether llama-server ended over what was done for the request, or over a saved state."""
-        if isinstance(error, UpstreamEnded | UpstreamPerhapsReached):
-            table = self._attachment.desk.table
-            return await quarantine_suspects(self._services, table, slot_id)
-        return isinstance(error, UpstreamLost)
+    # The plan.
+
+    def _note_asked(self) -> None:
+        """Tell the store what is asked for: a request that joins a queue is not planned at once."""
+        try:
+            self._process.store.note_asked(self._prompt.namespace, self._prompt.tokens)
+        except StoreFault as fault:
+            self._process.faults.record("lookup", fault)
+        if self._process.desk.n_waiting:
+            self._keep_most_useful(look_up(self._process, self._prompt)[0])
+
+    def _choose(self) -> Choice[Plan] | None:
+        """Plan the request over the slots and checkpoints as they are now; None to go on waiting."""
+        if self._process.launches.is_save_coming:
+            return None  # it would find an empty slot
+        began = time.perf_counter()
+        self._kept.close()
+        now = situation(self._process, self._prompt)
+        plan = plan_request(self._prompt, now)
+        if plan is None:
+            self._keep_most_useful(now.candidates)
+        elif isinstance(plan.start, Restore):
+            self._keep(plan.start.checkpoint)
+        self._process.metrics.lookup_seconds.observe(time.perf_counter() - began)
+        return Choice((plan.slot_id,), plan, plan.is_warm) if plan else None
+
+    def _plan_again(self) -> None:
+        """Plan the request anew in the slot that it has: what it was to restore is gone."""
+        now = situation(self._process, self._prompt)
+        mine = replace(now.slots[self._plan.slot_id], is_leased=False)
+        plan = plan_request(self._prompt, replace(now, slots=(mine,), expected=()))
+        assert plan is not None  # a slot is free, and nothing is waited for
+        if isinstance(plan.start, Restore):
+            self._keep(plan.start.checkpoint)
+        self._account.move(plan)
+
+    def _keep_most_useful(self, candidates: tuple[Candidate, ...]) -> None:
+        wanted = most_useful(self._process.rule, candidates, self._prompt.n_tokens)
+        if wanted is not None:
+            self._keep(wanted.checkpoint)
+
+    def _keep(self, checkpoint: Checkpoint) -> None:
+        self._kept.enter_context(self._process.store.keep(checkpoint))
+        self._process.store.verify_soon(checkpoint)
 
     def _note_planned(self) -> None:
         try:
             self._inquiry.note_planned()
         except Exception as error:  # only an explanation would be the poorer
-            self._services.faults.record("explain", error)
+            self._process.faults.record("explain", error)
 
-    async def _send(
-        self, lease: Lease[Plan], account: Account, send: Send, *, can_reuse: bool
-    ) -> Answer:
-        """Have the request served in the slot that is prepared for it."""
-        slot_id = lease.reason.slot_id
-        return await send(
-            pin(self._body, slot_id, reuses=can_reuse),
-            lambda: self._attachment.desk.note_running(slot_id),
-            account.n_reused,
-        )
+    # The slot is brought to where the plan wants it.
 
-    async def _require_current(self) -> None:
-        """Raise DeskClosed if llama-server was replaced while the request waited."""
-        if not await self._is_current():
-            raise DeskClosed
-
-    async def _prepare(self, lease: Lease[Plan], account: Account) -> bool:
-        """Bring the slot to where the plan wants it; return False if it may not be reused at all."""
-        plan = lease.reason
-        if plan.saves_displaced:
-            save = self._session.saves.write_back(plan.slot_id, CheckpointKind.CONVERSATION)
-            with self._session.arrivals.announced(self._displaced(plan)):
-                await self._services.finish(lease, save)
-        plan = await self._verified(lease, account)
+    async def _prepare(self) -> bool:
+        """Save what is displaced, erase, restore, stop at cuts; return False if nothing may be reused."""
+        process, slot_id = self._process, self._plan.slot_id
+        if self._plan.saves_displaced:
+            save = process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
+            with process.arrivals.announced(self._displaced()):
+                await process.finish(self._lease, save)
+        await self._verify()
         # That save may have found what nobody may reuse.
-        content = self._attachment.desk.table[plan.slot_id].content
-        prompt, rule = self._prompt, self._attachment.rule
-        erases = plan.erases or must_be_erased(rule, content, prompt.namespace, prompt.tokens)
-        if erases and not await self._erase(lease, account):
-            return False
+        content = process.slots[slot_id].content
+        namespace = self._prompt.namespace
+        n_common = shared_tokens(content, self._prompt.tokens, namespace)
+        if self._plan.erases or must_be_erased(process.rule, content, namespace, n_common):
+            try:
+                await process.finish(self._lease, process.erase(slot_id))
+            except UpstreamFault:
+                process.faults.count("erase")
+                self._account.is_degraded = True
+                return False
         try:
-            if isinstance(plan.start, Restore):
-                await self._restore(lease, plan.start, account)
-            await self._make_stops(lease, account)
+            if isinstance(self._plan.start, Restore):
+                await self._restore(self._plan.start)
+            await self._make_stops()
         except Exception as fault:
             if await self._has_ended(fault):
                 raise
-            self._services.faults.record("prepare", fault)
-            account.is_degraded = True
+            process.faults.record("prepare", fault)
+            self._account.is_degraded = True
             # What was loaded from a file that changed meanwhile may be anything.
             return not isinstance(fault, StoreFault)
         return True
 
-    async def _verified(self, lease: Lease[Plan], account: Account) -> Plan:
-        """Return the plan once what it restores is verified; another one, in the same slot, if it fails."""
+    async def _verify(self) -> None:
+        """Verify what the plan restores; if the file is damaged, make another plan in the same slot."""
         began = time.monotonic()
-        while isinstance(start := lease.reason.start, Restore):
+        while isinstance(start := self._plan.start, Restore):
             try:
-                await self._services.store.verify(start.checkpoint)
+                await self._process.store.verify(start.checkpoint)
                 break
             except StoreFault as fault:
-                self._services.faults.record("verify", fault)
-                self._services.metrics.restores.labels("missing").inc()
-                lease.reason = self._planning.again(lease.reason.slot_id)
-                account.move(lease.reason)
-                account.failure = Cause.RESTORE_REFUSED
-        account.restore_seconds = time.monotonic() - began
-        return lease.reason
+                self._process.faults.record("verify", fault)
+                self._process.metrics.restores.labels("missing").inc()
+                self._plan_again()
+                self._account.failure = Cause.RESTORE_REFUSED
+        self._account.restore_seconds = time.monotonic() - began
 
-    async def _has_ended(self, fault: Exception) -> bool:
-        """Return whether a call has failed because llama-server ended; a look may have begun before."""
-        if not isinstance(fault, UpstreamLost):
-            return False
-        return not (await self._is_current() and await self._is_current())
-
-    async def _erase(self, lease: Lease[Plan], account: Account) -> bool:
-        try:
-            await self._services.finish(lease, self._session.work.erase(lease.reason.slot_id))
-            return True
-        except UpstreamFault:
-            self._services.faults.count("erase")
-            account.is_degraded = True
-            return False
-
-    async def _restore(self, lease: Lease[Plan], start: Restore, account: Account) -> None:
-        slot_id, desk = lease.reason.slot_id, self._attachment.desk
+    async def _restore(self, start: Restore) -> None:
+        process, slot_id = self._process, self._plan.slot_id
         # What is loaded may be more similar to another's prompt than its own slot is.
-        await desk.await_choice()
-        desk.table.set_content(slot_id, LOADING)
-        restore = self._session.work.restore(
-            slot_id, self._prompt.namespace, start, account.restore_seconds
-        )
+        await process.desk.await_choice()
+        process.slots.set_content(slot_id, LOADING)
         began = time.monotonic()
         try:
-            await self._services.finish(lease, restore)
+            restore = process.restore(
+                slot_id, self._prompt.namespace, start, self._account.restore_seconds
+            )
+            await process.finish(self._lease, restore)
         except Exception:
-            account.failure = Cause.RESTORE_REFUSED
+            self._account.failure = Cause.RESTORE_REFUSED
             raise
         finally:
-            account.restore_seconds += time.monotonic() - began
+            self._account.restore_seconds += time.monotonic() - began
 
-    async def _make_stops(self, lease: Lease[Plan], account: Account) -> None:
-        plan, work, headers = lease.reason, self._session.work, self._request.headers
+    async def _make_stops(self) -> None:
+        process, plan, headers = self._process, self._plan, self._request.headers
         for stop in plan.stops:
-            stopped = work.stop(plan.slot_id, self._prompt, plan.cuts, stop, headers)
-            account.add(await stopped)
-            if stop.save_as and not account.is_ineffective_restore:
-                saves = self._session.saves
-                save = saves.write_back(plan.slot_id, stop.save_as, is_just_predicted=True)
-                await self._services.finish(lease, save)
+            stopped = process.stop(plan.slot_id, self._prompt, plan.cuts, stop, headers)
+            self._account.add(await stopped)
+            if stop.save_as and not self._account.is_ineffective_restore:
+                save = process.saves.write_back(plan.slot_id, stop.save_as, is_just_predicted=True)
+                await process.finish(self._lease, save)
 
-    def _abandon(self, lease: Lease[Plan]) -> None:
-        """Leave the slot to what may still run in it; a save will tell how far that came."""
-        for slot_id in lease.held:
-            origin = origin_of(self._attachment.desk.table[slot_id].content)
-            content = Unknown(self._prompt.namespace, likely=self._prompt.tokens, origin=origin)
-            self._attachment.desk.table.set_content(slot_id, content)
-            winding_up = wind_up(self._session, slot_id, self._prompt.n_tokens)
-            lease.hand_over(self._services.tasks.start(winding_up))
-
-    def _keep_places(self, lease: Lease[Plan]) -> None:
-        """Save the slot if llama-server is about to drop a place that the conversation comes back to."""
-        (slot_id,) = lease.slot_ids
-        attachment = self._attachment
-        if attachment.desk.is_placing:
-            return  # another request may be running in this slot already
-        content = attachment.desk.table[slot_id].content
-        if is_place_at_risk(attachment.rule, content, attachment.n_believed_points):
-            save = self._session.saves.write_back(
-                slot_id, CheckpointKind.CONVERSATION, is_just_predicted=True
-            )
-            lease.hand_over(self._services.tasks.start(save))
-
-    def _displaced(self, plan: Plan) -> ExpectedState | None:
-        """Return the state that is saved before the plan takes its slot."""
-        attachment = self._attachment
-        content = attachment.desk.table[plan.slot_id].content
-        if not isinstance(content, Known):
-            return None
-        saved = at_savable_point(attachment.rule, content)
+    def _displaced(self) -> ExpectedState | None:
+        """Return the state that is saved before the plan takes its slot, for others to wait for."""
+        process = self._process
+        content = process.slots[self._plan.slot_id].content
+        saved = at_savable_point(process.rule, content) if isinstance(content, Known) else None
         if saved is None:
             return None
-        size_bytes = attachment.state_bytes(saved)
-        expected_at = time.monotonic() + attachment.rates.save_seconds(size_bytes)
+        size_bytes = process.state_bytes(saved)
+        expected_at = time.monotonic() + process.rates.save_seconds(size_bytes)
         return ExpectedState(
             saved.tokens, saved.namespace, expected_at, size_bytes, saved.restore_points
         )
 
-    def _arrival(self, plan: Plan) -> ExpectedState | None:
-        """Return the first state that will be saved on the way, and when about."""
+    def _first_save(self) -> ExpectedState | None:
+        """Return the first state that will be saved at a stop, for others to wait for."""
+        plan, rates = self._plan, self._process.rates
         index = next((i for i, stop in enumerate(plan.stops) if stop.save_as), None)
         if index is None:
             return None
         stop = plan.stops[index]
         points = tuple(before.n_tokens for before in plan.stops[:index])
-        rates, size_bytes = self._attachment.rates, self._attachment.bytes_of(stop.n_tokens)
+        size_bytes = self._process.bytes_of(stop.n_tokens)
         seconds = plan.option.displacement.delay_seconds + rates.save_seconds(size_bytes)
         seconds += rates.evaluation_seconds(plan.start.n_reused, stop.n_tokens)
         tokens = self._prompt.tokens[: stop.n_tokens]
         expected_at = time.monotonic() + seconds
         return ExpectedState(tokens, self._prompt.namespace, expected_at, size_bytes, points)
 
-    def _report(self, answer: Answer, account: Account) -> None:
-        metrics = self._services.metrics
+    # The request is sent, and may fail.
+
+    async def _send(self, *, can_reuse: bool) -> Answer:
+        """Have the request served in the slot that is prepared for it."""
+        slot_id, process = self._plan.slot_id, self._process
+        return await process.launches.send(
+            self._turn,
+            self._request,
+            pin(self._body, slot_id, reuses=can_reuse),
+            lambda: process.desk.note_running(slot_id),
+            self._account.n_reused,
+        )
+
+    async def _has_ended(self, fault: Exception) -> bool:
+        """Return whether a call has failed because llama-server ended; a look may have begun before."""
+        if not isinstance(fault, UpstreamLost):
+            return False
+        return not (await self._process.is_current() and await self._process.is_current())
+
+    async def _may_be_our_fault(self, slot_id: SlotId, error: BaseException) -> bool:
+        """Return whether llama-server ended over what was done for the request, or over a saved state."""
+        if isinstance(error, UpstreamEnded | UpstreamPerhapsReached):
+            return await self._process.quarantine_suspects(slot_id)
+        return isinstance(error, UpstreamLost)
+
+    def _abandon(self) -> None:
+        """Leave the slot to what may still run in it; a save will tell how far that came."""
+        for slot_id in self._lease.held:
+            origin = origin_of(self._process.slots[slot_id].content)
+            content = Unknown(self._prompt.namespace, likely=self._prompt.tokens, origin=origin)
+            self._process.slots.set_content(slot_id, content)
+            winding_up = wind_up(self._process, slot_id, self._prompt.n_tokens)
+            self._lease.hand_over(self._process.tasks.start(winding_up))
+
+    # The reply is held against the plan.
+
+    def _settle(self, answer: Answer) -> None:
+        """Note what the reply says of the reuse and of the slot, and report the request."""
+        process, account, slot_id = self._process, self._account, self._plan.slot_id
+        if answer.timings is not None or answer.first_token_at is not None:
+            process.slots.note_answer(slot_id)
+        # A request that was refused has not touched the slot (server-context.cpp, send_error at launch).
+        if answer.timings is not None or not 400 <= answer.status < 500:
+            before = process.slots[slot_id].content
+            process.slots.set_content(slot_id, self._held(before, answer.timings))
+        self._save_if_at_risk(slot_id)
+        metrics = process.metrics
         metrics.prompt_tokens.labels("reused").inc(account.n_reused or 0)
         metrics.prompt_tokens.labels("evaluated").inc(account.n_evaluated)
         metrics.restored_tokens.inc(account.n_restored)
         metrics.evaluation_seconds.inc(account.evaluation_seconds)
         metrics.queue_seconds.observe(account.queued_seconds)
-        account.value(self._attachment.rates)
-        self._services.report.answered(
-            self._request, answer, account.outcome, self._judge(account), account
+        account.value(process.rates)
+        try:
+            judgement = self._inquiry.judge(account, self._request.id)
+        except Exception as error:
+            process.faults.record("explain", error)
+            judgement = Judgement(Cause.UNKNOWN)
+        process.report.answered(self._request, judgement)
+
+    def _held(self, before: Content, timings: Timings | None) -> Content:
+        """Return what the slot holds now; it is unknown where the reply contradicts the prediction."""
+        process, prompt, account = self._process, self._prompt, self._account
+        unknown = Unknown(prompt.namespace, origin=origin_of(before))
+        if timings is None:
+            return unknown
+        account.add(timings)
+        if timings.cache_n + timings.prompt_n != prompt.n_tokens:
+            account.failure = Cause.TOKENIZED_OTHERWISE
+            self._disagree(timings.cache_n + timings.prompt_n)
+            return unknown
+        self._confirm()
+        if account.is_drift and not process.clears_idle_slots:
+            return TAINTED
+        if prompt.n_tokens + timings.predicted_n >= process.n_ctx:
+            # At the end of the context it may have been shifted: such states are not exact.
+            return TAINTED
+        process.learn_evaluation(timings)
+        return after_evaluation(
+            before,
+            prompt.tokens,
+            prompt.namespace,
+            cuts=account.plan.cuts,
+            n_generated=timings.predicted_n,
+            shape=prompt.shape,
+            n_believed=process.n_believed_points,
+            stride_tokens=process.stride_tokens,
         )
 
-    def _judge(self, account: Account) -> Judgement:
-        try:
-            return self._inquiry.judge(account, self._request.id)
-        except Exception as error:
-            self._services.faults.record("explain", error)
-            return Judgement(Cause.UNKNOWN)
+    def _disagree(self, n_really: int) -> None:
+        self._process.metrics.tokenization_disagreements.inc()
+        self._process.disable_shape(self._prompt.shape)
+        get_logger("cache").warning(
+            "tokenization disagreement: requests of this shape are served uncached",
+            id=self._request.id,
+            shape=self._prompt.shape,
+            n_predicted=self._prompt.n_tokens,
+            n_really=n_really,
+        )
+
+    def _confirm(self) -> None:
+        """Hold what was reused against what was promised."""
+        process, account, start = self._process, self._account, self._plan.start
+        if account.n_restored and not account.is_ineffective_restore:
+            process.recover(DegradationKind.RESTORES_NOT_REUSED)
+        if account.is_ineffective_restore and isinstance(start, Restore):
+            self._quarantine(start)
+        # A server that clears idle slots puts them into its RAM cache, and brings prompts back from there.
+        if account.is_drift and not process.clears_idle_slots:
+            process.metrics.drift.inc()
+        if account.is_short:
+            process.metrics.live_reuse_short.inc()
+            self._learn_stride()
+
+    def _quarantine(self, start: Restore) -> None:
+        """Do not offer a checkpoint any more whose restore was not reused as the rule says."""
+        process, account, checkpoint = self._process, self._account, start.checkpoint
+        process.degrade(
+            DegradationKind.RESTORES_NOT_REUSED,
+            f"{account.n_reused} of {start.n_reused} tokens of {checkpoint.file_name}",
+        )
+        process.metrics.restore_ineffective.inc()
+        account.failure = Cause.RESTORE_NOT_REUSED
+        process.n_contradictions += 1
+        if not process.desk.is_closed:
+            process.store.quarantine(checkpoint)
+            with suppress(StoreFault):  # only an explanation would be the poorer
+                tokens = process.store.index.tokens(checkpoint.id)
+                process.journal.note_loss(self._prompt.namespace, tokens, Cause.RESTORE_NOT_REUSED)
+        get_logger("cache").warning(
+            "a restore was not reused: the checkpoint is quarantined",
+            id=self._request.id,
+            expected=start.n_reused,
+            confirmed=account.n_reused,
+            file=checkpoint.file_name,
+        )
+
+    def _learn_stride(self) -> None:
+        """Note how far apart llama-server keeps context checkpoints, and remember it with the rule."""
+        process = self._process
+        n_short = self._plan.start.n_reused - (self._account.n_reused or 0)
+        rule = process.rule.after_shortfall(n_short)
+        if rule == process.rule or process.self_test is None or process.clears_idle_slots:
+            return
+        process.rule = rule
+        process.self_test = msgspec.structs.replace(process.self_test, rule=rule)
+        process.tasks.start(remember_self_test(process.store, process, process.self_test))
+
+    def _save_if_at_risk(self, slot_id: SlotId) -> None:
+        """Save the slot if llama-server is about to drop a place that the conversation comes back to."""
+        process = self._process
+        if process.desk.is_placing:
+            return  # another request may be running in this slot already
+        content = process.slots[slot_id].content
+        if is_place_at_risk(process.rule, content, process.n_believed_points):
+            save = process.saves.write_back(
+                slot_id, CheckpointKind.CONVERSATION, is_just_predicted=True
+            )
+            self._lease.hand_over(process.tasks.start(save))

@@ -1,4 +1,17 @@
-"""A turn that one has at a time, in the order of asking."""
+"""Who may use which slot: requests wait in order of arrival, and a lease is granted and reserved in one
+step.
+
+A waiting request brings a function that chooses among the slots as they are at that moment. There are
+four cases:
+
+1. The request chooses free slots. They are its lease.
+2. It declines the free slots, because a better slot will soon be free. Up to MAX_OVERTAKES later
+requests may take a lease first; then everybody waits for it.
+3. It would empty a slot that a request behind it goes on with. That request takes the slot first, with
+the same limit.
+4. It is a *placement*: llama-server itself chooses the slot. Until the choice is known any idle slot may be
+   the one, so nothing else is granted, and slots that come free join the lease.
+"""
 
 import asyncio
 import time
@@ -8,35 +21,41 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from proxy.core.model import SlotId
 from proxy.core.slots import TAINTED, SlotTable
 from proxy.errors import TooManyRequests
 
-# A turn that one has at a time, in the order of asking.
+C = TypeVar("C")
+
+MAX_OVERTAKES = 8
+"""How many later requests may take a lease before one that waits for a better slot."""
+
+MAX_LOOKED_AT = 8
+"""How many waiting requests are asked whether a slot fits them."""
 
 
 class Turn:
-    """The right to be the only one; ended once, again is harmless."""
+    """The right to be the only one; ending it again is harmless."""
 
-    def __init__(self, turns: "Turns | None") -> None:
-        """Without *turns* it excludes nobody."""
-        self._turns = turns
+    def __init__(self, end: Callable[[], None] | None) -> None:
+        """Without *end* the turn excludes nobody."""
+        self._end = end
 
     @property
     def has_ended(self) -> bool:
-        return self._turns is None
+        return self._end is None
 
     def end(self) -> None:
-        """Let the next one have it."""
-        turns, self._turns = self._turns, None
-        if turns is not None:
-            turns.pass_on()
+        """Let the next one have the turn."""
+        end, self._end = self._end, None
+        if end is not None:
+            end()
 
 
 class Turns:
-    """Hands out turns."""
+    """Hands out a turn that one has at a time, in the order of asking."""
 
     def __init__(self) -> None:
         self._is_taken = False
@@ -51,7 +70,7 @@ class Turns:
         if self._is_taken:
             return None
         self._is_taken = True
-        return Turn(self)
+        return Turn(self._pass_on)
 
     async def take(self) -> Turn:
         """Wait for the turn."""
@@ -63,25 +82,18 @@ class Turns:
             await passed
         except asyncio.CancelledError:
             if passed.done() and not passed.cancelled():
-                self.pass_on()  # it came as we left
+                self._pass_on()  # the turn came as its taker left
             else:
                 self._waiting.remove(passed)
             raise
-        return Turn(self)
+        return Turn(self._pass_on)
 
-    def pass_on(self) -> None:
-        """Give the turn to who has waited longest; only its holder may."""
+    def _pass_on(self) -> None:
         while self._waiting:
             passed = self._waiting.popleft()
             if not passed.done():
                 return passed.set_result(None)
         self._is_taken = False
-
-
-# One lease: the right of one request to some slots, and how it ends.
-
-
-C = TypeVar("C")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +108,10 @@ class Choice(Generic[C]):
     is_warm: bool = False
 
 
-class Desk(Protocol):
-    """Who handed the lease out, and takes its slots back."""
-
-    @property
-    def table(self) -> SlotTable: ...
-
-    def give_back(self, lease: "Lease[Any]", slot_ids: set[SlotId]) -> None: ...
-
-
 class Lease(Generic[C]):
     """The exclusive right to some slots; leaving the `with` block gives them back."""
 
-    def __init__(self, desk: Desk, choice: Choice[C]) -> None:
+    def __init__(self, desk: "LeaseDesk", choice: Choice[C]) -> None:
         self._desk = desk
         self._held = set(choice.slot_ids)
         self._is_handed_over = False
@@ -169,15 +172,6 @@ class Lease(Generic[C]):
         task.add_done_callback(lambda _: self.give_up(self._held))
 
 
-# Leases: who may use which slot, in arrival order.
-#
-# `SlotTable` says what is reserved; the desk lets requests wait for it. Whoever asks brings a function
-# that chooses among the slots as they are *then*; choice and reservation happen in one step.
-#
-# A *placement* is a lease whose request goes to a slot of llama-server's choice. Until that is known any
-# idle slot may be the one, so nothing else is granted meanwhile, and slots that come free join the lease.
-
-
 class DeskClosed(Exception):
     """llama-server was replaced while a request waited for a slot."""
 
@@ -190,32 +184,12 @@ class FreeElsewhere(Exception):
     """Another llama-server with the same model has a free slot for a request that waited here."""
 
 
-MAX_OVERTAKES = 8
-"""A request that declines the free slots there are, because a better one soon will be, lets so many
-later ones pass; then everybody waits for it. So many pass, too, that a slot fits which it would empty."""
-
-MAX_LOOKED_AT = 8
-"""So many of those who wait are asked whether a slot fits them."""
-
-
 @dataclass(slots=True, eq=False)
 class _Waiting:
     choose: Callable[[], Choice[Any] | None]
     granted: "asyncio.Future[Lease[Any]]"
     n_passes: int
     is_placement: bool
-
-
-class Hold:
-    """While it lasts the desk grants nothing; releasing it again is harmless."""
-
-    def __init__(self, end: Callable[[], None]) -> None:
-        self._end: Callable[[], None] | None = end
-
-    def release(self) -> None:
-        end, self._end = self._end, None
-        if end is not None:
-            end()
 
 
 class LeaseDesk:
@@ -226,7 +200,7 @@ class LeaseDesk:
         self._max_waiting = max_waiting
         self._waiting: deque[_Waiting] = deque()
         self._placement: Lease[Any] | None = None
-        self._choosing = asyncio.Lock()
+        self._choosing = Turns()
         self.on_idle: Callable[[LeaseDesk], None] = lambda desk: None
         """Is told when a slot has come free that nobody here waits for."""
         self._is_held = False
@@ -242,24 +216,21 @@ class LeaseDesk:
         """Whether llama-server may be about to run a request in any slot that is idle to it."""
         return self._placement is not None or self._is_held
 
-    async def hold(self) -> "Hold":
-        """Grant nothing from now on: llama-server is choosing a slot by what they hold.
-
-        Whoever else would hold it waits until this is released.
-        """
-        await self._choosing.acquire()
+    async def hold(self) -> Turn:
+        """Grant nothing until the turn ends: llama-server is choosing a slot by what the slots hold."""
+        choosing = await self._choosing.take()
         self._is_held = True
-        return Hold(self._end_hold)
+
+        def end() -> None:
+            self._is_held = False
+            choosing.end()
+            self._grant()
+
+        return Turn(end)
 
     async def await_choice(self) -> None:
         """Wait until nobody holds the desk: what slots hold may change then."""
-        async with self._choosing:
-            pass
-
-    def _end_hold(self) -> None:
-        self._is_held = False
-        self._choosing.release()
-        self._grant()
+        (await self._choosing.take()).end()
 
     @property
     def n_waiting(self) -> int:

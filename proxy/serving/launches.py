@@ -3,89 +3,22 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager, contextmanager, suppress
 
-from proxy.core.model import CheckpointKind, RuleKind, SlotId
-from proxy.core.plan import Coming
+from proxy.core.model import CheckpointKind, ExpectedState, RuleKind, SlotId
 from proxy.core.saving import is_write_back_due
 from proxy.core.slots import Empty, SlotTable
-from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import UpstreamFault
-from proxy.llama.client import LlamaServer, SlotStatus
-from proxy.servers.attachment import Attachment
+from proxy.llama.client import SlotStatus
 from proxy.serving.desk import LeaseDesk, Turn, Turns
-from proxy.serving.process import Services, SlotWork
-from proxy.serving.prompts import PromptReader
-from proxy.serving.request import Answer, Send
-from proxy.serving.saves import SlotSaves
-
-# Requests that had to wait for llama-server come to the desk in the order in which they arrived.
-#
-# They all wait at once and have their prompts read at once, which takes some longer than others.
-
-
-@dataclass(eq=False, slots=True)
-class QueuePlace:
-    """One request's place; `since` is when it last joined, all times of the monotonic clock.
-
-    `queued_at` is when it came to the first desk, 0 if it was at none yet.
-    """
-
-    arrived_at: float
-    since: float = 0.0
-    queued_at: float = 0.0
-    moved: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-class ArrivalOrder:
-    """The requests that are on their way to the desk after a wait."""
-
-    def __init__(self) -> None:
-        self._places: list[QueuePlace] = []
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def join(self, place: QueuePlace) -> None:
-        """Take a place among those who wait; again is harmless."""
-        if place not in self._places:
-            place.since = time.monotonic()
-            self._places.append(place)
-
-    def leave(self, place: QueuePlace) -> None:
-        """Let the next one go; again is harmless."""
-        if place in self._places:
-            self._places.remove(place)
-            if self._places:
-                self._first().moved.set()
-
-    async def turn(self, place: QueuePlace) -> None:
-        """Return once nobody who arrived earlier is still on the way."""
-        while place in self._places and self._first() is not place:
-            place.moved.clear()
-            await place.moved.wait()
-
-    def _first(self) -> QueuePlace:
-        return min(self._places, key=lambda place: place.arrived_at)
-
+from proxy.serving.process import Process
+from proxy.serving.request import Answer, OnStart, Request, do_nothing
 
 # States that requests on their way are about to save, for others to wait for.
 #
 # Two requests with the same new header come at the same moment: the first evaluates and saves it, the
 # second waits for that instead of evaluating it again beside the first. Or a slot is being saved for one
 # request just when the next one of its conversation comes.
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class ExpectedState:
-    """A state of *tokens* that will be saved at about *expected_at* on the monotonic clock."""
-
-    tokens: TokenIds
-    namespace: Namespace
-    expected_at: float
-    size_bytes: int
-    restore_points: tuple[int, ...] = ()
 
 
 class Arrivals:
@@ -108,19 +41,10 @@ class Arrivals:
             self._arrivals.remove(arrival)
             self._desk.reconsider()
 
-    def coming(self) -> tuple[Coming, ...]:
-        """Return what can be waited for now; what is overdue still counts as about to come."""
-        now = time.monotonic()
-        return tuple(
-            Coming(
-                arrival.tokens,
-                arrival.namespace,
-                max(0.0, arrival.expected_at - now),
-                arrival.size_bytes,
-                arrival.restore_points,
-            )
-            for arrival in self._arrivals
-        )
+    @property
+    def expected(self) -> tuple[ExpectedState, ...]:
+        """What can be waited for now; what is overdue still counts as about to come."""
+        return tuple(self._arrivals)
 
 
 # Servers on which a slot that starts to run empties all idle ones, as with llama-server's default flags.
@@ -154,14 +78,9 @@ def note_emptied(table: SlotTable, statuses: list[SlotStatus]) -> bool:
 class Launches:
     """Orders the starts of requests in the slots of one llama-server process."""
 
-    def __init__(
-        self, services: Services, attachment: Attachment, work: SlotWork, saves: SlotSaves
-    ) -> None:
-        self._services = services
-        self._attachment = attachment
-        self._table = attachment.desk.table
-        self._work = work
-        self._saves = saves
+    def __init__(self, process: Process) -> None:
+        self._process = process
+        self._table = process.slots
         self._turns = Turns()
 
     @property
@@ -171,7 +90,7 @@ class Launches:
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[Turn]:
         """Wait until nobody else is about to start, and see what is left in the slots."""
-        turn = await self._turns.take() if self._attachment.clears_idle_slots else Turn(None)
+        turn = await self._turns.take() if self._process.clears_idle_slots else Turn(None)
         try:
             if not turn.has_ended:
                 await self._look()
@@ -181,13 +100,13 @@ class Launches:
 
     def try_turn(self) -> Turn | None:
         """Return the turn if nobody has it."""
-        return self._turns.try_take() if self._attachment.clears_idle_slots else Turn(None)
+        return self._turns.try_take() if self._process.clears_idle_slots else Turn(None)
 
     @property
     def is_save_coming(self) -> bool:
         """Whether a save is due in a slot that ends by itself, which the next start would empty."""
-        return bool(self._attachment.clears_idle_slots) and any(
-            slot.is_closing and is_write_back_due(self._attachment.rule, slot.content)
+        return bool(self._process.clears_idle_slots) and any(
+            slot.is_closing and is_write_back_due(self._process.rule, slot.content)
             for slot in self._table
         )
 
@@ -199,45 +118,37 @@ class Launches:
         """
         while self.is_save_coming:  # noqa: ASYNC110 - such slots end by themselves, without an event
             await asyncio.sleep(_CLOSING_LOOK_SECONDS)
-        for slot in self._table.free() if self._attachment.clears_idle_slots else ():
+        for slot in self._table.free() if self._process.clears_idle_slots else ():
             if not isinstance(self._table[slot.id].content, Empty):
-                await self._clear(slot.id)
+                await self._process.empty(slot.id)
 
-    async def _clear(self, slot_id: SlotId) -> None:
-        if (lease := self._attachment.desk.lease_free(slot_id)) is None:
-            return
-        with lease:
-            save = self._saves.write_back(slot_id, CheckpointKind.CONVERSATION)
-            await self._services.finish(lease, save)
-            try:
-                await self._services.finish(lease, self._work.erase(slot_id))
-            except UpstreamFault as fault:
-                self._services.faults.record("erase", fault)
-
-    def in_turn(self, turn: Turn, send: Send) -> Send:
-        """Return *send* such that it ends the turn once llama-server runs the request."""
+    async def send(
+        self,
+        turn: Turn,
+        request: Request,
+        raw: bytes,
+        on_start: OnStart = do_nothing,
+        n_found: int | None = None,
+    ) -> Answer:
+        """Send a request; its *turn* ends once llama-server runs it. Raises what `Request.send` does."""
+        upstream = self._process.upstream
         if turn.has_ended:
-            return send
+            return await request.send(upstream, raw, on_start, n_found)
+        if self._process.rule.kind is not RuleKind.END_ONLY:
+            # There a save begins with a cut, whose start would empty the slot that is prepared.
+            await self.clear_others()
+        before = await self._process.last_tasks()
+        watch = self._process.tasks.start(self._end_at_start(turn, before))
 
-        async def send_in_turn(
-            raw: bytes, on_start: Callable[[], None], n_found: int | None = None
-        ) -> Answer:
-            if self._attachment.rule.kind is not RuleKind.END_ONLY:
-                # There a save begins with a cut, whose start would empty the slot that is prepared.
-                await self.clear_others()
-            watch = self._services.tasks.start(self._end_at_start(turn, await self._last_tasks()))
+        def started() -> None:
+            turn.end()
+            on_start()
 
-            def started() -> None:
-                turn.end()
-                on_start()
-
-            try:
-                return await send(raw, started, n_found)
-            finally:
-                watch.cancel()
-                turn.end()
-
-        return send_in_turn
+        try:
+            return await request.send(upstream, raw, started, n_found)
+        finally:
+            watch.cancel()
+            turn.end()
 
     async def _end_at_start(self, turn: Turn, before: dict[SlotId, int] | None) -> None:
         """End the turn when some slot has begun another task; a whole answer's start is not told."""
@@ -245,43 +156,15 @@ class Launches:
         while before is not None:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_LOOK_SECONDS)
-            after = await self._last_tasks()
+            after = await self._process.last_tasks()
             if after is None:
                 return
             if any(task != before.get(slot_id) for slot_id, task in after.items()):
                 return turn.end()
 
     async def _look(self) -> None:
-        statuses = await self._statuses()
-        if statuses is not None:
-            note_emptied(self._table, statuses)
-
-    async def _last_tasks(self) -> dict[SlotId, int] | None:
-        statuses = await self._statuses()
-        return None if statuses is None else {SlotId(s.id): s.id_task for s in statuses}
-
-    async def _statuses(self) -> list[SlotStatus] | None:
-        try:
-            return await self._work.slot_states()
-        except UpstreamFault as fault:
-            self._services.faults.record("placement", fault)
-            return None
-
-
-# One attached llama-server process and what serves requests for it.
-
-
-@dataclass(frozen=True, slots=True)
-class Session:
-    """Everything that lives as long as one llama-server process does."""
-
-    upstream: LlamaServer
-    attachment: Attachment
-    reader: PromptReader
-    work: SlotWork
-    saves: SlotSaves
-    launches: Launches
-    arrivals: Arrivals
+        with suppress(UpstreamFault):
+            note_emptied(self._table, await self._process.slot_states())
 
 
 # Slots of requests whose clients went away: held until llama-server has really let go of them.
@@ -297,21 +180,21 @@ _PARSED_TOKENS_PER_SECOND = 200_000
 _LOOK_SECONDS = 0.05
 
 
-async def wind_up(session: Session, slot_id: SlotId, n_tokens: int) -> None:
+async def wind_up(process: Process, slot_id: SlotId, n_tokens: int) -> None:
     """Wait until llama-server has let go of a slot, then learn from a save what it holds.
 
     Clients that gave up waiting send the same prompt again; what was evaluated of it must not be lost.
     """
-    await outlast(session, lambda: [slot_id], n_tokens)
-    desk = session.attachment.desk
+    await outlast(process, lambda: [slot_id], n_tokens)
+    desk = process.desk
     content = desk.table[slot_id].content
     # During a placement another request may be running there already.
-    if not desk.is_placing and is_write_back_due(session.attachment.rule, content):
-        await session.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
+    if not desk.is_placing and is_write_back_due(process.rule, content):
+        await process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
 
 
 async def outlast(
-    session: Session, slot_ids: Callable[[], Collection[SlotId]], n_tokens: int = 0
+    process: Process, slot_ids: Callable[[], Collection[SlotId]], n_tokens: int = 0
 ) -> None:
     """Return when a request of *n_tokens* abandoned in one of the slots neither runs nor ever will.
 
@@ -320,17 +203,17 @@ async def outlast(
     That a slot was busy and is idle again proves nothing: it may have been the request before.
     """
     began = time.monotonic()
-    await _is_busy(session, slot_ids)
+    await _is_busy(process, slot_ids)
     latency_seconds = time.monotonic() - began  # a server short of time parses slowly too
     parse_seconds = n_tokens / _PARSED_TOKENS_PER_SECOND + 10 * latency_seconds
     await asyncio.sleep(DISCONNECT_SECONDS + parse_seconds)
-    while await _is_busy(session, slot_ids):  # noqa: ASYNC110 - llama-server has no event for it
+    while await _is_busy(process, slot_ids):  # noqa: ASYNC110 - llama-server has no event for it
         await asyncio.sleep(_LOOK_SECONDS)
 
 
-async def _is_busy(session: Session, slot_ids: Callable[[], Collection[SlotId]]) -> bool:
+async def _is_busy(process: Process, slot_ids: Callable[[], Collection[SlotId]]) -> bool:
     try:
-        states = await session.work.slot_states()
+        states = await process.slot_states()
     except UpstreamFault:
         return False  # --no-slots, or llama-server is gone: there is nothing more to see
     return any(state.is_processing for state in states if state.id in slot_ids())

@@ -8,8 +8,8 @@ from dataclasses import replace
 from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import Stop
 from proxy.core.model import CheckpointKind, SlotId
-from proxy.core.plan import MAX_LOST_TOKENS, Plan, StartOption, UseLive
-from proxy.core.residency import is_similar_enough, rivals, shared_at_least
+from proxy.core.plan import MAX_LOST_TOKENS, StartOption
+from proxy.core.residency import is_similar_enough, rivals
 from proxy.core.slots import (
     TAINTED,
     Known,
@@ -18,129 +18,17 @@ from proxy.core.slots import (
     choose_slot_for_bypass,
     live_reuse,
     must_be_erased,
+    shared_tokens,
 )
 from proxy.core.tokens import Namespace
 from proxy.errors import UpstreamFault
 from proxy.llama.bodies import GenerationBody, n_completions, pin, taints_slot, without_reuse
-from proxy.llama.routes import is_task_for_each_input
+from proxy.llama.routes import Route, is_task_for_each_input
 from proxy.serving.cached import CachedRequest
-from proxy.serving.desk import Choice, Hold, Lease
-from proxy.serving.launches import Session, outlast
-from proxy.serving.process import Services, SlotWork
-from proxy.serving.request import Account, Answer, GenerationRequest, Send
-
-# Requests whose prompt is not looked up: they still take leases, so that the slot table stays true.
-
-
-async def clear_way(
-    services: Services, session: Session, lease: Lease[None], namespace: Namespace
-) -> bool:
-    """Save what would be lost, and erase what may not be reused; return False if that failed."""
-    cleared: set[SlotId] = set()
-    is_clear = True
-    while left := set(lease.held) - cleared:  # slots may join a placement meanwhile
-        for slot_id in left:
-            is_clear &= await _clear(services, session, lease, slot_id, namespace)
-        cleared |= left
-    return is_clear
-
-
-async def _clear(
-    services: Services, session: Session, lease: Lease[None], slot_id: SlotId, namespace: Namespace
-) -> bool:
-    table, work = session.attachment.desk.table, session.work
-    content = table[slot_id].content
-    if isinstance(content, Known) and content.n_unsaved > MAX_LOST_TOKENS:
-        kind = CheckpointKind.CONVERSATION
-        await services.finish(lease, session.saves.write_back(slot_id, kind))
-    if must_be_erased(session.attachment.rule, table[slot_id].content, namespace):
-        try:
-            await services.finish(lease, work.erase(slot_id))
-        except UpstreamFault:
-            services.faults.count("erase")
-            return await _overwrite(services, lease, work, slot_id, namespace)
-    return True
-
-
-async def _overwrite(
-    services: Services, lease: Lease[None], work: SlotWork, slot_id: SlotId, namespace: Namespace
-) -> bool:
-    """Put one token into a slot that cannot be erased, for /v1/messages cannot be told to reuse nothing."""
-    try:
-        await services.finish(lease, work.overwrite(slot_id, namespace))
-    except UpstreamFault:
-        services.faults.count("erase")
-        return False
-    return True
-
-
-def mark_unknown(
-    session: Session,
-    slot_ids: Iterable[SlotId],
-    namespace: Namespace,
-    body: GenerationBody | None = None,
-) -> None:
-    """Note that only llama-server knows what these slots hold; no lookup could find it in a file."""
-    is_tainted = body is not None and taints_slot(body)
-    table, rule = session.attachment.desk.table, session.attachment.rule
-    for slot_id in slot_ids:
-        # A slot that joined a placement was never cleared: what it held may be part of what it holds.
-        is_unclear = must_be_erased(rule, table[slot_id].content, namespace)
-        content = Unknown(namespace, can_be_adopted=False)
-        table.set_content(slot_id, TAINTED if is_tainted or is_unclear else content)
-
-
-def abandon(
-    services: Services,
-    session: Session,
-    lease: Lease[None],
-    namespace: Namespace,
-    body: GenerationBody | None = None,
-) -> None:
-    """Hold the slots until nothing of the request can run in them any more."""
-    if not lease.held:
-        return  # a slot action took the lease along before anything was sent
-    mark_unknown(session, lease.held, namespace, body)
-    lease.hand_over(services.tasks.start(outlast(session, lambda: lease.reserved)))
-
-
-async def serve_pinned(
-    services: Services,
-    session: Session,
-    request: GenerationRequest,
-    body: GenerationBody,
-    send: Send,
-) -> Answer:
-    """Serve a request on one slot of our choice, whatever that holds."""
-    desk = session.attachment.desk
-    namespace = session.attachment.tenant_namespace(request.tenant)
-
-    def choose() -> Choice[None] | None:
-        slot = choose_slot_for_bypass(desk.table, namespace)
-        return Choice((slot.id,), None) if slot else None
-
-    with await desk.lease(choose) as lease:
-        (slot_id,) = lease.slot_ids
-        try:
-            can_reuse = await clear_way(services, session, lease, namespace)
-            answer = await send(
-                pin(body, slot_id, reuses=can_reuse), lambda: desk.note_running(slot_id)
-            )
-        except BaseException:
-            abandon(services, session, lease, namespace, body)
-            raise
-        mark_unknown(session, lease.slot_ids, namespace, body)
-        return answer
-
-
-# Requests for which llama-server chooses the slot itself, such as /v1/messages and embeddings.
-#
-# It chooses among the slots that are idle *to it*. So such a request waits until every slot that others
-# lease is really running their request (one that is being restored for somebody looks idle too) and takes
-# all free slots, and those that come free, until /slots shows which one was chosen. Where it must not
-# land in a slot that another request leaves behind, such as another tenant's, it waits until all are
-# free.
-
+from proxy.serving.desk import Choice, Lease, Turn
+from proxy.serving.launches import outlast
+from proxy.serving.process import Process
+from proxy.serving.request import Answer, OnStart, Request, do_nothing
 
 _FIRST_LOOK_SECONDS = 0.01
 _LAST_LOOK_SECONDS = 0.5
@@ -149,69 +37,153 @@ LastTasks = dict[SlotId, int]
 """The id of the last task that each slot ran, which survives the task."""
 
 
-class UnpinnedRequest:
-    """One request on its way to a slot of llama-server's choice, or to several."""
+class UncachedRequest:
+    """Serves one request whose prompt is not looked up; it still takes a lease, so that the slot table
+    stays true.
 
-    def __init__(
-        self,
-        services: Services,
-        session: Session,
-        request: GenerationRequest,
-        body: GenerationBody | None,
-    ) -> None:
-        self._services = services
-        self._session = session
-        self._desk = session.attachment.desk
+    There are two cases:
+
+    1. llama-server honours `id_slot`: the request runs in a slot of the proxy's choice, whatever that
+    holds.
+    2. llama-server chooses the slot, among those that are idle *to it*, as for embeddings. So the
+    request waits until every leased slot is known to run its request (a slot that is being restored
+    looks idle too). Then it takes all free slots, and those that come free, until /slots shows which
+    slot was chosen. Where it must not land in a slot that another request leaves behind, such as
+    another tenant's, it waits until all are free.
+    """
+
+    def __init__(self, process: Process, request: Request, turn: Turn) -> None:
+        self._process = process
+        self._desk = process.desk
         self._request = request
-        self._body = body
+        self._turn = turn
+        self._body = body = request.body
         n_slots = 1 if body is None else n_completions(body)
-        self._n_slots = min(n_slots, len(self._desk.table))
+        self._n_slots = min(n_slots, len(process.slots))
         # Embeddings and reranking are one task for each input: all slots are held to the end.
         self._is_one_task = body is not None and not is_task_for_each_input(request.path)
-        self._namespace: Namespace = session.attachment.tenant_namespace(request.tenant)
+        self._namespace: Namespace = process.tenant_namespace(request.tenant)
         self._before: LastTasks | None = None
         self._is_placed = False
 
-    async def serve(self, send: Send) -> Answer:
+    async def serve_pinned(self, body: GenerationBody) -> None:
+        """Serve the request in one slot of the proxy's choice."""
+
+        def choose() -> Choice[None] | None:
+            slot = choose_slot_for_bypass(self._process.slots, self._namespace)
+            return Choice((slot.id,), None) if slot else None
+
+        with await self._desk.lease(choose) as lease:
+            (slot_id,) = lease.slot_ids
+            is_tainted = taints_slot(body)
+            try:
+                can_reuse = await self._clear_way(lease)
+                raw = pin(body, slot_id, reuses=can_reuse)
+                await self._send(raw, lambda: self._desk.note_running(slot_id))
+            except BaseException:
+                self._abandon(lease, is_tainted=is_tainted)
+                raise
+            self._mark_unknown(lease.slot_ids, is_tainted=is_tainted)
+
+    async def serve_unpinned(self) -> None:
+        """Serve the request in a slot of llama-server's choice, or in several."""
         may_be_passed = self._n_slots == 1  # it then waits only until others really run
         with await self._desk.lease(
             self._choose, may_be_passed=may_be_passed, is_placement=True
         ) as lease:
             placement = None
             try:
-                is_clear = await clear_way(self._services, self._session, lease, self._namespace)
-                self._before = await self._last_tasks()
+                is_clear = await self._clear_way(lease)
+                self._before = await self._process.last_tasks()
                 if self._is_one_task:
-                    placement = self._services.tasks.start(self._await_placement(lease))
-                answer = await send(self._raw(reuses=is_clear), lambda: None)
+                    placement = self._process.tasks.start(self._await_placement(lease))
+                # Where another tenant's tokens are still there, nothing may be reused.
+                raw = self._request.raw
+                if not is_clear and self._body is not None:
+                    raw = without_reuse(self._body)
+                await self._send(raw)
                 used = await self._used(lease)
             except BaseException:
-                abandon(self._services, self._session, lease, self._namespace)
+                self._abandon(lease)
                 raise
             finally:
                 if placement is not None:
                     placement.cancel()
-            mark_unknown(self._session, used, self._namespace)
-            return answer
+            self._mark_unknown(used)
 
-    def _raw(self, *, reuses: bool) -> bytes:
-        """Return the body, told to reuse nothing if another tenant's tokens are still there."""
-        if reuses or self._body is None:
-            return self._request.raw
-        return without_reuse(self._body)
+    async def _send(self, raw: bytes, on_start: OnStart = do_nothing) -> None:
+        """Send the request, and report it.
+
+        At once: clients that have their answer hang up, and what is left to do is cut short.
+        """
+        process, request = self._process, self._request
+        answer = await process.launches.send(self._turn, request, raw, on_start)
+        if answer.status == 501 and request.route in (Route.PINNED, Route.UNPINNED):
+            process.unsupported_paths.add(request.path)
+        process.report.not_looked_up(request, request.why or "nothing is cached")
+
+    async def _clear_way(self, lease: Lease[None]) -> bool:
+        """Save what would be lost, and erase what may not be reused; return False if that failed."""
+        cleared: set[SlotId] = set()
+        is_clear = True
+        while left := set(lease.held) - cleared:  # slots may join a placement meanwhile
+            for slot_id in left:
+                is_clear &= await self._clear(lease, slot_id)
+            cleared |= left
+        return is_clear
+
+    async def _clear(self, lease: Lease[None], slot_id: SlotId) -> bool:
+        process = self._process
+        content = process.slots[slot_id].content
+        if isinstance(content, Known) and content.n_unsaved > MAX_LOST_TOKENS:
+            kind = CheckpointKind.CONVERSATION
+            await process.finish(lease, process.saves.write_back(slot_id, kind))
+        if not must_be_erased(process.rule, process.slots[slot_id].content, self._namespace):
+            return True
+        try:
+            await process.finish(lease, process.erase(slot_id))
+            return True
+        except UpstreamFault:
+            process.faults.count("erase")
+        # No flag tells /v1/messages to reuse nothing: one token is put into a slot that cannot be erased.
+        try:
+            await process.finish(lease, process.overwrite(slot_id, self._namespace))
+            return True
+        except UpstreamFault:
+            process.faults.count("erase")
+            return False
+
+    def _mark_unknown(self, slot_ids: Iterable[SlotId], *, is_tainted: bool = False) -> None:
+        """Note that only llama-server knows what these slots hold; no lookup could find it in a file."""
+        for slot_id in slot_ids:
+            # A slot that joined a placement was never cleared: what it held may be part of what it holds.
+            content = self._process.slots[slot_id].content
+            is_unclear = must_be_erased(self._process.rule, content, self._namespace)
+            unknown = Unknown(self._namespace, can_be_adopted=False)
+            self._process.slots.set_content(
+                slot_id, TAINTED if is_tainted or is_unclear else unknown
+            )
+
+    def _abandon(self, lease: Lease[None], *, is_tainted: bool = False) -> None:
+        """Hold the slots until nothing of the request can run in them any more."""
+        if not lease.held:
+            return  # a slot action took the lease along before anything was sent
+        self._mark_unknown(lease.held, is_tainted=is_tainted)
+        ending = outlast(self._process, lambda: lease.reserved)
+        lease.hand_over(self._process.tasks.start(ending))
 
     def _choose(self) -> Choice[None] | None:
-        slots = tuple(self._desk.table)
+        slots = tuple(self._process.slots)
         free = tuple(slot.id for slot in slots if not slot.is_leased)
         can_be_placed = all(self._can_join(slot) for slot in slots if slot.is_leased)
         return Choice(free, None) if can_be_placed and len(free) >= self._n_slots else None
 
     def _can_join(self, slot: Slot) -> bool:
         """Return whether the request may even be placed into a slot that somebody uses, at its end."""
-        attachment = self._session.attachment
-        if not slot.is_running or len(attachment.tenants) > 1:
+        process = self._process
+        if not slot.is_running or len(process.tenants) > 1:
             return False  # whose tokens it will hold then is not known yet
-        return not must_be_erased(attachment.rule, slot.content, self._namespace)
+        return not must_be_erased(process.rule, slot.content, self._namespace)
 
     async def _await_placement(self, lease: Lease[None]) -> None:
         """Give back the slots that llama-server did not choose as soon as it has chosen."""
@@ -219,7 +191,7 @@ class UnpinnedRequest:
         while self._before is not None:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_LOOK_SECONDS)
-            used = self._changed(await self._last_tasks())
+            used = self._changed(await self._process.last_tasks())
             # A slot whose request has just ended may have been chosen before its lease has.
             if len(used) >= self._n_slots and set(used) <= set(lease.held):
                 self._is_placed = True
@@ -228,7 +200,7 @@ class UnpinnedRequest:
 
     async def _used(self, lease: Lease[None]) -> list[SlotId]:
         """Return which slots the request ran on; all that it leased if that is not known."""
-        after = await self._last_tasks()
+        after = await self._process.last_tasks()
         if self._is_placed or self._before is None or after is None:
             return list(lease.held)
         used = self._changed(after)
@@ -240,15 +212,6 @@ class UnpinnedRequest:
         if self._before is None or after is None:
             return []
         return [slot_id for slot_id in after if self._before.get(slot_id) != after[slot_id]]
-
-    async def _last_tasks(self) -> LastTasks | None:
-        """Return the last task of each slot; None if llama-server does not tell."""
-        try:
-            states = await self._session.work.slot_states()
-        except UpstreamFault as fault:
-            self._services.faults.record("placement", fault)
-            return None
-        return {SlotId(state.id): state.id_task for state in states}
 
 
 # A cached request whose slot llama-server chooses by similarity: /v1/messages drops id_slot.
@@ -272,44 +235,45 @@ class SimilarRequest(CachedRequest):
     _has_evaluated_all = False
     _is_placed = False
 
-    async def _send(
-        self, lease: Lease[Plan], account: Account, send: Send, *, can_reuse: bool
-    ) -> Answer:
+    async def _send(self, *, can_reuse: bool) -> Answer:
+        slot_id = self._plan.slot_id
         if not can_reuse:
-            overwrite = self._session.work.overwrite(lease.reason.slot_id, self._prompt.namespace)
-            await self._services.finish(lease, overwrite)
-        if not self._prompt.fits(self._attachment.n_ctx):
-            return await self._send_to_be_refused(send)
-        hold = await self._await_turn(lease, account)
+            overwrite = self._process.overwrite(slot_id, self._prompt.namespace)
+            await self._process.finish(self._lease, overwrite)
+        if not self._prompt.fits(self._process.n_ctx):
+            return await self._send_to_be_refused()
+        hold = await self._await_turn()
         try:
-            before = await self._tasks_before(lease.reason.slot_id)
+            before = await self._tasks_before(slot_id)
             is_over = asyncio.Event()
-            watching = self._services.tasks.start(
-                self._watch(lease, account, hold, before, is_over)
-            )
+            watching = self._process.tasks.start(self._watch(hold, before, is_over))
         except BaseException:
-            hold.release()
+            hold.end()
             raise
         try:
-            answer = await send(self._body.raw, lambda: None, account.n_reused)
+            answer = await self._send_as_it_is(self._account.n_reused)
             is_over.set()
             await _see_through(watching)
         finally:
             watching.cancel()
-            hold.release()
-        return self._confirmed(account, answer)
+            hold.end()
+        return self._confirmed(answer)
 
-    async def _send_to_be_refused(self, send: Send) -> Answer:
+    async def _send_as_it_is(self, n_found: int | None = None) -> Answer:
+        launches, raw = self._process.launches, self._body.raw
+        return await launches.send(self._turn, self._request, raw, do_nothing, n_found)
+
+    async def _send_to_be_refused(self) -> Answer:
         """Send a prompt that does not fit; the slot that is chosen runs nothing, and stays as it is."""
-        hold = await self._attachment.desk.hold()
+        hold = await self._process.desk.hold()
         try:
-            return await send(self._body.raw, lambda: None)
+            return await self._send_as_it_is()
         finally:
-            hold.release()
+            hold.end()
 
-    async def _await_turn(self, lease: Lease[Plan], account: Account) -> Hold:
+    async def _await_turn(self) -> Turn:
         """Return, holding the desk, once llama-server must choose the slot that is prepared."""
-        slot_id, desk = lease.reason.slot_id, self._attachment.desk
+        slot_id, desk = self._plan.slot_id, self._process.desk
         began, pause = time.monotonic(), _FIRST_SIMILAR_LOOK_SECONDS
         while True:
             hold = await desk.hold()
@@ -319,50 +283,52 @@ class SimilarRequest(CachedRequest):
                 if stands_out and await self._make_way(slot_id, is_late=is_late):
                     return hold
             except BaseException:
-                hold.release()
+                hold.end()
                 raise
             # Only who holds the desk may say so: others then go by what the slot holds.
             desk.table.note_ready(slot_id, is_ready=stands_out)
-            hold.release()
+            hold.end()
             if not stands_out:
-                await self._evaluate_all(lease, account)
+                await self._evaluate_all()
                 continue
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_SIMILAR_LOOK_SECONDS)
 
     def _stands_out(self, slot_id: SlotId) -> bool:
         """Return whether the slot is as similar as it can be, or as it must be."""
-        slot, table = self._attachment.desk.table[slot_id], self._attachment.desk.table
+        slot, table = self._process.slots[slot_id], self._process.slots
         tokens = self._prompt.tokens
         is_most_similar = is_similar_enough(slot, tokens) and not rivals(slot, table, tokens)
         return is_most_similar or self._has_evaluated_all
 
-    async def _evaluate_all(self, lease: Lease[Plan], account: Account) -> None:
+    async def _evaluate_all(self) -> None:
         """Let the slot hold all of the prompt but its last tokens: only an equal prompt is as similar."""
         self._has_evaluated_all = True
         n_end = self._prompt.cuts.message_end or self._prompt.n_tokens - 1
-        slot = self._attachment.desk.table[lease.reason.slot_id]
-        if n_end <= shared_at_least(slot, self._prompt.tokens):
+        slot = self._process.slots[self._plan.slot_id]
+        if n_end <= shared_tokens(slot.content, self._prompt.tokens):
             return
-        work, cuts = self._session.work, lease.reason.cuts
+        cuts = self._plan.cuts
         try:
-            account.add(
-                await work.stop(slot.id, self._prompt, cuts, Stop(n_end), self._request.headers)
+            self._account.add(
+                await self._process.stop(
+                    slot.id, self._prompt, cuts, Stop(n_end), self._request.headers
+                )
             )
         except UpstreamFault as fault:
             if await self._has_ended(fault):
                 raise
-            self._services.faults.record("placement", fault)
+            self._process.faults.record("placement", fault)
 
     async def _make_way(self, slot_id: SlotId, *, is_late: bool) -> bool:
         """Empty the free slots that would be chosen instead; return False if one must be waited for."""
-        table = self._attachment.desk.table
+        table = self._process.slots
         for rival in rivals(table[slot_id], table, self._prompt.tokens):
             if table[rival].is_leased:
                 if not self._may_end_in(table[rival], is_late=is_late):
                     return False
             else:
-                await self._empty(rival)
+                await self._process.empty(rival)
         return True
 
     def _may_end_in(self, rival: Slot, *, is_late: bool) -> bool:
@@ -370,107 +336,74 @@ class SimilarRequest(CachedRequest):
 
         A slot that runs is not chosen, but it may come to its end before llama-server chooses.
         """
-        attachment = self._attachment
-        if must_be_erased(
-            attachment.rule, rival.content, self._prompt.namespace, self._prompt.tokens
-        ):
+        process = self._process
+        namespace = self._prompt.namespace
+        n_common = shared_tokens(rival.content, self._prompt.tokens, namespace)
+        if must_be_erased(process.rule, rival.content, namespace, n_common):
             return False
-        return is_late or (rival.is_running and len(attachment.tenants) <= 1)
+        return is_late or (rival.is_running and len(process.tenants) <= 1)
 
-    async def _empty(self, slot_id: SlotId) -> None:
-        """Save and erase a free slot that llama-server would choose instead."""
-        lease = self._attachment.desk.lease_free(slot_id)
-        if lease is None:
-            return
-        with lease:
-            saves, work = self._session.saves, self._session.work
-            kind = CheckpointKind.CONVERSATION
-            await self._services.finish(lease, saves.write_back(slot_id, kind))
-            try:
-                await self._services.finish(lease, work.erase(slot_id))
-            except UpstreamFault as fault:
-                self._services.faults.record("placement", fault)
-
-    async def _watch(
-        self,
-        lease: Lease[Plan],
-        account: Account,
-        hold: Hold,
-        before: LastTasks | None,
-        is_over: asyncio.Event,
-    ) -> None:
+    async def _watch(self, hold: Turn, before: LastTasks | None, is_over: asyncio.Event) -> None:
         """Find where llama-server begins the request; hold the desk until then, but not for long."""
         began, pause = time.monotonic(), _FIRST_SIMILAR_LOOK_SECONDS
-        slot_id = lease.reason.slot_id
+        slot_id = self._plan.slot_id
         self._is_placed = before is None  # nothing else is as similar
         while before is not None and not self._is_placed:
             await _wait(is_over, pause)
             is_last_look = is_over.is_set()
-            self._find(lease, account, before, await self._last_tasks())
+            self._find(before, await self._process.last_tasks())
             if is_last_look:
                 break
             pause = min(2 * pause, _LAST_SIMILAR_LOOK_SECONDS)
             if time.monotonic() - began > _START_SECONDS:
-                hold.release()
+                hold.end()
                 before = {slot_id: before[slot_id]}  # others may begin in the free ones now
         if self._is_placed:
-            self._attachment.desk.table.note_running(lease.reason.slot_id)
-        if self._is_placed and before is not None and lease.reason.slot_id == slot_id:
-            self._attachment.recover(DegradationKind.PLACED_ELSEWHERE)
-        hold.release()
+            self._process.slots.note_running(self._plan.slot_id)
+        if self._is_placed and before is not None and self._plan.slot_id == slot_id:
+            self._process.recover(DegradationKind.PLACED_ELSEWHERE)
+        hold.end()
 
-    def _find(
-        self, lease: Lease[Plan], account: Account, before: LastTasks, after: LastTasks | None
-    ) -> None:
+    def _find(self, before: LastTasks, after: LastTasks | None) -> None:
         """Look which slot has run something since; go on in another one if it was that."""
         if after is None:
             return
-        slot_id, table = lease.reason.slot_id, self._attachment.desk.table
+        slot_id, table = self._plan.slot_id, self._process.slots
         if after.get(slot_id) != before.get(slot_id):
             self._is_placed = True
             return
         for other, task in before.items():
             if task != after.get(other) and not table[other].is_leased:
                 self._is_placed = True
-                return self._follow(lease, account, table[other])
+                return self._follow(table[other])
 
-    def _follow(self, lease: Lease[Plan], account: Account, chosen: Slot) -> None:
+    def _follow(self, chosen: Slot) -> None:
         """Take the slot that was chosen instead; the one that was prepared is free again."""
-        attachment, prompt = self._attachment, self._prompt
-        if chosen.id not in rivals(
-            attachment.desk.table[lease.reason.slot_id], [chosen], prompt.tokens
-        ):
-            attachment.degrade(DegradationKind.PLACED_ELSEWHERE)
-        reuse = live_reuse(attachment.rule, chosen.content, prompt.namespace, prompt.tokens)
-        plan = replace(lease.reason, option=StartOption(chosen.id, UseLive(reuse), 0.0), stops=())
-        attachment.desk.move(lease, plan.slot_id, plan)
-        attachment.desk.table.destine(plan.slot_id, prompt.tokens)
-        account.move(plan)
+        process, prompt = self._process, self._prompt
+        if chosen.id not in rivals(process.slots[self._plan.slot_id], [chosen], prompt.tokens):
+            process.degrade(DegradationKind.PLACED_ELSEWHERE)
+        n_common = shared_tokens(chosen.content, prompt.tokens, prompt.namespace)
+        start = live_reuse(process.rule, chosen.content, n_common, prompt.n_tokens)
+        plan = replace(self._plan, option=StartOption(chosen.id, start, 0.0), stops=())
+        process.desk.move(self._lease, plan.slot_id, plan)
+        process.slots.destine(plan.slot_id, prompt.tokens)
+        self._account.move(plan)
 
-    def _confirmed(self, account: Account, answer: Answer) -> Answer:
+    def _confirmed(self, answer: Answer) -> Answer:
         """Return the answer, without what it says of reuse if its slot is not known."""
         if self._is_placed or answer.timings is None:
             return answer
-        account.is_degraded = True
-        self._services.metrics.drift.inc()
-        self._attachment.degrade(DegradationKind.PLACED_ELSEWHERE)
+        self._account.is_degraded = True
+        self._process.metrics.drift.inc()
+        self._process.degrade(DegradationKind.PLACED_ELSEWHERE)
         return replace(answer, timings=None)
 
     async def _tasks_before(self, slot_id: SlotId) -> LastTasks | None:
         """Return the last tasks of the slots that nothing but our request can begin to run in now."""
-        table = self._attachment.desk.table
+        table = self._process.slots
         quiet = [s.id for s in table if not s.is_leased or s.is_running or s.id == slot_id]
-        before = await self._last_tasks()
+        before = await self._process.last_tasks()
         return None if before is None else {other: before.get(other, -1) for other in quiet}
-
-    async def _last_tasks(self) -> LastTasks | None:
-        """Return the last task of each slot; None if llama-server does not tell."""
-        try:
-            states = await self._session.work.slot_states()
-        except UpstreamFault as fault:
-            self._services.faults.record("placement", fault)
-            return None
-        return {SlotId(state.id): state.id_task for state in states}
 
 
 async def _see_through(watching: "asyncio.Task[None]") -> None:

@@ -1,138 +1,53 @@
-"""The plan of one request whose prompt is known: looked up and made anew whenever a slot may be had.
-
-Owns: what the request would restore, kept from eviction until its restore is done.
-"""
+"""What a llama-server process could do for a prompt now: the situation that the plan decides on."""
 
 import time
-from contextlib import ExitStack
-from dataclasses import replace
 from itertools import chain
-from types import TracebackType
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import Candidate, Checkpoint, Prompt, SlotId
-from proxy.core.plan import Occupant, Plan, Restore, Situation, most_useful, plan_request, promising
+from proxy.core.model import Candidate, Prompt
+from proxy.core.plan import Situation, promising
 from proxy.core.residency import Offer, make_offer
-from proxy.errors import StoreFault
-from proxy.serving.desk import Choice
-from proxy.serving.launches import Session
-from proxy.serving.process import Services
+from proxy.serving.process import Process
 
 
-class Planning:
-    """Plans one request; leaving the `with` block lets go of what it would restore."""
-
-    def __init__(self, services: Services, session: Session, prompt: Prompt) -> None:
-        self._services = services
-        self._session = session
-        self._attachment = session.attachment
-        self._prompt = prompt
-        self._kept = ExitStack()
-
-    def __enter__(self) -> "Planning":
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Let go of what was kept from eviction."""
-        self._kept.close()
-
-    def note_arrival(self) -> None:
-        """Tell the store what is asked for; whoever comes to a queue is not planned at once."""
-        try:
-            self._services.store.note_asked(self._prompt.namespace, self._prompt.tokens)
-        except StoreFault as fault:
-            self._services.faults.record("lookup", fault)
-        if self._attachment.desk.n_waiting:
-            self._keep_most_useful(self._look_up()[0])
-
-    def choose(self) -> Choice[Plan] | None:
-        """Plan the request over the slots and checkpoints as they are now.
-
-        What the plan restores is kept from eviction in the same step. While the request has to wait,
-        that is what it would restore if it found no live slot.
-        """
-        if self._session.launches.is_save_coming:
-            return None  # it would find an empty slot
-        began = time.perf_counter()
-        self._kept.close()
-        now = self._situation()
-        plan = plan_request(self._prompt, now)
-        if plan is None:
-            self._keep_most_useful(now.candidates)
-        elif isinstance(plan.start, Restore):
-            self._keep(plan.start.checkpoint)
-        self._services.metrics.lookup_seconds.observe(time.perf_counter() - began)
-        return Choice((plan.slot_id,), plan, plan.is_warm) if plan else None
-
-    def again(self, slot_id: SlotId) -> Plan:
-        """Plan the request anew in the slot that it has, when what it was to restore is gone."""
-        now = self._situation()
-        mine = replace(now.slots[slot_id], is_leased=False)
-        plan = plan_request(self._prompt, replace(now, slots=(mine,), coming=()))
-        assert plan is not None  # a slot is free, and nothing is waited for
-        if isinstance(plan.start, Restore):
-            self._keep(plan.start.checkpoint)
-        return plan
-
-    def offer(self) -> Offer:
-        """Return what this llama-server could do for the request at once; nothing is kept for it."""
-        launches = self._session.launches
-        n_waiting = self._attachment.desk.n_waiting + launches.n_waiting
-        may_start = not launches.is_save_coming
-        return make_offer(self._prompt, self._situation(), n_waiting, may_start=may_start)
-
-    def _situation(self) -> Situation:
-        attachment, now = self._attachment, time.monotonic()
-        slots = tuple(attachment.desk.table)
-        candidates, n_shared = self._look_up()
-        return Situation(
-            attachment.rule,
-            slots,
-            candidates,
-            attachment.rates,
-            attachment.n_ctx,
-            n_shared,
-            tuple(
-                Occupant(s.content, attachment.state_bytes(s.content), now - s.used_at)
-                for s in slots
-            ),
-            self._session.arrivals.coming(),
-            attachment.bytes_of(self._prompt.cuts.shared),
+def look_up(process: Process, prompt: Prompt) -> tuple[tuple[Candidate, ...], int]:
+    """Return the usable checkpoints, and how many tokens the prompt shares with any, usable or not."""
+    if not process.rule.can_restore:
+        return (), 0
+    try:
+        stored = process.store.find(prompt.namespace, prompt.tokens)
+        longest = next(stored, None)
+        found = (
+            ()
+            if longest is None
+            else promising(process.rule, chain([longest], stored), prompt.n_tokens)
         )
+    except Exception as fault:
+        process.faults.record("lookup", fault)
+        process.degrade(DegradationKind.LOOKUPS_FAIL, str(fault))
+        return (), 0
+    process.recover(DegradationKind.LOOKUPS_FAIL)
+    return found, longest.n_common if longest else 0
 
-    def _keep_most_useful(self, candidates: tuple[Candidate, ...]) -> None:
-        wanted = most_useful(self._attachment.rule, candidates, self._prompt.n_tokens)
-        if wanted is not None:
-            self._keep(wanted.checkpoint)
 
-    def _keep(self, checkpoint: Checkpoint) -> None:
-        self._kept.enter_context(self._services.store.keep(checkpoint))
-        self._services.store.verify_soon(checkpoint)
+def situation(process: Process, prompt: Prompt) -> Situation:
+    """Return the slots, checkpoints and rates as they are now."""
+    candidates, n_shared = look_up(process, prompt)
+    return Situation(
+        process.rule,
+        tuple(process.slots),
+        candidates,
+        process.rates,
+        process.n_ctx,
+        n_shared,
+        time.monotonic(),
+        process.sizes,
+        process.arrivals.expected,
+    )
 
-    def _look_up(self) -> tuple[tuple[Candidate, ...], int]:
-        """Return the usable checkpoints, and how much the prompt shares with any, usable or not."""
-        rule, prompt = self._attachment.rule, self._prompt
-        if not rule.can_restore:
-            return (), 0
-        try:
-            stored = self._services.store.find(prompt.namespace, prompt.tokens)
-            longest = next(stored, None)
-            found = (
-                ()
-                if longest is None
-                else promising(rule, chain([longest], stored), prompt.n_tokens)
-            )
-        except Exception as fault:
-            self._services.faults.record("lookup", fault)
-            self._attachment.degrade(DegradationKind.LOOKUPS_FAIL, str(fault))
-            return (), 0
-        self._attachment.recover(DegradationKind.LOOKUPS_FAIL)
-        return found, longest.n_common if longest else 0
+
+def offer(process: Process, prompt: Prompt) -> Offer:
+    """Return what this process could do for a prompt at once; nothing is reserved."""
+    n_waiting = process.desk.n_waiting + process.launches.n_waiting
+    may_start = not process.launches.is_save_coming
+    return make_offer(prompt, situation(process, prompt), n_waiting, may_start=may_start)

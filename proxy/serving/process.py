@@ -1,21 +1,44 @@
-"""One attached llama-server process: what all that serves for it shares, and what is done in its slots."""
+"""One llama-server process, from first contact until it is gone: its slots, queue, rule, rates and saves.
+
+Owns: each action on a slot (restore, stop at a cut, erase, save and erase), and what the slot table says
+afterwards. Only the holder of a slot's lease may act on that slot. Every method leaves the table true,
+whatever fails.
+"""
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterable
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cachetools import LRUCache
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import Stop
 from proxy.core.eviction import Present, Removal
-from proxy.core.model import Checkpoint, Cuts, Prompt, Quarantine, SlotId
+from proxy.core.model import (
+    NO_RULE,
+    Checkpoint,
+    CheckpointKind,
+    Cuts,
+    Prompt,
+    Quarantine,
+    Rule,
+    RuleKind,
+    SlotId,
+    tenant_namespace,
+)
 from proxy.core.plan import Restore
 from proxy.core.rates import Rates
+from proxy.core.rule import SelfTestResult, usable_tokens
+from proxy.core.saving import StateSize, expected_bytes, state_bytes
 from proxy.core.slots import (
     LOADING,
     TAINTED,
+    Content,
     Empty,
     Known,
     Origin,
@@ -25,57 +48,79 @@ from proxy.core.slots import (
     origin_of,
 )
 from proxy.core.tokens import Namespace
-from proxy.errors import StoreFault, UpstreamFault, UpstreamLost, UpstreamRefused
+from proxy.errors import (
+    CacheFault,
+    NoRoom,
+    StoreFault,
+    UpstreamFault,
+    UpstreamLost,
+    UpstreamRefused,
+    UpstreamUnreachable,
+)
 from proxy.explain.causes import Cause
 from proxy.explain.report import Journal, Report
-from proxy.health import Degradations, DegradationsHere, Faults
+from proxy.health import CannotCache, Degradations, DegradationsHere, Faults
 from proxy.llama.client import Headers, LlamaServer, SlotStatus, Timings
 from proxy.llama.routes import Target
 from proxy.log import get_logger
 from proxy.metrics import Metrics
-from proxy.servers.attachment import Attachment
-from proxy.serving.desk import Lease
+from proxy.serving.desk import Lease, LeaseDesk
+from proxy.store.known_models import known_tenants
 from proxy.store.store import CheckpointStore
 from proxy.tasks import Tasks
 
-# Which models are served: what the value of a checkpoint depends on besides the checkpoint itself.
-
-
-class NewestAttachments:
-    """The newest attachment of each llama-server; a model that its host has unloaded will come back."""
-
-    def __init__(self) -> None:
-        self._by_target: dict[Target, Attachment] = {}
-
-    def note(self, target: Target, attachment: Attachment) -> None:
-        """Note what a llama-server serves now, if that is known."""
-        if attachment.can_cache:
-            self._by_target[target] = attachment
-        else:
-            self._by_target.pop(target, None)
-
-    def present(self, newest: Attachment | None = None) -> Present:
-        """Return the present, in which a *newest* attachment counts that was not noted yet."""
-        attachments = [*self._by_target.values(), *filter(None, [newest])]
-        rates_by: dict[Namespace, Rates] = {}
-        for attachment in attachments:
-            if attachment.can_cache:
-                tenants = {b"", *attachment.tenants}
-                names = [attachment.tenant_namespace(tenant) for tenant in tenants]
-                rates_by.update(dict.fromkeys(names, attachment.rates))
-        rates = attachments[-1].rates if attachments else Rates()
-        return Present(time.time(), rates, rates_by)
-
-
-# What all that serves requests shares, for as long as the proxy runs.
-
+if TYPE_CHECKING:
+    from proxy.serving.launches import Arrivals, Launches
+    from proxy.serving.prompts import PromptReader
+    from proxy.serving.saver import Room
+    from proxy.serving.saves import SlotSaves
 
 T = TypeVar("T")
 
+_MAX_SIZES = 256
+_MAX_KEYS = 1024
+_MAX_OTHERS = 16
+"""How many other tenants are asked whether they have what a request missed."""
+ENDED_LLAMA_SERVER = (
+    "llama-server ended while it restored this state, evaluated from it or saved it"
+)
 
-@dataclass(frozen=True, slots=True)
+
+async def _is_always() -> bool:
+    return True
+
+
+class NewestProcesses:
+    """The newest process of each llama-server, by which the store values checkpoints.
+
+    A model that its host has unloaded stays here: requests for that model will come back.
+    """
+
+    def __init__(self) -> None:
+        self._by_target: dict[Target, Process] = {}
+
+    def note(self, target: Target, process: "Process") -> None:
+        """Note what a llama-server serves now; a process that cannot cache counts as none."""
+        if process.can_cache:
+            self._by_target[target] = process
+        else:
+            self._by_target.pop(target, None)
+
+    def present(self, newest: "Process | None" = None) -> Present:
+        """Return the rates of every namespace; *newest* counts although it was not noted yet."""
+        processes = [*self._by_target.values(), *filter(None, [newest])]
+        rates_by: dict[Namespace, Rates] = {}
+        for process in processes:
+            if process.can_cache:
+                names = [process.tenant_namespace(t) for t in {b"", *process.tenants}]
+                rates_by.update(dict.fromkeys(names, process.rates))
+        rates = processes[-1].rates if processes else Rates()
+        return Present(time.time(), rates, rates_by)
+
+
+@dataclass(eq=False)
 class Shared:
-    """The store (None if it could not be opened), and where things are counted, for all llama-servers."""
+    """What all llama-servers share; `opened_store` is None if the store could not be opened."""
 
     opened_store: CheckpointStore | None
     metrics: Metrics
@@ -84,15 +129,231 @@ class Shared:
     report: Report
     journal: Journal
     tasks: Tasks
-    served: NewestAttachments
+    served: NewestProcesses
 
     def of(self, upstream: LlamaServer, where: str) -> "Services":
-        """Return what the parts that serve one llama-server share; *where* tells it from others."""
-        shared = {field.name: getattr(self, field.name) for field in fields(Shared)}
-        return Services(**shared, upstream=upstream, degradations=self.everywhere.at(where))
+        """Return this with what belongs to one llama-server; *where* tells that server from others."""
+        return Services(**vars(self), upstream=upstream, degradations=self.everywhere.at(where))
+
+    @property
+    def store(self) -> CheckpointStore:
+        """The store; raises StoreFault if there is none."""
+        if self.opened_store is None:
+            raise StoreFault("the store is not open")
+        return self.opened_store
+
+
+@dataclass(eq=False)
+class Services(Shared):
+    """What belongs to one llama-server, whichever process of it runs."""
+
+    upstream: LlamaServer
+    degradations: DegradationsHere
+
+    @property
+    def where(self) -> str:
+        """Which llama-server this is, empty if there is only one."""
+        return self.degradations.where
+
+
+@dataclass(eq=False, kw_only=True)
+class Process(Services):
+    """One llama-server process, and everything that lives as long as that process does.
+
+    `id` is the process's own mark in /props. `model_namespace` is None where nothing may be saved or
+    restored; `obstacle` then says why. `rule` is unknown until the self-test is done; since then
+    `n_contradictions` restores were reused less than `rule` says. `disabled_shapes` are kinds of
+    requests whose tokens the proxy predicted wrongly. The plan counts on the newest `n_believed_points`
+    context checkpoints of a live slot. `asks_for_key` says that llama-server refuses requests without an
+    API key, `accepted_keys` are digests of keys that llama-server has taken. `is_one_tenant` says that
+    keys make no difference to reuse. `unsupported_paths` are routes that llama-server has answered 501.
+    `clears_idle_slots` says whether a slot that starts empties idle slots; None where the attach could
+    not tell. `saves_context_checkpoints` is what the probe save showed: it depends on flags that
+    llama-server does not tell. `sizes` are those of the newest saves.
+    """
+
+    id: str
+    build: str
+    desk: LeaseDesk
+    n_ctx: int
+    n_believed_points: int = 10
+    obstacle: CannotCache | None = None
+    model_namespace: Namespace | None = None
+    saves_context_checkpoints: bool = False
+    clears_idle_slots: bool | None = None
+    rule: Rule = NO_RULE
+    self_test: SelfTestResult | None = None
+    rates: Rates = field(default_factory=Rates)
+    disabled_shapes: set[str] = field(default_factory=set)
+    asks_for_key: bool = True
+    is_one_tenant: bool = False
+    accepted_keys: LRUCache[bytes, bool] = field(default_factory=lambda: LRUCache(_MAX_KEYS))
+    unsupported_paths: set[str] = field(default_factory=set)
+    tenants: set[bytes] = field(default_factory=set)
+    n_contradictions: int = 0
+    n_contradictions_allowed: int = 2
+    sizes: deque[StateSize] = field(default_factory=lambda: deque(maxlen=_MAX_SIZES))
+    reader: "PromptReader" = field(init=False)
+    room: "Room" = field(init=False)
+    saves: "SlotSaves" = field(init=False)
+    launches: "Launches" = field(init=False)
+    arrivals: "Arrivals" = field(init=False)
+    is_current: Callable[[], Awaitable[bool]] = _is_always
+    """Looks at llama-server now; returns whether this process is still the one that answers."""
+    _is_examined: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def slots(self) -> SlotTable:
+        """What each slot holds, and who leases it."""
+        return self.desk.table
+
+    @property
+    def can_cache(self) -> bool:
+        return self.model_namespace is not None
+
+    @property
+    def is_caching(self) -> bool:
+        return self.can_cache and self.rule.can_restore
+
+    def require_alive(self) -> None:
+        """Raise UpstreamUnreachable if another process has taken this one's place."""
+        if self.desk.is_closed:
+            raise UpstreamUnreachable("llama-server was replaced meanwhile")
+
+    def tenant_namespace(self, tenant: bytes) -> Namespace:
+        """Return the namespace of one tenant of this model, of all tenants if keys make no difference."""
+        return tenant_namespace(self.model_namespace, b"" if self.is_one_tenant else tenant)
+
+    def n_known_to_others(self, prompt: Prompt) -> int:
+        """Return how many tokens of a prompt the states of other tenants of this model would give."""
+        tenants = {b"", *known_tenants(self.store.index, self.model_namespace)}
+        others = {tenant_namespace(self.model_namespace, t) for t in tenants} - {prompt.namespace}
+        found = (
+            each
+            for other in islice(others, _MAX_OTHERS)
+            for each in self.store.find(other, prompt.tokens)
+        )
+        return max(
+            (usable_tokens(self.rule, c.checkpoint, c.n_common, prompt.n_tokens) for c in found),
+            default=0,
+        )
+
+    # What is wrong with this process; nothing is noted once the process is gone.
+
+    def degrade(self, kind: DegradationKind, detail: str = "") -> None:
+        """Note that something is wrong."""
+        if not self.desk.is_closed:
+            self.degradations.begin(kind, detail)
+
+    def recover(self, *kinds: DegradationKind) -> None:
+        """Note that what was wrong is mended."""
+        if not self.desk.is_closed:
+            self.degradations.end(*kinds)
+
+    @contextmanager
+    def watching(self, kind: DegradationKind, *faults: type[CacheFault]) -> Iterator[None]:
+        """Begin a degradation if one of *faults* leaves the block, end it if none does.
+
+        NoRoom is no failure: it counts only where it is named.
+        """
+        try:
+            yield
+        except faults as fault:
+            if not isinstance(fault, NoRoom) or NoRoom in faults:
+                self.degrade(kind, str(fault))
+            raise
+        self.recover(kind)
+
+    def disable_shape(self, shape: str) -> None:
+        """Serve requests of this shape uncached: their tokens were predicted wrongly."""
+        self.disabled_shapes.add(shape)
+        self.degrade(DegradationKind.TOKENIZED_OTHERWISE, f"last: {shape}")
+
+    def note_tenants(self) -> None:
+        """Look whether several keys are in use: llama-server's RAM cache does not tell them apart."""
+        if self.asks_for_key and len(self.tenants - {b""}) > 1:
+            self.degrade(DegradationKind.SEVERAL_API_KEYS)
+
+    def note_clearing(self, *, clears: bool | None) -> None:
+        """Note whether a slot that starts empties idle slots, if that is known."""
+        if clears is None:
+            return
+        self.clears_idle_slots = clears
+        if clears:
+            self.degrade(DegradationKind.IDLE_SLOTS_CLEARED)
+        else:
+            self.recover(DegradationKind.IDLE_SLOTS_CLEARED)
+
+    # The rule, sizes and rates of this process.
+
+    async def examination(self, seconds: float | None) -> None:
+        """Wait until the self-test is over, for at most *seconds* unless that is None."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._is_examined.wait()
+
+    def note_examined(self) -> None:
+        """Note that nothing more will be known soon."""
+        self._is_examined.set()
+
+    def fail_self_test(self, detail: str) -> None:
+        """Note that the rule could not be measured; without a rule nothing is restored."""
+        self.rule = NO_RULE
+        self.note_examined()
+        self.degrade(DegradationKind.SELF_TEST_FAILED, detail)
+        self.recover(DegradationKind.SELF_TEST_PENDING)
+
+    def set_rule(self, rule: Rule) -> None:
+        """Go by *rule* from now on: it was measured on this model and build."""
+        self.rule = rule
+        self.note_examined()
+        if not rule.can_restore:
+            self.degrade(DegradationKind.RULE_IS_NOTHING)
+        else:
+            self.recover(DegradationKind.RULE_IS_NOTHING)
+        self.recover(
+            DegradationKind.SELF_TEST_PENDING,
+            DegradationKind.SELF_TEST_FAILED,
+            DegradationKind.RESTORES_NOT_REUSED,
+        )
+
+    @property
+    def stride_tokens(self) -> int:
+        """How far a new context checkpoint must lie behind the last one of its slot."""
+        return self.rule.stride_tokens if self.rule.kind is RuleKind.END_ONLY else 1
+
+    def learn_evaluation(self, timings: Timings) -> None:
+        """Note how long an evaluation took, as llama-server says."""
+        n_from, n_to = timings.cache_n, timings.cache_n + timings.prompt_n
+        self.rates = self.rates.after_evaluation(n_from, n_to, timings.prompt_ms / 1000)
+
+    def bytes_of(self, n_tokens: int) -> int:
+        """Return how large the state of a prompt's first *n_tokens* will be at most; 0 if unknown."""
+        return expected_bytes(self.sizes, n_tokens, 2) or 0
+
+    def state_bytes(self, content: Content) -> int:
+        """Return how large the state of a slot will be at most; 0 while nothing like it was saved."""
+        return state_bytes(self.sizes, content)
+
+    # What llama-server says of its slots.
+
+    async def slot_states(self) -> list[SlotStatus]:
+        """Return llama-server's own view of its slots; raises UpstreamFault."""
+        with self.watching(DegradationKind.SLOTS_NOT_SHOWN, UpstreamRefused):
+            return await self.upstream.slots()
+
+    async def last_tasks(self) -> dict[SlotId, int] | None:
+        """Return the id of the last task that each slot ran; None if llama-server does not tell."""
+        try:
+            return {SlotId(state.id): state.id_task for state in await self.slot_states()}
+        except UpstreamFault as fault:
+            self.faults.record("placement", fault)
+            return None
+
+    # The actions on a leased slot.
 
     async def finish(self, lease: Lease[Any], action: Coroutine[Any, Any, T]) -> T:
-        """Await a slot action that must not be cut short: cancelled, it takes the lease along."""
+        """Await a slot action that must not be cut short: cancelled, the action takes the lease along."""
         task = self.tasks.start(action)
         try:
             return await asyncio.shield(task)
@@ -106,59 +367,152 @@ class Shared:
         if not task.cancelled() and (error := task.exception()) is not None:
             self.faults.record("unattended action", error)
 
-    @property
-    def store(self) -> CheckpointStore:
-        """The store; raises StoreFault if there is none."""
-        if self.opened_store is None:
-            raise StoreFault("the store is not open")
-        return self.opened_store
+    async def erase(self, slot_id: SlotId) -> None:
+        """Empty a slot; raises UpstreamFault."""
+        self.require_alive()
+        self.slots.set_content(slot_id, Unknown(can_be_adopted=False))
+        with self.watching(DegradationKind.ERASES_REFUSED, UpstreamFault):
+            await self.upstream.erase(slot_id)
+        self.slots.set_content(slot_id, Empty())
 
+    async def empty(self, slot_id: SlotId) -> None:
+        """Save what a free slot holds, and erase the slot; a slot that somebody leases is left alone."""
+        if (lease := self.desk.lease_free(slot_id)) is None:
+            return
+        with lease:
+            await self.finish(lease, self.saves.write_back(slot_id, CheckpointKind.CONVERSATION))
+            try:
+                await self.finish(lease, self.erase(slot_id))
+            except UpstreamFault as fault:
+                self.faults.record("erase", fault)
 
-@dataclass(frozen=True, slots=True)
-class Services(Shared):
-    """What belongs to one llama-server besides."""
+    async def overwrite(self, slot_id: SlotId, namespace: Namespace) -> None:
+        """Replace what a slot holds by one token, where it cannot be erased; raises UpstreamFault."""
+        self.require_alive()
+        self.slots.set_content(slot_id, TAINTED)
+        await self.upstream.overwrite(slot_id)
+        self.slots.set_content(slot_id, Unknown(namespace, can_be_adopted=False))
 
-    upstream: LlamaServer
-    degradations: DegradationsHere
+    async def restore(
+        self, slot_id: SlotId, namespace: Namespace, start: Restore, waited_seconds: float = 0.0
+    ) -> None:
+        """Load a checkpoint into a slot; raises CacheFault, and the slot is then empty or unknown.
 
-    @property
-    def where(self) -> str:
-        """Which llama-server this is, empty if there is only one."""
-        return self.degradations.where
+        *waited_seconds* were spent on verification, which reads the file from the disk.
+        """
+        self.require_alive()
+        checkpoint = start.checkpoint
+        if self.store.is_quarantined(checkpoint):  # since the plan was made
+            raise StoreFault(f"{checkpoint.file_name} is quarantined")
+        tokens = self.store.index.tokens(checkpoint.id)
+        try:
+            if tokens is None:
+                raise StoreFault(f"tokens of {checkpoint.file_name} are gone")
+            async with self.store.using(checkpoint):
+                with self.watching(DegradationKind.RESTORES_REFUSED, UpstreamFault):
+                    await self._load(slot_id, start, waited_seconds)
+        except StoreFault:
+            self.metrics.restores.labels("missing").inc()
+            await self.store.remove(checkpoint, Removal.BROKEN)
+            raise
+        except UpstreamLost:
+            self.metrics.restores.labels("ended").inc()
+            await self.quarantine_suspects(slot_id)
+            raise
+        except UpstreamFault as fault:
+            self.metrics.restores.labels("refused").inc()
+            if isinstance(fault, UpstreamRefused) and fault.status in (200, 400):
+                self.store.quarantine(checkpoint)
+                self.journal.note_loss(namespace, tokens, Cause.RESTORE_REFUSED)
+            raise
+        self.metrics.restores.labels("done").inc()
+        self.metrics.restored_bytes.inc(checkpoint.size_bytes)
+        n_uncut = 0 if checkpoint.has_every_position else checkpoint.n_tokens
+        restored = Known(
+            tokens,
+            namespace,
+            restore_points=checkpoint.restore_points,
+            header=checkpoint.header,
+            turn_start=checkpoint.turn_start,
+            marks=checkpoint.marks,
+            n_saved=checkpoint.n_tokens,
+            saved_points=checkpoint.restore_points,
+            origin=Origin(n_uncut, self.store.lineage(checkpoint)),
+            n_points_at_most=len(checkpoint.restore_points),
+        )
+        self.slots.set_content(slot_id, restored)
 
+    async def _load(self, slot_id: SlotId, start: Restore, waited_seconds: float) -> None:
+        checkpoint = start.checkpoint
+        self.slots.set_content(slot_id, LOADING)
+        self.slots.note_restore(slot_id, checkpoint)
+        began = time.monotonic()
+        try:
+            n_restored = await self.upstream.restore(slot_id, checkpoint.file_name)
+        except UpstreamRefused:
+            # Every failed restore clears the slot (server-context.cpp, SLOT_RESTORE).
+            self.slots.set_content(slot_id, Empty())
+            raise
+        seconds = time.monotonic() - began
+        self.metrics.restore_seconds.observe(seconds)
+        self.rates = self.rates.after_restore(
+            checkpoint.size_bytes, waited_seconds + seconds, is_warm=start.is_warm
+        )
+        if n_restored != checkpoint.n_tokens:
+            raise UpstreamRefused(200, f"restored {n_restored} of {checkpoint.n_tokens}")
 
-# States that may have ended llama-server: quarantined on disk before anything is tried again.
-#
-# Whatever was being restored, evaluated from, or saved when the connection broke is suspect. A process
-# that is told to end lets its connections stand instead (`upstream.pending`), so that nothing is suspect
-# then.
+    async def stop(
+        self, slot_id: SlotId, prompt: Prompt, cuts: Cuts, stop: Stop, headers: Headers
+    ) -> Timings:
+        """Evaluate a prompt up to one of its *cuts*; raises UpstreamFault."""
+        before = self.slots[slot_id].content
+        tokens = prompt.tokens[: stop.n_tokens]
+        evaluating = Unknown(prompt.namespace, likely=tokens, origin=origin_of(before))
+        self.slots.set_content(slot_id, evaluating)
+        try:
+            timings = await self.upstream.evaluate(slot_id, tokens, headers)
+        except UpstreamLost:
+            await self.quarantine_suspects(slot_id)
+            raise
+        self.learn_evaluation(timings)
+        content = after_evaluation(
+            before,
+            tokens,
+            prompt.namespace,
+            cuts=cuts,
+            shape=prompt.shape,
+            n_believed=self.n_believed_points,
+            stride_tokens=self.stride_tokens,
+        )
+        self.slots.set_content(slot_id, replace(content, last_cut=stop.n_tokens))
+        return timings
 
+    async def quarantine_suspects(self, slot_id: SlotId, *, is_saving: bool = False) -> bool:
+        """Quarantine on disk what may have ended llama-server in a slot; return whether there is anything.
 
-WHY = "llama-server ended while it restored this state, evaluated from it or saved it"
-
-
-async def quarantine_suspects(
-    services: Services, table: SlotTable, slot_id: SlotId, *, is_saving: bool = False
-) -> bool:
-    """Quarantine what may have ended llama-server in a slot; return whether there is anything."""
-    suspects = table.suspects(slot_id, is_saving=is_saving)
-    table.forget_sources(slot_id)
-    if not suspects:
-        return False
-    names = [checkpoint.file_name for checkpoint in suspects]
-    get_logger("cache").warning(f"quarantined: {WHY}", files=names)
-    store = services.store
-    try:
-        await store.quarantine_for_good(suspects, Quarantine(WHY, time.time()))
-    except StoreFault as fault:  # they are not offered while this process runs
-        services.faults.record("quarantine", fault)
-    finally:
-        note_quarantined(services.everywhere, store)
-    with suppress(StoreFault):  # only an explanation would be the poorer
-        for checkpoint in suspects:
-            tokens = store.index.tokens(checkpoint.id)
-            services.journal.note_loss(checkpoint.namespace, tokens, Cause.ENDED_LLAMA_SERVER)
-    return True
+        Suspect is what was being restored, evaluated from, or saved when the connection broke. A process
+        that is told to end lets its connections stand (`Heard`), so nothing is suspect then.
+        """
+        suspects = self.slots.suspects(slot_id, is_saving=is_saving)
+        self.slots.forget_sources(slot_id)
+        if not suspects:
+            return False
+        names = [checkpoint.file_name for checkpoint in suspects]
+        get_logger("cache").warning(f"quarantined: {ENDED_LLAMA_SERVER}", files=names)
+        try:
+            quarantine = Quarantine(ENDED_LLAMA_SERVER, time.time())
+            await self.store.quarantine_for_good(suspects, quarantine)
+        except (
+            StoreFault
+        ) as fault:  # this process of the proxy does not offer the suspects any more
+            self.faults.record("quarantine", fault)
+        finally:
+            note_quarantined(self.everywhere, self.store)
+        with suppress(StoreFault):  # only an explanation would be the poorer
+            for checkpoint in suspects:
+                tokens = self.store.index.tokens(checkpoint.id)
+                self.journal.note_loss(checkpoint.namespace, tokens, Cause.ENDED_LLAMA_SERVER)
+        return True
 
 
 def note_quarantined(degradations: Degradations, checkpoints: Iterable[Checkpoint]) -> None:
@@ -170,7 +524,7 @@ def note_quarantined(degradations: Degradations, checkpoints: Iterable[Checkpoin
 
 
 def quarantined_in_words(checkpoints: Iterable[Checkpoint]) -> str:
-    """Return which of the checkpoints are quarantined for good, and since when; empty if none is."""
+    """Return which checkpoints are quarantined for good, and since when; empty if none is."""
     found = [(c.quarantine.since, c) for c in checkpoints if c.quarantine]
     if not found:
         return ""
@@ -178,136 +532,3 @@ def quarantined_in_words(checkpoints: Iterable[Checkpoint]) -> str:
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(since))
     words = f"checkpoint {newest.id:016x} of {newest.n_tokens:,} tokens, since {at}"
     return words if len(found) == 1 else f"{words}, and {len(found) - 1} before"
-
-
-# The verbs on a leased slot: restore, stop at a cut, erase.
-#
-# Owns: the calls, the checks of their results, and what the slot table says afterwards. Must only be used
-# by whoever holds the slot's lease. Every method leaves the table true, whatever fails.
-
-
-class SlotWork:
-    """Does to slots what plans say."""
-
-    def __init__(self, services: Services, attachment: Attachment) -> None:
-        self._services = services
-        self._upstream = services.upstream
-        self._attachment = attachment
-        self._table = attachment.desk.table
-        self._metrics = services.metrics
-
-    async def slot_states(self) -> list[SlotStatus]:
-        """Return llama-server's own view of its slots; raises UpstreamFault."""
-        with self._attachment.watching(DegradationKind.SLOTS_NOT_SHOWN, UpstreamRefused):
-            return await self._upstream.slots()
-
-    async def erase(self, slot_id: SlotId) -> None:
-        """Empty a slot; raises UpstreamFault."""
-        self._attachment.require_same_process()
-        self._table.set_content(slot_id, Unknown(can_be_adopted=False))
-        with self._attachment.watching(DegradationKind.ERASES_REFUSED, UpstreamFault):
-            await self._upstream.erase(slot_id)
-        self._table.set_content(slot_id, Empty())
-
-    async def overwrite(self, slot_id: SlotId, namespace: Namespace) -> None:
-        """Replace what a slot holds by a single token, where it cannot be erased; raises UpstreamFault."""
-        self._attachment.require_same_process()
-        self._table.set_content(slot_id, TAINTED)
-        await self._upstream.overwrite(slot_id)
-        self._table.set_content(slot_id, Unknown(namespace, can_be_adopted=False))
-
-    async def restore(
-        self, slot_id: SlotId, namespace: Namespace, start: Restore, waited_seconds: float = 0.0
-    ) -> None:
-        """Load a checkpoint into a slot; raises CacheFault, and the slot is then empty or unknown.
-
-        *waited_seconds* were spent on its verification: its first part of reading a file from the disk.
-        """
-        self._attachment.require_same_process()
-        checkpoint = start.checkpoint
-        if self._services.store.is_quarantined(checkpoint):  # since the plan was made
-            raise StoreFault(f"{checkpoint.file_name} is quarantined")
-        tokens = self._services.store.index.tokens(checkpoint.id)
-        try:
-            if tokens is None:
-                raise StoreFault(f"tokens of {checkpoint.file_name} are gone")
-            async with self._services.store.using(checkpoint):
-                with self._attachment.watching(DegradationKind.RESTORES_REFUSED, UpstreamFault):
-                    await self._load(slot_id, start, waited_seconds)
-        except StoreFault:
-            self._metrics.restores.labels("missing").inc()
-            await self._services.store.remove(checkpoint, Removal.BROKEN)
-            raise
-        except UpstreamLost:
-            self._metrics.restores.labels("ended").inc()
-            await quarantine_suspects(self._services, self._table, slot_id)
-            raise
-        except UpstreamFault as fault:
-            self._metrics.restores.labels("refused").inc()
-            if isinstance(fault, UpstreamRefused) and fault.status in (200, 400):
-                self._services.store.quarantine(checkpoint)
-                self._services.journal.note_loss(namespace, tokens, Cause.RESTORE_REFUSED)
-            raise
-        self._metrics.restores.labels("done").inc()
-        self._metrics.restored_bytes.inc(checkpoint.size_bytes)
-        restored = Known(
-            tokens,
-            namespace,
-            restore_points=checkpoint.restore_points,
-            header=checkpoint.header,
-            turn_start=checkpoint.turn_start,
-            marks=checkpoint.marks,
-            n_saved=checkpoint.n_tokens,
-            saved_points=checkpoint.restore_points,
-            origin=Origin(
-                0 if checkpoint.has_every_position else checkpoint.n_tokens,
-                self._services.store.lineage(checkpoint),
-            ),
-            n_points_at_most=len(checkpoint.restore_points),
-        )
-        self._table.set_content(slot_id, restored)
-
-    async def _load(self, slot_id: SlotId, start: Restore, waited_seconds: float) -> None:
-        checkpoint = start.checkpoint
-        self._table.set_content(slot_id, LOADING)
-        self._table.note_restore(slot_id, checkpoint)
-        began = time.monotonic()
-        try:
-            reply = await self._upstream.restore(slot_id, checkpoint.file_name)
-        except UpstreamRefused:
-            # Every failed restore clears the slot (server-context.cpp, SLOT_RESTORE).
-            self._table.set_content(slot_id, Empty())
-            raise
-        seconds = time.monotonic() - began
-        self._metrics.restore_seconds.observe(seconds)
-        self._attachment.rates = self._attachment.rates.after_restore(
-            checkpoint.size_bytes, waited_seconds + seconds, is_warm=start.is_warm
-        )
-        if reply.n_restored != checkpoint.n_tokens:
-            raise UpstreamRefused(200, f"restored {reply.n_restored} of {checkpoint.n_tokens}")
-
-    async def stop(
-        self, slot_id: SlotId, prompt: Prompt, cuts: Cuts, stop: Stop, headers: Headers
-    ) -> Timings:
-        """Evaluate a prompt up to one of its *cuts*; raises UpstreamFault."""
-        before = self._table[slot_id].content
-        tokens = prompt.tokens[: stop.n_tokens]
-        evaluating = Unknown(prompt.namespace, likely=tokens, origin=origin_of(before))
-        self._table.set_content(slot_id, evaluating)
-        try:
-            timings = await self._upstream.evaluate(slot_id, tokens, headers)
-        except UpstreamLost:
-            await quarantine_suspects(self._services, self._table, slot_id)
-            raise
-        self._attachment.learn_evaluation(timings)
-        content = after_evaluation(
-            before,
-            tokens,
-            prompt.namespace,
-            cuts=cuts,
-            shape=prompt.shape,
-            n_believed=self._attachment.n_believed_points,
-            stride_tokens=self._attachment.stride_tokens,
-        )
-        self._table.set_content(slot_id, replace(content, last_cut=stop.n_tokens))
-        return timings

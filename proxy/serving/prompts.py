@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import xxhash
 from cachetools import LRUCache
 
+from proxy.core.messages import is_system
 from proxy.core.model import NO_CUTS, Cuts, Prompt, Rule, RuleKind
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.errors import UpstreamRefused
 from proxy.llama.bodies import (
-    SYSTEM_ROLES,
     GenerationBody,
     begins_with_reminder,
     has_several_texts,
@@ -107,7 +107,7 @@ class PromptReader:
     ) -> Cuts:
         last_user = last_user_index(body)
         begins_turn = last_user is not None and all(
-            message.get("role") in SYSTEM_ROLES for message in body.messages[last_user + 1 :]
+            is_system(message) for message in body.messages[last_user + 1 :]
         )
         wants_message_end = begins_turn or rule.kind is RuleKind.END_ONLY
         newest = last_user if begins_turn else None
@@ -252,7 +252,7 @@ class PromptReader:
 
         Special is what becomes something else when special tokens are read as ordinary text.
         """
-        pieces = (await self._upstream.pieces(text, headers)).tokens
+        pieces = await self._upstream.pieces(text, headers)
         for index in range(len(tokens) - 1, max(-1, len(tokens) - 1 - _SEARCHED_TOKENS), -1):
             piece = pieces[index]
             if isinstance(piece.piece, str) and len(piece.piece) > 2:

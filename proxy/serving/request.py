@@ -1,63 +1,21 @@
 """One generation request: what came in, what is sent, and what came of it."""
 
+import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from proxy.core.model import Outcome
+import msgspec
+
+from proxy.core.model import Outcome, Prompt
 from proxy.core.plan import Plan, Restore, StartOption
 from proxy.core.rates import Rates
 from proxy.explain.causes import Cause
-from proxy.llama.client import Timings
+from proxy.llama.answers import CallMade
+from proxy.llama.bodies import GenerationBody, parse_body
+from proxy.llama.client import LlamaServer, Timings
 from proxy.llama.routes import Route
-from proxy.stabilize.template import CallMade
-
-# What the listeners hand to the pool, and what they report back.
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request that has just come, before its body is read.
-
-    `arrived_at` is of the monotonic clock, `at` in seconds since 1970.
-    """
-
-    id: str
-    path: str
-    arrived_at: float = field(default_factory=time.monotonic)
-    at: float = field(default_factory=time.time)
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """A client's request on a generation route; `tenant` is a digest of its key, empty without one.
-
-    `model` is what the client calls the model, `session` its session; each empty if it does not say.
-    Its answer is a stream if it `wants_stream`. `server` is which llama-server serves it, empty if there is
-    only one. `rewrites` are the stabilizers that changed the body. It came to the first desk at
-    `queued_at` of the monotonic clock, 0 if this is the first.
-    """
-
-    arrival: Arrival
-    route: Route
-    raw: bytes
-    headers: Mapping[str, str]
-    tenant: bytes = b""
-    session: str = ""
-    model: str = ""
-    wants_stream: bool = False
-    server: str = ""
-    queued_at: float = 0.0
-    rewrites: tuple[str, ...] = ()
-
-    @property
-    def id(self) -> str:
-        return self.arrival.id
-
-    @property
-    def path(self) -> str:
-        return self.arrival.path
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +33,98 @@ class Answer:
     calls: tuple[CallMade, ...] = ()
 
 
-class Send(Protocol):
-    """Sends a body upstream and relays the answer to the client, whole.
+OnStart = Callable[[], None]
+Relay = Callable[[LlamaServer, bytes, OnStart, int | None], Awaitable[Answer]]
+"""Sends a body to a llama-server and relays the whole answer to the client.
 
-    Calls back once llama-server is known to run it: it sends a stream's headers when the slot starts.
-    *n_found* of the prompt's tokens were there before the proxy itself evaluated any for this request;
-    llama-server counts those as cached too. None says that it evaluated none.
+Calls back once llama-server is known to run the request: llama-server sends a stream's headers when the
+slot starts. The last argument is how many of the prompt's tokens were there before the proxy itself
+evaluated any for this request, which llama-server counts as cached too; None if the proxy evaluated
+none.
+"""
+
+
+def do_nothing() -> None:
+    """Be called when llama-server starts a request, where nobody wants to know."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """A client's request on a generation route, from its arrival until its answer is whole.
+
+    `headers` are those with the client's API key, `tenant` a digest of that key, empty without one.
+    `model` is what the client calls the model, `session` its session; each empty if the client does not
+    say. `arrived_at` is of the monotonic clock, `at` in seconds since 1970. `raw` is the body as it is
+    to be sent, `body` the same decoded, None if it is no JSON object.
+
+    What follows is for the llama-server that serves the request, and begins anew with each: `server` is
+    its name, empty if there is only one, `rewrites` are the stabilizers that changed the body, `chat`
+    is the body in the chat form. Without a `prompt`, `why` says why the request is not cached. The
+    request joined its first queue at `queued_at` of the monotonic clock, 0 if it has joined none yet.
     """
 
-    async def __call__(
-        self, body: bytes, on_start: Callable[[], None], n_found: int | None = None, /
-    ) -> Answer: ...
+    path: str
+    route: Route
+    headers: Mapping[str, str]
+    relay: Relay
+    tenant: bytes = b""
+    session: str = ""
+    model: str = ""
+    id: str = field(default_factory=lambda: secrets.token_hex(4))
+    arrived_at: float = field(default_factory=time.monotonic)
+    at: float = field(default_factory=time.time)
+    raw: bytes = b""
+    body: GenerationBody | None = None
+    queued_at: float = 0.0
+    server: str = ""
+    rewrites: tuple[str, ...] = ()
+    chat: GenerationBody | None = None
+    prompt: Prompt | None = None
+    why: str | None = None
+    account: "Account | None" = None
+    answer: Answer | None = None
+    _received: tuple[bytes, GenerationBody | None] = (b"", None)
 
+    def receive(self, raw: bytes) -> "Request":
+        """Take the body that the client sent, which is decoded here and nowhere else; return this
+        request."""
+        self._received = raw, parse_body(raw)
+        self.begin("")
+        if self.body is not None and not self.model:
+            self.model = self.body.named_model
+        return self
 
-# What one request really reused and evaluated, held against what was expected.
+    def begin(self, server: str) -> None:
+        """Begin anew with the body that the client sent, at the llama-server of that name."""
+        (self.raw, self.body), self.server = self._received, server
+        self.rewrites, self.chat, self.prompt, self.why, self.account = (), None, None, None, None
+
+    def rewrite(self, fields: dict[str, Any], *names: str) -> None:
+        """Send these fields instead, which the named rewrites have changed."""
+        self.raw = msgspec.json.encode(fields)
+        self.body = GenerationBody(self.raw, fields)
+        self.rewrites += names
+
+    @property
+    def wants_stream(self) -> bool:
+        return self.body is not None and self.body.wants_stream
+
+    @property
+    def outcome(self) -> Outcome:
+        """What came of the request; without an account the request was not looked up."""
+        return self.account.outcome if self.account else Outcome.BYPASS
+
+    async def send(
+        self,
+        upstream: LlamaServer,
+        raw: bytes,
+        on_start: OnStart = do_nothing,
+        n_found: int | None = None,
+    ) -> Answer:
+        """Send a body and relay the answer, as Relay says; raises what `relay` raises."""
+        self.answer = None
+        self.answer = await self.relay(upstream, raw, on_start, n_found)
+        return self.answer
 
 
 @dataclass
@@ -143,8 +179,7 @@ class Account:
     @property
     def is_drift(self) -> bool:
         """Whether more was reused than the slot was believed to hold."""
-        start = self.plan.start
-        at_most = start.n_common if isinstance(start, Restore) else start.reuse.at_most
+        at_most = self.plan.start.n_at_most
         return self.n_reused is not None and not self.is_degraded and self.n_reused > at_most
 
     @property
@@ -154,7 +189,7 @@ class Account:
         return (
             not isinstance(start, Restore)
             and self.n_reused is not None
-            and self.n_reused < start.reuse.at_least
+            and self.n_reused < start.n_reused
         )
 
     @property

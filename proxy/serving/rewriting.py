@@ -1,16 +1,16 @@
 """Requests rewritten before anything else looks at them: stabilized, or cut to the context."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import replace
 
 import msgspec
 import xxhash
 from cachetools import LRUCache
 
 from proxy.core.cuts import (
-    Begins,
     ContextCut,
     MessageSize,
     first_to_try,
@@ -18,14 +18,12 @@ from proxy.core.cuts import (
     room_for_prompt,
     step_of,
 )
-from proxy.core.model import Prompt
 from proxy.errors import StabilizerFailed, StoreFault, UpstreamFault, UpstreamRefused
-from proxy.llama.bodies import GenerationBody, parse_body
+from proxy.llama.bodies import GenerationBody
 from proxy.llama.client import LlamaServer
 from proxy.llama.routes import Route, Target
-from proxy.serving.launches import Session
-from proxy.serving.process import Shared
-from proxy.serving.request import GenerationRequest
+from proxy.serving.process import Process, Shared
+from proxy.serving.request import Request
 from proxy.stabilize.drops import (
     begins_step,
     begins_turn,
@@ -36,7 +34,7 @@ from proxy.stabilize.drops import (
 )
 from proxy.stabilize.model import Form, Json, Memory, Name, RequestFacts, UnknownShape
 from proxy.stabilize.run import stabilize
-from proxy.stabilize.template import BODIES, CallMade, inlined_body, keeps_inlined, read_facts
+from proxy.stabilize.template import BODIES, inlined_body, keeps_inlined, read_facts
 
 # The stabilizers at work: requests are rewritten before anything else looks at them.
 #
@@ -69,31 +67,29 @@ class Stabilizing:
             _N_PROCESSES
         )
 
-    async def rewrite(self, session: Session, request: GenerationRequest) -> GenerationRequest:
-        """Return the request as it is to be served: the same one if nothing applies."""
-        form = FORMS.get(request.route)
-        body = parse_body(request.raw) if form and self._switches else None
-        if form is None or body is None:
-            return request
-        known = await self._facts_of(session)
-        facts = replace(
-            known, session=request.session or _cache_key(body), tenant=request.tenant.hex()
-        )
+    async def rewrite(self, process: Process, request: Request) -> None:
+        """Rewrite a request as it is to be served; it stays as it is if nothing applies."""
+        form, body = FORMS.get(request.route), request.body
+        if form is None or body is None or not self._switches:
+            return
+        session = request.session or _cache_key(body)
+        facts = await self._facts_of(process)
+        facts = replace(facts, session=session, tenant=request.tenant.hex())
         result = stabilize(form, body.fields, self._memory, self._switches, facts)
-        for failure in result.failures:
-            self._services.faults.record("stabilize", StabilizerFailed(str(failure)))
+        for failed, reason in result.failures:
+            self._services.faults.record("stabilize", StabilizerFailed(f"{failed}: {reason}"))
         self._memory.learn(result.lessons)
         if result.body is body.fields:
-            return request
-        names = tuple(dict.fromkeys(change.stabilizer.value for change in result.changes))
+            return
+        names = tuple(name.value for name in result.changed_by)
         for name in names:
             self._services.metrics.stabilized.labels(name).inc()
-        return replace(request, raw=msgspec.json.encode(result.body), rewrites=names)
+        request.rewrite(result.body, *names)
 
-    def note_calls(self, request: GenerationRequest, calls: Iterable[CallMade]) -> None:
+    def note_calls(self, request: Request) -> None:
         """Remember the tool calls of an answer, as the model made them."""
         tenant = request.tenant.hex()
-        for call in calls:
+        for call in request.answer.calls if request.answer else ():
             self._memory.remember_call(call.call_id, call.name, call.raw_arguments, tenant=tenant)
 
     async def keep(self) -> None:
@@ -111,11 +107,11 @@ class Stabilizing:
         except msgspec.DecodeError:
             return Memory()
 
-    async def _facts_of(self, session: Session) -> RequestFacts:
+    async def _facts_of(self, process: Process) -> RequestFacts:
         """Return what the template of this llama-server does; nothing is known if it cannot be asked."""
-        key = session.upstream.target, session.attachment.process_id
+        key = process.upstream.target, process.id
         if key not in self._facts:
-            self._facts[key] = self._services.tasks.start(self._ask(session.upstream))
+            self._facts[key] = self._services.tasks.start(self._ask(process.upstream))
         asked = self._facts[key]
         await asyncio.wait({asked}, timeout=_ASK_SECONDS)
         return asked.result() if asked.done() else RequestFacts()
@@ -160,16 +156,7 @@ _N_CONVERSATIONS = 1024
 _N_MESSAGES = 16384
 _N_COUNTED_AT_ONCE = 8
 
-Read = Callable[[GenerationRequest, GenerationBody], Awaitable[Prompt | None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """A request as it is to be served."""
-
-    request: GenerationRequest
-    body: GenerationBody
-    prompt: Prompt
+Read = Callable[[Request], Awaitable[None]]
 
 
 class Overflow:
@@ -181,23 +168,23 @@ class Overflow:
         self._counts: LRUCache[bytes, int] = LRUCache(_N_MESSAGES)
         self._reached: LRUCache[bytes, int] = LRUCache(_N_CONVERSATIONS)
 
-    async def fit(self, session: Session, given: Fitted, read: Read) -> Fitted:
-        """Return a request that fits, the same one if it does already or cannot be made to.
+    async def fit(self, process: Process, request: Request, read: Read) -> bool:
+        """Shorten a request that does not fit; return whether that was needed and could be done.
 
-        *read* tells the prompt of a changed one.
+        *read* reads the prompt of a shortened request.
         """
-        form, n_ctx = FORMS.get(given.request.route), session.attachment.n_ctx
-        if not self._is_on or form is None:
-            return given
-        n_room = room_for_prompt(n_ctx, wanted_tokens(given.body.fields))
-        if given.prompt.n_tokens <= n_room:
-            return given
+        form, n_ctx = FORMS.get(request.route), process.n_ctx
+        if not self._is_on or form is None or request.body is None or request.prompt is None:
+            return False
+        n_room = room_for_prompt(n_ctx, wanted_tokens(request.body.fields))
+        if request.prompt.n_tokens <= n_room:
+            return False
         try:
-            conversation = conversation_of(form, given.body.fields)
-            parts = await self._count(session.upstream, conversation, given.request)
+            conversation = conversation_of(form, request.body.fields)
+            parts = await self._count(process.upstream, conversation, request)
             places = places_to_cut(parts, step_of(n_ctx, n_room))
-            key = _key_of(session.upstream, given.request, conversation)
-            return await self._shorten(form, given, read, places, key, n_room) or given
+            key = _key_of(process.upstream, request, conversation)
+            return await self._shorten(form, request, read, places, key, n_room)
         except UpstreamFault as fault:
             self._services.faults.record("stabilize", fault)
         except UnknownShape as fault:
@@ -212,37 +199,38 @@ class Overflow:
         ) as error:
             failure = StabilizerFailed(f"{REWRITE}: {type(error).__name__}")
             self._services.faults.record("stabilize", failure)
-        return given
+        return False
 
     async def _shorten(
         self,
         form: Form,
-        given: Fitted,
+        request: Request,
         read: Read,
         places: list[ContextCut],
         key: bytes,
         n_room: int,
-    ) -> Fitted | None:
-        n_over = given.prompt.n_tokens - n_room
-        for index in range(first_to_try(places, n_over, self._reached.get(key, 0)), len(places)):
-            fields = shortened(form, given.body.fields, places[index].first, places[index].asked)
-            raw = msgspec.json.encode(fields)
-            rewrites = (*given.request.rewrites, REWRITE)
-            request = replace(given.request, raw=raw, rewrites=rewrites)
-            body = GenerationBody(raw, fields)
-            prompt = await read(request, body)
-            if prompt is None:
-                return None
-            if prompt.n_tokens <= n_room:
+    ) -> bool:
+        assert request.body is not None and request.prompt is not None
+        n_whole = request.prompt.n_tokens
+        first = first_to_try(places, n_whole - n_room, self._reached.get(key, 0))
+        for index in range(first, len(places)):
+            shorter = copy(request)
+            place = places[index]
+            shorter.rewrite(shortened(form, request.body.fields, place.first, place.asked), REWRITE)
+            await read(shorter)
+            if shorter.prompt is None:
+                return False
+            if shorter.prompt.n_tokens <= n_room:
                 self._reached[key] = index
                 metrics = self._services.metrics
                 metrics.shortened_requests.inc()
-                metrics.left_out_tokens.inc(given.prompt.n_tokens - prompt.n_tokens)
-                return Fitted(request, body, prompt)
-        return None
+                metrics.left_out_tokens.inc(n_whole - shorter.prompt.n_tokens)
+                vars(request).update(vars(shorter))
+                return True
+        return False
 
     async def _count(
-        self, upstream: LlamaServer, conversation: list[Json], request: GenerationRequest
+        self, upstream: LlamaServer, conversation: list[Json], request: Request
     ) -> list[MessageSize]:
         """Return the messages with their own tokens, whatever a template adds to them."""
         parts: list[MessageSize] = []
@@ -253,12 +241,12 @@ class Overflow:
             )
             for index, n_tokens in enumerate(counts, start):
                 before = conversation[index - 1] if index else None
-                parts.append(MessageSize(_begins(conversation[index], before), n_tokens))
+                message = conversation[index]
+                begins = begins_turn(message), begins_step(message, before)
+                parts.append(MessageSize(n_tokens, *begins))
         return parts
 
-    async def _n_tokens(
-        self, upstream: LlamaServer, message: Json, request: GenerationRequest
-    ) -> int:
+    async def _n_tokens(self, upstream: LlamaServer, message: Json, request: Request) -> int:
         text = rendered_text(message)
         key = xxhash.xxh3_128_digest(f"{upstream.target.model}\0{text}".encode())
         if key not in self._counts:
@@ -267,13 +255,7 @@ class Overflow:
         return self._counts[key]
 
 
-def _begins(message: Json, before: Json | None) -> Begins:
-    if begins_turn(message):
-        return Begins.TURN
-    return Begins.STEP if begins_step(message, before) else Begins.NOTHING
-
-
-def _key_of(upstream: LlamaServer, request: GenerationRequest, conversation: list[Json]) -> bytes:
+def _key_of(upstream: LlamaServer, request: Request, conversation: list[Json]) -> bytes:
     """Return what tells a conversation from others: with whom, who leads it, and how it began."""
     model = upstream.target.model
     began = msgspec.json.encode([model, request.session, rendered_text(conversation[:1])])

@@ -21,11 +21,10 @@ from proxy.health import CannotCache
 from proxy.llama.client import LlamaServer, Saved
 from proxy.llama.state_edits import NEEDED_BY_VERSIONS, repair_window
 from proxy.llama.state_file import StateFile, read_state_file
-from proxy.servers.attachment import Attachment
-from proxy.serving.process import Services
+from proxy.serving.process import Process
 from proxy.store.catalogue import Claim
+from proxy.store.directory import NewState
 from proxy.store.files import StateFiles
-from proxy.store.writing import NewState
 
 # Saving a slot to a file: the call, the checks of what came of it, and the repair.
 #
@@ -186,13 +185,12 @@ _MOST_SHARE = 2
 class Room:
     """Reserves room in the store for the states of one llama-server process."""
 
-    def __init__(self, services: Services, attachment: Attachment, saver: Saver) -> None:
-        self._services = services
-        self._attachment = attachment
+    def __init__(self, process: Process, saver: Saver) -> None:
+        self._process = process
         self._saver = saver
 
     def _present(self) -> Present:
-        return self._services.served.present(self._attachment)
+        return self._process.served.present(self._process)
 
     @asynccontextmanager
     async def for_slot(self, content: Content) -> AsyncIterator[str]:
@@ -226,20 +224,20 @@ class Room:
         state = saved.state
         n_bytes = max(saved.n_written, state.size_bytes)  # a repair makes a file longer
         size = StateSize(len(state.tokens), len(state.restore_points), n_bytes)
-        self._attachment.sizes.append(size)
-        self._attachment.rates = self._attachment.rates.after_save(saved.n_written, saved.seconds)
+        self._process.sizes.append(size)
+        self._process.rates = self._process.rates.after_save(saved.n_written, saved.seconds)
         with self._refusals_told():
-            await self._services.store.settle(name, state.size_bytes)
+            await self._process.store.settle(name, state.size_bytes)
         return saved
 
     @asynccontextmanager
     async def _reserved(self, claim: Claim) -> AsyncIterator[str]:
         with self._refusals_told():
-            name = await self._services.store.reserve(claim)
+            name = await self._process.store.reserve(claim)
         try:
             yield name
         finally:
-            await self._services.store.discard(name)
+            await self._process.store.discard(name)
 
     @contextmanager
     def _refusals_told(self) -> Iterator[None]:
@@ -248,15 +246,15 @@ class Room:
         except NoRoom as refusal:
             is_over = refusal.reason == WRITE_BUDGET
             kind = DegradationKind.WRITE_BUDGET_SPENT if is_over else DegradationKind.NO_ROOM
-            self._attachment.degrade(kind, str(refusal))
-            self._services.metrics.saves_skipped.labels(refusal.reason).inc()
+            self._process.degrade(kind, str(refusal))
+            self._process.metrics.saves_skipped.labels(refusal.reason).inc()
             raise
-        self._attachment.recover(DegradationKind.NO_ROOM)
-        if self._services.store.writes.has_plenty:
-            self._attachment.recover(DegradationKind.WRITE_BUDGET_SPENT)
+        self._process.recover(DegradationKind.NO_ROOM)
+        if self._process.store.writes.has_plenty:
+            self._process.recover(DegradationKind.WRITE_BUDGET_SPENT)
 
     def _expected_bytes(self, extent: tuple[int, int] | None) -> int:
-        max_bytes = self._services.store.limits.max_bytes
+        max_bytes = self._process.store.limits.max_bytes
         sizes = self._sizes()
         largest_seen = max((s.size_bytes for s in sizes), default=self._guess_bytes(max_bytes))
         expected = expected_bytes(sizes, *extent) if extent else None
@@ -265,7 +263,7 @@ class Room:
         return min(expected, max(largest_seen, max_bytes // _MOST_SHARE))
 
     def _guess_bytes(self, max_bytes: int) -> int:
-        store = self._services.store
+        store = self._process.store
         try:
             free_bytes = store.files.free_bytes()
         except OSError:
@@ -276,10 +274,10 @@ class Room:
 
     def _sizes(self) -> list[StateSize]:
         """Return the sizes of this model's states; before it is identified, those of all models'."""
-        ours = self._present().namespaces
-        stored = (c for c in self._services.store if not ours or c.namespace in ours)
+        ours = self._present().rates_by
+        stored = (c for c in self._process.store if not ours or c.namespace in ours)
         return [
-            *self._attachment.sizes,
+            *self._process.sizes,
             *(StateSize(c.n_tokens, len(c.restore_points), c.size_bytes) for c in stored),
         ]
 
@@ -288,14 +286,14 @@ class Room:
 
         It is not asked for where what may be written is not limited.
         """
-        if not isinstance(content, Known) or not self._services.store.writes.max_bytes_per_day:
+        if not isinstance(content, Known) or not self._process.store.writes.max_bytes_per_day:
             return None
-        rule, n_tokens = self._attachment.rule, content.n_tokens
+        rule, n_tokens = self._process.rule, content.n_tokens
         found = promising(
-            rule, self._services.store.find(content.namespace, content.tokens), n_tokens + 1
+            rule, self._process.store.find(content.namespace, content.tokens), n_tokens + 1
         )
         covered = (usable_tokens(rule, c.checkpoint, c.n_common, n_tokens + 1) for c in found)
-        return self._attachment.rates.evaluation_seconds(max(covered, default=0), n_tokens)
+        return self._process.rates.evaluation_seconds(max(covered, default=0), n_tokens)
 
     def _replaced_by(self, content: Content) -> frozenset[CheckpointId]:
         """Return the checkpoint that shares most with *content*: most often its own older state.
@@ -304,5 +302,5 @@ class Room:
         """
         if not isinstance(content, Known):
             return frozenset()
-        nearest = next(self._services.store.find(content.namespace, content.tokens), None)
+        nearest = next(self._process.store.find(content.namespace, content.tokens), None)
         return frozenset((nearest.checkpoint.id,) if nearest else ())

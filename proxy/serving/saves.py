@@ -1,18 +1,22 @@
-"""Slots become checkpoints: saved, thinned, committed."""
+"""Slots become checkpoints: cut back, saved, checked, thinned, committed.
+
+Owns: what the slot table says afterwards, and which older checkpoints go. Only the holder of the slot's
+lease may save it. Every method leaves the table true, whatever fails.
+"""
 
 import asyncio
+from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Removal, family_of, superseded
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, RuleKind, SlotId
 from proxy.core.saving import (
-    ChosenPoints,
     at_savable_point,
-    donors_of,
     is_write_back_due,
     places_of,
+    points_of_others,
     select_points,
 )
 from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, origin_of
@@ -27,110 +31,20 @@ from proxy.errors import (
 )
 from proxy.llama.state_edits import Source, select_context_checkpoints
 from proxy.llama.state_file import StateFile, read_state_file
-from proxy.servers.attachment import Attachment
-from proxy.serving.process import Services, quarantine_suspects
-from proxy.serving.saver import Room, SavedSlot
+from proxy.serving.process import Process
+from proxy.serving.saver import SavedSlot
 from proxy.store.files import StateFiles
-
-# The context checkpoints of a state that was just saved: the few that stay, and those that come back.
-#
-# Owns: carrying out what `core.points` chose, on a file that is not committed yet. A file that cannot be
-# rewritten is kept as llama-server wrote it.
-
-
-@dataclass(frozen=True, slots=True)
-class Thinned:
-    """A saved state with its context checkpoints chosen; `is_whole` if all that were wanted are there.
-
-    What was taken from other files goes back to the `ancestors`.
-    """
-
-    saved: SavedSlot
-    is_whole: bool = True
-    ancestors: tuple[CheckpointId, ...] = ()
-
-
-class Thinner:
-    """Rewrites the context checkpoints of saved states."""
-
-    def __init__(self, services: Services, attachment: Attachment) -> None:
-        self._services = services
-        self._attachment = attachment
-
-    async def thin(
-        self, saved: SavedSlot, content: Known, kind: CheckpointKind, relatives: list[Candidate]
-    ) -> Thinned:
-        """Keep of a temporary file what is worth its bytes; raises StoreFault and OSError."""
-        is_wanted = self._attachment.rule.kind is RuleKind.RESTORE_POINTS
-        own = {c.restore_point: c.size_bytes for c in saved.state.context_checkpoints}
-        if not is_wanted or not own:
-            return Thinned(saved)
-        donors = donors_of(relatives)
-        selection = select_points(own, donors, places_of(content, kind), self._attachment.rates)
-        if selection.points == own.keys():
-            return Thinned(saved)
-        try:
-            thinned, ancestors = await self._rewrite(saved, selection, relatives)
-        except StateFileMalformed as fault:
-            self._services.faults.record("thin", fault)
-            return Thinned(saved, is_whole=False)
-        await self._services.store.settle(saved.file_name, thinned.state.size_bytes)
-        is_whole = selection.points <= set(thinned.state.restore_points)
-        return Thinned(thinned, is_whole, ancestors)
-
-    async def _rewrite(
-        self, saved: SavedSlot, selection: ChosenPoints, relatives: list[Candidate]
-    ) -> tuple[SavedSlot, tuple[CheckpointId, ...]]:
-        """Rewrite a file; return it, and what is behind the context checkpoints that others gave."""
-        store = self._services.store
-        donors = {c.checkpoint.id: c.checkpoint for c in relatives}
-        ancestors: set[CheckpointId] = set()
-        with ExitStack() as kept:
-            grafted: dict[int, Source] = {}
-            for point, donor_id in selection.grafted.items():
-                donor = donors[donor_id]
-                kept.enter_context(store.keep(donor))
-                try:
-                    await store.verify(donor)
-                except StoreFault as fault:
-                    self._services.faults.record("verify", fault)
-                    continue
-                grafted[point] = Source(store.files.path(donor.file_name), donor.parts)
-                ancestors.update(store.lineage(donor))
-            thinned = await asyncio.to_thread(_select, store.files, saved, selection, grafted)
-        return thinned, tuple(ancestors)
-
-
-def _select(
-    files: StateFiles, saved: SavedSlot, selection: ChosenPoints, grafted: dict[int, Source]
-) -> SavedSlot:
-    source = Source(files.path(saved.file_name), saved.parts)
-    try:
-        parts = select_context_checkpoints(source, selection.own, grafted)
-    except PermissionError:
-        # llama-server runs under another uid: the directory is shared, its files are not.
-        files.take_over(saved.file_name)
-        parts = select_context_checkpoints(source, selection.own, grafted)
-    return replace(saved, state=read_state_file(source.path), parts=parts)
-
-
-# Saving what a leased slot holds: cut back, save, check, thin, commit.
-#
-# Owns: what the slot table says afterwards, and which older checkpoints go. Must only be used by whoever
-# holds the slot's lease. Every method leaves the table true, whatever fails.
 
 
 class SlotSaves:
     """Saves slots."""
 
-    def __init__(self, services: Services, attachment: Attachment, room: Room) -> None:
-        self._services = services
-        self._upstream = services.upstream
-        self._attachment = attachment
-        self._table = attachment.desk.table
-        self._metrics = services.metrics
-        self._room = room
-        self._thinner = Thinner(services, attachment)
+    def __init__(self, process: Process) -> None:
+        self._upstream = process.upstream
+        self._process = process
+        self._table = process.slots
+        self._metrics = process.metrics
+        self._room = process.room
         self._postponed: dict[SlotId, tuple[Content, Content]] = {}
 
     async def write_back(
@@ -142,10 +56,10 @@ class SlotSaves:
         that the request which put the tokens there still has the slot, so that other tokens in the file
         mean that its prompt was tokenized differently.
         """
-        if not is_write_back_due(self._attachment.rule, self._table[slot_id].content):
+        if not is_write_back_due(self._process.rule, self._table[slot_id].content):
             return None
         try:
-            with self._attachment.watching(DegradationKind.SAVES_FAIL, CacheFault):
+            with self._process.watching(DegradationKind.SAVES_FAIL, CacheFault):
                 async with self._room.for_slot(self._table[slot_id].content) as name:
                     await self._cut_back(slot_id)
                     return await self._save(slot_id, kind, name, is_just_predicted)
@@ -157,12 +71,12 @@ class SlotSaves:
         except Exception as error:
             # Nobody who needs the slot may fail because it could not be saved, foreseen or not.
             if isinstance(error, UpstreamLost):
-                await quarantine_suspects(self._services, self._table, slot_id, is_saving=True)
+                await self._process.quarantine_suspects(slot_id, is_saving=True)
             self._metrics.saves.labels("failed").inc()
             if isinstance(error, CacheFault):
-                self._services.faults.count("save")  # /health tells of it
+                self._process.faults.count("save")  # /health tells of it
             else:
-                self._services.faults.record("save", error)
+                self._process.faults.record("save", error)
             self._give_up(slot_id)
             return None
 
@@ -185,10 +99,10 @@ class SlotSaves:
         content = self._table[slot_id].content
         if not isinstance(content, Known):
             return
-        target = at_savable_point(self._attachment.rule, content)
+        target = at_savable_point(self._process.rule, content)
         if target is None or target.n_tokens == content.n_tokens:
             return
-        self._attachment.require_same_process()
+        self._process.require_alive()
         self._table.set_content(slot_id, Unknown(content.namespace, origin=content.origin))
         timings = await self._upstream.evaluate(slot_id, target.tokens)
         self._metrics.prompt_tokens.labels("evaluated").inc(timings.prompt_n)
@@ -200,14 +114,14 @@ class SlotSaves:
     ) -> Checkpoint | None:
         """Save a slot as it stands, check the file and commit it; raises CacheFault."""
         content = self._table[slot_id].content
-        self._attachment.require_same_process()
+        self._process.require_alive()
         saved = await self._room.save(slot_id, name)
-        if not saved.state.tokens and self._attachment.clears_idle_slots:
+        if not saved.state.tokens and self._process.clears_idle_slots:
             # Its request ended just when another one started.
             self._table.set_content(slot_id, Empty())
             return None
         self._require_expected(slot_id, content, saved.state, is_just_predicted)
-        self._attachment.require_same_process()
+        self._process.require_alive()
         self._metrics.save_seconds.observe(saved.seconds)
         return await self._commit(slot_id, content, kind, saved)
 
@@ -223,8 +137,8 @@ class SlotSaves:
         if not state.tokens:
             self._table.set_content(slot_id, Empty())
             self._metrics.drift.inc()
-            if self._attachment.clears_idle_slots is None:
-                self._attachment.note_clearing(clears=True)
+            if self._process.clears_idle_slots is None:
+                self._process.note_clearing(clears=True)
             raise SaveRejected("the slot was empty: something has cleared it since")
         if state.tokens[: len(content.tokens)] == content.tokens:
             return
@@ -232,7 +146,7 @@ class SlotSaves:
         # Somebody else's request would hardly have left as many.
         if is_just_predicted or len(state.tokens) == content.n_tokens:
             self._metrics.tokenization_disagreements.inc()
-            self._attachment.disable_shape(content.shape)
+            self._process.disable_shape(content.shape)
             raise SaveRejected("the file's tokens are not those that were predicted")
         self._metrics.drift.inc()
         raise SaveRejected("the slot was used by somebody else: all traffic must go through here")
@@ -240,29 +154,75 @@ class SlotSaves:
     async def _commit(
         self, slot_id: SlotId, content: Content, kind: CheckpointKind, saved: SavedSlot
     ) -> Checkpoint | None:
-        state, namespace = saved.state, self._namespace_of(content)
+        state, store, namespace = saved.state, self._process.store, self._namespace_of(content)
         if namespace is None or not state.tokens:
             self._table.set_content(slot_id, Empty() if not state.tokens else content)
             return None
-        store = self._services.store
         relatives = await asyncio.to_thread(lambda: list(store.find(namespace, state.tokens)))
-        if len(state.tokens) < FIRST_BLOCK_TOKENS or _holds(relatives, len(state.tokens)):
+        n_tokens = len(state.tokens)
+        is_stored = any(c.n_common == c.checkpoint.n_tokens == n_tokens for c in relatives)
+        if n_tokens < FIRST_BLOCK_TOKENS or is_stored:
             self._note_saved(slot_id, content, namespace, state, None)
             return None
-        thinned = Thinned(saved)
+        is_whole, ancestors = True, set(origin_of(content).ancestors)
         if isinstance(content, Known):
-            thinned = await self._thinner.thin(saved, content, kind, relatives)
-        new = thinned.saved.new_state(namespace, kind, content)
+            saved, is_whole = await self._thin(saved, content, kind, relatives, ancestors)
+        new = saved.new_state(namespace, kind, content)
         family = family_of(namespace, new.tokens, kind, new.cuts, relatives)
-        ancestors = tuple({*new.ancestors, *thinned.ancestors})
-        checkpoint = await store.commit(replace(new, family=family, ancestors=ancestors))
+        checkpoint = await store.commit(replace(new, family=family, ancestors=tuple(ancestors)))
         self._table.note_save(slot_id, checkpoint)
         self._note_saved(slot_id, content, namespace, state, checkpoint)
         self._metrics.saves.labels("done").inc()
         self._metrics.saved_bytes.inc(checkpoint.size_bytes)
-        if thinned.is_whole:
-            await self._tidy(checkpoint, relatives)
+        for older in superseded(self._process.rule, checkpoint, relatives) if is_whole else ():
+            await store.remove(older, Removal.SUPERSEDED)
         return checkpoint
+
+    async def _thin(
+        self,
+        saved: SavedSlot,
+        content: Known,
+        kind: CheckpointKind,
+        relatives: list[Candidate],
+        ancestors: set[CheckpointId],
+    ) -> tuple[SavedSlot, bool]:
+        """Keep those context checkpoints of a temporary file that are worth their bytes.
+
+        Older files of the conversation give the file what llama-server has dropped; what is behind them is
+        added to the *ancestors*. Returns the file, and whether it has all that is wanted. A file that
+        cannot be rewritten stays as llama-server wrote it. Raises StoreFault and OSError.
+        """
+        own = {c.restore_point: c.size_bytes for c in saved.state.context_checkpoints}
+        if self._process.rule.kind is not RuleKind.RESTORE_POINTS or not own:
+            return saved, True
+        places = places_of(content, kind)
+        others = points_of_others(relatives)
+        selection = select_points(own, others, places, self._process.rates)
+        if selection.keys() == own.keys():
+            return saved, True
+        store, grafted = self._process.store, dict[int, Source]()
+        kept_own = [point for point, donor_id in selection.items() if donor_id is None]
+        donors = {c.checkpoint.id: c.checkpoint for c in relatives}
+        try:
+            with ExitStack() as kept:
+                for point, donor_id in selection.items():
+                    if donor_id is None:
+                        continue
+                    donor = donors[donor_id]
+                    kept.enter_context(store.keep(donor))
+                    try:
+                        await store.verify(donor)
+                    except StoreFault as fault:
+                        self._process.faults.record("verify", fault)
+                        continue
+                    grafted[point] = Source(store.files.path(donor.file_name), donor.parts)
+                    ancestors.update(store.lineage(donor))
+                saved = await asyncio.to_thread(_select, store.files, saved, kept_own, grafted)
+        except StateFileMalformed as fault:
+            self._process.faults.record("thin", fault)
+            return saved, False
+        await store.settle(saved.file_name, saved.state.size_bytes)
+        return saved, selection.keys() <= set(saved.state.restore_points)
 
     def _note_saved(
         self,
@@ -288,7 +248,7 @@ class SlotSaves:
         self._table.set_content(slot_id, now_held)
 
     def _namespace_of(self, content: Content) -> Namespace | None:
-        if not self._attachment.can_cache:
+        if not self._process.can_cache:
             return None
         if isinstance(content, Known):
             return content.namespace
@@ -296,11 +256,15 @@ class SlotSaves:
             return content.tenant
         return None
 
-    async def _tidy(self, newer: Checkpoint, relatives: list[Candidate]) -> None:
-        for checkpoint in superseded(self._attachment.rule, newer, relatives):
-            await self._services.store.remove(checkpoint, Removal.SUPERSEDED)
 
-
-def _holds(relatives: list[Candidate], n_tokens: int) -> bool:
-    """Return whether one of the checkpoints has exactly the tokens that they were found for."""
-    return any(c.n_common == c.checkpoint.n_tokens == n_tokens for c in relatives)
+def _select(
+    files: StateFiles, saved: SavedSlot, own: Collection[int], grafted: dict[int, Source]
+) -> SavedSlot:
+    source = Source(files.path(saved.file_name), saved.parts)
+    try:
+        parts = select_context_checkpoints(source, own, grafted)
+    except PermissionError:
+        # llama-server runs under another uid: the directory is shared, its files are not.
+        files.take_over(saved.file_name)
+        parts = select_context_checkpoints(source, own, grafted)
+    return replace(saved, state=read_state_file(source.path), parts=parts)

@@ -1,22 +1,26 @@
-"""What stabilizers are called, take, give and remember."""
+"""What stabilizers are called, what they work on and what they remember.
 
+`Name` is what settings, metrics and logs call the stabilizers. `Draft` is the request on which
+stabilizers work. `Memory` keeps what stabilizers learned from earlier requests and answers.
+"""
+
+import operator
+import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 import msgspec
 import xxhash
 
-# The names of the stabilizers: what settings, metrics and logs call them, and which are on by default.
-#
-# Each name comes with the reason for the stabilizer, in one line. Imports nothing of the project, so that
-# the settings can check names.
+from proxy.core.messages import list_of, n_leading_system, text_of, without_reminders
 
 
 class Name(StrEnum):
-    """The stabilizers; `safe` are those that do not change what the model is told in substance."""
+    """The stabilizers."""
 
     DROP_BILLING_HEADER = "drop_billing_header"
     DROP_CACHE_CONTROL = "drop_cache_control"
@@ -33,60 +37,9 @@ class Name(StrEnum):
     INLINE_REASONING = "inline_reasoning"
 
 
-REASONS = {
-    Name.DROP_BILLING_HEADER: (
-        "Its digits change with every session, some with every request, at the top of the prompt."
-    ),
-    Name.DROP_CACHE_CONTROL: (
-        "Marks for another server's cache; they move with every request and mean nothing here."
-    ),
-    Name.TOOL_REFERENCE_TEXT: (
-        "llama-server drops tool_reference blocks, so the model is never told what was loaded."
-    ),
-    Name.TOOL_RESULTS_FIRST: (
-        "llama-server renders text beside tool results before them; the client wrote it after them."
-    ),
-    Name.HOIST_SYSTEM_MESSAGE: (
-        "A long constant system message behind the first user text cannot be shared by sessions."
-    ),
-    Name.FOLD_SYSTEM_MESSAGES: (
-        "Many templates refuse system messages in the middle of a conversation."
-    ),
-    Name.RESTORE_TOOL_ARGUMENTS: (
-        "Clients send tool calls back with other keys, order or numbers than the model wrote."
-    ),
-    Name.KEEP_TOOL_ORDER: (
-        "A tool loaded later is inserted in the middle of the list; at the end it costs nothing."
-    ),
-    Name.GLUE_TEXT_TO_RESULTS: (
-        "Text beside tool results begins a new turn, for which many templates drop old reasoning."
-    ),
-    Name.STICKY_TOOL_TEXT: (
-        "Modes such as plan and build change a tool's description in mid-conversation."
-    ),
-    Name.STICKY_DATE: (
-        "A date or time in the system prompt changes, and the whole prompt with it."
-    ),
-    Name.STICKY_REMINDERS: (
-        "Reminders move from the old user message to the newest, which changes the old one."
-    ),
-    Name.INLINE_REASONING: (
-        "Many templates drop old reasoning at each new user message, and with it the prefix."
-    ),
-}
-
-SAFE = frozenset(
-    {
-        Name.DROP_BILLING_HEADER,
-        Name.DROP_CACHE_CONTROL,
-        Name.TOOL_REFERENCE_TEXT,
-        Name.TOOL_RESULTS_FIRST,
-        Name.HOIST_SYSTEM_MESSAGE,
-        Name.FOLD_SYSTEM_MESSAGES,
-        Name.RESTORE_TOOL_ARGUMENTS,
-        Name.KEEP_TOOL_ORDER,
-    }
-)
+_OPT_IN = (Name.GLUE_TEXT_TO_RESULTS, Name.INLINE_REASONING)
+SAFE = frozenset(n for n in Name if n not in _OPT_IN and not n.startswith("sticky_"))
+"""The stabilizers that do not change the substance of what the model is told."""
 
 _WORDS = "|".join(("safe", "all", "none", *Name))
 SWITCHES_PATTERN = rf"^\s*({_WORDS})(\s*,\s*-?({_WORDS}))*\s*$"
@@ -96,7 +49,7 @@ SWITCHES_PATTERN = rf"^\s*({_WORDS})(\s*,\s*-?({_WORDS}))*\s*$"
 def parse_switches(text: str) -> frozenset[Name]:
     """Return which stabilizers are on: words separated by commas, read from left to right.
 
-    `safe`, `all` and `none` stand for sets; a minus before a word takes it out again.
+    `safe`, `all` and `none` stand for sets; a minus before a word takes the stabilizer out again.
     """
     sets = {"safe": SAFE, "all": frozenset(Name), "none": frozenset[Name]()}
     switched_on = frozenset[Name]()
@@ -108,23 +61,9 @@ def parse_switches(text: str) -> frozenset[Name]:
     return switched_on
 
 
-# What stabilizers remember of earlier requests and answers, within a number of bytes.
-#
-# Owns: what is forgotten first. Looking something up changes nothing; learning does, and what was learned
-# longest ago goes first. Values are kept encoded, so that nobody can change them afterwards.
-
-
 _OVERHEAD_BYTES = 200
 """Two Python objects, and an entry in a dictionary."""
 _MAX_VARIANTS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Lesson:
-    """One thing to remember: it replaces what is known under its key."""
-
-    key: str
-    value: Any
 
 
 def key_of(kind: str, *parts: str) -> str:
@@ -132,8 +71,16 @@ def key_of(kind: str, *parts: str) -> str:
     return kind + "/" + xxhash.xxh3_128(msgspec.json.encode(parts)).hexdigest()
 
 
+def call_key(call_id: str, tenant: str) -> str:
+    return key_of("call", tenant, call_id)
+
+
 class Memory:
-    """A bounded map of what was learned."""
+    """A map of what was learned, within a number of bytes.
+
+    A lookup changes nothing. What was learned longest ago is forgotten first. Values are kept encoded,
+    so that nobody can change them afterwards.
+    """
 
     def __init__(self, max_bytes: int = 32 << 20) -> None:
         self.size_bytes = 0
@@ -148,23 +95,22 @@ class Memory:
         encoded = self._values.get(key)
         return None if encoded is None else msgspec.json.decode(encoded)
 
-    def learn(self, lessons: Iterable[Lesson]) -> None:
-        """Remember these things, and that they were needed just now."""
-        for lesson in lessons:
-            self._put(lesson.key, msgspec.json.encode(lesson.value))
+    def learn(self, lessons: Mapping[str, Any]) -> None:
+        """Remember values by their keys, in place of what was known under those keys."""
+        for key, value in lessons.items():
+            self._put(key, msgspec.json.encode(value))
 
     def remember_call(
         self, call_id: str, name: str, raw_arguments: str, *, tenant: str = ""
     ) -> None:
         """Remember a tool call as the model made it; *raw_arguments* is the JSON text of its arguments.
 
-        Some templates count their calls from zero in every conversation, so that one id can stand for
-        several calls; the last few are kept.
+        Some templates count their calls from zero in every conversation, so that several calls can have
+        one id; the last few are kept.
         """
-        calls: list[list[str]] = self.get(call_key(call_id, tenant)) or []
-        call = [name, raw_arguments]
-        others = [known for known in calls if known != call]
-        self.learn([Lesson(call_key(call_id, tenant), [*others[1 - _MAX_VARIANTS :], call])])
+        call = (name, raw_arguments)
+        others = [known for known in self.calls(call_id, tenant=tenant) if known != call]
+        self.learn({call_key(call_id, tenant): [*others[1 - _MAX_VARIANTS :], call]})
 
     def calls(self, call_id: str, *, tenant: str = "") -> list[tuple[str, str]]:
         """Return name and raw arguments of the calls that were made under an id."""
@@ -172,7 +118,7 @@ class Memory:
         return [(name, raw_arguments) for name, raw_arguments in known]
 
     def to_bytes(self) -> bytes:
-        """Return everything, to be kept over a restart of the proxy. It holds prompt text."""
+        """Return everything, to be kept over a restart of the proxy. The bytes hold prompt text."""
         return msgspec.msgpack.encode(list(self._values.items()))
 
     @classmethod
@@ -185,11 +131,10 @@ class Memory:
 
     def _put(self, key: str, encoded: bytes) -> None:
         self._forget(key)
-        size_bytes = _size_bytes(key, encoded)
-        if size_bytes > self._max_bytes:
+        if _size_bytes(key, encoded) > self._max_bytes:
             return
         self._values[key] = encoded
-        self.size_bytes += size_bytes
+        self.size_bytes += _size_bytes(key, encoded)
         while self.size_bytes > self._max_bytes:
             self._forget(next(iter(self._values)))
 
@@ -199,18 +144,13 @@ class Memory:
             self.size_bytes -= _size_bytes(key, encoded)
 
 
-def call_key(call_id: str, tenant: str) -> str:
-    return key_of("call", tenant, call_id)
-
-
 def _size_bytes(key: str, encoded: bytes) -> int:
     return len(key) + len(encoded) + _OVERHEAD_BYTES
 
 
-# What stabilizers take and give.
-#
-# A body is what a JSON object was decoded to, with its keys in the order received. Stabilizers never
-# change one in place: they return a new one that shares what is untouched, or none at all.
+# Bodies. A body is what a JSON object was decoded to, with its keys in the order received. Nothing changes
+# an object in place: a changed object is a new one that shares what is untouched, and an object to which
+# nothing applies stays the very same one, which is how a change is noticed.
 
 
 Json = dict[str, Any]
@@ -222,6 +162,10 @@ class Form(StrEnum):
     ANTHROPIC = "anthropic"
     CHAT = "chat"
     RESPONSES = "responses"
+
+
+_SYSTEM_FIELDS = {Form.ANTHROPIC: "system", Form.RESPONSES: "instructions"}
+"""Where forms keep the system prompt, if it is not the first message."""
 
 
 class UnknownShape(Exception):
@@ -251,93 +195,191 @@ class RequestFacts:
     accepts_late_system: bool | None = None
     """Whether the template renders system messages in mid-conversation; None if unknown."""
     reasoning_marks: Marks | None = None
-    """Set where the template drops old reasoning and it may be kept as text."""
+    """Set where the template drops old reasoning and the reasoning may be kept as text."""
     session: str = ""
     """The client's own name for the session, if it sent one."""
     tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class RequestIdentity:
-    """Which earlier requests a request belongs with, as keys into the memory."""
-
-    conversation: str
-    header: str
-    begins: bool
-    """Whether this is the first request of its conversation: nothing has been answered in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """One place that was changed; None stands for something that is not there."""
-
-    path: str
-    before: Any
-    after: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Rewrite:
-    """A changed body and where it was changed."""
-
-    body: Json
-    edits: tuple[Edit, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Remembered:
-    """What the stabilizers that need earlier requests may look up."""
-
-    memory: Memory
-    identity: RequestIdentity
-    tenant: str
-
-
-@dataclass(frozen=True, slots=True)
-class FromBody:
-    """A stabilizer that looks at nothing but the request and the facts."""
-
-    name: Name
-    forms: frozenset[Form]
-    rewrite: Callable[[Form, Json, RequestFacts], Rewrite | None]
-
-
-@dataclass(frozen=True, slots=True)
-class FromMemory:
-    """A stabilizer that looks at earlier requests; `learn` says what later ones need of this one."""
-
-    name: Name
-    forms: frozenset[Form]
-    rewrite: Callable[[Form, Json, Remembered], Rewrite | None]
-    learn: Callable[[Form, Json, Remembered], list[Lesson]]
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One place that a stabilizer changed. Before and after may hold prompt text of any length."""
-
-    stabilizer: Name
-    path: str
-    before: Any
-    after: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A stabilizer that left the request alone because of what it met; holds no prompt text."""
-
-    stabilizer: Name
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Stabilized:
     """A request as it should be sent; `body` is the very object given if nothing was changed.
 
-    Give `lessons` to `Memory.learn` if the request is one that others will follow, once it is sent.
+    `failures` are the stabilizers that left the request alone because of what they met, each with a
+    reason that holds no prompt text. Give `lessons` to `Memory.learn` once the request is sent.
     """
 
     body: Json
-    changes: tuple[Change, ...] = ()
-    failures: tuple[Failure, ...] = ()
-    lessons: tuple[Lesson, ...] = ()
+    changed_by: tuple[Name, ...] = ()
+    failures: tuple[tuple[Name, str], ...] = ()
+    lessons: dict[str, Any] = field(default_factory=dict)
+
+
+def with_list(holder: Json, key: str, items: list[Any]) -> Json:
+    """Return an object with another list; the very same object if that has these very items."""
+    old = list_of(holder.get(key))
+    is_same = len(old) == len(items) and all(map(operator.is_, old, items))
+    return holder if is_same else {**holder, key: items}
+
+
+def with_items(holder: Json, key: str, change: Callable[[Any], Any]) -> Json:
+    """Return an object with each item of a list changed; what is no list stays as it is."""
+    return with_list(holder, key, [change(item) for item in list_of(holder.get(key))])
+
+
+def list_name(form: Form) -> str:
+    """Return the field that holds the messages."""
+    return "input" if form is Form.RESPONSES else "messages"
+
+
+def messages_of(form: Form, body: Json) -> list[Json]:
+    """Return the messages, or the items of a Responses body; raises UnknownShape."""
+    messages = body.get(list_name(form), [])
+    if form is Form.RESPONSES and isinstance(messages, str):
+        return []
+    return _objects(messages, list_name(form))
+
+
+def is_text(part: Any) -> bool:
+    is_kind = text_of(part, "type") in ("text", "input_text", "output_text")
+    return is_kind and isinstance(part.get("text"), str)
+
+
+def is_of_model(message: Json) -> bool:
+    """Return whether the model wrote a message, or an item of a Responses body."""
+    return message.get("role") == "assistant" or message.get("type") in (
+        "reasoning",
+        "function_call",
+    )
+
+
+_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
+_DAY = r"\d{1,2}(?:st|nd|rd|th)?"
+_WEEKDAY = r"(?:(?:Mon|Tue|Tues|Wed|Wednes|Thu|Thur|Thurs|Fri|Sat|Satur|Sun)(?:day)?,? )"
+_CALENDAR = (
+    rf"{_WEEKDAY}?(?:\d{{4}}[-/]\d\d?[-/]\d\d?|\d\d?[./]\d\d?[./]\d{{4}}"
+    rf"|{_DAY} {_MONTH},? \d{{4}}|{_MONTH} {_DAY},? \d{{4}})"
+)
+_CLOCK = (
+    r"\d\d?:\d\d(?::\d\d)?(?:[.,]\d+)?(?: ?[AP]\.?M\b\.?)?"
+    r"(?: ?(?:Z\b|UTC\b|GMT\b|[+-]\d\d:?\d\d\b))?"
+)
+_BEHIND = rf"(?:(?:T|,? (?:at )?){_CLOCK})?"
+_MOMENT = rf"(?:{_CALENDAR}{_BEHIND}|{_CLOCK}(?:,? (?:on )?{_CALENDAR})?)"
+DATE = re.compile(
+    r"(?P<words>(?:Today(?:'s|’s) date|Current date(?: and time)?|Today)(?: is)?:? "
+    # These may begin any sentence: only a whole date or time may follow them.
+    r"|\b(?:It is(?: now| currently)?|Now|Date|Time|(?:The )?current time|The time)(?: is)?:? "
+    rf"(?={_MOMENT}))"
+    rf"(?P<date>{_MOMENT}|[^\n]{{0,30}}?\b\d{{4}}\b(?:[-/]\d\d?[-/]\d\d?)?{_BEHIND})",
+    re.IGNORECASE,
+)
+
+
+class Draft:
+    """A request in the making: stabilizers read and set `body`, and add to `lessons`."""
+
+    def __init__(self, form: Form, body: Json, memory: Memory, facts: RequestFacts) -> None:
+        self.form = form
+        self.body = body
+        self.memory = memory
+        self.facts = facts
+        self.lessons: dict[str, Any] = {}
+        self.list_name = list_name(form)
+        self.system_field = _SYSTEM_FIELDS.get(form)
+
+    @property
+    def messages(self) -> list[Json]:
+        """The messages, or the items of a Responses body; raises UnknownShape."""
+        return messages_of(self.form, self.body)
+
+    @messages.setter
+    def messages(self, messages: list[Json]) -> None:
+        self.body = with_list(self.body, self.list_name, messages)
+
+    @property
+    def tools(self) -> list[Json]:
+        """The tools; raises UnknownShape."""
+        tools = self.body.get("tools")
+        return [] if tools is None else _objects(tools, "tools")
+
+    def rewrite_system(self, rewrite: Callable[[str], str]) -> None:
+        """Rewrite every text of the system prompt; a text in a list goes if nothing is left of it."""
+        name, messages = self.system_field, self.messages
+        if name is not None and name in self.body:
+            self.body = _with_texts(self.body, name, rewrite)
+        n = n_leading_system(messages)
+        leading = [_with_texts(message, "content", rewrite) for message in messages[:n]]
+        self.messages = leading + messages[n:]
+
+    @property
+    def system_text(self) -> str:
+        """The system prompt as one text."""
+        texts: list[str] = []
+
+        def note(text: str) -> str:
+            texts.append(text)
+            return text
+
+        self.rewrite_system(note)
+        return "\n".join(texts)
+
+    # Which conversation a request belongs to. The conversation is known by the system prompt without its
+    # date, and by what the user first wrote, without reminders; the client's own name for the session
+    # tells apart what begins alike. Both keys are taken when a stabilizer first asks for one, so that
+    # they do not depend on what later stabilizers change.
+
+    @cached_property
+    def header(self) -> str:
+        """The key of all conversations with the same system prompt."""
+        return key_of("header", self.facts.tenant, self.form, self._dateless_system)
+
+    @cached_property
+    def _conversation(self) -> str:
+        given = self.facts.tenant, self.facts.session, self._dateless_system
+        return key_of("conversation", *given, self._first_user_text())
+
+    @cached_property
+    def _dateless_system(self) -> str:
+        return DATE.sub(r"\g<words>", self.system_text)
+
+    @cached_property
+    def begins(self) -> bool:
+        """Whether this is the first request of its conversation: nothing has been answered in it."""
+        return not any(is_of_model(message) for message in self.messages)
+
+    def key(self, kind: str, *parts: str) -> str:
+        """Return a key into the memory that only this conversation has."""
+        return key_of(kind, self._conversation, *parts)
+
+    def recall(self, key: str) -> Any:
+        """Return what this conversation had under a key; None if the conversation begins."""
+        return None if self.begins else self.memory.get(key)
+
+    def _first_user_text(self) -> str:
+        content = self.body.get(self.list_name)
+        if not isinstance(content, str):
+            users = (m for m in self.messages if m.get("role") == "user")
+            content = next(users, {}).get("content")
+        if not isinstance(content, str):
+            content = "\n".join(part["text"] for part in list_of(content) if is_text(part))
+        return without_reminders(content)
+
+
+def _objects(value: Any, name: str) -> list[Json]:
+    if not isinstance(value, list):
+        raise UnknownShape(f"{name} is not a list")
+    for i, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise UnknownShape(f"{name}[{i}] is not an object")
+    return value
+
+
+def _with_texts(holder: Json, key: str, rewrite: Callable[[str], str]) -> Json:
+    content = holder.get(key)
+    if isinstance(content, str):
+        text = rewrite(content)
+        return holder if text == content else {**holder, key: text}
+    parts = [_with_texts(p, "text", rewrite) if is_text(p) else p for p in list_of(content)]
+    pairs = zip(parts, list_of(content), strict=True)
+    return with_list(holder, key, [new for new, old in pairs if new is old or new["text"]])

@@ -1,159 +1,99 @@
-"""Stabilizers that keep what was sent before."""
+"""Stabilizers that keep what was sent before.
+
+Each of them writes what a conversation had before in place of what its new request has, and then learns
+what the request has now. The first line of a stabilizer's docstring says why the stabilizer exists, for the
+table in the docs.
+"""
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from proxy.stabilize.messages import (
-    has_reminder,
-    is_text,
-    message_path,
-    messages_of,
-    rewrite_system_texts,
-    system_text,
-    tools_of,
-    with_messages,
-    without_reminders,
-)
+from proxy.core.messages import has_reminder, member, text_of, without_reminders
 from proxy.stabilize.model import (
-    Edit,
+    DATE,
+    Draft,
     Form,
-    FromMemory,
     Json,
-    Lesson,
-    Name,
-    Remembered,
-    Rewrite,
     UnknownShape,
     call_key,
+    is_text,
     key_of,
-)
-
-# sticky_date: date and time in the system prompt as they were when the conversation began.
-
-
-_MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
-_DAY = r"\d{1,2}(?:st|nd|rd|th)?"
-_WEEKDAY = r"(?:(?:Mon|Tue|Tues|Wed|Wednes|Thu|Thur|Thurs|Fri|Sat|Satur|Sun)(?:day)?,? )"
-_CALENDAR = (
-    rf"{_WEEKDAY}?(?:\d{{4}}[-/]\d\d?[-/]\d\d?|\d\d?[./]\d\d?[./]\d{{4}}"
-    rf"|{_DAY} {_MONTH},? \d{{4}}|{_MONTH} {_DAY},? \d{{4}})"
-)
-_CLOCK = (
-    r"\d\d?:\d\d(?::\d\d)?(?:[.,]\d+)?(?: ?[AP]\.?M\b\.?)?"
-    r"(?: ?(?:Z\b|UTC\b|GMT\b|[+-]\d\d:?\d\d\b))?"
-)
-_BEHIND = rf"(?:(?:T|,? (?:at )?){_CLOCK})?"
-_MOMENT = rf"(?:{_CALENDAR}{_BEHIND}|{_CLOCK}(?:,? (?:on )?{_CALENDAR})?)"
-_DATE = re.compile(
-    r"(?P<words>(?:Today(?:'s|’s) date|Current date(?: and time)?|Today)(?: is)?:? "
-    # These may begin any sentence: only a whole date or time may follow them.
-    r"|\b(?:It is(?: now| currently)?|Now|Date|Time|(?:The )?current time|The time)(?: is)?:? "
-    rf"(?={_MOMENT}))"
-    rf"(?P<date>{_MOMENT}|[^\n]{{0,30}}?\b\d{{4}}\b(?:[-/]\d\d?[-/]\d\d?)?{_BEHIND})",
-    re.IGNORECASE,
+    with_items,
+    with_list,
 )
 
 
-def without_dates(text: str) -> str:
-    """Return a text that stays the same whatever the time is."""
-    return _DATE.sub(r"\g<words>", text)
+def sticky_date(draft: Draft) -> None:
+    """A date or time in the system prompt changes, and the whole prompt with it."""
+    key = draft.key("date")
+    first = draft.recall(key)
+    if isinstance(first, list) and len(first) == len(_dates(draft)):
+        dates = iter(first)
+        draft.rewrite_system(
+            lambda text: DATE.sub(lambda match: match["words"] + next(dates), text)
+        )
+    if dates_now := _dates(draft):
+        draft.lessons[key] = dates_now
 
 
-def _dates(form: Form, body: Json) -> list[str]:
-    return [match["date"] for match in _DATE.finditer(system_text(form, body))]
+def _dates(draft: Draft) -> list[str]:
+    return [match["date"] for match in DATE.finditer(draft.system_text)]
 
 
-def _key(known: Remembered) -> str:
-    return key_of("date", known.identity.conversation)
+def sticky_reminders(draft: Draft) -> None:
+    """Reminders move from the old user message to the newest, which changes the old one.
+
+    OpenCode attaches the reminder of its plan mode to the newest user message only. A message is known by
+    what the user wrote in the message and by its number.
+    """
+    messages = list(draft.messages)
+    texts = {i: _text(m) for i, m in enumerate(messages) if m.get("role") == "user"}
+    prompts = [(i, text) for i, text in texts.items() if text is not None]
+    for number, (i, text) in enumerate(prompts, 1):
+        key = draft.key("reminder", str(number), without_reminders(text))
+        first, is_newest = draft.memory.get(key), number == len(prompts)
+        if first is not None and first != messages[i]["content"] and not is_newest:
+            messages[i] = {**messages[i], "content": first}
+        # The newest may have lost its reminder by being asked again in another mode.
+        if has_reminder(_text(messages[i]) or "") or (is_newest and first is not None):
+            draft.lessons[key] = messages[i]["content"]
+    draft.messages = messages
 
 
-def _pin(form: Form, body: Json, known: Remembered) -> Rewrite | None:
-    first = None if known.identity.begins else known.memory.get(_key(known))
-    if not isinstance(first, list) or len(first) != len(_dates(form, body)):
-        return None
-    dates = iter(first)
-    changed, edits = rewrite_system_texts(
-        form, body, lambda text: _DATE.sub(lambda match: match["words"] + next(dates), text)
-    )
-    return Rewrite(changed, edits) if edits else None
-
-
-def _learn_dates(form: Form, body: Json, known: Remembered) -> list[Lesson]:
-    dates = _dates(form, body)
-    return [Lesson(_key(known), dates)] if dates else []
-
-
-DATES = FromMemory(Name.STICKY_DATE, frozenset(Form), _pin, _learn_dates)
-
-
-# sticky_reminders: reminders stay at the user message where they were first sent.
-#
-# OpenCode attaches the reminder of its plan mode to the newest user message only, so that each new prompt
-# changes the message before. A message is known by what the user wrote in it and by its number.
-
-
-def _keep(form: Form, body: Json, known: Remembered) -> Rewrite | None:
-    messages = list(messages_of(form, body))
-    edits = []
-    for index, key in list(_prompts(messages, known))[:-1]:
-        first, now = known.memory.get(key), messages[index]["content"]
-        if first is not None and first != now:
-            edits.append(Edit(f"{message_path(form, index)}.content", now, first))
-            messages[index] = {**messages[index], "content": first}
-    return Rewrite(with_messages(form, body, messages), tuple(edits)) if edits else None
-
-
-def _prompts(messages: list[Json], known: Remembered) -> Iterator[tuple[int, str]]:
-    """Yield index and key of each message that a user wrote."""
-    n_prompts = 0
-    for index, message in enumerate(messages):
-        text = _reminder_text(message) if message.get("role") == "user" else None
-        if text is None:
-            continue
-        n_prompts += 1
-        written = without_reminders(text)
-        yield index, key_of("reminder", known.identity.conversation, str(n_prompts), written)
-
-
-def _reminder_text(message: Json) -> str | None:
-    """Return the text of a message, or None if there is more than text in it."""
+def _text(message: Json) -> str | None:
+    """Return the text of a message, or None if there is more than text in the message."""
     content = message.get("content")
     if isinstance(content, str):
         return content
-    if isinstance(content, list) and content and all(is_text(part) for part in content):
+    if isinstance(content, list) and content and all(map(is_text, content)):
         return "\n".join(part["text"] for part in content)
     return None
 
 
-def _learn_reminders(form: Form, body: Json, known: Remembered) -> list[Lesson]:
-    messages = messages_of(form, body)
-    prompts = list(_prompts(messages, known))
-    # The newest may have lost its reminder by being asked again in another mode.
-    return [
-        Lesson(key, messages[index]["content"])
-        for index, key in prompts
-        if has_reminder(_reminder_text(messages[index]) or "")
-        or (index == prompts[-1][0] and known.memory.get(key) is not None)
-    ]
+# The tools of a conversation as they were first sent.
 
 
-REMINDERS = FromMemory(Name.STICKY_REMINDERS, frozenset(Form), _keep, _learn_reminders)
+def keep_tool_order(draft: Draft) -> None:
+    """A tool loaded later is inserted in the middle of the list; at the end it costs nothing.
 
-
-# keep_tool_order and sticky_tool_text: the tools of a conversation as they were first sent.
-#
-# A tool that comes later goes behind those already seen. The order is that of the conversation; where
-# that is new, of the first conversation with the same system prompt.
-
-
-def _names(tools: list[Json]) -> list[str]:
-    names = [_name(tool) for tool in tools]
-    if len(set(names)) != len(names):
+    The order is that of the conversation; where that is new, of the first conversation with the same
+    system prompt.
+    """
+    tools = {_name(tool): tool for tool in draft.tools}
+    if len(tools) != len(draft.tools):
         raise UnknownShape("tools has two of one name")
-    return names
+    if not tools:
+        return
+    keys = draft.key("tool order"), key_of("tool order of header", draft.header)
+    orders: list[list[str]] = [draft.recall(keys[0]) or [], draft.memory.get(keys[1]) or []]
+    places = {name: i for i, name in enumerate(dict.fromkeys(orders[0] + orders[1]))}
+    # Sorting is stable, so unknown tools keep the client's order at the end.
+    names = sorted(tools, key=lambda name: places.get(name, len(places)))
+    draft.body = with_list(draft.body, "tools", [tools[name] for name in names])
+    for key, order in zip(keys, orders, strict=True):
+        draft.lessons[key] = list(dict.fromkeys(order + names))
 
 
 def _name(tool: Json) -> str:
@@ -170,100 +110,31 @@ def _described(tool: Json) -> dict[str, Any]:
     return function if isinstance(function, dict) else tool
 
 
-def _order(form: Form, body: Json, known: Remembered) -> Rewrite | None:
-    tools = tools_of(body)
-    names = _names(tools)
-    wanted = sorted(names, key=_place(known).__getitem__)
-    if wanted == names:
-        return None
-    by_name = dict(zip(names, tools, strict=True))
-    changed = {**body, "tools": [by_name[name] for name in wanted]}
-    return Rewrite(changed, (Edit("tools", names, wanted),))
+def sticky_tool_text(draft: Draft) -> None:
+    """Modes such as plan and build change a tool's description in mid-conversation.
 
+    A tool is known by everything but its description.
+    """
 
-class _Places(dict[str, int]):
-    """Where a tool goes; sorting is stable, so unknown ones keep the client's order at the end."""
-
-    def __missing__(self, name: str) -> int:
-        return len(self)
-
-
-def _place(known: Remembered) -> _Places:
-    own = [] if known.identity.begins else _known_order(known, _conversation_key(known))
-    order = dict.fromkeys([*own, *_known_order(known, _header_key(known))])
-    return _Places({name: i for i, name in enumerate(order)})
-
-
-def _known_order(known: Remembered, key: str) -> list[str]:
-    names: list[str] = known.memory.get(key) or []
-    return names
-
-
-def _conversation_key(known: Remembered) -> str:
-    return key_of("tool order", known.identity.conversation)
-
-
-def _header_key(known: Remembered) -> str:
-    return key_of("tool order of header", known.identity.header)
-
-
-def _learn_order(form: Form, body: Json, known: Remembered) -> list[Lesson]:
-    names = _names(tools_of(body))
-    if not names:
-        return []
-    keys = _conversation_key(known), _header_key(known)
-    own = [] if known.identity.begins else _known_order(known, keys[0])
-    lists = own, _known_order(known, keys[1])
-    return [
-        Lesson(key, list(dict.fromkeys([*order, *names])))
-        for key, order in zip(keys, lists, strict=True)
-    ]
-
-
-def _tool_text(form: Form, body: Json, known: Remembered) -> Rewrite | None:
-    if known.identity.begins:
-        return None
-    tools = tools_of(body)
-    edits = []
-    changed = list(tools)
-    for i, tool in enumerate(tools):
-        first = known.memory.get(_text_key(tool, known))
+    def as_first_sent(tool: Json) -> Json:
         described = _described(tool)
-        if isinstance(first, str) and first != described.get("description"):
-            edits.append(Edit(f"tools[{i}].description", described.get("description"), first))
-            changed[i] = _redescribed(tool, first)
-    return Rewrite({**body, "tools": changed}, tuple(edits)) if edits else None
+        rest = {**tool, **described, "description": "", "function": None}
+        key = draft.key("tool text", msgspec.json.encode(rest).decode())
+        first, text = draft.recall(key), described.get("description")
+        if isinstance(first, str) and first != text:
+            text, changed = first, {**described, "description": first}
+            tool = changed if described is tool else {**tool, "function": changed}
+        if isinstance(text, str):
+            draft.lessons[key] = text
+        return tool
+
+    draft.body = with_list(draft.body, "tools", [as_first_sent(tool) for tool in draft.tools])
 
 
-def _redescribed(tool: Json, description: str) -> Json:
-    described = {**_described(tool), "description": description}
-    return described if _described(tool) is tool else {**tool, "function": described}
-
-
-def _text_key(tool: Json, known: Remembered) -> str:
-    """Return a key that changes with anything of the tool but its description."""
-    rest = {**tool, **_described(tool), "description": "", "function": None}
-    return key_of("tool text", known.identity.conversation, msgspec.json.encode(rest).decode())
-
-
-def _learn_text(form: Form, body: Json, known: Remembered) -> list[Lesson]:
-    return [
-        Lesson(_text_key(tool, known), description)
-        for tool in tools_of(body)
-        if isinstance(description := _described(tool).get("description"), str)
-    ]
-
-
-ORDER = FromMemory(Name.KEEP_TOOL_ORDER, frozenset(Form), _order, _learn_order)
-TEXT = FromMemory(Name.STICKY_TOOL_TEXT, frozenset(Form), _tool_text, _learn_text)
-
-
-# restore_tool_arguments: tool calls as the model wrote them.
-#
-# Claude Code and OpenCode send calls back changed: other key order, a default added, a leading `cd ...
-# &&` removed, "1" turned into 1. A call is restored only if what came back still means what the model
-# wrote, so that a call which the user edited stays edited. What is not JSON is never restored: llama-
-# server answers 500 to it.
+# Tool calls as the model wrote them. Claude Code and OpenCode send calls back changed: other key order, a
+# default added, a leading `cd ... &&` removed, "1" turned into 1. A call is restored only if what came back
+# still means what the model wrote, so that a call which the user edited stays edited. What is not JSON is
+# never restored: llama-server answers 500 to it.
 
 
 _CHANGE_OF_FOLDER = re.compile(r"""\Acd (?:"[^"\n]*"|'[^'\n]*'|[^\s;&|"']+) && """)
@@ -271,6 +142,80 @@ _NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,6})?")
 _ADDED_BY_CLIENTS = {"replace_all": False}
 _REFUSED_BY_CLIENT = "invalid"
 """OpenCode's name for a call that it could not run; the arguments then name the tool and the error."""
+
+
+def restore_tool_arguments(draft: Draft) -> None:
+    """Clients send tool calls back with other keys, order or numbers than the model wrote."""
+
+    def restored_call(call: Any) -> Any:
+        function = member(call, "function")
+        if not isinstance(function, dict):
+            return call
+        restored = _restored(draft, function, call.get("id"))
+        return call if restored is function else {**call, "function": restored}
+
+    def restored_block(block: Any) -> Any:
+        is_call = text_of(block, "type") == "tool_use"
+        return _restored(draft, block, block.get("id")) if is_call else block
+
+    def restored_message(message: Json) -> Json:
+        if draft.form is Form.RESPONSES:
+            is_call = message.get("type") == "function_call"
+            return _restored(draft, message, message.get("call_id")) if is_call else message
+        if message.get("role") != "assistant":
+            return message
+        if draft.form is Form.ANTHROPIC:
+            return with_items(message, "content", restored_block)
+        return with_items(message, "tool_calls", restored_call)
+
+    draft.messages = [restored_message(message) for message in draft.messages]
+
+
+def _restored(draft: Draft, holder: Json, call_id: Any) -> Json:
+    """Return the object that holds a call's name and arguments, with both as the model made them.
+
+    Anthropic's arguments are an object, all others' are a text.
+    """
+    key = "input" if draft.form is Form.ANTHROPIC else "arguments"
+    name, arguments = holder.get("name"), holder.get(key)
+    if not isinstance(call_id, str) or not isinstance(name, str):
+        return holder
+    if made := draft.memory.calls(call_id, tenant=draft.facts.tenant):
+        draft.lessons[call_key(call_id, draft.facts.tenant)] = made  # it will be needed again
+    if key == "input" and isinstance(arguments, dict):
+        chosen = choose_call(made, name, _encode(arguments).decode())
+    elif key == "arguments" and isinstance(arguments, str):
+        chosen = choose_call(made, name, arguments)
+    else:
+        return holder
+    if chosen is None:
+        return holder
+    written = _decode_object(chosen[1]) if key == "input" else chosen[1]
+    restored = {**holder, "name": chosen[0], key: written}
+    return holder if _encode(restored) == _encode(holder) else restored
+
+
+def choose_call(
+    made: list[tuple[str, str]], name: str, raw_arguments: str
+) -> tuple[str, str] | None:
+    """Return the one call of those *made* that came back changed, or None if that is not certain.
+
+    Where only spaces and escapes differ the values decide before the known changes do.
+    """
+    returned = _decode_object(raw_arguments)
+    if returned is None or (name, raw_arguments) in made:
+        return None
+    values = {call: value for call in made if (value := _decode_object(call[1])) is not None}
+    exact = [c for c, v in values.items() if c[0] == name and _encode(v) == _encode(returned)]
+    alike = [c for c, v in values.items() if _came_back_as(c[0], v, name, returned)]
+    candidates = exact or alike
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def _came_back_as(made_name: str, written: Json, name: str, returned: Json) -> bool:
+    if name == _REFUSED_BY_CLIENT and name != made_name:
+        return returned.get("tool") == made_name and "error" in returned
+    return made_name == name and means_the_same(written, returned)
 
 
 def means_the_same(written: Json, returned: Json) -> bool:
@@ -288,8 +233,7 @@ def _is_same(written: Any, returned: Any, *, is_command: bool = False) -> bool:
     if isinstance(written, dict) and isinstance(returned, dict):
         return means_the_same(written, returned)
     if isinstance(written, list) and isinstance(returned, list):
-        pairs = list(zip(written, returned, strict=False))
-        return len(written) == len(returned) and all(_is_same(*pair) for pair in pairs)
+        return len(written) == len(returned) and all(map(_is_same, written, returned))
     if isinstance(written, str) and is_command and written != returned:
         return isinstance(returned, str) and _CHANGE_OF_FOLDER.sub("", written) == returned
     if isinstance(written, str) and not isinstance(returned, str):
@@ -307,31 +251,6 @@ def _is_written_out(text: str, value: Any) -> bool:
     return is_number and float(text) == float(value)
 
 
-def choose_call(
-    made: list[tuple[str, str]], name: str, raw_arguments: str
-) -> tuple[str, str] | None:
-    """Return the one call of those *made* that came back changed, or None if that is not certain.
-
-    Where only spaces and escapes differ the values decide before the known changes do.
-    """
-    returned = _decode_object(raw_arguments)
-    if returned is None or (name, raw_arguments) in made:
-        return None
-    values = {call: value for call in made if (value := _decode_object(call[1])) is not None}
-    exact = [c for c, v in values.items() if c[0] == name and _encode(v) == _encode(returned)]
-    alike = [c for c, v in values.items() if _came_back_as(c[0], v, name, returned)]
-    for calls in (exact, alike):
-        if calls:
-            return calls[0] if len(calls) == 1 else None
-    return None
-
-
-def _came_back_as(made_name: str, written: Json, name: str, returned: Json) -> bool:
-    if name == _REFUSED_BY_CLIENT and name != made_name:
-        return returned.get("tool") == made_name and "error" in returned
-    return made_name == name and means_the_same(written, returned)
-
-
 def _decode_object(raw: str) -> Json | None:
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
@@ -341,104 +260,3 @@ def _decode_object(raw: str) -> Json | None:
 
 def _encode(value: Any) -> bytes:
     return msgspec.json.encode(value)
-
-
-def _restore(form: Form, body: Json, known: Remembered) -> Rewrite | None:
-    messages = list(messages_of(form, body))
-    edits: list[Edit] = []
-    for i, message in enumerate(messages):
-        messages[i] = _in_message(form, message, message_path(form, i), known, edits)
-    return Rewrite(with_messages(form, body, messages), tuple(edits)) if edits else None
-
-
-def _in_message(form: Form, message: Json, path: str, known: Remembered, edits: list[Edit]) -> Json:
-    if form is Form.RESPONSES:
-        restored = _restored_item(message, path, known, edits)
-        return restored or message
-    name = "content" if form is Form.ANTHROPIC else "tool_calls"
-    calls = message.get(name)
-    if message.get("role") != "assistant" or not isinstance(calls, list):
-        return message
-    read = _restored_block if form is Form.ANTHROPIC else _restored_call
-    restored_calls = [
-        read(call, f"{path}.{name}[{i}]", known, edits) if isinstance(call, dict) else None
-        for i, call in enumerate(calls)
-    ]
-    if not any(restored_calls):
-        return message
-    changed = [new or old for new, old in zip(restored_calls, calls, strict=True)]
-    return {**message, name: changed}
-
-
-def _restored_block(block: Json, path: str, known: Remembered, edits: list[Edit]) -> Json | None:
-    """Return an Anthropic call as it was made; its arguments are an object, not a text."""
-    arguments = block.get("input")
-    if block.get("type") != "tool_use" or not isinstance(arguments, dict):
-        return None
-    raw = _encode(arguments).decode()
-    call = _chosen(block.get("id"), block.get("name"), raw, known)
-    if call is None:
-        return None
-    restored = {**block, "name": call[0], "input": _decode_object(call[1])}
-    if _encode(restored) == _encode(block):
-        return None
-    edits.append(Edit(path, [block["name"], raw], list(call)))
-    return restored
-
-
-def _restored_call(call: Json, path: str, known: Remembered, edits: list[Edit]) -> Json | None:
-    function = call.get("function")
-    if not isinstance(function, dict):
-        return None
-    restored = _restored_function(function, call.get("id"), path, known, edits)
-    return None if restored is None else {**call, "function": restored}
-
-
-def _restored_item(item: Json, path: str, known: Remembered, edits: list[Edit]) -> Json | None:
-    if item.get("type") != "function_call":
-        return None
-    return _restored_function(item, item.get("call_id"), path, known, edits)
-
-
-def _restored_function(
-    function: Json, call_id: Any, path: str, known: Remembered, edits: list[Edit]
-) -> Json | None:
-    """Return name and arguments as they were made, where the arguments are a text."""
-    name, raw = function.get("name"), function.get("arguments")
-    call = _chosen(call_id, name, raw, known)
-    if call is None:
-        return None
-    edits.append(Edit(path, [name, raw], list(call)))
-    return {**function, "name": call[0], "arguments": call[1]}
-
-
-def _chosen(call_id: Any, name: Any, raw: Any, known: Remembered) -> tuple[str, str] | None:
-    if not (isinstance(call_id, str) and isinstance(name, str) and isinstance(raw, str)):
-        return None
-    return choose_call(known.memory.calls(call_id, tenant=known.tenant), name, raw)
-
-
-def _learn_arguments(form: Form, body: Json, known: Remembered) -> list[Lesson]:
-    """Return the calls of this conversation as they are known: they will be needed again."""
-    lessons = []
-    for call_id in _call_ids(form, messages_of(form, body)):
-        key = call_key(call_id, known.tenant)
-        value = known.memory.get(key)
-        if value is not None:
-            lessons.append(Lesson(key, value))
-    return lessons
-
-
-def _call_ids(form: Form, messages: list[Json]) -> list[str]:
-    """Return the ids of all calls, in their order."""
-    if form is Form.RESPONSES:
-        found = [m.get("call_id") for m in messages if m.get("type") == "function_call"]
-    else:
-        answers = [m for m in messages if m.get("role") == "assistant"]
-        lists = [m.get(name) for m in answers for name in ("content", "tool_calls")]
-        blocks = [block for blocks in lists if isinstance(blocks, list) for block in blocks]
-        found = [block.get("id") for block in blocks if isinstance(block, dict)]
-    return [call_id for call_id in found if isinstance(call_id, str)]
-
-
-ARGUMENTS = FromMemory(Name.RESTORE_TOOL_ARGUMENTS, frozenset(Form), _restore, _learn_arguments)

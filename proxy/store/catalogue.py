@@ -1,15 +1,21 @@
-"""All checkpoints in memory, and the bytes that they may take."""
+"""All checkpoints in memory, and the bytes that they may take and that may be written.
+
+Nothing here waits or looks at a file: what is chosen is also marked in the same step, and what fits is also
+reserved.
+"""
 
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cachetools import LRUCache
+
 from proxy.core.eviction import (
-    Exempt,
     Gone,
     Lineage,
     Present,
@@ -17,58 +23,11 @@ from proxy.core.eviction import (
     choose_victims,
     value_seconds,
 )
-from proxy.core.model import Checkpoint, CheckpointId, Quarantine
-from proxy.core.saving import WantedSave
-from proxy.core.tokens import PrefixHash
-from proxy.errors import NoRoom
-
-# Which state files are likely in the page cache: those that were saved or restored lately.
-#
-# A restore from memory is several times faster than one from the disk. The kernel is not asked: the files
-# last used that fit into half of the memory that was available at the start count as warm.
-
-
-_FALLBACK_BYTES = 8 << 30
-"""Taken where the system does not say how much memory is free."""
-
-
-class WarmFiles:
-    """The checkpoints whose files were written or read last, up to *max_bytes* of them."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self._sizes: OrderedDict[CheckpointId, int] = OrderedDict()
-        self._size_bytes = 0
-
-    def __contains__(self, checkpoint_id: CheckpointId) -> bool:
-        return checkpoint_id in self._sizes
-
-    def note(self, checkpoint: Checkpoint) -> None:
-        """Note that the whole file was just written or read."""
-        self.forget(checkpoint.id)
-        self._sizes[checkpoint.id] = checkpoint.size_bytes
-        self._size_bytes += checkpoint.size_bytes
-        while self._size_bytes > self._max_bytes:
-            _, size_bytes = self._sizes.popitem(last=False)
-            self._size_bytes -= size_bytes
-
-    def forget(self, checkpoint_id: CheckpointId) -> None:
-        self._size_bytes -= self._sizes.pop(checkpoint_id, 0)
-
-
-def page_cache_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return how many bytes of files the kernel may well keep in memory."""
-    try:
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024 // 2
-    except (OSError, KeyError, ValueError):
-        return _FALLBACK_BYTES
-
-
-# How many bytes the store may take, those of files that are still being written included.
-#
-# Owns: the two limits and what is reserved under them. Nothing here waits or looks at a disk, so that
-# what fits is reserved in the same step.
+from proxy.core.model import Checkpoint, CheckpointId
+from proxy.core.saving import WantedSave, Written, scarcity, why_refused
+from proxy.core.tokens import Namespace, PrefixHash, TokenIds, hash_prefixes
+from proxy.errors import WRITE_BUDGET, NoRoom
+from proxy.store.index import Index
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,67 +62,50 @@ class Claim:
         return WantedSave(self.n_bytes, self.spared_seconds)
 
 
-@dataclass(slots=True)
-class _Reserved:
-    claim: Claim
-    n_bytes: int
-    is_written: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Shortage:
-    """So many bytes have to go, and which limit says so."""
-
-    n_bytes: int
-    reason: Removal
-
-
 @dataclass
 class Budget:
-    """The limits, and the reservations of files that are no checkpoints yet, by file name."""
+    """The limits, and what is claimed for files that are no checkpoints yet, by file name.
+
+    `_written` has the sizes of those files that were written.
+    """
 
     limits: Limits
-    _reserved: dict[str, _Reserved] = field(default_factory=dict)
-
-    @property
-    def reserved_bytes(self) -> int:
-        return sum(r.n_bytes for r in self._reserved.values())
+    _claims: dict[str, Claim] = field(default_factory=dict)
+    _written: dict[str, int] = field(default_factory=dict)
 
     @property
     def unwritten_bytes(self) -> int:
-        return sum(r.n_bytes for r in self._reserved.values() if not r.is_written)
+        return sum(claim.n_bytes for name, claim in self._claims.items() if self.unwritten(name))
 
     def unwritten(self, name: str) -> Claim | None:
-        """Return what was claimed for a file, unless it was settled or released."""
-        reserved = self._reserved.get(name)
-        return None if reserved is None or reserved.is_written else reserved.claim
+        """Return what was claimed for a file, unless the file was settled or released."""
+        return None if name in self._written else self._claims.get(name)
 
     def reserve(self, name: str, claim: Claim) -> None:
         """Count a file that is about to be written; raises NoRoom if it is too large in any case."""
         self._require_possible(claim.n_bytes)
-        self._reserved[name] = _Reserved(claim, claim.n_bytes)
+        self._claims[name] = claim
 
     def settle(self, name: str, n_bytes: int) -> Claim:
         """Count a file as it was written; return what was claimed for it."""
-        reserved = self._reserved[name]
-        reserved.n_bytes, reserved.is_written = n_bytes, True
+        self._written[name] = n_bytes
         self._require_possible(n_bytes)
-        return reserved.claim
+        return self._claims[name]
 
     def release(self, name: str) -> None:
         """Count a file no more: it is a checkpoint now, or gone."""
-        self._reserved.pop(name, None)
+        self._claims.pop(name, None)
+        self._written.pop(name, None)
 
-    def shortage(self, claim: Claim, stored_bytes: int, free_bytes: int) -> Shortage:
-        """Return what is missing for all reservations, *claim*'s included, to fit."""
-        over_budget = stored_bytes + self.reserved_bytes - self.limits.max_bytes
-        wanted_bytes = self.unwritten_bytes + (
-            0 if claim.is_passing else self.limits.min_free_bytes
-        )
-        short_of_free = wanted_bytes - free_bytes
+    def shortage(self, claim: Claim, stored_bytes: int, free_bytes: int) -> tuple[int, Removal]:
+        """Return how many bytes are missing for all claims to fit, and by which limit."""
+        reserved_bytes = self.unwritten_bytes + sum(self._written.values())
+        over_budget = stored_bytes + reserved_bytes - self.limits.max_bytes
+        min_free_bytes = 0 if claim.is_passing else self.limits.min_free_bytes
+        short_of_free = self.unwritten_bytes + min_free_bytes - free_bytes
         if short_of_free > max(0, over_budget):
-            return Shortage(short_of_free, Removal.FREE_SPACE)
-        return Shortage(over_budget, Removal.BUDGET)
+            return short_of_free, Removal.FREE_SPACE
+        return over_budget, Removal.BUDGET
 
     def _require_possible(self, n_bytes: int) -> None:
         if n_bytes > self.limits.max_bytes:
@@ -173,23 +115,78 @@ class Budget:
             )
 
 
-# All checkpoints in memory: their records, who uses them, and their value.
-#
-# Nothing here waits or touches a file: whatever is chosen is also marked in the same step.
+_WRITTEN = "written"
+
+
+class WriteLedger:
+    """Counts the bytes of saved files across restarts, and refuses saves over the budget of a day."""
+
+    def __init__(self, index: Index, max_bytes_per_day: int) -> None:
+        self._index = index
+        self._written = index.value(_WRITTEN, Written) or Written()
+        self.max_bytes_per_day = max_bytes_per_day
+        self.on_write: Callable[[int], None] = lambda _: None
+
+    @property
+    def last_day_bytes(self) -> int:
+        return self._written.last_day_bytes(time.time())
+
+    @property
+    def left_bytes(self) -> int | None:
+        """How much may be written now; None if there is no limit."""
+        return self.max_bytes_per_day - self.last_day_bytes if self.max_bytes_per_day else None
+
+    @property
+    def has_plenty(self) -> bool:
+        """Whether so much of the budget is left that no save is refused for its little value."""
+        left_bytes = self.left_bytes
+        return left_bytes is None or scarcity(left_bytes, self.max_bytes_per_day) == 0
+
+    def require(self, wanted: WantedSave, pending_bytes: int) -> None:
+        """Raise NoRoom if a save is not worth what is left of the budget."""
+        budget, now = self.max_bytes_per_day, time.time()
+        if refusal := why_refused(wanted, self._written, budget, now, pending_bytes):
+            raise NoRoom(WRITE_BUDGET, refusal)
+
+    def note(self, n_bytes: int, wanted: WantedSave) -> Callable[[], None]:
+        """Count *n_bytes* that were written; return what writes the count to the index."""
+        self._written = self._written.after(n_bytes, wanted, time.time())
+        self.on_write(n_bytes)
+        return partial(self._index.put_value, _WRITTEN, self._written)
+
+
+_FALLBACK_BYTES = 8 << 30
+"""Taken where the system does not say how much memory is free."""
+
+
+def page_cache_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Return how many bytes of files the kernel may well keep in memory."""
+    try:
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024 // 2
+    except (OSError, KeyError, ValueError):
+        return _FALLBACK_BYTES
 
 
 class Catalogue:
-    """The records of the checkpoints that may be offered."""
+    """The records of the checkpoints that may be used, which of them are in use, and their value.
+
+    `version` changes with every record.
+    """
 
     def __init__(self) -> None:
-        self._warm = WarmFiles(page_cache_bytes())
-        self._records: dict[CheckpointId, Checkpoint] = {}
         self.version = 0
+        self._records: dict[CheckpointId, Checkpoint] = {}
         self._going: dict[CheckpointId, tuple[Checkpoint, Sequence[PrefixHash]]] = {}
         self._lineage = Lineage()
         self._in_use: Counter[CheckpointId] = Counter()
         self._touched: set[CheckpointId] = set()
         self._quarantined: set[CheckpointId] = set()
+        # A restore from the page cache is several times faster than one from the disk. The kernel is not
+        # asked: the files last used that fit into half of the memory that was available at the start count.
+        self._warm: LRUCache[CheckpointId, Checkpoint] = LRUCache(
+            page_cache_bytes(), getsizeof=lambda checkpoint: checkpoint.size_bytes
+        )
 
     def __len__(self) -> int:
         return len(self._records)
@@ -200,17 +197,14 @@ class Catalogue:
     def get(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
         return self._records.get(checkpoint_id)
 
-    def enter(self, checkpoint: Checkpoint, hashes: Sequence[PrefixHash]) -> None:
-        """Add a checkpoint whose file and index entry are there."""
-        self._records[checkpoint.id] = checkpoint
-        self.version += 1
-        self._lineage.add(checkpoint, hashes)
-        if checkpoint.quarantine:
-            self._quarantined.add(checkpoint.id)
-
     @property
     def size_bytes(self) -> int:
         return sum(c.size_bytes for c in self._records.values())
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of files that an operator keeps; they count in the budget."""
+        return sum(c.size_bytes for c in self._records.values() if c.is_pinned)
 
     @property
     def going_bytes(self) -> int:
@@ -225,24 +219,49 @@ class Catalogue:
         self, n_bytes: int, present: Present, replaces: Collection[CheckpointId] = ()
     ) -> list[Checkpoint]:
         """Return what to remove for *n_bytes* more room; less if the rest is in use or pinned."""
-        in_use = {i for i, n in self._in_use.items() if n}
-        exempt = Exempt(in_use, self._quarantined, replaces)
-        return choose_victims(self._records.values(), n_bytes, self._lineage, present, exempt)
+        return choose_victims(
+            self._records.values(),
+            n_bytes,
+            self._lineage,
+            present,
+            in_use=set(self._in_use),
+            quarantined=self._quarantined,
+            being_replaced=replaces,
+        )
 
-    def is_in_use(self, checkpoint_id: CheckpointId) -> bool:
-        return self._in_use[checkpoint_id] > 0
+    def enter(self, checkpoint: Checkpoint, hashes: Sequence[PrefixHash]) -> None:
+        """Add a checkpoint whose file and index entry are there."""
+        self._records[checkpoint.id] = checkpoint
+        self.version += 1
+        self._lineage.add(checkpoint, hashes)
+        if checkpoint.quarantine:
+            self._quarantined.add(checkpoint.id)
+
+    def change(self, checkpoint_id: CheckpointId, **changes: Any) -> Checkpoint | None:
+        """Change fields of a record; return the new record, None if the checkpoint is gone."""
+        record = self._records.get(checkpoint_id)
+        if record is not None:
+            self.version += 1
+            record = self._records[checkpoint_id] = replace(record, **changes)
+        return record
+
+    def enter_elsewhere(self, checkpoint: Checkpoint, hashes: Sequence[PrefixHash]) -> None:
+        """Note that a checkpoint is found by other prefixes now."""
+        if checkpoint.id in self._records:
+            self._lineage.remove(checkpoint.id)
+            self.enter(checkpoint, hashes)
 
     def take(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
         """Take a checkpoint out, so that nobody finds it while it is removed; None if it is gone."""
         checkpoint = self._records.pop(checkpoint_id, None)
-        self._warm.forget(checkpoint_id)
+        self._warm.pop(checkpoint_id, None)
         if checkpoint is not None:
             self.version += 1
             self._going[checkpoint_id] = checkpoint, self._lineage.remove(checkpoint_id)
         return checkpoint
 
     def put_back(self, checkpoint_id: CheckpointId) -> None:
-        """Offer a checkpoint again whose removal failed."""
+        """Enter a checkpoint again whose removal failed."""
         self.enter(*self._going.pop(checkpoint_id))
 
     def forget(self, checkpoint_id: CheckpointId) -> None:
@@ -251,70 +270,52 @@ class Catalogue:
         self._quarantined.discard(checkpoint_id)
 
     @contextmanager
-    def keep(self, checkpoint_id: CheckpointId) -> Iterator[None]:
-        self._in_use[checkpoint_id] += 1
+    def keep(self, checkpoint: Checkpoint) -> Iterator[None]:
+        """Keep a checkpoint from eviction between its choice and the end of its restore."""
+        self._in_use[checkpoint.id] += 1
         try:
             yield
         finally:
-            self._in_use[checkpoint_id] -= 1
-            if not self._in_use[checkpoint_id]:
-                del self._in_use[checkpoint_id]
+            self._in_use[checkpoint.id] -= 1
+            self._in_use += Counter()  # without zeros
 
-    def quarantine(
-        self, checkpoint_id: CheckpointId, quarantine: Quarantine | None = None
-    ) -> Checkpoint | None:
-        """Offer a checkpoint no more; return its record with the *quarantine*, None if it is gone."""
-        self._quarantined.add(checkpoint_id)
-        return self._replace(checkpoint_id, quarantine=quarantine)
+    def is_in_use(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.id in self._in_use
 
-    def is_quarantined(self, checkpoint_id: CheckpointId) -> bool:
-        return checkpoint_id in self._quarantined
+    def quarantine(self, checkpoint: Checkpoint) -> None:
+        """Offer a checkpoint no more while this process runs; eviction takes it first."""
+        self._quarantined.add(checkpoint.id)
+        self.version += 1
 
-    def note_asked(self, hashes: Sequence[PrefixHash]) -> None:
-        """Note that a request begins with these prefixes, wherever it finds their state."""
-        self._lineage.note_asked(hashes, time.time())
+    def is_quarantined(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.id in self._quarantined
+
+    def note_asked(self, namespace: Namespace, tokens: TokenIds) -> None:
+        """Note that a request has this prompt: what it shares with checkpoints is alive."""
+        self._lineage.note_asked(hash_prefixes(namespace, tokens), time.time())
 
     def note_read(self, checkpoint: Checkpoint) -> None:
-        """Note that the file of a checkpoint was just written or read."""
+        """Note that the whole file of a checkpoint was just written or read."""
         if checkpoint.id in self._records:
-            self._warm.note(checkpoint)
+            with suppress(ValueError):  # larger than the page cache
+                self._warm[checkpoint.id] = checkpoint
 
-    def is_warm(self, checkpoint_id: CheckpointId) -> bool:
+    def is_warm(self, checkpoint: Checkpoint) -> bool:
         """Return whether the file of a checkpoint is likely in the page cache."""
-        return checkpoint_id in self._warm
+        return checkpoint.id in self._warm
 
-    def touch(self, checkpoint_id: CheckpointId) -> None:
-        """Note that a checkpoint was restored."""
-        if record := self._records.get(checkpoint_id):
-            self._warm.note(record)
-            self.version += 1
-            self._records[checkpoint_id] = replace(
-                record, last_used_at=time.time(), n_restores=record.n_restores + 1
-            )
-            self._touched.add(checkpoint_id)
+    def note_restored(self, checkpoint: Checkpoint) -> None:
+        self.note_read(checkpoint)
+        if record := self.get(checkpoint.id):
+            n_restores = record.n_restores + 1
+            self.change(record.id, last_used_at=time.time(), n_restores=n_restores)
+            self._touched.add(record.id)
 
-    def note_verified(self, checkpoint_id: CheckpointId) -> None:
+    def note_verified(self, checkpoint: Checkpoint) -> None:
         """Note that the file of a checkpoint was just found to be what was saved."""
-        if record := self._records.get(checkpoint_id):
-            self._records[checkpoint_id] = replace(record, verified_at=time.time())
-            self._touched.add(checkpoint_id)
-
-    def set_pinned(self, checkpoint_id: CheckpointId, *, is_pinned: bool) -> Checkpoint | None:
-        """Pin or unpin a checkpoint; None if it is gone."""
-        return self._replace(checkpoint_id, is_pinned=is_pinned)
-
-    def _replace(self, checkpoint_id: CheckpointId, **changes: Any) -> Checkpoint | None:
-        record = self._records.get(checkpoint_id)
-        if record is not None:
-            self.version += 1
-            record = self._records[checkpoint_id] = replace(record, **changes)
-        return record
-
-    def move(self, checkpoint: Checkpoint, hashes: Sequence[PrefixHash]) -> None:
-        """Note that a checkpoint is found by other prefixes now."""
-        if checkpoint.id in self._records:
-            self._lineage.remove(checkpoint.id)
-            self.enter(checkpoint, hashes)
+        if record := self.get(checkpoint.id):
+            self._records[record.id] = replace(record, verified_at=time.time())
+            self._touched.add(record.id)
 
     def take_touched(self) -> list[Checkpoint]:
         """Return the records that are newer than the index, once."""

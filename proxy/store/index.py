@@ -1,17 +1,26 @@
 """The LMDB index: which checkpoint covers which prefix.
 
-Owns the key layout (docs/storage-format.md). Reads are short transactions on the caller's thread and
-never stay open across an await; writes are for one writer thread only (the store sees to that).
+Owns the key layout (docs/storage-format.md), and what keeps LMDB from a damaged file: LMDB believes every
+byte that it maps, and a damaged page ends the process. Reads are short transactions on the caller's thread
+and never stay open across an await; writes are for one writer thread only (the store sees to that).
 """
 
+import os
+import signal
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
 
 import lmdb
 import msgspec
+import xxhash
 
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.tokens import (
@@ -19,12 +28,12 @@ from proxy.core.tokens import (
     TokenIds,
     common_prefix_length,
     count_blocks,
+    hash_prefixes,
     tokens_from_bytes,
     tokens_to_bytes,
 )
 from proxy.errors import IndexDamaged, StoreFault
 from proxy.store.files import is_state_name
-from proxy.store.index_file import flaw_of, is_sealed, seal, unseal
 
 T = TypeVar("T")
 
@@ -32,15 +41,17 @@ FORMAT_VERSION = 1
 MAP_SIZE_BYTES = 16 << 30
 """Address space, not disk: the file grows as it fills."""
 
+Entry = tuple[Checkpoint, TokenIds, Sequence[PrefixHash]]
+"""A checkpoint, its tokens, and the hashes of their prefixes."""
+
 _ID = struct.Struct(">Q")
 _REBUILD = "rebuild"
-_DAMAGE = (
-    lmdb.CorruptedError,
-    lmdb.IncompatibleError,
-    lmdb.InvalidError,
-    lmdb.PageNotFoundError,
-    lmdb.VersionMismatchError,
-)
+_DATABASES: dict[bytes, dict[str, Any]] = {
+    b"checkpoints": {},
+    b"tokens": {},
+    b"prefixes": {"dupsort": True, "dupfixed": True},
+    b"values": {},
+}
 
 
 class Index:
@@ -55,14 +66,14 @@ class Index:
         self._is_written = False
         try:
             path.mkdir(mode=0o700, exist_ok=True)
-            require_sound(path)
+            sound = sound_file(path, path / "data.new")
+            self._is_copied = sound != self._file
+            if self._is_copied:
+                sound.replace(self._file)
             self._env = lmdb.open(str(path), max_dbs=4, map_size=MAP_SIZE_BYTES, mode=0o600)
-            self._checkpoints = self._env.open_db(b"checkpoints")
-            self._tokens = self._env.open_db(b"tokens")
-            self._prefixes = self._env.open_db(b"prefixes", dupsort=True, dupfixed=True)
-            self._values = self._env.open_db(b"values")
-        except _DAMAGE as error:
-            raise IndexDamaged(path, str(error)) from error
+            self._checkpoints, self._tokens, self._prefixes, self._values = (
+                self._env.open_db(name, **options) for name, options in _DATABASES.items()
+            )
         except (lmdb.Error, OSError) as error:
             raise StoreFault(f"index {path} cannot be opened: {error}") from error
         self._check_format(path)
@@ -84,15 +95,15 @@ class Index:
 
     def close(self) -> None:
         self._env.close()
-        if self._is_written or not is_sealed(self._file):
-            with suppress(OSError):  # then the next opening looks at the pages themselves
+        if self._is_written or not seal_of(self._file).exists():
+            with suppress(OSError):  # then the next opening copies the entries
                 seal(self._file)
 
     @contextmanager
     def _writing(self) -> Iterator[lmdb.Transaction]:
         with _faults():
             if not self._is_written:
-                unseal(self._file)
+                seal_of(self._file).unlink(missing_ok=True)
                 self._is_written = True
             with self._env.begin(write=True) as txn:
                 yield txn
@@ -116,7 +127,10 @@ class Index:
         self.delete_value(_REBUILD.encode())
 
     def inconsistency(self) -> str:
-        """Return what of the entries does not fit together, nothing if all is there."""
+        """Return what of the entries does not fit together; empty if all is there.
+
+        The entries of a file that was not closed are all compared, those of a closed file are counted.
+        """
         checkpoints = self.all()
         with _faults(), self._env.begin() as txn:
             databases = (self._checkpoints, self._tokens, self._prefixes)
@@ -126,7 +140,16 @@ class Index:
         if n_tokens != n_records:
             return f"{n_tokens} lists of tokens for {n_records} checkpoints"
         n_expected = sum(count_blocks(checkpoint.n_tokens) for checkpoint in checkpoints)
-        return "" if n_prefixes == n_expected else f"{n_prefixes} prefixes instead of {n_expected}"
+        if n_prefixes != n_expected:
+            return f"{n_prefixes} prefixes instead of {n_expected}"
+        n_wrong = sum(not self._is_whole(c) for c in checkpoints) if self._is_copied else 0
+        return f"{n_wrong} checkpoints with other tokens than prefixes" if n_wrong else ""
+
+    def _is_whole(self, checkpoint: Checkpoint) -> bool:
+        tokens = self.tokens(checkpoint.id)
+        if tokens is None or len(tokens) != checkpoint.n_tokens:
+            return False
+        return not self.n_missing(checkpoint.id, hash_prefixes(checkpoint.namespace, tokens))
 
     def all(self) -> list[Checkpoint]:
         """Return all records that can be read."""
@@ -137,7 +160,7 @@ class Index:
         """Add a checkpoint in one transaction: this is the commit."""
         self.put_all([(checkpoint, tokens, hashes)])
 
-    def put_all(self, entries: Iterable[tuple[Checkpoint, TokenIds, Sequence[PrefixHash]]]) -> None:
+    def put_all(self, entries: Iterable[Entry]) -> None:
         """Add checkpoints in one transaction."""
         with self._writing() as txn:
             for checkpoint, tokens, hashes in entries:
@@ -147,27 +170,26 @@ class Index:
                 for prefix_hash in hashes:
                     txn.put(prefix_hash, key, db=self._prefixes)
 
-    def update(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Rewrite the records of checkpoints that are still there."""
+    def update(
+        self,
+        checkpoints: Sequence[Checkpoint],
+        old: Sequence[PrefixHash] = (),
+        new: Sequence[PrefixHash] = (),
+    ) -> None:
+        """Rewrite the records of checkpoints that are still there, in one transaction.
+
+        A checkpoint of another namespace than before has *new* prefixes instead of *old* ones.
+        """
         with self._writing() as txn:
             for checkpoint in checkpoints:
                 key = _ID.pack(checkpoint.id)
-                if txn.get(key, db=self._checkpoints) is not None:
-                    txn.put(key, msgspec.msgpack.encode(checkpoint), db=self._checkpoints)
-
-    def move(
-        self, checkpoint: Checkpoint, old: Sequence[PrefixHash], new: Sequence[PrefixHash]
-    ) -> None:
-        """Enter a checkpoint that is still there under other prefixes, in one transaction."""
-        key = _ID.pack(checkpoint.id)
-        with _faults(), self._env.begin(write=True) as txn:
-            if txn.get(key, db=self._checkpoints) is None:
-                return
-            txn.put(key, msgspec.msgpack.encode(checkpoint), db=self._checkpoints)
-            for prefix_hash in old:
-                txn.delete(prefix_hash, key, db=self._prefixes)
-            for prefix_hash in new:
-                txn.put(prefix_hash, key, db=self._prefixes)
+                if txn.get(key, db=self._checkpoints) is None:
+                    continue
+                txn.put(key, msgspec.msgpack.encode(checkpoint), db=self._checkpoints)
+                for prefix_hash in old:
+                    txn.delete(prefix_hash, key, db=self._prefixes)
+                for prefix_hash in new:
+                    txn.put(prefix_hash, key, db=self._prefixes)
 
     def delete(self, checkpoint_id: CheckpointId, hashes: Sequence[PrefixHash]) -> None:
         key = _ID.pack(checkpoint_id)
@@ -232,10 +254,7 @@ class Index:
         """Return the named value, or None if it is absent or of another type."""
         with _faults(), self._env.begin(db=self._values) as txn:
             data = txn.get(name.encode())
-        try:
-            return None if data is None else msgspec.msgpack.decode(bytes(data), type=value_type)
-        except ValueError:
-            return None
+        return _decoded(data, value_type)
 
     def put_value(self, name: str, value: object) -> None:
         with self._writing() as txn:
@@ -249,15 +268,6 @@ class Index:
         txn.put(name.encode(), msgspec.msgpack.encode(value), db=self._values)
 
 
-def require_sound(path: Path) -> None:
-    """Raise IndexDamaged if the file of the index in *path* is not what LMDB writes; raises OSError.
-
-    Not for an index that anybody writes.
-    """
-    if flaw := flaw_of(path / "data.mdb"):
-        raise IndexDamaged(path, flaw)
-
-
 def decode_records(entries: Iterable[tuple[bytes, bytes]]) -> list[Checkpoint]:
     """Return the records of *entries*; those that are not what was written are passed over."""
     records = []
@@ -267,6 +277,13 @@ def decode_records(entries: Iterable[tuple[bytes, bytes]]) -> list[Checkpoint]:
             if key == _ID.pack(record.id) and is_state_name(record.file_name):
                 records.append(record)
     return records
+
+
+def _decoded(data: bytes | None, value_type: type[T]) -> T | None:
+    try:
+        return None if data is None else msgspec.msgpack.decode(data, type=value_type)
+    except ValueError:
+        return None
 
 
 def is_readable(name: bytes, value: bytes | None = None) -> bool:
@@ -289,3 +306,165 @@ class _faults:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, lmdb.Error | ValueError | struct.error | OSError):
             raise StoreFault(f"index: {error}") from error
+
+
+# A look at an index without opening it: nothing is created, removed or repaired.
+
+
+@dataclass(frozen=True)
+class IndexContent:
+    """All records of an index, and its named values still encoded."""
+
+    checkpoints: tuple[Checkpoint, ...] = ()
+    values: Mapping[str, bytes] = field(default_factory=dict)
+
+    def value(self, name: str, value_type: type[T]) -> T | None:
+        """Return the named value, or None if it is absent or of another type."""
+        return _decoded(self.values.get(name), value_type)
+
+
+def read_index(directory: Path) -> IndexContent:
+    """Return what the index in a store's directory holds, nothing if there is none.
+
+    Raises StoreFault if it cannot be read, is damaged or of another format. Not for an index that this
+    process has open: LMDB forbids a second time.
+    """
+    path = directory / "index"
+    if not (path / "data.mdb").exists():
+        return IndexContent()
+    try:
+        with TemporaryDirectory() as folder:
+            sound = sound_file(path, Path(folder) / "data.mdb")
+            with _open_file(str(sound), readonly=True) as environment:
+                content = _content_of(environment)
+    except (lmdb.Error, OSError) as error:
+        raise StoreFault(f"the index {path} cannot be read: {error}") from error
+    found = content.value("format", int)
+    if found != FORMAT_VERSION:
+        raise StoreFault(
+            f"the index {path} has format {found}, this version reads {FORMAT_VERSION}"
+        )
+    return content
+
+
+def _content_of(environment: lmdb.Environment) -> IndexContent:
+    checkpoints = environment.open_db(b"checkpoints", create=False)
+    values = environment.open_db(b"values", create=False)
+    with environment.begin() as txn:
+        return IndexContent(
+            tuple(decode_records(txn.cursor(checkpoints))),
+            {name.decode(): data for name, data in txn.cursor(values) if is_readable(name)},
+        )
+
+
+# Files that LMDB can be trusted with.
+#
+# A closed index has its checksum beside it until the next write. The entries of any other one (kill -9, an
+# older version) are copied into a new file by a process of its own, which a damaged page may end.
+
+
+_READ_BYTES = 4 << 20
+_ENTRIES_AT_ONCE = 100
+_COPY_SECONDS = 600
+_EXIT_DAMAGED = 65
+_FATAL_SIGNALS = (signal.SIGBUS, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
+_COPY = "import sys; from proxy.store.index import copy_entries; copy_entries(*sys.argv[1:])"
+
+
+def sound_file(path: Path, copy: Path) -> Path:
+    """Return the file of the index in *path* if it is as it was closed, else a *copy* of its entries.
+
+    Raises IndexDamaged if neither can be had because of what is in the file; raises StoreFault or OSError.
+    """
+    file = path / "data.mdb"
+    if not file.exists() or not file.stat().st_size:
+        return file  # LMDB makes a new one
+    with file.open("rb"):  # may be read
+        pass
+    if (sealed := _sealed_digest(file)) is None:
+        _copy_apart(path, copy)
+        return copy
+    if sealed != _digest(file):
+        raise IndexDamaged(path, "its content is not what was written")
+    return file
+
+
+def seal(file: Path) -> None:
+    """Put a checksum beside a file that was closed; raises OSError."""
+    new = seal_of(file).with_suffix(".new")
+    new.touch(mode=0o600)
+    new.write_text(f"{_digest(file)}\n")
+    new.replace(seal_of(file))
+
+
+def seal_of(file: Path) -> Path:
+    return file.with_suffix(".xxh3")
+
+
+def _sealed_digest(file: Path) -> str | None:
+    """Return the checksum of a closed file; None if it was not closed."""
+    try:
+        return seal_of(file).read_text().split()[-1]  # older versions put a number before it
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def _digest(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as data:  # not mapped
+        while chunk := data.read(_READ_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _copy_apart(path: Path, copy: Path) -> None:
+    copy.unlink(missing_ok=True)
+    command = [sys.executable, "-c", _COPY, str(path / "data.mdb"), str(copy)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=_COPY_SECONDS
+        )
+    except subprocess.TimeoutExpired as error:
+        raise IndexDamaged(path, "reading it does not end") from error
+    if done.returncode == _EXIT_DAMAGED:
+        raise IndexDamaged(path, done.stdout.strip())
+    if -done.returncode in _FATAL_SIGNALS:
+        raise IndexDamaged(path, f"LMDB ends at it ({signal.Signals(-done.returncode).name})")
+    if done.returncode:
+        said = done.stderr.strip().rpartition("\n")[2] or f"status {done.returncode}"
+        raise StoreFault(f"index {path} cannot be copied: {said}")
+
+
+def copy_entries(source: str, target: str) -> None:
+    """Copy all entries of the index file *source* into the new file *target*; for a process of its own.
+
+    Exits with _EXIT_DAMAGED, and says why, if the entries cannot be read.
+    """
+    # The target first: what fails there says nothing of the source.
+    with _open_file(target, mode=0o600, sync=False) as new:
+        for name, kind in _DATABASES.items():
+            database, entries = new.open_db(name, **kind), _entries(source, name)
+            while batch := list(islice(entries, _ENTRIES_AT_ONCE)):
+                with new.begin(db=database, write=True) as txn, txn.cursor() as cursor:
+                    cursor.putmulti(batch)
+        new.sync(True)
+
+
+def _entries(source: str, name: bytes) -> Iterator[tuple[bytes, bytes]]:
+    try:
+        with _open_file(source, readonly=True) as old, suppress(lmdb.NotFoundError):
+            database = old.open_db(name, create=False)  # not found in an index that was just begun
+            with old.begin(db=database) as txn:
+                for key, value in txn.cursor():
+                    has_size = name != b"prefixes" or len(value) == _ID.size
+                    if not has_size or not 0 < len(key) <= old.max_key_size():
+                        raise lmdb.CorruptedError("an entry has another size")
+                    yield key, value
+    except lmdb.Error as error:
+        print(error)
+        sys.exit(_EXIT_DAMAGED)
+
+
+def _open_file(file: str, **options: Any) -> lmdb.Environment:
+    return lmdb.open(file, subdir=False, lock=False, max_dbs=4, map_size=MAP_SIZE_BYTES, **options)

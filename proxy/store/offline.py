@@ -1,160 +1,73 @@
 """A store that no proxy uses: opened, checked and mended."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
 import msgspec
 
 from proxy.core.model import Checkpoint
-from proxy.core.tokens import Namespace, TokenIds, hash_prefixes
-from proxy.errors import IndexDamaged, StateFileMalformed, StoreFault
+from proxy.core.tokens import hash_prefixes
+from proxy.errors import StateFileMalformed, StoreFault
 from proxy.llama.state_file import read_state_file
-from proxy.store import opening
-from proxy.store.files import StateFiles
-from proxy.store.index import Index
-from proxy.store.known_models import model_names
-from proxy.store.rebuilding import (
-    Lost,
-    Rebuild,
-    open_or_renew,
-    read_sidecar,
-    rebuild_at_once,
-    states_without_entry,
-    write_missing_sidecars,
-    write_sidecar,
-)
-from proxy.store.writing import NewState, commit_state
+from proxy.store.directory import Lost, Rebuild, StoreDirectory
 
-# A store that no proxy uses, opened to be looked at and changed.
-#
-# Opening it removes and repairs nothing, unlike a proxy's opening; it is locked against proxies
-# meanwhile.
-
-
-@dataclass(frozen=True, slots=True)
-class OfflineStore:
-    """The index and the state files of one directory."""
-
-    index: Index
-    files: StateFiles
-    rebuild: Rebuild | None = None
-    """What opening it has mended."""
-
-    def checkpoints(self) -> list[Checkpoint]:
-        return self.index.all()
-
-    def model_names(self) -> dict[Namespace, str]:
-        """Return what the model of each namespace is called, as far as that is known."""
-        return model_names(self.index)
-
-    def get(self, checkpoint_id: str) -> Checkpoint:
-        """Return a checkpoint by its id in hex; raises StoreFault if it is not there."""
-        for checkpoint in self.index.all():
-            if checkpoint.id == int(checkpoint_id, 16):
-                return checkpoint
-        raise StoreFault(f"there is no checkpoint {checkpoint_id}")
-
-    def tokens(self, checkpoint: Checkpoint) -> TokenIds:
-        """Return the tokens of a checkpoint; raises StoreFault if the index has lost them."""
-        tokens = self.index.tokens(checkpoint.id)
-        if tokens is None or len(tokens) != checkpoint.n_tokens:
-            raise StoreFault(f"the tokens of {checkpoint.file_name} are gone: run check --fix")
-        return tokens
-
-    def pin(self, checkpoint: Checkpoint, *, is_pinned: bool) -> None:
-        opening.rewrite(self.index, self.files, [replace(checkpoint, is_pinned=is_pinned)])
-
-    def remove(self, checkpoint: Checkpoint) -> None:
-        """Delete a checkpoint, its entry first."""
-        opening.remove(self.index, self.files, checkpoint)
-
-    def commit(self, state: NewState) -> Checkpoint:
-        """Seal a state's file and enter it, as a proxy does; raises StoreFault or OSError."""
-        hashes = hash_prefixes(state.namespace, state.tokens)
-        return commit_state(self.index, self.files, state, hashes, ())[0]
+Note = Callable[[int], object]
+"""Is told how many more bytes were read."""
 
 
 @contextmanager
 def open_offline(
     directory: Path, *, may_be_new: bool = False, mends_index: bool = False
-) -> Iterator[OfflineStore]:
+) -> Iterator[StoreDirectory]:
     """Lock and open the store in *directory*; a damaged index is only mended if *mends_index*.
 
-    Raises StoreLocked if a proxy has it, StoreFault if there is none or it cannot be read, IndexDamaged if
-    the index has to be mended.
+    Unlike a proxy's opening this removes nothing else. Raises StoreLocked if a proxy has the directory,
+    StoreFault if there is no store or it cannot be read, IndexDamaged if the index has to be mended.
     """
-    path, files = directory / "index", StateFiles(directory)
-    is_new = not (path / "data.mdb").exists()
+    is_new = not (directory / "index" / "data.mdb").exists()
     if is_new and not may_be_new and not any(directory.glob("lpc-*.state")):
         raise StoreFault(f"there is no store in {directory}: no proxy has ever used it")
-    descriptor = opening.lock(directory)
+    store = StoreDirectory(directory, mends_index=mends_index)
     try:
-        index = open_or_renew(path, files) if mends_index else _open_whole(path, files)
-        try:
-            yield OfflineStore(index, files, rebuild_at_once(index, files))
-        finally:
-            index.close()
+        store.rebuild_at_once()
+        yield store
     finally:
-        os.close(descriptor)
-
-
-def _open_whole(path: Path, files: StateFiles) -> Index:
-    """Open an index that has everything; raises IndexDamaged and leaves it as it is."""
-    if not (path / "data.mdb").exists() and any(states_without_entry(files, set())):
-        raise IndexDamaged(path, "it is gone")
-    index = Index(path)
-    flaw = index.inconsistency()
-    if not flaw and (reason := index.rebuild_reason) is not None:
-        named = {checkpoint.file_name for checkpoint in index.all()}
-        flaw = reason if states_without_entry(files, named) else ""
-    if flaw:
-        index.close()
-        raise IndexDamaged(path, flaw)
-    return index
-
-
-# Holds the index against the files, all of both, and mends what differs.
-#
-# A proxy compares sizes when it starts, and verifies a file before it is used; this reads every byte.
-
-
-Note = Callable[[int], object]
+        store.close()
 
 
 class ProblemKind(StrEnum):
-    """What can be wrong, in the words of a report."""
+    """What can be wrong, in the words of a report, and what `mend` does about it."""
 
-    FILE_GONE = "the file of a checkpoint is gone"
-    FILE_UNREADABLE = "the file of a checkpoint cannot be read"
-    FILE_CHANGED = "the file of a checkpoint is not what was saved"
-    MADE_OF_CHANGED = "a checkpoint may stem from one that is not what was saved"
-    TOKENS_DIFFER = "a file holds other tokens than the index says"
-    NOT_FOUND = "a checkpoint would not be found"
-    RECORD_GONE = "the record beside a state is gone or damaged"
-    FILE_WITHOUT_ENTRY = "a file that no entry names"
-    VALUE_UNREADABLE = "a value in the index that cannot be read"
-    INDEX_DAMAGED = "the index is damaged"
-    STATE_LOST = "a state that cannot be entered again"
+    cure: str
 
+    def __new__(cls, words: str, cure: str) -> "ProblemKind":
+        kind = str.__new__(cls, words)
+        kind._value_, kind.cure = words, cure
+        return kind
 
-CURES = {
-    ProblemKind.FILE_GONE: "its entry is removed",
-    ProblemKind.FILE_UNREADABLE: "it is left alone: see who owns it, and its mode",
-    ProblemKind.FILE_CHANGED: "file and entry are removed",
-    ProblemKind.MADE_OF_CHANGED: "file and entry are removed",
-    ProblemKind.TOKENS_DIFFER: "the index is made anew from the states",
-    ProblemKind.NOT_FOUND: "the index is made anew from the states",
-    ProblemKind.RECORD_GONE: "it is written again",
-    ProblemKind.FILE_WITHOUT_ENTRY: "it is removed",
-    ProblemKind.VALUE_UNREADABLE: "it is removed",
-    ProblemKind.INDEX_DAMAGED: "it is made anew from the states",
-    ProblemKind.STATE_LOST: "it is removed",
-}
-"""What `mend` does about each."""
+    FILE_GONE = "the file of a checkpoint is gone", "its entry is removed"
+    FILE_UNREADABLE = (
+        "the file of a checkpoint cannot be read",
+        "it is left alone: see who owns it, and its mode",
+    )
+    FILE_CHANGED = "the file of a checkpoint is not what was saved", "file and entry are removed"
+    MADE_OF_CHANGED = (
+        "a checkpoint may stem from one that is not what was saved",
+        "file and entry are removed",
+    )
+    TOKENS_DIFFER = (
+        "a file holds other tokens than the index says",
+        "the index is made anew from the states",
+    )
+    NOT_FOUND = "a checkpoint would not be found", "the index is made anew from the states"
+    RECORD_GONE = "the record beside a state is gone or damaged", "it is written again"
+    FILE_WITHOUT_ENTRY = "a file that no entry names", "it is removed"
+    VALUE_UNREADABLE = "a value in the index that cannot be read", "it is removed"
+    INDEX_DAMAGED = "the index is damaged", "it is made anew from the states"
+    STATE_LOST = "a state that cannot be entered again", "it is removed"
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -179,21 +92,23 @@ class Examined:
         return all(problem.kind is not ProblemKind.FILE_UNREADABLE for problem in self.problems)
 
 
-def examine(store: OfflineStore, note: Note) -> Examined:
-    """Look at all entries and files; *note* is told how many bytes were read. Raises StoreFault."""
+def examine(store: StoreDirectory, note: Note) -> Examined:
+    """Hold all entries against all bytes of their files; *note* is told how much was read.
+
+    Raises StoreFault. A proxy compares sizes when it starts, and verifies a file before it is used.
+    """
     checkpoints = store.checkpoints()
     kinds = {c: kind for c in checkpoints if (kind := _problem_of(store, c, note))}
     changed = [c for c, kind in kinds.items() if kind is ProblemKind.FILE_CHANGED]
     for checkpoint in checkpoints:
         if any(checkpoint.may_stem_from(damaged) for damaged in changed):
             kinds.setdefault(checkpoint, ProblemKind.MADE_OF_CHANGED)
-    problems = _mended_by_opening(store.rebuild)
+    problems = _mended_by_opening(store.rebuild) if store.rebuild else []
     problems += [Problem(kind, c.file_name, c.size_bytes) for c, kind in kinds.items()]
     told = {problem.name for problem in problems}
-    orphans = store.files.unnamed(told | {checkpoint.file_name for checkpoint in checkpoints})
     problems += [
         Problem(ProblemKind.FILE_WITHOUT_ENTRY, name, store.files.size_bytes(name))
-        for name in orphans
+        for name in store.files.unnamed(told | {c.file_name for c in checkpoints})
     ]
     problems += [
         Problem(ProblemKind.VALUE_UNREADABLE, ascii(name))
@@ -202,7 +117,7 @@ def examine(store: OfflineStore, note: Note) -> Examined:
     return Examined(len(checkpoints), sum(c.size_bytes for c in checkpoints), tuple(problems))
 
 
-def _problem_of(store: OfflineStore, checkpoint: Checkpoint, note: Note) -> ProblemKind | None:
+def _problem_of(store: StoreDirectory, checkpoint: Checkpoint, note: Note) -> ProblemKind | None:
     name = checkpoint.file_name
     try:
         is_same = store.files.is_intact(name, checkpoint.content)
@@ -220,26 +135,21 @@ def _problem_of(store: OfflineStore, checkpoint: Checkpoint, note: Note) -> Prob
         return ProblemKind.TOKENS_DIFFER
     if store.index.n_missing(checkpoint.id, hash_prefixes(checkpoint.namespace, in_file)):
         return ProblemKind.NOT_FOUND
-    return None if read_sidecar(store.files, name) else ProblemKind.RECORD_GONE
+    return None if store.read_sidecar(name) else ProblemKind.RECORD_GONE
 
 
-def _mended_by_opening(rebuild: Rebuild | None) -> list[Problem]:
+def _mended_by_opening(rebuild: Rebuild) -> list[Problem]:
     """Return what was wrong with an index that was made anew, and the states that are lost by that."""
-    if rebuild is None:
-        return []
-    lost = [
-        Problem(
-            ProblemKind.FILE_UNREADABLE if why is Lost.UNREADABLE else ProblemKind.STATE_LOST,
-            name,
-            detail=why,
-        )
-        for name, why in rebuild.lost.items()
-    ]
-    return [Problem(ProblemKind.INDEX_DAMAGED, "index", detail=rebuild.reason), *lost]
+    problems = [Problem(ProblemKind.INDEX_DAMAGED, "index", detail=rebuild.reason)]
+    for name, why in rebuild.lost.items():
+        is_there = why is Lost.UNREADABLE
+        kind = ProblemKind.FILE_UNREADABLE if is_there else ProblemKind.STATE_LOST
+        problems.append(Problem(kind, name, detail=why))
+    return problems
 
 
-def mend(store: OfflineStore, problems: tuple[Problem, ...]) -> None:
-    """Do about each problem what CURES says; raises StoreFault or OSError."""
+def mend(store: StoreDirectory, problems: tuple[Problem, ...]) -> None:
+    """Do about each problem what its cure says; raises StoreFault or OSError."""
     by_name = {checkpoint.file_name: checkpoint for checkpoint in store.checkpoints()}
     for problem in problems:
         match problem.kind:
@@ -248,10 +158,10 @@ def mend(store: OfflineStore, problems: tuple[Problem, ...]) -> None:
             case ProblemKind.FILE_GONE | ProblemKind.FILE_CHANGED | ProblemKind.MADE_OF_CHANGED:
                 store.remove(by_name[problem.name])
             case ProblemKind.RECORD_GONE:
-                write_sidecar(store.index, store.files, by_name[problem.name])
+                store.write_sidecars([by_name[problem.name]])
     for name in store.index.unreadable_values():
         store.index.delete_value(name)
     if {ProblemKind.TOKENS_DIFFER, ProblemKind.NOT_FOUND} & {p.kind for p in problems}:
-        write_missing_sidecars(store.index, store.files, store.checkpoints())
-        store.index.begin_rebuild("entries differ from the states")
-        rebuild_at_once(store.index, store.files)
+        store.begin_rebuild("entries differ from the states")
+        store.rebuild_at_once()
+        store.rebuild = None  # only of what opening has mended `examine` tells

@@ -1,34 +1,46 @@
 """The checkpoint store: index and files kept consistent and within their budget, whatever crashes when.
 
-Files first, then the index entry; entry gone first, then the file. All writes run on one thread.
-Room is made before a file is written: whoever wants to save reserves its bytes first.
+All writes run on one thread, in the order of `StoreDirectory`. Room is made before a file is written: a
+save reserves its bytes first.
 """
 
 import asyncio
-import os
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, suppress
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from proxy.core.eviction import Present, Removal, family_of
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, Cuts, Quarantine
 from proxy.core.tokens import Namespace, TokenIds, count_blocks, hash_prefixes, token_ids
 from proxy.errors import NoRoom, StateDamaged, StoreFault
-from proxy.store import opening, rebuilding
-from proxy.store.catalogue import Budget, Catalogue, Claim, Limits
-from proxy.store.files import FileStamp, StateFiles, Verification
-from proxy.store.rebuilding import open_or_renew
-from proxy.store.writing import NewState, WriteLedger, Writer, commit_state
+from proxy.store.catalogue import Budget, Catalogue, Claim, Limits, WriteLedger
+from proxy.store.directory import NewState, StoreDirectory
+from proxy.store.files import FileStamp, Verification
+from proxy.store.index import Entry
 
 MAX_COMPARED = 512
 """How many checkpoints one lookup compares token by token, at most."""
 
+T = TypeVar("T")
 
-class CheckpointStore:
+
+@dataclass(frozen=True, slots=True)
+class OpeningReport:
+    """What opening a store found and removed."""
+
+    n_checkpoints: int
+    n_entries_without_file: int
+    n_files_without_entry: int
+    n_over_budget: int = 0
+
+
+class CheckpointStore(Catalogue):
     """All checkpoints under one --slot-save-path."""
 
     def __init__(self, directory: Path, limits: Limits) -> None:
@@ -37,113 +49,97 @@ class CheckpointStore:
         A damaged index is replaced by one that `rebuild` fills. Raises StoreLocked if another proxy has
         the directory, StoreFault if the index cannot be read.
         """
-        self.files = StateFiles(directory)
+        super().__init__()
         self.limits = limits
         self.removals = Counter({reason: 0 for reason in Removal})
         self.on_removal: Callable[[Checkpoint, TokenIds | None, Removal], None] = lambda *_: None
         self.on_damage: Callable[[Checkpoint, list[Checkpoint]], None] = lambda *_: None
-        self._verification = Verification(self.files)
         self._verifying: dict[CheckpointId, asyncio.Future[StoreFault | None]] = {}
         self._damaged: set[CheckpointId] = set()
         self._budget = Budget(limits)
-        self._catalogue = Catalogue()
-        with ExitStack() as undo:
-            self._lock_descriptor = opening.lock(directory)
-            undo.callback(os.close, self._lock_descriptor)
-            try:
-                self.index = open_or_renew(directory / "index", self.files)
-                undo.callback(self.index.close)
-                self.report = self._open()
-            except OSError as error:
+        self._directory = StoreDirectory(directory)
+        self.files, self.index = self._directory.files, self._directory.index
+        try:
+            self.report = self._enter_all()
+        except BaseException as error:
+            self._directory.close()
+            if isinstance(error, OSError):
                 raise StoreFault(f"{directory}: {error}") from error
-            undo.pop_all()
-        self._writer = Writer()
+            raise
+        self._verification = Verification(self.files)
+        # LMDB wants one writer.
+        self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-writer")
         self.writes = WriteLedger(self.index, limits.max_write_bytes_per_day)
 
-    def _open(self) -> opening.CheckReport:
-        intact, report, self._rebuild = opening.check(self.index, self.files)
-        if self._rebuild and not self._rebuild.pending and not self._rebuild.lost:
-            self.index.end_rebuild()
-            self._rebuild = None
+    def _enter_all(self) -> OpeningReport:
+        intact, n_entries, n_files = self._directory.sweep()
         for checkpoint in intact:
             tokens = self.index.tokens(checkpoint.id) or token_ids(())
-            self._catalogue.enter(checkpoint, hash_prefixes(checkpoint.namespace, tokens))
-        n_too_many = self.size_bytes - self.limits.max_bytes
-        victims = self._catalogue.victims(n_too_many, Present(time.time()))
+            self.enter(checkpoint, hash_prefixes(checkpoint.namespace, tokens))
+        victims = self._over_budget()
         for victim in victims:
-            opening.remove(self.index, self.files, victim)
-            self._catalogue.take(victim.id)
-            self._catalogue.forget(victim.id)
+            self._directory.remove(victim)
+            self.take(victim.id)
+            self.forget(victim.id)
         self.removals[Removal.BUDGET] += len(victims)
-        self.removals[Removal.BROKEN] += report.n_entries_without_file
-        return replace(report, n_checkpoints=len(self), n_over_budget=len(victims))
+        self.removals[Removal.BROKEN] += n_entries
+        return OpeningReport(len(self), n_entries, n_files, len(victims))
+
+    def _over_budget(self) -> list[Checkpoint]:
+        return self.victims(self.size_bytes - self.limits.max_bytes, Present(time.time()))
 
     def close(self) -> None:
         """Write what is pending and release the directory."""
         for verifying in self._verifying.values():
             verifying.cancel()
         self._verification.close()
-        self._writer.close()
+        self._writer.shutdown(wait=True)
         try:
             with suppress(StoreFault):
-                self.index.update(self._catalogue.take_touched())
-            self.index.close()
+                self.index.update(self.take_touched())
         finally:
-            os.close(self._lock_descriptor)
+            self._directory.close()
+
+    async def _write(
+        self, work: Callable[[], T], *, then: Callable[[T], object] = lambda _: None
+    ) -> T:
+        """Do *work* on the writer's thread and *then* on this one, even if the caller is cancelled.
+
+        Raises StoreFault for any OSError.
+        """
+        written = asyncio.get_running_loop().run_in_executor(self._writer, work)
+        written.add_done_callback(lambda w: w.exception() or then(w.result()))
+        try:
+            return await asyncio.shield(written)
+        except OSError as error:
+            raise StoreFault(str(error)) from error
 
     @property
     def rebuild_reason(self) -> str:
         """Why the index has lost states that `rebuild` enters again; empty if it has all."""
-        return self._rebuild.reason if self._rebuild else ""
+        rebuild = self._directory.rebuild
+        return rebuild.reason if rebuild and not rebuild.is_done else ""
 
     async def rebuild(self) -> str:
         """Enter the states that the index has lost, between other writes; return what became of them.
 
         Raises StoreFault. What is broken off is taken up by the next opening.
         """
-        if (rebuild := self._rebuild) is None:
+        rebuild = self._directory.rebuild
+        if rebuild is None or rebuild.is_done:
             return ""
 
-        def enter(entries: Iterable[rebuilding.Entry]) -> None:
+        def enter(entries: Iterable[Entry]) -> None:
             for checkpoint, _, hashes in entries:
-                self._catalogue.enter(checkpoint, hashes)
+                self.enter(checkpoint, hashes)
 
-        work = partial(rebuilding.enter_batch, self.index, self.files, rebuild)
         while rebuild.pending:
-            await self._writer.write(work, then=enter)
-        await self._writer.write(partial(rebuilding.finish, self.index, self.files, rebuild))
-        self._rebuild = None
-        n_too_many = self.size_bytes - self.limits.max_bytes
-        victims = self._catalogue.victims(n_too_many, Present(time.time()))
-        await self._remove(victims, Removal.BUDGET)
+            await self._write(partial(self._directory.enter_batch, rebuild), then=enter)
+        await self._write(partial(self._directory.finish_rebuild, rebuild))
+        await self._remove(self._over_budget(), Removal.BUDGET)
         return rebuild.words
 
-    def __len__(self) -> int:
-        return len(self._catalogue)
-
-    def __iter__(self) -> Iterator[Checkpoint]:
-        return iter(self._catalogue)
-
-    @property
-    def version(self) -> int:
-        """A number that changes with every record."""
-        return self._catalogue.version
-
-    @property
-    def size_bytes(self) -> int:
-        return self._catalogue.size_bytes
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of files that an operator keeps; they count in the budget."""
-        return sum(c.size_bytes for c in self if c.is_pinned)
-
-    def get(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
-        return self._catalogue.get(checkpoint_id)
-
-    def value_seconds(self, checkpoint: Checkpoint, present: Present) -> float:
-        """Return the seconds that losing a checkpoint would cost."""
-        return self._catalogue.value_seconds(checkpoint, present)
+    # Finding checkpoints.
 
     def find(self, namespace: Namespace, tokens: TokenIds) -> Iterator[Candidate]:
         """Yield the checkpoints that share at least a block with *tokens*, longest prefix first.
@@ -153,26 +149,31 @@ class CheckpointStore:
         # Those of one block are in no order; a whole block is the least that separates groups.
         group: list[Candidate] = []
         for checkpoint_id in self.index.reaching(hash_prefixes(namespace, tokens))[:MAX_COMPARED]:
-            checkpoint = self._catalogue.get(checkpoint_id)
+            checkpoint = self.get(checkpoint_id)
             if checkpoint is None or checkpoint.namespace != namespace:
                 continue
             n_common = self.index.common_prefix(checkpoint_id, tokens)
-            if n_common is None or self._catalogue.is_quarantined(checkpoint_id):
+            if n_common is None or self.is_quarantined(checkpoint):
                 continue
-            candidate = Candidate(checkpoint, n_common, self._catalogue.is_warm(checkpoint_id))
+            candidate = Candidate(checkpoint, n_common, self.is_warm(checkpoint))
             if group and count_blocks(candidate.n_common) < count_blocks(group[0].n_common):
                 yield from sorted(group, key=lambda c: -c.n_common)
                 group = []
             group.append(candidate)
         yield from sorted(group, key=lambda c: -c.n_common)
 
-    def note_asked(self, namespace: Namespace, tokens: TokenIds) -> None:
-        """Note that a request has this prompt: what it shares with checkpoints is alive."""
-        self._catalogue.note_asked(hash_prefixes(namespace, tokens))
+    def holds(self, namespace: Namespace, tokens: TokenIds) -> bool:
+        """Return whether a checkpoint of exactly these tokens is there."""
+        return any(
+            found.n_common == found.checkpoint.n_tokens == len(tokens)
+            for found in self.find(namespace, tokens)
+        )
 
-    def keep(self, checkpoint: Checkpoint) -> AbstractContextManager[None]:
-        """Keep a checkpoint from eviction between its choice and its restore."""
-        return self._catalogue.keep(checkpoint.id)
+    def lineage(self, checkpoint: Checkpoint) -> tuple[CheckpointId, ...]:
+        """Return a checkpoint and those of its ancestors that are still there."""
+        return (*(i for i in checkpoint.ancestors if self.get(i)), checkpoint.id)
+
+    # Using checkpoints: no file is restored that is not what was saved.
 
     @asynccontextmanager
     async def using(self, checkpoint: Checkpoint) -> AsyncIterator[None]:
@@ -185,7 +186,7 @@ class CheckpointStore:
             yield
             if not self._verification.is_done(checkpoint):
                 raise StoreFault(f"{checkpoint.file_name} was changed while it was restored")
-            self._catalogue.touch(checkpoint.id)
+            self.note_restored(checkpoint)
 
     def verify_soon(self, checkpoint: Checkpoint) -> None:
         """Begin to verify a checkpoint that will likely be restored, unless that was done."""
@@ -229,9 +230,9 @@ class CheckpointStore:
                 if isinstance(error, FileNotFoundError):
                     await self.remove(checkpoint, Removal.BROKEN)
             return StoreFault(f"{checkpoint.file_name}: {error.strerror}")
-        self._catalogue.note_verified(checkpoint.id)
+        self.note_verified(checkpoint)
         if not bytes_per_second:
-            self._catalogue.note_read(checkpoint)
+            self.note_read(checkpoint)
         return None
 
     async def _remove_damaged(self, damaged: Checkpoint) -> StoreFault | None:
@@ -248,43 +249,27 @@ class CheckpointStore:
             return fault
         return None
 
-    def lineage(self, checkpoint: Checkpoint) -> tuple[CheckpointId, ...]:
-        """Return a checkpoint and those of its ancestors that are still there."""
-        return (*(i for i in checkpoint.ancestors if self.get(i)), checkpoint.id)
-
-    def is_warm(self, checkpoint: Checkpoint) -> bool:
-        """Return whether the file of a checkpoint is likely in the page cache."""
-        return self._catalogue.is_warm(checkpoint.id)
-
-    def holds(self, namespace: Namespace, tokens: TokenIds) -> bool:
-        """Return whether a checkpoint of exactly these tokens is there."""
-        return any(
-            found.n_common == found.checkpoint.n_tokens == len(tokens)
-            for found in self.find(namespace, tokens)
-        )
-
-    def quarantine(self, checkpoint: Checkpoint) -> None:
-        """Offer a checkpoint no more while this process runs; eviction takes it first."""
-        self._catalogue.quarantine(checkpoint.id)
-
-    def is_quarantined(self, checkpoint: Checkpoint) -> bool:
-        return self._catalogue.is_quarantined(checkpoint.id)
+    # Changing records.
 
     async def quarantine_for_good(
         self, checkpoints: Iterable[Checkpoint], quarantine: Quarantine
     ) -> None:
         """Never offer checkpoints again, whatever restarts; return once that is on disk."""
-        await self._update(*(self._catalogue.quarantine(c.id, quarantine) for c in checkpoints))
+        changed = []
+        for checkpoint in checkpoints:
+            self.quarantine(checkpoint)
+            changed.append(self.change(checkpoint.id, quarantine=quarantine))
+        await self._update(*changed)
 
     async def pin(self, checkpoint_id: CheckpointId, *, is_pinned: bool) -> Checkpoint | None:
         """Keep a checkpoint whatever happens, or no longer; None if it is gone."""
-        record = self._catalogue.set_pinned(checkpoint_id, is_pinned=is_pinned)
+        record = self.change(checkpoint_id, is_pinned=is_pinned)
         await self._update(record)
         return record
 
     async def _update(self, *records: Checkpoint | None) -> None:
         there = [record for record in records if record is not None]
-        await self._writer.write(partial(opening.rewrite, self.index, self.files, there))
+        await self._write(partial(self._directory.update, there))
 
     async def move(self, checkpoint: Checkpoint, namespace: Namespace) -> None:
         """Give a checkpoint to another namespace; one that is gone stays gone."""
@@ -297,10 +282,15 @@ class CheckpointStore:
             family = family_of(namespace, tokens, checkpoint.kind, cuts, relatives)
             moved = replace(checkpoint, namespace=namespace, family=family)
             old = hash_prefixes(checkpoint.namespace, tokens)
-            await self._writer.write(
-                partial(opening.move, self.index, self.files, moved, old, new),
-                then=lambda _: self._catalogue.move(moved, new),
+            await self._write(
+                partial(self._directory.update, [moved], old, new),
+                then=lambda _: self.enter_elsewhere(moved, new),
             )
+
+    async def put_value(self, name: str, value: object) -> None:
+        await self._write(partial(self.index.put_value, name, value))
+
+    # Saving: room is reserved, a file is written, then it is committed or discarded.
 
     async def reserve(self, claim: Claim) -> str:
         """Make room for a file; return the temporary name under which it is to be written.
@@ -322,19 +312,19 @@ class CheckpointStore:
 
     async def _make_room(self, name: str, claim: Claim) -> None:
         try:
-            free_bytes = self.files.free_bytes() + self._catalogue.going_bytes
-            shortage = self._budget.shortage(claim, self.size_bytes, free_bytes)
-            if claim.is_passing and shortage.reason is Removal.FREE_SPACE:
+            free_bytes = self.files.free_bytes() + self.going_bytes
+            n_bytes, limit = self._budget.shortage(claim, self.size_bytes, free_bytes)
+            if claim.is_passing and limit is Removal.FREE_SPACE:
                 return  # what is looked at and deleted is not worth a checkpoint: let the write fail
-            victims = self._catalogue.victims(shortage.n_bytes, claim.present, claim.replaces)
-            if sum(v.size_bytes for v in victims) < shortage.n_bytes:
+            victims = self.victims(n_bytes, claim.present, claim.replaces)
+            if sum(v.size_bytes for v in victims) < n_bytes:
                 raise NoRoom(
-                    shortage.reason,
-                    f"{shortage.n_bytes:,} bytes more are needed ({shortage.reason}) than may go: "
-                    f"{free_bytes:,} are free, checkpoints have {self.size_bytes:,}, of which "
-                    f"{self.pinned_bytes:,} are pinned; what is left is in use or pinned",
+                    limit,
+                    f"{n_bytes:,} bytes more are needed ({limit}) than may go: {free_bytes:,} are free, "
+                    f"checkpoints have {self.size_bytes:,}, of which {self.pinned_bytes:,} are pinned; "
+                    "what is left is in use or pinned",
                 )
-            await self._remove(victims, shortage.reason)
+            await self._remove(victims, limit)
         except OSError as error:
             self._budget.release(name)
             raise StoreFault(f"{self.files.directory}: {error.strerror}") from error
@@ -354,62 +344,17 @@ class CheckpointStore:
         def enter(committed: tuple[Checkpoint, FileStamp]) -> None:
             checkpoint, stamp = committed
             self._verification.note(checkpoint.id, stamp)
-            self._catalogue.enter(checkpoint, hashes)
-            self._catalogue.note_read(checkpoint)
+            self.enter(checkpoint, hashes)
+            self.note_read(checkpoint)
             self._budget.release(state.temporary_name)
 
-        touched = self._catalogue.take_touched()
-        work = partial(commit_state, self.index, self.files, state, hashes, touched)
-        return (await self._writer.write(work, then=enter))[0]
-
-    async def remove(self, checkpoint: Checkpoint, reason: Removal) -> bool:
-        """Delete a checkpoint, entry first; return False if it is gone, pinned or in use.
-
-        A pinned one goes only at an operator's word. A broken one goes in any case: nobody can use it.
-        """
-        current = self._catalogue.get(checkpoint.id)
-        if current is None:
-            return False
-        if reason is not Removal.BROKEN:
-            is_kept = current.is_pinned and reason is not Removal.OPERATOR
-            if is_kept or self._catalogue.is_in_use(checkpoint.id):
-                return False
-        await self._remove([current], reason)
-        return True
-
-    async def _remove(self, checkpoints: Iterable[Checkpoint], reason: Removal) -> None:
-        """Take checkpoints out at once and delete them; return when their files are gone.
-
-        Waits for removals of others that are under way, too: their room may have been counted on.
-        """
-        taken = [c for c in checkpoints if self._catalogue.take(c.id)]
-        try:
-            while taken:
-                await self._delete(taken.pop(), reason)
-        finally:
-            for checkpoint in taken:
-                self._catalogue.put_back(checkpoint.id)
-        if self._catalogue.going_bytes:
-            await self._writer.write(lambda: None)
-
-    async def _delete(self, checkpoint: Checkpoint, reason: Removal) -> None:
-        def forget(tokens: TokenIds | None) -> None:
-            self._catalogue.forget(checkpoint.id)
-            self._verification.forget(checkpoint.id)
-            self.removals[reason] += 1
-            self.on_removal(checkpoint, tokens, reason)
-
-        try:
-            work = partial(opening.remove, self.index, self.files, checkpoint)
-            await self._writer.write(work, then=forget)
-        except StoreFault:
-            self._catalogue.put_back(checkpoint.id)
-            raise
+        work = partial(self._directory.commit, state, hashes, self.take_touched())
+        return (await self._write(work, then=enter))[0]
 
     async def discard(self, temporary_name: str) -> None:
         """Delete a temporary file that did not become a checkpoint."""
         await self._count_written(temporary_name, self.files.size_bytes(temporary_name))
-        await self._writer.write(
+        await self._write(
             partial(self.files.remove, temporary_name),
             then=lambda _: self._budget.release(temporary_name),
         )
@@ -419,7 +364,49 @@ class CheckpointStore:
         claim = self._budget.unwritten(name)
         if claim is not None and n_bytes:
             with suppress(StoreFault):  # then it is counted until this process ends
-                await self._writer.write(self.writes.note(n_bytes, claim.wanted))
+                await self._write(self.writes.note(n_bytes, claim.wanted))
 
-    async def put_value(self, name: str, value: object) -> None:
-        await self._writer.write(partial(self.index.put_value, name, value))
+    # Removing checkpoints.
+
+    async def remove(self, checkpoint: Checkpoint, reason: Removal) -> bool:
+        """Delete a checkpoint, entry first; return False if it is gone, pinned or in use.
+
+        A pinned one goes only at an operator's word. A broken one goes in any case: nobody can use it.
+        """
+        current = self.get(checkpoint.id)
+        if current is None:
+            return False
+        if reason is not Removal.BROKEN:
+            is_kept = current.is_pinned and reason is not Removal.OPERATOR
+            if is_kept or self.is_in_use(checkpoint):
+                return False
+        await self._remove([current], reason)
+        return True
+
+    async def _remove(self, checkpoints: Iterable[Checkpoint], reason: Removal) -> None:
+        """Take checkpoints out at once and delete them; return when their files are gone.
+
+        Waits for removals of others that are under way, too: their room may have been counted on.
+        """
+        taken = [c for c in checkpoints if self.take(c.id)]
+        try:
+            while taken:
+                await self._delete(taken.pop(), reason)
+        finally:
+            for checkpoint in taken:
+                self.put_back(checkpoint.id)
+        if self.going_bytes:
+            await self._write(lambda: None)
+
+    async def _delete(self, checkpoint: Checkpoint, reason: Removal) -> None:
+        def note(tokens: TokenIds | None) -> None:
+            self.forget(checkpoint.id)
+            self._verification.forget(checkpoint.id)
+            self.removals[reason] += 1
+            self.on_removal(checkpoint, tokens, reason)
+
+        try:
+            await self._write(partial(self._directory.remove, checkpoint), then=note)
+        except StoreFault:
+            self.put_back(checkpoint.id)
+            raise

@@ -7,9 +7,9 @@ the domains below, cannot be had by anybody out there.
 
 import asyncio
 import ipaddress
-import secrets
 from collections import Counter
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,14 +23,14 @@ from proxy.core.slots import SlotTable, state_of
 from proxy.errors import CacheFault, ProxyError
 from proxy.explain.report import Journal
 from proxy.health import Degradation
-from proxy.llama.bodies import head_of, header_request, parse_body, route_path
+from proxy.llama.bodies import header_request, parse_body, route_path
 from proxy.llama.routes import Aliases, Route, generation_route, with_alias
 from proxy.metrics import POSITION_LABELS
-from proxy.servers.backend import Backend
-from proxy.servers.pool import Fleet
-from proxy.servers.warming import EarlierRequests, NotKnown, Warmed, Warming
+from proxy.servers.pool import Pool
+from proxy.servers.server import Server
+from proxy.servers.warming import EarlierRequests, NotKnown, Warmed, Warming, send_for_nobody
 from proxy.serving.process import Shared
-from proxy.serving.request import Arrival, GenerationRequest
+from proxy.serving.request import Request
 from proxy.web.clients import keys_of, tenant_of
 from proxy.web.stored import is_asked_for, json_response, refuse_foreign_pages
 
@@ -150,12 +150,12 @@ class Warm:
         await response.write_eof()
         return response
 
-    async def _wanted(self, request: web.Request, *, is_whole: bool) -> GenerationRequest:
+    async def _wanted(self, request: web.Request, *, is_whole: bool) -> Request:
         if (request_id := request.query.get("request")) is not None:
             return self._earlier.again(request_id, keys_of(request.headers), is_whole=is_whole)
         return self._read(request, await request.read(), is_whole=is_whole)
 
-    def _read(self, request: web.Request, raw: bytes, *, is_whole: bool) -> GenerationRequest:
+    def _read(self, request: web.Request, raw: bytes, *, is_whole: bool) -> Request:
         body = parse_body(raw)
         path = request.query.get("path") or (route_path(body) if body else "")
         route = generation_route("POST", path)
@@ -166,18 +166,13 @@ class Warm:
         except (KeyError, TypeError, AttributeError) as error:
             raise web.HTTPBadRequest(text=f"the body is no request to {path}") from error
         keys = keys_of(request.headers)
-        return GenerationRequest(
-            arrival=Arrival(secrets.token_hex(4), path),
-            route=route,
-            raw=with_alias(wanted, self._aliases),
-            headers=keys,
-            tenant=tenant_of(keys),
-            model=head_of(with_alias(raw, self._aliases)).named_model,
-        )
+        relay = partial(send_for_nobody, path, keys)
+        warmed = Request(path=path, route=route, headers=keys, relay=relay, tenant=tenant_of(keys))
+        return warmed.receive(with_alias(wanted, self._aliases))
 
     async def _warm(
         self,
-        request: GenerationRequest,
+        request: Request,
         lines: "asyncio.Queue[dict[str, Any]]",
         *,
         is_whole: bool,
@@ -213,9 +208,9 @@ def _described(warmed: Warmed) -> dict[str, Any]:
 class AdminListener:
     """Answers operators."""
 
-    def __init__(self, shared: Shared, fleet: Fleet) -> None:
+    def __init__(self, shared: Shared, pool: Pool) -> None:
         self._shared = shared
-        self._fleet = fleet
+        self._pool = pool
 
     def routes(self) -> list[web.RouteDef]:
         return [web.get("/health", self.health), web.get("/metrics", self.metrics)]
@@ -228,11 +223,13 @@ class AdminListener:
             "since": moment(degradations.since),
             "reasons": [describe(degradation) for degradation in degradations.active],
         }
-        if self._fleet.is_single:
-            body |= describe_backend(self._fleet.backends[0])
+        if self._pool.is_single:
+            body |= describe_server(self._pool.servers[0])
         else:
-            body["llama_servers"] = {b.name: describe_backend(b) for b in self._fleet.backends}
-        body["waiting"] = self._fleet.n_waiting
+            body["llama_servers"] = {
+                server.name: describe_server(server) for server in self._pool.servers
+            }
+        body["waiting"] = self._pool.n_waiting
         body["background_tasks"] = len(self._shared.tasks)
         if store is not None:
             body["checkpoints"] = len(store)
@@ -265,17 +262,15 @@ class AdminListener:
         return web.Response(body=self._shared.metrics.exposition(), headers=headers)
 
 
-def describe_backend(backend: Backend) -> dict[str, object]:
+def describe_server(server: Server) -> dict[str, object]:
     """Return whether a llama-server is attached, and if so what is known of it."""
-    session = backend.lifecycle.current
-    if session is None:
+    if (process := server.process) is None:
         return {"llama_server": "not attached"}
-    attachment = session.attachment
     return {
         "llama_server": "attached",
-        "rule": str(attachment.rule),
-        "slots": describe_slots(attachment.desk.table),
-        "rates": describe_rates(attachment.rates),
+        "rule": str(process.rule),
+        "slots": describe_slots(process.slots),
+        "rates": describe_rates(process.rates),
     }
 
 

@@ -1,10 +1,9 @@
 """The API key of a request, and the tenant that it makes."""
 
-import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import xxhash
 from aiohttp import web
@@ -19,7 +18,7 @@ from proxy.errors import (
     UpstreamNotReached,
 )
 from proxy.explain.report import Report
-from proxy.llama.bodies import head_of
+from proxy.llama.bodies import parse_body
 from proxy.llama.client import LlamaServer
 from proxy.llama.routes import (
     Aliases,
@@ -30,9 +29,8 @@ from proxy.llama.routes import (
     with_alias,
 )
 from proxy.log import get_logger
-from proxy.servers.dispatch import Dispatch
-from proxy.servers.pool import Fleet
-from proxy.serving.request import Answer, Arrival, GenerationRequest
+from proxy.servers.pool import Pool
+from proxy.serving.request import Answer, OnStart, Request
 from proxy.web.errors import error_response
 from proxy.web.relay import Body, Exchange, end_to_end
 from proxy.web.writer import Unread
@@ -90,16 +88,14 @@ class Front:
 
     def __init__(
         self,
-        fleet: Fleet,
-        dispatch: Dispatch,
+        pool: Pool,
         report: Report,
         unread: Unread,
         *,
         max_requests: int,
         aliases: Aliases,
     ) -> None:
-        self._fleet = fleet
-        self._dispatch = dispatch
+        self._pool = pool
         self._report = report
         self._unread = unread
         self._max_requests = max_requests
@@ -132,7 +128,7 @@ class Front:
         may_load = request.query.get("autoload") not in ("false", "0")
         # Of a POST hosts read only the body.
         named = request.query.get("model", "") if may_load and request.method == "GET" else ""
-        return _Asked(request, *self._fleet.split_path(request.path, named), may_load)
+        return _Asked(request, *self._pool.split_path(request.path, named), may_load)
 
     async def _refuse(
         self, asked: "_Asked", exchange: Exchange, error: ProxyError
@@ -163,12 +159,13 @@ class Front:
         headers = end_to_end(request.headers)
         content: Body = request.content if request.body_exists else None
         counts = self._aliases and counts_tokens(request.method, asked.path)
-        if counts or (request.method == "POST" and self._fleet.has_models):
+        if counts or (request.method == "POST" and self._pool.has_models):
             content = with_alias(await _read_body(request), self._aliases)
             headers.popall("Content-Length", None)
-            model = model or (head_of(content).named_model if asked.may_load else "")
+            body = parse_body(content) if asked.may_load and not model else None
+            model = body.named_model if body else model
         keys = keys_of(request.headers)
-        async with self._fleet.passing(request.method, asked.path, model, keys) as upstreams:
+        async with self._pool.passing(request.method, asked.path, model, keys) as upstreams:
             *others, last = upstreams
             for upstream in others:
                 with suppress(UpstreamNotReached):
@@ -177,45 +174,39 @@ class Front:
             await exchange.send(last, content, headers)
 
     async def _generate(self, route: Route, asked: "_Asked", exchange: Exchange) -> None:
-        request = asked.request
-        arrival = Arrival(secrets.token_hex(4), asked.path)
+        generation = self._request(route, asked, exchange)
         self._n_requests += 1
         try:
             if self._n_requests > self._max_requests:
                 raise TooManyRequests(f"{self._max_requests} requests are being served already")
-            generation = await self._read(route, asked, arrival)
-
-            async def send(
-                upstream: LlamaServer,
-                body: bytes,
-                on_start: Callable[[], None],
-                n_found: int | None = None,
-            ) -> Answer:
-                headers = end_to_end(request.headers, without=_REBUILT)
-                return await exchange.send(upstream, body, headers, on_start, n_found)
-
+            generation.receive(with_alias(await _read_body(asked.request), self._aliases))
             async with exchange.kept() if generation.wants_stream else nullcontext():
-                await self._dispatch.serve(generation, lambda upstream: partial(send, upstream))
+                await self._pool.serve(generation)
         except BaseException as error:
             if not exchange.is_answered:
-                self._report.unanswered(arrival, error)
+                self._report.unanswered(generation, error)
             raise
         finally:
             self._n_requests -= 1
 
-    async def _read(self, route: Route, asked: "_Asked", arrival: Arrival) -> GenerationRequest:
-        request = asked.request
-        raw = with_alias(await _read_body(request), self._aliases)
-        keys, head = keys_of(request.headers), head_of(raw)
-        return GenerationRequest(
-            arrival=arrival,
+    def _request(self, route: Route, asked: "_Asked", exchange: Exchange) -> Request:
+        headers = asked.request.headers
+
+        def relay(
+            upstream: LlamaServer, raw: bytes, on_start: OnStart, n_found: int | None
+        ) -> Coroutine[Any, Any, Answer]:
+            passed_on = end_to_end(headers, without=_REBUILT)
+            return exchange.send(upstream, raw, passed_on, on_start, n_found)
+
+        keys = keys_of(headers)
+        return Request(
+            path=asked.path,
             route=route,
-            raw=raw,
             headers=keys,
+            relay=relay,
             tenant=tenant_of(keys),
-            session=" ".join(filter(None, map(request.headers.get, _SESSION_HEADERS))),
-            model=asked.model or head.named_model,
-            wants_stream=head.wants_stream,
+            session=" ".join(filter(None, map(headers.get, _SESSION_HEADERS))),
+            model=asked.model,
         )
 
 

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from proxy.errors import ProxyError
-from proxy.llama.routes import ErrorShape, Route, error_shape, generation_route
+from proxy.llama.routes import Route, generation_route, is_anthropic
 
 HOP = "llama-prefix-cache"
 RETRY_AFTER_SECONDS = 2
@@ -35,7 +35,7 @@ def error_response(path: str, error: ProxyError) -> web.Response:
     body = _own_error(error)
     return web.Response(
         status=error.status,
-        body=msgspec.json.encode(_anthropic(body) if _is_anthropic(path) else {"error": body}),
+        body=msgspec.json.encode(_anthropic(body) if is_anthropic(path) else {"error": body}),
         content_type="application/json",
         headers=headers,
     )
@@ -63,10 +63,6 @@ def anthropic_event(data: bytes) -> bytes:
     return data if error is None else msgspec.json.encode(_anthropic(error))
 
 
-def _is_anthropic(path: str) -> bool:
-    return error_shape(path) is ErrorShape.ANTHROPIC
-
-
 def _own_error(error: ProxyError) -> Error:
     return {"code": error.status, "message": f"{HOP}: {error}", "type": error.type, "src": HOP}
 
@@ -89,7 +85,7 @@ def _read_error(body: bytes) -> Error | None:
 
 
 def _event(path: str, error: Error) -> bytes:
-    if _is_anthropic(path):
+    if is_anthropic(path):
         return b"event: error\ndata: " + msgspec.json.encode(_anthropic(error)) + b"\n\n"
     if generation_route("POST", path) is Route.RESPONSES:
         told = {"type": "error", "code": error.get("type"), "message": error["message"]}

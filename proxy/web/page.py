@@ -13,9 +13,8 @@ from aiohttp import web
 
 from proxy.core.slots import Known, Slot, state_of
 from proxy.explain.views import Overview, ServerView, SlotView, StoreView
-from proxy.servers.attachment import Attachment
-from proxy.servers.pool import Fleet
-from proxy.serving.process import Shared
+from proxy.servers.pool import Pool
+from proxy.serving.process import Process, Shared
 from proxy.store.store import CheckpointStore
 from proxy.web.admin import describe, moment
 from proxy.web.stored import json_response, refuse_foreign_pages
@@ -105,9 +104,9 @@ _MAX_DIGITS = 18
 class Looks:
     """Looks at the running proxy."""
 
-    def __init__(self, shared: Shared, fleet: Fleet) -> None:
+    def __init__(self, shared: Shared, pool: Pool) -> None:
         self._shared = shared
-        self._fleet = fleet
+        self._pool = pool
         self._run = secrets.token_hex(4)
         self._epoch = time.time() - time.monotonic()
         self._store_view: StoreView | None = None
@@ -120,11 +119,11 @@ class Looks:
             since=moment(degradations.since),
             reasons=tuple(describe(degradation) for degradation in degradations.active),
             servers=tuple(
-                self._server(backend.name, session.attachment)
-                for backend in self._fleet.backends
-                if (session := backend.lifecycle.current)
+                self._server(server.name, server.process)
+                for server in self._pool.servers
+                if server.process
             ),
-            n_waiting=self._fleet.n_waiting,
+            n_waiting=self._pool.n_waiting,
             store=self._store(self._shared.opened_store),
             today=journal.today(),
             keeps=journal.keep.value,
@@ -143,13 +142,13 @@ class Looks:
             requests=tuple(journal.latest(n_new)),
         )
 
-    def _server(self, name: str, attachment: Attachment) -> ServerView:
+    def _server(self, name: str, process: Process) -> ServerView:
         return ServerView(
             name=name,
-            build=attachment.build,
-            rule=str(attachment.rule),
-            n_ctx=attachment.n_ctx,
-            slots=tuple(self._slot(slot) for slot in attachment.desk.table),
+            build=process.build,
+            rule=str(process.rule),
+            n_ctx=process.n_ctx,
+            slots=tuple(self._slot(slot) for slot in process.slots),
         )
 
     def _slot(self, slot: Slot) -> SlotView:

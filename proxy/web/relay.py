@@ -22,11 +22,9 @@ from proxy.errors import (
     UpstreamPerhapsReached,
 )
 from proxy.llama.answers import MAX_BUFFERED_BYTES, AnswerReader, TrueUsage
-from proxy.llama.client import LlamaServer, reason_of
-from proxy.llama.routes import ErrorShape, Target, error_shape, generation_route
+from proxy.llama.client import Heard, LlamaServer, reason_of
+from proxy.llama.routes import Target, generation_route, is_anthropic
 from proxy.serving.request import Answer
-from proxy.serving.rewriting import FORMS
-from proxy.stabilize.template import CallMade, CallsMade
 from proxy.web.errors import anthropic_error, anthropic_event, error_event, error_event_of
 from proxy.web.writer import ClientWriter, Unread
 
@@ -188,7 +186,7 @@ def edited_answer(path: str, answer: aiohttp.ClientResponse, n_found: int | None
 def edit_of_stream(path: str, n_found: int | None) -> LineEdit | None:
     """Return how a stream is edited, None if it passes as it is."""
     usage = TrueUsage(path, n_found)
-    if error_shape(path) is ErrorShape.ANTHROPIC:
+    if is_anthropic(path):
         return LineEdit(_AnthropicLines(usage))
     return LineEdit(usage.of_line) if usage.is_needed else None
 
@@ -198,7 +196,7 @@ def edit_of_answer(path: str, status: int, n_found: int | None) -> Edit | None:
     if status == 200:
         usage = TrueUsage(path, n_found)
         return usage.of_answer if usage.is_needed else None
-    if status >= 400 and error_shape(path) is ErrorShape.ANTHROPIC:
+    if status >= 400 and is_anthropic(path):
         return lambda body: anthropic_error(status, body)
     return None
 
@@ -252,22 +250,6 @@ def end_to_end(
     return CIMultiDict((k, v) for k, v in headers.items() if k.lower() not in dropped)
 
 
-class Heard:
-    """An answer that is being relayed: cut off, it ends in an error, as if llama-server had died."""
-
-    def __init__(self, answer: aiohttp.ClientResponse) -> None:
-        self._answer = answer
-        self.heard_at = time.monotonic()
-        self.is_cut = False
-
-    def note(self) -> None:
-        self.heard_at = time.monotonic()
-
-    def cut(self) -> None:
-        self.is_cut = True
-        self._answer.close()
-
-
 class Exchange:
     """One request to llama-server whose answer goes to one client."""
 
@@ -318,8 +300,7 @@ class Exchange:
                     on_start()
                 elif upstream.target.speaks_plainly and answer.content_type == "text/plain":
                     raise await _gone(upstream.target, answer)
-                heard = Heard(answer)
-                with upstream.pending.noted(heard):
+                with upstream.heard(answer.close) as heard:
                     return await self._relay(upstream.target, answer, heard, n_found)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if self._has_begun:
@@ -331,7 +312,7 @@ class Exchange:
         self, upstream: LlamaServer, body: Body, headers: CIMultiDict[str]
     ) -> aiohttp.ClientResponse:
         """Send the request and return the answer once its headers are there."""
-        async with upstream.pending.call():
+        async with upstream.waiting():
             return await upstream.session.request(
                 self._client.method,
                 upstream.url(self._client.raw_path),
@@ -359,9 +340,8 @@ class Exchange:
         await self._keeper.stop()
         if self._keeper.response is not None and not (answer.status == 200 and _is_stream(answer)):
             return await self._refuse_in_stream(answer)
-        reader = AnswerReader(answer.headers.get("Content-Type", ""))
-        calls = self._calls_of(answer)
-        made: list[CallMade] = []
+        route = generation_route(self._client.method, self._path) if answer.status == 200 else None
+        reader = AnswerReader(answer.headers.get("Content-Type", ""), route)
         edited = edited_answer(self._path, answer, n_found)
         n_bytes = await _n_bytes(edited, target)
         self._has_begun = True
@@ -373,7 +353,6 @@ class Exchange:
                 if target.says_gone(chunk):
                     raise aiohttp.ClientPayloadError("its process has ended")
                 reader.feed(chunk)
-                made += calls.feed(chunk) if calls else ()
                 if first_token_at is None and reader.has_token:
                     first_token_at = time.monotonic()
                 if passed_on:
@@ -390,8 +369,7 @@ class Exchange:
             await self._break_off(answer, heard, error, has_token=reader.has_token)
             return Answer(answer.status, None, first_token_at, is_broken=True)
         self.is_answered = True
-        made += calls.finish() if calls else ()
-        return Answer(answer.status, reader.timings(), first_token_at, calls=tuple(made))
+        return Answer(answer.status, reader.timings(), first_token_at, calls=reader.calls())
 
     async def _refuse_in_stream(self, answer: aiohttp.ClientResponse) -> Answer:
         """Tell a client whose stream has begun already what llama-server said instead of one."""
@@ -400,13 +378,6 @@ class Exchange:
         await self._keeper.end(error_event_of(self._path, answer.status, body))
         self.is_answered = True
         return Answer(answer.status, None)
-
-    def _calls_of(self, answer: aiohttp.ClientResponse) -> CallsMade | None:
-        """Return what reads the tool calls of an answer; clients will not send them back as they were."""
-        route = generation_route(self._client.method, self._path)
-        form = FORMS.get(route) if route else None
-        is_read = form is not None and answer.status == 200
-        return CallsMade(form, is_stream=_is_stream(answer)) if is_read and form else None
 
     async def _begin(
         self, answer: aiohttp.ClientResponse, n_bytes: int | None
@@ -464,7 +435,7 @@ def _kind_of(error: Exception) -> type[UpstreamGone]:
     """Return what a failed connection says of llama-server."""
     if isinstance(error, _NOT_CONNECTED):
         return UpstreamNotReached
-    # What is cut off was told to end (upstream.pending).
+    # What is cut off was told to end (`Heard` in llama/client.py).
     return UpstreamGone if isinstance(error, TimeoutError) else UpstreamEnded
 
 

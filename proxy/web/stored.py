@@ -1,7 +1,7 @@
 """The admin listener's view of the store: its checkpoints and its tree."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,19 +16,16 @@ from proxy.explain.views import (
     Deleted,
     ListedCheckpoint,
     ListedNode,
-    Node,
     NodeId,
-    Selected,
     Selection,
     children_of,
     list_checkpoint,
-    list_node,
     node_of,
     parse_node_id,
     select,
     under,
 )
-from proxy.serving.process import NewestAttachments
+from proxy.serving.process import NewestProcesses
 from proxy.store.known_models import model_names
 from proxy.store.store import CheckpointStore
 
@@ -107,7 +104,7 @@ _MAX_SECONDS = 1 << 40
 class Checkpoints:
     """Lists, pins and deletes checkpoints."""
 
-    def __init__(self, served: NewestAttachments, store: CheckpointStore | None) -> None:
+    def __init__(self, served: NewestProcesses, store: CheckpointStore | None) -> None:
         self._served = served
         self._opened_store = store
 
@@ -160,7 +157,7 @@ class Checkpoints:
         checkpoint = _named(request, store)
         if checkpoint.is_pinned and not is_asked_for(request, "pinned"):
             return _kept("it is pinned", Deleted(0, 0, n_pinned=1))
-        deleted = await self._delete(store, Selected((checkpoint,)))
+        deleted = await self._delete(store, [checkpoint])
         if deleted.n_in_use:
             return _kept("it is in use; try again", deleted)
         return json_response(200, deleted)
@@ -181,24 +178,24 @@ class Checkpoints:
         is_everything = selection.node == STORE and not selection.unused_seconds
         if is_everything and not is_asked_for(request, "all"):
             raise web.HTTPBadRequest(text="say `under`, `unused_seconds` or `all`")
-        selected = select(selection, store, time.time())
+        selected, n_pinned = select(selection, store, time.time())
         if is_asked_for(request, "dry_run"):
-            n_bytes = sum(c.size_bytes for c in selected.checkpoints)
-            would = Deleted(len(selected.checkpoints), n_bytes, len(selected.pinned), 0, True)
-            return json_response(200, would)
-        return json_response(200, await self._delete(store, selected))
+            n_bytes = sum(c.size_bytes for c in selected)
+            return json_response(200, Deleted(len(selected), n_bytes, n_pinned, 0, True))
+        return json_response(200, await self._delete(store, selected, n_pinned))
 
-    async def _delete(self, store: CheckpointStore, selected: Selected) -> Deleted:
+    async def _delete(
+        self, store: CheckpointStore, selected: Sequence[Checkpoint], n_pinned: int = 0
+    ) -> Deleted:
         deleted: list[Checkpoint] = []
         try:
-            for checkpoint in selected.checkpoints:
+            for checkpoint in selected:
                 if await store.remove(checkpoint, Removal.OPERATOR):
                     deleted.append(checkpoint)
         except StoreFault as fault:
             raise web.HTTPServiceUnavailable(text=str(fault)) from fault
-        n_in_use = sum(store.get(c.id) is not None for c in selected.checkpoints)
-        n_bytes = sum(c.size_bytes for c in deleted)
-        return Deleted(len(deleted), n_bytes, len(selected.pinned), n_in_use)
+        n_in_use = sum(store.get(c.id) is not None for c in selected)
+        return Deleted(len(deleted), sum(c.size_bytes for c in deleted), n_pinned, n_in_use)
 
 
 def _named(request: web.Request, store: CheckpointStore) -> Checkpoint:
@@ -245,7 +242,7 @@ class TreeLevel(msgspec.Struct, frozen=True):
 class TreeView:
     """Shows the store as a tree."""
 
-    def __init__(self, served: NewestAttachments, store: CheckpointStore | None) -> None:
+    def __init__(self, served: NewestProcesses, store: CheckpointStore | None) -> None:
         self._served = served
         self._opened_store = store
 
@@ -269,15 +266,16 @@ class TreeView:
     def _level(self, store: CheckpointStore, node_id: NodeId, offset: int, limit: int) -> TreeLevel:
         names, present = model_names(store.index), self._served.present()
         checkpoints = under(node_id, store)
-        node = list_node(node_of(node_id, checkpoints), names, present.namespaces)
-        children = children_of(node_id, checkpoints, offset, limit)
+        known = names, present.rates_by
+        node = node_of(node_id, checkpoints, *known)
+        children = children_of(node_id, checkpoints, *known, offset, limit)
         end = offset + len(children)
         return TreeLevel(
             node,
             [
-                list_node(child, names, present.namespaces)
-                if isinstance(child, Node)
-                else list_stored(child, names, store, present)
+                list_stored(child, names, store, present)
+                if isinstance(child, Checkpoint)
+                else child
                 for child in children
             ],
             end if end < node.n_children else None,

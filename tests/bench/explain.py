@@ -13,9 +13,9 @@ from typing import Any, cast
 import msgspec
 import structlog
 
-from proxy.core.model import Outcome, Prompt, Rule, RuleKind, SlotId
-from proxy.core.plan import Plan, StartOption, UseLive
-from proxy.core.slots import Reuse
+from proxy.core.model import Prompt, Rule, RuleKind, SlotId
+from proxy.core.plan import Plan, StartOption
+from proxy.core.slots import UseLive
 from proxy.core.tokens import Namespace, token_ids
 from proxy.explain.causes import Cause
 from proxy.explain.explanation import Judgement
@@ -24,13 +24,11 @@ from proxy.llama.bodies import GenerationBody
 from proxy.llama.client import Timings
 from proxy.llama.routes import Route
 from proxy.metrics import Metrics
-from proxy.servers.attachment import Attachment
-from proxy.serving.request import Account, Answer, Arrival, GenerationRequest
+from proxy.serving.process import Process
+from proxy.serving.request import Account, Answer, Request
 
 SPACE = Namespace(b"n" * 16)
-ATTACHMENT = cast(
-    Attachment, SimpleNamespace(rule=Rule(RuleKind.RESTORE_POINTS), process_id="process")
-)
+PROCESS = cast(Process, SimpleNamespace(rule=Rule(RuleKind.RESTORE_POINTS), id="process"))
 CHARACTERS_A_TOKEN = 4
 MESSAGE_TOKENS = 250
 N_MISSES = 1000
@@ -60,6 +58,10 @@ class Conversation:
         return Prompt(token_ids(self.tokens), SPACE, text=self.text), body
 
 
+async def _relay(*_: object) -> Answer:
+    raise AssertionError("nothing is sent here")
+
+
 class Desk:
     """Explains and reports requests as the driver does, with everything but llama-server."""
 
@@ -71,17 +73,18 @@ class Desk:
     def serve(self, prompt: Prompt, body: GenerationBody, n_reused: int) -> tuple[float, Judgement]:
         """Return the milliseconds of CPU that it took to explain, count and record a request."""
         self._n_requests += 1
-        request = GenerationRequest(Arrival(f"{self._n_requests:08x}", "/v1"), Route.CHAT, b"", {})
-        plan = Plan(
-            StartOption(SlotId(0), UseLive(Reuse(n_reused, n_reused)), 0.0), n_shared=n_reused
+        request = Request(
+            id=f"{self._n_requests:08x}", path="/v1", route=Route.CHAT, headers={}, relay=_relay
         )
-        account = Account(plan, prompt.n_tokens)
+        plan = Plan(StartOption(SlotId(0), UseLive(n_reused, n_reused), 0.0), n_shared=n_reused)
+        request.answer = Answer(200, None)
+        request.account = account = Account(plan, prompt.n_tokens)
         account.add(Timings(n_reused, prompt.n_tokens - n_reused))
         began = time.thread_time()
-        inquiry = Inquiry(self.journal, ATTACHMENT, prompt, body)
+        inquiry = Inquiry(self.journal, PROCESS, prompt, body)
         inquiry.note_planned()
         judgement = inquiry.judge(account, request.id)
-        self.report.answered(request, Answer(200, None), Outcome.HIT, judgement, account)
+        self.report.answered(request, judgement)
         return 1000 * (time.thread_time() - began), judgement
 
 

@@ -51,8 +51,8 @@ async def _measure(kind: str, leftovers: ExitStack) -> _Starts:
         n_first = await rig.evaluated()
         # The first start warmed up both processes; a new directory makes the next one a first one.
         first_seconds = await _seconds_to_start(rig, forgets=True)
-        assert rig.running.lifecycle.current is not None
-        rule = rig.running.lifecycle.current.attachment.rule.kind.value
+        assert rig.running.server.process is not None
+        rule = rig.running.server.process.rule.kind.value
         before = await rig.evaluated()
         later_seconds = await _seconds_to_start(rig, forgets=False)
         n_later = await rig.evaluated() - before

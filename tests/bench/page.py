@@ -20,8 +20,8 @@ from proxy.core.tokens import Namespace, hash_prefixes, token_ids
 from proxy.log import configure_logging
 from proxy.settings import Settings
 from proxy.store.catalogue import Limits
+from proxy.store.directory import NewState
 from proxy.store.store import CheckpointStore
-from proxy.store.writing import NewState, commit_state
 from tests.lab.browser import Page, open_page
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
@@ -211,7 +211,7 @@ def fill(directory: Path, n_checkpoints: int) -> None:
                 cuts=Cuts(header=64),
                 family=Family(header + 1, session + 1),
             )
-            commit_state(store.index, store.files, state, hash_prefixes(namespace, tokens), ())
+            store._directory.commit(state, hash_prefixes(namespace, tokens))
     finally:
         store.close()
 

@@ -22,8 +22,8 @@ from proxy.core.model import Checkpoint, CheckpointKind
 from proxy.core.tokens import Namespace
 from proxy.llama.state_file import read_state_file
 from proxy.store.catalogue import Limits
+from proxy.store.directory import NewState
 from proxy.store.store import CheckpointStore
-from proxy.store.writing import NewState
 from tests.bench.interrupts import run_to_the_end
 from tests.bench.progress import tell
 from tests.bench.section import Section

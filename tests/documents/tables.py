@@ -3,7 +3,8 @@
 from proxy.core.conditions import EXPLANATIONS
 from proxy.explain.causes import MEANINGS
 from proxy.metrics import Metrics
-from proxy.stabilize.model import REASONS, SAFE
+from proxy.stabilize.model import SAFE, Name
+from proxy.stabilize.run import STABILIZERS
 
 
 def metrics_table() -> str:
@@ -36,6 +37,7 @@ def causes_table() -> str:
 def stabilizers_table() -> str:
     """Return every stabilizer with its reason, as a Markdown table."""
     rows = ["| name | class | why |", "|---|---|---|"]
-    for name, reason in REASONS.items():
+    for name in Name:
+        reason = (STABILIZERS[name].__doc__ or "").partition("\n")[0]
         rows.append(f"| `{name}` | {'safe' if name in SAFE else 'opt-in'} | {reason} |")
     return "\n".join(rows) + "\n"

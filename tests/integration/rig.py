@@ -17,7 +17,7 @@ from yarl import URL
 from proxy.app import Running, run_proxy
 from proxy.core.conditions import DegradationKind
 from proxy.core.saving import is_write_back_due
-from proxy.servers.attachment import Attachment
+from proxy.serving.process import Process
 from proxy.settings import Settings
 from tests.fakes.llama_server import FakeLlamaServer, Seen
 
@@ -164,29 +164,29 @@ class Rig:
         await until(lambda: self.n_occupied() == 0)
 
     @property
-    def attachment(self) -> Attachment | None:
+    def process(self) -> Process | None:
         """The attachment to the process that serves now, None if there is none yet."""
-        session = self.running.lifecycle.current
-        if session is None or session.attachment.process_id != self.server.process_id:
+        process = self.running.server.process
+        if process is None or process.id != self.server.process_id:
             return None
-        return session.attachment
+        return process
 
-    async def attached(self) -> Attachment:
+    async def attached(self) -> Process:
         """Wait until the proxy is attached to the process that serves now, self-test included."""
-        await until(lambda: self.attachment is not None and self.n_occupied() == 0)
-        assert self.attachment is not None
-        return self.attachment
+        await until(lambda: self.process is not None and self.n_occupied() == 0)
+        assert self.process is not None
+        return self.process
 
-    async def settled(self) -> Attachment:
+    async def settled(self) -> Process:
         """Wait until the proxy is attached, no slot is leased and nothing waits to be saved."""
         await until(self._is_settled)
-        assert self.attachment is not None
-        return self.attachment
+        assert self.process is not None
+        return self.process
 
     def _is_settled(self) -> bool:
-        if (attachment := self.attachment) is None:
+        if (process := self.process) is None:
             return False
-        table, rule = attachment.desk.table, attachment.rule
+        table, rule = process.slots, process.rule
         return not any(s.is_leased or is_write_back_due(rule, s.content) for s in table)
 
     @property
@@ -228,15 +228,15 @@ class Rig:
 
     def n_occupied(self) -> int:
         """Return how many slots are leased and requests waiting."""
-        session = self.running.lifecycle.current
-        if session is None:
+        process = self.running.server.process
+        if process is None:
             return 0
-        desk = session.attachment.desk
+        desk = process.desk
         return desk.n_waiting + sum(slot.is_leased for slot in desk.table)
 
     async def waiting(self, n_requests: int) -> None:
         """Wait until so many requests are in the queue."""
-        await until(lambda: self.attachment and self.attachment.desk.n_waiting == n_requests)
+        await until(lambda: self.process and self.process.desk.n_waiting == n_requests)
 
     def sample(self, name: str, **labels: str) -> float:
         value = self.running.metrics.registry.get_sample_value

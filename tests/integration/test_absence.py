@@ -16,7 +16,7 @@ from tests.lab.server import find_free_port
 
 async def waiting(rig: Rig, n_requests: int) -> None:
     """Wait until so many requests wait for llama-server."""
-    await until(lambda: rig.running.lifecycle.absence.n_waiting == n_requests)
+    await until(lambda: rig.running.server.n_waiting == n_requests)
 
 
 def ask(rig: Rig, name: str, path: str = CHAT) -> "asyncio.Task[Reply]":
@@ -97,11 +97,10 @@ async def test_long_absence_fails_requests_at_once(start_rig: StartRig) -> None:
     async with start_rig(upstream_wait_seconds=0.3) as rig:
         await rig.server.crash()
         first = await ask(rig, "a")
-        absence = rig.running.lifecycle.absence
         assert (first.status, first.headers["Retry-After"]) == (503, "2")
         later = ask(rig, "b", "/v1/messages")
         await until(later.done)
-        assert (later.result().status, absence.n_waiting) == (503, 0)
+        assert (later.result().status, rig.running.server.n_waiting) == (503, 0)
         error = later.result().content["error"]
         assert error["message"] == "llama-prefix-cache: llama-server cannot be reached"
         await rig.server.restart()

@@ -130,10 +130,10 @@ async def test_client_that_leaves_while_it_waits_for_its_turn_frees_its_place(
         first = rig.begin_chat("a")  # is restored, and holds the turn meanwhile
         await gate.reached()
         leaving, staying = rig.begin_chat("c"), rig.begin_chat("b")
-        await until(lambda: rig.running.lifecycle.n_waiting == 2)
+        await until(lambda: rig.running.server.n_queued == 2)
         assert (await rig.post(CHAT, body("d"))).status == 503
         await hang_up(leaving)
-        await until(lambda: rig.running.lifecycle.n_waiting == 1)
+        await until(lambda: rig.running.server.n_queued == 1)
         gate.open()
         assert [(await reply).n_reused for reply in (first, staying)] == [308, 308]
         assert nothing_is_wrong(rig)

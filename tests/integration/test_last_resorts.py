@@ -66,9 +66,9 @@ async def test_request_does_not_wait_for_a_self_test_beside_a_free_slot(
         await rig.chat("a")
         await rig.chat(question("b", 500))
         await until(lambda: rig.n_occupied() == 0)
-        assert rig.attachment is not None
+        assert rig.process is not None
         save = rig.server.hold("save", n_calls=1)
-        rig.attachment.n_contradictions = rig.attachment.n_contradictions_allowed
+        rig.process.n_contradictions = rig.process.n_contradictions_allowed
         await save.reached()
         again = rig.begin_chat("a")
         await rig.waiting(1)  # its slot is being saved

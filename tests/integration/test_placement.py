@@ -48,7 +48,7 @@ async def begin_stream(
     """Begin a slow answer and return once it is known to run."""
     body = {"messages": messages, "stream": True, "max_tokens": 10}
     streaming = asyncio.ensure_future(rig.post(CHAT, body, key=key))
-    await until(lambda: rig.attachment and any(s.is_running for s in rig.attachment.desk.table))
+    await until(lambda: rig.process and any(s.is_running for s in rig.process.slots))
     return streaming
 
 
@@ -61,7 +61,7 @@ async def test_placed_request_keeps_its_slot_to_the_end(
         gate = rig.server.hold("generate", n_calls=1)
         asked = asyncio.ensure_future(rig.post(MESSAGES, claude(form(question("m")))))
         await gate.reached()
-        await until(lambda: rig.attachment and not rig.attachment.desk.is_placing)
+        await until(lambda: rig.process and not rig.process.desk.is_placing)
         assert rig.n_occupied() == 1
         gate.open()
         assert (await asked).status == 200
@@ -91,15 +91,15 @@ async def test_slot_that_joins_unseen_is_not_taken_for_ones_own(start_rig: Start
         asked = asyncio.ensure_future(rig.post(MESSAGES, claude(with_image(question("other")))))
         await gate.reached()
         await streaming
-        attachment = rig.attachment
-        assert attachment is not None
+        process = rig.process
+        assert process is not None
         await until(lambda: rig.n_occupied() == 2)
-        for slot in attachment.desk.table:  # as drift leaves them
-            attachment.desk.table.set_content(slot.id, TAINTED)
+        for slot in process.slots:  # as drift leaves them
+            process.slots.set_content(slot.id, TAINTED)
         gate.open()
         await asked
         await until(lambda: rig.n_occupied() == 0)
-        assert {slot.content for slot in attachment.desk.table} == {TAINTED}
+        assert {slot.content for slot in process.slots} == {TAINTED}
 
 
 @MESSAGES_FORMS
@@ -142,11 +142,9 @@ async def test_request_that_lands_in_a_slot_just_left_goes_on_there(start_rig: S
         await until(lambda: rig.n_occupied() == 1)
         looked.open()
         await gate.reached()
-        assert rig.attachment is not None
+        assert rig.process is not None
         chosen = next(slot for slot in rig.server.slots if slot.is_processing)
-        await until(
-            lambda: rig.attachment and rig.attachment.desk.table[SlotId(chosen.id)].is_running
-        )
+        await until(lambda: rig.process and rig.process.slots[SlotId(chosen.id)].is_running)
         assert rig.n_occupied() == 1, "the slot that was made ready is free again"
         gate.open()
         assert (await asked).content["usage"]["input_tokens"] <= 10

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from proxy.errors import UpstreamUnreachable
 from proxy.llama.client import Props
 from proxy.servers import server as lifecycle
 from tests.fakes.faults import Faults
@@ -25,7 +26,7 @@ async def occupy(rig: Rig, name: str = "first") -> Any:
 async def test_loading_server_is_named_and_waited_for(start_rig: StartRig) -> None:
     async with start_rig(faults=Faults(is_loading=True)) as rig:
         asked = rig.begin_chat("a")
-        await until(lambda: rig.running.lifecycle.n_waiting == 1)
+        await until(lambda: rig.running.server.n_queued == 1)
         assert (await rig.health())["state"] == "forwarding"
         assert await rig.reasons() == ["llama-server is loading"]
         rig.server.faults.is_loading = False
@@ -46,7 +47,7 @@ async def test_loading_for_too_long_is_told_in_the_shape_of_the_api(
         error = reply.content["error"]
         assert error["message"] == "llama-prefix-cache: llama-server is still loading its model"
         kind = "overloaded_error" if path == "/v1/messages" else "unavailable_error"
-        assert (error["type"], rig.running.lifecycle.n_waiting) == (kind, 0)
+        assert (error["type"], rig.running.server.n_queued) == (kind, 0)
 
 
 async def test_replaced_process_is_noticed_by_the_next_request(
@@ -110,7 +111,7 @@ async def test_process_dying_while_it_is_attached_is_left_for_the_next(
         await rig.server.crash()
         rig.server.release("lora-adapters")
         await rig.server.restart()
-        await until(lambda: rig.attachment is not None and rig.attachment.can_cache)
+        await until(lambda: rig.process is not None and rig.process.can_cache)
         await rig.attached()
         assert (await rig.chat("a")).status == 200
         assert (await rig.health())["state"] == "caching"
@@ -160,7 +161,7 @@ async def test_process_whose_start_time_cannot_be_asked_is_followed_on(
         await asyncio.sleep(0.1)
         assert (await rig.chat("a")).status == 200
         rig.server.faults = Faults()
-        await until(lambda: rig.attachment is not None and rig.attachment.can_cache)
+        await until(lambda: rig.process is not None and rig.process.can_cache)
         rig.server.replace_process()
         await rig.settled()
         assert (await rig.chat("a")).n_reused == 308
@@ -249,7 +250,7 @@ async def test_attachment_that_failed_is_tried_again(
     async with start_rig(faults=Faults(refuse={"save": 500})) as rig:
         assert (await rig.health())["state"] == "forwarding"
         rig.server.faults.refuse.clear()
-        await until(lambda: rig.attachment and rig.attachment.rule.can_restore)
+        await until(lambda: rig.process and rig.process.rule.can_restore)
         assert (await rig.health())["state"] == "caching"
 
 
@@ -279,7 +280,7 @@ async def test_busy_slot_is_left_alone_at_first_contact(start_rig: StartRig) -> 
         stranger = asyncio.ensure_future(rig.client.post(url, json=body))
         await gate.reached()
         await rig.start_proxy(waits=False)
-        await until(lambda: rig.attachment and rig.attachment.rule.can_restore)
+        await until(lambda: rig.process and rig.process.rule.can_restore)
         assert (await rig.chat("a")).status == 200
         gate.open()
         async with await stranger as reply:
@@ -302,8 +303,8 @@ async def test_process_that_is_lost_during_a_look_is_not_attached(
 ) -> None:
     """A host unloads a model while the proxy asks it what it is; then loads it again."""
     async with start_rig() as rig:
-        backend = rig.running.fleet.backends[0]
-        followed, upstream = backend.lifecycle, backend.services.upstream
+        server = rig.running.server
+        upstream = server.upstream
         asked, answered = asyncio.Event(), asyncio.Event()
         ask = upstream.props
 
@@ -314,16 +315,18 @@ async def test_process_that_is_lost_during_a_look_is_not_attached(
             return props
 
         monkeypatch.setattr(upstream, "props", ask_slowly)
-        session = followed.current
-        assert session is not None
-        followed.end()
-        look = asyncio.ensure_future(followed.is_still(session))
+        process = server.process
+        assert process is not None
+        server.lose()
+        with pytest.raises(UpstreamUnreachable, match="is not loaded"):
+            server.require_loaded()
+        server.appear()
+        look = asyncio.ensure_future(server.is_still(process))
         await asked.wait()
-        upstream.presence.lose()
-        followed.end()
+        server.lose()
         answered.set()
         await look
-        assert followed.current is None and await rig.reasons() == []
-        upstream.presence.is_there = True
+        assert server.process is None and await rig.reasons() == []
+        server.appear()
         assert (await rig.chat("a")).status == 200
-        assert followed.current is not None
+        assert server.process is not None

@@ -50,7 +50,7 @@ async def test_what_a_waiting_request_will_restore_is_neither_evicted_nor_supers
         await gate.reached()
         again = rig.begin_chat("b")  # so that nobody is granted the slot out of turn
         await rig.waiting(1)
-        waiting = rig.running.lifecycle._services.tasks.start(complete(rig, 1))
+        waiting = rig.running.server.services.tasks.start(complete(rig, 1))
         await rig.waiting(2)
         with pytest.raises(NoRoom):
             await store.reserve(all_of(store))
@@ -71,7 +71,7 @@ async def test_request_that_leaves_the_queue_keeps_nothing(start_rig: StartRig) 
         gate = rig.server.hold("generate", n_calls=1)
         busy = rig.begin_chat("b")
         await gate.reached()
-        waiting = rig.running.lifecycle._services.tasks.start(complete(rig, 1))
+        waiting = rig.running.server.services.tasks.start(complete(rig, 1))
         await rig.waiting(1)
         waiting.cancel()
         await rig.waiting(0)
@@ -87,17 +87,17 @@ async def test_eviction_between_grant_and_restore_spares_what_was_granted(
     """The task that was granted a slot runs later; somebody else may make room before it does."""
     async with start_rig(n_slots=1, n_ctx=32_000) as rig:
         store, [wanted, _] = await store_with(rig, 1, 2)
-        attachment = await rig.settled()
+        process = await rig.settled()
         victims: list[int] = []
-        reserve = attachment.desk._reserve
+        reserve = process.desk._reserve
 
         def reserve_and_evict(choice, **kind):
             lease = reserve(choice, **kind)
             present = Present(time.time())
-            victims.extend(v.id for v in store._catalogue.victims(1 << 60, present))
+            victims.extend(v.id for v in store.victims(1 << 60, present))
             return lease
 
-        monkeypatch.setattr(attachment.desk, "_reserve", reserve_and_evict)
+        monkeypatch.setattr(process.desk, "_reserve", reserve_and_evict)
         assert await complete(rig, 1) == N_TOKENS
         assert victims and wanted.id not in victims
 

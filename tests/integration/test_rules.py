@@ -91,8 +91,8 @@ async def test_cut_window_of_version_3_is_repaired_and_continued_at_its_end(
     start_rig: StartRig,
 ) -> None:
     async with start_rig(n_slots=1, memory=Memory.CUT_WINDOW, file_version=3) as rig:
-        attachment = await rig.settled()
-        assert attachment.rule == Rule(RuleKind.END_ONLY, end_holds_from=2200)
+        process = await rig.settled()
+        assert process.rule == Rule(RuleKind.END_ONLY, end_holds_from=2200)
         prompt = [500 + i % 1000 for i in range(2300)]
         await rig.post(COMPLETION, {"prompt": prompt})
         await rig.settled()

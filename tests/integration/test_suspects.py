@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from proxy.servers import dispatch as fatal_requests
+from proxy.servers import fatal as fatal_requests
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, Rig, question, text, until

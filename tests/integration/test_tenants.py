@@ -176,9 +176,9 @@ async def test_request_that_is_answered_though_its_key_seemed_wrong_leaves_slots
     """Where something before llama-server lets clients generate, but not look."""
     async with start_rig(n_slots=1, idle_save_seconds=60.0, **KEYS) as rig:
         rig.server.keys_that_may_not_look = ("alice",)
-        attachment = rig.attachment
-        assert attachment is not None
+        process = rig.process
+        assert process is not None
         assert (await rig.chat("a", key="alice")).n_reused == 0
-        assert isinstance(attachment.desk.table[SlotId(0)].content, Unknown)
+        assert isinstance(process.slots[SlotId(0)].content, Unknown)
         await rig.chat("a", key="alice")
         assert (await rig.chat("a", key="alice")).n_reused == 308

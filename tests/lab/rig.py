@@ -93,13 +93,12 @@ class Rig(Generic[S]):
                 await asyncio.sleep(0.02)
 
     def _is_settled(self) -> bool:
-        fleet = self.running.fleet
-        attachments = [s.attachment for b in fleet.backends if (s := b.lifecycle.current)]
-        is_known = fleet.has_models or len(attachments) == len(fleet.backends)
+        pool = self.running.pool
+        is_known = pool.has_models or len(pool.processes) == len(pool.servers)
         return is_known and not any(
-            slot.is_leased or is_write_back_due(attachment.rule, slot.content)
-            for attachment in attachments
-            for slot in attachment.desk.table
+            slot.is_leased or is_write_back_due(process.rule, slot.content)
+            for process in pool.processes
+            for slot in process.slots
         )
 
     async def evaluated(self) -> int:

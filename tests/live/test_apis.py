@@ -209,8 +209,8 @@ async def test_slot_that_other_traffic_made_more_similar_is_told_and_erased(
     async with start_rig("hybrid", n_slots=2, **NEVER_IDLE) as rig:
         ledger = ApiLedger(rig, MESSAGES)
         await ledger.send(first)
-        assert rig.running.lifecycle.current
-        table = rig.running.lifecycle.current.attachment.desk.table
+        assert rig.running.server.process
+        table = rig.running.server.process.desk.table
         (other,) = [slot.id for slot in table if isinstance(slot.content, Empty)]
         prompt = list(await ledger.tokens(after_call))
         stray = {"prompt": prompt, "n_predict": 1, "id_slot": other}

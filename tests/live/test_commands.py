@@ -139,10 +139,10 @@ async def lose_states(rig: Rig) -> None:
     for checkpoint in list(rig.running.store or ()):
         assert rig.running.store is not None
         await rig.running.store.remove(checkpoint, Removal.OPERATOR)
-    session = rig.running.lifecycle.current
+    session = rig.running.server.process
     await asyncio.to_thread(rig.server.stop)
     await asyncio.to_thread(rig.server.start)
-    while rig.running.lifecycle.current in (session, None):  # noqa: ASYNC110 - there is no event
+    while rig.running.server.process in (session, None):  # noqa: ASYNC110 - there is no event
         await asyncio.sleep(0.02)
 
 

@@ -175,19 +175,19 @@ async def of_refusal(rig: Rig) -> str:
 
 async def of_disagreement(rig: Rig) -> str:
     """Let the proxy believe that the prompt has a token more than llama-server makes of it."""
-    session = rig.running.lifecycle.current
-    assert session is not None
-    read = session.reader.read
+    process = rig.running.server.process
+    assert process is not None
+    read = process.reader.read
 
     async def read_wrongly(*arguments: Any) -> Prompt:
         prompt = await read(*arguments)
         return replace(prompt, tokens=prompt.tokens + array("i", [1]))
 
-    session.reader.read = read_wrongly  # type: ignore
+    process.reader.read = read_wrongly  # type: ignore
     try:
         return await again(rig, 60)
     finally:
-        session.reader.read = read  # type: ignore
+        process.reader.read = read  # type: ignore
 
 
 async def by_tokens(rig: Rig, *prompts: list[int]) -> str:
@@ -200,17 +200,17 @@ async def by_tokens(rig: Rig, *prompts: list[int]) -> str:
 
 async def of_slow_disk(rig: Rig) -> str:
     """Let restores be slower than anything, as far as the proxy knows."""
-    session = rig.running.lifecycle.current
-    assert session is not None
+    process = rig.running.server.process
+    assert process is not None
     await again(rig, 75)
     await fill_slots(rig, 75)
-    measured = session.attachment.rates
+    measured = process.rates
     slow = Transfer(UnitCost(60.0, 1.0), UnitCost(1e-9, 1.0))
-    session.attachment.rates = replace(measured, warm_restore=slow, cold_restore=slow)
+    process.rates = replace(measured, warm_restore=slow, cold_restore=slow)
     try:
         return await again(rig, 75)
     finally:
-        session.attachment.rates = measured
+        process.rates = measured
 
 
 async def of_slot_in_use(rig: Rig) -> str:

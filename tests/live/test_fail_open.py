@@ -155,17 +155,17 @@ async def test_restarted_server_is_noticed_and_the_conversation_restored(
     async with start_rig("hybrid") as rig:
         await ask(rig)
         await rig.settled()
-        first = rig.running.lifecycle.current
+        first = rig.running.server.process
         await asyncio.to_thread(rig.server.kill)
         await asyncio.to_thread(rig.server.start)
         assert await ask(rig, 1) > 0
         for _ in range(100):
-            if rig.running.lifecycle.current not in (None, first):
+            if rig.running.server.process not in (None, first):
                 break
             await asyncio.sleep(0.05)
         await rig.settled()
         assert await ask(rig, 2) > 0
-        assert rig.running.lifecycle.current is not first
+        assert rig.running.server.process is not first
 
 
 @pytest.mark.parametrize(

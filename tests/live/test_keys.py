@@ -110,9 +110,9 @@ async def test_body_that_only_llama_server_s_parser_takes_has_a_lease(
             await reply.read()
         await rig.settled()
         held = slots(rig)
-        session = rig.running.lifecycle.current
-        assert session is not None
-        for slot in session.attachment.desk.table:
+        process = rig.running.server.process
+        assert process is not None
+        for slot in process.slots:
             n_known = getattr(slot.content, "n_tokens", None)
             assert n_known is None or abs(n_known - (held[slot.id][1] or 0)) <= 4, slot
         again = await ask(rig, messages, "ann")
@@ -221,9 +221,9 @@ def _with(rig: Rig, **settings: Any) -> Any:
 
 
 def _model(rig: Rig) -> Namespace | None:
-    session = rig.running.lifecycle.current
-    assert session is not None
-    return session.attachment.model_namespace
+    process = rig.running.server.process
+    assert process is not None
+    return process.model_namespace
 
 
 def _namespace_of(rig: Rig, key: str | None) -> Namespace:

@@ -36,7 +36,7 @@ async def chat(rig: Rig, messages: list[Message], **fields: Any) -> None:
 async def evaluated(rig: Rig) -> int:
     """Return llama-server's count once no slot is leased; some stay dirty."""
     async with asyncio.timeout(300):
-        while any(s.is_leased for s in rig.running.lifecycle.current.attachment.desk.table):  # type: ignore[union-attr] # noqa: ASYNC110
+        while any(s.is_leased for s in rig.running.server.process.attachment.desk.table):  # type: ignore[union-attr] # noqa: ASYNC110
             await asyncio.sleep(0.02)
     return await asyncio.to_thread(rig.server.evaluated_tokens)
 

@@ -144,7 +144,7 @@ class Models:
             return await reply.text()
 
     def n_waiting(self) -> int:
-        return self.rig.running.fleet.n_waiting
+        return self.rig.running.pool.n_waiting
 
     def loaded(self) -> set[str]:
         if isinstance(self.host, Router):

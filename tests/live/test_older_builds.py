@@ -45,10 +45,10 @@ async def test_conversation_over_a_restart_evaluates_only_what_is_new(
     start_rig: StartRig, build: str, kind: str
 ) -> None:
     async with start_rig(kind, n_slots=1, n_ctx=16384, binary=binary_of(build)) as rig:
-        session = rig.running.lifecycle.current
-        assert session is not None
-        assert session.attachment.rule == rule_of(kind, build)
-        assert session.attachment.clears_idle_slots is None  # there is no other slot
+        process = rig.running.server.process
+        assert process is not None
+        assert process.rule == rule_of(kind, build)
+        assert process.clears_idle_slots is None  # there is no other slot
         messages = [{"role": "system", "content": prose(1, 520)}]
         messages.append({"role": "user", "content": prose(2, 300)})
         n_before, before = 0, await rig.evaluated()

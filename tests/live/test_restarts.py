@@ -46,7 +46,7 @@ async def begin_endless_stream(rig: Rig) -> "asyncio.Task[bytes]":
 
 async def await_waiting(rig: Rig, n_requests: int) -> None:
     async with asyncio.timeout(60):
-        while rig.running.lifecycle.n_waiting != n_requests:  # noqa: ASYNC110 - no event for it
+        while rig.running.server.n_queued != n_requests:  # noqa: ASYNC110 - no event for it
             await asyncio.sleep(0.01)
 
 
@@ -54,7 +54,7 @@ async def queue(rig: Rig, *which: tuple[int, int]) -> list["asyncio.Task[dict[st
     """Send requests that find the slot in use or llama-server gone, one after the other."""
     asked = []
     for conversation, index in which:
-        n_waiting = rig.running.lifecycle.n_waiting
+        n_waiting = rig.running.server.n_queued
         asked.append(asyncio.ensure_future(rig.post(CHAT, body(conversation, index))))
         await await_waiting(rig, n_waiting + 1)
     return asked
@@ -68,11 +68,11 @@ def cold(rig: Rig, conversation: int, index: int) -> dict[str, Any]:
 
 async def kill(rig: Rig, stream: "asyncio.Task[bytes]") -> None:
     """Kill llama-server in mid-stream; the stream must say so, and who waited for the slot waits for it."""
-    n_waiting = rig.running.lifecycle.n_waiting
+    n_waiting = rig.running.server.n_queued
     await asyncio.to_thread(rig.server.kill)
     assert b"llama-server went away" in (await stream).splitlines()[-2]
     async with asyncio.timeout(60):
-        while rig.running.lifecycle.current is not None:  # noqa: ASYNC110 - no event for it
+        while rig.running.server.process is not None:  # noqa: ASYNC110 - no event for it
             await asyncio.sleep(0.01)
     await await_waiting(rig, n_waiting)
 

@@ -64,12 +64,12 @@ async def test_rates_are_learned_shown_and_remembered(start_rig: StartRig) -> No
         assert learned["save_bytes_per_second"] > 0
         shown = sample(rig, "evaluation_tokens_per_second", up_to="1024")
         assert round(shown, 1) == learned["evaluation_tokens_per_second"]["1024"]
-        before = rig.running.lifecycle.current
+        before = rig.running.server.process
         await rig.restart()
-        after = rig.running.lifecycle.current
+        after = rig.running.server.process
         assert before is not None and after is not None and before is not after
         # First contact saves a probe, which may already have taught more of saving.
-        assert after.attachment.rates.tokens == before.attachment.rates.tokens
+        assert after.rates.tokens == before.rates.tokens
         await rig.chat(MESSAGES[1], tools=TOOLS)
         assert (await rig.health())["rates"]["restore_bytes_per_second"]["cold"] > 0
         assert (await rig.health())["rates"]["restore_bytes_per_second"]["warm"] == 0

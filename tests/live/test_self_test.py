@@ -6,7 +6,8 @@ import pytest
 
 from proxy.core.model import CANARY_TOKENS, Rule, RuleKind
 from proxy.core.rule import SelfTestResult
-from proxy.servers.attachment import Attachment, remember_self_test
+from proxy.servers.attachment import remember_self_test
+from proxy.serving.process import Process
 from proxy.serving.saver import keep_as_saved
 from tests.lab.conversation import prose
 from tests.lab.older_builds import strip_context_checkpoints
@@ -31,10 +32,10 @@ CASES = {
 assert set(KINDS) <= set(CASES)
 
 
-def attachment_of(rig: Rig) -> Attachment:
-    session = rig.running.lifecycle.current
-    assert session is not None
-    return session.attachment
+def attachment_of(rig: Rig) -> Process:
+    process = rig.running.server.process
+    assert process is not None
+    return process
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -60,17 +61,17 @@ async def test_rule_that_restores_contradict_is_learned_again(start_rig: StartRi
     wrong, right = Rule(RuleKind.RESTORE_POINTS, 0), CASES["swa"][1]
     async with start_rig("swa", n_slots=1) as rig:
         assert rig.running.store is not None
-        attachment = attachment_of(rig)
-        await remember_self_test(rig.running.store, attachment, SelfTestResult(wrong))
-        attachment.rule = wrong
+        process = attachment_of(rig)
+        await remember_self_test(rig.running.store, process, SelfTestResult(wrong))
+        process.rule = wrong
         for times, name in ((1, "first"), (1, "second"), (2, "first"), (2, "second")):
             await rig.settled()
             text = f"{name} {prose(len(name), 60)}" + " and so on" * times
             await rig.post("/completion", {"prompt": text, "n_predict": 1, "temperature": 0})
         async with asyncio.timeout(SETTLE_SECONDS):
-            while attachment.rule == wrong:  # noqa: ASYNC110 - the next look finds out
+            while process.rule == wrong:  # noqa: ASYNC110 - the next look finds out
                 await asyncio.sleep(0.05)
-        assert attachment.rule == right
+        assert process.rule == right
         await rig.restart()
         assert attachment_of(rig).rule == right
 
@@ -91,7 +92,7 @@ async def test_session_that_begins_before_the_rule_is_known_leaves_its_header(
     async with start_rig("hybrid", **options) as rig:
         first = asyncio.ensure_future(begin_session(rig, prose(2, 300)))
         async with asyncio.timeout(SETTLE_SECONDS):
-            while rig.running.lifecycle.current is None:  # noqa: ASYNC110 - there is no event for it
+            while rig.running.server.process is None:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(0.001)
         assert not attachment_of(rig).rule.is_known
         await first

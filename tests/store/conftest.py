@@ -10,8 +10,8 @@ import pytest
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind
 from proxy.core.tokens import Namespace, TokenIds, token_ids
 from proxy.store.catalogue import Limits
+from proxy.store.directory import NewState
 from proxy.store.store import CheckpointStore
-from proxy.store.writing import NewState
 
 NAMESPACE = Namespace(b"n" * 16)
 OTHER_NAMESPACE = Namespace(b"o" * 16)

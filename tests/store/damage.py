@@ -51,7 +51,7 @@ def scribbled(data: bytes, n_times: int, seed: int) -> Iterator[tuple[str, bytes
 def put_unreadable(directory: Path) -> None:
     """Enter a value whose name is no UTF-8, one whose content is not, and a record that is none."""
     index = Index(directory / "index")
-    with index._env.begin(write=True) as transaction:
+    with index._writing() as transaction:
         transaction.put(b"namespaces \xff\xfe", b"\x01", db=index._values)
         transaction.put(b"tenants \xc0", b"\xa3\xff\xfe\xfd", db=index._values)
         transaction.put(b"rates of a model", b"\xa3\xff\xfe\xfd", db=index._values)
@@ -60,9 +60,9 @@ def put_unreadable(directory: Path) -> None:
 
 def put_bad_record(directory: Path) -> None:
     index = Index(directory / "index")
-    with index._env.begin(write=True, db=index._checkpoints) as transaction:
-        (key, _) = next(iter(transaction.cursor()))
-        transaction.put(key, b"\x81\xa2\xff\xfe\x01")
+    with index._writing() as transaction:
+        (key, _) = next(iter(transaction.cursor(index._checkpoints)))
+        transaction.put(key, b"\x81\xa2\xff\xfe\x01", db=index._checkpoints)
     index.close()
 
 

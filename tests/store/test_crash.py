@@ -63,9 +63,9 @@ def named(step: Any) -> str:
 
 def abandon(store: CheckpointStore) -> None:
     """Let go of a store as a dying process does: nothing more is written."""
-    store._writer.close()
+    store._writer.shutdown()
     store.index._env.close()
-    os.close(store._lock_descriptor)
+    store._directory._opened.pop_all()  # frees the lock, seals nothing
 
 
 def sidecars_in(directory: Path) -> set[str]:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from proxy.errors import StoreFault, StoreLocked
-from proxy.store.index import Index
-from proxy.store.opening import IndexContent, keep_proxies_out, read_index
+from proxy.store.directory import keep_proxies_out
+from proxy.store.index import Index, IndexContent, read_index
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import BUDGET, new_state, opened, run_of
 

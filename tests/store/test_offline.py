@@ -14,6 +14,7 @@ from proxy.__main__ import main
 from proxy.core.model import Checkpoint, Cuts, Family, KnownNamespace, tenant_namespace
 from proxy.core.tokens import Namespace, hash_prefixes
 from proxy.errors import StoreFault, StoreLocked
+from proxy.store.directory import LOCK_NAME, StoreDirectory
 from proxy.store.known_models import (
     model_names,
     namespace_of,
@@ -21,8 +22,7 @@ from proxy.store.known_models import (
     owners,
     tenants_name,
 )
-from proxy.store.offline import OfflineStore, ProblemKind, examine, mend, open_offline
-from proxy.store.opening import LOCK_NAME
+from proxy.store.offline import ProblemKind, examine, mend, open_offline
 from proxy.store.transfer import BundleRefused, Imported, export_checkpoints, import_checkpoints
 from tests.store.conftest import branch, new_state, opened, run_of
 from tests.unit.state_files import attention, state_file, words
@@ -62,7 +62,7 @@ async def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(directory: Path) -> Iterator[OfflineStore]:
+def store(directory: Path) -> Iterator[StoreDirectory]:
     with open_offline(directory) as store:
         yield store
 
@@ -89,18 +89,18 @@ def test_directory_without_a_store_or_in_use_is_refused(tmp_path: Path, director
         pass
 
 
-def problems(store: OfflineStore) -> list[ProblemKind]:
+def problems(store: StoreDirectory) -> list[ProblemKind]:
     return [problem.kind for problem in examine(store, nothing).problems]
 
 
-def test_whole_store_has_no_problems(store: OfflineStore) -> None:
+def test_whole_store_has_no_problems(store: StoreDirectory) -> None:
     read: list[int] = []
     examined = examine(store, read.append)
     assert (examined.n_checkpoints, examined.problems) == (2, ())
     assert sum(read) == examined.size_bytes > 0
 
 
-def test_each_kind_of_damage_is_named_and_mended(store: OfflineStore) -> None:
+def test_each_kind_of_damage_is_named_and_mended(store: StoreDirectory) -> None:
     first, second = sorted(store.checkpoints(), key=lambda c: c.n_tokens)
     hashes = [hash_prefixes(OURS, tokens) for tokens in PROMPTS]
     path = store.files.path(first.file_name)
@@ -141,7 +141,7 @@ def test_each_kind_of_damage_is_named_and_mended(store: OfflineStore) -> None:
     assert list(store.index.reaching(hashes[0])) == [second.id]
 
 
-def test_file_that_cannot_be_read_is_left_alone(store: OfflineStore, directory: Path) -> None:
+def test_file_that_cannot_be_read_is_left_alone(store: StoreDirectory, directory: Path) -> None:
     (checkpoint, _) = store.checkpoints()
     file = directory / checkpoint.file_name
     kept = file.rename(file.with_suffix(".kept"))
@@ -273,7 +273,7 @@ def test_import_leaves_the_free_space_that_saves_leave(file: Path, tmp_path: Pat
 
 
 def test_export_replaces_no_file_of_the_store_and_is_private(
-    store: OfflineStore, tmp_path: Path
+    store: StoreDirectory, tmp_path: Path
 ) -> None:
     chosen, other = store.checkpoints()
     link = tmp_path / "link"

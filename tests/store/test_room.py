@@ -12,10 +12,10 @@ from proxy.core.eviction import Present, Removal
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.errors import NoRoom, StoreFault
 from proxy.store.catalogue import Claim, Limits
+from proxy.store.directory import NewState
 from proxy.store.files import StateFiles
 from proxy.store.index import Index
 from proxy.store.store import CheckpointStore
-from proxy.store.writing import NewState
 from tests.store.conftest import names_in, new_state, opened, run_of
 from tests.store.test_store import hold_writer
 

@@ -503,7 +503,7 @@ def test_path_of_a_name_that_is_not_ours_raises_store_fault(
 def hold_writer(store: CheckpointStore) -> threading.Event:
     """Keep the store's writer thread busy until the returned event is set."""
     event = threading.Event()
-    store._writer._thread.submit(event.wait)
+    store._writer.submit(event.wait)
     return event
 
 

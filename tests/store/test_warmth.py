@@ -2,8 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
 from proxy.core.model import CheckpointId
-from proxy.store.catalogue import WarmFiles, page_cache_bytes
+from proxy.store.catalogue import Catalogue, page_cache_bytes
 from tests.unit.builders import checkpoint
 
 ONE, TWO, THREE = (
@@ -11,29 +13,38 @@ ONE, TWO, THREE = (
 )
 
 
-def test_files_are_warm_until_others_need_their_memory() -> None:
-    warm = WarmFiles(100)
-    warm.note(ONE)
-    warm.note(TWO)
-    warm.note(ONE)  # read again: now TWO is the oldest
-    warm.note(THREE)
-    assert [c.id in warm for c in (ONE, TWO, THREE)] == [True, False, True]
+def catalogue(monkeypatch: pytest.MonkeyPatch, max_bytes: int) -> Catalogue:
+    """Return a catalogue of three checkpoints beside a page cache of *max_bytes*."""
+    monkeypatch.setattr("proxy.store.catalogue.page_cache_bytes", lambda: max_bytes)
+    warm = Catalogue()
+    for each in (ONE, TWO, THREE):
+        warm.enter(each, [])
+    return warm
 
 
-def test_file_that_is_deleted_leaves_room_to_others() -> None:
-    warm = WarmFiles(100)
+def test_files_are_warm_until_others_need_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm = catalogue(monkeypatch, 100)
+    warm.note_read(ONE)
+    warm.note_read(TWO)
+    warm.note_read(ONE)  # read again: now TWO is the oldest
+    warm.note_read(THREE)
+    assert [warm.is_warm(c) for c in (ONE, TWO, THREE)] == [True, False, True]
+
+
+def test_file_that_is_deleted_leaves_room_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm = catalogue(monkeypatch, 100)
     for each in (ONE, TWO):
-        warm.note(each)
-    warm.forget(ONE.id)
-    warm.forget(ONE.id)
-    warm.note(THREE)
-    assert [c.id in warm for c in (ONE, TWO, THREE)] == [False, True, True]
+        warm.note_read(each)
+    warm.take(ONE.id)
+    warm.take(ONE.id)
+    warm.note_read(THREE)
+    assert [warm.is_warm(c) for c in (ONE, TWO, THREE)] == [False, True, True]
 
 
-def test_file_larger_than_the_memory_is_not_warm() -> None:
-    warm = WarmFiles(39)
-    warm.note(ONE)
-    assert ONE.id not in warm
+def test_file_larger_than_the_memory_is_not_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm = catalogue(monkeypatch, 39)
+    warm.note_read(ONE)
+    assert not warm.is_warm(ONE)
 
 
 def test_page_cache_is_half_of_what_the_system_says_is_available(tmp_path: Path) -> None:

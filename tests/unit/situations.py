@@ -15,13 +15,14 @@ from proxy.core.model import (
     RuleKind,
     SlotId,
 )
-from proxy.core.plan import Plan, Situation, UseLive, plan_request
+from proxy.core.plan import Displacement, Plan, Situation, displace, plan_request
 from proxy.core.rates import Rates
-from proxy.core.slots import Content, Empty, Known, Origin, Reuse, Slot, Unknown
+from proxy.core.saving import StateSize
+from proxy.core.slots import Content, Empty, Known, Origin, Slot, Unknown, UseLive, shared_tokens
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, checkpoint, run_of, steady
 
-UNUSED = UseLive(Reuse())
+UNUSED = UseLive()
 
 
 def slots(*contents: Content) -> tuple[Slot, ...]:
@@ -39,6 +40,28 @@ def plan(n_prompt: int, rule: Rule, *contents: Content, **changes: Any) -> Plan:
     made = plan_request(prompt, situation(rule, *contents, **changes))
     assert made is not None
     return made
+
+
+def sizes_of(size_bytes: int) -> tuple[StateSize, ...]:
+    """Return sizes by which every state is expected to take *size_bytes*."""
+    return (StateSize(10**9, 10**9, size_bytes - 1),) if size_bytes else ()
+
+
+def displaced(
+    content: Content,
+    prompt: Prompt,
+    n_reused: int | None,
+    rule: Rule,
+    rates: Rates,
+    size_bytes: int = 0,
+    idle_seconds: float = 0.0,
+) -> Displacement:
+    """Return what becomes of a slot's content if a prompt takes the slot and reuses *n_reused* tokens."""
+    slot = Slot(SlotId(0), content)
+    sizes = sizes_of(size_bytes)
+    now = Situation(rule, (slot,), (), rates, 100_000, now=idle_seconds, sizes=sizes)
+    n_common = shared_tokens(content, prompt.tokens, prompt.namespace)
+    return displace(prompt, now, slot, n_common, n_reused)
 
 
 TINY_TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(token_ids)

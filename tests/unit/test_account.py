@@ -4,14 +4,14 @@ import pytest
 
 from proxy.core.cuts import Stop
 from proxy.core.model import SlotId
-from proxy.core.plan import Displacement, Plan, Restore, StartOption, UseLive
-from proxy.core.slots import Reuse
+from proxy.core.plan import Displacement, Plan, Restore, StartOption
+from proxy.core.slots import UseLive
 from proxy.llama.client import Timings
 from proxy.serving.request import Account
 from tests.unit.builders import checkpoint
 
-RESTORE = Restore(checkpoint(900), n_reused=900, n_common=900)
-LIVE = UseLive(Reuse(800, 850))
+RESTORE = Restore(checkpoint(900), n_reused=900, n_at_most=900)
+LIVE = UseLive(800, 850)
 
 
 def account(start: Restore | UseLive, *replies: Timings) -> Account:
@@ -34,7 +34,7 @@ def test_account_of_several_replies_counts_the_first_ones_reuse_and_all_evaluati
         (RESTORE, 0, "miss"),
         (LIVE, 800, "hit"),
         (LIVE, 799, "partial"),
-        (UseLive(Reuse()), 0, "miss"),
+        (UseLive(), 0, "miss"),
     ],
 )
 def test_outcome_is_what_the_reply_confirms(
@@ -87,7 +87,7 @@ def test_description_tells_what_was_chosen_and_what_else_there_was() -> None:
     option = StartOption(SlotId(1), RESTORE, 0.25, Displacement(50, saves=True, seconds=0.5))
     others = (
         StartOption(SlotId(0), LIVE, 0.4, Displacement(seconds=1.0)),
-        StartOption(SlotId(2), UseLive(Reuse()), 2.0),
+        StartOption(SlotId(2), UseLive(), 2.0),
     )
     kept = Account(Plan(option, (Stop(950),), alternatives=others), n_prompt=1000)
     kept.add(Timings(900, 50))

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from proxy.core.plan import Coming
+from proxy.core.model import ExpectedState
 from proxy.serving.desk import Choice
-from proxy.serving.launches import Arrivals, ExpectedState
+from proxy.serving.launches import Arrivals
 from tests.unit.builders import NAMESPACE, run_of
 from tests.unit.desks import ONE, TWO, Choose, desk_of, queue, soon
 
@@ -19,17 +19,17 @@ def arrival(n_tokens: int = 1000, seconds: float = 1000.0) -> ExpectedState:
 def test_announced_state_is_coming_while_the_block_runs() -> None:
     arrivals = Arrivals(desk_of(1))
     with arrivals.announced(arrival()):
-        [coming] = arrivals.coming()
+        [coming] = arrivals.expected
         assert (coming.tokens, coming.namespace) == (run_of(1000), NAMESPACE)
         assert (coming.size_bytes, coming.restore_points) == (5000, (100, 200))
-        assert 0 < coming.ready_in_seconds <= 1000
-    assert arrivals.coming() == ()
+        assert 0 < coming.expected_at - time.monotonic() <= 1000
+    assert arrivals.expected == ()
 
 
 def test_announced_nothing_is_not_coming() -> None:
     arrivals = Arrivals(desk_of(1))
     with arrivals.announced(None):
-        assert arrivals.coming() == ()
+        assert arrivals.expected == ()
 
 
 def test_announced_state_is_withdrawn_when_it_cannot_be_saved() -> None:
@@ -37,13 +37,7 @@ def test_announced_state_is_withdrawn_when_it_cannot_be_saved() -> None:
     with pytest.raises(KeyError):
         with arrivals.announced(arrival()):
             raise KeyError
-    assert arrivals.coming() == ()
-
-
-def test_announced_state_that_is_overdue_is_about_to_come() -> None:
-    arrivals = Arrivals(desk_of(1))
-    with arrivals.announced(arrival(seconds=-50.0)):
-        assert [coming.ready_in_seconds for coming in arrivals.coming()] == [0.0]
+    assert arrivals.expected == ()
 
 
 def test_announced_states_of_several_requests_go_one_by_one() -> None:
@@ -53,18 +47,18 @@ def test_announced_states_of_several_requests_go_one_by_one() -> None:
     second.enter_context(arrivals.announced(arrival(400)))
     twin.enter_context(arrivals.announced(arrival(300)))
     first.close()
-    assert [len(coming.tokens) for coming in arrivals.coming()] == [400, 300]
+    assert [len(coming.tokens) for coming in arrivals.expected] == [400, 300]
     twin.close()
-    assert [len(coming.tokens) for coming in arrivals.coming()] == [400]
+    assert [len(coming.tokens) for coming in arrivals.expected] == [400]
     second.close()
-    assert arrivals.coming() == ()
+    assert arrivals.expected == ()
 
 
-def patient(arrivals: Arrivals, seen: list[tuple[Coming, ...]]) -> Choose:
+def patient(arrivals: Arrivals, seen: list[tuple[ExpectedState, ...]]) -> Choose:
     """Return who declines a free slot as long as something is coming."""
 
     def choose() -> Choice[str] | None:
-        seen.append(arrivals.coming())
+        seen.append(arrivals.expected)
         return None if seen[-1] else Choice((TWO,), "there")
 
     return choose
@@ -75,7 +69,7 @@ async def test_who_waits_for_a_state_is_asked_again_once_it_is_there_or_never_wi
     fails: bool,
 ) -> None:
     desk = desk_of(2)
-    arrivals, seen = Arrivals(desk), list[tuple[Coming, ...]]()
+    arrivals, seen = Arrivals(desk), list[tuple[ExpectedState, ...]]()
     held = await desk.lease(lambda: Choice((ONE,), ""))
     try:
         with arrivals.announced(arrival()):

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from proxy.stabilize.model import Form
-from proxy.stabilize.template import CallMade, CallsMade
+from proxy.llama.answers import AnswerReader, CallMade
+from proxy.llama.routes import Route
 
 RAW = '{"path": "a.py", "limit": 1.0}'
 CALL = CallMade("c1", "read", RAW)
@@ -50,7 +50,7 @@ RESPONSES: list[dict[str, Any]] = [
         "item": {"type": "function_call", "call_id": "c1", "name": "read", "arguments": RAW},
     },
 ]
-STREAMS = {Form.CHAT: CHAT, Form.ANTHROPIC: ANTHROPIC, Form.RESPONSES: RESPONSES}
+STREAMS = {Route.CHAT: CHAT, Route.MESSAGES: ANTHROPIC, Route.RESPONSES: RESPONSES}
 
 
 def stream(events: list[dict[str, Any]]) -> bytes:
@@ -58,33 +58,34 @@ def stream(events: list[dict[str, Any]]) -> bytes:
     return (": comment\n\n" + "".join(lines) + "data: [DONE]\n\n").encode()
 
 
-def read(form: Form, data: bytes, *, size: int, is_stream: bool = True) -> list[CallMade]:
-    calls = CallsMade(form, is_stream=is_stream)
-    chunks = (data[i : i + size] for i in range(0, len(data), size))
-    return [call for chunk in chunks for call in calls.feed(chunk)] + calls.finish()
+def read(route: Route, data: bytes, *, size: int, is_stream: bool = True) -> list[CallMade]:
+    reader = AnswerReader("text/event-stream" if is_stream else "application/json", route)
+    for i in range(0, len(data), size):
+        reader.feed(data[i : i + size])
+    return list(reader.calls())
 
 
-@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("route", STREAMS)
 @pytest.mark.parametrize("size", [1, 7, 10_000])
-def test_call_is_read_from_a_stream_cut_anywhere(form: Form, size: int) -> None:
-    assert read(form, stream(STREAMS[form]), size=size) == [CALL]
+def test_call_is_read_from_a_stream_cut_anywhere(route: Route, size: int) -> None:
+    assert read(route, stream(STREAMS[route]), size=size) == [CALL]
 
 
-@pytest.mark.parametrize("form", Form)
-def test_stream_that_ends_early_has_no_calls(form: Form) -> None:
-    assert read(form, stream(STREAMS[form][:-2]), size=64) == []
+@pytest.mark.parametrize("route", STREAMS)
+def test_stream_that_ends_early_has_no_calls(route: Route) -> None:
+    assert read(route, stream(STREAMS[route][:-2]), size=64) == []
 
 
 def test_call_without_arguments_has_empty_ones() -> None:
     events = [*ANTHROPIC[4:5], ANTHROPIC[-1]]
-    assert read(Form.ANTHROPIC, stream(events), size=64) == [CallMade("c1", "read", "{}")]
+    assert read(Route.MESSAGES, stream(events), size=64) == [CallMade("c1", "read", "{}")]
 
 
 @pytest.mark.parametrize(
-    ("form", "answer"),
+    ("route", "answer"),
     [
         (
-            Form.CHAT,
+            Route.CHAT,
             {
                 "choices": [
                     {
@@ -98,7 +99,7 @@ def test_call_without_arguments_has_empty_ones() -> None:
             },
         ),
         (
-            Form.RESPONSES,
+            Route.RESPONSES,
             {
                 "output": [
                     {"type": "message", "content": []},
@@ -108,18 +109,18 @@ def test_call_without_arguments_has_empty_ones() -> None:
         ),
     ],
 )
-def test_call_is_read_from_an_answer_that_is_not_streamed(form: Form, answer: Any) -> None:
-    assert read(form, json.dumps(answer).encode(), size=13, is_stream=False) == [CALL]
+def test_call_is_read_from_an_answer_that_is_not_streamed(route: Route, answer: Any) -> None:
+    assert read(route, json.dumps(answer).encode(), size=13, is_stream=False) == [CALL]
 
 
 def test_anthropic_arguments_keep_their_order_and_numbers() -> None:
     block = {"type": "tool_use", "id": "c1", "name": "read", "input": json.loads(RAW)}
     answer = {"content": [{"type": "text", "text": ""}, block]}
-    calls = read(Form.ANTHROPIC, json.dumps(answer).encode(), size=13, is_stream=False)
+    calls = read(Route.MESSAGES, json.dumps(answer).encode(), size=13, is_stream=False)
     assert calls == [CallMade("c1", "read", '{"path":"a.py","limit":1.0}')]
 
 
-@pytest.mark.parametrize("form", Form)
+@pytest.mark.parametrize("route", STREAMS)
 @pytest.mark.parametrize("is_stream", [True, False])
 @pytest.mark.parametrize(
     "data",
@@ -135,14 +136,11 @@ def test_anthropic_arguments_keep_their_order_and_numbers() -> None:
     ],
 )
 def test_answer_that_is_not_understood_has_no_calls(
-    form: Form, is_stream: bool, data: bytes
+    route: Route, is_stream: bool, data: bytes
 ) -> None:
-    assert read(form, data, size=5, is_stream=is_stream) == []
+    assert read(route, data, size=5, is_stream=is_stream) == []
 
 
 def test_answer_that_is_too_large_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.stabilize.template.MAX_BYTES", 100)
-    calls = CallsMade(Form.CHAT, is_stream=False)
-    for _ in range(20):
-        calls.feed(b" " * 10)
-    assert calls.feed(stream(CHAT)) == [] and calls.finish() == []
+    monkeypatch.setattr("proxy.llama.answers.MAX_BUFFERED_BYTES", 100)
+    assert read(Route.CHAT, b" " * 200 + stream(CHAT), size=10, is_stream=False) == []

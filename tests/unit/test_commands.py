@@ -73,15 +73,15 @@ def test_name_of_a_model_that_begins_ids_too_is_asked_back(capsys: Capture) -> N
 
 
 def test_selection_leaves_out_pinned_ones_and_what_was_used_lately() -> None:
-    def chosen(**fields: Any) -> tuple[list[int], list[int]]:
-        selected = select(Selection(**fields), STORED, now=1000.0)
-        return [c.n_tokens for c in selected.checkpoints], [c.n_tokens for c in selected.pinned]
+    def chosen(**fields: Any) -> tuple[list[int], int]:
+        selected, n_pinned = select(Selection(**fields), STORED, now=1000.0)
+        return [c.n_tokens for c in selected], n_pinned
 
-    assert chosen() == ([100, 300], [200])
-    assert chosen(with_pinned=True) == ([100, 200, 300], [])
-    assert chosen(unused_seconds=600.0) == ([100], [200])
-    assert chosen(node=NodeId(OTHER_NAMESPACE)) == ([300], [])
-    assert chosen(node=NodeId(NAMESPACE, HEADER, SESSION)) == ([100], [])
+    assert chosen() == ([100, 300], 1)
+    assert chosen(with_pinned=True) == ([100, 200, 300], 0)
+    assert chosen(unused_seconds=600.0) == ([100], 1)
+    assert chosen(node=NodeId(OTHER_NAMESPACE)) == ([300], 0)
+    assert chosen(node=NodeId(NAMESPACE, HEADER, SESSION)) == ([100], 0)
 
 
 def test_sizes_and_ages_in_words() -> None:

@@ -12,9 +12,6 @@ from proxy.core.plan import (
     MAX_LOST_TOKENS,
     NOTHING_DISPLACED,
     Displacement,
-    Occupant,
-    displace,
-    displaced_tokens,
     is_continued,
 )
 from proxy.core.rates import Rates
@@ -32,48 +29,54 @@ from tests.unit.builders import (
     run_of,
     steady,
 )
-from tests.unit.situations import LONG_TOKENS, MEASURED_RULES, SIZES, STEADY_RATES, known_contents
+from tests.unit.situations import (
+    LONG_TOKENS,
+    MEASURED_RULES,
+    SIZES,
+    STEADY_RATES,
+    displaced,
+    known_contents,
+)
 
 RATES = steady(500.0, 1e6)
 
 
-def displaced(content: Content, tokens: TokenIds, *, goes_on: bool = True) -> int:
-    return displaced_tokens(content, Prompt(tokens, NAMESPACE), goes_on=goes_on)
+def lost(content: Content, tokens: TokenIds, *, goes_on: bool = True) -> int:
+    prompt, n_reused = Prompt(tokens, NAMESPACE), 0 if goes_on else None
+    return displaced(content, prompt, n_reused, ANY_PREFIX, RATES).n_lost
 
 
 @pytest.mark.parametrize("content", [Empty(), Unknown(), Known(run_of(9), NAMESPACE, n_saved=9)])
-def test_displaced_tokens_where_nothing_is_unsaved_is_zero(content: Content) -> None:
-    assert displaced(content, branch(0, 5)) == 0
-    assert displaced(content, branch(0, 5), goes_on=False) == 0
+def test_lost_tokens_where_nothing_is_unsaved_is_zero(content: Content) -> None:
+    assert lost(content, branch(0, 5)) == 0
+    assert lost(content, branch(0, 5), goes_on=False) == 0
 
 
-def test_displaced_tokens_of_another_tenant_are_all_that_is_unsaved() -> None:
-    assert displaced(Known(run_of(100), OTHER_NAMESPACE, n_saved=30), run_of(200)) == 70
+def test_lost_tokens_of_another_tenant_are_all_that_is_unsaved() -> None:
+    assert lost(Known(run_of(100), OTHER_NAMESPACE, n_saved=30), run_of(200)) == 70
 
 
-def test_displaced_tokens_of_a_continued_slot_are_zero() -> None:
-    assert displaced(Known(run_of(100), NAMESPACE, n_tail=50), run_of(200)) == 0
+def test_lost_tokens_of_a_continued_slot_are_zero() -> None:
+    assert lost(Known(run_of(100), NAMESPACE, n_tail=50), run_of(200)) == 0
 
 
-def test_displaced_tokens_of_a_diverging_request_are_those_behind_the_divergence() -> None:
-    assert displaced(Known(run_of(100), NAMESPACE), branch(60, 200)) == 40
-    assert displaced(Known(run_of(100), NAMESPACE, n_saved=90), branch(60, 200)) == 10
+def test_lost_tokens_of_a_diverging_request_are_those_behind_the_divergence() -> None:
+    assert lost(Known(run_of(100), NAMESPACE), branch(60, 200)) == 40
+    assert lost(Known(run_of(100), NAMESPACE, n_saved=90), branch(60, 200)) == 10
 
 
-def test_displaced_tokens_of_a_turn_that_moves_on_are_zero() -> None:
+def test_lost_tokens_of_a_turn_that_moves_on_are_zero() -> None:
     dropped_reasoning = Known(run_of(1000), NAMESPACE, turn_start=600)
-    assert displaced(dropped_reasoning, branch(600, 1200)) == 0
-    assert displaced(dropped_reasoning, branch(300, 1200)) == 700
+    assert lost(dropped_reasoning, branch(600, 1200)) == 0
+    assert lost(dropped_reasoning, branch(300, 1200)) == 700
 
 
-def test_displaced_tokens_of_a_slot_that_is_filled_anew_are_all_that_is_unsaved() -> None:
-    assert (
-        displaced(Known(branch(50, 100), NAMESPACE, n_saved=40), run_of(200), goes_on=False) == 60
-    )
+def test_lost_tokens_of_a_slot_that_is_filled_anew_are_all_that_is_unsaved() -> None:
+    assert lost(Known(branch(50, 100), NAMESPACE, n_saved=40), run_of(200), goes_on=False) == 60
 
 
-def test_displaced_tokens_of_a_conversation_that_moves_on_elsewhere_are_none() -> None:
-    assert displaced(Known(run_of(100), NAMESPACE, n_saved=40), run_of(200), goes_on=False) == 0
+def test_lost_tokens_of_a_conversation_that_moves_on_elsewhere_are_none() -> None:
+    assert lost(Known(run_of(100), NAMESPACE, n_saved=40), run_of(200), goes_on=False) == 0
 
 
 def moved_out(
@@ -86,7 +89,7 @@ def moved_out(
 ) -> Displacement:
     """Return what it costs a slot's owner that a request of somebody else's takes it."""
     stranger = Prompt(branch(0, 500), NAMESPACE)
-    return displace(Occupant(content, size_bytes, idle_seconds), stranger, None, rule, rates)
+    return displaced(content, stranger, None, rule, rates, size_bytes, idle_seconds)
 
 
 @pytest.mark.parametrize("content", [Empty(), Unknown(), Unknown(NAMESPACE)])
@@ -141,7 +144,7 @@ def test_displace_counts_half_of_what_comes_later_after_a_half_life() -> None:
 def test_displace_that_goes_on_costs_what_it_does_not_keep() -> None:
     held = Known(run_of(1000), NAMESPACE, n_saved=1000)
     branching = Prompt(branch(600, 1200), NAMESPACE)
-    made = displace(Occupant(held, 10**9), branching, 600, ANY_PREFIX, RATES)
+    made = displaced(held, branching, 600, ANY_PREFIX, RATES, 10**9)
     assert made == Displacement(seconds=0.8)
 
 
@@ -158,7 +161,7 @@ def test_displace_of_anything_saves_only_what_a_save_can_bring_back(
     size_bytes: int,
     rates: Rates,
 ) -> None:
-    made = displace(Occupant(content, size_bytes), Prompt(tokens, NAMESPACE), n_kept, rule, rates)
+    made = displaced(content, Prompt(tokens, NAMESPACE), n_kept, rule, rates, size_bytes)
     assert made.saves <= (rule.can_restore and is_write_back_due(rule, content))
     assert made.saves <= (made.n_lost > MAX_LOST_TOKENS)
     assert (made.delay_seconds > 0) <= made.saves
@@ -171,8 +174,8 @@ def test_displace_of_a_conversation_that_moves_on_costs_nothing(
 ) -> None:
     content = Known(held, NAMESPACE, n_tail)
     prompt = Prompt(held + run_of(n_more), NAMESPACE)
-    assert is_continued(content, prompt)
-    made = displace(Occupant(content, size_bytes), prompt, len(held), rule, rates)
+    assert is_continued(content, prompt, len(held))
+    made = displaced(content, prompt, len(held), rule, rates, size_bytes)
     assert made == NOTHING_DISPLACED
 
 
@@ -196,8 +199,8 @@ def test_displace_of_what_has_been_idle_longer_never_costs_more(
     more_seconds: float,
 ) -> None:
     prompt = Prompt(tokens, NAMESPACE)
-    early = displace(Occupant(content, size_bytes, idle_seconds), prompt, n_kept, rule, rates)
-    later_occupant = Occupant(content, size_bytes, idle_seconds + more_seconds)
-    later = displace(later_occupant, prompt, n_kept, rule, rates)
+    early = displaced(content, prompt, n_kept, rule, rates, size_bytes, idle_seconds)
+    idle_seconds += more_seconds
+    later = displaced(content, prompt, n_kept, rule, rates, size_bytes, idle_seconds)
     assert later.seconds <= early.seconds
     assert replace(later, seconds=0.0) == replace(early, seconds=0.0)

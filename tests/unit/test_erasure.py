@@ -9,7 +9,6 @@ from proxy.core.slots import (
     Known,
     Origin,
     Unknown,
-    holds_foreign_tokens,
     must_be_erased,
 )
 from tests.unit.builders import (
@@ -19,7 +18,6 @@ from tests.unit.builders import (
     NOTHING,
     OTHER_NAMESPACE,
     RESTORE_POINTS,
-    branch,
     run_of,
 )
 
@@ -35,10 +33,8 @@ from tests.unit.builders import (
         (Unknown(None), True),
     ],
 )
-def test_holds_foreign_tokens_unless_they_are_surely_ours(
-    content: Content, is_foreign: bool
-) -> None:
-    assert holds_foreign_tokens(content, NAMESPACE) is is_foreign
+def test_must_be_erased_what_may_be_foreign(content: Content, is_foreign: bool) -> None:
+    assert must_be_erased(RESTORE_POINTS, content, NAMESPACE) is is_foreign
 
 
 RESTORED = Known(run_of(900), NAMESPACE, origin=Origin(600))
@@ -63,15 +59,14 @@ RESTORED = Known(run_of(900), NAMESPACE, origin=Origin(600))
 def test_must_be_erased_what_would_be_cut_before_the_end_of_a_restored_state(
     content: Content, n_common: int | None, must_be: bool
 ) -> None:
-    tokens = None if n_common is None else branch(n_common, 1000)
-    assert must_be_erased(END_ONLY, content, NAMESPACE, tokens) is must_be
+    assert must_be_erased(END_ONLY, content, NAMESPACE, n_common) is must_be
 
 
 @pytest.mark.parametrize("rule", [ANY_PREFIX, NOTHING])
 def test_must_be_erased_what_lacks_positions_whatever_shorter_probes_have_shown(rule: Rule) -> None:
-    assert must_be_erased(rule, RESTORED, NAMESPACE, branch(100, 1000))
-    assert not must_be_erased(rule, RESTORED, NAMESPACE, branch(600, 1000))
+    assert must_be_erased(rule, RESTORED, NAMESPACE, 100)
+    assert not must_be_erased(rule, RESTORED, NAMESPACE, 600)
 
 
 def test_must_be_erased_is_nothing_that_the_server_refuses_to_cut_itself() -> None:
-    assert not must_be_erased(RESTORE_POINTS, RESTORED, NAMESPACE, branch(100, 1000))
+    assert not must_be_erased(RESTORE_POINTS, RESTORED, NAMESPACE, 100)

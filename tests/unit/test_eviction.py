@@ -11,7 +11,6 @@ from proxy.core.eviction import (
     HALF_LIFE_SECONDS,
     LIVE_SECONDS,
     OTHER_MODEL_SHARE,
-    Exempt,
     Gone,
     Lineage,
     Present,
@@ -54,7 +53,7 @@ class Shelf:
         return value_seconds(of, stretches, replace(present, rates=steady(1.0)))
 
     def victims(self, n_bytes: int, present: Present = Present(NOW), **exempt: Any) -> list[int]:  # noqa: B008
-        chosen = choose_victims(self.checkpoints, n_bytes, self.lineage, present, Exempt(**exempt))
+        chosen = choose_victims(self.checkpoints, n_bytes, self.lineage, present, **exempt)
         return [v.id for v in chosen]
 
     def all_in_order(self, **exempt: Any) -> list[int]:
@@ -228,8 +227,8 @@ IDS = st.sets(st.integers(0, 6).map(CheckpointId))
 def test_choose_victims_of_anything_frees_enough_and_nothing_in_use_or_pinned(
     shelf: Shelf, n_bytes: int, in_use: set[Any], quarantined: set[Any], replaced: set[Any]
 ) -> None:
-    exempt = Exempt(in_use, quarantined, replaced)
-    victims = choose_victims(shelf.checkpoints, n_bytes, shelf.lineage, Present(NOW), exempt)
+    exempt = {"in_use": in_use, "quarantined": quarantined, "being_replaced": replaced}
+    victims = choose_victims(shelf.checkpoints, n_bytes, shelf.lineage, Present(NOW), **exempt)
     evictable = [c for c in shelf.checkpoints if c.id not in in_use and not c.is_pinned]
     freed = sum(v.size_bytes for v in victims)
     assert {v.id for v in victims} <= {c.id for c in evictable}
@@ -253,7 +252,7 @@ def test_value_only_grows_as_others_go_and_shrinks_with_time(
             gone.update(shelf.lineage.points(other.id))
         stretches = shelf.lineage.only_in(one.id, gone)
         values.append(value_seconds(one, stretches, Present(NOW)))
-        places.append(standing(one, stretches, Present(NOW), Exempt()))
+        places.append(standing(one, stretches, Present(NOW)))
         assert value_seconds(one, stretches, Present(NOW + 60)) <= values[-1]
     assert values == sorted(values) and places == sorted(places)
     assert values[-1] > 0  # alone, every state is worth something

@@ -22,7 +22,7 @@ _SERVES = {
 } | {*("proxy.errors", "proxy.health", "proxy.log", "proxy.metrics", "proxy.tasks")}
 MAY_IMPORT = {
     "proxy.core": {"proxy.core"},
-    "proxy.stabilize": {"proxy.stabilize"},
+    "proxy.stabilize": {"proxy.core.messages", "proxy.stabilize"},
     "proxy.explain": {"proxy.core", "proxy.explain"},
     "proxy.explain.report": {
         "proxy.errors",
@@ -40,13 +40,11 @@ MAY_IMPORT = {
         "proxy.llama",
     },
     "proxy.store": {"proxy.core", "proxy.errors", "proxy.store"},
-    "proxy.store.rebuilding": {"proxy.llama.state_file"},
-    "proxy.store.offline": {"proxy.llama.state_file", "proxy.servers.attachment"},
-    "proxy.store.transfer": {"proxy.llama.state_file", "proxy.servers.attachment"},
-    "proxy.serving": _SERVES
-    | {"proxy.serving", "proxy.servers.attachment", "proxy.servers.server"},
-    "proxy.servers": _SERVES | {"proxy.servers", "proxy.serving"},
-    "proxy.servers.building": {"proxy.settings"},
+    "proxy.store.directory": {"proxy.llama.state_file"},
+    "proxy.store.offline": {"proxy.llama.state_file"},
+    "proxy.store.transfer": {"proxy.llama.state_file"},
+    "proxy.serving": _SERVES | {"proxy.serving", "proxy.servers.attachment"},
+    "proxy.servers": _SERVES | {"proxy.servers", "proxy.serving", "proxy.settings"},
     "proxy.web": _SERVES | {"proxy.servers", "proxy.serving", "proxy.web"},
     "proxy.doctor": _SERVES | {"proxy.doctor", "proxy.servers", "proxy.serving", "proxy.settings"},
     "proxy.run": {"proxy.core", "proxy.errors", "proxy.log", "proxy.run"},

@@ -1,17 +1,17 @@
 """Which of several llama-servers with the same model serves a request."""
 
+from math import inf
+
 import pytest
 
 from proxy.core.residency import Offer, best_offer
 
 
-def offer(
-    seconds: float | None = 5.0, n_reused: int = 0, n_busy: int = 0, n_waiting: int = 0
-) -> Offer:
+def offer(seconds: float = 5.0, n_reused: int = 0, n_busy: int = 0, n_waiting: int = 0) -> Offer:
     return Offer(seconds, n_reused, n_busy, n_waiting, n_slots=2)
 
 
-WAITING = None
+WAITING = inf
 
 CASES = {
     "the quicker one": ([offer(5.0), offer(1.0)], 1),

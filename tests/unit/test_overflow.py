@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.cuts import (
-    Begins,
     ContextCut,
     MessageSize,
     first_to_try,
@@ -41,11 +40,11 @@ def conversations(draw: st.DrawFn) -> list[MessageSize]:
     """Draw turns: what the user says, and answers with the results of their calls."""
     parts = []
     for n_answers in draw(st.lists(st.integers(1, 12), min_size=1, max_size=12)):
-        parts.append(MessageSize(Begins.TURN, draw(SIZES)))
+        parts.append(MessageSize(draw(SIZES), begins_turn=True))
         for _ in range(n_answers):
-            parts.append(MessageSize(Begins.STEP, draw(SIZES)))
+            parts.append(MessageSize(draw(SIZES), begins_step=True))
             n_results = draw(st.integers(0, 2))
-            parts += [MessageSize(Begins.NOTHING, draw(SIZES)) for _ in range(n_results)]
+            parts += [MessageSize(draw(SIZES)) for _ in range(n_results)]
     return parts
 
 
@@ -53,16 +52,16 @@ def conversations(draw: st.DrawFn) -> list[MessageSize]:
 def test_cut_of_anything_keeps_the_newest_question_and_calls_with_their_results(
     parts: list[MessageSize], n_step: int
 ) -> None:
-    newest = max(i for i, part in enumerate(parts) if part.begins is Begins.TURN)
+    newest = max(i for i, part in enumerate(parts) if part.begins_turn)
     for number, place in enumerate(places_to_cut(parts, n_step), 1):
-        assert parts[place.first].begins is not Begins.NOTHING
+        assert parts[place.first].begins_turn or parts[place.first].begins_step
         assert place.first <= newest or place.asked == newest
-        if parts[place.first].begins is Begins.TURN:
+        if parts[place.first].begins_turn:
             assert place.asked is None
         else:
-            assert place.asked is not None and parts[place.asked].begins is Begins.TURN
+            assert place.asked is not None and parts[place.asked].begins_turn
             between = parts[place.asked + 1 : place.first]
-            assert all(part.begins is not Begins.TURN for part in between)
+            assert not any(part.begins_turn for part in between)
         n_asked = parts[place.asked].n_tokens if place.asked is not None else 0
         n_before = sum(part.n_tokens for part in parts[: place.first])
         assert place.n_left_out == n_before - n_asked
@@ -153,25 +152,15 @@ BODIES = pytest.mark.parametrize(
 )
 
 
-def kinds(conversation: list[Json]) -> list[Begins]:
-    return [
-        Begins.TURN
-        if begins_turn(message)
-        else Begins.STEP
-        if begins_step(message, conversation[i - 1] if i else None)
-        else Begins.NOTHING
-        for i, message in enumerate(conversation)
-    ]
-
-
 @BODIES
 def test_every_cut_of_a_body_leaves_header_question_and_paired_calls(
     form: Form, body: Json
 ) -> None:
     conversation = conversation_of(form, body)
+    before = [None, *conversation]
     parts = [
-        MessageSize(kind, len(rendered_text(m)))
-        for kind, m in zip(kinds(conversation), conversation, strict=True)
+        MessageSize(len(rendered_text(m)), begins_turn(m), begins_step(m, before[i]))
+        for i, m in enumerate(conversation)
     ]
     places = places_to_cut(parts, 300)
     assert {place.asked is None for place in places} == {True, False}

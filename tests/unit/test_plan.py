@@ -1,5 +1,7 @@
 """The choice of slot and start for one request."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,16 +22,14 @@ from proxy.core.plan import (
     N_ALTERNATIVES,
     NOTHING_DISPLACED,
     SHARED_HEADER_SAVES,
-    Occupant,
     Restore,
     Situation,
     StartOption,
-    UseLive,
     Why,
     plan_request,
 )
 from proxy.core.rates import Rates
-from proxy.core.slots import Content, Empty, Known, Origin, Reuse, Slot, Unknown
+from proxy.core.slots import Content, Empty, Known, Origin, Slot, Unknown, UseLive
 from proxy.core.tokens import TokenIds
 from tests.unit.builders import (
     ANY_PREFIX,
@@ -53,6 +53,7 @@ from tests.unit.situations import (
     known_contents,
     live_slots,
     plan,
+    sizes_of,
     stored_states,
 )
 
@@ -119,7 +120,7 @@ def test_plan_without_a_free_slot_is_none() -> None:
 def test_plan_with_a_live_slot_that_holds_the_prefix_uses_it_without_a_restore() -> None:
     stored = candidate(900, 900)
     made = plan(1000, END_ONLY, Empty(), Known(run_of(900), NAMESPACE), candidates=(stored,))
-    assert (made.slot_id, made.start) == (1, UseLive(Reuse(900, 900)))
+    assert (made.slot_id, made.start) == (1, UseLive(900, 900))
 
 
 def test_plan_with_a_checkpoint_restores_it_into_the_slot_used_longest_ago() -> None:
@@ -203,17 +204,16 @@ def test_plan_kinds_of_checkpoint_do_not_matter_for_a_restore() -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_plan_spares_the_conversation_that_was_used_last(rule: Rule) -> None:
-    held = [Known(branch(0, 2000), NAMESPACE, n_saved=2000) for _ in range(2)]
-    seen = tuple(Occupant(held[i], 1000, idle) for i, idle in enumerate((5.0, 3000.0)))
-    made = plan(500, rule, *held, occupants=seen)
+    held = Known(branch(0, 2000), NAMESPACE, n_saved=2000)
+    used = tuple(Slot(SlotId(i), held, used_at=at) for i, at in enumerate((2995.0, 0.0)))
+    made = plan(500, rule, slots=used, now=3000.0, sizes=sizes_of(1000))
     assert made.slot_id == 1
 
 
 def test_plan_of_a_small_request_leaves_a_long_conversation_its_slot() -> None:
     long = Known(run_of(9000), NAMESPACE, n_saved=9000)
-    seen = Occupant(Empty()), Occupant(long, size_bytes=10**9)
-    title = branch(200, 300)
-    made = plan(0, ANY_PREFIX, Empty(), long, tokens=title, occupants=seen, rates=steady())
+    title, sizes = branch(200, 300), sizes_of(10**9)
+    made = plan(0, ANY_PREFIX, Empty(), long, tokens=title, sizes=sizes, rates=steady())
     assert made.slot_id == 0
 
 
@@ -221,9 +221,8 @@ def test_plan_restores_elsewhere_what_it_would_cut_off_another_conversation() ->
     """Two with the same header: the second goes on from the header's own state in a free slot."""
     first = Known(run_of(9000), NAMESPACE, n_saved=9000, header=1000, turn_start=8000)
     stored = candidate(1000, 1000, kind=CheckpointKind.HEADER, has_every_position=True)
-    seen = Occupant(first, size_bytes=10**9), Occupant(Empty())
-    new = branch(1000, 1500)
-    made = plan(0, ANY_PREFIX, first, Empty(), tokens=new, candidates=(stored,), occupants=seen)
+    found: dict[str, Any] = {"candidates": (stored,), "sizes": sizes_of(10**9)}
+    made = plan(0, ANY_PREFIX, first, Empty(), tokens=branch(1000, 1500), **found)
     assert (made.slot_id, type(made.start)) == (1, Restore)
 
 
@@ -368,7 +367,13 @@ def test_plan_saves_a_new_header_at_once_where_it_is_much_cheaper_than_evaluatin
     cheap = int(1e6 * 2.0 / SHARED_HEADER_SAVES)
     for size_bytes, save_as in ((cheap - 1, CheckpointKind.HEADER), (cheap + 1, None)):
         made = plan(
-            1300, RESTORE_POINTS, Empty(), Empty(), cuts=cuts, rates=rates, shared_bytes=size_bytes
+            1300,
+            RESTORE_POINTS,
+            Empty(),
+            Empty(),
+            cuts=cuts,
+            rates=rates,
+            sizes=sizes_of(size_bytes),
         )
         assert made.stops == (Stop(1000, save_as), Stop(1200))
 

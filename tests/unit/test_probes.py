@@ -3,7 +3,7 @@
 import pytest
 
 from proxy.core.model import NO_RULE, Rule, RuleKind
-from proxy.core.rule import RestoreProbe, Trial, diverging_tells, judge
+from proxy.core.rule import RestoreProbe, diverging_tells, judge
 
 N_BACK = 20
 
@@ -18,11 +18,11 @@ def probe(
     reused_same: int | None = None,
 ) -> RestoreProbe:
     """Return a probe of *n_tokens* whose file carries *points*."""
-    trials = [Trial(n_tokens + 8, n_tokens, reused_extended)]
+    trials = [(n_tokens, n_tokens, reused_extended)]
     if reused_diverging is not None:
-        trials.append(Trial(n_tokens, n_tokens - N_BACK, reused_diverging))
+        trials.append((n_tokens - N_BACK, n_tokens - N_BACK, reused_diverging))
     if reused_same is not None:
-        trials.append(Trial(n_tokens, n_tokens, reused_same))
+        trials.append((n_tokens, n_tokens - 1, reused_same))
     return RestoreProbe(n_tokens, has_every_position, points, tuple(trials))
 
 

@@ -11,10 +11,9 @@ from proxy.core.residency import (
     MIN_SIMILARITY,
     is_similar_enough,
     rivals,
-    shared_at_least,
     shared_at_most,
 )
-from proxy.core.slots import LOADING, TAINTED, Content, Empty, Known, Slot, Unknown
+from proxy.core.slots import LOADING, TAINTED, Content, Empty, Known, Slot, Unknown, shared_tokens
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from tests.unit.builders import NAMESPACE, branch, run_of
 
@@ -56,7 +55,7 @@ LEASED = {"is_leased": True}
     ],
 )
 def test_what_a_slot_shares_with_a_prompt(held: Slot, at_least: int, at_most: int) -> None:
-    assert shared_at_least(held, PROMPT) == at_least
+    assert shared_tokens(held.content, PROMPT) == at_least
     assert shared_at_most(held, PROMPT) == at_most
 
 

@@ -5,8 +5,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.model import CheckpointId, Rule, RuleKind, SlotId
-from proxy.core.slots import TAINTED, Empty, Known, Origin, Reuse, SlotTable, Unknown, live_reuse
-from proxy.core.tokens import common_prefix_length, token_ids
+from proxy.core.slots import (
+    TAINTED,
+    Content,
+    Empty,
+    Known,
+    Origin,
+    SlotTable,
+    Unknown,
+    UseLive,
+    live_reuse,
+    shared_tokens,
+)
+from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
 from tests.unit.builders import (
     ANY_PREFIX,
     END_ONLY,
@@ -22,45 +33,50 @@ SLOT = SlotId(0)
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20).map(token_ids)
 
 
+def reused(rule: Rule, content: Content, namespace: Namespace, tokens: TokenIds) -> UseLive:
+    n_common = shared_tokens(content, tokens, namespace)
+    return live_reuse(rule, content, n_common, len(tokens))
+
+
 def test_live_reuse_of_an_empty_slot_is_nothing() -> None:
-    assert live_reuse(ANY_PREFIX, Empty(), NAMESPACE, run_of(10)) == Reuse(0, 0)
+    assert reused(ANY_PREFIX, Empty(), NAMESPACE, run_of(10)) == UseLive(0, 0)
 
 
 @pytest.mark.parametrize("content", [Unknown(), Unknown(NAMESPACE)])
 def test_live_reuse_of_an_unknown_slot_counts_on_nothing(content: Unknown) -> None:
-    reuse = live_reuse(ANY_PREFIX, content, NAMESPACE, run_of(10))
-    assert reuse.at_least == 0
-    assert reuse.at_most < 10
+    reuse = reused(ANY_PREFIX, content, NAMESPACE, run_of(10))
+    assert reuse.n_reused == 0
+    assert reuse.n_at_most < 10
 
 
 def test_live_reuse_of_another_tenants_slot_is_nothing() -> None:
     content = Known(run_of(10), OTHER_NAMESPACE)
-    assert live_reuse(ANY_PREFIX, content, NAMESPACE, run_of(20)) == Reuse(0, 0)
+    assert reused(ANY_PREFIX, content, NAMESPACE, run_of(20)) == UseLive(0, 0)
 
 
 @pytest.mark.parametrize("rule", [ANY_PREFIX, RESTORE_POINTS, END_ONLY])
 def test_live_reuse_of_a_longer_prompt_is_the_whole_slot(rule: Rule) -> None:
-    assert live_reuse(rule, Known(run_of(10), NAMESPACE), NAMESPACE, run_of(20)) == Reuse(10, 10)
+    assert reused(rule, Known(run_of(10), NAMESPACE), NAMESPACE, run_of(20)) == UseLive(10, 10)
 
 
 def test_live_reuse_of_the_same_prompt_evaluates_the_last_token_again() -> None:
     content = Known(run_of(10), NAMESPACE, restore_points=(6,))
-    assert live_reuse(ANY_PREFIX, content, NAMESPACE, run_of(10)) == Reuse(9, 9)
-    assert live_reuse(RESTORE_POINTS, content, NAMESPACE, run_of(10)) == Reuse(6, 9)
+    assert reused(ANY_PREFIX, content, NAMESPACE, run_of(10)) == UseLive(9, 9)
+    assert reused(RESTORE_POINTS, content, NAMESPACE, run_of(10)) == UseLive(6, 9)
 
 
 def test_live_reuse_of_a_diverging_prompt_goes_back_to_a_restore_point() -> None:
     content = Known(run_of(100), NAMESPACE, restore_points=(40, 96))
-    assert live_reuse(RESTORE_POINTS, content, NAMESPACE, branch(95, 200)) == Reuse(40, 95)
-    assert live_reuse(RESTORE_POINTS, content, NAMESPACE, branch(39, 200)) == Reuse(0, 39)
-    assert live_reuse(ANY_PREFIX, content, NAMESPACE, branch(95, 200)) == Reuse(95, 95)
+    assert reused(RESTORE_POINTS, content, NAMESPACE, branch(95, 200)) == UseLive(40, 95)
+    assert reused(RESTORE_POINTS, content, NAMESPACE, branch(39, 200)) == UseLive(0, 39)
+    assert reused(ANY_PREFIX, content, NAMESPACE, branch(95, 200)) == UseLive(95, 95)
 
 
 def test_live_reuse_beyond_an_unreported_tail_is_a_range() -> None:
     content = Known(run_of(100), NAMESPACE, n_tail=7, restore_points=(95,))
-    assert live_reuse(RESTORE_POINTS, content, NAMESPACE, run_of(200)) == Reuse(95, 107)
-    assert live_reuse(ANY_PREFIX, content, NAMESPACE, run_of(200)) == Reuse(100, 107)
-    assert live_reuse(ANY_PREFIX, content, NAMESPACE, run_of(103)) == Reuse(100, 102)
+    assert reused(RESTORE_POINTS, content, NAMESPACE, run_of(200)) == UseLive(95, 107)
+    assert reused(ANY_PREFIX, content, NAMESPACE, run_of(200)) == UseLive(100, 107)
+    assert reused(ANY_PREFIX, content, NAMESPACE, run_of(103)) == UseLive(100, 102)
 
 
 @given(
@@ -74,10 +90,10 @@ def test_live_reuse_of_anything_never_promises_more_than_is_common(
     kind: RuleKind, held: list[int], asked: list[int], n_tail: int, points: set[int]
 ) -> None:
     content = Known(token_ids(held), NAMESPACE, n_tail, tuple(sorted(points)))
-    reuse = live_reuse(Rule(kind), content, NAMESPACE, token_ids(asked))
+    reuse = reused(Rule(kind), content, NAMESPACE, token_ids(asked))
     n_common = common_prefix_length(content.tokens, token_ids(asked))
-    assert 0 <= reuse.at_least <= min(n_common, len(asked) - 1)
-    assert reuse.at_least <= reuse.at_most <= min(n_common + n_tail, len(asked) - 1)
+    assert 0 <= reuse.n_reused <= min(n_common, len(asked) - 1)
+    assert reuse.n_reused <= reuse.n_at_most <= min(n_common + n_tail, len(asked) - 1)
 
 
 def test_lease_of_a_free_slot_reserves_it() -> None:

@@ -22,7 +22,7 @@ def run(
 ) -> Stabilized:
     result = stabilize(form, body, memory or Memory(), {name}, facts)
     assert result.failures == ()
-    assert {change.stabilizer for change in result.changes} <= {name}
+    assert set(result.changed_by) <= {name}
     return result
 
 
@@ -66,7 +66,7 @@ HEADER = "x-anthropic-billing-header: cc_version=2.1.329.cf6; cc_entrypoint=cli;
 def test_billing_header_is_dropped(before: Any, after: Any) -> None:
     result = run(Name.DROP_BILLING_HEADER, {"model": "m", "system": before, "messages": []})
     assert result.body == {"model": "m", "system": after, "messages": []}
-    assert "cch=a1b2c" in result.changes[0].before
+    assert result.changed_by == (Name.DROP_BILLING_HEADER,)
 
 
 def test_billing_header_is_dropped_from_a_chat_bodys_system_message() -> None:
@@ -105,14 +105,6 @@ def test_cache_control_is_dropped_where_the_api_puts_it_and_nowhere_else() -> No
         ],
         "tools": [{"name": "put", "input_schema": schema}],
     }
-    assert [change.path for change in result.changes] == [
-        "cache_control",
-        "system[0].cache_control",
-        "messages[0].content[0].cache_control",
-        "messages[1].content[0].cache_control",
-        "messages[1].content[0].content[0].cache_control",
-        "tools[0].cache_control",
-    ]
 
 
 # tool_reference_text
@@ -202,13 +194,6 @@ def test_system_message_behind_the_first_prompt_goes_in_front_of_it(facts: Reque
         user(hoisted, text(note("git")), text("Fix it.")),
         ANSWER,
     ]
-    removed, added = result.changes
-    assert (removed.path, removed.before, removed.after) == (
-        "messages[1]",
-        body["messages"][1],
-        None,
-    )
-    assert (added.path, added.before, added.after) == ("messages[0].content", None, [hoisted])
 
 
 def test_prompt_as_a_string_and_as_a_list_are_hoisted_before_alike() -> None:
@@ -236,9 +221,7 @@ def test_system_message_with_more_than_text_is_left_alone_and_reported() -> None
     for name in (Name.HOIST_SYSTEM_MESSAGE, Name.FOLD_SYSTEM_MESSAGES):
         result = stabilize(Form.ANTHROPIC, body, Memory(), {name})
         assert result.body is body
-        assert [(f.stabilizer, f.reason) for f in result.failures] == [
-            (name, "messages[1].content is not text")
-        ]
+        assert result.failures == ((name, "messages[1].content is not text"),)
 
 
 # fold_system_messages

@@ -8,14 +8,13 @@ import pytest
 
 from proxy.errors import UpstreamRefused
 from proxy.health import Faults
+from proxy.llama.answers import CallMade
 from proxy.llama.routes import Route, Target
 from proxy.metrics import Metrics
-from proxy.serving.launches import Session
-from proxy.serving.process import Shared
-from proxy.serving.request import Arrival, GenerationRequest
+from proxy.serving.process import Process, Shared
+from proxy.serving.request import Answer, Request
 from proxy.serving.rewriting import Stabilizing
 from proxy.stabilize.model import parse_switches
-from proxy.stabilize.template import CallMade
 from proxy.tasks import Tasks
 
 
@@ -44,31 +43,42 @@ def stabilizing(switches: str = "safe") -> tuple[Stabilizing, Shared, Upstream]:
     return Stabilizing(known, parse_switches(switches)), known, upstream
 
 
-def session(upstream: Upstream, process_id: str = "one") -> Session:
-    attachment = SimpleNamespace(process_id=process_id)
-    return cast(Session, SimpleNamespace(attachment=attachment, upstream=upstream))
+def process_of(upstream: Upstream, process_id: str = "one") -> Process:
+    return cast(Process, SimpleNamespace(id=process_id, upstream=upstream))
 
 
-SESSION = session(Upstream())
+PROCESS = process_of(Upstream())
 
 
-def request(route: Route = Route.MESSAGES, **fields: Any) -> GenerationRequest:
+async def no_answer(*_: object) -> Answer:
+    raise AssertionError("nothing is sent here")
+
+
+def request(route: Route = Route.MESSAGES, **fields: Any) -> Request:
     body = {"max_tokens": 4, "messages": [{"role": "user", "content": "hi"}], **fields}
-    return GenerationRequest(
-        Arrival("id", "/v1/messages"), route, json.dumps(body, indent=1).encode(), {}
-    )
+    asked = Request(path="/v1/messages", route=route, headers={}, relay=no_answer)
+    return asked.receive(json.dumps(body, indent=1).encode())
+
+
+async def rewritten(stabilizers: Stabilizing, asked: Request) -> Request:
+    await stabilizers.rewrite(PROCESS, asked)
+    return asked
 
 
 async def test_request_that_nothing_applies_to_is_the_very_same() -> None:
     stabilizers, _, _ = stabilizing()
     asked = request()
-    assert await stabilizers.rewrite(SESSION, asked) is asked
+    raw, body = asked.raw, asked.body
+    await stabilizers.rewrite(PROCESS, asked)
+    assert asked.raw is raw and asked.body is body and not asked.rewrites
 
 
 async def test_request_with_all_switched_off_is_the_very_same() -> None:
     stabilizers, _, upstream = stabilizing("none")
     asked = request(system=[{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}])
-    assert await stabilizers.rewrite(SESSION, asked) is asked
+    raw, body = asked.raw, asked.body
+    await stabilizers.rewrite(PROCESS, asked)
+    assert asked.raw is raw and asked.body is body and not asked.rewrites
     assert upstream.n_asked == 0
 
 
@@ -76,7 +86,7 @@ async def test_billing_line_is_dropped_counted_and_named() -> None:
     stabilizers, services, _ = stabilizing()
     billing = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=1;"}
     rule = {"type": "text", "text": "Be brief."}
-    served = await stabilizers.rewrite(SESSION, request(system=[billing, rule]))
+    served = await rewritten(stabilizers, request(system=[billing, rule]))
     assert json.loads(served.raw)["system"] == [rule]
     assert served.rewrites == ("drop_billing_header",)
     assert services.metrics.total("stabilized_requests", stabilizer="drop_billing_header") == 1
@@ -85,9 +95,9 @@ async def test_billing_line_is_dropped_counted_and_named() -> None:
 async def test_template_is_asked_once_for_each_process() -> None:
     stabilizers, _, upstream = stabilizing()
     for _ in range(3):
-        await stabilizers.rewrite(session(upstream), request())
+        await stabilizers.rewrite(process_of(upstream), request())
     n_asked = upstream.n_asked
-    other = session(upstream, "two")
+    other = process_of(upstream, "two")
     await stabilizers.rewrite(other, request())
     assert upstream.n_asked == 2 * n_asked > 0
 
@@ -95,16 +105,18 @@ async def test_template_is_asked_once_for_each_process() -> None:
 async def test_call_that_the_client_rewrote_is_sent_as_the_model_made_it() -> None:
     stabilizers, _, _ = stabilizing()
     made = CallMade("toolu_1", "Bash", '{"description": "look", "command": "ls"}')
-    stabilizers.note_calls(request(), [made])
-    rewritten = {"command": "ls", "description": "look"}
-    use = {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": rewritten}
+    answered = request()
+    answered.answer = Answer(200, None, calls=(made,))
+    stabilizers.note_calls(answered)
+    changed = {"command": "ls", "description": "look"}
+    use = {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": changed}
     result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "a b"}
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": [use]},
         {"role": "user", "content": [result]},
     ]
-    served = await stabilizers.rewrite(SESSION, request(messages=messages))
+    served = await rewritten(stabilizers, request(messages=messages))
     block = json.loads(served.raw)["messages"][1]["content"][0]
     assert list(block["input"]) == ["description", "command"]
 
@@ -119,7 +131,7 @@ async def test_cache_key_names_a_session_of_a_client_without_a_header(key: str) 
     async def names(session: str, order: str, *later: Any) -> str:
         sent = [tools["abc".index(name)] for name in order]
         asked_now = request(Route.CHAT, messages=[*asked, *later], tools=sent, **{key: session})
-        body = json.loads((await stabilizers.rewrite(SESSION, asked_now)).raw)
+        body = json.loads((await rewritten(stabilizers, asked_now)).raw)
         return "".join(tool["function"]["name"] for tool in body["tools"])
 
     for session, loaded in (("one", "ab"), ("two", "ac")):

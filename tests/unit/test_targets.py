@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from proxy.errors import UpstreamUnreachable
 from proxy.llama.hosts import Models, Router, Swap
-from proxy.llama.routes import Presence, RouterTarget, SwapTarget, Target
+from proxy.llama.routes import RouterTarget, SwapTarget, Target
 
 BASE = "http://10.0.0.1:8080/prefix"
 MODELS = Models(frozenset(), frozenset({"qwen", "author/model", "author"}), {"nick": "qwen"})
@@ -82,9 +81,3 @@ def test_longest_name_in_a_path_counts() -> None:
 def test_path_of_a_router_names_no_model() -> None:
     path = "/upstream/author/model/v1/messages"
     assert Router.split_path(path, "asked", MODELS) == ("asked", path)
-
-
-def test_what_is_not_loaded_is_not_asked() -> None:
-    Presence().require("qwen")
-    with pytest.raises(UpstreamUnreachable, match="qwen is not loaded"):
-        Presence(is_there=False).require("qwen")

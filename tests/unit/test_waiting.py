@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.model import Candidate, Prompt, Rule, RuleKind, SlotId
-from proxy.core.plan import WORTH_WAITING_SHARE, WORTH_WAITING_TOKENS, Coming, plan_request
+from proxy.core.model import Candidate, ExpectedState, Prompt, Rule, RuleKind, SlotId
+from proxy.core.plan import WORTH_WAITING_SHARE, WORTH_WAITING_TOKENS, expected_tokens, plan_request
 from proxy.core.rule import usable_tokens
 from proxy.core.slots import Content, Empty, Known, Slot
 from proxy.core.tokens import TokenIds
@@ -34,8 +34,8 @@ from tests.unit.situations import (
 )
 
 
-def coming(tokens: TokenIds, seconds: float = 1.0, **changes: Any) -> Coming:
-    made = Coming(tokens, NAMESPACE, seconds, 10**6)
+def coming(tokens: TokenIds, seconds: float = 1.0, **changes: Any) -> ExpectedState:
+    made = ExpectedState(tokens, NAMESPACE, seconds, 10**6)
     return replace(made, **changes)
 
 
@@ -49,7 +49,7 @@ def waits(rule: Rule, prompt: TokenIds, *contents: Content, **changes: Any) -> b
 @pytest.mark.parametrize("rule", [ANY_PREFIX, RESTORE_POINTS, END_ONLY])
 def test_plan_waits_for_a_header_that_another_request_is_evaluating(rule: Rule) -> None:
     """Ten seconds alone; behind the other's header one to wait, one to restore and two to evaluate."""
-    assert waits(rule, run_of(5000), Empty(), coming=(coming(run_of(4000)),))
+    assert waits(rule, run_of(5000), Empty(), expected=(coming(run_of(4000)),))
 
 
 ALONE_SECONDS = 10.0
@@ -60,34 +60,34 @@ def test_plan_does_not_wait_where_that_takes_much_longer(rule: Rule) -> None:
     """Two evaluate the same header side by side at half the speed, so some patience pays."""
     most_seconds = WORTH_WAITING_SHARE * ALONE_SECONDS - 3.0
     soon, late = coming(run_of(4000), most_seconds - 0.1), coming(run_of(4000), most_seconds + 0.1)
-    assert waits(rule, run_of(5000), Empty(), coming=(soon,))
-    assert not waits(rule, run_of(5000), Empty(), coming=(late,))
-    assert waits(rule, run_of(5000), Empty(), coming=(late, soon))
+    assert waits(rule, run_of(5000), Empty(), expected=(soon,))
+    assert not waits(rule, run_of(5000), Empty(), expected=(late,))
+    assert waits(rule, run_of(5000), Empty(), expected=(late, soon))
 
 
 def test_plan_does_not_wait_where_nothing_can_be_restored() -> None:
-    assert not waits(NOTHING, run_of(5000), Empty(), coming=(coming(run_of(4000)),))
+    assert not waits(NOTHING, run_of(5000), Empty(), expected=(coming(run_of(4000)),))
 
 
 def test_plan_does_not_wait_for_a_state_that_costs_much_more_to_restore_than_to_evaluate() -> None:
     huge_bytes = int(1e6 * WORTH_WAITING_SHARE * ALONE_SECONDS)
     huge = coming(run_of(4000), size_bytes=huge_bytes)
-    assert not waits(END_ONLY, run_of(5000), Empty(), coming=(huge,))
+    assert not waits(END_ONLY, run_of(5000), Empty(), expected=(huge,))
 
 
 def test_plan_does_not_wait_for_what_a_free_slot_or_a_checkpoint_holds_already() -> None:
     state = coming(run_of(4000))
     held = Known(run_of(4000), NAMESPACE)
-    assert not waits(END_ONLY, run_of(5000), held, coming=(state,))
+    assert not waits(END_ONLY, run_of(5000), held, expected=(state,))
     stored = candidate(4000, 4000)
-    assert not waits(END_ONLY, run_of(5000), Empty(), coming=(state,), candidates=(stored,))
+    assert not waits(END_ONLY, run_of(5000), Empty(), expected=(state,), candidates=(stored,))
     nearly = Known(run_of(4000 - WORTH_WAITING_TOKENS), NAMESPACE)
-    assert not waits(END_ONLY, run_of(4100), nearly, coming=(state,))
+    assert not waits(END_ONLY, run_of(4100), nearly, expected=(state,))
 
 
 def test_plan_does_not_wait_for_another_tenants_state() -> None:
     theirs = coming(run_of(4000), namespace=OTHER_NAMESPACE)
-    assert not waits(ANY_PREFIX, run_of(5000), Empty(), coming=(theirs,))
+    assert not waits(ANY_PREFIX, run_of(5000), Empty(), expected=(theirs,))
 
 
 def test_plan_waits_for_a_slot_that_is_being_saved_and_holds_far_more() -> None:
@@ -101,16 +101,16 @@ def test_plan_waits_for_a_slot_that_is_being_saved_and_holds_far_more() -> None:
 def test_usable_tokens_of_a_coming_state_that_diverges_are_those_up_to_a_point() -> None:
     state = coming(run_of(1000), restore_points=(300, 700))
     prompt = Prompt(branch(600, 2000), NAMESPACE)
-    assert state.usable_tokens(ANY_PREFIX, prompt) == 600
-    assert state.usable_tokens(RESTORE_POINTS, prompt) == 300
-    assert state.usable_tokens(END_ONLY, prompt) == 0
-    assert state.usable_tokens(NOTHING, prompt) == 0
+    assert expected_tokens(prompt, ANY_PREFIX, state) == 600
+    assert expected_tokens(prompt, RESTORE_POINTS, state) == 300
+    assert expected_tokens(prompt, END_ONLY, state) == 0
+    assert expected_tokens(prompt, NOTHING, state) == 0
 
 
 def test_usable_tokens_of_a_coming_state_within_the_window_are_none_at_its_end() -> None:
     state, prompt = coming(run_of(1000)), Prompt(run_of(2000), NAMESPACE)
-    assert state.usable_tokens(Rule(RuleKind.END_ONLY, 1000), prompt) == 1000
-    assert state.usable_tokens(Rule(RuleKind.END_ONLY, 1001), prompt) == 0
+    assert expected_tokens(prompt, Rule(RuleKind.END_ONLY, 1000), state) == 1000
+    assert expected_tokens(prompt, Rule(RuleKind.END_ONLY, 1001), state) == 0
 
 
 @given(MEASURED_RULES, TINY_TOKENS, TINY_TOKENS, st.data())
@@ -123,4 +123,4 @@ def test_usable_tokens_of_a_coming_state_are_those_of_the_checkpoint_it_becomes(
     [found] = found_for(asked, [(Candidate(saved, 0), tokens)])
     expected = usable_tokens(rule, saved, found.n_common, len(asked))
     state = coming(tokens, restore_points=points)
-    assert state.usable_tokens(rule, Prompt(asked, NAMESPACE)) == expected
+    assert expected_tokens(Prompt(asked, NAMESPACE), rule, state) == expected

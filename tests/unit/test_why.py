@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from proxy.core.model import Candidate, Prompt, Rule, SlotId
-from proxy.core.plan import Occupant, Situation, Why, plan_request
+from proxy.core.plan import Situation, Why, plan_request
 from proxy.core.slots import Content, Empty, Known, Slot
 from tests.unit.builders import (
     ANY_PREFIX,
@@ -17,6 +17,7 @@ from tests.unit.builders import (
     run_of,
     steady,
 )
+from tests.unit.situations import sizes_of
 
 RATES = steady(500.0, 1e6)
 BIG_BYTES, SMALL_BYTES = 10**9, 1000
@@ -56,8 +57,7 @@ def test_plan_says_why(why: Why) -> None:
     slots = tuple(Slot(SlotId(i), content) for i, content in enumerate(contents))
     prompt = Prompt(run_of(1000), NAMESPACE)
     n_ctx = 1000 if why is Why.TOO_LONG else 100_000
-    occupants = tuple(Occupant(content, BIG_BYTES) for content in contents)
-    now = Situation(rule, slots, candidates, RATES, n_ctx, occupants=occupants)
+    now = Situation(rule, slots, candidates, RATES, n_ctx, sizes=sizes_of(BIG_BYTES))
     plan = plan_request(prompt, now)
     assert plan is not None
     assert plan.why is why

@@ -10,11 +10,10 @@ from proxy.core.model import CAREFUL_RULE, Rule, RuleKind
 from proxy.core.saving import (
     N_RETURNS,
     STEADY_SECONDS,
-    Worth,
     at_savable_point,
     is_place_at_risk,
+    is_worth_saving,
     is_write_back_due,
-    worth_of,
 )
 from proxy.core.slots import Content, Empty, Known, Unknown
 from proxy.core.tokens import FIRST_BLOCK_TOKENS
@@ -108,23 +107,28 @@ def test_savable_point_under_end_only_keeps_the_places_before_it() -> None:
     assert (saved.header, saved.turn_start, saved.marks) == (300, 0, (500, 900))
 
 
-def test_worth_of_a_save_is_what_evaluating_the_unsaved_tokens_would_take() -> None:
-    rates = steady(500.0, 1e6)
-    content = held(1000, n_saved=600)
-    assert worth_of(content, 400, 2 * 10**6, rates) == Worth(2.0, 0.8)
-    assert worth_of(held(1000), 1000, 10**6, rates) == Worth(1.0, 2.0, is_first=True)
-    assert worth_of(held(1000), 5000, 10**6, rates) == Worth(1.0, 2.0, is_first=True)
+RATES = steady(500.0, 1e6)
 
 
-def test_is_worth_it_if_the_save_is_made_up_for_when_the_conversation_comes_back() -> None:
-    assert Worth(save_seconds=N_RETURNS * 0.5, evaluation_seconds=0.5).is_worth_it
-    dear = N_RETURNS * 0.5 + STEADY_SECONDS + 0.1
-    assert not Worth(save_seconds=dear, evaluation_seconds=0.5).is_worth_it
+def is_worth_it(content: Known, save_seconds: float) -> bool:
+    return is_worth_saving(content, content.n_unsaved, round(save_seconds * 1e6), RATES)
 
 
-def test_is_worth_it_for_the_first_time_if_a_single_return_makes_up_for_the_save() -> None:
-    assert Worth(0.5, 0.5, is_first=True).is_worth_it
-    assert not Worth(0.6, 0.5, is_first=True).is_worth_it
+def test_is_worth_saving_if_the_save_is_made_up_for_when_the_conversation_comes_back() -> None:
+    grown = held(1000, n_saved=750)  # half a second
+    limit = N_RETURNS * 0.5 + STEADY_SECONDS
+    assert is_worth_it(grown, limit - 0.01)
+    assert not is_worth_it(grown, limit + 0.1)
+
+
+def test_is_worth_saving_for_the_first_time_if_a_single_return_makes_up_for_the_save() -> None:
+    assert is_worth_it(held(250), 0.5)
+    assert not is_worth_it(held(250), 0.6)
+
+
+def test_is_worth_saving_counts_no_more_than_the_slot_holds() -> None:
+    assert is_worth_saving(held(1000), 5000, 2 * 10**6, RATES)
+    assert not is_worth_saving(held(1000), 5000, 2 * 10**6 + 1, RATES)
 
 
 N_BELIEVED = 10

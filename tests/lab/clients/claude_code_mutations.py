@@ -2,8 +2,8 @@
 
 import json
 
+from proxy.llama.answers import CallMade
 from proxy.stabilize.model import Form, Name
-from proxy.stabilize.template import CallMade
 from tests.lab.clients import claude_code as cc
 from tests.lab.clients.mutation import Body, Mutation
 from tests.lab.conversation import prose

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from proxy.llama.answers import CallMade
 from proxy.stabilize.model import SAFE, Form, Name
-from proxy.stabilize.template import CallMade
 
 Body = dict[str, Any]
 

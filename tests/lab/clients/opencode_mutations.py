@@ -1,7 +1,7 @@
 """What OpenCode changes in what it has already sent: rows O1 to O11."""
 
+from proxy.llama.answers import CallMade
 from proxy.stabilize.model import Form, Name
-from proxy.stabilize.template import CallMade
 from tests.lab.clients import opencode as oc
 from tests.lab.clients.mutation import Body, Mutation
 from tests.lab.conversation import prose

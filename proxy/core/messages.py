@@ -1,0 +1,48 @@
+"""Parsed JSON of requests and answers, read as llama-server reads it, and what all chat forms share."""
+
+import re
+from typing import Any
+
+SYSTEM_ROLES = ("system", "developer")
+REMINDER_TAG = "<system-reminder>"
+"""Agents write such a tag in front of the text that they add to the user's."""
+_REMINDER = re.compile(r"<system-reminder>.*?</system-reminder>", re.DOTALL)
+
+
+def member(value: Any, key: str, default: Any = None) -> Any:
+    """Return a member of an object; null counts as absent, and anything else has no members.
+
+    The functions here follow json_value in tools/server/server-common.h: a value of the wrong type
+    counts as the default.
+    """
+    found = value.get(key) if isinstance(value, dict) else None
+    return default if found is None else found
+
+
+def text_of(value: Any, key: str, default: str = "") -> str:
+    """Return a member that is a string."""
+    found = member(value, key)
+    return found if isinstance(found, str) else default
+
+
+def list_of(value: Any) -> list[Any]:
+    """Return a list, empty if the value is none."""
+    return value if isinstance(value, list) else []
+
+
+def is_system(message: Any) -> bool:
+    return text_of(message, "role") in SYSTEM_ROLES
+
+
+def n_leading_system(messages: list[Any]) -> int:
+    """Return how many system messages a conversation begins with."""
+    return next((i for i, m in enumerate(messages) if not is_system(m)), len(messages))
+
+
+def without_reminders(text: str) -> str:
+    """Return what a user wrote, without the reminders that agents put beside it."""
+    return _REMINDER.sub("", text).strip()
+
+
+def has_reminder(text: str) -> bool:
+    return _REMINDER.search(text) is not None

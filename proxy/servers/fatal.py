@@ -1,0 +1,69 @@
+"""Requests that llama-server ended over: after two deaths in a row a request is refused.
+
+Owns which requests these were, as hashes of their prompts, and for how long that counts. The index keeps
+them, because the proxy may be restarted with llama-server.
+"""
+
+import time
+from contextlib import suppress
+from hashlib import blake2b
+
+from proxy.errors import EndsLlamaServer, StoreFault
+from proxy.serving.request import Request
+from proxy.store.store import CheckpointStore
+
+MAX_DEATHS = 2
+FORGET_SECONDS = 600.0
+"""A request that nobody has sent for so long is tried again."""
+_MAX_REMEMBERED = 64
+_NAME = "fatal requests"
+
+
+class FatalRequests:
+    """Remembers with which requests llama-server has ended: how often in a row, and when last."""
+
+    def __init__(self, store: CheckpointStore | None) -> None:
+        self._store = store
+        self._deaths: dict[str, tuple[int, float]] = {}
+        if store is not None:
+            with suppress(StoreFault):
+                self._deaths = store.index.value(_NAME, dict[str, tuple[int, float]]) or {}
+
+    def require_harmless(self, key: str) -> None:
+        """Raise EndsLlamaServer for a request that llama-server has ended over twice in a row."""
+        if (n_deaths := self._n_deaths(key)) >= MAX_DEATHS:
+            self._deaths[key] = n_deaths, time.time()
+            raise EndsLlamaServer(
+                f"llama-server ended {n_deaths} times in a row while it worked on this request: see "
+                "llama-server's log. The request is tried again once nobody has sent it for "
+                f"{FORGET_SECONDS / 60:.0f} minutes"
+            )
+
+    async def note_death(self, key: str) -> None:
+        """Note that llama-server ended while it worked on a request that had no answer yet."""
+        n_before = self._n_deaths(key)
+        self._deaths.pop(key, None)
+        self._deaths[key] = n_before + 1, time.time()
+        while len(self._deaths) > _MAX_REMEMBERED:
+            del self._deaths[next(iter(self._deaths))]
+        await self._write()
+
+    async def note_answer(self, key: str) -> None:
+        """Note that llama-server has begun to answer a request: the next death is not one in a row."""
+        if self._deaths.pop(key, None):
+            await self._write()
+
+    def _n_deaths(self, key: str) -> int:
+        n_deaths, last_at = self._deaths.get(key, (0, 0.0))
+        return n_deaths if time.time() - last_at < FORGET_SECONDS else 0
+
+    async def _write(self) -> None:
+        if self._store is not None:
+            with suppress(StoreFault):  # then it is known while this process runs
+                await self._store.put_value(_NAME, self._deaths)
+
+
+def key_of(request: Request) -> str:
+    """Return what tells a request from others: its prompt, or its body if that was not read."""
+    content = request.raw if request.prompt is None else request.prompt.tokens.tobytes()
+    return blake2b(content, digest_size=16).hexdigest()

@@ -1,0 +1,392 @@
+"""The directory of a store: its lock, and its index and files, which are changed together.
+
+Owns the order of writes (docs/storage-format.md): files first, then the index entry; at a removal the entry
+goes first. Beside each state lies its record, from which a lost or damaged index is made anew. Nothing here
+awaits; one thread at a time may write.
+"""
+
+import fcntl
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from proxy.core.model import (
+    NO_CUTS,
+    NO_FAMILY,
+    Checkpoint,
+    CheckpointId,
+    CheckpointKind,
+    Cuts,
+    Family,
+    FilePart,
+)
+from proxy.core.tokens import Namespace, PrefixHash, TokenIds, hash_prefixes
+from proxy.errors import IndexDamaged, StateFileMalformed, StoreFault, StoreLocked
+from proxy.llama.state_file import read_state_file
+from proxy.store.files import FileStamp, StateFiles, is_state_name
+from proxy.store.index import Entry, Index
+from proxy.store.known_models import Owner, introduce, owners
+
+LOCK_NAME = ".llama-prefix-cache.lock"
+_REBUILT_AT_ONCE = 16
+"""The entries of so many states are made anew in one transaction; saves wait for one at most."""
+_DAMAGED = "index.damaged-"
+_DIGEST_BYTES = 16
+
+
+@contextmanager
+def keep_proxies_out(directory: Path, *, creates_lock: bool = False) -> Iterator[None]:
+    """Lock a store against other processes; raises StoreLocked if one has, or may have, it open.
+
+    Unless it *creates_lock*, a directory without a lock file stays so: the file would belong to the caller.
+    No proxy has ever been there. With *creates_lock*, raises StoreFault if that cannot be done.
+    """
+    path, descriptor = directory / LOCK_NAME, None
+    try:
+        flags = os.O_RDWR | os.O_CREAT if creates_lock else os.O_RDONLY
+        descriptor = os.open(path, flags, 0o600)
+    except OSError as error:
+        if creates_lock:
+            raise StoreFault(f"{directory}: {error}") from error
+        if not isinstance(error, FileNotFoundError):
+            raise StoreLocked(f"{path}: {error.strerror}") from error
+    if descriptor is None:
+        yield
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise StoreLocked(f"another llama-prefix-cache uses {directory}") from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+class Sidecar(msgspec.Struct, frozen=True):
+    """The record beside a state, and whose state it is; times and counts are as old as the file.
+
+    With it the index can be made anew from the states, in any directory; without it nobody knows which
+    model and tenant a state belongs to.
+    """
+
+    checkpoint: Checkpoint
+    owner: Owner | None
+
+
+class Lost(StrEnum):
+    """Why a state cannot be entered again."""
+
+    NO_RECORD = "the record beside a state is gone or damaged"
+    NO_MODEL = "it is not known which model a state is of"
+    NOT_AS_SAVED = "a state is not what its record says"
+    UNREADABLE = "a state cannot be read"
+
+
+@dataclass
+class Rebuild:
+    """A rebuild of the index: what was wrong, which states are still to be entered, which are lost and why.
+
+    Only what was counted and measured is lost with an index: when a checkpoint was last used, and how
+    often; with an index that was put aside also rates and self-tests.
+    """
+
+    reason: str
+    pending: list[Checkpoint] = field(default_factory=list)
+    n_entered: int = 0
+    lost: dict[str, Lost] = field(default_factory=dict)
+    """By file name."""
+    is_done: bool = False
+
+    @property
+    def words(self) -> str:
+        """What was wrong and what became of the states, for a log line."""
+        told = [f"{n_states} ({why})" for why, n_states in Counter(self.lost.values()).items()]
+        lost = f"; lost: {', '.join(told)}" if told else "; no state is lost"
+        return f"{self.reason}; {self.n_entered} entered again{lost}"
+
+
+@dataclass(frozen=True, slots=True)
+class NewState:
+    """A checked temporary state file, about to become a checkpoint."""
+
+    temporary_name: str
+    namespace: Namespace
+    kind: CheckpointKind
+    tokens: TokenIds
+    restore_points: tuple[int, ...]
+    has_every_position: bool
+    parts: tuple[FilePart, ...]
+    cuts: Cuts = NO_CUTS
+    n_prompt: int = 0
+    marks: tuple[int, ...] = ()
+    family: Family = NO_FAMILY
+    ancestors: tuple[CheckpointId, ...] = ()
+
+
+class StoreDirectory:
+    """The index and the state files of one directory, locked against other processes."""
+
+    def __init__(self, path: Path, *, mends_index: bool = True) -> None:
+        """Lock and open the store in the directory *path*; `rebuild` says what its index lacks.
+
+        A damaged index makes room for a new one, which has all models and tenants at once: whose tokens a
+        slot holds can be wrong before they are known. Unless it *mends_index*, raises IndexDamaged instead.
+        Raises StoreLocked if another process has the directory, StoreFault if it cannot be used.
+        """
+        self.files = StateFiles(path)
+        self.rebuild: Rebuild | None = None
+        with ExitStack() as opened:
+            opened.enter_context(keep_proxies_out(path, creates_lock=True))
+            try:
+                self.index = _open_index(path / "index", mends_index=mends_index)
+                opened.callback(self.index.close)
+                self._require_whole_index(mends_index=mends_index)
+            except OSError as error:
+                raise StoreFault(f"{path}: {error}") from error
+            self._opened = opened.pop_all()
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def _require_whole_index(self, *, mends_index: bool) -> None:
+        path = self.files.directory / "index"
+        if flaw := self.index.inconsistency():
+            if not mends_index:
+                raise IndexDamaged(path, flaw)
+            self.begin_rebuild(flaw)
+        elif (reason := self.index.rebuild_reason) is not None:
+            names = self._states_without_entry()
+            if names and not mends_index:
+                raise IndexDamaged(path, reason)
+            self._plan_rebuild(reason, names)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        return self.index.all()
+
+    def get(self, checkpoint_id: str) -> Checkpoint:
+        """Return a checkpoint by its id in hex; raises StoreFault if it is not there."""
+        for checkpoint in self.checkpoints():
+            if checkpoint.id == int(checkpoint_id, 16):
+                return checkpoint
+        raise StoreFault(f"there is no checkpoint {checkpoint_id}")
+
+    # One checkpoint: entered, changed, removed.
+
+    def commit(
+        self, state: NewState, hashes: Sequence[PrefixHash], touched: Sequence[Checkpoint] = ()
+    ) -> tuple[Checkpoint, FileStamp]:
+        """Seal a state's file and enter it; records *touched* since the last commit go along.
+
+        Raises StoreFault or OSError, and then neither file nor entry is left.
+        """
+        final_name = self.files.new_final_name()
+        stamp = self.files.seal(state.temporary_name, final_name)
+        now = time.time()
+        checkpoint = Checkpoint(
+            id=CheckpointId(int(final_name[4:20], 16) >> 1),
+            namespace=state.namespace,
+            kind=state.kind,
+            n_tokens=len(state.tokens),
+            restore_points=state.restore_points,
+            has_every_position=state.has_every_position,
+            file_name=final_name,
+            size_bytes=stamp[1],
+            created_at=now,
+            last_used_at=now,
+            header=state.cuts.header,
+            turn_start=state.cuts.turn_start,
+            n_prompt=state.n_prompt,
+            marks=state.marks,
+            family=state.family,
+            parts=state.parts,
+            verified_at=now,
+            ancestors=state.ancestors,
+        )
+        try:
+            self.write_sidecars([checkpoint])
+            self.files.sync_directory()
+            self.index.put(checkpoint, state.tokens, hashes)
+        except (StoreFault, OSError):
+            self.files.remove(final_name)
+            raise
+        with suppress(StoreFault):
+            self.index.update(touched)
+        return checkpoint, stamp
+
+    def update(
+        self,
+        checkpoints: Sequence[Checkpoint],
+        old: Sequence[PrefixHash] = (),
+        new: Sequence[PrefixHash] = (),
+    ) -> None:
+        """Replace records where they must not be lost: beside their files, then as `Index.update` does."""
+        self.write_sidecars(checkpoints)
+        self.index.update(checkpoints, old, new)
+
+    def pin(self, checkpoint: Checkpoint, *, is_pinned: bool) -> None:
+        self.update([replace(checkpoint, is_pinned=is_pinned)])
+
+    def remove(self, checkpoint: Checkpoint) -> TokenIds | None:
+        """Delete a checkpoint, its entry first; return its tokens if the index had them."""
+        tokens = self.index.tokens(checkpoint.id)
+        hashes = hash_prefixes(checkpoint.namespace, tokens) if tokens is not None else []
+        self.index.delete(checkpoint.id, hashes)
+        self.files.remove(checkpoint.file_name)
+        return tokens
+
+    # The records beside the states. They begin with a checksum of the rest.
+
+    def write_sidecars(
+        self, checkpoints: Iterable[Checkpoint], *, only_missing: bool = False
+    ) -> None:
+        """Put records beside states, durable with the directory; raises OSError.
+
+        With *only_missing* beside those states that have none: older versions did not write them.
+        """
+        known = dict(owners(self.index))
+        there = set(self.files.names()) if only_missing else set()
+        for checkpoint in checkpoints:
+            name, beside = checkpoint.file_name, self.files.sidecar_name(checkpoint.file_name)
+            if only_missing and (name not in there or beside in there):
+                continue
+            sidecar = Sidecar(checkpoint, known.get(checkpoint.namespace))
+            record = msgspec.msgpack.encode(sidecar)
+            self.files.write_whole(beside, xxhash.xxh3_128_digest(record) + record)
+
+    def read_sidecar(self, name: str) -> Sidecar | None:
+        """Return what lies beside the state *name*, None if it is gone or damaged; raises OSError."""
+        try:
+            data = self.files.path(self.files.sidecar_name(name)).read_bytes()
+            digest, record = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+            if digest != xxhash.xxh3_128_digest(record):
+                return None
+            sidecar = msgspec.msgpack.decode(record, type=Sidecar)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return None
+        return sidecar if sidecar.checkpoint.file_name == name else None
+
+    # Index and files held against each other, and the index made anew.
+
+    def sweep(self) -> tuple[list[Checkpoint], int, int]:
+        """Remove entries whose file is gone or of another size, and files that no entry names.
+
+        Returns the checkpoints that are left, and how many entries and files were removed. What is in the
+        files is verified before it is used.
+        """
+        recorded = self.index.all()
+        intact = [checkpoint for checkpoint in recorded if self._has_file(checkpoint)]
+        kept_ids = {checkpoint.id for checkpoint in intact}
+        for broken in (c for c in recorded if c.id not in kept_ids):
+            self.remove(broken)
+        named = {checkpoint.file_name for checkpoint in intact}
+        if self.rebuild is not None:
+            named |= {c.file_name for c in self.rebuild.pending} | self.rebuild.lost.keys()
+        orphans = self.files.unnamed(named)
+        for name in orphans:
+            self.files.remove(name)
+        self.write_sidecars(intact, only_missing=True)
+        return intact, len(recorded) - len(intact), len(orphans)
+
+    def _has_file(self, checkpoint: Checkpoint) -> bool:
+        try:
+            return self.files.path(checkpoint.file_name).stat().st_size == checkpoint.size_bytes
+        except FileNotFoundError:
+            return False
+        except OSError:  # whoever may not look at the file now need not be right about its content
+            return True
+
+    def begin_rebuild(self, reason: str) -> None:
+        """Forget all entries, and plan to make them anew."""
+        self.write_sidecars(self.index.all(), only_missing=True)
+        self.index.begin_rebuild(reason)
+        self._plan_rebuild(reason, self._states_without_entry())
+
+    def _states_without_entry(self) -> list[str]:
+        named = {checkpoint.file_name for checkpoint in self.index.all()}
+        return [name for name in self.files.names() if is_state_name(name) and name not in named]
+
+    def _plan_rebuild(self, reason: str, names: Iterable[str]) -> None:
+        """Read the records beside the states *names*, and enter their models and tenants."""
+        rebuild = self.rebuild = Rebuild(reason)
+        for name in names:
+            try:
+                sidecar = self.read_sidecar(name)
+            except OSError:
+                rebuild.lost[name] = Lost.UNREADABLE
+                continue
+            if sidecar is None:
+                rebuild.lost[name] = Lost.NO_RECORD
+            elif sidecar.owner is None:
+                rebuild.lost[name] = Lost.NO_MODEL
+            else:
+                namespace = introduce(self.index, sidecar.owner)
+                rebuild.pending.append(replace(sidecar.checkpoint, namespace=namespace))
+        if not rebuild.pending and not rebuild.lost:
+            self.finish_rebuild(rebuild)
+
+    def enter_batch(self, rebuild: Rebuild) -> list[Entry]:
+        """Enter some of the states that are pending in one transaction; return what was entered."""
+        batch, entries = rebuild.pending[-_REBUILT_AT_ONCE:], list[Entry]()
+        for checkpoint in batch:
+            found = self._tokens_in_file(checkpoint)
+            if isinstance(found, Lost):
+                rebuild.lost[checkpoint.file_name] = found
+            else:
+                entries.append((checkpoint, found, hash_prefixes(checkpoint.namespace, found)))
+        self.index.put_all(entries)
+        rebuild.n_entered += len(entries)
+        del rebuild.pending[-len(batch) :]
+        return entries
+
+    def _tokens_in_file(self, checkpoint: Checkpoint) -> TokenIds | Lost:
+        try:
+            state = read_state_file(self.files.path(checkpoint.file_name))
+        except StateFileMalformed:
+            return Lost.NOT_AS_SAVED
+        except OSError:
+            return Lost.UNREADABLE
+        found, expected = (state.size_bytes, len(state.tokens)), checkpoint.size_bytes
+        return state.tokens if found == (expected, checkpoint.n_tokens) else Lost.NOT_AS_SAVED
+
+    def finish_rebuild(self, rebuild: Rebuild) -> None:
+        """Delete what could not be entered; a state that cannot be read is tried again at each opening."""
+        for name, why in rebuild.lost.items():
+            if why is not Lost.UNREADABLE:
+                with suppress(OSError):
+                    self.files.remove(name)
+        if Lost.UNREADABLE not in rebuild.lost.values():
+            self.index.end_rebuild()
+        rebuild.is_done = True
+
+    def rebuild_at_once(self) -> None:
+        """Do the whole of a rebuild that is due; raises StoreFault or OSError."""
+        if self.rebuild is not None and not self.rebuild.is_done:
+            while self.rebuild.pending:
+                self.enter_batch(self.rebuild)
+            self.finish_rebuild(self.rebuild)
+
+
+def _open_index(path: Path, *, mends_index: bool) -> Index:
+    try:
+        return Index(path)
+    except IndexDamaged as damage:
+        if not mends_index:
+            raise
+        # Only the newest damaged index is kept for whoever wants to look at it.
+        earlier = list(path.parent.glob(_DAMAGED + "*"))
+        path.rename(path.with_name(f"{_DAMAGED}{time.time_ns() // 1_000_000}"))
+        for directory in earlier:
+            shutil.rmtree(directory, ignore_errors=True)
+        index = Index(path)
+        index.begin_rebuild(damage.flaw)
+        return index
