@@ -126,25 +126,21 @@ def progress(what: str, total: int | None, *, of_bytes: bool = True) -> Iterator
 Command = Callable[..., Any]
 
 
-def setting_options(
-    *, without: tuple[str, ...] = (), descriptions: Mapping[str, str] | None = None
-) -> Callable[[Command], Command]:
-    """Give a command one option for each setting, and --config; *descriptions* replace their help."""
+def setting_options(*, without: tuple[str, ...] = ()) -> Callable[[Command], Command]:
+    """Give a command one option for each setting, and --config."""
 
     def decorate(command: Command) -> Command:
         command = config_option(command)
         for field in reversed(msgspec.structs.fields(Settings)):
             if field.name not in without:
-                command = _setting_option(field, (descriptions or {}).get(field.name))(command)
+                command = _setting_option(field)(command)
         return command
 
     return decorate
 
 
-def _setting_option(
-    field: msgspec.structs.FieldInfo, description: str | None
-) -> Callable[[Command], Command]:
-    own_description, type_ = describe(field.name)
+def _setting_option(field: msgspec.structs.FieldInfo) -> Callable[[Command], Command]:
+    description, type_ = describe(field.name)
     has_default = field.default not in (msgspec.NODEFAULT, None, False)
     flag, kinds = "--" + field.name.replace("_", "-"), get_args(type_)
     is_flag = bool in (type_, *kinds)
@@ -154,7 +150,7 @@ def _setting_option(
         metavar=None if is_flag else metavar,
         is_flag=is_flag,
         default=None,
-        help=(description or own_description) + (f" [{field.default}]" if has_default else ""),
+        help=description + (f" [{field.default}]" if has_default else ""),
     )
 
 

@@ -36,21 +36,21 @@ def stats(store: Store, as_json: bool) -> None:
     llama-prefix-cache stats --json | jq .since_start.prompt_tokens_total.reused
     llama-prefix-cache stats --slot-save-path /var/lib/llama-prefix-cache     only what is stored
     """
-    max_bytes, servers, samples, rows = None, list[_Facts](), Samples(), list[Row]()
+    max_bytes, health, samples, rows = None, None, Samples(), list[Row]()
     if isinstance(store, RunningProxy):
         try:
             samples = read_samples(store.raw("GET", "/metrics").decode())
             max_bytes = int(samples["checkpoint_limit_bytes"][""])
             health, query = store.ask("GET", "/health", _Facts), {"limit": "1000000"}
             requests = store.ask("GET", "/requests", dict[str, list[RequestRecord]], query)
-            servers = llama_servers(health, requests["requests"])
-            rows = [*_server_rows(servers), *_brought_rows(health["state"], samples)]
+            rows = [*server_rows(health, requests["requests"])]
+            rows += _brought_rows(health["state"], samples)
         except (ValueError, KeyError):
             store.fail_foreign()
     stored = summary(store.checkpoints(), max_bytes)
     if as_json:
         brought = {name: values.get("", values) for name, values in samples.items()} or None
-        print_json({"store": stored, "llama_servers": servers, "since_start": brought})
+        print_json({"store": stored, "health": health, "since_start": brought})
     else:
         console().print(table_of([*_stored_rows(stored), *rows]))
 
@@ -85,42 +85,23 @@ def _stored_rows(stored: _Facts) -> Iterator[Row]:
     yield "restored", f"{stored['n_restores']}x in all"
 
 
-def llama_servers(health: _Facts, requests: Sequence[RequestRecord]) -> list[_Facts]:
-    """Return each llama-server that *health* tells of, with its share of the last *requests*.
+def server_rows(health: _Facts, requests: Sequence[RequestRecord]) -> Iterator[Row]:
+    """Yield a line on each llama-server that *health* tells of, with its share of the last *requests*.
 
-    The name is empty if there is only one llama-server at one address, and its requests are not told apart.
+    The requests of the only llama-server at one address are not told apart.
     """
-    servers = []
-    for name, about in sorted(health.get("llama_servers", {"": health}).items()):
-        own = [request for request in requests if name and request.server == name]
-        servers.append(
-            {
-                "name": name,
-                "is_attached": about["llama_server"] == "attached",
-                "rule": about.get("rule"),
-                "slots": about.get("slots", {}),
-                "n_requests": len(own),
-                "reused_tokens": sum(request.confirmed or 0 for request in own),
-                "evaluated_tokens": sum(request.evaluated or 0 for request in own),
-            }
-        )
-    return servers
-
-
-def _server_rows(servers: Sequence[_Facts]) -> Iterator[Row]:
-    for number, server in enumerate(servers):
-        title = "llama-servers" if server["name"] else "llama-server"
-        yield "" if number else title, llama_server_in_words(server)
-
-
-def llama_server_in_words(server: _Facts) -> str:
-    """Return a line on one llama-server."""
-    slots = ", ".join(f"{n} {state}" for state, n in sorted(server["slots"].items()))
-    words = f"rule: {server['rule']}; slots: {slots}" if server["is_attached"] else "not attached"
-    if server["n_requests"]:
-        share = _share(server["reused_tokens"], server["evaluated_tokens"])
-        words += f"; {server['n_requests']:,} of the last requests, {share} reused"
-    return f"{server['name']}: {words}" if server["name"] else words
+    servers = health.get("llama_servers", {"": health})
+    title = "llama-server" if "" in servers else "llama-servers"
+    for name, about in sorted(servers.items()):
+        slots = ", ".join(f"{n} {state}" for state, n in sorted(about.get("slots", {}).items()))
+        is_attached = about["llama_server"] == "attached"
+        words = f"rule: {about.get('rule')}; slots: {slots}" if is_attached else "not attached"
+        if own := [request for request in requests if name and request.server == name]:
+            n_reused = sum(request.confirmed or 0 for request in own)
+            share = _share(n_reused, sum(request.evaluated or 0 for request in own))
+            words += f"; {len(own):,} of the last requests, {share} reused"
+        yield title, f"{name}: {words}" if name else words
+        title = ""
 
 
 def _share(n_reused: float, n_evaluated: float) -> str:

@@ -110,19 +110,13 @@ async def _serve_until_told(settings: Settings, supervisor: Supervisor | None) -
 # `llama-prefix-cache run`: starts llama-server itself and serves in front of it.
 
 
-_DIRECTORY_HELP = (
-    "Where saved states are kept; llama-server gets the same. "
-    "[its --slot-save-path, or ~/.cache/llama-prefix-cache]"
-)
-
-
 _PRESETS = "--models-preset"
 _LEARNED = ("upstream", "context_checkpoints")
 """Settings that follow from llama-server's own flags."""
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@setting_options(without=_LEARNED, descriptions={"slot_save_path": _DIRECTORY_HELP})
+@setting_options(without=_LEARNED)
 @click.option("--restart", is_flag=True, help="Start llama-server again when it dies.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: Any) -> None:
@@ -135,6 +129,9 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
     COMMAND gets what it lacks for its slots to be saved: --slot-save-path, a free --port, -np 1,
     --cache-ram 0, --ctx-checkpoints 8 and --metrics, as far as the build knows them. What you give
     yourself is kept; if it cannot be, that is said and nothing is started.
+
+    States are kept in --slot-save-path, llama-server's or this command's; without either, in
+    ~/.cache/llama-prefix-cache.
 
     With -np 1 a conversation has the whole context (-c) and requests run one after another; -np N serves
     N at once, each with an Nth of the context.

@@ -243,11 +243,9 @@ def restart_delay_seconds(n_failures: int) -> float:
     return min(MAX_RESTART_DELAY_SECONDS, 2.0**n_doublings)
 
 
-# How what is added to a router's flags goes together with its presets, the flags for single models.
-#
-# Owns: which of the two is stronger. A router holds its own command line above the presets, and those
-# above variables (server-models.cpp); so what the proxy adds becomes variables, and overrides nothing.
-
+# A router and its presets, the flags for single models. A router holds its own command line above the
+# presets, and the presets above environment variables (server-models.cpp). So what the proxy adds becomes
+# environment variables, and overrides nothing.
 
 Presets = Mapping[str, Mapping[str, Given]]
 """What each section sets, under every name of an option."""

@@ -1,4 +1,9 @@
-"""llama-server as a process of our own: its build and port, its start and end, and its next start."""
+"""llama-server as a child process: its build and port, its start and end, and its next start.
+
+llama-server leads a session of its own, so that Ctrl-C in a terminal reaches only the proxy, which saves
+first. Its output goes to our stderr as it comes. No llama-server outlives the proxy, whatever becomes of
+the proxy.
+"""
 
 import asyncio
 import os
@@ -18,8 +23,7 @@ from proxy.core.launch import restart_delay_seconds
 from proxy.errors import LlamaServerDied, SettingsError
 from proxy.log import get_logger
 
-# What has to be asked of the machine before llama-server is started: its build, and its port.
-
+# Before the start: which build is this, and is its port free?
 
 _HELP_SECONDS = 60.0
 """Builds for GPUs load their libraries first."""
@@ -76,11 +80,7 @@ def _bind(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-# One llama-server process of our own: its start, its output, its end.
-#
-# It leads a session of its own, so that Ctrl-C in a terminal reaches only the proxy, which saves first.
-# Its output goes to our stderr as it comes. None outlives us, whatever becomes of us.
-
+# One process: its start, its output, its end.
 
 _GUARD = Path(__file__).with_name("guard.py")
 _N_TAIL_LINES = 15
@@ -197,8 +197,7 @@ def describe_end(status: int) -> str:
         return f"signal {-status}"
 
 
-# Keeps llama-server running: starts it, waits until it is ready, says how it died, starts it again.
-
+# Keeping llama-server running.
 
 STOP_SECONDS = 20.0
 """How long llama-server may take to end; it finishes the batch at hand first."""

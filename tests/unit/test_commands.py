@@ -10,9 +10,8 @@ from proxy.cli.access import named
 from proxy.cli.common import age_in_words, age_seconds, checkpoints_in_words
 from proxy.cli.look import (
     explanation_text,
-    llama_server_in_words,
-    llama_servers,
     read_samples,
+    server_rows,
     summary,
 )
 from proxy.cli.serve import for_model
@@ -178,12 +177,13 @@ def test_llama_servers_are_told_each_with_its_requests() -> None:
     }
     both = {"llama_servers": {"full": attached, "hybrid": {"llama_server": "not attached"}}}
     records = [record("full", 90, 10), record("full", 90, 10), record("gone", 5, 5)]
-    assert [llama_server_in_words(each) for each in llama_servers(both, records)] == [
-        "full: rule: any prefix; slots: 1 empty, 1 known; 2 of the last requests, 90% reused",
-        "hybrid: not attached",
+    full = "full: rule: any prefix; slots: 1 empty, 1 known; 2 of the last requests, 90% reused"
+    assert list(server_rows(both, records)) == [
+        *(("llama-servers", full), ("", "hybrid: not attached"))
     ]
-    (only,) = llama_servers(attached, [record(None, 90, 10)])
-    assert llama_server_in_words(only) == "rule: any prefix; slots: 1 empty, 1 known"
+    assert list(server_rows(attached, [record(None, 90, 10)])) == [
+        ("llama-server", "rule: any prefix; slots: 1 empty, 1 known")
+    ]
 
 
 def test_explanation_names_the_llama_server_where_there_are_several() -> None:
