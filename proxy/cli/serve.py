@@ -26,7 +26,7 @@ from proxy.cli.common import (
     setting_options,
     settings_of,
 )
-from proxy.core.conditions import EXPLANATIONS
+from proxy.core.conditions import PASSING
 from proxy.core.launch import (
     Launch,
     Presets,
@@ -34,6 +34,7 @@ from proxy.core.launch import (
     heed_presets,
     plan_launch,
 )
+from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.errors import LlamaServerDied, SettingsError, StoreLocked
 from proxy.llama.client import LlamaServer, new_session
 from proxy.llama.flags import known_names, parse_help, read_given, read_presets, variables_of
@@ -64,10 +65,14 @@ def serve(config: Path | None, **flags: Any) -> None:
     _serve(settings_of(flags, config))
 
 
-def _serve(settings: Settings, supervisor: Supervisor | None = None) -> None:
+def _serve(
+    settings: Settings,
+    supervisor: Supervisor | None = None,
+    n_context_checkpoints: int = MAX_CONTEXT_CHECKPOINTS,
+) -> None:
     """Serve until told to stop, before the llama-server that *supervisor* runs if there is one."""
     try:
-        asyncio.run(_serve_until_told(settings, supervisor))
+        asyncio.run(_serve_until_told(settings, supervisor, n_context_checkpoints))
     except LlamaServerDied as error:
         fail(error, EXIT_LLAMA_SERVER_DIED)
     except (StoreLocked, OSError) as error:
@@ -76,7 +81,9 @@ def _serve(settings: Settings, supervisor: Supervisor | None = None) -> None:
         fail("stopped before everything was saved", EXIT_CUT_SHORT)
 
 
-async def _serve_until_told(settings: Settings, supervisor: Supervisor | None) -> None:
+async def _serve_until_told(
+    settings: Settings, supervisor: Supervisor | None, n_context_checkpoints: int
+) -> None:
     """Run the proxy until told to stop; raises LlamaServerDied and what run_proxy does."""
     configure_logging(settings.log_level, settings.log_format)
     stopping = Stopping()
@@ -84,7 +91,11 @@ async def _serve_until_told(settings: Settings, supervisor: Supervisor | None) -
     running: asyncio.Task[None] | None = None
     try:
         # The proxy listens before llama-server is started, so that a taken port costs nothing.
-        async with run_proxy(settings, is_llama_server_coming=supervisor is not None):
+        async with run_proxy(
+            settings,
+            is_llama_server_coming=supervisor is not None,
+            n_context_checkpoints=n_context_checkpoints,
+        ):
             log.info(
                 "serving", listen=settings.listen, admin=settings.admin, upstream=settings.upstream
             )
@@ -111,12 +122,10 @@ async def _serve_until_told(settings: Settings, supervisor: Supervisor | None) -
 
 
 _PRESETS = "--models-preset"
-_LEARNED = ("upstream", "context_checkpoints")
-"""Settings that follow from llama-server's own flags."""
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@setting_options(without=_LEARNED)
+@setting_options(without=("upstream",))
 @click.option("--restart", is_flag=True, help="Start llama-server again when it dies.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: Any) -> None:
@@ -162,7 +171,8 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
             return await LlamaServer(client, target, settings.upstream_api_key).is_ready()
 
     whole_command = [*program, *arguments, *launch.added]
-    _serve(settings, Supervisor(whole_command, launch.environment, is_ready, restarts=restart))
+    supervisor = Supervisor(whole_command, launch.environment, is_ready, restarts=restart)
+    _serve(settings, supervisor, launch.n_context_checkpoints)
 
 
 def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, Any]) -> Launch:
@@ -198,7 +208,6 @@ def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
         **merged,
         "slot_save_path": str(directory),
         "upstream": launch.upstream,
-        "context_checkpoints": launch.n_context_checkpoints,
     }
     if values.get("upstream_api_key") is None:
         values["upstream_api_key"] = launch.api_key or _first_key(launch.api_key_file)
@@ -225,9 +234,8 @@ def _tell(launch: Launch, merged: dict[str, Any]) -> None:
     log = get_logger("run")
     variables = [f"{name}={value}" for name, value in launch.environment.items()]
     log.info("llama-server gets these flags too", added=" ".join([*launch.added, *variables]))
-    for name in _LEARNED:
-        if name in merged:
-            log.warning(f"{name} is ignored: it follows from llama-server's own flags")
+    if "upstream" in merged:
+        log.warning("upstream is ignored: it follows from llama-server's own flags")
     for note in launch.notes:
         log.info(note)
     for warning in launch.warnings:
@@ -238,7 +246,6 @@ def _tell(launch: Launch, merged: dict[str, Any]) -> None:
 
 
 _LOOK_SECONDS = 0.5
-_PASSING = frozenset(kind.value for kind, told in EXPLANATIONS.items() if told.is_passing)
 
 
 @click.command()
@@ -299,7 +306,7 @@ def warm(
     while "warmed" not in (last := _follow(proxy, body, query, headers)):
         # A model that was just loaded for it may have to be examined first: that is waited for.
         reasons = proxy.ask("GET", "/health", dict[str, Any]).get("reasons", [])
-        if not any(reason["kind"] in _PASSING for reason in reasons):
+        if not any(reason["kind"] in PASSING for reason in reasons):
             fail(last.get("error", "the proxy went away"), EXIT_FAILED)
         time.sleep(_LOOK_SECONDS)
     warmed = last["warmed"]

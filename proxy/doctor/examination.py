@@ -33,9 +33,8 @@ from proxy.errors import IndexDamaged, StoreFault, StoreLocked, UpstreamFault, U
 from proxy.llama.client import LlamaServer, Props, new_session
 from proxy.llama.hosts import HostedFlags, ModelHost, Models, recognise
 from proxy.llama.routes import Target
-from proxy.servers.attach import Attacher
-from proxy.servers.attachment import read_identity
-from proxy.servers.self_test import Learning
+from proxy.servers import self_test
+from proxy.servers.attach import attach, read_identity
 from proxy.servers.server import kind_of
 from proxy.serving.process import Process, quarantined_in_words
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
@@ -218,7 +217,7 @@ async def _examine_server(
                     await _examine_slots(facts, probing, props, index, note)
             except UpstreamFault as fault:
                 facts.failures.append(f"the slots could not be examined: {fault}")
-            facts.degradations = tuple(probing.services.degradations.everywhere.active)
+            facts.degradations = tuple(probing.services.degradations.active)
     except (StoreFault, OSError) as fault:
         facts.failures.append(f"no scratch store could be opened: {fault}")
 
@@ -285,22 +284,21 @@ async def _examine_slots(
 async def _attach(probing: Scratch, props: Props) -> Process:
     """Attach as the proxy does, and wait for the self-test; raises UpstreamFault."""
     services, server, saver = probing.services, probing.server, probing.saver
-    attacher = Attacher(
+    process = await attach(
         services,
         saver,
+        props,
+        "examined once",  # no restart has to be noticed: this process is dropped at once
         max_waiting=0,
-        n_context_checkpoints=MAX_CONTEXT_CHECKPOINTS,
         shares_between_api_keys=None,
     )
-    # Whether a restart can be told was looked at: this process outlives none.
-    process = await attacher.attach(props, "examined once")
     if process.obstacle:
         process.degrade(process.obstacle.kind, process.obstacle.detail)
     elif process.clears_idle_slots is None and any(server.held.values()):
         # One empty slot was run: what the others held before must be there still.
         statuses = [status for status in await server.slots() if server.held.get(status.id)]
         process.note_clearing(clears=any(not status.n_held for status in statuses))
-    Learning(services, saver).begin(process)
+    self_test.begin(process)
     await process.examination(None)
     return process
 

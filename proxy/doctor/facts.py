@@ -11,10 +11,13 @@ from proxy.core.conditions import State
 from proxy.core.model import Rule
 from proxy.health import Degradation
 from proxy.llama.hosts import HostedFlags
-from proxy.servers.attachment import Layout, ModelIdentity
+from proxy.llama.state_file import Section
+from proxy.servers.attach import ModelIdentity
 from proxy.settings import Settings
 
 USUAL_TOKENS = 10_000
+Layout = tuple[int, tuple[Section, ...] | None]
+"""Slot file version and memory sections of a state file; None if these are not understood."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import groupby
 
-from proxy.core.conditions import EXPLANATIONS, DegradationKind, State
+from proxy.core.conditions import PASSING, DegradationKind, State
 from proxy.core.model import RuleKind, is_same_canary
 from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup
 from proxy.llama.state_file import SUPPORTED_VERSIONS
@@ -71,10 +71,9 @@ def blocker(topic: str, text: str, cure: str) -> Finding:
 
 def degradation(kind: DegradationKind, detail: str, here: str = "") -> Finding:
     """Return what the proxy would say of a degradation, by its name; *here* is its cure on this server."""
-    about = EXPLANATIONS[kind]
-    text = f"{about.reason} ({detail})" if detail else about.reason
-    cure = f"{about.cure} Here: {here}" if here else about.cure
-    is_blocker = about.leads_to is State.FORWARDING and kind not in _MAY_PASS
+    text = f"{kind.reason} ({detail})" if detail else kind.reason
+    cure = f"{kind.cure} Here: {here}" if here else kind.cure
+    is_blocker = kind.leads_to is State.FORWARDING and kind not in _MAY_PASS
     return (blocker if is_blocker else limit)(kind.value, text, cure)
 
 
@@ -338,7 +337,7 @@ def _proxy_finding(setup: Setup) -> Finding:
     if setup.is_proxy_caching:
         text = f"It caches; memory rule: {setup.proxy_rule}. Its slots were left alone. {says}"
         return limit(topic, text, cures) if reasons else ok(topic, text.strip())
-    if all(EXPLANATIONS[DegradationKind(reason["kind"])].is_passing for reason in reasons):
+    if all(reason["kind"] in PASSING for reason in reasons):
         cure = f"Look again in a minute: curl http://{setup.settings.admin}/health"
         return limit(topic, f"It does not cache yet. {says}", cure)
     cure = f"{cures} For the exact step, stop the proxy and run doctor again."

@@ -16,18 +16,17 @@ from tempfile import TemporaryDirectory
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds, token_ids
-from proxy.doctor.facts import LlamaServerFacts
+from proxy.doctor.facts import Layout, LlamaServerFacts
 from proxy.errors import CacheFault, UpstreamRefused, UpstreamUnreachable
 from proxy.explain.report import Journal, Report
 from proxy.health import CannotCache, Degradations, Faults
 from proxy.llama.client import LlamaServer, Saved, SlotStatus
 from proxy.llama.state_file import read_state_file
 from proxy.metrics import Metrics
-from proxy.servers.attachment import Layout
 from proxy.serving.process import NewestProcesses, Services, Shared
 from proxy.serving.saver import RewriteStateFile, Saver
 from proxy.store.catalogue import Limits
-from proxy.store.files import StateFiles
+from proxy.store.files import StateFiles, final_name_of
 from proxy.store.store import CheckpointStore
 from proxy.tasks import Tasks
 
@@ -47,13 +46,10 @@ class ProbeFiles(StateFiles):
         self.issued: list[str] = []
 
     def new_temporary_name(self) -> str:
-        self.issued.append(super().new_temporary_name())
-        return self.issued[-1]
-
-    def new_final_name(self) -> str:
-        """Return a name for a slot that somebody's request has used meanwhile: the attach commits it."""
-        self.issued.append(super().new_final_name())
-        return self.issued[-1]
+        name = super().new_temporary_name()
+        # The attach commits a slot that somebody's request has used meanwhile.
+        self.issued += [name, final_name_of(name)]
+        return name
 
     def remove_all(self) -> str:
         """Remove every file; return the name of one that may not be removed, empty if none is left."""

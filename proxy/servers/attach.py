@@ -1,18 +1,31 @@
-"""Finds out whether a slot that starts to run empties the idle ones, as with llama-server's default flags.
+"""First contact with a llama-server process: what it is, what its slots hold, what may be shared.
 
-Only in slots that are known to be empty. Without a save the answer is read from /slots.
+In this order: save whatever the slots hold (it may be hours of work), then find an empty slot, ask the
+model for its canary there, save a probe to learn the cache's layout, and only then decide which namespace
+all of it belongs to.
 """
 
+import asyncio
 import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import xxhash
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import family_of
-from proxy.core.model import CheckpointKind, SlotId, choose_namespace, new_namespace
+from proxy.core.model import (
+    CANARY_TOKENS,
+    CheckpointKind,
+    SlotId,
+    choose_namespace,
+    new_namespace,
+    tenant_namespace,
+)
+from proxy.core.rates import Rates
+from proxy.core.saving import StateSize
 from proxy.core.slots import (
     MAX_CONTEXT_CHECKPOINTS,
     TAINTED,
@@ -27,46 +40,119 @@ from proxy.core.tokens import Namespace, TokenIds, token_ids
 from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamFault, UpstreamRefused
 from proxy.health import CannotCache
 from proxy.llama.client import LlamaServer, Props
+from proxy.llama.model_file import fingerprint_model
 from proxy.llama.state_file import StateFile
 from proxy.log import get_logger
-from proxy.servers.attachment import (
-    canary_tokens,
-    known_rates,
-    known_sizes,
-    owner_of,
-    read_identity,
-    remember_asking,
-    static_key,
-    unite_tenants,
-)
 from proxy.serving.desk import LeaseDesk
 from proxy.serving.launches import Arrivals, Launches, note_emptied
-from proxy.serving.process import Process, Services
+from proxy.serving.process import RATES, SIZES, Process, Services
 from proxy.serving.prompts import PromptReader
 from proxy.serving.saver import Room, SavedSlot, Saver
 from proxy.serving.saves import SlotSaves
-from proxy.store.known_models import known_namespaces, known_tenants, namespaces_name
-from proxy.store.store import CheckpointStore
+from proxy.store.known_models import (
+    asking_name,
+    known_namespaces,
+    known_tenants,
+    namespaces_name,
+    tenants_name,
+)
 
-# Finds out whether a slot that starts to run empties the idle ones, as with llama-server's default flags.
-#
-# Only in slots that are known to be empty. Without a save the answer is read from /slots.
-
+Adopted = dict[SlotId, SavedSlot]
+"""What slots held at first contact, as their saves told it; the files wait for their namespaces."""
 
 _FEW_TOKENS = token_ids(range(1, 9))
 
 
-async def disturb(upstream: LlamaServer, table: SlotTable, tokens: TokenIds) -> bool:
-    """Run another empty slot for a token, and leave it empty; return whether there was one."""
-    for slot in table:
-        if isinstance(slot.content, Empty):
-            await upstream.evaluate(slot.id, tokens)
-            await upstream.erase(slot.id)
-            return True
-    return False
+class ModelIdentity(msgspec.Struct, frozen=True):
+    """A model with its adapters, as llama-server and the model file tell it.
+
+    With the layout of the cache, it is the half of a namespace for which nothing is evaluated; the other
+    half is the canary.
+    """
+
+    model: str
+    n_vocab: int
+    n_params: int
+    size_bytes: int
+    modalities: dict[str, object]
+    adapters: tuple[tuple[int, str, float], ...]
 
 
-async def seen_clearing(upstream: LlamaServer) -> bool | None:
+async def read_identity(upstream: LlamaServer, props: Props) -> ModelIdentity:
+    """Ask llama-server for its model and read the file if it is readable; raises UpstreamFault."""
+    meta = await upstream.model_meta()
+    adapters = await upstream.lora_adapters()
+    path = Path(props.model_path)
+    fingerprint = await asyncio.to_thread(fingerprint_model, path)
+    return ModelIdentity(
+        model=fingerprint or f"{path} {meta.size}",
+        n_vocab=meta.n_vocab,
+        n_params=meta.n_params,
+        size_bytes=meta.size,
+        modalities=props.modalities,
+        adapters=tuple((a.id, a.path, a.scale) for a in adapters),
+    )
+
+
+async def attach(
+    services: Services,
+    saver: Saver,
+    props: Props,
+    process_id: str,
+    *,
+    max_waiting: int,
+    n_context_checkpoints: int = MAX_CONTEXT_CHECKPOINTS,
+    shares_between_api_keys: bool | None,
+    last: Process | None = None,
+) -> Process:
+    """Return the process that answered with *props*; where it cannot cache, its obstacle says why.
+
+    *last* is an attachment to the same process that could not cache.
+    """
+    contents: list[Content] = [TAINTED for _ in range(props.total_slots)]
+    process = Process(
+        **vars(services),
+        id=process_id,
+        build=props.build_info,
+        desk=LeaseDesk(SlotTable(contents), max_waiting),
+        n_ctx=props.n_ctx,
+        n_believed_points=n_believed_points(n_context_checkpoints),
+    )
+    process.reader = PromptReader(process.upstream, shares_headers=props.total_slots > 1)
+    process.room = Room(process, saver)
+    process.saves = SlotSaves(process)
+    process.launches = Launches(process)
+    process.arrivals = Arrivals(process.desk)
+    try:
+        process.asks_for_key = await _asks_for_key(process.upstream)
+        shares = shares_between_api_keys
+        process.is_one_tenant = not process.asks_for_key if shares is None else shares
+        if process.opened_store is None:
+            raise CannotCache(DegradationKind.STORE_NOT_OPEN)
+        if not process_id:
+            raise CannotCache(DegradationKind.PROCESS_HAS_NO_NAME)
+        await _identify(process, props, are_all_one=bool(shares))
+    except CannotCache as obstacle:
+        process.obstacle = obstacle
+    except CacheFault as fault:
+        process.obstacle = CannotCache(DegradationKind.ATTACH_FAILED, str(fault))
+    if process.obstacle:
+        process.faults.count("attach")
+        if process.clears_idle_slots is None:  # no save has told; it is seen once for each process
+            clears = last.clears_idle_slots if last else await _seen_clearing(process.upstream)
+            process.note_clearing(clears=clears)
+    return process
+
+
+async def _asks_for_key(upstream: LlamaServer) -> bool:
+    """Return whether llama-server, or what stands before it, refuses who sends no key."""
+    try:
+        return not await upstream.takes_key({})
+    except UpstreamRefused:
+        return True
+
+
+async def _seen_clearing(upstream: LlamaServer) -> bool | None:
     """Fill one empty slot, run another, and see whether the first still holds what it held.
 
     For servers that save and erase nothing: both keep a few tokens. None if it cannot be told.
@@ -86,238 +172,178 @@ async def seen_clearing(upstream: LlamaServer) -> bool | None:
     return None
 
 
-# First contact with a llama-server process: what it is, what its slots hold, what may be shared.
-#
-# In this order: save whatever the slots hold (it may be hours of work), then find an empty slot, ask the
-# model for its canary there, save a probe to learn the cache's layout, and only then decide which
-# namespace all of it belongs to.
+async def _identify(process: Process, props: Props, *, are_all_one: bool) -> None:
+    try:
+        for status in await process.upstream.slots():
+            if status.is_processing:
+                process.slots.lease(SlotId(status.id), time.monotonic())
+    except UpstreamRefused:
+        pass  # --no-slots: a save of a busy slot just waits for it
+    async with AsyncExitStack() as files:
+        adopted = await _adopt_slots(process, files)
+        await _find_namespace(process, await _empty_slot(process, adopted), props)
+        await _find_tenants(process, are_all_one=are_all_one)
+        process.sizes.extend(process.known(SIZES, list[StateSize]) or [])
+        process.rates = process.known(RATES, Rates) or Rates()
+        for slot_id, saved in adopted.items():
+            await _commit(process, slot_id, saved)
 
 
-Adopted = dict[SlotId, SavedSlot]
-"""What slots held at first contact, as their saves told it; the files wait for their namespaces."""
+async def _adopt_slots(process: Process, files: AsyncExitStack) -> Adopted:
+    """Save every idle slot that holds something; the files live as long as *files*.
+
+    A slot that there is no room for stays tainted.
+    """
+    adopted: Adopted = {}
+    for slot in process.slots.free():
+        async with AsyncExitStack() as file:
+            try:
+                name = await file.enter_async_context(process.room.for_slot(slot.content))
+                saved = await process.room.save(slot.id, name)
+            except NoRoom:
+                continue
+            if saved.state.tokens:
+                adopted[slot.id] = saved
+                files.push_async_exit(file.pop_all())
+            else:
+                process.slots.set_content(slot.id, Empty())
+    return adopted
 
 
-class Attacher:
-    """Attaches the proxy to a llama-server process."""
+async def _empty_slot(process: Process, adopted: Adopted) -> SlotId:
+    """Return an empty slot, emptying the smallest adopted one if there is none.
 
-    def __init__(
-        self,
-        services: Services,
-        saver: Saver,
-        *,
-        max_waiting: int,
-        n_context_checkpoints: int,
-        shares_between_api_keys: bool | None,
-    ) -> None:
-        self._services = services
-        self._upstream = services.upstream
-        self._saver = saver
-        self._max_waiting = max_waiting
-        self._n_context_checkpoints = n_context_checkpoints
-        self._shares_between_api_keys = shares_between_api_keys
-        self._log = get_logger("attach")
-        self._seen = ""
-        self._seen_clearing: bool | None = None
+    Where there was no room to adopt any, one of them is lost.
+    """
+    for slot in process.slots:
+        if isinstance(slot.content, Empty):
+            return slot.id
+    smallest = sorted(adopted, key=lambda slot_id: len(adopted[slot_id].state.tokens))
+    candidates = smallest or [slot.id for slot in process.slots.free()]
+    if not candidates:
+        raise CannotCache(DegradationKind.EVERY_SLOT_BUSY)
+    await process.upstream.erase(candidates[0])
+    process.slots.set_content(candidates[0], Empty())
+    return candidates[0]
 
-    async def attach(self, props: Props, process_id: str) -> Process:
-        """Return the attachment; where caching is impossible its obstacle says why."""
-        process = self._new_process(props, process_id)
-        try:
-            process.asks_for_key = await self._asks_for_key()
-            shares = self._shares_between_api_keys
-            process.is_one_tenant = not process.asks_for_key if shares is None else shares
-            if self._services.opened_store is None:
-                raise CannotCache(DegradationKind.STORE_NOT_OPEN)
-            if not process_id:
-                raise CannotCache(DegradationKind.PROCESS_HAS_NO_NAME)
-            await self._identify(process, props)
-        except CannotCache as obstacle:
-            process.obstacle = obstacle
-        except CacheFault as fault:
-            process.obstacle = CannotCache(DegradationKind.ATTACH_FAILED, str(fault))
-        if process.obstacle:
-            self._services.faults.count("attach")
-            if process.clears_idle_slots is None:
-                await self._see_clearing(process)
-        return process
 
-    def _new_process(self, props: Props, process_id: str) -> Process:
-        """Return a process of which nothing is known yet: every slot may hold anything."""
-        contents: list[Content] = [TAINTED for _ in range(props.total_slots)]
-        process = Process(
-            **vars(self._services),
-            id=process_id,
-            build=props.build_info,
-            desk=LeaseDesk(SlotTable(contents), self._max_waiting),
-            n_ctx=props.n_ctx,
-            n_believed_points=n_believed_points(self._n_context_checkpoints),
+async def _find_namespace(process: Process, slot_id: SlotId, props: Props) -> None:
+    """Ask the model for its canary in an empty slot, and leave that slot empty.
+
+    On the way it shows whether a slot that starts empties idle slots, as with llama-server's default flags.
+    """
+    upstream, table = process.upstream, process.slots
+    identity = await read_identity(upstream, props)
+    fixed = token_ids(token % max(1, identity.n_vocab) for token in CANARY_TOKENS)
+    tokens = fixed[:-1]
+    table.set_content(slot_id, TAINTED)
+    canary = await upstream.canary(slot_id, tokens)
+    other_id = next((slot.id for slot in table if isinstance(slot.content, Empty)), None)
+    if other_id is not None:
+        await upstream.evaluate(other_id, fixed[-1:])
+        await upstream.erase(other_id)
+    probe = await _probe(process, slot_id, tokens)
+    has_emptied = False
+    with suppress(UpstreamRefused):
+        has_emptied = note_emptied(table, await upstream.slots())
+    if other_id is not None or has_emptied:
+        process.note_clearing(clears=not probe.tokens or other_id is None)
+    if not probe.tokens:
+        await upstream.evaluate(slot_id, tokens)
+        probe = await _probe(process, slot_id, tokens)
+    if probe.tokens[: len(tokens)] != tokens:
+        raise SaveRejected("a saved slot holds other tokens than were evaluated in it")
+    await upstream.erase(slot_id)
+    table.set_content(slot_id, Empty())
+    process.saves_context_checkpoints = bool(probe.restore_points)
+    static = msgspec.json.encode([identity, (probe.version, probe.layout)])
+    name = upstream.target.model or Path(props.model_path).name.removesuffix(".gguf")
+    process.model_namespace = await _namespace(
+        process, xxhash.xxh3_128_hexdigest(static), canary, name
+    )
+
+
+async def _probe(process: Process, slot_id: SlotId, tokens: TokenIds) -> StateFile:
+    """Save a slot that holds *tokens*; return what the file says of this server."""
+    async with process.room.probe(slot_id, len(tokens)) as saved:
+        return saved.state
+
+
+async def _namespace(
+    process: Process, static: str, canary: list[tuple[int, float]], name: str
+) -> Namespace:
+    """Return the namespace of the model with this canary, which people call *name*."""
+    known = known_namespaces(process.store.index, static)
+    chosen = choose_namespace(known, canary)
+    if chosen is None:
+        named = new_namespace(static, known, canary, name)
+    else:
+        named = msgspec.structs.replace(chosen, name=name)
+    if named != chosen:
+        others = (each for each in known if each is not chosen)
+        await process.store.put_value(namespaces_name(static), [*others, named])
+    return Namespace(named.id)
+
+
+async def _find_tenants(process: Process, *, are_all_one: bool) -> None:
+    """Find out whose states there are; where keys make no difference, they become everybody's.
+
+    Unless *are_all_one* by the operator's word, states that came with a key which llama-server has asked
+    for stay with that key: who does not ask any more has not said that everybody may see them.
+    """
+    store, model = process.store, process.model_namespace
+    tenants = known_tenants(store.index, model)
+    has_asked = store.index.value(asking_name(model), bool)
+    if not process.is_one_tenant:
+        process.tenants = tenants
+        if process.asks_for_key and not has_asked:
+            await store.put_value(asking_name(model), True)
+    elif tenants and (are_all_one or not has_asked):
+        ours = process.tenant_namespace(b"")
+        theirs = {tenant_namespace(model, tenant) for tenant in tenants} - {ours}
+        moving = [checkpoint for checkpoint in store if checkpoint.namespace in theirs]
+        for checkpoint in moving:
+            await store.move(checkpoint, ours)
+        await store.put_value(tenants_name(model), [])
+        if moving:
+            log = get_logger("attach")
+            log.info("states of all API keys are shared now", states=len(moving))
+
+
+def _owner_of(process: Process, tokens: TokenIds) -> Namespace | None:
+    """Return the namespace of the tenant whose tokens a slot holds; None if that is not known.
+
+    llama-server does not say. With one tenant there is no question; with several it is the one of whom
+    the store has the longest beginning of the same tokens.
+    """
+    namespaces = [process.tenant_namespace(t) for t in process.tenants or {b""}]
+    if len(namespaces) == 1:
+        return namespaces[0]
+    found = ((n, process.store.find(n, tokens)) for n in namespaces)
+    n_common, namespace = max((max((c.n_common for c in f), default=0), n) for n, f in found)
+    return namespace if 2 * n_common >= len(tokens) else None
+
+
+async def _commit(process: Process, slot_id: SlotId, saved: SavedSlot) -> None:
+    """Enter an adopted slot's file, for the tenant whose tokens those are."""
+    state, store = saved.state, process.store
+    namespace = _owner_of(process, state.tokens)
+    if namespace is None or state.n_media or -1 in state.tokens:
+        return
+    if not store.holds(namespace, state.tokens):
+        new = saved.checkpoint(namespace, CheckpointKind.CONVERSATION)
+        family = family_of(new, state.tokens, store.find(namespace, state.tokens))
+        checkpoint = await store.commit(replace(new, family=family), state.tokens)
+        process.metrics.saves.labels("done").inc()
+        process.metrics.saved_bytes.inc(checkpoint.size_bytes)
+    if not isinstance(process.slots[slot_id].content, Empty):
+        held = Known(
+            state.tokens,
+            namespace,
+            restore_points=state.restore_points,
+            n_saved=len(state.tokens),
+            # An earlier proxy may have restored it.
+            origin=Origin(0 if state.has_every_position else len(state.tokens)),
+            n_points_at_most=len(state.restore_points) or MAX_CONTEXT_CHECKPOINTS,
         )
-        process.reader = PromptReader(self._upstream, shares_headers=props.total_slots > 1)
-        process.room = Room(process, self._saver)
-        process.saves = SlotSaves(process)
-        process.launches = Launches(process)
-        process.arrivals = Arrivals(process.desk)
-        return process
-
-    async def _asks_for_key(self) -> bool:
-        """Return whether llama-server, or what stands before it, refuses who sends no key."""
-        try:
-            return not await self._upstream.takes_key({})
-        except UpstreamRefused:
-            return True
-
-    async def _see_clearing(self, process: Process) -> None:
-        """Learn once for each process what no save can tell."""
-        if self._seen != process.id:
-            self._seen, self._seen_clearing = process.id, None
-            self._seen_clearing = await seen_clearing(self._upstream)
-        process.note_clearing(clears=self._seen_clearing)
-
-    async def _identify(self, process: Process, props: Props) -> None:
-        store, table = self._services.store, process.slots
-        room = process.room
-        async with AsyncExitStack() as files:
-            for busy_slot in await self._busy_slots():
-                table.lease(SlotId(busy_slot), time.monotonic())
-            adopted = await self._adopt_slots(room, table, files)
-            slot_id = await self._empty_slot(table, adopted)
-            await self._find_namespace(room, process, slot_id, props)
-            await self._find_tenants(store, process)
-            process.sizes.extend(known_sizes(store, process))
-            process.rates = known_rates(store, process)
-            for adopted_id, saved in adopted.items():
-                await self._commit(store, process, adopted_id, saved)
-
-    async def _find_tenants(self, store: CheckpointStore, process: Process) -> None:
-        """Find out whose states there are; where keys make no difference, they become everybody's."""
-        if not process.is_one_tenant:
-            process.tenants = known_tenants(store.index, process.model_namespace)
-            return await remember_asking(store, process)
-        n_united = await unite_tenants(store, process, are_all=bool(self._shares_between_api_keys))
-        if n_united:
-            self._log.info("states of all API keys are shared now", states=n_united)
-
-    async def _find_namespace(
-        self, room: Room, process: Process, slot_id: SlotId, props: Props
-    ) -> None:
-        """Ask the model for its canary in an empty slot, and leave that slot empty."""
-        table = process.slots
-        identity = await read_identity(self._upstream, props)
-        tokens, last = canary_tokens(identity)
-        table.set_content(slot_id, TAINTED)
-        canary = await self._upstream.canary(slot_id, tokens)
-        is_disturbed = await disturb(self._upstream, table, last)
-        probe = await self._probe_save(room, slot_id, tokens)
-        has_emptied = await self._has_emptied(table)
-        if is_disturbed or has_emptied:
-            process.note_clearing(clears=not probe.tokens or not is_disturbed)
-        if not probe.tokens:
-            await self._upstream.evaluate(slot_id, tokens)
-            probe = await self._probe_save(room, slot_id, tokens)
-        if probe.tokens[: len(tokens)] != tokens:
-            raise SaveRejected("a saved slot holds other tokens than were evaluated in it")
-        await self._upstream.erase(slot_id)
-        table.set_content(slot_id, Empty())
-        static = static_key(identity, (probe.version, probe.layout))
-        process.saves_context_checkpoints = bool(probe.restore_points)
-        process.model_namespace = await self._namespace(static, canary, self._name(props))
-
-    async def _adopt_slots(self, room: Room, table: SlotTable, files: AsyncExitStack) -> Adopted:
-        """Save every idle slot that holds something; the files live as long as *files*.
-
-        A slot that there is no room for stays tainted.
-        """
-        adopted: Adopted = {}
-        for slot in table.free():
-            async with AsyncExitStack() as file:
-                try:
-                    name = await file.enter_async_context(room.for_slot(slot.content))
-                    saved = await room.save(slot.id, name)
-                except NoRoom:
-                    continue
-                if saved.state.tokens:
-                    adopted[slot.id] = saved
-                    files.push_async_exit(file.pop_all())
-                else:
-                    table.set_content(slot.id, Empty())
-        return adopted
-
-    async def _busy_slots(self) -> set[int]:
-        try:
-            return {slot.id for slot in await self._upstream.slots() if slot.is_processing}
-        except UpstreamRefused:
-            return set()  # --no-slots: a save of a busy slot just waits for it
-
-    async def _empty_slot(self, table: SlotTable, adopted: Adopted) -> SlotId:
-        """Return an empty slot, emptying the smallest adopted one if there is none.
-
-        Where there was no room to adopt any, one of them is lost.
-        """
-        for slot in table:
-            if isinstance(slot.content, Empty):
-                return slot.id
-        smallest = sorted(adopted, key=lambda slot_id: len(adopted[slot_id].state.tokens))
-        candidates = smallest or [slot.id for slot in table.free()]
-        if not candidates:
-            raise CannotCache(DegradationKind.EVERY_SLOT_BUSY)
-        await self._upstream.erase(candidates[0])
-        table.set_content(candidates[0], Empty())
-        return candidates[0]
-
-    async def _has_emptied(self, table: SlotTable) -> bool:
-        """Return whether slots that were full have been emptied meanwhile, and note it."""
-        try:
-            return note_emptied(table, await self._upstream.slots())
-        except UpstreamRefused:
-            return False
-
-    async def _probe_save(self, room: Room, slot_id: SlotId, tokens: TokenIds) -> StateFile:
-        """Save a slot that holds *tokens*; return what the file says of this server."""
-        async with room.probe(slot_id, len(tokens)) as saved:
-            return saved.state
-
-    def _name(self, props: Props) -> str:
-        """Return what people call the model: its name at its host, or that of its file."""
-        return self._upstream.target.model or Path(props.model_path).name.removesuffix(".gguf")
-
-    async def _namespace(
-        self, static: str, canary: list[tuple[int, float]], name: str
-    ) -> Namespace:
-        store = self._services.store
-        known = known_namespaces(store.index, static)
-        chosen = choose_namespace(known, canary)
-        if chosen is None:
-            named = new_namespace(static, known, canary, name)
-        else:
-            named = msgspec.structs.replace(chosen, name=name)
-        if named != chosen:
-            others = (each for each in known if each is not chosen)
-            await store.put_value(namespaces_name(static), [*others, named])
-        return Namespace(named.id)
-
-    async def _commit(
-        self, store: CheckpointStore, process: Process, slot_id: SlotId, saved: SavedSlot
-    ) -> None:
-        """Enter an adopted slot's file, for the tenant whose tokens those are."""
-        state, table = saved.state, process.slots
-        namespace = owner_of(store, process, state.tokens)
-        if namespace is None or state.n_media or -1 in state.tokens:
-            return
-        if not store.holds(namespace, state.tokens):
-            new = saved.new_state(namespace, CheckpointKind.CONVERSATION)
-            relatives = store.find(namespace, state.tokens)
-            family = family_of(namespace, state.tokens, new.kind, new.cuts, relatives)
-            checkpoint = await store.commit(replace(new, family=family))
-            self._services.metrics.saves.labels("done").inc()
-            self._services.metrics.saved_bytes.inc(checkpoint.size_bytes)
-        if not isinstance(table[slot_id].content, Empty):
-            held = Known(
-                state.tokens,
-                namespace,
-                restore_points=state.restore_points,
-                n_saved=len(state.tokens),
-                # An earlier proxy may have restored it.
-                origin=Origin(0 if state.has_every_position else len(state.tokens)),
-                n_points_at_most=len(state.restore_points) or MAX_CONTEXT_CHECKPOINTS,
-            )
-            table.set_content(slot_id, held)
+        process.slots.set_content(slot_id, held)

@@ -13,9 +13,8 @@ from proxy.core.saving import is_worth_saving, is_write_back_due
 from proxy.core.slots import Known, Slot, SlotTable
 from proxy.errors import StoreFault, TooManyRequests
 from proxy.log import get_logger
-from proxy.servers import attachment as remembered
 from proxy.serving.desk import Choice, DeskClosed, FreeElsewhere
-from proxy.serving.process import Process, Services, Shared
+from proxy.serving.process import RATES, Process, Services, Shared
 from proxy.tasks import Tasks
 
 _WRITE_SECONDS = 60.0
@@ -59,7 +58,7 @@ async def remember_rates(services: Services, current: Current) -> None:
         if rates is written or rates == Rates():
             return
         try:
-            await remembered.remember_rates(store, process)
+            await process.remember(RATES, rates)
             written = rates
         except StoreFault as fault:
             services.faults.record("remember", fault)

@@ -25,7 +25,7 @@ from proxy.errors import (
     UpstreamSlow,
     UpstreamUnreachable,
 )
-from proxy.health import DegradationsHere
+from proxy.health import Degradations
 from proxy.llama.client import LlamaServer
 from proxy.llama.hosts import ModelHost, Models
 from proxy.log import get_logger
@@ -58,7 +58,7 @@ class HostedModels(Watched):
         host: ModelHost,
         new_server: Callable[["HostedModels", str], Server],
         tasks: Tasks,
-        degradations: DegradationsHere,
+        degradations: Degradations,
         settings: Settings,
     ) -> None:
         super().__init__(Phase.ATTACHED, settings.upstream_wait_seconds, was_there=True)

@@ -64,13 +64,18 @@ class Pool:
         rewrite: RewriteStateFile,
         *,
         is_coming: bool,
+        n_context_checkpoints: int,
     ) -> None:
-        """*is_coming* says that llama-server is being started, so that the first requests wait for it."""
+        """*is_coming* says that llama-server is being started, so that the first requests wait for it.
+
+        *n_context_checkpoints* is how many a slot is believed to keep, until a save or a reply tells.
+        """
         self._settings = settings
         self._shared = shared
         self._roots = list(roots)
         self._rewrite = rewrite
         self._is_coming = is_coming
+        self._n_context_checkpoints = n_context_checkpoints
         self.stabilizing = Stabilizing(shared, parse_switches(settings.stabilizers))
         self._overflow = Overflow(shared, is_on=settings.context_overflow == "stable")
         self._fatal = FatalRequests(shared.opened_store)
@@ -157,6 +162,7 @@ class Pool:
             self.stabilizing,
             self._overflow,
             order,
+            n_context_checkpoints=self._n_context_checkpoints,
             **options,
         )
         self._run(server.run)
@@ -313,7 +319,7 @@ class Pool:
         """Serve one request; what sending raises passes through, cache faults do not.
 
         A request of which nothing was sent yet waits for a llama-server that is away. Raises
-        UpstreamAbsent if that takes too long, EndsLlamaServer if llama-server ends over it again and again.
+        UpstreamAbsent if that takes too long, ProxyError if llama-server ends over it again and again.
         """
         try:
             for n_tries in count(1):

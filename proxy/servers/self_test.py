@@ -6,8 +6,6 @@ repeat it, stop before its end or leave it. Then two slots restore the longest s
 """
 
 import asyncio
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
 
 from msgspec.structs import replace
 
@@ -17,20 +15,10 @@ from proxy.core.rule import RestoreProbe, SelfTestResult, diverging_tells, judge
 from proxy.core.slots import Empty, Unknown, choose_slot_to_empty
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from proxy.errors import UpstreamRefused
-from proxy.llama.client import LlamaServer, Timings
 from proxy.llama.state_file import StateFile
 from proxy.log import get_logger
-from proxy.servers.attachment import known_self_test, remember_self_test, remember_sizes
 from proxy.serving.desk import Lease, Turn
-from proxy.serving.process import Process, Services
-from proxy.serving.saver import SavedSlot, Saver
-
-# The self-test: what a restored state is good for on this server, measured.
-#
-# One state grows through a short, a long and a longer length, since a probe that is shorter than a
-# sliding window learns the wrong rule. Each is saved, and restored for requests that go on from it,
-# repeat it, stop before its end or leave it. Then two slots restore the longest state at once.
-
+from proxy.serving.process import SELF_TEST, SIZES, Process
 
 SHORT_TOKENS = 64
 PROBE_LENGTHS = (SHORT_TOKENS, 2200, 4400)
@@ -39,43 +27,30 @@ BACK_TOKENS = 20
 _DIVERGING_UP_TO_TOKENS = 2200
 
 
-ProbeSave = Callable[[SlotId, int], AbstractAsyncContextManager[SavedSlot]]
-"""Saves a slot that holds so many tokens; the file is deleted on leaving."""
-
-
 class SelfTest:
     """Probes leased, empty slots; whoever holds the leases erases them afterwards."""
 
-    def __init__(
-        self,
-        upstream: LlamaServer,
-        saver: Saver,
-        probe_save: ProbeSave,
-        n_vocab: int,
-        note_evaluation: Callable[[Timings], None] = lambda _: None,
-    ) -> None:
-        self._upstream = upstream
-        self._saver = saver
-        self._note_evaluation = note_evaluation
-        self._probe_save = probe_save
+    def __init__(self, process: Process, n_vocab: int) -> None:
+        self._process = process
+        self._upstream = process.upstream
         n_longest = PROBE_LENGTHS[-1] + 3 * _MORE_TOKENS
         self._text = token_ids(
             (i * 7919 + 1237) % max(2, min(n_vocab, 30011)) for i in range(n_longest)
         )
 
-    async def learn_rule(self, slot_id: SlotId, n_ctx: int) -> Rule:
+    async def learn_rule(self, slot_id: SlotId) -> Rule:
         """Return the rule, and leave the longest state in the slot; raises CacheFault.
 
         Builds before June 2026 (b9538) save all cells that they keep of a window, more than the window
         has, and continue that as it is. One cell more they refuse, so that no window is repaired there.
         """
-        self._saver.repairs_windows = True
+        self._process.room.saver.repairs_windows = True
         probes: list[RestoreProbe] = []
-        for n_tokens in (n for n in PROBE_LENGTHS if n + 3 * _MORE_TOKENS < n_ctx):
+        for n_tokens in (n for n in PROBE_LENGTHS if n + 3 * _MORE_TOKENS < self._process.n_ctx):
             try:
                 probes.append(await self._probe(slot_id, n_tokens))
             except UpstreamRefused:
-                self._saver.repairs_windows = False
+                self._process.room.saver.repairs_windows = False
                 probes.append(await self._probe(slot_id, n_tokens))
         return judge(probes)
 
@@ -85,7 +60,7 @@ class SelfTest:
         Returns whether both continued from it, and whether each kept its tokens while the other ran.
         """
         pair = (slot_id, other_id)
-        async with self._probe_save(slot_id, PROBE_LENGTHS[-1] + _MORE_TOKENS) as saved:
+        async with self._process.room.probe(slot_id, PROBE_LENGTHS[-1] + _MORE_TOKENS) as saved:
             n_tokens = len(saved.state.tokens)
             try:
                 await asyncio.gather(*(self._restore(each, saved.file_name) for each in pair))
@@ -101,8 +76,10 @@ class SelfTest:
         return (await self._upstream.evaluate(slot_id, text)).cache_n
 
     async def _probe(self, slot_id: SlotId, n_tokens: int) -> RestoreProbe:
-        self._note_evaluation(await self._upstream.evaluate(slot_id, self._text[:n_tokens]))
-        async with self._probe_save(slot_id, n_tokens) as saved:
+        self._process.learn_evaluation(
+            await self._upstream.evaluate(slot_id, self._text[:n_tokens])
+        )
+        async with self._process.room.probe(slot_id, n_tokens) as saved:
             state = saved.state
             trials = [
                 await self._try(slot_id, saved.file_name, n_tokens, request)
@@ -135,146 +112,131 @@ class SelfTest:
         await self._upstream.restore(slot_id, name)
 
 
-# Learns the rule of an attached llama-server: remembers it, measures it, and measures it again.
+# How a process gets its rule.
 #
 # A rule is measured once for a model and build. When restores that it promises are not reused, the server
 # has changed under it (other flags, say), and it is measured again.
 
 
-class Learning:
-    """Gives attachments their rules."""
+def begin(process: Process) -> None:
+    """Take the remembered rule; if there is none, reserve an empty slot and measure it there.
 
-    def __init__(self, services: Services, saver: Saver) -> None:
-        self._services = services
-        self._upstream = services.upstream
-        self._saver = saver
-        self._log = get_logger("learning")
+    Nothing is awaited, so that no request can come first.
+    """
+    if not process.can_cache:
+        return process.note_examined()
+    if known := process.known(SELF_TEST, SelfTestResult):
+        _publish(process, known)
+    elif lease := _lease_empty(process):
+        _start(process, lease, process.launches.try_turn() or Turn(None))
+    else:
+        process.note_examined()
+        process.degrade(DegradationKind.NO_SLOT_FOR_SELF_TEST)
 
-    def begin(self, process: Process) -> None:
-        """Take the remembered rule; if there is none, reserve an empty slot and measure it there.
 
-        Nothing is awaited, so that no request can come first.
-        """
-        process = process
-        if not process.can_cache:
-            return process.note_examined()
-        known = known_self_test(self._services.store, process)
-        if known is not None:
-            self._publish(process, known)
-        elif lease := self._lease_empty(process):
-            self._start(process, lease, process.launches.try_turn() or Turn(None))
+def look_again(process: Process) -> None:
+    """Measure the rule again if it has been contradicted; each time more has to speak against it."""
+    if process.n_contradictions < process.n_contradictions_allowed:
+        return
+    if (turn := process.launches.try_turn()) is None:
+        return
+    slot = choose_slot_to_empty(process.slots)
+    lease = process.desk.try_lease(slot.id) if slot else None
+    if lease is None:
+        return turn.end()  # everything is busy: the next look may find a free slot
+    get_logger("learning").warning(
+        "restores are not reused as the rule says: the self-test runs again",
+        rule=process.rule.kind.value,
+        n_contradictions=process.n_contradictions,
+    )
+    process.n_contradictions = 0
+    process.n_contradictions_allowed *= 2
+    _start(process, lease, turn)
+
+
+def _lease_empty(process: Process, without: SlotId | None = None) -> Lease[None] | None:
+    for slot in process.slots:
+        if slot.id != without and isinstance(slot.content, Empty):
+            if lease := process.desk.try_lease(slot.id):
+                return lease
+    return None
+
+
+def _start(process: Process, lease: Lease[None], turn: Turn) -> None:
+    if not process.is_caching:
+        process.rule = CAREFUL_RULE
+        process.degrade(DegradationKind.SELF_TEST_PENDING)
+    measuring = process.tasks.start(_measure(process, lease.slot_ids[0]))
+    measuring.add_done_callback(lambda _: turn.end())
+    lease.hand_over(measuring)
+
+
+async def _measure(process: Process, slot_id: SlotId) -> None:
+    try:
+        result = await _run(process, slot_id)
+        # That nothing can be restored may have been a disturbance: the next start measures again.
+        await process.remember(SELF_TEST, result if result.rule.can_restore else None)
+        await process.remember(SIZES, list(process.sizes))
+    except Exception as error:
+        process.metrics.self_tests.labels("failed").inc()
+        if process.is_caching:  # by the rule known before, which stays
+            process.faults.record("self-test", error)
         else:
-            process.note_examined()
-            process.degrade(DegradationKind.NO_SLOT_FOR_SELF_TEST)
+            process.faults.count("self-test")
+            process.fail_self_test(str(error) or type(error).__name__)
+        return
+    process.metrics.self_tests.labels(result.rule.kind).inc()
+    _publish(process, result)
+    get_logger("learning").info(
+        "self-test done",
+        rule=result.rule.kind.value,
+        end_holds_from=result.rule.end_holds_from,
+        restores_beside=result.restores_beside,
+        keeps_idle=result.keeps_idle,
+    )
 
-    def look_again(self, process: Process) -> None:
-        """Measure the rule again if it has been contradicted; each time more has to speak against it."""
-        process = process
-        if process.n_contradictions < process.n_contradictions_allowed:
-            return
-        if (turn := process.launches.try_turn()) is None:
-            return
-        slot = choose_slot_to_empty(process.slots)
-        lease = process.desk.try_lease(slot.id) if slot else None
-        if lease is None:
-            turn.end()
-            return  # everything is busy: the next look may find a free slot
-        self._log.warning(
-            "restores are not reused as the rule says: the self-test runs again",
-            rule=process.rule.kind.value,
-            n_contradictions=process.n_contradictions,
-        )
-        process.n_contradictions = 0
-        process.n_contradictions_allowed *= 2
-        self._start(process, lease, turn)
 
-    def _lease_empty(self, process: Process, without: SlotId | None = None) -> Lease[None] | None:
-        desk = process.desk
-        for slot in desk.table:
-            if slot.id != without and isinstance(slot.content, Empty):
-                if lease := desk.try_lease(slot.id):
-                    return lease
-        return None
+async def _run(process: Process, slot_id: SlotId) -> SelfTestResult:
+    await process.launches.clear_others()
+    # Of an empty slot nothing is due.
+    await process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
+    await process.erase(slot_id)
+    process.slots.set_content(slot_id, Unknown(can_be_adopted=False))
+    process.desk.reconsider()  # nobody need wait for what this slot held
+    test = SelfTest(process, (await process.upstream.model_meta()).n_vocab)
+    rule = await test.learn_rule(slot_id)
+    result = SelfTestResult(rule, repairs_windows=process.room.saver.repairs_windows)
+    if rule.kind is not RuleKind.NOTHING:
+        result = await _try_beside(process, test, slot_id, result)
+    await process.erase(slot_id)  # raises if the process that was measured is gone
+    return result
 
-    def _start(self, process: Process, lease: Lease[None], turn: Turn) -> None:
-        if not process.is_caching:
-            process.rule = CAREFUL_RULE
-            process.degrade(DegradationKind.SELF_TEST_PENDING)
-        measuring = self._services.tasks.start(self._measure(process, lease.slot_ids[0]))
-        measuring.add_done_callback(lambda _: turn.end())
-        lease.hand_over(measuring)
 
-    async def _measure(self, process: Process, slot_id: SlotId) -> None:
-        process = process
-        try:
-            result = await self._run(process, slot_id)
-            # That nothing can be restored may have been a disturbance: the next start measures again.
-            remembered = result if result.rule.can_restore else None
-            await remember_self_test(self._services.store, process, remembered)
-            await remember_sizes(self._services.store, process)
-        except Exception as error:
-            self._services.metrics.self_tests.labels("failed").inc()
-            if process.is_caching:  # by the rule known before, which stays
-                self._services.faults.record("self-test", error)
-            else:
-                self._services.faults.count("self-test")
-                process.fail_self_test(str(error) or type(error).__name__)
-            return
-        self._services.metrics.self_tests.labels(result.rule.kind).inc()
-        self._publish(process, result)
-        self._log.info(
-            "self-test done",
-            rule=result.rule.kind.value,
-            end_holds_from=result.rule.end_holds_from,
-            restores_beside=result.restores_beside,
-            keeps_idle=result.keeps_idle,
-        )
+async def _try_beside(
+    process: Process, test: SelfTest, slot_id: SlotId, result: SelfTestResult
+) -> SelfTestResult:
+    """Try two slots at once if another one is empty and nobody wants it."""
+    if process.clears_idle_slots:
+        return replace(result, keeps_idle=False)  # each would empty the other
+    other = _lease_empty(process, without=slot_id)
+    if other is None:  # what an earlier test found of two slots is still the best that is known
+        known = process.self_test or result
+        return replace(result, restores_beside=known.restores_beside, keeps_idle=known.keeps_idle)
+    with other:
+        (other_id,) = other.slot_ids
+        process.slots.set_content(other_id, Unknown(can_be_adopted=False))
+        restores_beside, keeps_idle = await test.try_beside(slot_id, other_id)
+        await process.erase(other_id)
+    return replace(result, restores_beside=restores_beside, keeps_idle=keeps_idle)
 
-    async def _run(self, process: Process, slot_id: SlotId) -> SelfTestResult:
-        process, work = process, process
-        await process.launches.clear_others()
-        # Of an empty slot nothing is due.
-        await process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
-        await work.erase(slot_id)
-        process.slots.set_content(slot_id, Unknown(can_be_adopted=False))
-        process.desk.reconsider()  # nobody need wait for what this slot held
-        n_vocab = (await self._upstream.model_meta()).n_vocab
-        test = SelfTest(
-            self._upstream, self._saver, process.room.probe, n_vocab, process.learn_evaluation
-        )
-        rule = await test.learn_rule(slot_id, process.n_ctx)
-        result = SelfTestResult(rule, repairs_windows=self._saver.repairs_windows)
-        if rule.kind is not RuleKind.NOTHING:
-            result = await self._try_beside(process, test, slot_id, result)
-        await work.erase(slot_id)  # raises if the process that was measured is gone
-        return result
 
-    async def _try_beside(
-        self, process: Process, test: SelfTest, slot_id: SlotId, result: SelfTestResult
-    ) -> SelfTestResult:
-        """Try two slots at once if another one is empty and nobody wants it."""
-        if process.clears_idle_slots:
-            return replace(result, keeps_idle=False)  # each would empty the other
-        other = self._lease_empty(process, without=slot_id)
-        if other is None:  # what an earlier test found of two slots is still the best that is known
-            known = process.self_test or result
-            return replace(
-                result, restores_beside=known.restores_beside, keeps_idle=known.keeps_idle
-            )
-        with other:
-            (other_id,) = other.slot_ids
-            process.slots.set_content(other_id, Unknown(can_be_adopted=False))
-            restores_beside, keeps_idle = await test.try_beside(slot_id, other_id)
-            await process.erase(other_id)
-        return replace(result, restores_beside=restores_beside, keeps_idle=keeps_idle)
-
-    def _publish(self, process: Process, result: SelfTestResult) -> None:
-        process.set_rule(result.rule)
-        process.self_test = result
-        self._saver.repairs_windows = result.repairs_windows
-        if process.clears_idle_slots is None and result.keeps_idle is not None:
-            process.note_clearing(clears=not result.keeps_idle)
-        if result.restores_beside:
-            process.recover(DegradationKind.RESTORES_DISTURB)
-        elif result.restores_beside is False and not process.clears_idle_slots:
-            process.degrade(DegradationKind.RESTORES_DISTURB)
+def _publish(process: Process, result: SelfTestResult) -> None:
+    process.set_rule(result.rule)
+    process.self_test = result
+    process.room.saver.repairs_windows = result.repairs_windows
+    if process.clears_idle_slots is None and result.keeps_idle is not None:
+        process.note_clearing(clears=not result.keeps_idle)
+    if result.restores_beside:
+        process.recover(DegradationKind.RESTORES_DISTURB)
+    elif result.restores_beside is False and not process.clears_idle_slots:
+        process.degrade(DegradationKind.RESTORES_DISTURB)

@@ -39,9 +39,8 @@ from proxy.errors import (
 )
 from proxy.llama.client import Props
 from proxy.log import get_logger
-from proxy.servers import background
-from proxy.servers.attach import Attacher
-from proxy.servers.self_test import Learning
+from proxy.servers import background, self_test
+from proxy.servers.attach import attach
 from proxy.serving.cache import Cache
 from proxy.serving.launches import outlast
 from proxy.serving.process import Process, Services
@@ -201,6 +200,7 @@ class Server(Watched):
         *,
         phase: Phase = Phase.ATTACHING,
         is_expected: bool,
+        n_context_checkpoints: int,
         is_polled: bool = True,
         is_host_of_models: Callable[["Server"], Awaitable[bool]] | None = None,
         look_at_host: Callable[[], Awaitable[None]] | None = None,
@@ -223,15 +223,8 @@ class Server(Watched):
         """Is told of every process that is attached."""
         self._saver = Saver(services, rewrite)
         self.cache = Cache(services, stabilizing, overflow)
-        self._attacher = Attacher(
-            services,
-            self._saver,
-            max_waiting=settings.max_requests,
-            n_context_checkpoints=settings.context_checkpoints,
-            shares_between_api_keys=settings.share_between_api_keys,
-        )
-        self._learning = Learning(services, self._saver)
-        self._idle_save_seconds = settings.idle_save_seconds
+        self._settings = settings
+        self._n_context_checkpoints = n_context_checkpoints
         self._degradations = services.degradations
         self._is_polled = is_polled
         self._is_host_of_models = is_host_of_models
@@ -265,7 +258,7 @@ class Server(Watched):
         await background.all_of(
             background.remember_rates(self.services, lambda: self.process),
             background.save_idle_slots(
-                self.services.tasks, lambda: self.process, self._idle_save_seconds
+                self.services.tasks, lambda: self.process, self._settings.idle_save_seconds
             ),
             self._watch(),
         )
@@ -336,7 +329,7 @@ class Server(Watched):
             if self._is_polled or not is_settled or self._poked.is_set():
                 await self._look_now(None)
             if self.process:
-                self._learning.look_again(self.process)
+                self_test.look_again(self.process)
             await self.pause(
                 min(WATCH_SECONDS, RETURN_WATCH_SECONDS) if self.n_waiting else WATCH_SECONDS
             )
@@ -419,7 +412,16 @@ class Server(Watched):
     ) -> None:
         """Attach to a process; *last* is an attachment to the same one that could not cache."""
         before = self._degradations.kinds & OF_PROCESS  # attaching, or what the last try came to
-        process = await self._attacher.attach(props, process_id)
+        process = await attach(
+            self.services,
+            self._saver,
+            props,
+            process_id,
+            max_waiting=self._settings.max_requests,
+            n_context_checkpoints=self._n_context_checkpoints,
+            shares_between_api_keys=self._settings.share_between_api_keys,
+            last=last,
+        )
         if epoch != self.epoch:
             process.desk.close()
             self._degradations.leave()
@@ -436,7 +438,7 @@ class Server(Watched):
         process.note_tenants()
         process.is_current = partial(self.is_still, process)
         self._outlast_strangers(process)
-        self._learning.begin(process)
+        self_test.begin(process)
         self._degradations.end(*before)
         self.services.served.note(self.upstream.target, process)
         self._attached_at = time.monotonic()

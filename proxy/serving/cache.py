@@ -18,13 +18,13 @@ from proxy.llama.bodies import (
     n_completions,
 )
 from proxy.llama.routes import Route, honours_id_slot, reads_forms
-from proxy.servers.attachment import remember_tenant
 from proxy.serving.cached import CachedRequest
 from proxy.serving.desk import DeskClosed, Turn
 from proxy.serving.placement import SimilarRequest, UncachedRequest
 from proxy.serving.process import Process, Services
 from proxy.serving.request import Request
 from proxy.serving.rewriting import Overflow, Stabilizing
+from proxy.store.known_models import tenants_name
 
 EXAMINATION_SECONDS = 10.0
 """So long a request waits for the first self-test of a model that was loaded for it: a prompt that begins
@@ -183,7 +183,9 @@ class Cache:
         """Note whose key llama-server has taken."""
         is_new = not process.is_one_tenant and tenant not in process.tenants
         if process.can_cache and is_new:
-            await remember_tenant(self._services.store, process, tenant)
+            process.tenants.add(tenant)
+            name = tenants_name(process.model_namespace)
+            await process.store.put_value(name, sorted(process.tenants))
             process.note_tenants()
 
 

@@ -59,7 +59,7 @@ from proxy.errors import (
 )
 from proxy.explain.causes import Cause
 from proxy.explain.report import Journal, Report
-from proxy.health import CannotCache, Degradations, DegradationsHere, Faults
+from proxy.health import CannotCache, Degradations, Faults
 from proxy.llama.client import Headers, LlamaServer, SlotStatus, Timings
 from proxy.llama.routes import Target
 from proxy.log import get_logger
@@ -77,6 +77,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+SELF_TEST = "self-test {model} {points} context checkpoints {build}"
+"""A llama-server that saves context checkpoints has another rule than one that does not: --swa-full and
+--ctx-checkpoints decide which, on the same build."""
+SIZES = "sizes {model}"
+RATES = "rates {model} {build}"
 _MAX_SIZES = 256
 _MAX_KEYS = 1024
 _MAX_OTHERS = 16
@@ -148,7 +153,7 @@ class Services(Shared):
     """What belongs to one llama-server, whichever process of it runs."""
 
     upstream: LlamaServer
-    degradations: DegradationsHere
+    degradations: Degradations
 
     @property
     def where(self) -> str:
@@ -237,6 +242,21 @@ class Process(Services):
             (usable_tokens(self.rule, c.checkpoint, c.n_common, prompt.n_tokens) for c in found),
             default=0,
         )
+
+    # What the index remembers of this model from one process to the next.
+
+    def known(self, name: str, value_type: type[T]) -> T | None:
+        """Return what is remembered under SELF_TEST, SIZES or RATES."""
+        return self.store.index.value(self._name_here(name), value_type)
+
+    async def remember(self, name: str, value: object) -> None:
+        """Remember the self-test, the sizes or the rates; None forgets them. Raises StoreFault."""
+        await self.store.put_value(self._name_here(name), value)
+
+    def _name_here(self, name: str) -> str:
+        points = "with" if self.saves_context_checkpoints else "without"
+        model = (self.model_namespace or b"").hex()
+        return name.format(model=model, build=self.build, points=points)
 
     # What is wrong with this process; nothing is noted once the process is gone.
 

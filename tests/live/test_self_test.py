@@ -6,8 +6,7 @@ import pytest
 
 from proxy.core.model import CANARY_TOKENS, Rule, RuleKind
 from proxy.core.rule import SelfTestResult
-from proxy.servers.attachment import remember_self_test
-from proxy.serving.process import Process
+from proxy.serving.process import SELF_TEST, Process
 from proxy.serving.saver import keep_as_saved
 from tests.lab.conversation import prose
 from tests.lab.older_builds import strip_context_checkpoints
@@ -41,7 +40,7 @@ def attachment_of(rig: Rig) -> Process:
 @pytest.mark.parametrize("case", CASES)
 async def test_rule_is_learned_once_for_little(start_rig: StartRig, case: str) -> None:
     rewrite, rule = CASES[case]
-    async with start_rig(case.partition(",")[0], rewrite=rewrite) as rig:
+    async with start_rig(case.partition(",")[0], rewrite=rewrite, is_new=True) as rig:
         assert attachment_of(rig).self_test == SelfTestResult(rule, True, True)
         assert await rig.evaluated() <= MOST_TOKENS + len(CANARY_TOKENS)
         await rig.restart()
@@ -51,7 +50,7 @@ async def test_rule_is_learned_once_for_little(start_rig: StartRig, case: str) -
 
 @pytest.mark.parametrize("kind", ["swa", "hybrid"])
 async def test_only_slot_is_enough_to_learn_the_rule(start_rig: StartRig, kind: str) -> None:
-    async with start_rig(kind, n_slots=1) as rig:
+    async with start_rig(kind, n_slots=1, is_new=True) as rig:
         assert attachment_of(rig).self_test == SelfTestResult(CASES[kind][1])
         assert await rig.evaluated() <= MOST_TOKENS + len(CANARY_TOKENS)
 
@@ -62,7 +61,7 @@ async def test_rule_that_restores_contradict_is_learned_again(start_rig: StartRi
     async with start_rig("swa", n_slots=1) as rig:
         assert rig.running.store is not None
         process = attachment_of(rig)
-        await remember_self_test(rig.running.store, process, SelfTestResult(wrong))
+        await process.remember(SELF_TEST, SelfTestResult(wrong))
         process.rule = wrong
         for times, name in ((1, "first"), (1, "second"), (2, "first"), (2, "second")):
             await rig.settled()

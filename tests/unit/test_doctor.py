@@ -16,7 +16,7 @@ from proxy.doctor.findings import Finding, Severity, exit_status, findings_of, s
 from proxy.health import Degradation
 from proxy.llama.hosts import HostedFlags
 from proxy.llama.state_file import Section
-from proxy.servers.attachment import ModelIdentity
+from proxy.servers.attach import ModelIdentity
 from proxy.settings import Settings
 from tests.unit.builders import ANY_PREFIX, END_ONLY, RESTORE_POINTS
 

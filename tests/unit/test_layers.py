@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "proxy.store.directory": {"proxy.llama.state_file"},
     "proxy.store.offline": {"proxy.llama.state_file"},
     "proxy.store.transfer": {"proxy.llama.state_file"},
-    "proxy.serving": _SERVES | {"proxy.serving", "proxy.servers.attachment"},
+    "proxy.serving": _SERVES | {"proxy.serving"},
     "proxy.servers": _SERVES | {"proxy.servers", "proxy.serving", "proxy.settings"},
     "proxy.web": _SERVES | {"proxy.servers", "proxy.serving", "proxy.web"},
     "proxy.doctor": _SERVES | {"proxy.doctor", "proxy.servers", "proxy.serving", "proxy.settings"},
