@@ -219,6 +219,14 @@ def is_size(name: str) -> bool:
     return "bytes" in name.split("_")
 
 
+def size_in_words(n_bytes: float) -> str:
+    """Return a number of bytes with the largest unit that leaves a whole one."""
+    for unit, factor in reversed(UNITS.items()):
+        if n_bytes >= factor:
+            return f"{n_bytes / factor:.1f} {unit}"
+    return f"{n_bytes:.0f} bytes"
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Return host and port of HOST:PORT or [HOST]:PORT."""
     host, _, port = address.rpartition(":")

@@ -15,6 +15,7 @@ from proxy.llama.bodies import (
     as_chat_body,
     bypass_reason,
     chat_reason,
+    is_too_deep,
     n_completions,
 )
 from proxy.llama.routes import Route, honours_id_slot, reads_forms
@@ -54,7 +55,8 @@ class Cache:
         await self._stabilizing.rewrite(process, request)
         if request.path in process.unsupported_paths:
             raise WillBeRefused("llama-server does not support it")
-        if request.body is None and not reads_forms(request.path):
+        is_unread = request.body is None and not reads_forms(request.path)
+        if is_unread and not is_too_deep(request.raw):
             raise WillBeRefused("body is not a JSON object")
         _, is_current = await asyncio.gather(
             self._read_prompt(process, request), process.is_current()
