@@ -42,7 +42,7 @@ Headers = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Rendering:
+class _RenderedPrompt:
     """A prompt as text and as tokens, the body in the chat form that it was made of, and the client's
     keys."""
 
@@ -82,7 +82,7 @@ class PromptReader:
             return Prompt(tokens, namespace, cuts, text=prompt if isinstance(prompt, str) else "")
         text = await self._upstream.apply_template(body.raw, headers)
         tokens = await self._upstream.tokenize(text, headers, add_special=True)
-        rendering = _Rendering(text, tokens, body, headers)
+        rendering = _RenderedPrompt(text, tokens, body, headers)
         cuts = NO_CUTS
         if rule.kind is RuleKind.ANY_PREFIX and self._shares_headers:
             # Other sessions share these; no other boundary needs a cut.
@@ -95,7 +95,7 @@ class PromptReader:
             cuts = await self._find_cuts(rendering, rule)
         return Prompt(tokens, namespace, cuts, text=text)
 
-    async def _find_cuts(self, rendering: _Rendering, rule: Rule) -> Cuts:
+    async def _find_cuts(self, rendering: _RenderedPrompt, rule: Rule) -> Cuts:
         body, tokens = rendering.body, rendering.tokens
         last_user = last_user_index(body)
         begins_turn = last_user is not None and all(
@@ -130,7 +130,7 @@ class PromptReader:
         known = self._cuts.get(key)
         return len(known) if known is not None and tokens[: len(known)] == known else 0
 
-    async def _last_turn_end(self, rendering: _Rendering, newest: int | None) -> int:
+    async def _last_turn_end(self, rendering: _RenderedPrompt, newest: int | None) -> int:
         """Return where the newest user message begins; 0 if only the header is before it.
 
         That is where a rendering with another text differs. Without that message the turn before it would
@@ -146,7 +146,7 @@ class PromptReader:
         others = [with_last_text(message, text) for text in _OTHER_TEXTS]
         return await self._shared_with(rendering, newest, others)
 
-    async def _surroundings(self, rendering: _Rendering, newest: int | None) -> int:
+    async def _surroundings(self, rendering: _RenderedPrompt, newest: int | None) -> int:
         """Return where the first reminder of the first user message ends, 0 if that is not its beginning.
 
         What agents put there changes less than what follows: behind Claude Code's environment comes the
@@ -162,7 +162,7 @@ class PromptReader:
         return await self._shared_with(rendering, newest, others)
 
     async def _shared_with(
-        self, rendering: _Rendering, index: int, others: list[dict[str, object]]
+        self, rendering: _RenderedPrompt, index: int, others: list[dict[str, object]]
     ) -> int:
         """Return how many tokens a prompt shares with renderings that have another message at *index*."""
         body = rendering.body
@@ -173,14 +173,14 @@ class PromptReader:
         ]
         return min([await self._cut_before(rendering, other) for other in bodies])
 
-    async def _message_end(self, rendering: _Rendering, *, is_wanted: bool) -> int:
+    async def _message_end(self, rendering: _RenderedPrompt, *, is_wanted: bool) -> int:
         """Return the end of the last complete message: where the generation prompt begins."""
         if not is_wanted:
             return 0
         plain = with_messages(rendering.body, rendering.body.messages, generation_prompt=False)
         return min(await self._cut_before(rendering, plain), len(rendering.tokens) - 1)
 
-    async def _cut_before(self, rendering: _Rendering, other: bytes) -> int:
+    async def _cut_before(self, rendering: _RenderedPrompt, other: bytes) -> int:
         """Return how many tokens the prompt shares with the rendering of the body *other*."""
         text, tokens, headers = rendering.text, rendering.tokens, rendering.headers
         try:
@@ -198,7 +198,7 @@ class PromptReader:
         other_tokens = await self._upstream.tokenize(other_text, headers, add_special=True)
         return common_prefix_length(tokens, other_tokens)
 
-    async def _header(self, rendering: _Rendering) -> int:
+    async def _header(self, rendering: _RenderedPrompt) -> int:
         """Return the end of tools and system prompt.
 
         A header alone cannot be rendered by every template (Qwen3.5's refuses), so it is what two
