@@ -33,7 +33,7 @@ from proxy.llama.routes import Aliases, Route, generation_route, with_alias
 from proxy.metrics import POSITION_LABELS
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
-from proxy.servers.warming import EarlierRequests, NotKnown, Warmed, Warming, send_for_nobody
+from proxy.servers.warming import NotKnown, Warming, send_for_nobody
 from proxy.serving.process import Shared
 from proxy.serving.request import Request
 from proxy.store.known_models import model_names
@@ -111,7 +111,6 @@ class Admin:
         self._shared = shared
         self._pool = pool
         self._warming = Warming(shared, pool)
-        self._earlier = EarlierRequests(shared.journal, pool)
         self._aliases = aliases
 
     def routes(self) -> list[web.RouteDef]:
@@ -264,7 +263,7 @@ class Admin:
         """
         is_whole, keys = _is_asked_for(request, "whole"), keys_of(request.headers)
         if (request_id := request.query.get("request")) is not None:
-            wanted = self._earlier.again(request_id, keys, is_whole=is_whole)
+            wanted = self._warming.again(request_id, keys, is_whole=is_whole)
         else:
             wanted = self._read(request, await request.read(), keys, is_whole=is_whole)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
@@ -304,7 +303,7 @@ class Admin:
 
         try:
             warmed = await self._warming.warm(request, tell, is_whole=is_whole)
-            lines.put_nowait({"warmed": _describe_warmed(warmed)})
+            lines.put_nowait({"warmed": warmed})
         except (CacheFault, ProxyError) as error:
             lines.put_nowait({"error": str(error)})
         except Exception as error:
@@ -363,18 +362,6 @@ def _listed(
     """Return a checkpoint as operators see it, with what only a running proxy knows."""
     value_seconds, is_warm = store.value_seconds(checkpoint, present), store.is_warm(checkpoint)
     return views.list_checkpoint(checkpoint, names, value_seconds=value_seconds, is_warm=is_warm)
-
-
-def _describe_warmed(warmed: Warmed) -> dict[str, Any]:
-    return {
-        "id": f"{warmed.checkpoint.id:016x}",
-        "size_bytes": warmed.checkpoint.size_bytes,
-        "n_usable": warmed.n_usable,
-        "n_header_tokens": warmed.n_header,
-        "n_prompt_tokens": warmed.n_prompt,
-        "was_kept": warmed.was_kept,
-        "seconds": round(warmed.seconds, 3),
-    }
 
 
 def _describe_server(server: Server) -> dict[str, object]:

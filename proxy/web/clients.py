@@ -1,13 +1,12 @@
 """The listener that clients talk to: generation routes go through the cache, all else straight through."""
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 import xxhash
 from aiohttp import web
 
-from proxy.errors import CacheFault, ProxyError, TooManyRequests, UpstreamNotReached
+from proxy.errors import CacheFault, ProxyError, ServerAway, TooManyRequests
 from proxy.explain.report import Report
 from proxy.llama.bodies import parse_body
 from proxy.llama.routes import Aliases, Route, changes_server_state, counts_tokens, with_alias
@@ -100,9 +99,12 @@ class Front:
         async with self.pool.passing(request.method, path, model, keys) as upstreams:
             *others, last = upstreams
             for upstream in others:
-                with suppress(UpstreamNotReached):
+                try:
                     await exchange.send(upstream, content, headers=headers)
                     return
+                except ServerAway as away:
+                    if away.was_sent == "yes":
+                        raise
             await exchange.send(last, content, headers=headers)
 
     async def _generate(self, exchange: Exchange, route: Route, model: str) -> None:

@@ -11,10 +11,7 @@ from multidict import CIMultiDict
 
 from proxy.errors import (
     ProxyError,
-    UpstreamEnded,
-    UpstreamGone,
-    UpstreamNotReached,
-    UpstreamPerhapsReached,
+    ServerAway,
 )
 from proxy.llama.answers import AnswerReader
 from proxy.llama.client import Heard, LlamaServer, reason_of
@@ -75,9 +72,7 @@ class Exchange:
         Returns when llama-server is done; what the client has not read by then waits in `writer`.
         *on_start* is called when a stream begins: then llama-server has begun to work on it. *n_found* is
         for the usage, as in serving's Relay. *headers* are those of a generation unless given. Raises
-        UpstreamGone if there is no answer, UpstreamEnded if llama-server ended over it, UpstreamNotReached
-        if the request was not even sent; then it may be sent again. An answer that breaks off ends in an
-        error event.
+        ServerAway if there is no answer. An answer that breaks off ends in an error event.
         """
         client = self.client
         try:
@@ -101,12 +96,11 @@ class Exchange:
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if self._has_begun:
                 raise  # the client is gone, or _relay has told it
-            kind: type[UpstreamGone] = UpstreamEnded
+            message = f"llama-server at {upstream.target.base_url}: {reason_of(error)}"
             if isinstance(error, _NOT_CONNECTED):
-                kind = UpstreamNotReached
-            elif isinstance(error, TimeoutError):
-                kind = UpstreamGone  # a call is cut because its llama-server was told to end
-            raise kind(f"llama-server at {upstream.target.base_url}: {reason_of(error)}") from error
+                raise ServerAway(message, was_sent="no") from error
+            # A call is cut off because its llama-server was told to end.
+            raise ServerAway(message, has_ended=not isinstance(error, TimeoutError)) from error
 
     async def refuse(self, error: ProxyError) -> web.StreamResponse:
         """Answer the client with an error; a stream that was begun for a client that waits ends in it."""
@@ -130,7 +124,7 @@ class Exchange:
         if whole is not None:
             body = await answer.read()
             if target.says_gone(body):
-                raise UpstreamEnded(f"{target.name} has ended")
+                raise ServerAway(f"{target.name} has ended", has_ended=True)
             edited = body, whole(body)
         self._has_begun = True
         if waiting is None:
@@ -194,20 +188,20 @@ class Exchange:
 
         An event is what llama-server itself sends when a generation fails midway; clients report it,
         where a cut connection makes some of them continue from half an answer. A client that got no token
-        of a stream can wait on in it: then this raises UpstreamGone or UpstreamEnded.
+        of a stream can wait on in it: then this raises ServerAway.
         """
         told = f"llama-server went away in mid-answer: {error}"
         if not _is_stream(self._answer):
             if self.client.transport is not None:
                 self.client.transport.close()
         elif has_token:
-            await self.writer.write(error_event(self.path, UpstreamGone(told)))
+            await self.writer.write(error_event(self.path, ServerAway(told)))
             await self.writer.end()
         else:
             await self.writer.delivered()
             self._has_begun = False
             self.writer.keep()
-            raise (UpstreamGone if self._heard.is_cut else UpstreamEnded)(told) from error
+            raise ServerAway(told, has_ended=not self._heard.is_cut) from error
 
 
 async def _chunks(
@@ -231,15 +225,15 @@ async def _chunks(
         yield b"", lines.finish()
 
 
-async def _gone(target: Target, answer: aiohttp.ClientResponse) -> UpstreamGone:
+async def _gone(target: Target, answer: aiohttp.ClientResponse) -> ServerAway:
     """Return what a host says of a llama-server that it could not reach, or that did not answer."""
     body = await answer.read()
-    kind = UpstreamGone
-    if target.says_gone(body):
-        kind = UpstreamEnded
-    elif target.says_unreached(answer.status, body):
-        kind = UpstreamNotReached if target.tells_unreached else UpstreamPerhapsReached
-    return kind(f"{target.name}: {body[:200].decode(errors='replace')}")
+    message = f"{target.name}: {body[:200].decode(errors='replace')}"
+    if target.says_gone(body) or not target.says_unreached(answer.status, body):
+        return ServerAway(message, has_ended=target.says_gone(body))
+    if target.tells_unreached:
+        return ServerAway(message, was_sent="no")
+    return ServerAway(message, was_sent="perhaps", has_ended=True)
 
 
 def _is_stream(answer: aiohttp.ClientResponse) -> bool:
