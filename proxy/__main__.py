@@ -6,7 +6,7 @@ from importlib import resources
 import click
 
 from proxy import __version__
-from proxy.cli import doctor, look, serve, store, transfer
+from proxy.cli import doctor, look, serve, store
 from proxy.llama.state_file import SUPPORTED_VERSIONS
 from proxy.store.index import FORMAT_VERSION
 
@@ -37,7 +37,7 @@ for command in (
     *(doctor.doctor, doctor.bench),
     *(look.explain, look.stats),
     *(store.ls, store.pin, store.unpin, store.rm, store.purge),
-    *(transfer.check, transfer.export, transfer.import_),
+    *(store.check, store.export, store.import_),
 ):
     main.add_command(command)
 

@@ -5,6 +5,8 @@ Two trees that never meet: a `CacheFault` costs a request its speed and is never
 catches by its kind has a class of its own.
 """
 
+from typing import Literal
+
 
 class SettingsError(Exception):
     """A setting is unknown or has an impossible value; the message says where, and what is allowed."""
@@ -96,28 +98,26 @@ class ProxyError(Exception):
         self.status = status or self.status
 
 
-class UpstreamGone(ProxyError):
-    """llama-server is not there, or went away before it answered."""
+class ServerAway(ProxyError):
+    """llama-server is not there, or went away before it answered a request.
+
+    `was_sent` says whether llama-server got anything of the request, `has_ended` whether llama-server ended
+    by itself while it worked for the request. `status` is 503 where the request waited in vain.
+    """
 
     status = 502
 
-
-class UpstreamEnded(UpstreamGone):
-    """llama-server went away by itself while it worked on the request, before its answer began."""
-
-
-class UpstreamNotReached(UpstreamGone):
-    """llama-server could not be connected to, so that nothing of the request was sent."""
-
-
-class UpstreamPerhapsReached(UpstreamNotReached):
-    """A host had no answer from its llama-server, and does not tell whether the request came there."""
-
-
-class UpstreamAbsent(ProxyError):
-    """llama-server was away, or loading its model, for longer than requests wait for it."""
-
-    status = 503
+    def __init__(
+        self,
+        message: str,
+        *,
+        was_sent: Literal["no", "perhaps", "yes"] = "yes",
+        has_ended: bool = False,
+        status: int = 502,
+    ) -> None:
+        super().__init__(message, status)
+        self.was_sent = was_sent
+        self.has_ended = has_ended
 
 
 class TooManyRequests(ProxyError):

@@ -197,15 +197,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         _about(
-            "Least level logged: debug, info, warning or error.",
-            "Prompt text is never logged.",
+            "Least level logged: debug, info, warning or error.", "Prompt text is never logged."
         ),
     ] = "info"
     log_format: Annotated[
         Literal["console", "json"],
         _about(
-            "Form of the log lines: console or json.",
-            "Console is for people, json for machines.",
+            "Form of the log lines: console or json.", "Console is for people, json for machines."
         ),
     ] = "console"
 
@@ -219,6 +217,14 @@ NAMES = Settings.__struct_fields__
 def is_size(name: str) -> bool:
     """Return whether a setting is in bytes: its name says so, as names say all units."""
     return "bytes" in name.split("_")
+
+
+def size_in_words(n_bytes: float) -> str:
+    """Return a number of bytes with the largest unit that leaves a whole one."""
+    for unit, factor in reversed(UNITS.items()):
+        if n_bytes >= factor:
+            return f"{n_bytes / factor:.1f} {unit}"
+    return f"{n_bytes:.0f} bytes"
 
 
 def split_address(address: str) -> tuple[str, int]:

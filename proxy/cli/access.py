@@ -1,12 +1,14 @@
-"""Finds the checkpoints that a few hex digits or a model's name stand for."""
+"""The store that a command works on: that of a running proxy, or a directory that no proxy uses."""
 
 import functools
-import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection, HTTPException, HTTPResponse
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, TypeVar
+from urllib.parse import urlencode
 
 import click
 import msgspec
@@ -15,105 +17,43 @@ from proxy.cli.common import (
     EXIT_FAILED,
     EXIT_UNAVAILABLE,
     EXIT_USAGE,
-    Admin,
     Command,
     config_option,
     fail,
     json_option,
+    settings_of,
 )
-from proxy.errors import IndexDamaged, SettingsError, StoreFault, StoreLocked
+from proxy.errors import StoreFault, StoreLocked
 from proxy.explain.views import Deleted, ListedCheckpoint, Selection, list_checkpoint, select
-from proxy.settings import Settings, merge_settings, reachable
+from proxy.settings import Settings, reachable
 from proxy.store.directory import StoreDirectory
 from proxy.store.known_models import model_names
 from proxy.store.offline import open_offline
 
-# Finds the checkpoints that a few hex digits or a model's name stand for.
+T = TypeVar("T")
+_CONNECT_SECONDS = 5.0
+_MIN_DIGITS = 4
 
 
-MIN_DIGITS = 4
+class RunningProxy:
+    """The admin listener of a proxy that runs; all methods exit with a plain word if it refuses."""
 
-
-class NotNamed(Exception):
-    """Nothing, or more than one thing, is called so; the message says which."""
-
-
-def named(text: str, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
-    """Return the checkpoints that *text* names: the beginning of an id, an id from /tree, or a model.
-
-    Raises NotNamed.
-    """
-    of_model = [checkpoint for checkpoint in checkpoints if checkpoint.model == text]
-    if "/" in text:
-        found = {text: [c for c in checkpoints if f"{c.parent}/".startswith(f"{text}/")]}
-    else:
-        found = {}
-        for checkpoint in checkpoints:
-            for node_id in _nodes_of(checkpoint):
-                if node_id.rpartition("/")[2].startswith(text.lower()):
-                    found.setdefault(node_id, []).append(checkpoint)
-    found = {node_id: below for node_id, below in found.items() if below}
-    if of_model:
-        if any(below != of_model for below in found.values()):
-            raise NotNamed(f"{text!r} is a model's name and begins ids, too: give more digits")
-        return of_model
-    if len(text) < MIN_DIGITS:
-        raise NotNamed(f"{text!r} is too short: give {MIN_DIGITS} digits of an id at least")
-    if not found:
-        raise NotNamed(f"no model is called {text!r}, and no id begins so: see ls")
-    if len(found) > 1:
-        raise NotNamed(f"{len(found)} ids begin with {text!r}: give more digits")
-    return next(iter(found.values()))
-
-
-def _nodes_of(checkpoint: ListedCheckpoint) -> Iterator[str]:
-    """Yield the ids of a checkpoint and of all nodes above it; id 0 names what is not known."""
-    yield checkpoint.id
-    parts = checkpoint.parent.split("/")
-    for n_parts in range(1, len(parts) + 1):
-        if n_parts == 1 or int(parts[n_parts - 1], 16):
-            yield "/".join(parts[:n_parts])
-
-
-# The store that a command works on: that of a running proxy, or a directory that no proxy uses.
-
-
-_DEFAULT_ADMIN = {f.name: f.default for f in msgspec.structs.fields(Settings)}["admin"]
-
-
-class Access(Protocol):
-    """What commands do to a store, wherever it is."""
-
-    def checkpoints(self) -> list[ListedCheckpoint]: ...
-
-    def pin(self, checkpoint: ListedCheckpoint, *, is_pinned: bool) -> None: ...
-
-    def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> Deleted:
-        """Delete one checkpoint; it may have been pinned, used or deleted since it was listed."""
-
-    def purge(self, selection: Selection, *, is_dry_run: bool) -> Deleted: ...
-
-
-class _Listing(msgspec.Struct):
-    checkpoints: list[ListedCheckpoint]
-
-
-class OfRunningProxy:
-    """The store of a proxy that runs."""
-
-    def __init__(self, admin: Admin) -> None:
-        self.admin = admin
+    def __init__(self, address: str) -> None:
+        """*address* is HOST:PORT."""
+        self.address = address
 
     def checkpoints(self) -> list[ListedCheckpoint]:
-        return self.admin.ask("GET", "/checkpoints", _Listing).checkpoints
+        listed = self.ask("GET", "/checkpoints", dict[str, list[ListedCheckpoint]])
+        return listed["checkpoints"]
 
-    def pin(self, checkpoint: ListedCheckpoint, *, is_pinned: bool) -> None:
-        self.admin.raw("PUT" if is_pinned else "DELETE", f"/checkpoints/{checkpoint.id}/pin")
+    def pin(self, checkpoint_id: str, *, is_pinned: bool) -> None:
+        self.raw("PUT" if is_pinned else "DELETE", f"/checkpoints/{checkpoint_id}/pin")
 
     def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> Deleted:
+        """Delete a checkpoint; it may have been pinned, used or deleted since it was listed."""
         path, query = f"/checkpoints/{checkpoint.id}", {"pinned": str(with_pinned)}
-        status, body = self.admin.try_raw("DELETE", path, query, refusals=(404, 409))
-        return Deleted(0, 0) if status == 404 else self.admin.decode(body, Deleted)
+        with self._reply("DELETE", path, query, refusals=(404, 409)) as reply:
+            return Deleted(0, 0) if reply.status == 404 else self._decode(reply.read(), Deleted)
 
     def purge(self, selection: Selection, *, is_dry_run: bool) -> Deleted:
         query = {
@@ -123,11 +63,81 @@ class OfRunningProxy:
             "dry_run": str(is_dry_run),
             "all": "true",
         }
-        return self.admin.ask("DELETE", "/checkpoints", Deleted, query)
+        return self.ask("DELETE", "/checkpoints", Deleted, query)
+
+    def ask(
+        self, method: str, path: str, type_: type[T], query: Mapping[str, str] | None = None
+    ) -> T:
+        """Return what a request is answered with."""
+        with self._reply(method, path, query) as reply:
+            return self._decode(reply.read(), type_)
+
+    def raw(self, method: str, path: str) -> bytes:
+        """Return an answer's body."""
+        with self._reply(method, path) as reply:
+            return reply.read()
+
+    def lines(
+        self, path: str, body: bytes, query: Mapping[str, str], headers: Mapping[str, str]
+    ) -> Iterator[dict[str, Any]]:
+        """Post *body* and yield each line of JSON of the answer."""
+        with self._reply("POST", path, query, body, headers) as reply:
+            for line in reply:
+                yield self._decode(line, dict[str, Any])
+
+    @contextmanager
+    def _reply(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        refusals: tuple[int, ...] = (),
+    ) -> Iterator[HTTPResponse]:
+        # Not urllib: proxies of the environment are not for listeners of this machine.
+        connection = HTTPConnection(self.address, timeout=_CONNECT_SECONDS)
+        try:
+            with closing(connection):
+                connection.connect()
+                connection.sock.settimeout(None)
+                target = f"{path}?{urlencode(query)}" if query else path
+                connection.request(method, target, body, headers or {})
+                reply = connection.getresponse()
+                if reply.status not in (200, *refusals):
+                    status = EXIT_UNAVAILABLE if reply.status == 503 else EXIT_FAILED
+                    fail(_complaint(reply.read()), status)
+                yield reply
+        except (HTTPException, OSError) as error:
+            self._fail_unreachable(error)
+
+    def _decode(self, body: bytes, type_: type[T]) -> T:
+        try:
+            return msgspec.json.decode(body, type=type_)
+        except msgspec.DecodeError:
+            self.fail_foreign()
+
+    def fail_foreign(self) -> NoReturn:
+        fail(f"what answers at http://{self.address} is not llama-prefix-cache", EXIT_UNAVAILABLE)
+
+    def _fail_unreachable(self, error: Exception) -> NoReturn:
+        fail(
+            f"no proxy answers at http://{self.address} ({error}). If one runs with another `admin`, give"
+            " --admin http://HOST:PORT; if none runs, most commands take --slot-save-path DIRECTORY",
+            EXIT_UNAVAILABLE,
+        )
 
 
-class OfDirectory:
-    """The store of a directory that no proxy uses."""
+def _complaint(body: bytes) -> str:
+    """Return what an error body says."""
+    try:
+        return str(msgspec.json.decode(body)["error"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return body.decode(errors="replace").strip()
+
+
+class DirectoryStore:
+    """The store of a directory that no proxy uses; it does what a running proxy does."""
 
     def __init__(self, store: StoreDirectory) -> None:
         self._store = store
@@ -136,8 +146,8 @@ class OfDirectory:
         names = model_names(self._store.index)
         return [list_checkpoint(checkpoint, names) for checkpoint in self._store.checkpoints()]
 
-    def pin(self, checkpoint: ListedCheckpoint, *, is_pinned: bool) -> None:
-        self._store.pin(self._store.get(checkpoint.id), is_pinned=is_pinned)
+    def pin(self, checkpoint_id: str, *, is_pinned: bool) -> None:
+        self._store.pin(self._store.get(checkpoint_id), is_pinned=is_pinned)
 
     def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> Deleted:
         self._store.remove(self._store.get(checkpoint.id))
@@ -151,10 +161,36 @@ class OfDirectory:
         return Deleted(len(selected), n_bytes, n_pinned, is_dry_run=is_dry_run)
 
 
+Store = RunningProxy | DirectoryStore
+
+
+# Options that say which store, and what they mean.
+
+
+_admin_option = click.option(
+    "--admin",
+    metavar="URL",
+    help=f"Admin listener of the running proxy. [http://{Settings(slot_save_path='.').admin}]",
+)
+
+
+def with_proxy(command: Command) -> Command:
+    """Give a command a running proxy as its first argument, and the options that say which."""
+
+    @_admin_option
+    @config_option
+    @json_option
+    @functools.wraps(command)
+    def run(admin: str | None, config: Path | None, **arguments: Any) -> None:
+        command(_running_proxy(admin, config), **arguments)
+
+    return run
+
+
 def with_store(command: Command) -> Command:
     """Give a command a store as its first argument, and the options that say which."""
 
-    @admin_option
+    @_admin_option
     @click.option(
         "--slot-save-path",
         type=click.Path(path_type=Path),
@@ -167,74 +203,86 @@ def with_store(command: Command) -> Command:
         admin: str | None, slot_save_path: Path | None, config: Path | None, **arguments: Any
     ) -> None:
         if slot_save_path is None:
-            command(OfRunningProxy(find_admin(admin, config)), **arguments)
+            command(_running_proxy(admin, config), **arguments)
             return
         if admin is not None:
             fail("--admin and --slot-save-path are two stores: give one", EXIT_USAGE)
-        with directory_of(slot_save_path) as store:
-            command(OfDirectory(store), **arguments)
+        with opened(slot_save_path.expanduser()) as store:
+            command(DirectoryStore(store), **arguments)
 
     return run
 
 
-def find_admin(admin: str | None, config: Path | None) -> Admin:
-    """Return the admin listener of --admin, LLAMA_PREFIX_CACHE_ADMIN, the file or the default."""
+def with_directory(command: Command) -> Command:
+    """Give a command the settings as its first argument, of which it uses the directory."""
+
+    @click.option("--slot-save-path", metavar="PATH", help="Directory of the store.")
+    @config_option
+    @json_option
+    @functools.wraps(command)
+    def run(slot_save_path: str | None, config: Path | None, **arguments: Any) -> None:
+        command(settings_of({"slot_save_path": slot_save_path}, config), **arguments)
+
+    return run
+
+
+def _running_proxy(admin: str | None, config: Path | None) -> RunningProxy:
+    """Return the proxy of --admin, LLAMA_PREFIX_CACHE_ADMIN, the file or the default."""
     given = {"admin": admin.removeprefix("http://").rstrip("/") if admin else None}
-    try:
-        merged = merge_settings(given, os.environ, config)
-    except SettingsError as error:
-        fail(error, EXIT_USAGE)
-    return Admin(f"http://{reachable(merged.get('admin', _DEFAULT_ADMIN))}")
-
-
-def find_directory(slot_save_path: Path | None, config: Path | None) -> Path:
-    """Return the directory of --slot-save-path, the environment or the file; exits without one."""
-    try:
-        merged = merge_settings({}, os.environ, config)
-    except SettingsError as error:
-        fail(error, EXIT_USAGE)
-    path = slot_save_path or merged.get("slot_save_path")
-    if path is None:
-        fail("give --slot-save-path, the directory of the store", EXIT_USAGE)
-    return Path(path).expanduser()
+    # A proxy is asked without its directory.
+    return RunningProxy(reachable(settings_of({"slot_save_path": ".", **given}, config).admin))
 
 
 @contextmanager
-def directory_of(
-    path: Path, *, may_be_new: bool = False, mends_index: bool = False
+def opened(
+    directory: Path, *, may_be_new: bool = False, mends_index: bool = False
 ) -> Iterator[StoreDirectory]:
     """Yield the store of a directory; exits with a plain word if it, or the work on it, fails."""
-    with ExitStack() as opened:
-        try:
-            directory = path.expanduser()
-            store = opened.enter_context(
-                open_offline(directory, may_be_new=may_be_new, mends_index=mends_index)
-            )
-        except StoreLocked:
-            fail(
-                f"a proxy uses {path}: stop it first, or leave --slot-save-path out where the command can "
-                "ask it (--admin)",
-                EXIT_UNAVAILABLE,
-            )
-        except IndexDamaged as damage:
-            fail(damage, EXIT_FAILED)
-        except (StoreFault, OSError) as fault:
-            fail(fault, EXIT_UNAVAILABLE)
-        try:
+    try:
+        with open_offline(directory, may_be_new=may_be_new, mends_index=mends_index) as store:
             yield store
-        except (StoreFault, OSError) as fault:
-            fail(fault, EXIT_FAILED)
+    except StoreLocked:
+        fail(
+            f"a proxy uses {directory}: stop it first, or leave --slot-save-path out where the command can"
+            " ask it (--admin)",
+            EXIT_UNAVAILABLE,
+        )
+    except (StoreFault, OSError) as fault:
+        fail(fault, EXIT_FAILED)
 
 
-def directory_option(command: Command) -> Command:
-    return click.option(
-        "--slot-save-path", type=click.Path(path_type=Path), help="Directory of the store."
-    )(command)
+# Which checkpoints a few hex digits or a model's name stand for.
 
 
-def admin_option(command: Command) -> Command:
-    return click.option(
-        "--admin",
-        metavar="URL",
-        help=f"Admin listener of the running proxy. [http://{_DEFAULT_ADMIN}]",
-    )(command)
+def named(text: str, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
+    """Return the checkpoints that *text* names: the beginning of an id, an id from /tree, or a model.
+
+    Exits if nothing, or more than one thing, is called so.
+    """
+    of_model = [checkpoint for checkpoint in checkpoints if checkpoint.model == text]
+    found: dict[str, list[ListedCheckpoint]] = {}
+    for checkpoint in checkpoints:
+        nodes = accumulate(checkpoint.parent.split("/"), "{}/{}".format)
+        for node_id in (checkpoint.id, *nodes):
+            last = node_id.rpartition("/")[2]
+            # Digits of 0 name nothing: that is the id of what is not known.
+            if node_id == text or (last.strip("0") and last.startswith(text.lower())):
+                found.setdefault(node_id, []).append(checkpoint)
+    if of_model:
+        if any(below != of_model for below in found.values()):
+            fail(f"{text!r} is a model's name and begins ids, too: give more digits", EXIT_FAILED)
+        return of_model
+    if len(text) < _MIN_DIGITS:
+        fail(f"{text!r} is too short: give {_MIN_DIGITS} digits of an id at least", EXIT_FAILED)
+    if len(found) != 1:
+        many = f"{len(found)} ids begin with {text!r}: give more digits"
+        none = f"no model is called {text!r}, and no id begins so: see ls"
+        fail(many if found else none, EXIT_FAILED)
+    return next(iter(found.values()))
+
+
+def all_named(store: Store, names: Sequence[str]) -> list[ListedCheckpoint]:
+    """Return what all of *names* name, each once; exits if one names nothing."""
+    checkpoints = store.checkpoints()
+    found = [checkpoint for name in names for checkpoint in named(name, checkpoints)]
+    return list({checkpoint.id: checkpoint for checkpoint in found}.values())

@@ -1,275 +1,153 @@
 """`llama-prefix-cache stats` and `explain`: what the cache has brought, and why a request missed."""
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from difflib import SequenceMatcher
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import click
-import msgspec
 from prometheus_client.parser import text_string_to_metric_families
-from rich.table import Table
 from rich.text import Text
 
-from proxy.cli.access import Access, OfRunningProxy, admin_option, find_admin, with_store
-from proxy.cli.common import (
-    Admin,
-    age_in_words,
-    config_option,
-    console,
-    json_option,
-    print_json,
-    size_in_words,
-)
+from proxy.cli.access import RunningProxy, Store, with_proxy, with_store
+from proxy.cli.common import age_in_words, checkpoints_in_words, console, print_json, table_of
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.explanation import Divergence, Explanation, Nearest, RequestRecord
 from proxy.explain.views import ListedCheckpoint
+from proxy.settings import size_in_words
 
-# The llama-servers behind a running proxy: how each is doing, and what it did for the last requests.
-
-
-_ALL_REQUESTS = {"limit": "1000000"}
-
-
-class Attached(msgspec.Struct, frozen=True):
-    """One llama-server as /health tells of it."""
-
-    llama_server: str
-    rule: str | None = None
-    slots: dict[str, int] = {}
-
-
-class _Requests(msgspec.Struct):
-    requests: list[RequestRecord]
-
-
-class LlamaServerStats(msgspec.Struct, frozen=True):
-    """One llama-server, or model of a host; the name is empty if there is only one.
-
-    `slots` are counted by state. The requests are the last ones, as far as the proxy remembers them.
-    """
-
-    name: str
-    is_attached: bool
-    rule: str | None
-    slots: dict[str, int]
-    n_requests: int = 0
-    reused_tokens: int = 0
-    evaluated_tokens: int = 0
-
-
-def ask_llama_servers(admin: Admin, health: dict[str, Any]) -> list[LlamaServerStats]:
-    """Return those that *health* tells of; raises msgspec.ValidationError if it is not ours."""
-    if "llama_servers" not in health:
-        return llama_servers_of({"": msgspec.convert(health, Attached)}, ())
-    attached = msgspec.convert(health["llama_servers"], dict[str, Attached])
-    requests = admin.ask("GET", "/requests", _Requests, _ALL_REQUESTS).requests
-    return llama_servers_of(attached, requests)
-
-
-def llama_servers_of(
-    attached: dict[str, Attached], requests: Sequence[RequestRecord]
-) -> list[LlamaServerStats]:
-    """Return each with its share of *requests*."""
-    servers = []
-    for name, each in sorted(attached.items()):
-        own = [request for request in requests if name and request.server == name]
-        servers.append(
-            LlamaServerStats(
-                name=name,
-                is_attached=each.llama_server == "attached",
-                rule=each.rule,
-                slots=each.slots,
-                n_requests=len(own),
-                reused_tokens=sum(request.confirmed or 0 for request in own),
-                evaluated_tokens=sum(request.evaluated or 0 for request in own),
-            )
-        )
-    return servers
-
-
-def llama_server_in_words(server: LlamaServerStats) -> str:
-    """Return a line on one of them."""
-    if not server.is_attached:
-        words = "not attached"
-    else:
-        slots = ", ".join(f"{n} {state}" for state, n in sorted(server.slots.items()))
-        words = f"rule: {server.rule}; slots: {slots}"
-    if server.n_requests:
-        n_tokens = server.reused_tokens + server.evaluated_tokens
-        share = f", {100 * server.reused_tokens / n_tokens:.0f}% reused" if n_tokens else ""
-        words += f"; {server.n_requests:,} of the last requests{share}"
-    return f"{server.name}: {words}" if server.name else words
-
-
-# `llama-prefix-cache stats`: what is stored, and what it has brought.
+# `llama-prefix-cache stats`: what is stored, how the llama-servers are doing, and what it has brought.
 
 
 _PREFIX = "llama_prefix_cache_"
-
-
-class Stored(msgspec.Struct, frozen=True):
-    """What the store holds; the limit is what a running proxy goes by."""
-
-    n_checkpoints: int
-    size_bytes: int
-    max_store_bytes: int | None
-    n_pinned: int
-    pinned_bytes: int
-    n_namespaces: int
-    n_sessions: int
-    n_restores: int
-    last_used_at: float | None
-    kinds: dict[str, int]
-
-
-class Brought(msgspec.Struct, frozen=True):
-    """What became of requests since the proxy started.
-
-    `saved_seconds` are those of evaluation that reuse has spared, less what restores have cost more than
-    they spared; `missed_tokens` were known and evaluated nevertheless, by cause.
-    """
-
-    state: str
-    requests: dict[str, int]
-    reused_tokens: int
-    evaluated_tokens: int
-    restored_tokens: int
-    n_restored: int
-    restore_seconds: float
-    evaluation_seconds: float
-    saved_seconds: float
-    missed_tokens: dict[str, int]
-    written_bytes: int
-    n_evicted: int
+_Facts = dict[str, Any]
+Row = tuple[str, str]
+Samples = dict[str, dict[str, float]]
 
 
 @click.command()
 @with_store
-def stats(store: Access, as_json: bool) -> None:
+def stats(store: Store, as_json: bool) -> None:
     """Say what is stored, and what it has brought.
 
     \b
     llama-prefix-cache stats
-    llama-prefix-cache stats --json | jq .since_start.reused_tokens
+    llama-prefix-cache stats --json | jq .since_start.prompt_tokens_total.reused
     llama-prefix-cache stats --slot-save-path /var/lib/llama-prefix-cache     only what is stored
     """
-    brought, max_bytes = None, None
-    servers: list[LlamaServerStats] = []
-    if isinstance(store, OfRunningProxy):
+    max_bytes, health, samples, rows = None, None, Samples(), list[Row]()
+    if isinstance(store, RunningProxy):
         try:
-            samples = read_samples(store.admin.raw("GET", "/metrics").decode())
-            health = store.admin.ask("GET", "/health", dict[str, Any])
-            brought = _brought(samples, health["state"])
-            max_bytes = int(samples["checkpoint_limit_bytes", ""])
-            servers = ask_llama_servers(store.admin, health)
+            samples = read_samples(store.raw("GET", "/metrics").decode())
+            max_bytes = int(samples["checkpoint_limit_bytes"][""])
+            health, query = store.ask("GET", "/health", _Facts), {"limit": "1000000"}
+            requests = store.ask("GET", "/requests", dict[str, list[RequestRecord]], query)
+            rows = [*server_rows(health, requests["requests"])]
+            rows += _brought_rows(health["state"], samples)
         except (ValueError, KeyError):
-            store.admin.fail_foreign()
+            store.fail_foreign()
     stored = summary(store.checkpoints(), max_bytes)
     if as_json:
-        print_json({"store": stored, "llama_servers": servers, "since_start": brought})
+        brought = {name: values.get("", values) for name, values in samples.items()} or None
+        print_json({"store": stored, "health": health, "since_start": brought})
     else:
-        console().print(_table(stored, servers, brought))
+        console().print(table_of([*_stored_rows(stored), *rows]))
 
 
-def summary(checkpoints: Sequence[ListedCheckpoint], max_bytes: int | None) -> Stored:
+def summary(checkpoints: Sequence[ListedCheckpoint], max_bytes: int | None) -> _Facts:
     """Return what a list of checkpoints amounts to."""
     pinned = [c for c in checkpoints if c.is_pinned]
-    return Stored(
-        n_checkpoints=len(checkpoints),
-        size_bytes=sum(c.size_bytes for c in checkpoints),
-        max_store_bytes=max_bytes,
-        n_pinned=len(pinned),
-        pinned_bytes=sum(c.size_bytes for c in pinned),
-        n_namespaces=len({c.parent.split("/")[0] for c in checkpoints}),
-        n_sessions=len({c.parent for c in checkpoints if c.parent.count("/") == 2}),
-        n_restores=sum(c.n_restores for c in checkpoints),
-        last_used_at=max((c.last_used_at for c in checkpoints), default=None),
-        kinds=dict(Counter(c.kind for c in checkpoints)),
-    )
-
-
-def read_samples(exposition: str) -> dict[tuple[str, str], float]:
-    """Return the proxy's samples by name and the value of their only label, "" if there is none."""
     return {
-        (sample.name.removeprefix(_PREFIX), next(iter(sample.labels.values()), "")): sample.value
-        for family in text_string_to_metric_families(exposition)
-        for sample in family.samples
-        if len(sample.labels) <= 1
+        "n_checkpoints": len(checkpoints),
+        "size_bytes": sum(c.size_bytes for c in checkpoints),
+        "max_store_bytes": max_bytes,
+        "n_pinned": len(pinned),
+        "pinned_bytes": sum(c.size_bytes for c in pinned),
+        "n_namespaces": len({c.parent.split("/")[0] for c in checkpoints}),
+        "n_sessions": len({c.parent for c in checkpoints if c.parent.count("/") == 2}),
+        "n_restores": sum(c.n_restores for c in checkpoints),
+        "last_used_at": max((c.last_used_at for c in checkpoints), default=None),
+        "kinds": dict(Counter(c.kind for c in checkpoints)),
     }
 
 
-def _brought(samples: dict[tuple[str, str], float], state: str) -> Brought:
-    def of(name: str) -> dict[str, int]:
-        return {label: int(value) for (n, label), value in samples.items() if n == name}
-
-    return Brought(
-        state=state,
-        requests=of("requests_total"),
-        reused_tokens=of("prompt_tokens_total")["reused"],
-        evaluated_tokens=of("prompt_tokens_total")["evaluated"],
-        restored_tokens=int(samples["restored_tokens_total", ""]),
-        n_restored=int(samples["restores_total", "done"]),
-        restore_seconds=round(samples["restore_seconds_sum", ""], 3),
-        evaluation_seconds=round(samples["evaluation_seconds_total", ""], 3),
-        saved_seconds=round(
-            samples["saved_seconds_total", "live"]
-            + samples["saved_seconds_total", "restored"]
-            - samples["lost_seconds_total", ""],
-            3,
-        ),
-        missed_tokens={cause: n for cause, n in of("missed_tokens_total").items() if n},
-        written_bytes=int(samples["written_bytes_total", ""]),
-        n_evicted=sum(of("evictions_total").values()),
-    )
+def _stored_rows(stored: _Facts) -> Iterator[Row]:
+    max_bytes = stored["max_store_bytes"]
+    kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(stored["kinds"].items()))
+    yield "checkpoints", f"{stored['n_checkpoints']:,} ({kinds or 'nothing is stored'})"
+    limit = f" of {size_in_words(max_bytes)}" if max_bytes else ""
+    yield "on disk", size_in_words(stored["size_bytes"]) + limit
+    yield "pinned", checkpoints_in_words(stored["n_pinned"], stored["pinned_bytes"])
+    yield "sessions", f"{stored['n_sessions']}, of {stored['n_namespaces']} models or API keys"
+    if stored["last_used_at"] is not None:
+        yield "last used", age_in_words(time.time() - stored["last_used_at"])
+    yield "restored", f"{stored['n_restores']}x in all"
 
 
-def _table(stored: Stored, servers: Sequence[LlamaServerStats], brought: Brought | None) -> Table:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    limit = f" of {size_in_words(stored.max_store_bytes)}" if stored.max_store_bytes else ""
-    kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(stored.kinds.items()))
-    table.add_row("checkpoints", f"{stored.n_checkpoints:,} ({kinds or 'nothing is stored'})")
-    table.add_row("on disk", size_in_words(stored.size_bytes) + limit)
-    table.add_row("pinned", f"{stored.n_pinned} with {size_in_words(stored.pinned_bytes)}")
-    table.add_row("sessions", f"{stored.n_sessions}, of {stored.n_namespaces} models or API keys")
-    if stored.last_used_at is not None:
-        table.add_row("last used", age_in_words(time.time() - stored.last_used_at))
-    table.add_row("restored", f"{stored.n_restores}x in all")
-    for number, server in enumerate(servers):
-        title = "llama-servers" if server.name else "llama-server"
-        table.add_row("" if number else title, llama_server_in_words(server))
-    if brought is not None:
-        _add_brought(table, brought)
-    return table
+def server_rows(health: _Facts, requests: Sequence[RequestRecord]) -> Iterator[Row]:
+    """Yield a line on each llama-server that *health* tells of, with its share of the last *requests*.
+
+    The requests of the only llama-server at one address are not told apart.
+    """
+    servers = health.get("llama_servers", {"": health})
+    title = "llama-server" if "" in servers else "llama-servers"
+    for name, about in sorted(servers.items()):
+        slots = ", ".join(f"{n} {state}" for state, n in sorted(about.get("slots", {}).items()))
+        is_attached = about["llama_server"] == "attached"
+        words = f"rule: {about.get('rule')}; slots: {slots}" if is_attached else "not attached"
+        if own := [request for request in requests if name and request.server == name]:
+            n_reused = sum(request.confirmed or 0 for request in own)
+            share = _share(n_reused, sum(request.evaluated or 0 for request in own))
+            words += f"; {len(own):,} of the last requests, {share} reused"
+        yield title, f"{name}: {words}" if name else words
+        title = ""
 
 
-def _add_brought(table: Table, brought: Brought) -> None:
-    n_tokens = brought.reused_tokens + brought.evaluated_tokens
-    share = f"{100 * brought.reused_tokens / n_tokens:.0f}%" if n_tokens else "none yet"
-    outcomes = ", ".join(f"{n} {outcome}" for outcome, n in brought.requests.items() if n)
-    table.add_row()
-    table.add_row("since start", f"the proxy is {brought.state}")
-    table.add_row("requests", f"{sum(brought.requests.values()):,} ({outcomes or 'none yet'})")
-    table.add_row(
+def _share(n_reused: float, n_evaluated: float) -> str:
+    n_tokens = n_reused + n_evaluated
+    return f"{100 * n_reused / n_tokens:.0f}%" if n_tokens else "none"
+
+
+def read_samples(exposition: str) -> Samples:
+    """Return the proxy's samples by name and the value of their only label, "" if there is none."""
+    samples: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    for family in text_string_to_metric_families(exposition):
+        for sample in family.samples:
+            if len(sample.labels) <= 1 and not sample.name.endswith("_bucket"):
+                label = next(iter(sample.labels.values()), "")
+                samples[sample.name.removeprefix(_PREFIX)][label] = sample.value
+    return dict(samples)
+
+
+def _brought_rows(state: str, samples: Samples) -> Iterator[Row]:
+    """Yield what became of requests since the proxy started."""
+    requests, tokens = samples["requests_total"], samples["prompt_tokens_total"]
+    outcomes = ", ".join(f"{n:.0f} {outcome}" for outcome, n in requests.items() if n)
+    share = _share(tokens["reused"], tokens["evaluated"])
+    evaluation_seconds = samples["evaluation_seconds_total"][""]
+    n_restored, restore_seconds = samples["restores_total"]["done"], samples["restore_seconds_sum"]
+    saved, missed = samples["saved_seconds_total"], samples.get("missed_tokens_total", {})
+    # Restores may have cost more than they spared.
+    saved_seconds = saved["live"] + saved["restored"] - samples["lost_seconds_total"][""]
+    causes = sorted(((n, cause) for cause, n in missed.items() if n), reverse=True)
+    yield "", ""
+    yield "since start", f"the proxy is {state}"
+    yield "requests", f"{sum(requests.values()):,.0f} ({outcomes or 'none yet'})"
+    yield (
         "prompt tokens",
-        f"{brought.reused_tokens:,} reused ({share}), {brought.evaluated_tokens:,} evaluated in "
-        f"{brought.evaluation_seconds:.1f} s",
+        f"{tokens['reused']:,.0f} reused ({share}), {tokens['evaluated']:,.0f} evaluated in "
+        f"{evaluation_seconds:.1f} s",
     )
-    table.add_row(
+    yield (
         "restores",
-        f"{brought.n_restored} in {brought.restore_seconds:.1f} s: {brought.restored_tokens:,} tokens",
+        f"{n_restored:.0f} in {restore_seconds['']:.1f} s: "
+        f"{samples['restored_tokens_total']['']:,.0f} tokens",
     )
-    table.add_row("time saved", f"{brought.saved_seconds:.1f} s of evaluation")
-    causes = sorted(brought.missed_tokens.items(), key=lambda item: -item[1])
-    table.add_row(
-        "missed", ", ".join(f"{n:,} tokens by {cause}" for cause, n in causes) or "nothing"
-    )
-    table.add_row("written", size_in_words(brought.written_bytes))
-    table.add_row("deleted", f"{brought.n_evicted} checkpoints")
+    yield "time saved", f"{saved_seconds:.1f} s of evaluation"
+    yield "missed", ", ".join(f"{n:,.0f} tokens by {cause}" for n, cause in causes) or "nothing"
+    yield "written", size_in_words(samples["written_bytes_total"][""])
+    yield "deleted", f"{sum(samples.get('evictions_total', {}).values()):.0f} checkpoints"
 
 
 # An explanation as people read it, with what has changed in colour.
@@ -345,15 +223,8 @@ def _difference(divergence: Divergence) -> Iterator[Text]:
         yield Text(f"  now:          {list(divergence.now_ids)}", style="green")
         return
     yield Text("  ..." + _visible(divergence.before), style="dim")
-    known, now = _visible(divergence.known), _visible(divergence.now)
-    matcher = SequenceMatcher(None, known, now, autojunk=False)
-    old, new = Text("- ", style="red"), Text("+ ", style="green")
-    for kind, i, j, k, m in matcher.get_opcodes():
-        strong = kind != "equal"
-        old.append(known[i:j], style="bold reverse" if strong else "")
-        new.append(now[k:m], style="bold reverse" if strong else "")
-    yield old
-    yield new
+    yield Text(f"- {_visible(divergence.known)}", style="red")
+    yield Text(f"+ {_visible(divergence.now)}", style="green")
 
 
 def _visible(text: str) -> str:
@@ -367,10 +238,8 @@ def _visible(text: str) -> str:
 
 @click.command()
 @click.argument("request_id", default="last", metavar="[REQUEST_ID|last|miss]")
-@admin_option
-@config_option
-@json_option
-def explain(request_id: str, admin: str | None, config: Path | None, as_json: bool) -> None:
+@with_proxy
+def explain(proxy: RunningProxy, request_id: str, as_json: bool) -> None:
     """Say what a request reused, why not more, and what helps.
 
     REQUEST_ID is the id of its log line; without one it is the last request, and with `miss` the last one
@@ -384,10 +253,8 @@ def explain(request_id: str, admin: str | None, config: Path | None, as_json: bo
       llama-prefix-cache explain 5f0c1a2b --json
       llama-prefix-cache explain last --admin http://192.168.1.5:8082
     """
-    listener = find_admin(admin, config)
-    body = listener.raw("GET", f"/requests/{quote(request_id, safe='')}")
-    explanation = listener.decode(body, Explanation)
+    explanation = proxy.ask("GET", f"/requests/{quote(request_id, safe='')}", Explanation)
     if as_json:
-        click.echo(msgspec.json.format(body, indent=2))
+        print_json(explanation)
     else:
         console().print(explanation_text(explanation), soft_wrap=True)

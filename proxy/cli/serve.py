@@ -2,45 +2,42 @@
 
 import asyncio
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from proxy.app import run_proxy
-from proxy.cli.access import admin_option, find_admin
+from proxy.cli.access import RunningProxy, with_proxy
 from proxy.cli.common import (
     EXIT_CUT_SHORT,
     EXIT_FAILED,
     EXIT_LLAMA_SERVER_DIED,
     EXIT_UNAVAILABLE,
     EXIT_USAGE,
-    Admin,
     Stopping,
-    config_option,
     fail,
-    json_option,
     print_json,
+    progress,
     setting_options,
-    size_in_words,
+    settings_of,
 )
 from proxy.core.conditions import PASSING
 from proxy.core.launch import (
-    Given,
     Launch,
     Presets,
-    WantedLaunch,
     given_to_all,
     heed_presets,
     plan_launch,
 )
+from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.errors import LlamaServerDied, SettingsError, StoreLocked
 from proxy.llama.client import LlamaServer, new_session
-from proxy.llama.flags import Flag, known_names, parse_help, read_given, read_presets, variables_of
+from proxy.llama.flags import known_names, parse_help, read_given, read_presets, variables_of
 from proxy.llama.routes import Target
 from proxy.log import configure_logging, get_logger
 from proxy.run.process import (
@@ -50,7 +47,13 @@ from proxy.run.process import (
     require_free_port,
     split_command,
 )
-from proxy.settings import Settings, complete_settings, load_settings, merge_settings, split_address
+from proxy.settings import (
+    Settings,
+    complete_settings,
+    merge_settings,
+    size_in_words,
+    split_address,
+)
 
 # `llama-prefix-cache serve`: in front of a llama-server that somebody else runs.
 
@@ -59,45 +62,70 @@ from proxy.settings import Settings, complete_settings, load_settings, merge_set
 @setting_options()
 def serve(config: Path | None, **flags: Any) -> None:
     """Serve in front of a llama-server that is already running (or will be)."""
+    _serve(settings_of(flags, config))
+
+
+def _serve(
+    settings: Settings,
+    supervisor: Supervisor | None = None,
+    n_context_checkpoints: int = MAX_CONTEXT_CHECKPOINTS,
+) -> None:
+    """Serve until told to stop, before the llama-server that *supervisor* runs if there is one."""
     try:
-        settings = load_settings(flags, os.environ, config)
-    except SettingsError as error:
-        fail(error, EXIT_USAGE)
-    configure_logging(settings.log_level, settings.log_format)
-    try:
-        asyncio.run(_serve_until_told(settings))
+        asyncio.run(_serve_until_told(settings, supervisor, n_context_checkpoints))
+    except LlamaServerDied as error:
+        fail(error, EXIT_LLAMA_SERVER_DIED)
     except (StoreLocked, OSError) as error:
         fail(error, EXIT_UNAVAILABLE)
     except asyncio.CancelledError:
         fail("stopped before everything was saved", EXIT_CUT_SHORT)
 
 
-async def _serve_until_told(settings: Settings) -> None:
+async def _serve_until_told(
+    settings: Settings, supervisor: Supervisor | None, n_context_checkpoints: int
+) -> None:
+    """Run the proxy until told to stop; raises LlamaServerDied and what run_proxy does."""
+    configure_logging(settings.log_level, settings.log_format)
     stopping = Stopping()
     log = get_logger("main")
-    async with run_proxy(settings):
-        log.info(
-            "serving", listen=settings.listen, admin=settings.admin, upstream=settings.upstream
-        )
-        await stopping.told.wait()
-        log.info("finishing requests and saving slots")
+    running: asyncio.Task[None] | None = None
+    try:
+        # The proxy listens before llama-server is started, so that a taken port costs nothing.
+        async with run_proxy(
+            settings,
+            is_llama_server_coming=supervisor is not None,
+            n_context_checkpoints=n_context_checkpoints,
+        ):
+            log.info(
+                "serving", listen=settings.listen, admin=settings.admin, upstream=settings.upstream
+            )
+            told = asyncio.ensure_future(stopping.told.wait())
+            try:
+                if supervisor is not None:
+                    running = asyncio.ensure_future(supervisor.run())
+                awaited = {told} if running is None else {told, running}
+                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                told.cancel()
+            if stopping.told.is_set():
+                log.info("finishing requests and saving slots")
+    finally:
+        if running is not None:
+            running.cancel()
+            await asyncio.wait({running})
+            if not running.cancelled():
+                running.result()  # raises LlamaServerDied if it had ended by itself
     log.info("stopped")
 
 
 # `llama-prefix-cache run`: starts llama-server itself and serves in front of it.
 
 
-_DIRECTORY_HELP = (
-    "Where saved states are kept; llama-server gets the same. "
-    "[its --slot-save-path, or ~/.cache/llama-prefix-cache]"
-)
-
-
 _PRESETS = "--models-preset"
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@setting_options(without=("upstream",), descriptions={"slot_save_path": _DIRECTORY_HELP})
+@setting_options(without=("upstream",))
 @click.option("--restart", is_flag=True, help="Start llama-server again when it dies.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: Any) -> None:
@@ -111,6 +139,9 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
     --cache-ram 0, --ctx-checkpoints 8 and --metrics, as far as the build knows them. What you give
     yourself is kept; if it cannot be, that is said and nothing is started.
 
+    States are kept in --slot-save-path, llama-server's or this command's; without either, in
+    ~/.cache/llama-prefix-cache.
+
     With -np 1 a conversation has the whole context (-c) and requests run one after another; -np N serves
     N at once, each with an Nth of the context.
 
@@ -123,53 +154,47 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
         merged = merge_settings(flags, os.environ, config)
         launch = _plan(program, arguments, merged)
         if launch.conflicts:
-            fail(
-                "\n  ".join(["llama-server cannot be run like this:", *launch.conflicts]),
-                EXIT_USAGE,
-            )
+            told = ["llama-server cannot be run like this:", *launch.conflicts]
+            fail("\n  ".join(told), EXIT_USAGE)
         settings = _settings(merged, launch)
+        require_free_port(launch.host, launch.port)
     except SettingsError as error:
         fail(error, EXIT_USAGE)
+    except OSError as error:
+        fail(error, EXIT_UNAVAILABLE)
     configure_logging(settings.log_level, settings.log_format)
     _tell(launch, merged)
-    try:
-        asyncio.run(
-            _run_until_told([*program, *arguments, *launch.added], settings, launch, restart)
-        )
-    except LlamaServerDied as error:
-        fail(error, EXIT_LLAMA_SERVER_DIED)
-    except (StoreLocked, OSError) as error:
-        fail(error, EXIT_UNAVAILABLE)
-    except asyncio.CancelledError:
-        fail("stopped before everything was saved", EXIT_CUT_SHORT)
+
+    async def is_ready() -> bool:
+        async with new_session() as client:
+            target = Target(settings.upstream)
+            return await LlamaServer(client, target, settings.upstream_api_key).is_ready()
+
+    whole_command = [*program, *arguments, *launch.added]
+    supervisor = Supervisor(whole_command, launch.environment, is_ready, restarts=restart)
+    _serve(settings, supervisor, launch.n_context_checkpoints)
 
 
 def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, Any]) -> Launch:
     options = parse_help(read_help(program))
     given = read_given(options, arguments, os.environ)
-    presets = _presets(given, options)
+    presets: Presets = {}
+    if _PRESETS in given:
+        with suppress(OSError, UnicodeDecodeError):  # llama-server complains if it is not there
+            presets = read_presets(Path(given[_PRESETS].value).read_text(), options)
     own_path = merged.get("slot_save_path")
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    wanted = WantedLaunch(
-        slot_save_path=str(Path(own_path).expanduser().absolute()) if own_path else None,
-        default_slot_save_path=str(Path(cache, "llama-prefix-cache").absolute()),
+    launch = plan_launch(
+        given_to_all(given, presets),
+        known_names(options),
+        own_path=str(Path(own_path).expanduser().absolute()) if own_path else None,
+        default_path=str(Path(cache, "llama-prefix-cache").absolute()),
         free_port=find_free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
     )
-    launch = plan_launch(given_to_all(given, presets), known_names(options), wanted)
     if _PRESETS in given:
-        heed_presets(launch, given, presets, variables_of(options), wanted.working_directory)
+        heed_presets(launch, given, presets, variables_of(options), str(Path.cwd()))
     return launch
-
-
-def _presets(given: Mapping[str, Given], options: Sequence[Flag]) -> Presets:
-    """Return what --models-preset says of a router's models; llama-server complains if it is not there."""
-    if _PRESETS not in given:
-        return {}
-    try:
-        return read_presets(Path(given[_PRESETS].value).read_text(), options)
-    except (OSError, UnicodeDecodeError):
-        return {}
 
 
 def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
@@ -217,68 +242,10 @@ def _tell(launch: Launch, merged: dict[str, Any]) -> None:
         log.warning(warning)
 
 
-async def _run_until_told(
-    command: Sequence[str], settings: Settings, launch: Launch, restarts: bool
-) -> None:
-    """Run llama-server and the proxy until told to stop; raises LlamaServerDied and what run_proxy does."""
-    stopping = Stopping()
-    log = get_logger("main")
-    require_free_port(launch.host, launch.port)
-    async with new_session() as client:
-        upstream = LlamaServer(client, Target(settings.upstream), settings.upstream_api_key)
-        supervisor = Supervisor(command, launch.environment, upstream.is_ready, restarts=restarts)
-        running: asyncio.Task[None] | None = None
-        try:
-            # The proxy listens before llama-server is started, so that a taken port costs nothing.
-            async with run_proxy(
-                settings,
-                is_llama_server_coming=True,
-                n_context_checkpoints=launch.n_context_checkpoints,
-            ):
-                log.info(
-                    "serving",
-                    listen=settings.listen,
-                    admin=settings.admin,
-                    upstream=settings.upstream,
-                )
-                running = asyncio.ensure_future(supervisor.run())
-                await _first_of(running, stopping)
-                if stopping.told.is_set():
-                    log.info("finishing requests and saving slots")
-        finally:
-            if running is not None:
-                await _stop(running)
-    log.info("stopped")
-
-
-async def _first_of(running: "asyncio.Task[None]", stopping: Stopping) -> None:
-    told = asyncio.ensure_future(stopping.told.wait())
-    try:
-        await asyncio.wait({running, told}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        told.cancel()
-
-
-async def _stop(running: "asyncio.Task[None]") -> None:
-    """Stop llama-server; raises LlamaServerDied if it had ended by itself."""
-    running.cancel()
-    await asyncio.wait({running})
-    if not running.cancelled():
-        running.result()
-
-
 # `llama-prefix-cache warm`: a header is evaluated and kept before the first user needs it.
 
 
 _LOOK_SECONDS = 0.5
-
-
-class _Reason(msgspec.Struct):
-    kind: str
-
-
-class _Health(msgspec.Struct):
-    reasons: list[_Reason]
 
 
 @click.command()
@@ -300,10 +267,9 @@ class _Health(msgspec.Struct):
     help="The key of those who will use it: each has its own states.",
 )
 @click.option("--pin", is_flag=True, help="Keep it whatever the budget says.")
-@admin_option
-@config_option
-@json_option
+@with_proxy
 def warm(
+    proxy: RunningProxy,
     file: Any,
     request_id: str | None,
     whole: bool,
@@ -311,8 +277,6 @@ def warm(
     path: str | None,
     api_key: str | None,
     pin: bool,
-    admin: str | None,
-    config: Path | None,
     as_json: bool,
 ) -> None:
     """Evaluate and keep a header for its first user.
@@ -337,15 +301,17 @@ def warm(
         raise click.UsageError("--path and --model are for FILE")
     given = {"path": path, "whole": "1" if whole else None, "request": request_id}
     query = {name: value for name, value in given.items() if value}
-    listener = find_admin(admin, config)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     body = for_model(file.read(), model) if file else b""
-    last = asyncio.run(_warm(listener, body, query, headers))
-    if "warmed" not in last:
-        fail(last.get("error", "the proxy went away"), EXIT_FAILED)
+    while "warmed" not in (last := _follow(proxy, body, query, headers)):
+        # A model that was just loaded for it may have to be examined first: that is waited for.
+        reasons = proxy.ask("GET", "/health", dict[str, Any]).get("reasons", [])
+        if not any(reason["kind"] in PASSING for reason in reasons):
+            fail(last.get("error", "the proxy went away"), EXIT_FAILED)
+        time.sleep(_LOOK_SECONDS)
     warmed = last["warmed"]
     if pin:
-        listener.raw("PUT", f"/checkpoints/{warmed['id']}/pin")
+        proxy.pin(warmed["id"], is_pinned=True)
     if as_json:
         print_json({**warmed, "is_pinned": pin})
         return
@@ -367,41 +333,13 @@ def for_model(body: bytes, model: str | None) -> bytes:
     return msgspec.json.encode({**fields, "model": model})
 
 
-async def _warm(
-    admin: Admin, body: bytes, query: dict[str, str], headers: dict[str, str]
-) -> dict[str, Any]:
-    """Have a body warmed; return the last thing that was said.
-
-    A model that was just loaded for it may have to be examined first: that is waited for.
-    """
-    while True:
-        last = await _follow(admin, body, query, headers)
-        if "warmed" in last or not await _is_being_examined(admin):
-            return last
-        await asyncio.sleep(_LOOK_SECONDS)
-
-
-async def _is_being_examined(admin: Admin) -> bool:
-    """Return whether what keeps requests from being cached ends by itself."""
-    health = await admin.ask_async("/health", _Health)
-    return any(reason.kind in PASSING for reason in health.reasons)
-
-
-async def _follow(
-    admin: Admin, body: bytes, query: dict[str, str], headers: dict[str, str]
+def _follow(
+    proxy: RunningProxy, body: bytes, query: dict[str, str], headers: dict[str, str]
 ) -> dict[str, Any]:
     """Have a body warmed, showing progress on a terminal; return the last thing that was said."""
     last: dict[str, Any] = {}
-    shown = Console(stderr=True)
-    columns = (TextColumn("evaluating"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=shown, disable=not shown.is_terminal, transient=True) as bar:
-        task = bar.add_task("", total=None)
-
-        def on_line(line: dict[str, Any]) -> None:
-            last.clear()
-            last.update(line)
-            if "n_done" in line:
-                bar.update(task, completed=line["n_done"], total=line["n_tokens"])
-
-        await admin.follow("/warm", body, query, headers, on_line)
+    with progress("evaluating", None, of_bytes=False) as update:
+        for last in proxy.lines("/warm", body, query, headers):
+            if "n_done" in last:
+                update(completed=last["n_done"], total=last["n_tokens"])
     return last

@@ -1,27 +1,41 @@
-"""The commands that list, keep and delete checkpoints."""
+"""The commands that list, keep, delete, check and carry checkpoints."""
 
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
 import click
 import msgspec
 from rich.text import Text
 from rich.tree import Tree
 
-from proxy.cli.access import Access, NotNamed, named, with_store
+from proxy.cli.access import (
+    DirectoryStore,
+    Store,
+    all_named,
+    named,
+    opened,
+    with_directory,
+    with_store,
+)
 from proxy.cli.common import (
     EXIT_FAILED,
     EXIT_USAGE,
-    Age,
     age_in_words,
+    age_seconds,
+    checkpoints_in_words,
     console,
     fail,
     print_json,
-    size_in_words,
+    progress,
+    table_of,
 )
 from proxy.explain.views import STORE, Deleted, ListedCheckpoint, NodeId, Selection, parse_node_id
+from proxy.settings import Settings, size_in_words
+from proxy.store.offline import examine, mend
+from proxy.store.transfer import BundleRefused, export_checkpoints, import_checkpoints
 
 # `llama-prefix-cache ls`: what is stored, as a tree.
 
@@ -37,7 +51,7 @@ Checkpoints = Sequence[ListedCheckpoint]
 @click.argument("name", required=False, metavar="[ID]")
 @click.option("--all", "shows_all", is_flag=True, help=f"Show more than {_N_SHOWN} of a kind.")
 @with_store
-def ls(store: Access, name: str | None, shows_all: bool, as_json: bool) -> None:
+def ls(store: Store, name: str | None, shows_all: bool, as_json: bool) -> None:
     """List the checkpoints as a tree.
 
     \b
@@ -51,49 +65,36 @@ def ls(store: Access, name: str | None, shows_all: bool, as_json: bool) -> None:
     namespace is a model (and the API key that asked for it), a header is tools and system prompt, a
     session is one conversation.
     """
-    checkpoints = store.checkpoints()
-    if name is not None:
-        try:
-            checkpoints = named(name, checkpoints)
-        except NotNamed as complaint:
-            fail(complaint, EXIT_FAILED)
+    checkpoints = store.checkpoints() if name is None else all_named(store, [name])
     if as_json:
         print_json({"checkpoints": checkpoints})
         return
-    n_shown = len(checkpoints) if shows_all else _N_SHOWN
-    console().print(tree_of(checkpoints, time.time(), n_shown))
+    tree = Tree(Text(_sum(checkpoints), style="bold"))
+    _grow(tree, checkpoints, 0, len(checkpoints) if shows_all else _N_SHOWN)
+    console().print(tree)
 
 
-def tree_of(checkpoints: Checkpoints, now: float, n_shown: int) -> Tree:
-    """Return all checkpoints as a tree, the last used first, *n_shown* at most under each node."""
-    tree = Tree(_line(_count(checkpoints, "checkpoint"), size_in_words(_size(checkpoints))))
-    _grow(tree, checkpoints, 0, now, n_shown)
-    return tree
+def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> None:
+    """Add what lies under a node, the last used first, *n_shown* nodes at most under each.
 
-
-def _grow(tree: Tree, checkpoints: Checkpoints, level: int, now: float, n_shown: int) -> None:
-    """Add what lies under a node; the levels are those of a parent's id: 0 is the namespace."""
+    The levels are those of a parent's id: 0 is the namespace.
+    """
+    if level == len(_TITLES):
+        for checkpoint in sorted(checkpoints, key=lambda c: c.n_tokens):
+            tree.add(_line(*_facts(checkpoint)))
+        return
     groups: defaultdict[str, list[ListedCheckpoint]] = defaultdict(list)
     for checkpoint in checkpoints:
         groups[[*checkpoint.parent.split("/"), "", ""][level]].append(checkpoint)
     ordered = sorted(groups.items(), key=lambda group: -max(c.last_used_at for c in group[1]))
     for node_id, group in ordered[:n_shown]:
-        # What sessions share lies under the header itself.
-        node = (
-            tree
-            if not node_id
-            else tree.add(_line(_title(level, node_id, group), *_sums(group, now)))
-        )
-        if level < len(_TITLES) - 1:
-            _grow(node, group, level + 1, now, n_shown)
-        else:
-            for checkpoint in sorted(group, key=lambda c: c.n_tokens):
-                node.add(_line(*_facts(checkpoint, now)))
+        node = tree  # what sessions share lies under the header itself
+        if node_id:
+            used = age_in_words(time.time() - max(c.last_used_at for c in group))
+            node = tree.add(_line(_title(level, node_id, group), _sum(group), f"used {used}"))
+        _grow(node, group, level + 1, n_shown)
     if left_out := [c for _, group in ordered[n_shown:] for c in group]:
-        words = (
-            f"... and {len(ordered) - n_shown} more with {_count(left_out, 'checkpoint')}: --all"
-        )
-        tree.add(Text(words))
+        tree.add(f"... and {len(ordered) - n_shown} more with {_sum(left_out)}: --all")
 
 
 def _title(level: int, node_id: str, checkpoints: Checkpoints) -> str:
@@ -103,21 +104,16 @@ def _title(level: int, node_id: str, checkpoints: Checkpoints) -> str:
     if level == 0:
         model = checkpoints[0].model
         return f"{words} of {model}" if model else words
-    lengths = {1: [c.n_header_tokens for c in checkpoints], 2: [c.n_tokens for c in checkpoints]}
-    return f"{words} of {max(lengths[level]):,} tokens" if level in lengths else words
+    lengths = [c.n_header_tokens if level == 1 else c.n_tokens for c in checkpoints]
+    return f"{words} of {max(lengths):,} tokens"
 
 
-def _sums(checkpoints: Checkpoints, now: float) -> list[str]:
-    used = age_in_words(now - max(c.last_used_at for c in checkpoints))
-    return [_count(checkpoints, "checkpoint"), size_in_words(_size(checkpoints)), f"used {used}"]
-
-
-def _facts(checkpoint: ListedCheckpoint, now: float) -> list[str]:
+def _facts(checkpoint: ListedCheckpoint) -> list[str]:
     facts = [
         f"{checkpoint.id[:_DIGITS]} {checkpoint.kind}",
         f"{checkpoint.n_tokens:,} tokens",
         size_in_words(checkpoint.size_bytes),
-        f"used {age_in_words(now - checkpoint.last_used_at)}",
+        f"used {age_in_words(time.time() - checkpoint.last_used_at)}",
         f"restored {checkpoint.n_restores}x",
     ]
     if checkpoint.value_seconds is not None:
@@ -131,12 +127,8 @@ def _line(first: str, *others: str) -> Text:
     return Text.assemble((first, "bold"), *(f"  {other}" for other in others))
 
 
-def _count(checkpoints: Checkpoints, what: str) -> str:
-    return f"{len(checkpoints):,} {what}{'' if len(checkpoints) == 1 else 's'}"
-
-
-def _size(checkpoints: Checkpoints) -> int:
-    return sum(checkpoint.size_bytes for checkpoint in checkpoints)
+def _sum(checkpoints: Checkpoints) -> str:
+    return checkpoints_in_words(len(checkpoints), sum(c.size_bytes for c in checkpoints))
 
 
 # `llama-prefix-cache pin` and `unpin`: what is kept whatever the budget says.
@@ -148,7 +140,7 @@ names_argument = click.argument("names", nargs=-1, required=True, metavar="ID...
 @click.command()
 @names_argument
 @with_store
-def pin(store: Access, names: tuple[str, ...], as_json: bool) -> None:
+def pin(store: Store, names: tuple[str, ...], as_json: bool) -> None:
     """Keep checkpoints whatever the budget says.
 
     \b
@@ -164,7 +156,7 @@ def pin(store: Access, names: tuple[str, ...], as_json: bool) -> None:
 @click.command()
 @names_argument
 @with_store
-def unpin(store: Access, names: tuple[str, ...], as_json: bool) -> None:
+def unpin(store: Store, names: tuple[str, ...], as_json: bool) -> None:
     """Leave checkpoints to the budget again.
 
     \b
@@ -173,32 +165,18 @@ def unpin(store: Access, names: tuple[str, ...], as_json: bool) -> None:
     _set_pinned(store, names, is_pinned=False, as_json=as_json)
 
 
-def find_all(store: Access, names: Sequence[str]) -> list[ListedCheckpoint]:
-    """Return what all of *names* name, each once; exits if one names nothing."""
-    checkpoints = store.checkpoints()
-    try:
-        found = [checkpoint for name in names for checkpoint in named(name, checkpoints)]
-    except NotNamed as complaint:
-        fail(complaint, EXIT_FAILED)
-    return list({checkpoint.id: checkpoint for checkpoint in found}.values())
-
-
-def _set_pinned(store: Access, names: Sequence[str], *, is_pinned: bool, as_json: bool) -> None:
-    found = find_all(store, names)
-    changed = [checkpoint for checkpoint in found if checkpoint.is_pinned != is_pinned]
-    for checkpoint in changed:
-        store.pin(checkpoint, is_pinned=is_pinned)
+def _set_pinned(store: Store, names: Sequence[str], *, is_pinned: bool, as_json: bool) -> None:
+    found = all_named(store, names)
+    changed = [checkpoint.id for checkpoint in found if checkpoint.is_pinned != is_pinned]
+    for checkpoint_id in changed:
+        store.pin(checkpoint_id, is_pinned=is_pinned)
     pinned = [checkpoint for checkpoint in store.checkpoints() if checkpoint.is_pinned]
-    n_bytes = sum(checkpoint.size_bytes for checkpoint in pinned)
     if as_json:
-        ids = [checkpoint.id for checkpoint in changed]
-        print_json({"changed": ids, "n_pinned": len(pinned), "pinned_bytes": n_bytes})
+        n_bytes = sum(checkpoint.size_bytes for checkpoint in pinned)
+        print_json({"changed": changed, "n_pinned": len(pinned), "pinned_bytes": n_bytes})
         return
     verb = "pinned" if is_pinned else "unpinned"
-    click.echo(
-        f"{verb} {len(changed)} (of {len(found)} named); pinned are now {len(pinned)} checkpoints with "
-        f"{size_in_words(n_bytes)}"
-    )
+    click.echo(f"{verb} {len(changed)} (of {len(found)} named); pinned are now {_sum(pinned)}")
 
 
 # `llama-prefix-cache rm` and `purge`: delete checkpoints by name, or by what is said of them.
@@ -213,7 +191,7 @@ _pinned_option = click.option("--pinned", is_flag=True, help="Pinned ones too.")
 @_yes_option
 @_pinned_option
 @with_store
-def rm(store: Access, names: tuple[str, ...], yes: bool, pinned: bool, as_json: bool) -> None:
+def rm(store: Store, names: tuple[str, ...], yes: bool, pinned: bool, as_json: bool) -> None:
     """Delete checkpoints by their ids.
 
     \b
@@ -223,11 +201,10 @@ def rm(store: Access, names: tuple[str, ...], yes: bool, pinned: bool, as_json: 
     ID is the beginning of what ls shows: a checkpoint, or all of a session, header or namespace; or the
     name of a model, for all of it. Pinned ones stay, unless --pinned. What slots hold stays too.
     """
-    found = find_all(store, names)
+    found = all_named(store, names)
     going = [checkpoint for checkpoint in found if pinned or not checkpoint.is_pinned]
-    n_bytes = sum(checkpoint.size_bytes for checkpoint in going)
-    if len(going) > 1:
-        _confirm(len(going), n_bytes, is_confirmed=yes)
+    if len(going) > 1 and not yes:
+        _confirm(_sum(going))
     replies = [store.delete(checkpoint, with_pinned=pinned) for checkpoint in going]
     deleted = Deleted(
         sum(reply.n_deleted for reply in replies),
@@ -235,21 +212,27 @@ def rm(store: Access, names: tuple[str, ...], yes: bool, pinned: bool, as_json: 
         len(found) - len(going) + sum(reply.n_pinned for reply in replies),
         sum(reply.n_in_use for reply in replies),
     )
-    _tell(deleted, as_json=as_json)
+    _tell_deleted(deleted, as_json=as_json)
     if deleted.n_pinned or deleted.n_in_use:
         sys.exit(EXIT_FAILED)
 
 
 @click.command()
 @click.option("--namespace", metavar="ID", help="Only of this namespace or model, as ls shows it.")
-@click.option("--unused-for", type=Age(), default=0, help="Only what was not used for so long.")
+@click.option(
+    "--unused-for",
+    metavar="AGE",
+    type=age_seconds,
+    default="0s",
+    help="Only what was not used for so long.",
+)
 @click.option("--everything", is_flag=True, help="Without any condition.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @_yes_option
 @_pinned_option
 @with_store
 def purge(
-    store: Access,
+    store: Store,
     namespace: str | None,
     unused_for: int,
     everything: bool,
@@ -270,49 +253,175 @@ def purge(
     """
     if everything == bool(namespace or unused_for):
         fail("give --namespace and/or --unused-for, or --everything", EXIT_USAGE)
-    selection = Selection(_node(store, namespace), unused_for, pinned)
-    would = store.purge(selection, is_dry_run=True)
-    if dry_run or not would.n_deleted:
-        _tell(msgspec.structs.replace(would, is_dry_run=dry_run), as_json=as_json)
-        return
-    _confirm(would.n_deleted, would.deleted_bytes, is_confirmed=yes)
-    _tell(store.purge(selection, is_dry_run=False), as_json=as_json)
+    node = _namespace(store, namespace) if namespace else STORE
+    selection = Selection(node, unused_for, pinned)
+    deleted = store.purge(selection, is_dry_run=True)
+    if deleted.n_deleted and not dry_run:
+        if not yes:
+            _confirm(checkpoints_in_words(deleted.n_deleted, deleted.deleted_bytes))
+        deleted = store.purge(selection, is_dry_run=False)
+    _tell_deleted(msgspec.structs.replace(deleted, is_dry_run=dry_run), as_json=as_json)
 
 
-def _node(store: Access, namespace: str | None) -> NodeId:
-    if namespace is None:
-        return STORE
-    try:
-        found = named(namespace, store.checkpoints())
-    except NotNamed as complaint:
-        fail(complaint, EXIT_FAILED)
+def _namespace(store: Store, name: str) -> NodeId:
+    found = named(name, store.checkpoints())
     parent, *others = {c.parent.split("/")[0] for c in found}
     if others:
-        fail(f"{namespace!r} has {1 + len(others)} namespaces: give the id of one", EXIT_FAILED)
-    if not parent.startswith(namespace.lower()) and found[0].model != namespace:
-        fail(f"{namespace!r} is not a namespace: see the first level of ls", EXIT_FAILED)
+        fail(f"{name!r} has {1 + len(others)} namespaces: give the id of one", EXIT_FAILED)
+    if not parent.startswith(name.lower()) and found[0].model != name:
+        fail(f"{name!r} is not a namespace: see the first level of ls", EXIT_FAILED)
     return parse_node_id(parent)
 
 
-def _confirm(n_going: int, n_bytes: int, *, is_confirmed: bool) -> None:
-    """Ask, unless that is done with; where nobody can be asked, --yes is needed."""
-    if is_confirmed:
-        return
-    words = f"delete {n_going} checkpoints with {size_in_words(n_bytes)}"
+def _confirm(what: str) -> None:
+    """Ask whether to delete *what*; where nobody can be asked, --yes is needed."""
     if not sys.stdin.isatty():
-        fail(f"would {words}: give --yes", EXIT_USAGE)
-    if not click.confirm(f"{words.capitalize()}?", err=True):
+        fail(f"would delete {what}: give --yes", EXIT_USAGE)
+    if not click.confirm(f"Delete {what}?", err=True):
         fail("nothing was deleted", EXIT_FAILED)
 
 
-def _tell(deleted: Deleted, *, as_json: bool) -> None:
+def _tell_deleted(deleted: Deleted, *, as_json: bool) -> None:
     if as_json:
         print_json(deleted)
         return
     verb = "would delete" if deleted.is_dry_run else "deleted"
-    words = [f"{verb} {deleted.n_deleted} checkpoints with {size_in_words(deleted.deleted_bytes)}"]
+    words = [f"{verb} {checkpoints_in_words(deleted.n_deleted, deleted.deleted_bytes)}"]
     if deleted.n_pinned:
         words.append(f"{deleted.n_pinned} pinned ones stay (--pinned deletes them too)")
     if deleted.n_in_use:
         words.append(f"{deleted.n_in_use} were in use: try again")
     click.echo("; ".join(words))
+
+
+# `llama-prefix-cache check`: holds the index against the files, and mends it.
+
+
+@click.command()
+@click.option("--fix", is_flag=True, help="Remove what is broken, and make anew what can be.")
+@with_directory
+def check(settings: Settings, fix: bool, as_json: bool) -> None:
+    """Hold every state against the index.
+
+    \b
+    llama-prefix-cache check --slot-save-path /var/lib/llama-prefix-cache
+    llama-prefix-cache check --fix --slot-save-path /var/lib/llama-prefix-cache
+
+    Reads every byte, while no proxy runs on the directory. A proxy does a quick form of this whenever it
+    starts (sizes of files); their content it verifies before it is used. A damaged index is made anew from
+    the states with --fix, and by every proxy that starts; times, counts and measured rates are then lost.
+    Exit status: 0 all is well or mended, 1 something is wrong, 69 a proxy uses the directory.
+    """
+    with opened(Path(settings.slot_save_path), mends_index=fix) as store:
+        n_bytes = sum(checkpoint.size_bytes for checkpoint in store.checkpoints())
+        with progress("reading", n_bytes) as update:
+            examined = examine(store, lambda n: update(advance=n))
+        if fix:
+            mend(store, examined.problems)
+    problems, is_mended = examined.problems, fix and examined.is_curable
+    if as_json:
+        of_all = {"n_checkpoints": examined.n_checkpoints, "size_bytes": examined.size_bytes}
+        print_json({**of_all, "problems": problems, "is_mended": is_mended})
+    else:
+        rows = [
+            (
+                problem.name,
+                f"{problem.kind} ({problem.detail})" if problem.detail else problem.kind,
+                size_in_words(problem.size_bytes) if problem.size_bytes else "",
+                problem.kind.cure if fix else f"with --fix {problem.kind.cure}",
+            )
+            for problem in problems
+        ]
+        if rows:
+            console().print(table_of(rows))
+        looked_at = checkpoints_in_words(examined.n_checkpoints, examined.size_bytes)
+        n_problems = f"{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}"
+        console().print(f"{looked_at}: {n_problems}{', mended' if is_mended else ''}")
+    if problems and not is_mended:
+        sys.exit(EXIT_FAILED)
+
+
+# `llama-prefix-cache export` and `import`: checkpoints as one file, from one store to another.
+
+
+@click.command("export")
+@names_argument
+@click.option(
+    "--to",
+    "-o",
+    "file",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="File.",
+)
+@with_directory
+def export(settings: Settings, names: tuple[str, ...], file: Path, as_json: bool) -> None:
+    """Write checkpoints into one file.
+
+    \b
+    llama-prefix-cache export 1b70c4d2 -o session.lpc --slot-save-path /var/lib/llama-prefix-cache
+
+    ID is the beginning of what ls shows: a checkpoint, or all of a session, header or namespace. The file
+    says which model its states are of. It is as good as a transcript, and readable for you alone. No proxy
+    may run on the directory meanwhile.
+    """
+    with opened(Path(settings.slot_save_path)) as store:
+        ids = sorted(checkpoint.id for checkpoint in all_named(DirectoryStore(store), names))
+        chosen = [store.get(checkpoint_id) for checkpoint_id in ids]
+        n_bytes = sum(checkpoint.size_bytes for checkpoint in chosen)
+        with progress("exporting", n_bytes) as update:
+            export_checkpoints(store, chosen, file, lambda n: update(advance=n))
+    if as_json:
+        print_json({"file": str(file), "exported": ids, "size_bytes": n_bytes})
+    else:
+        click.echo(f"{checkpoints_in_words(len(ids), n_bytes)} are in {file}")
+
+
+@click.command("import")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--other-model", is_flag=True, help="Even if the directory knows only other models.")
+@with_directory
+def import_(settings: Settings, file: Path, other_model: bool, as_json: bool) -> None:
+    """Take over the checkpoints of an exported file.
+
+    \b
+    llama-prefix-cache import session.lpc --slot-save-path /var/lib/llama-prefix-cache
+
+    Refused (exit status 1) if the directory was used with models, and with none that the states are of:
+    the same model file, adapters and slot file version, with the same answers. A new directory takes
+    everything; there, states of another model are just never found. Take files only from whom you trust:
+    llama-server reads states as they are. Refused as well if it would leave less free than the setting
+    min_free_bytes says (2 GiB). Run it as the user that the proxy runs as, while no proxy runs on the
+    directory.
+    """
+    with opened(Path(settings.slot_save_path), may_be_new=True) as store:
+        with progress("importing", file.stat().st_size) as update:
+            try:
+                imported = import_checkpoints(
+                    store,
+                    file,
+                    lambda n: update(advance=n),
+                    min_free_bytes=settings.min_free_bytes,
+                    may_be_other_model=other_model,
+                )
+            except BundleRefused as refusal:
+                fail(f"{file} is refused: {refusal}", EXIT_FAILED)
+    n_bytes = sum(checkpoint.size_bytes for checkpoint in imported.entered)
+    if as_json:
+        print_json(
+            {
+                "imported": [f"{checkpoint.id:016x}" for checkpoint in imported.entered],
+                "size_bytes": n_bytes,
+                "n_already_there": imported.n_already_there,
+                "is_new_model": imported.is_new_model,
+            }
+        )
+        return
+    entered = checkpoints_in_words(len(imported.entered), n_bytes)
+    click.echo(f"{entered} are in {settings.slot_save_path}")
+    if imported.n_already_there:
+        click.echo(f"{imported.n_already_there} were there already")
+    if imported.is_new_model:
+        click.echo(
+            "This directory has not met their model yet: whether they fit shows when it does."
+        )

@@ -8,13 +8,8 @@ import posixpath
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-# How llama-server is started so that its slots can be cached: what is added to the user's flags.
-#
-# Owns: the additions, and the conflicts with what the user gave, which is never overridden. Must never
-# know how --help is read or a process started. Only options that the build knows are added.
-
-
 ON, OFF = "on", "off"
+_SAVE_PATH = "--slot-save-path"
 
 N_CONTEXT_CHECKPOINTS = 8
 """llama-server keeps 32 in each slot by default, and every save writes all of them: 2 to 5 GB on real
@@ -42,16 +37,6 @@ class Given:
         if self.is_flag:
             return self.written if self.value in (ON, OFF) else f"{self.written} {self.value}"
         return f"{self.written}={self.value}"
-
-
-@dataclass(frozen=True, slots=True)
-class WantedLaunch:
-    """What the proxy needs; `slot_save_path` is its own setting, absolute, if it was given one."""
-
-    slot_save_path: str | None
-    default_slot_save_path: str
-    free_port: int
-    working_directory: str = "/"
 
 
 @dataclass(slots=True)
@@ -88,16 +73,34 @@ class Launch:
         return f"http://{address}:{self.port}{self.api_prefix}"
 
 
-def plan_launch(given: Mapping[str, Given], known: Collection[str], wanted: WantedLaunch) -> Launch:
-    """Return how to start a build that knows the options *known* beside what is *given*."""
+def plan_launch(
+    given: Mapping[str, Given],
+    known: Collection[str],
+    *,
+    own_path: str | None,
+    default_path: str,
+    free_port: int,
+    working_directory: str,
+) -> Launch:
+    """Return how to start a build that knows the options *known* beside what is *given*.
+
+    *own_path* is the proxy's own slot_save_path, absolute, if it was given one.
+    """
     launch = Launch()
-    _place_states(launch, given, known, wanted)
-    _place_listener(launch, given, wanted)
-    _take_keys(launch, given, wanted)
+    if _SAVE_PATH not in known:
+        launch.conflicts.append(
+            f"its --help does not name {_SAVE_PATH}: this is not llama-server, or has no slot saves"
+        )
+    _place_states(launch, given, own_path, default_path, working_directory)
+    _place_listener(launch, given, free_port)
+    if key := given.get("--api-key"):
+        launch.api_key = key.value.split(",")[0].strip() or None
+    elif file := given.get("--api-key-file"):
+        launch.api_key_file = posixpath.join(working_directory, file.value)
     _divide_context(launch, given, known)
     _keep_idle_slots(launch, given, known)
     _limit_checkpoints(launch, given, known)
-    if not _is_on(given, "--metrics"):
+    if "--metrics" not in given or given["--metrics"].value == OFF:
         _add(launch, known, "--metrics")
     _warn(launch, given)
     return launch
@@ -109,33 +112,27 @@ def _add(launch: Launch, known: Collection[str], name: str, *values: str) -> boo
     return name in known
 
 
-def _is_on(given: Mapping[str, Given], name: str) -> bool:
-    return name in given and given[name].value == ON
-
-
 def _place_states(
-    launch: Launch, given: Mapping[str, Given], known: Collection[str], wanted: WantedLaunch
+    launch: Launch,
+    given: Mapping[str, Given],
+    own_path: str | None,
+    default_path: str,
+    working_directory: str,
 ) -> None:
-    name = "--slot-save-path"
-    if name not in known:
-        launch.conflicts.append(
-            f"its --help does not name {name}: this is not llama-server, or one without slot saves"
-        )
-    theirs = given.get(name)
-    if theirs is None:
-        launch.slot_save_path = wanted.slot_save_path or wanted.default_slot_save_path
-        _add(launch, known, name, launch.slot_save_path)
+    if (theirs := given.get(_SAVE_PATH)) is None:
+        launch.slot_save_path = own_path or default_path
+        launch.additions.append((_SAVE_PATH, launch.slot_save_path))
         return
-    joined = posixpath.join(wanted.working_directory, theirs.value)
+    joined = posixpath.join(working_directory, theirs.value)
     launch.slot_save_path = posixpath.normpath(joined)
-    if wanted.slot_save_path and posixpath.normpath(wanted.slot_save_path) != launch.slot_save_path:
+    if own_path and posixpath.normpath(own_path) != launch.slot_save_path:
         launch.conflicts.append(
-            f"llama-server's {theirs} is not the proxy's slot_save_path {wanted.slot_save_path}: "
-            "give only one of the two"
+            f"llama-server's {theirs} is not the proxy's slot_save_path {own_path}: give only one of the"
+            " two"
         )
 
 
-def _place_listener(launch: Launch, given: Mapping[str, Given], wanted: WantedLaunch) -> None:
+def _place_listener(launch: Launch, given: Mapping[str, Given], free_port: int) -> None:
     if host := given.get("--host"):
         # Several addresses stand behind commas, UNIX sockets among them (server-http.cpp).
         reachable = [h.strip() for h in host.value.split(",") if not h.strip().endswith(".sock")]
@@ -145,7 +142,7 @@ def _place_listener(launch: Launch, given: Mapping[str, Given], wanted: WantedLa
             launch.conflicts.append(f"{host}: the proxy reaches llama-server over TCP only")
     port = given.get("--port")
     if port is None or port.value == "0":  # 0 asks for any free port, and that is what it gets
-        launch.port = wanted.free_port
+        launch.port = free_port
         launch.additions.append(("--port", str(launch.port)))
     elif port.value.isdecimal():
         launch.port = int(port.value)
@@ -158,13 +155,6 @@ def _place_listener(launch: Launch, given: Mapping[str, Given], wanted: WantedLa
             )
     if "--api-prefix" in given:
         launch.api_prefix = given["--api-prefix"].value.rstrip("/")
-
-
-def _take_keys(launch: Launch, given: Mapping[str, Given], wanted: WantedLaunch) -> None:
-    if key := given.get("--api-key"):
-        launch.api_key = key.value.split(",")[0].strip() or None
-    elif file := given.get("--api-key-file"):
-        launch.api_key_file = posixpath.join(wanted.working_directory, file.value)
 
 
 def _divide_context(launch: Launch, given: Mapping[str, Given], known: Collection[str]) -> None:
@@ -180,24 +170,22 @@ def _divide_context(launch: Launch, given: Mapping[str, Given], known: Collectio
                 "one slot: a conversation has the whole context, and requests run one after another; "
                 "-np N serves N at once, each with an Nth of the context"
             )
-    elif n_parallel.value.isdecimal() and int(n_parallel.value) > 1 and not _is_unified(given):
+    elif n_parallel.value.isdecimal() and int(n_parallel.value) > 1 and not _unified_by(given):
         launch.notes.append(
             f"{n_parallel}: each conversation has 1/{n_parallel.value} of the context (-c)"
         )
-    if _is_unified(given):
+    if unified := _unified_by(given):
         launch.warnings.append(
-            f"{_why_unified(given)}: slots share one cache, and a restore fails while others fill it"
+            f"{unified}: slots share one cache, and a restore fails while others fill it"
         )
 
 
-def _is_unified(given: Mapping[str, Given]) -> bool:
-    if "--kv-unified" in given:
-        return _is_on(given, "--kv-unified")
-    return "--parallel" in given and given["--parallel"].value.startswith("-")
-
-
-def _why_unified(given: Mapping[str, Given]) -> Given:
-    return given.get("--kv-unified") or given["--parallel"]
+def _unified_by(given: Mapping[str, Given]) -> Given | None:
+    """Return the option that makes all slots share one cache, None if none does."""
+    if unified := given.get("--kv-unified"):
+        return unified if unified.value == ON else None
+    parallel = given.get("--parallel")
+    return parallel if parallel and parallel.value.startswith("-") else None
 
 
 def _keep_idle_slots(launch: Launch, given: Mapping[str, Given], known: Collection[str]) -> None:
@@ -219,9 +207,9 @@ def _keep_idle_slots(launch: Launch, given: Mapping[str, Given], known: Collecti
     idle = given.get("--cache-idle-slots")
     if idle is None:
         _add(launch, known, "--no-cache-idle-slots")
-    elif idle.value == ON and _is_unified(given):
+    elif idle.value == ON and (unified := _unified_by(given)):
         launch.conflicts.append(
-            f"{idle} with {ram} and {_why_unified(given)} clears idle slots before they can be saved: "
+            f"{idle} with {ram} and {unified} clears idle slots before they can be saved: "
             "leave one of them out"
         )
 
@@ -255,17 +243,14 @@ def restart_delay_seconds(n_failures: int) -> float:
     return min(MAX_RESTART_DELAY_SECONDS, 2.0**n_doublings)
 
 
-# How what is added to a router's flags goes together with its presets, the flags for single models.
-#
-# Owns: which of the two is stronger. A router holds its own command line above the presets, and those
-# above variables (server-models.cpp); so what the proxy adds becomes variables, and overrides nothing.
-
+# A router and its presets, the flags for single models. A router holds its own command line above the
+# presets, and the presets above environment variables (server-models.cpp). So what the proxy adds becomes
+# environment variables, and overrides nothing.
 
 Presets = Mapping[str, Mapping[str, Given]]
 """What each section sets, under every name of an option."""
 
 ALL_MODELS = "*"
-_SAVE_PATH = "--slot-save-path"
 _CHECKPOINTS = "--ctx-checkpoints"
 _OF_MODELS = frozenset(
     (_SAVE_PATH, _CHECKPOINTS, "--swa-checkpoints", "--parallel", "--kv-unified", "--cache-ram")
@@ -301,17 +286,13 @@ def heed_presets(
         if checkpoints and _CHECKPOINTS not in flags and checkpoints.value.isdecimal():
             n_checkpoints = min(launch.n_context_checkpoints, int(checkpoints.value))
             launch.n_context_checkpoints = n_checkpoints
-    _add_as_variables(launch, variables)
-
-
-def _flags(given: Mapping[str, Given]) -> dict[str, Given]:
-    return {name: value for name, value in given.items() if value.is_flag}
-
-
-def _add_as_variables(launch: Launch, variables: Mapping[str, str]) -> None:
     for addition in list(launch.additions):
         name, *values = addition
         if name in variables and name != "--port":
             switched = OFF if name.startswith("--no-") else ON
             launch.environment[variables[name]] = values[0] if values else switched
             launch.additions.remove(addition)
+
+
+def _flags(given: Mapping[str, Given]) -> dict[str, Given]:
+    return {name: value for name, value in given.items() if value.is_flag}

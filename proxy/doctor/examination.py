@@ -1,157 +1,284 @@
-"""One examination of one llama-server: the real attach on a scratch store, and the probes beside it.
+"""Finds every llama-server that `upstream` names and examines them, one after the other.
 
-The attach says whether the model can be identified and its slots saved, whether idle slots keep what they
-hold, and, by its self-test, what a restored state is good for. Its degradations are reported as they are.
-This module judges nothing.
+Each is attached to as the proxy does, on a scratch store, and probed beside that. While a proxy uses the
+directory nothing is tried out and no model loaded: the proxy is asked instead. At a host of models only the
+model that was asked for by name is loaded, for another one may have to go for it. This module judges
+nothing.
 """
 
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import choose_namespace, is_same_canary, tenant_namespace
+from proxy.core.model import choose_namespace, tenant_namespace
+from proxy.core.saving import expected_bytes
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.core.tokens import Namespace
-from proxy.doctor.facts import (
-    USUAL_TOKENS,
-    BehaviourFacts,
-    CostFacts,
-    LlamaServerFacts,
-    MemoryFacts,
-    ServerFacts,
-    SlotFacts,
-    StateFacts,
-    StoreFacts,
+from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup
+from proxy.doctor.probes import (
+    ProbedServer,
+    Scratch,
+    has_ram_cache,
+    prefers_similar_slot,
+    scratch,
 )
-from proxy.doctor.probes import FreeBytes, Scratch, has_ram_cache, prefers_similar_slot, scratch
-from proxy.errors import UpstreamFault
-from proxy.llama.client import LlamaServer, Props
-from proxy.llama.state_file import SUPPORTED_VERSIONS, StateFile
+from proxy.errors import IndexDamaged, StoreFault, StoreLocked, UpstreamFault, UpstreamRefused
+from proxy.llama.client import LlamaServer, Props, new_session
+from proxy.llama.hosts import HostedFlags, ModelHost, Models, recognise
+from proxy.llama.routes import Target
 from proxy.servers import self_test
 from proxy.servers.attach import attach, read_identity
 from proxy.servers.server import kind_of
 from proxy.serving.process import Process, quarantined_in_words
-from proxy.serving.saver import RewriteStateFile
+from proxy.serving.saver import RewriteStateFile, keep_as_saved
+from proxy.settings import Settings, parse_urls, reachable
 from proxy.store.catalogue import Limits
-from proxy.store.index import IndexContent
-from proxy.store.known_models import (
-    NAMESPACES_PREFIX,
-    Owner,
-    known_namespaces,
-    known_tenants,
-    owners,
-)
+from proxy.store.directory import keep_proxies_out
+from proxy.store.files import StateFiles
+from proxy.store.index import IndexContent, read_index
+from proxy.store.known_models import known_namespaces, known_tenants, owners
 
 Note = Callable[[str], object]
+"""Is told what is going on."""
+
+_HEALTH_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Subject:
-    """What is to be examined; `admin` is where a proxy would answer operators, HOST:PORT.
+async def examine(
+    settings: Settings,
+    *,
+    model: str = "",
+    rewrite: RewriteStateFile = keep_as_saved,
+    free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
+    note: Note = lambda text: None,
+) -> Setup:
+    """Return what there is to know about the llama-servers and the directory of *settings*.
 
-    `asked_for` is the model of --model. `note` is told what is going on; `rewrite` and `free_bytes` are for
-    tests.
+    At a host of models only about *model*, if one is named. *rewrite* and *free_bytes* are for tests.
+    Raises nothing that a person could mend.
     """
-
-    roots: Sequence[LlamaServer]
-    has_key: bool
-    directory: Path
-    admin: str
-    limits: Limits
-    idle_save_seconds: float
-    asked_for: str
-    rewrite: RewriteStateFile
-    free_bytes: FreeBytes
-    note: Note
-
-
-async def examine_server(
-    upstream: LlamaServer, server: ServerFacts, subject: Subject, index: IndexContent | None
-) -> LlamaServerFacts:
-    """Return all facts about a llama-server, with the degradations that its attach ran into.
-
-    Without *index* its slots are not touched. Raises StoreFault or OSError if there is no scratch store.
-    """
-    limits = Limits(subject.limits.max_bytes)
-    async with scratch(upstream, subject.directory, limits, subject.rewrite) as probing:
-        facts = LlamaServerFacts(server=server)
+    # Facts are printed, and the key must not be.
+    told = msgspec.structs.replace(settings, upstream_api_key=None)
+    setup = Setup(settings=told, own_uid=os.geteuid(), asked_for=model)
+    key = settings.upstream_api_key
+    async with new_session() as session:
+        roots = [LlamaServer(session, Target(url), key) for url in parse_urls(settings.upstream)]
         try:
-            facts, props = await _contact(facts, probing, subject)
-            if props is not None and index is not None and facts.server.has_slot_save_path:
-                facts = await _examine_slots(facts, probing, props, index, subject.note)
-        except UpstreamFault as fault:
-            facts = replace(facts, failures=(f"the slots could not be examined: {fault}",))
-        return replace(facts, degradations=tuple(probing.services.degradations.active))
+            with keep_proxies_out(Path(settings.slot_save_path)):
+                await _fill_in(setup, roots, rewrite, free_bytes, note)
+        except StoreLocked as lock:
+            setup.lock = str(lock)
+            setup.health = await _health(session, settings.admin)
+            await _fill_in(setup, roots, rewrite, free_bytes, note)
+    return setup
 
 
-async def _contact(
-    facts: LlamaServerFacts, probing: Scratch, subject: Subject
-) -> tuple[LlamaServerFacts, Props | None]:
-    """Ask llama-server what it is; the properties are None if it cannot be attached to at all."""
+async def _fill_in(
+    setup: Setup,
+    roots: Sequence[LlamaServer],
+    rewrite: RewriteStateFile,
+    free_bytes: Callable[[Path], int],
+    note: Note,
+) -> None:
+    """Find out everything about the directory, the hosts and the llama-servers."""
+    note("asking llama-server what it is")
+    found = []
+    for root in roots:
+        upstreams, host = await reach(root, setup.asked_for, may_load=not setup.lock, note=note)
+        setup.hosts += [host] if host else []
+        for upstream in upstreams:
+            name = upstream.target.name if host or len(roots) > 1 else ""
+            url, kind = upstream.target.base_url, host.kind if host else ""
+            found.append((upstream, LlamaServerFacts(url=url, name=name, host=kind)))
+    setup.llama_servers = [facts for _, facts in found]
+    index = _examine_directory(setup, free_bytes)
+    for upstream, facts in found:
+        await _examine_server(upstream, facts, setup, index, rewrite, note)
+
+
+async def _health(session: aiohttp.ClientSession, admin: str) -> dict[str, Any] | None:
+    """Return what a proxy says of itself at *admin* (HOST:PORT), None if none answers there."""
+    url, limit = f"http://{reachable(admin)}/health", aiohttp.ClientTimeout(total=_HEALTH_SECONDS)
+    try:
+        async with session.get(url, timeout=limit) as reply:
+            health = msgspec.json.decode(await reply.read(), type=dict[str, Any])
+    except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
+        return None
+    return health if {"state", "reasons"} <= health.keys() else None
+
+
+def _examine_directory(setup: Setup, free_bytes: Callable[[Path], int]) -> IndexContent | None:
+    """Make and remove a file, and list them; look at permissions, free space and the index.
+
+    Returns the index, None if slots are not to be touched.
+    """
+    directory = Path(setup.settings.slot_save_path)
+    try:
+        status = directory.stat()
+        setup.mode, setup.owner_uid = status.st_mode & 0o7777, status.st_uid
+        setup.free_bytes = free_bytes(directory)
+        probe = directory / StateFiles(directory).new_temporary_name()
+        probe.touch(mode=0o600, exist_ok=False)
+        os.listdir(directory)
+        probe.unlink()
+    except OSError as error:
+        setup.problem = error.strerror or str(error)
+    if setup.problem or setup.lock:
+        return None
+    try:
+        index = read_index(directory)
+    except StoreFault as fault:
+        setup.index_problem, setup.is_index_damaged = str(fault), isinstance(fault, IndexDamaged)
+        return IndexContent()
+    setup.n_checkpoints = len(index.checkpoints)
+    setup.used_bytes = sum(checkpoint.size_bytes for checkpoint in index.checkpoints)
+    setup.quarantined = quarantined_in_words(index.checkpoints)
+    return index
+
+
+# What answers at the addresses of `upstream`.
+
+
+async def reach(
+    root: LlamaServer, asked_for: str, *, may_load: bool, note: Note
+) -> tuple[list[LlamaServer], HostFacts | None]:
+    """Return the llama-servers at an address, and the host if there is one.
+
+    Of a host these are the loaded models, or only the one *asked_for*: that one is loaded if it *may* be,
+    and *note* is told so. Raises nothing.
+    """
+    host = await recognise(root)
+    if host is None:
+        return [root], None
+    facts = HostFacts(url=root.target.base_url, kind=host.kind)
+    try:
+        models = await host.models()
+        facts.n_at_most = models.n_at_most
+        if asked_for and may_load:
+            note(f"having {asked_for} loaded, if it is not")
+        facts.asked_for = models.named(asked_for) or ""
+        if asked_for and not facts.asked_for and host.hides_names:
+            # To ask whether this is a model's name would load it.
+            with suppress(UpstreamRefused):
+                resolved = await host.resolve(asked_for) if may_load else asked_for
+                facts.asked_for = resolved or ""
+        if facts.asked_for and may_load and facts.asked_for not in models.loaded:
+            await _load(host, models, facts)
+        models = await host.models()
+        flags = {each.model: each for each in await host.flags()}
+    except UpstreamFault as fault:
+        facts.problem = str(fault)
+        return [], facts
+    facts.models = tuple(flags.get(model, HostedFlags(model)) for model in sorted(models.known))
+    wanted = models.loaded & {facts.asked_for} if asked_for else models.loaded
+    return [root.at(host.target(model)) for model in sorted(wanted)], facts
+
+
+async def _load(host: ModelHost, before: Models, facts: HostFacts) -> None:
+    """Have the model loaded that was asked for, and note what that has cost; raises UpstreamFault."""
+    name = facts.asked_for
+    try:
+        if name not in (await host.models()).loaded:  # asking whose name it is may have loaded it
+            await host.load(name)
+    except UpstreamRefused as refusal:
+        facts.problem = f"{name} could not be loaded ({refusal})"
+        return
+    after = await host.models()
+    facts.loaded, facts.unloaded = name, tuple(sorted(before.loaded - after.loaded))
+
+
+# One llama-server: the real attach on a scratch store, and the probes beside it.
+
+
+async def _examine_server(
+    upstream: LlamaServer,
+    facts: LlamaServerFacts,
+    setup: Setup,
+    index: IndexContent | None,
+    rewrite: RewriteStateFile,
+    note: Note,
+) -> None:
+    """Fill in the facts about a llama-server; without *index* its slots are not touched."""
+    limits = Limits(setup.settings.max_store_bytes)
+    try:
+        async with scratch(
+            upstream, Path(setup.settings.slot_save_path), limits, rewrite
+        ) as probing:
+            try:
+                props = await _contact(facts, probing)
+                if props is not None and index is not None:
+                    await _examine_slots(facts, probing, props, index, note)
+            except UpstreamFault as fault:
+                facts.failures.append(f"the slots could not be examined: {fault}")
+            facts.degradations = tuple(probing.services.degradations.active)
+    except (StoreFault, OSError) as fault:
+        facts.failures.append(f"no scratch store could be opened: {fault}")
+
+
+async def _contact(facts: LlamaServerFacts, probing: Scratch) -> Props | None:
+    """Ask llama-server what it is; return its properties, None if it cannot be attached to."""
     upstream, degradations = probing.server, probing.services.degradations
     try:
         props = await upstream.props()
         process_id = await upstream.process_id(props)
+        has_path = props.total_slots > 0 and await upstream.has_slot_save_path()
     except UpstreamFault as fault:
         kind = kind_of(fault)
-        is_key_missing = kind is DegradationKind.API_KEY_REFUSED and not subject.has_key
-        degradations.begin(kind, "none was given" if is_key_missing else str(fault))
-        return facts, None
+        has_no_key = kind is DegradationKind.API_KEY_REFUSED and upstream.api_key is None
+        degradations.begin(kind, "none was given" if has_no_key else str(fault))
+        return None
     if props.total_slots < 1:
         degradations.begin(DegradationKind.NOT_A_LLAMA_SERVER, "it has no slots")
-        return facts, None
+        return None
+    facts.build, facts.model = props.build_info, props.model_path
+    facts.n_slots, facts.n_ctx = props.total_slots, props.n_ctx
+    facts.is_asleep = props.is_sleeping
     if not process_id:
         degradations.begin(DegradationKind.PROCESS_HAS_NO_NAME)
-    try:
-        has_path = await upstream.has_slot_save_path()
-        if not has_path:
-            degradations.begin(DegradationKind.NO_SLOT_SAVE_PATH)
-    except UpstreamFault as fault:
-        has_path = None
-        degradations.begin(DegradationKind.NOT_A_LLAMA_SERVER, str(fault))
-    server = replace(
-        facts.server,
-        build=props.build_info,
-        model=props.model_path,
-        n_slots=props.total_slots,
-        n_ctx=props.n_ctx,
-        is_asleep=props.is_sleeping,
-        has_slot_save_path=has_path,
-    )
-    return replace(facts, server=server), props
+    if not has_path:
+        degradations.begin(DegradationKind.NO_SLOT_SAVE_PATH)
+    return props if has_path else None
 
 
 async def _examine_slots(
     facts: LlamaServerFacts, probing: Scratch, props: Props, index: IndexContent, note: Note
-) -> LlamaServerFacts:
+) -> None:
     """Attach, and probe what no attach tells, if there is an empty slot to do it in.
 
     Raises UpstreamFault.
     """
-    server, name = probing.server, f"{facts.server.name}: " if facts.server.name else ""
+    server, name = probing.server, f"{facts.name}: " if facts.name else ""
     note(f"{name}looking for empty slots")
-    await probing.find_empty_slots(props.total_slots)
-    facts = replace(facts, probe_save=probing.first_save)
-    if not probing.can_save:
-        return facts
-    slots = SlotFacts(len(server.empty), len(server.held), server.n_busy)
-    facts = replace(facts, slots=slots)
-    if not server.empty:
-        return facts
+    await probing.find_empty_slots(facts)
+    if not facts.n_empty:
+        return
     note(f"{name}attaching, and saving and restoring states of up to 4,400 tokens")
     process = await _attach(probing, props)
     if not process.can_cache:
-        return facts
-    facts = await _describe(facts, probing, process, props, index)
+        return
+    facts.rule = process.rule if process.self_test else None
+    facts.identity = await read_identity(server, props)
+    assert probing.layout is not None, "an attach that can cache has saved a state"
+    facts.layout = probing.layout
+    _note_cost(facts, server, process)
+    _find_usable(facts, probing, index)
     note(f"{name}trying out similarity and the RAM cache")
     try:
-        return replace(facts, behaviour=await _behaviour(probing, process))
+        server.n_vocab = facts.identity.n_vocab
+        similar = await prefers_similar_slot(server, facts.layout[0])
+        facts.prefers_similar_slot = similar
+        facts.has_ram_cache = await has_ram_cache(server, prefers_similar=similar)
     except UpstreamFault as fault:
+        facts.failures.append(f"slot behaviour could not be examined: {fault}")
         with suppress(UpstreamFault):
             await server.erase_all()
-        return replace(facts, failures=(f"slot behaviour could not be examined: {fault}",))
 
 
 async def _attach(probing: Scratch, props: Props) -> Process:
@@ -161,7 +288,7 @@ async def _attach(probing: Scratch, props: Props) -> Process:
         services,
         saver,
         props,
-        "examined once",  # whether a restart can be told was looked at: this attachment outlives none
+        "examined once",  # no restart has to be noticed: this process is dropped at once
         max_waiting=0,
         shares_between_api_keys=None,
     )
@@ -176,87 +303,26 @@ async def _attach(probing: Scratch, props: Props) -> Process:
     return process
 
 
-async def _describe(
-    facts: LlamaServerFacts,
-    probing: Scratch,
-    process: Process,
-    props: Props,
-    index: IndexContent,
-) -> LlamaServerFacts:
-    """Add what the attach has found out about the model and its states."""
+def _find_usable(facts: LlamaServerFacts, probing: Scratch, index: IndexContent) -> None:
+    """Note which of the directory's checkpoints are of the model that the attach found."""
     _, owner = next(owners(probing.services.store.index))
-    states = [state for state in probing.states if len(state.tokens)]
-    version, layout = states[0].version, states[0].layout
-    identity = await read_identity(probing.server, props)
-    canary = tuple(owner.known.canary)
-    return replace(
-        facts,
-        states=StateFacts(identity=identity, layout=repr((version, layout)), canary=canary),
-        store=_store(index, owner),
-        memory=MemoryFacts(
-            file_version=version,
-            is_version_supported=version in SUPPORTED_VERSIONS,
-            sections=tuple(section.kind for section in layout or ()),
-            rule=process.rule if process.self_test else None,
-        ),
-        cost=_cost(states, probing, process),
-    )
+    facts.canary = tuple(owner.known.canary)
+    chosen = choose_namespace(known_namespaces(index, owner.static), facts.canary)
+    if chosen is None:
+        return
+    model = Namespace(chosen.id)
+    ours = {tenant_namespace(model, each) for each in (b"", *known_tenants(index, model))}
+    sizes = [c.size_bytes for c in index.checkpoints if c.namespace in ours]
+    facts.n_usable, facts.usable_bytes = len(sizes), sum(sizes)
 
 
-def _store(index: IndexContent, owner: Owner) -> StoreFacts:
-    """Return which of the checkpoints are of the model that the attach found on this server."""
-    canary = owner.known.canary
-    chosen = choose_namespace(known_namespaces(index, owner.static), canary)
-    usable, models = [], []
-    if chosen is not None:
-        namespace = Namespace(chosen.id)
-        tenants = {b"", *known_tenants(index, namespace)}
-        ours = {tenant_namespace(namespace, tenant) for tenant in tenants}
-        usable = [c for c in index.checkpoints if c.namespace in ours]
-    else:
-        names = (name for name in index.values if name.startswith(NAMESPACES_PREFIX))
-        statics = (name.removeprefix(NAMESPACES_PREFIX) for name in names)
-        models = [model for static in statics for model in known_namespaces(index, static)]
-    return StoreFacts(
-        n_checkpoints=len(index.checkpoints),
-        size_bytes=sum(c.size_bytes for c in index.checkpoints),
-        n_usable=len(usable),
-        usable_bytes=sum(c.size_bytes for c in usable),
-        quarantined=quarantined_in_words(index.checkpoints),
-        knows_model_otherwise=any(is_same_canary(model.canary, canary) for model in models),
-    )
-
-
-def _cost(states: Sequence[StateFile], probing: Scratch, process: Process) -> CostFacts | None:
-    """Return what a state costs, by the longest one of the self-test and one at most half as long."""
-    longer = max(states, key=lambda state: len(state.tokens))
-    shorter = [state for state in states if 2 * len(state.tokens) <= len(longer.tokens)]
-    if not shorter or not probing.server.restores:
-        return None
-    other = max(shorter, key=lambda state: len(state.tokens))
-    n_more_tokens = len(longer.tokens) - len(other.tokens)
-    bytes_per_token = max(0, longer.state_end - other.state_end) / n_more_tokens
-    fixed_bytes = max(0.0, longer.state_end - bytes_per_token * len(longer.tokens))
-    points_bytes = (longer.size_bytes - longer.state_end) // max(1, len(longer.restore_points))
-    state_bytes = round(fixed_bytes + bytes_per_token * USUAL_TOKENS)
-    largest_bytes = state_bytes + MAX_CONTEXT_CHECKPOINTS * points_bytes
-    restored_bytes, restore_seconds = max(probing.server.restores)
-    return CostFacts(
-        state_bytes=state_bytes,
-        largest_bytes=largest_bytes,
-        save_seconds=process.rates.save_seconds(largest_bytes),
-        restore_seconds=restore_seconds * largest_bytes / max(1, restored_bytes),
-        evaluate_seconds=process.rates.evaluation_seconds(0, USUAL_TOKENS),
-    )
-
-
-async def _behaviour(probing: Scratch, process: Process) -> BehaviourFacts:
-    """Return what llama-server does to slots by itself; raises UpstreamFault."""
-    server, clears = probing.server, process.clears_idle_slots
-    server.n_vocab = (await server.model_meta()).n_vocab
-    prefers_similar = await prefers_similar_slot(server, probing.states[-1].version)
-    return BehaviourFacts(
-        keeps_idle_slots=None if clears is None else not clears,
-        prefers_similar_slot=prefers_similar,
-        has_ram_cache=await has_ram_cache(server, prefers_similar=prefers_similar),
-    )
+def _note_cost(facts: LlamaServerFacts, server: ProbedServer, process: Process) -> None:
+    """Note what a state costs, as the proxy expects after the saves and restores of the self-test."""
+    n_bytes = expected_bytes(process.sizes, USUAL_TOKENS, MAX_CONTEXT_CHECKPOINTS)
+    if n_bytes is None or not server.restores:
+        return
+    restored_bytes, restore_seconds = max(server.restores)
+    facts.state_bytes = n_bytes
+    facts.save_seconds = process.rates.save_seconds(n_bytes)
+    facts.restore_seconds = restore_seconds * n_bytes / max(1, restored_bytes)
+    facts.evaluate_seconds = process.rates.evaluation_seconds(0, USUAL_TOKENS)

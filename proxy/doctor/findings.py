@@ -1,38 +1,28 @@
-"""What there is to say of one llama-server and its states: pure, facts in and findings out.
+"""From the facts to findings: what each means for caching, and what mends it.
 
-Owns: what a finding is, and what all findings together come to. What keeps the proxy itself from caching is
-said in the words of `core.degradation`, with its cure.
+Owns: what a finding is, and what all findings together come to. Pure. What keeps the proxy itself from
+caching is said in the words of `core.conditions`, with its cure.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import groupby
 
-from proxy.core.conditions import DegradationKind, State
-from proxy.core.model import RuleKind
-from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
-from proxy.doctor.facts import (
-    USUAL_TOKENS,
-    BehaviourFacts,
-    CostFacts,
-    DirectoryFacts,
-    LlamaServerFacts,
-    MemoryFacts,
-    ServerFacts,
-    SlotFacts,
-    StoreFacts,
-)
-
-SERVER, SLOTS, IDLE_SLOTS, RAM_CACHE = "llama-server", "slots", "idle slots", "RAM cache"
-SIMILARITY, SLOT_FILES, RULE, COST = "similarity", "slot files", "memory rule", "cost"
-CHECKPOINTS, DIRECTORY, PROBE = "checkpoints", "directory", "probe"
+from proxy.core.conditions import PASSING, DegradationKind, State
+from proxy.core.model import RuleKind, is_same_canary
+from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup
+from proxy.llama.state_file import SUPPORTED_VERSIONS
+from proxy.settings import size_in_words
+from proxy.store.files import is_private
 
 LONGEST_STALL_SECONDS = 10.0
 """A save that stops every slot for longer is called a limit."""
-_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+LEAST_FREE_BYTES = 64 << 20
+"""What must be free however small states are."""
+_N_NAMED = 8
 
 _K = DegradationKind
-_MAY_BE_A_DISTURBANCE = {_K.ATTACH_FAILED, _K.SELF_TEST_FAILED}
 _RULES = {
     RuleKind.ANY_PREFIX: "Any prefix: any leading part of a saved state can be reused.",
     RuleKind.RESTORE_POINTS: "Restore points: a saved state can be continued at its end and at the context"
@@ -40,7 +30,9 @@ _RULES = {
     RuleKind.END_ONLY: "End only: a saved state can be continued at its very end and nowhere before, so"
     " prompts that were rewritten near their end start over.",
 }
-_OF_SAVES = (_K.NO_SLOT_SAVE_PATH, _K.OTHER_DIRECTORY, _K.FILES_UNREADABLE)
+_MAY_PASS = {_K.ATTACH_FAILED, _K.SELF_TEST_FAILED}
+"""A disturbance by other requests may be all that was wrong."""
+_AGAIN = "Run doctor again while nobody else uses llama-server."
 
 
 class Severity(IntEnum):
@@ -77,14 +69,42 @@ def blocker(topic: str, text: str, cure: str) -> Finding:
     return Finding(topic, Severity.BLOCKER, text, cure)
 
 
+def degradation(kind: DegradationKind, detail: str, here: str = "") -> Finding:
+    """Return what the proxy would say of a degradation, by its name; *here* is its cure on this server."""
+    text = f"{kind.reason} ({detail})" if detail else kind.reason
+    cure = f"{kind.cure} Here: {here}" if here else kind.cure
+    is_blocker = kind.leads_to is State.FORWARDING and kind not in _MAY_PASS
+    return (blocker if is_blocker else limit)(kind.value, text, cure)
+
+
+def findings_of(setup: Setup) -> list[Finding]:
+    """Return everything that is to be said of *setup*; what is about all comes last."""
+    findings = []
+    for host in setup.hosts:
+        findings += [replace(each, about=host.name) for each in _host_findings(host, setup)]
+    if setup.asked_for and not any(host.asked_for or host.problem for host in setup.hosts):
+        known = _listed({flags.model for host in setup.hosts for flags in host.models})
+        cure = f"Give --model one of these: {known}." if known else "Leave --model out."
+        find = blocker if setup.hosts else limit
+        findings.append(find("models", f"There is no model {setup.asked_for} to choose.", cure))
+    is_single = len(setup.llama_servers) == 1 and not setup.hosts
+    for facts in setup.llama_servers:
+        name = f"{facts.name} ({facts.host})" if facts.host else facts.name
+        about = "" if is_single else name
+        findings += [replace(each, about=about) for each in _server_findings(facts, setup)]
+    return [*findings, *_sharing_findings(setup), *_directory_findings(setup)]
+
+
 def exit_status(findings: Iterable[Finding]) -> int:
     """Return 0 if caching will work, 1 if it will with limits, 2 if it will not."""
     return int(max((finding.severity for finding in findings), default=Severity.OK))
 
 
-def summary(findings: Iterable[Finding], *, is_complete: bool) -> str:
-    """Return the verdict in a sentence; without *is_complete* no good one is given."""
-    match exit_status(findings):
+def summary(setup: Setup) -> str:
+    """Return the verdict in a sentence; a good verdict needs all to be examined that decides."""
+    rules = [facts.rule for facts in setup.llama_servers]
+    is_complete = setup.is_proxy_caching or (bool(rules) and None not in rules)
+    match exit_status(findings_of(setup)):
         case Severity.BLOCKER:
             return "Caching will not work."
         case _ if not is_complete:
@@ -95,235 +115,325 @@ def summary(findings: Iterable[Finding], *, is_complete: bool) -> str:
             return "Caching will work."
 
 
-def degradation_finding(kind: DegradationKind, detail: str, here: str) -> Finding:
-    """Return what the proxy would say of a degradation, by its name; *here* is its cure on this server."""
-    find = limit
-    if kind.leads_to is State.FORWARDING and kind not in _MAY_BE_A_DISTURBANCE:
-        find = blocker
-    text = f"{kind.reason} ({detail})" if detail else kind.reason
-    return find(kind.value, text, f"{kind.cure} Here: {here}" if here else kind.cure)
+# One llama-server.
 
 
-def server_findings(facts: LlamaServerFacts, directory: DirectoryFacts) -> Iterator[Finding]:
-    """Yield all that is to be said of one llama-server, what keeps it from caching first."""
-    server = facts.server
+def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]:
+    """Yield what keeps a llama-server from caching, and what else there is to say of it."""
+    path, share = setup.settings.slot_save_path, _share(setup.settings.slot_save_path)
     for each in facts.degradations:
-        yield degradation_finding(each.kind, each.detail, _here(each.kind, facts, directory))
-    if server.n_slots:
-        yield ok(SERVER, f"{server.build or 'unknown build'} serves {server.model}.")
-        yield _slots_finding(server, facts.slots)
-    if server.is_asleep:
-        yield limit(
-            SERVER,
-            "It was asleep: whenever it falls asleep, its slots lose what they hold.",
-            "Start llama-server without --sleep-idle-seconds",
-        )
-    if facts.behaviour is not None:
-        yield from _behaviour_findings(facts.behaviour, server.n_slots)
-    if facts.memory is not None:
-        yield from _memory_findings(facts.memory)
-    if facts.cost is not None:
-        yield _cost_finding(facts.cost)
-    if facts.store is not None:
-        yield from _store_findings(facts.store, directory.path, has_others=bool(server.host))
-    if not directory.problem:
-        yield from _save_findings(facts, directory)
+        yield degradation(each.kind, each.detail, _cures_here(facts, path).get(each.kind, ""))
+    if facts.n_slots:
+        yield ok("llama-server", f"{facts.build or 'unknown build'} serves {facts.model}.")
+        yield _slots_finding(facts)
+    if facts.is_asleep:
+        text = "It was asleep: whenever it falls asleep, its slots lose what they hold."
+        yield limit("llama-server", text, "Start llama-server without --sleep-idle-seconds")
+    if facts.layout is not None:
+        yield from _behaviour_findings(facts)
+        yield from _memory_findings(facts, facts.layout[0])
+        yield _checkpoints_finding(facts, setup)
+    if facts.probe_name and not setup.problem:
+        kinds = {each.kind for each in facts.degradations}
+        if not facts.probe_problem:
+            text = f"A slot saved by llama-server appears in {path} and can be removed."
+            yield ok("directory", text)
+        elif not kinds & {_K.NO_SLOT_SAVE_PATH, _K.OTHER_DIRECTORY, _K.FILES_UNREADABLE}:
+            yield blocker(
+                "directory",
+                f"What llama-server saves into {path} is of no use: {facts.probe_problem}.",
+                f"Let both users write there: {share}. See that the disk is local and not full,"
+                " the directory not sticky, and llama-server of build 0.5 or later.",
+            )
     for failure in facts.failures:
-        yield limit(PROBE, f"{failure}.", "Run doctor again while nobody else uses llama-server.")
+        yield limit("probe", f"{failure}.", _AGAIN)
 
 
-def share(path: str) -> str:
-    """Return what lets two users share a directory."""
-    return f"chgrp GROUP {path} && chmod 2770 {path}, with both users in GROUP."
+def _cures_here(facts: LlamaServerFacts, path: str) -> dict[DegradationKind, str]:
+    """Return what of a cure depends on this server and this directory."""
+    places = {
+        "router": ", on the command line of the router",
+        "llama-swap": ", in its cmd in llama-swap's configuration",
+    }
+    files = f"files of uid {facts.probe_owner_uid} have mode {facts.probe_mode:o}"
+    probe = f"Remove the probe {facts.probe_name} where llama-server writes."
+    return {
+        _K.LOADING: f"run doctor again when {facts.url}/health answers 200.",
+        _K.NO_SLOT_SAVE_PATH: f"--slot-save-path {path}{places.get(facts.host, '')}",
+        _K.OTHER_DIRECTORY: f"start llama-server with --slot-save-path {path}. {probe}",
+        _K.FILES_UNREADABLE: f"{files}; {_share(path)}. Start llama-server with umask 007.",
+        _K.IDLE_SLOTS_CLEARED: f"-np {facts.n_slots} --cache-ram 0",
+        **dict.fromkeys(_MAY_PASS, _AGAIN),
+    }
 
 
-def _here(kind: DegradationKind, facts: LlamaServerFacts, directory: DirectoryFacts) -> str:
-    """Return what of a cure depends on this server and this directory, empty if nothing does."""
-    path, server, saved = directory.path, facts.server, facts.probe_save
-    match kind:
-        case _K.LOADING:
-            return f"run doctor again when {server.url}/health answers 200."
-        case _K.NO_SLOT_SAVE_PATH:
-            places = {
-                "router": ", on the command line of the router",
-                "llama-swap": ", in its cmd in llama-swap's configuration",
-            }
-            return f"--slot-save-path {path}{places.get(server.host, '')}"
-        case _K.OTHER_DIRECTORY:
-            probe = f" Remove the probe {saved.name} where llama-server writes." if saved else ""
-            return f"start llama-server with --slot-save-path {path}.{probe}"
-        case _K.FILES_UNREADABLE:
-            files = f"files of uid {saved.owner_uid} have mode {saved.mode:o}; " if saved else ""
-            return f"{files}{share(path)} Start llama-server with umask 007."
-        case _K.IDLE_SLOTS_CLEARED:
-            return f"-np {server.n_slots} --cache-ram 0"
-        case _K.ATTACH_FAILED | _K.SELF_TEST_FAILED:
-            return "run doctor again while nobody else uses llama-server."
-        case _:
-            return ""
-
-
-def _slots_finding(server: ServerFacts, slots: SlotFacts | None) -> Finding:
+def _slots_finding(facts: LlamaServerFacts) -> Finding:
     """Return how many slots there are, and whether one was free for the probes."""
-    there_are = f"{counted(server.n_slots, 'slot')} of {server.n_ctx:,} tokens"
-    if slots is None:
-        return ok(SLOTS, f"{there_are}.")
-    found = f"{slots.n_empty} empty, {slots.n_held} holding work, {slots.n_busy} busy"
-    if slots.n_empty:
-        return ok(SLOTS, f"{there_are}: {found}.")
-    path = f"/upstream/{server.name}" if server.host == "llama-swap" else ""
-    body = f""" -d '{{"model": "{server.name}"}}'""" if server.host == "router" else ""
+    text = f"{facts.n_slots} slot{'s' * (facts.n_slots != 1)} of {facts.n_ctx:,} tokens"
+    if facts.n_empty is None:
+        return ok("slots", f"{text}.")
+    text += f": {facts.n_empty} empty, {facts.n_held} holding work, {facts.n_busy} busy."
+    if facts.n_empty:
+        return ok("slots", text)
+    path = f"/upstream/{facts.name}" if facts.host == "llama-swap" else ""
+    body = f""" -d '{{"model": "{facts.name}"}}'""" if facts.host == "router" else ""
     return limit(
-        SLOTS,
-        f"{there_are}: {found}. The probes need an empty one and none was emptied, so what a"
-        " restored state is good for here was not examined.",
+        "slots",
+        f"{text} Probes need an empty one, and none was emptied: what a restored state is good for was"
+        " not examined.",
         "Run doctor when llama-server has just started, or empty a slot N whose work you can spare:"
-        f" curl -X POST '{server.url}{path}/slots/N?action=erase'{body}",
+        f" curl -X POST '{facts.url}{path}/slots/N?action=erase'{body}",
     )
 
 
-def _behaviour_findings(behaviour: BehaviourFacts, n_slots: int) -> Iterator[Finding]:
+def _behaviour_findings(facts: LlamaServerFacts) -> Iterator[Finding]:
     """Yield what llama-server does to slots behind the proxy's back."""
-    unknown = "Could not be told: too few slots are empty."
-    if n_slots == 1:
-        unknown = "There is one slot, so there is nothing to see."
-    keeps, similar = behaviour.keeps_idle_slots, behaviour.prefers_similar_slot
-    if keeps is not False:  # else the attach says so
-        yield ok(
-            IDLE_SLOTS, "They keep what they hold while another slot runs." if keeps else unknown
+    unknown = "Could not be told"
+    if facts.has_ram_cache:
+        text = (
+            "It is on: llama-server swaps prompts in slots by itself, for clients of any API key."
         )
-    if behaviour.has_ram_cache:
-        yield limit(
-            RAM_CACHE,
-            "It is on: llama-server swaps prompts in slots by itself, and clients with different API"
-            " keys share it.",
-            "Start llama-server with --cache-ram 0",
-        )
-    elif behaviour.has_ram_cache is None:
-        yield ok(RAM_CACHE, "Could not be told; llama-server should run with --cache-ram 0.")
+        yield limit("RAM cache", text, "Start llama-server with --cache-ram 0")
+    elif facts.has_ram_cache is None:
+        yield ok("RAM cache", f"{unknown}; llama-server should run with --cache-ram 0.")
     else:
-        yield ok(RAM_CACHE, "It is off (--cache-ram 0).")
-    if similar is False:
-        yield limit(
-            SIMILARITY,
-            "Off: requests that cannot name a slot (/v1/messages) do not find the one that holds"
-            " their prefix.",
-            "Start llama-server without -sps 0 (--slot-prompt-similarity; the default is 0.1)",
-        )
+        yield ok("RAM cache", "It is off (--cache-ram 0).")
+    if facts.prefers_similar_slot:
+        yield ok("similarity", "On: requests that name no slot find the one with their prefix.")
+    elif facts.prefers_similar_slot is None:
+        yield ok("similarity", f"{unknown}: too few slots are empty, or there is only one.")
     else:
-        text = "On: requests that cannot name a slot find the one with their prefix."
-        yield ok(SIMILARITY, text if similar else unknown)
+        text = "Off: requests that cannot name a slot (/v1/messages) do not find their prefix."
+        yield limit("similarity", text, "Start llama-server without -sps 0")
 
 
-def _memory_findings(memory: MemoryFacts) -> Iterator[Finding]:
-    """Yield what a state file is and what it is good for."""
-    if memory.is_version_supported:
-        kinds = " + ".join(memory.sections) or "of a kind that is not known"
-        yield ok(SLOT_FILES, f"Version {memory.file_version}; memory: {kinds}.")
+def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]:
+    """Yield what a state file is, what it is good for, and what it costs."""
+    if version in SUPPORTED_VERSIONS:
+        kinds = " + ".join(facts.section_kinds) or "of a kind that is not known"
+        yield ok("slot files", f"Version {version}; memory: {kinds}.")
     else:
-        yield limit(
-            SLOT_FILES,
-            f"Version {memory.file_version} is not known here: states are restored at their end only.",
-            "Use a newer llama-prefix-cache, or llama.cpp 0.7.0 (version 4).",
-        )
-    if memory.rule is None or not memory.rule.can_restore:
-        return  # the attach says why
-    text, n_least = _RULES[memory.rule.kind], memory.rule.end_holds_from
-    if n_least:
-        text += f" A state under {n_least:,} tokens cannot be continued at its end."
-    if memory.rule.kind is RuleKind.END_ONLY:
-        # Models with a sliding window have two attention caches.
-        other = "; or with --swa-full" if memory.sections.count("attention") >= 2 else ""
+        text = f"Version {version} is not known here: states are restored at their end only."
+        cure = "Use a newer llama-prefix-cache, or llama.cpp 0.7.0 (version 4)."
+        yield limit("slot files", text, cure)
+    if facts.rule is not None and facts.rule.can_restore:  # else the attach says why
+        text = _RULES[facts.rule.kind]
+        if n_least := facts.rule.end_holds_from:
+            text += f" A state under {n_least:,} tokens cannot be continued at its end."
         cure = "Use llama.cpp 0.7.0 or later, without --ctx-checkpoints 0"
-        yield limit(RULE, text, cure + other)
-    else:
-        yield ok(RULE, text)
+        # Models with a sliding window have two attention caches.
+        cure += "; or with --swa-full" * (facts.section_kinds.count("attention") >= 2)
+        is_end_only = facts.rule.kind is RuleKind.END_ONLY
+        yield limit("memory rule", text, cure) if is_end_only else ok("memory rule", text)
+    if facts.state_bytes:
+        text = (
+            f"A state of {USUAL_TOKENS:,} tokens takes at most {size_in_words(facts.state_bytes)}. Saving"
+            f" it stops all slots for {facts.save_seconds:.2f} s; restoring takes"
+            f" {facts.restore_seconds:.2f} s instead of {facts.evaluate_seconds:.2f} s of evaluation."
+        )
+        cure = "Put the directory of --slot-save-path on a faster disk."
+        is_slow = facts.save_seconds > LONGEST_STALL_SECONDS
+        yield limit("cost", text, cure) if is_slow else ok("cost", text)
 
 
-def _cost_finding(cost: CostFacts) -> Finding:
-    """Return what a usual state costs on disk, and in seconds for everybody."""
-    most = ""
-    if cost.largest_bytes > cost.state_bytes:
-        n_points = MAX_CONTEXT_CHECKPOINTS
-        most = f", up to {size(cost.largest_bytes)} with {n_points} context checkpoints"
-    text = (
-        f"A state takes {size(cost.state_bytes)} for {USUAL_TOKENS:,} tokens{most}. Saving it stops all"
-        f" slots for {seconds(cost.save_seconds)}; restoring takes {seconds(cost.restore_seconds)} instead"
-        f" of {seconds(cost.evaluate_seconds)} of evaluation."
+def _checkpoints_finding(facts: LlamaServerFacts, setup: Setup) -> Finding:
+    """Return whose checkpoints lie in the directory."""
+    have = f"{setup.n_checkpoints:,} in all ({size_in_words(setup.used_bytes)})"
+    if facts.n_usable or facts.host or not setup.n_checkpoints:
+        usable = f"{facts.n_usable} ({size_in_words(facts.usable_bytes)})"
+        return ok("checkpoints", f"{have}; {usable} fit the model that runs now.")
+    return limit(
+        "checkpoints",
+        f"{have}; none fits the model that runs now: they are of another model, or of this one with another"
+        " cache layout or other adapters. They take up the budget until newer ones push them out.",
+        "Start llama-server as it was started then (-m, -np, -kvu, -fa, -ctk, -ctv, --lora, build), or give"
+        f" each model a --slot-save-path of its own; to be rid of them, {_how_to_empty(setup)}",
     )
-    if cost.save_seconds <= LONGEST_STALL_SECONDS:
-        return ok(COST, text)
-    return limit(COST, text, "Put the directory of --slot-save-path on a faster disk.")
 
 
-def how_to_empty(path: str) -> str:
+# The directory, and a proxy that uses it: the same whichever llama-server is looked at.
+
+
+def _share(path: str) -> str:
+    """Return what lets two users share a directory."""
+    return f"chgrp GROUP {path} && chmod 2770 {path}, with both users in GROUP"
+
+
+def _how_to_empty(setup: Setup) -> str:
+    path = setup.settings.slot_save_path
     return f"stop the proxy and delete {path}/index and {path}/lpc-*.state"
 
 
-def _store_findings(store: StoreFacts, path: str, *, has_others: bool) -> Iterator[Finding]:
-    yield _store_finding(store, path, has_others=has_others)
-    if store.quarantined:
-        yield degradation_finding(DegradationKind.STATE_ENDED_SERVER, store.quarantined, "")
+def _directory_findings(setup: Setup) -> Iterator[Finding]:
+    path = setup.settings.slot_save_path
+    if setup.lock:
+        yield _proxy_finding(setup)
+    if setup.problem:
+        text = f"uid {setup.own_uid} cannot use {path}: {setup.problem}."
+        cure = f"Give it to the proxy's user: chown USER {path}. For two users: {_share(path)}."
+        yield blocker("directory", text, cure)
+    if setup.is_index_damaged:
+        cure = f"llama-prefix-cache check --fix --slot-save-path {path}; or start the proxy"
+        yield limit("checkpoints", f"{setup.index_problem}.", cure)
+    elif setup.index_problem:
+        here = f"run both as its owner; or start afresh: {_how_to_empty(setup)}"
+        yield degradation(_K.STORE_NOT_OPEN, setup.index_problem, here)
+    if setup.quarantined:
+        yield degradation(_K.STATE_ENDED_SERVER, setup.quarantined)
+    if setup.mode:
+        yield _permission_finding(setup)
+    if setup.free_bytes is not None:
+        yield _space_finding(setup, setup.free_bytes)
 
 
-def _store_finding(store: StoreFacts, path: str, *, has_others: bool) -> Finding:
-    """Return whose checkpoints lie in the directory; *has_others* if other models use it too."""
-    have = f"{counted(store.n_checkpoints, 'checkpoint')} ({size(store.size_bytes)})"
-    if store.n_usable or not store.n_checkpoints:
-        fit = f"{store.n_usable} ({size(store.usable_bytes)}) fit the model that runs now"
-        return ok(CHECKPOINTS, f"{have}; {fit}." if store.n_usable else "None yet.")
-    if store.knows_model_otherwise:
-        return limit(
-            CHECKPOINTS,
-            f"{have}, none of which fits: the model is known, but with another cache layout or other"
-            " adapters.",
-            "Start llama-server as it was started then (-np, -kvu, -fa, --cache-type-k, --cache-type-v,"
-            " --lora, build); or leave them, they go when space is needed.",
+def _permission_finding(setup: Setup) -> Finding:
+    """Return who else can get at the directory."""
+    mode, own_uid = setup.mode, setup.own_uid
+    if not is_private(mode):
+        savers = {facts.probe_owner_uid for facts in setup.llama_servers} - {None, own_uid}
+        is_for_two = mode & 0o2000 or (own_uid != 0 and savers)
+        here = f"chmod {'2770' if is_for_two else '700'} {setup.settings.slot_save_path}"
+        return degradation(
+            _K.DIRECTORY_IS_OPEN, f"{setup.settings.slot_save_path} has mode {mode:o}", here
         )
-    if has_others:
-        return ok(CHECKPOINTS, f"{have}, none of this model yet.")
-    return limit(
-        CHECKPOINTS,
-        f"{have}, all of another model than the one that runs now: they cannot serve it, and they"
-        " take up the budget until newer ones push them out.",
-        "Start llama-server with the model they were made by, or give each model a --slot-save-path"
-        f" of its own; to be rid of them, {how_to_empty(path)}",
-    )
+    as_root = " Checked as root, who may do anything: run doctor as the user who runs the proxy."
+    text = f"Mode {mode:o}, uid {setup.owner_uid}."
+    return ok("permissions", text if own_uid else text + as_root)
 
 
-def _save_findings(facts: LlamaServerFacts, directory: DirectoryFacts) -> Iterator[Finding]:
-    """Yield whether llama-server and this process can use each other's files."""
-    path, saved = directory.path, facts.probe_save
-    if saved is not None and not saved.problem:
-        yield ok(DIRECTORY, f"A slot saved by llama-server appears in {path} and can be removed.")
-    elif saved is not None and not any(each.kind in _OF_SAVES for each in facts.degradations):
-        yield blocker(
-            DIRECTORY,
-            f"A slot that llama-server saves into {path} is of no use: {saved.problem}.",
-            f"Let both users write there: {share(path)} See that the disk is not full and the directory not"
-            " sticky, and use a local disk and a llama-server of build 0.5 or later.",
+def _space_finding(setup: Setup, free_bytes: int) -> Finding:
+    """Return how many states fit on the disk, and whether the budget does."""
+    needed = max([facts.state_bytes for facts in setup.llama_servers] + [LEAST_FREE_BYTES])
+    budget_left = max(0, setup.settings.max_store_bytes - setup.used_bytes)
+    usable = free_bytes - setup.settings.min_free_bytes
+    free, left = size_in_words(free_bytes), size_in_words(budget_left)
+    if usable < needed:
+        kept = size_in_words(setup.settings.min_free_bytes)
+        text = (
+            f"The disk is nearly full: {free} free; a state may need {size_in_words(needed)}, {kept} are"
+            " left free (--min-free-bytes)."
         )
+        return blocker("disk space", text, "Free some space, or use another disk.")
+    if usable < budget_left:
+        can_have = (setup.used_bytes + usable * 9 // 10) >> 20
+        text = (
+            f"{free} free, but --max-store-bytes allows {left} more: the disk would fill up first."
+        )
+        cure = f"Give serve --max-store-bytes {can_have}MiB, or free some space."
+        return limit("disk space", text, cure)
+    return ok("disk space", f"{free} free; the budget allows {left} more.")
 
 
-def size(n_bytes: float) -> str:
-    """Return a number of bytes as 1.5 GiB."""
-    unit = 0
-    while n_bytes >= 1024 and unit < len(_UNITS) - 1:
-        n_bytes, unit = n_bytes / 1024, unit + 1
-    return (
-        f"{n_bytes:.1f} {_UNITS[unit]}"
-        if unit and n_bytes < 10
-        else f"{n_bytes:.0f} {_UNITS[unit]}"
-    )
+def _proxy_finding(setup: Setup) -> Finding:
+    """Return what a proxy that uses the directory says of itself."""
+    topic = "running proxy"
+    if setup.health is None:
+        text = f"One uses the directory ({setup.lock}), but none answers at {setup.settings.admin}."
+        return limit(topic, text, "Give its --admin HOST:PORT, or stop it and run doctor again.")
+    # Who may read the directory is looked at here, too.
+    reasons = [r for r in setup.health["reasons"] if r["kind"] != _K.DIRECTORY_IS_OPEN]
+    says = " ".join(reason["reason"] for reason in reasons)
+    cures = " ".join(reason["cure"] for reason in reasons)
+    if setup.is_proxy_caching:
+        text = f"It caches; memory rule: {setup.proxy_rule}. Its slots were left alone. {says}"
+        return limit(topic, text, cures) if reasons else ok(topic, text.strip())
+    if all(reason["kind"] in PASSING for reason in reasons):
+        cure = f"Look again in a minute: curl http://{setup.settings.admin}/health"
+        return limit(topic, f"It does not cache yet. {says}", cure)
+    cure = f"{cures} For the exact step, stop the proxy and run doctor again."
+    return blocker(topic, f"It only forwards: {says}", cure)
 
 
-def seconds(value: float) -> str:
-    """Return a duration as 0.05 s, 1.2 s or 340 s."""
-    if value < 0.01:
-        return "less than 0.01 s"
-    return f"{value:.2g} s" if value < 10 else f"{value:.0f} s"
+# Hosts of models, and whether several llama-servers with one model can share states.
 
 
-def counted(n: int, noun: str) -> str:
-    """Return "1 slot" or "2 slots"."""
-    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
+def _host_findings(host: HostFacts, setup: Setup) -> Iterator[Finding]:
+    """Yield which models there are, which were looked at, and what their flags say."""
+    if host.problem:
+        cure = f"See what the log of the {host.kind} says of it."
+        yield blocker("models", f"{host.problem}.", cure)
+    elif host.asked_for or not setup.asked_for:
+        ours = [f for f in setup.llama_servers if (f.url, f.host) == (host.url, host.kind)]
+        yield _models_finding(host, {facts.name for facts in ours})
+    save_seconds = setup.settings.idle_save_seconds
+    for flags in host.models:
+        for idle_seconds, what, cure in (
+            (flags.unload_seconds, "is unloaded", "its ttl in llama-swap's configuration"),
+            (flags.sleep_seconds, "falls asleep", "its --sleep-idle-seconds"),
+        ):
+            if 0 < idle_seconds <= save_seconds:
+                text = (
+                    f"{flags.model} {what} when it was idle for {idle_seconds:g} s, and its slots are saved"
+                    f" after {save_seconds:g} s (--idle-save-seconds): too late."
+                )
+                least = max(1, idle_seconds // 4)
+                cure = f"Raise {cure}, or give serve --idle-save-seconds {least:g}"
+                yield limit("idle models", text, cure)
+
+
+def _listed(names: Iterable[str]) -> str:
+    named = sorted(names)
+    more = f" and {len(named) - _N_NAMED} more" if len(named) > _N_NAMED else ""
+    return ", ".join(named[:_N_NAMED]) + more
+
+
+def _models_finding(host: HostFacts, examined: set[str]) -> Finding:
+    there_are = f"A {host.kind} with {len(host.models)} model{'s' * (len(host.models) != 1)}"
+    if host.n_at_most is not None and host.n_at_most < len(host.models):
+        there_are += f", of which {host.n_at_most} at once"
+    others = _listed({flags.model for flags in host.models} - examined)
+    if examined:
+        gone = f"; {_listed(host.unloaded)} had to go for it" if host.unloaded else ""
+        loaded = f" {host.loaded} was loaded for this, and stays{gone}." if host.loaded else ""
+        rest = f" Not examined: {others} (--model NAME)." if others else ""
+        return ok("models", f"{there_are}; examined: {_listed(examined)}.{loaded}{rest}")
+    if host.asked_for:
+        text = f"{there_are}. {host.asked_for} is not loaded: a proxy decides over that."
+        return limit("models", text, "Stop the proxy and run doctor again.")
+    text = f"{there_are}; none is loaded, so none was examined. doctor loads none by itself."
+    cure = f"Let it load and examine one: doctor --model NAME, of {others or 'none yet'}."
+    return limit("models", text, cure)
+
+
+def _sharing_findings(setup: Setup) -> Iterator[Finding]:
+    """Yield whether all llama-servers with one model can continue each other's states.
+
+    Those at addresses of their own should have the same model; those of hosts if they have the same name.
+    """
+
+    def model(facts: LlamaServerFacts) -> str:
+        return facts.name if facts.host else ""
+
+    for _, group in groupby(sorted(setup.llama_servers, key=model), key=model):
+        first, *others = group
+        found = [finding for other in others if (finding := _between(first, other))]
+        yield from found
+        if others and not found and all(facts.layout for facts in (first, *others)):
+            names = ", ".join(facts.name for facts in (first, *others))
+            yield ok("sharing", f"A state of any of them can be continued by the others: {names}.")
+
+
+def _between(left: LlamaServerFacts, right: LlamaServerFacts) -> Finding | None:
+    """Return the first thing that keeps two llama-servers from continuing each other's states."""
+    names, a, b = f"{left.name} and {right.name}", left.identity, right.identity
+    if a is None or b is None:
+        return None
+    is_same_answer = is_same_canary(left.canary, right.canary)
+    # A model file that cannot be read is named by its path.
+    is_same_file = a.model == b.model or (is_same_answer and " " in a.model + b.model)
+    if not (is_same_file and (a.n_vocab, a.n_params) == (b.n_vocab, b.n_params)):
+        text = f"{names} serve different models ({left.model} and {right.model})."
+        cure = "Start all with the same model; for several use a router, llama-swap, or a proxy for each."
+        return blocker("sharing", text, cure)
+    forms = "-fa, -ctk, -ctv, -kvu and --swa-full, from the same build"
+    for is_same, why, cure in (
+        (a.adapters == b.adapters, "have different adapters", "--lora"),
+        (a.model == b.model, "have their model under paths that differ and cannot be read", "-m"),
+        (left.layout == right.layout, "keep their states in different forms", forms),
+        (is_same_answer, "predict differently with one model", "--rope-* and --override-kv"),
+        (left.n_ctx == right.n_ctx, "have slots of different lengths", "-c and -np"),
+    ):
+        if not is_same:
+            text = f"{names} {why}: they cannot continue all states of each other."
+            return limit("sharing", text, f"Start both with the same {cure}")
+    return None

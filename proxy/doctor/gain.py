@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from proxy.doctor.examination import Note
+from proxy.doctor.examination import Note, reach
+from proxy.doctor.facts import LlamaServerFacts
 from proxy.doctor.probes import Scratch, scratch
-from proxy.doctor.survey import Reached, reach
 from proxy.errors import CacheFault, SaveRejected
 from proxy.llama.client import LlamaServer
 from proxy.serving.saver import keep_as_saved
@@ -41,29 +41,15 @@ class Gain(msgspec.Struct, frozen=True):
     def is_reused(self) -> bool:
         return self.n_reused >= self.n_tokens
 
-    @property
-    def factor(self) -> float:
-        """How many times sooner a restored prompt is ready than one that is evaluated."""
-        return self.cold_seconds / max(1e-6, self.restored_seconds)
-
-
-class NotOneModel(CacheFault):
-    """A host has other models loaded than the one to be measured; the message says what to do."""
-
 
 class Measured(msgspec.Struct, frozen=True):
-    """What was measured on which model; lengths that do not fit into a slot are left out.
-
-    At a host, `loaded` is the model that was loaded for this, and `unloaded` are those that had to go.
-    """
+    """What was measured on which model; lengths that do not fit into a slot are left out."""
 
     build: str
     model: str
     n_ctx: int
     gains: list[Gain]
     left_out: list[int]
-    loaded: str = ""
-    unloaded: tuple[str, ...] = ()
 
 
 async def measure(
@@ -74,53 +60,29 @@ async def measure(
     Raises CacheFault or OSError.
     """
     with keep_proxies_out(directory):
-        reached = await reach(root, model, may_load=True, note=note)
-        measured = await _measure_all(_only(reached, model), directory, lengths, note)
-    if reached.host is None:
-        return measured
-    return msgspec.structs.replace(
-        measured, loaded=reached.host.loaded, unloaded=reached.host.unloaded
-    )
-
-
-def _only(reached: Reached, model: str) -> LlamaServer:
-    host = reached.host
-    if len(reached.upstreams) == 1 and (host is not None or not model):
-        return reached.upstreams[0]
-    if host is None:
-        raise NotOneModel("there is one model at this address: leave --model out")
-    if host.problem:
-        raise NotOneModel(f"{host.name}: {host.problem}")
-    names = ", ".join(flags.model for flags in host.models)
-    if model:
-        raise NotOneModel(f"{host.name} has no model {model}: give one of {names}")
-    n_loaded = f"{len(reached.upstreams)} models loaded" if reached.upstreams else "no model loaded"
-    raise NotOneModel(f"{host.name} has {n_loaded}: say which to measure by --model, of {names}")
-
-
-async def _measure_all(
-    upstream: LlamaServer, directory: Path, lengths: Sequence[int], note: Note
-) -> Measured:
-    props = await upstream.props()
-    n_ctx = props.n_ctx
-    fitting = [n for n in lengths if n + _N_KEPT <= n_ctx]
-    async with scratch(upstream, directory, Limits(sys.maxsize), keep_as_saved) as probing:
-        server = probing.server
-        await probing.find_empty_slots(props.total_slots)
-        if not probing.can_save:
-            raise SaveRejected("states cannot be saved and read here: doctor says why")
-        if not server.empty:
-            raise SaveRejected(
-                "no slot is empty: restart llama-server, or erase one that you can spare"
-            )
-        server.n_vocab = (await server.model_meta()).n_vocab
-        await server.evaluate(
-            server.empty[0], server.text(3, _N_KEPT)
-        )  # the first is always slower
-        gains = []
-        for n_tokens in fitting:
-            note(f"measuring {n_tokens:,} tokens")
-            gains.append(await _measure(probing, n_tokens))
+        upstreams, host = await reach(root, model, may_load=True, note=note)
+        if host and (host.problem or len(upstreams) != 1):
+            names = ", ".join(flags.model for flags in host.models)
+            raise CacheFault(f"{host.name}: {host.problem or f'give one of {names} by --model'}")
+        upstream = upstreams[0]
+        props = await upstream.props()
+        n_ctx = props.n_ctx
+        fitting = [n for n in lengths if n + _N_KEPT <= n_ctx]
+        async with scratch(upstream, directory, Limits(sys.maxsize), keep_as_saved) as probing:
+            facts = LlamaServerFacts(url=upstream.target.base_url, n_slots=props.total_slots)
+            await probing.find_empty_slots(facts)
+            if not facts.n_empty:
+                unusable = "states cannot be saved and read here: doctor says why"
+                busy = "no slot is empty: restart llama-server, or erase one that you can spare"
+                raise SaveRejected(unusable if facts.probe_problem else busy)
+            server = probing.server
+            server.n_vocab = (await server.model_meta()).n_vocab
+            # The first evaluation is always slower.
+            await server.evaluate(server.empty[0], server.text(3, _N_KEPT))
+            gains = []
+            for n_tokens in fitting:
+                note(f"measuring {n_tokens:,} tokens")
+                gains.append(await _measure(probing, n_tokens))
     left_out = [n for n in lengths if n not in fitting]
     return Measured(props.build_info, props.model_path, n_ctx, gains, left_out)
 
@@ -133,23 +95,22 @@ async def _measure(probing: Scratch, n_tokens: int) -> Gain:
     async def seconds_of(n: int) -> tuple[float, int]:
         began = time.monotonic()
         timings = await server.evaluate(slot_id, text[:n])
-        return time.monotonic() - began, timings.cache_n
+        return round(time.monotonic() - began, 4), timings.cache_n
 
     cold_seconds, _ = await seconds_of(n_tokens)
     hot_seconds, _ = await seconds_of(n_tokens + _N_MORE)
     async with probing.saver.saved(slot_id) as saved:
         await server.erase(slot_id)
-        began = time.monotonic()
         await server.restore(slot_id, saved.file_name)
-        restore_seconds = time.monotonic() - began
         evaluate_seconds, n_reused = await seconds_of(n_tokens + 2 * _N_MORE)
+    n_bytes, restore_seconds = server.restores[-1]
     return Gain(
         n_tokens=n_tokens,
-        cold_seconds=round(cold_seconds, 4),
-        hot_seconds=round(hot_seconds, 4),
+        cold_seconds=cold_seconds,
+        hot_seconds=hot_seconds,
         restored_seconds=round(restore_seconds + evaluate_seconds, 4),
         restore_seconds=round(restore_seconds, 4),
         save_seconds=round(saved.seconds, 4),
-        size_bytes=saved.n_written,
+        size_bytes=n_bytes,
         n_reused=n_reused,
     )

@@ -7,32 +7,28 @@ leaves busy slots alone. Requests that name no slot are sent only where they can
 
 import asyncio
 import os
-import shutil
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds, token_ids
-from proxy.doctor.facts import DirectoryFacts, ProbeSaveFacts
+from proxy.doctor.facts import Layout, LlamaServerFacts
 from proxy.errors import CacheFault, UpstreamRefused, UpstreamUnreachable
 from proxy.explain.report import Journal, Report
 from proxy.health import CannotCache, Degradations, Faults
 from proxy.llama.client import LlamaServer, Saved, SlotStatus
-from proxy.llama.state_file import StateFile, read_state_file
+from proxy.llama.state_file import read_state_file
 from proxy.metrics import Metrics
 from proxy.serving.process import NewestProcesses, Services, Shared
 from proxy.serving.saver import RewriteStateFile, Saver
 from proxy.store.catalogue import Limits
-from proxy.store.files import StateFiles, final_name_of, is_private
+from proxy.store.files import StateFiles, final_name_of
 from proxy.store.store import CheckpointStore
 from proxy.tasks import Tasks
-
-FreeBytes = Callable[[Path], int]
 
 _ERASE_ATTEMPTS = 5
 _LET_GO_SECONDS = 0.5
@@ -40,7 +36,6 @@ _PROBE_TOKENS = 64
 """Short enough for a slow machine, long enough to tell from nothing."""
 _N_MORE = 8
 _FIRST_VERSION_THAT_PREFERS_EMPTY_SLOTS = 4
-_MOST_SLOTS_TO_FILL = 16
 
 
 class ProbeFiles(StateFiles):
@@ -52,17 +47,19 @@ class ProbeFiles(StateFiles):
 
     def new_temporary_name(self) -> str:
         name = super().new_temporary_name()
-        # A slot that was taken meanwhile by somebody's request is committed by the attach.
+        # The attach commits a slot that somebody's request has used meanwhile.
         self.issued += [name, final_name_of(name)]
         return name
 
-    def try_to_remove(self, name: str) -> bool:
-        """Remove a file; return whether that was allowed."""
-        try:
-            self.remove(name)
-        except OSError:
-            return False
-        return True
+    def remove_all(self) -> str:
+        """Remove every file; return the name of one that may not be removed, empty if none is left."""
+        left = ""
+        for name in self.issued:
+            try:
+                self.remove(name)
+            except OSError:
+                left = name
+        return left
 
 
 class ProbedServer(LlamaServer):
@@ -80,14 +77,8 @@ class ProbedServer(LlamaServer):
         self.shows_slots = True
         self.empty: list[SlotId] = []
         self.held: dict[int, int] = {}
-        self.n_busy = 0
         self.restores: list[tuple[int, float]] = []
         self._unfinished: set[asyncio.Future[Saved]] = set()
-
-    @property
-    def is_all_empty(self) -> bool:
-        """Whether every slot is empty, so that nothing of anybody's can be displaced."""
-        return len(self.empty) == self.n_slots
 
     async def slots(self) -> list[SlotStatus]:
         """Return the slots' states; under --no-slots, as if they held what saves have shown."""
@@ -138,78 +129,70 @@ class ProbedServer(LlamaServer):
                 if not any(status.is_processing or status.n_held for status in used):
                     break
                 await asyncio.sleep(_LET_GO_SECONDS)
-        for name in self.files.issued:
-            self.files.try_to_remove(name)
+        self.files.remove_all()
 
 
 class Scratch:
-    """What an attach to a llama-server needs; `states` are the files that it has saved."""
+    """What an attach to a llama-server needs; `layout` is that of the files that it has saved."""
 
     def __init__(self, services: Services, server: ProbedServer, rewrite: RewriteStateFile) -> None:
         self.services = services
         self.server = server
         self.saver = Saver(services, self._note_state)
-        self.states: list[StateFile] = []
-        self.first_save: ProbeSaveFacts | None = None
+        self.layout: Layout | None = None
         self._rewrite = rewrite
 
     def _note_state(self, path: Path) -> None:
         self._rewrite(path)
-        self.states.append(read_state_file(path))
+        state = read_state_file(path)
+        if state.tokens:
+            self.layout = state.version, state.layout
 
-    @property
-    def can_save(self) -> bool:
-        """Whether llama-server and this process can use each other's files, as far as that was tried."""
-        return self.first_save is None or not self.first_save.problem
-
-    async def find_empty_slots(self, n_slots: int) -> None:
+    async def find_empty_slots(self, facts: LlamaServerFacts) -> None:
         """Sort the slots into busy, held and empty; stops if the first save shows that none is of use.
 
         What GET /slots calls empty is saved to be sure: a restore alone does not show there. Raises
         UpstreamUnreachable.
         """
         server = self.server
-        server.n_slots = n_slots
+        server.n_slots = facts.n_slots
         statuses = await server.slots()
         if not server.shows_slots:
             self.services.degradations.begin(DegradationKind.SLOTS_NOT_SHOWN)
         for status in statuses:
             slot_id = SlotId(status.id)
             if status.is_processing:
-                server.n_busy += 1
+                facts.n_busy += 1
             elif status.n_held:
                 server.held[slot_id] = status.n_held
             else:
-                n_saved = await self._probe_save(slot_id)
-                if not self.can_save:
+                n_saved = await self._probe_save(slot_id, facts)
+                if facts.probe_problem:
                     return
                 if n_saved:
                     server.held[slot_id] = 0
                 else:
                     server.empty.append(slot_id)
+        facts.n_empty, facts.n_held = len(server.empty), len(server.held)
 
-    async def _probe_save(self, slot_id: SlotId) -> int:
+    async def _probe_save(self, slot_id: SlotId, facts: LlamaServerFacts) -> int:
         """Save a slot that is believed to be empty, and note what became of the file."""
-        files, n_saved, problem = self.server.files, 0, ""
+        files, n_saved = self.server.files, 0
         name = files.new_temporary_name()
         try:
             n_saved = len((await self.saver.save(slot_id, name)).state.tokens)
         except UpstreamUnreachable:
             raise
         except CacheFault as fault:
-            problem = str(fault)
+            facts.probe_problem = str(fault)
             if isinstance(fault, CannotCache):
                 self.services.degradations.begin(fault.kind, fault.detail)
-        mode, owner_uid = 0, None
         with suppress(OSError):
             status = files.path(name).stat()
-            mode, owner_uid = status.st_mode & 0o7777, status.st_uid
-        if not files.try_to_remove(name):
-            problem = problem or f"uid {os.geteuid()} cannot remove it: {name} is still there"
-        if problem or self.first_save is None:
-            self.first_save = ProbeSaveFacts(
-                name=name, problem=problem, mode=mode, owner_uid=owner_uid
-            )
+            facts.probe_mode, facts.probe_owner_uid = status.st_mode & 0o7777, status.st_uid
+        facts.probe_name = name
+        if not facts.probe_problem and (left := files.remove_all()):
+            facts.probe_problem = f"uid {os.geteuid()} cannot remove it: {left} is still there"
         return n_saved
 
 
@@ -243,47 +226,15 @@ async def scratch(
             store.close()
 
 
-def free_bytes_of(path: Path) -> int:
-    """Return how many bytes this user can still write on the disk of *path*."""
-    return shutil.disk_usage(path).free
-
-
-def examine_directory(directory: Path, limits: Limits, free_bytes: FreeBytes) -> DirectoryFacts:
-    """Make and remove a file, and list them; look at permissions and free space."""
-    facts = DirectoryFacts(
-        path=str(directory),
-        own_uid=os.geteuid(),
-        budget_bytes=limits.max_bytes,
-        min_free_bytes=limits.min_free_bytes,
-    )
-    try:
-        status = directory.stat()
-        facts = replace(
-            facts,
-            mode=status.st_mode & 0o7777,
-            is_private=is_private(status.st_mode),
-            owner_uid=status.st_uid,
-            free_bytes=free_bytes(directory),
-        )
-        probe = StateFiles(directory).path(StateFiles(directory).new_temporary_name())
-        probe.touch(mode=0o600, exist_ok=False)
-        os.listdir(directory)
-        probe.unlink()
-    except OSError as error:
-        return replace(facts, problem=error.strerror or str(error))
-    return facts
-
-
 async def prefers_similar_slot(server: ProbedServer, file_version: int) -> bool | None:
     """Fill the last empty slot, send a longer prompt to no slot in particular, and see where it goes.
 
     Without similarity it goes to the slot that was used longest ago: since 0.7.0 an empty one, before
     that perhaps somebody's. Raises UpstreamFault.
     """
-    is_safe = server.is_all_empty or (
-        len(server.empty) >= 2 and file_version >= _FIRST_VERSION_THAT_PREFERS_EMPTY_SLOTS
-    )
-    if server.n_slots == 1 or not is_safe:
+    is_all_empty = len(server.empty) == server.n_slots
+    knows_empty = len(server.empty) >= 2 and file_version >= _FIRST_VERSION_THAT_PREFERS_EMPTY_SLOTS
+    if server.n_slots == 1 or not (is_all_empty or knows_empty):
         return None
     text, slot_id = server.text(3, _PROBE_TOKENS + _N_MORE), server.empty[-1]
     await server.evaluate(slot_id, text[:_PROBE_TOKENS])
@@ -295,39 +246,20 @@ async def prefers_similar_slot(server: ProbedServer, file_version: int) -> bool 
 async def has_ram_cache(server: ProbedServer, *, prefers_similar: bool | None) -> bool | None:
     """Displace a prompt, ask for it again, and see whether it is brought back; raises UpstreamFault.
 
-    A pinned request only consults the RAM cache while similarity is on (server-context.cpp,
-    get_available_slot); without it all slots have to be filled by requests that name none.
+    A request that names its slot only consults the RAM cache while similarity is on (server-context.cpp,
+    get_available_slot).
     """
 
-    async def n_reused(tokens: TokenIds) -> int:
-        return (await server.evaluate(SlotId(server.empty[0]), tokens)).cache_n
+    async def is_reused(seed: int, n_tokens: int) -> bool:
+        timings = await server.evaluate(server.empty[0], server.text(seed, n_tokens))
+        # Sliding-window models reuse a few tokens less than they hold.
+        return timings.cache_n >= _PROBE_TOKENS // 2
 
-    text = server.text(4, _PROBE_TOKENS + 2 * _N_MORE)
-    await n_reused(text[:_PROBE_TOKENS])
-    n_reused_live = await n_reused(text[: _PROBE_TOKENS + _N_MORE])
-    await n_reused(server.text(5, _PROBE_TOKENS + _N_MORE))
-    n_brought_back = await n_reused(text)
+    await is_reused(4, _PROBE_TOKENS)
+    is_reused_live = await is_reused(4, _PROBE_TOKENS + _N_MORE)
+    await is_reused(5, _PROBE_TOKENS + _N_MORE)
+    is_brought_back = await is_reused(4, _PROBE_TOKENS + 2 * _N_MORE)
     await server.erase_all()
-    if _is_reused(n_brought_back):
-        return True
-    if not _is_reused(n_reused_live):
-        return None  # this model continues no state that is so short, wherever it comes from
-    return False if prefers_similar else await _brings_back_displaced(server)
-
-
-async def _brings_back_displaced(server: ProbedServer) -> bool | None:
-    """Fill every slot and one more, and ask for the first prompt again."""
-    if not server.is_all_empty or server.n_slots > _MOST_SLOTS_TO_FILL:
-        return None
-    text = server.text(6, _PROBE_TOKENS + _N_MORE)
-    await server.evaluate_anywhere(text[:_PROBE_TOKENS])
-    for seed in range(server.n_slots):
-        await server.evaluate_anywhere(server.text(7 + seed, _PROBE_TOKENS))
-    n_reused = (await server.evaluate_anywhere(text)).timings.cache_n
-    await server.erase_all()
-    return _is_reused(n_reused)
-
-
-def _is_reused(n_reused: int) -> bool:
-    # Sliding-window models reuse a few tokens less than they hold.
-    return n_reused >= _PROBE_TOKENS // 2
+    # Some models continue no state that is so short, wherever it comes from.
+    can_tell = is_brought_back or (is_reused_live and prefers_similar is not False)
+    return is_brought_back if can_tell else None

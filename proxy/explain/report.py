@@ -18,7 +18,7 @@ import msgspec
 
 from proxy.core.model import Outcome, Prompt
 from proxy.core.tokens import Namespace, TokenIds
-from proxy.errors import ProxyError, TooManyRequests, UpstreamAbsent, UpstreamGone
+from proxy.errors import ProxyError, ServerAway, TooManyRequests
 from proxy.explain.causes import MEANINGS, Cause, PromptPart
 from proxy.explain.compare import PromptChange, Rendering, find_change, goes_on
 from proxy.explain.explanation import (
@@ -262,7 +262,7 @@ class Report:
         answer, account = request.answer, request.account
         assert answer is not None
         if answer.is_broken:
-            return self.unanswered(request, UpstreamGone("llama-server went away in mid-answer"))
+            return self.unanswered(request, ServerAway("llama-server went away in mid-answer"))
         self._metrics.requests.labels(outcome).inc()
         self._count_reuse(judgement, account)
         first_token_seconds = None
@@ -333,6 +333,6 @@ def _line(record: RequestRecord) -> dict[str, object]:
 
 _WHY_UNANSWERED: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (
     ((asyncio.CancelledError, ConnectionResetError), "client left"),
-    ((UpstreamGone, UpstreamAbsent), "llama-server gone"),
+    ((ServerAway,), "llama-server gone"),
     ((TooManyRequests,), "queue full"),
 )

@@ -79,11 +79,27 @@ class GenerationBody:
 
 def parse_body(raw: bytes) -> GenerationBody | None:
     """Return the parsed body, or None if it is not a JSON object."""
-    text = raw.removeprefix(_BYTE_ORDER_MARK).partition(b"\0")[0]  # what llama-server reads of it
+    text = _text_read(raw)
     try:
         return GenerationBody(text, msgspec.json.decode(text, type=dict[str, Any]))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def is_too_deep(raw: bytes) -> bool:
+    """Return whether a body is nested too deeply for the proxy; llama-server's parser has no limit."""
+    try:
+        msgspec.json.decode(_text_read(raw))
+    except RecursionError:
+        return True
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    return False
+
+
+def _text_read(raw: bytes) -> bytes:
+    """Return the part of a body that llama-server reads."""
+    return raw.removeprefix(_BYTE_ORDER_MARK).partition(b"\0")[0]
 
 
 def as_chat_body(route: Route, body: GenerationBody) -> GenerationBody:

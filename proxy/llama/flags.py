@@ -1,4 +1,9 @@
-"""llama-server's command line: its options, a host's command lines, and a router's presets."""
+"""llama-server's command line: which options a build knows, and what a command or a preset sets.
+
+Owns: the layout of --help, and how llama-server reads its arguments (common/arg.cpp) and presets
+(common/preset.cpp). Pure. Builds differ in their options, so that nothing is known but what --help says.
+What cannot be read is left for llama-server to complain about.
+"""
 
 import configparser
 import re
@@ -6,12 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from proxy.core.launch import OFF, ON, Given
-
-# llama-server's command line: which options a build knows, and which of them a command sets.
-#
-# Owns: the layout of its --help and how it reads its arguments (common/arg.cpp). Pure. Builds differ in
-# their options, so nothing is known of them but what --help says.
-
 
 _NAME = re.compile(r"(--?[A-Za-z][\w.-]*)(,\s*|\s|$)")
 _TWO_VALUES = re.compile(r"[A-Z]+ [A-Z]+")
@@ -131,11 +130,7 @@ def _turns_off(name: str) -> bool:
     return name.startswith(("--no-", "-no"))
 
 
-# llama-server's --models-preset: an INI file with flags for each model of a router (common/preset.cpp).
-#
-# Owns: how the file is read, as far as its flags are known. Pure. What cannot be read is left for llama-
-# server to complain about.
-
+# --models-preset: an INI file with flags for each model of a router.
 
 _BEFORE_ALL = "\0"
 

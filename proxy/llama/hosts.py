@@ -40,28 +40,26 @@ class Models:
 
 @dataclass(frozen=True, slots=True)
 class HostedFlags:
-    """What of a model's command line decides over the model's states; None or 0 if not given.
+    """What of a model's command line decides over the model's slots; 0 if not given.
 
-    `unload_seconds` and `sleep_seconds` are the idle times after which the model's slots are gone: the
-    host ends its llama-server, or llama-server sleeps.
+    `unload_seconds` and `sleep_seconds` are the idle times after which the slots are gone: the host ends
+    its llama-server, or llama-server sleeps.
     """
 
     model: str
-    slot_save_path: str | None = None
     unload_seconds: float = 0.0
     sleep_seconds: float = 0.0
 
 
 def read_flags(model: str, words: Sequence[str], unload_seconds: float = 0.0) -> HostedFlags:
     """Return what a command line says; llama-server may be anywhere in it, behind docker or a shell."""
-    # The last value of a flag counts; --slot_save_path is the same to llama-server.
+    # The last value of a flag counts; --sleep_idle_seconds is the same to llama-server.
     given = {name.replace("_", "-"): value for name, value in pairwise(words)}
     try:
         sleep_seconds = max(0.0, float(given.get("--sleep-idle-seconds", 0)))
     except ValueError:
         sleep_seconds = 0.0
-    path = given.get("--slot-save-path")
-    return HostedFlags(model, path, max(0.0, unload_seconds), sleep_seconds)
+    return HostedFlags(model, max(0.0, unload_seconds), sleep_seconds)
 
 
 class ModelHost:
@@ -290,24 +288,6 @@ def _words(command: str) -> list[str]:
 
 def _behind(path: str, name: str) -> str:
     return path.removeprefix(_UPSTREAM + name)
-
-
-async def load_and_listen(root: LlamaServer, model: str) -> bool:
-    """Have llama-swap load a model; return whether a client is told (sendLoadingState of llama-swap).
-
-    No field of llama-swap's API says that; but with that setting a stream that waits for a model begins at
-    once, with status 200, even a stream that llama-server then refuses. What asks for the model is no
-    request that llama-server takes, so no slot is touched. Raises UpstreamFault.
-    """
-    body = {"model": model, "stream": True, "messages": ""}
-    try:
-        await root.call("POST", "/v1/chat/completions", dict[str, Any], body, seconds=None)
-    except UpstreamRefused as refusal:
-        # A stream of events is no JSON, so it counts as refused too.
-        if refusal.status not in (200, 400):
-            raise
-        return refusal.status == 200
-    return False
 
 
 async def recognise(root: LlamaServer) -> ModelHost | None:

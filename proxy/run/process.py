@@ -1,4 +1,9 @@
-"""llama-server as a process of our own: its build and port, its start and end, and its next start."""
+"""llama-server as a child process: its build and port, its start and end, and its next start.
+
+llama-server leads a session of its own, so that Ctrl-C in a terminal reaches only the proxy, which saves
+first. Its output goes to our stderr as it comes. No llama-server outlives the proxy, whatever becomes of
+the proxy.
+"""
 
 import asyncio
 import os
@@ -12,15 +17,13 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from proxy.core.launch import restart_delay_seconds
 from proxy.errors import LlamaServerDied, SettingsError
 from proxy.log import get_logger
 
-# What has to be asked of the machine before llama-server is started: its build, and its port.
-
+# Before the start: which build is this, and is its port free?
 
 _HELP_SECONDS = 60.0
 """Builds for GPUs load their libraries first."""
@@ -77,11 +80,7 @@ def _bind(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-# One llama-server process of our own: its start, its output, its end.
-#
-# It leads a session of its own, so that Ctrl-C in a terminal reaches only the proxy, which saves first.
-# Its output goes to our stderr as it comes. None outlives us, whatever becomes of us.
-
+# One process: its start, its output, its end.
 
 _GUARD = Path(__file__).with_name("guard.py")
 _N_TAIL_LINES = 15
@@ -131,7 +130,7 @@ class LlamaProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, output: Output) -> None:
         self._process = process
-        self._output = output
+        self.output = output
         self._is_over = False
 
     @classmethod
@@ -161,16 +160,12 @@ class LlamaProcess:
     def pid(self) -> int:
         return self._process.pid
 
-    def tail(self) -> str:
-        """Return the last lines of its output."""
-        return self._output.tail()
-
     async def wait(self) -> str:
         """Wait for its end; return how it ended, in words."""
         status = await self._process.wait()
         self._signal_all(signal.SIGKILL)  # what a wrapper script leaves behind
         self._is_over = True
-        await self._output.ended()
+        await self.output.ended()
         return describe_end(status)
 
     async def stop(self, seconds: float) -> None:
@@ -202,30 +197,13 @@ def describe_end(status: int) -> str:
         return f"signal {-status}"
 
 
-# Keeps llama-server running: starts it, waits until it is ready, says how it died, starts it again.
-
+# Keeping llama-server running.
 
 STOP_SECONDS = 20.0
 """How long llama-server may take to end; it finishes the batch at hand first."""
 _LOOK_SECONDS = 0.2
 _STEADY_SECONDS = 60.0
 """A process that was ready for so long starts a new count of failures."""
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    """How a process ended, its last lines, and how long it had been ready: None if it never was."""
-
-    how: str
-    last_lines: str
-    ready_seconds: float | None
-
-    def __str__(self) -> str:
-        if self.ready_seconds is not None:
-            return f"llama-server died: {self.how}"
-        return (
-            f"llama-server died before it was ready: {self.how}; it said last:\n{self.last_lines}"
-        )
 
 
 class Supervisor:
@@ -255,16 +233,17 @@ class Supervisor:
         n_failures = 0
         has_been_ready = False
         while True:
-            end = await self._run_once()
-            has_been_ready = has_been_ready or end.ready_seconds is not None
+            end, ready_seconds = await self._run_once()
+            has_been_ready = has_been_ready or ready_seconds is not None
             if not (self._restarts and has_been_ready):
-                raise LlamaServerDied(str(end))
-            n_failures = 1 if (end.ready_seconds or 0.0) >= _STEADY_SECONDS else n_failures + 1
+                raise LlamaServerDied(end)
+            n_failures = 1 if (ready_seconds or 0.0) >= _STEADY_SECONDS else n_failures + 1
             delay_seconds = restart_delay_seconds(n_failures)
-            self._log.error(str(end), restart_in_seconds=delay_seconds)
+            self._log.error(end, restart_in_seconds=delay_seconds)
             await asyncio.sleep(delay_seconds)
 
-    async def _run_once(self) -> _End:
+    async def _run_once(self) -> tuple[str, float | None]:
+        """Return how a process ended, in words, and how long it had been ready; None if it never was."""
         process = await LlamaProcess.start(self._command, self._environment)
         self._log.info("started llama-server", pid=process.pid)
         ended = asyncio.ensure_future(process.wait())
@@ -274,8 +253,13 @@ class Supervisor:
         finally:
             ended.cancel()
             await process.stop(STOP_SECONDS)
-        ready_seconds = None if ready_at is None else time.monotonic() - ready_at
-        return _End(how, process.tail(), ready_seconds)
+        if ready_at is None:
+            last_lines = process.output.tail()
+            return (
+                f"llama-server died before it was ready: {how}; it said last:\n{last_lines}",
+                None,
+            )
+        return f"llama-server died: {how}", time.monotonic() - ready_at
 
     async def _await_ready(self, ended: "asyncio.Future[str]") -> float | None:
         """Return when it was ready; None if it ended first. Loading a large model takes minutes."""

@@ -1,8 +1,8 @@
 """First contact with a llama-server process: what it is, what its slots hold, what may be shared.
 
-In this order: save whatever the slots hold (it may be hours of work), then find an empty slot, ask the
-model for its canary there, save a probe to learn the cache's layout, and only then decide which namespace
-all of it belongs to.
+The order matters: first the proxy saves what the slots hold, which may be hours of work. Then it finds an
+empty slot, asks the model for its canary there, and saves a probe to learn the cache's layout. Only then it
+can decide which namespace the saved states belong to.
 """
 
 import asyncio
@@ -58,7 +58,7 @@ from proxy.store.known_models import (
 )
 
 Adopted = dict[SlotId, SavedSlot]
-"""What slots held at first contact, as their saves told it; the files wait for their namespaces."""
+"""The states that slots held at first contact; their files wait for a namespace."""
 
 _FEW_TOKENS = token_ids(range(1, 9))
 
@@ -66,8 +66,7 @@ _FEW_TOKENS = token_ids(range(1, 9))
 class ModelIdentity(msgspec.Struct, frozen=True):
     """A model with its adapters, as llama-server and the model file tell it.
 
-    With the layout of the cache, it is the half of a namespace for which nothing is evaluated; the other
-    half is the canary.
+    Identity, layout of the cache and canary make a namespace; only the canary has to be evaluated.
     """
 
     model: str
@@ -105,9 +104,9 @@ async def attach(
     shares_between_api_keys: bool | None,
     last: Process | None = None,
 ) -> Process:
-    """Return the process that answered with *props*; where it cannot cache, its obstacle says why.
+    """Return the process that answered with *props*; if it cannot cache, its obstacle says why.
 
-    *last* is an attachment to the same process that could not cache.
+    *last* is the result of an earlier attach to the same process, which could not cache either.
     """
     contents: list[Content] = [TAINTED for _ in range(props.total_slots)]
     process = Process(
@@ -138,14 +137,16 @@ async def attach(
         process.obstacle = CannotCache(DegradationKind.ATTACH_FAILED, str(fault))
     if process.obstacle:
         process.faults.count("attach")
-        if process.clears_idle_slots is None:  # no save has told; it is seen once for each process
+        if (
+            process.clears_idle_slots is None
+        ):  # no save has shown it, so it is tried once per process
             clears = last.clears_idle_slots if last else await _seen_clearing(process.upstream)
             process.note_clearing(clears=clears)
     return process
 
 
 async def _asks_for_key(upstream: LlamaServer) -> bool:
-    """Return whether llama-server, or what stands before it, refuses who sends no key."""
+    """Return whether llama-server, or a proxy before it, refuses requests without a key."""
     try:
         return not await upstream.takes_key({})
     except UpstreamRefused:
@@ -153,9 +154,9 @@ async def _asks_for_key(upstream: LlamaServer) -> bool:
 
 
 async def _seen_clearing(upstream: LlamaServer) -> bool | None:
-    """Fill one empty slot, run another, and see whether the first still holds what it held.
+    """Fill one empty slot, run another, and look whether the first still holds its tokens.
 
-    For servers that save and erase nothing: both keep a few tokens. None if it cannot be told.
+    For servers that save and erase nothing: both slots keep a few tokens. None if it cannot be told.
     """
     with suppress(UpstreamFault):
         empty = [
@@ -190,9 +191,9 @@ async def _identify(process: Process, props: Props, *, are_all_one: bool) -> Non
 
 
 async def _adopt_slots(process: Process, files: AsyncExitStack) -> Adopted:
-    """Save every idle slot that holds something; the files live as long as *files*.
+    """Save every idle slot that holds something; *files* deletes the files on leaving.
 
-    A slot that there is no room for stays tainted.
+    A slot whose state the store has no room for stays tainted.
     """
     adopted: Adopted = {}
     for slot in process.slots.free():
@@ -211,9 +212,9 @@ async def _adopt_slots(process: Process, files: AsyncExitStack) -> Adopted:
 
 
 async def _empty_slot(process: Process, adopted: Adopted) -> SlotId:
-    """Return an empty slot, emptying the smallest adopted one if there is none.
+    """Return an empty slot; if there is none, the saved slot with the fewest tokens is emptied.
 
-    Where there was no room to adopt any, one of them is lost.
+    If the store had room for none of them, the content of one slot is lost.
     """
     for slot in process.slots:
         if isinstance(slot.content, Empty):
@@ -230,7 +231,7 @@ async def _empty_slot(process: Process, adopted: Adopted) -> SlotId:
 async def _find_namespace(process: Process, slot_id: SlotId, props: Props) -> None:
     """Ask the model for its canary in an empty slot, and leave that slot empty.
 
-    On the way it shows whether a slot that starts empties idle slots, as with llama-server's default flags.
+    Another slot runs meanwhile: with llama-server's default flags, a slot that starts empties idle slots.
     """
     upstream, table = process.upstream, process.slots
     identity = await read_identity(upstream, props)
@@ -264,7 +265,7 @@ async def _find_namespace(process: Process, slot_id: SlotId, props: Props) -> No
 
 
 async def _probe(process: Process, slot_id: SlotId, tokens: TokenIds) -> StateFile:
-    """Save a slot that holds *tokens*; return what the file says of this server."""
+    """Save a slot that holds *tokens*; return what is in the file."""
     async with process.room.probe(slot_id, len(tokens)) as saved:
         return saved.state
 
@@ -286,10 +287,10 @@ async def _namespace(
 
 
 async def _find_tenants(process: Process, *, are_all_one: bool) -> None:
-    """Find out whose states there are; where keys make no difference, they become everybody's.
+    """Find the tenants of the model; if keys make no difference, the states of all tenants are united.
 
-    Unless *are_all_one* by the operator's word, states that came with a key which llama-server has asked
-    for stay with that key: who does not ask any more has not said that everybody may see them.
+    States that were saved when llama-server asked for keys stay with their keys, unless the operator says
+    that all tenants *are_all_one*: a llama-server without keys does not mean that everybody may see them.
     """
     store, model = process.store, process.model_namespace
     tenants = known_tenants(store.index, model)
@@ -313,8 +314,8 @@ async def _find_tenants(process: Process, *, are_all_one: bool) -> None:
 def _owner_of(process: Process, tokens: TokenIds) -> Namespace | None:
     """Return the namespace of the tenant whose tokens a slot holds; None if that is not known.
 
-    llama-server does not say. With one tenant there is no question; with several it is the one of whom
-    the store has the longest beginning of the same tokens.
+    llama-server does not say. Of several tenants it is the one whose checkpoints share the longest prefix
+    with the tokens.
     """
     namespaces = [process.tenant_namespace(t) for t in process.tenants or {b""}]
     if len(namespaces) == 1:
@@ -325,7 +326,7 @@ def _owner_of(process: Process, tokens: TokenIds) -> Namespace | None:
 
 
 async def _commit(process: Process, slot_id: SlotId, saved: SavedSlot) -> None:
-    """Enter an adopted slot's file, for the tenant whose tokens those are."""
+    """Commit the state of an adopted slot, for the tenant whose tokens it holds."""
     state, store = saved.state, process.store
     namespace = _owner_of(process, state.tokens)
     if namespace is None or state.n_media or -1 in state.tokens:

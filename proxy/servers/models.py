@@ -1,7 +1,7 @@
 """The models of one host: which are loaded, who uses them, and how they make room for each other.
 
-A host ends a model's llama-server to load another, and what its slots held is gone. So the proxy decides
-when that happens: a model that has to go is let finish what it answers and is written back first.
+A host ends a model's llama-server to load another model, and the content of its slots is lost. So the
+proxy decides when that happens: a model that has to go finishes its answers, and is written back first.
 """
 
 import asyncio
@@ -19,24 +19,23 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.residency import Residents, next_step
 from proxy.errors import (
     CacheFault,
-    UpstreamAbsent,
+    ServerAway,
     UpstreamFault,
     UpstreamRefused,
     UpstreamSlow,
     UpstreamUnreachable,
 )
-from proxy.health import Degradations
-from proxy.llama.client import LlamaServer
 from proxy.llama.hosts import ModelHost, Models
 from proxy.log import get_logger
+from proxy.servers.background import drain, settle
 from proxy.servers.server import CUT_SECONDS, Phase, Server, Watched
+from proxy.serving.process import Process, Services
 from proxy.settings import Settings
-from proxy.tasks import Tasks
 
 _LOOK_SECONDS = 1.0
 _N_UNKNOWN_NAMES = 256
 _UNKNOWN_SECONDS = 60.0
-"""So long a name that no model has is not asked for again."""
+"""How long the host is not asked again for a name that no model has."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,29 +46,27 @@ class _WaitingForModel:
 
 
 class HostedModels(Watched):
-    """Follows a host of models, and lets requests use them; it is attached while it answers.
+    """Watches a host of models, and lets requests use its models; its phase is attached while it answers.
 
-    `servers` are those of the models that have been loaded since the proxy runs.
+    `servers` are those of the models that were loaded since the proxy started.
     """
 
     def __init__(
         self,
-        root: LlamaServer,
+        settings: Settings,
+        services: Services,
         host: ModelHost,
         new_server: Callable[["HostedModels", str], Server],
-        tasks: Tasks,
-        degradations: Degradations,
-        settings: Settings,
     ) -> None:
         super().__init__(Phase.ATTACHED, settings.upstream_wait_seconds, was_there=True)
-        self.root = root
+        self.root = services.upstream
         self.host = host
+        self.is_polled = host.is_polled
         self.servers: dict[str, Server] = {}
         self._new_server = new_server
-        self._degradations = degradations
-        self._tasks = tasks
+        self._degradations = services.degradations
+        self._tasks = services.tasks
         self._save_seconds = settings.drain_seconds
-        self._log = get_logger("models")
         self._models = Models(frozenset(), frozenset())
         self._users: Counter[str] = Counter()
         self._used_at: dict[str, float] = {}
@@ -78,18 +75,20 @@ class HostedModels(Watched):
         self._changing: frozenset[str] = frozenset()
         self._has_given_up = False
         self._change_under_way: asyncio.Task[None] | None = None
-        self._looking = asyncio.Lock()
+        self._one_look = asyncio.Lock()
         self._unknown_names: TTLCache[str, bool] = TTLCache(_N_UNKNOWN_NAMES, _UNKNOWN_SECONDS)
 
     def give_up(self) -> None:
-        """Send away whoever waits for a model, now and from now on: the proxy is about to stop."""
+        """Refuse the requests that wait for a model, and all later ones: the proxy is about to stop."""
         super().give_up()
         self._has_given_up = True
         if self._change_under_way is not None:
             self._change_under_way.cancel()
         for waiting in self._waiting:
             if not waiting.admitted.done():
-                waiting.admitted.set_exception(UpstreamAbsent("its model is not loaded yet"))
+                waiting.admitted.set_exception(
+                    ServerAway("its model is not loaded yet", was_sent="no", status=503)
+                )
         self._waiting.clear()
 
     @property
@@ -101,18 +100,22 @@ class HostedModels(Watched):
     def loaded(self) -> frozenset[str]:
         return frozenset(m for m, s in self.servers.items() if s.phase is not Phase.UNLOADED)
 
+    @property
+    def processes(self) -> list[Process]:
+        return [process for server in self.servers.values() if (process := server.process)]
+
     async def watch(self) -> None:
-        """Follow what is loaded, until cancelled."""
+        """Follow which models are loaded, until cancelled."""
         while True:
-            await self.try_to_look()
+            await self.look()
             await self.pause(_LOOK_SECONDS)
 
-    async def try_to_look(self) -> None:
-        """Ask the host which models it has loaded, if it says.
+    async def look(self) -> None:
+        """Ask the host which models it has loaded.
 
-        One look after the other, so that what an earlier one saw is never believed after a later one.
+        Looks run one after the other, so that the result of an earlier one never replaces a later result.
         """
-        async with self._looking:
+        async with self._one_look:
             try:
                 self._models = await self.host.models()
             except (UpstreamSlow, UpstreamRefused):
@@ -151,21 +154,21 @@ class HostedModels(Watched):
         A host may have names that it does not list: it is asked for them, which may load a model.
         """
         if (found := self.known(name)) is None:
-            await self.try_to_look()
+            await self.look()
             found = self.known(name)
         if found or not self.host.hides_names or name in self._unknown_names:
             return found
         if await self.host.accepts(keys):
-            # What is idle is saved, and nobody is held up for a name.
-            await asyncio.gather(*(s.drain(self._save_seconds) for s in self.servers.values()))
-            with suppress(UpstreamFault):  # it may be known later
+            # Idle slots are saved; nothing waits for running requests because of a name.
+            await drain(self.processes, self._save_seconds)
+            with suppress(UpstreamFault):  # the host may tell later
                 try:
                     found = await self.host.resolve(name)
                 except UpstreamRefused:
                     found = None
                 if found is None:
                     self._unknown_names[name] = True
-            await self.try_to_look()
+            await self.look()
         return found
 
     def server(self, model: str) -> Server:
@@ -176,11 +179,11 @@ class HostedModels(Watched):
 
     @asynccontextmanager
     async def use(self, model: str, since: float, keys: Mapping[str, str]) -> AsyncIterator[Server]:
-        """Keep a model loaded while the block runs, and load it first if need be.
+        """Keep a model loaded while the block runs, and load it first if it is not.
 
-        One that cannot be loaded, or not for who has no right *keys*, is left to the host to refuse: its
-        server is then unloaded. Raises UpstreamAbsent if the host is away for too long; *since* is when the
-        request began to wait.
+        Yields an unloaded server if the model cannot be loaded, or the host does not accept the client's
+        *keys*: then the host itself refuses the request. Raises ServerAway if the host is away for too
+        long; the request has waited *since* that moment.
         """
         if self.is_away:
             self.poke()
@@ -198,9 +201,11 @@ class HostedModels(Watched):
             self._advance()
 
     async def _admission(self, model: str, since: float) -> None:
-        """Return once the model is loaded, or could not be; who has to try again keeps its place."""
+        """Wait until the model is loaded, or could not be; *since* gives the place in the queue."""
         if self._has_given_up:
-            raise UpstreamAbsent("its model is not loaded, and the proxy is about to stop")
+            raise ServerAway(
+                "its model is not loaded, and the proxy is about to stop", was_sent="no", status=503
+            )
         waiting = _WaitingForModel(since, model, asyncio.get_running_loop().create_future())
         bisect.insort(self._waiting, waiting, key=lambda each: each.since)
         self._advance()
@@ -215,7 +220,7 @@ class HostedModels(Watched):
             raise
 
     def _advance(self) -> None:
-        """Let in whoever can be, and begin to load what is to be loaded next."""
+        """Admit the requests that can be served, and begin to load the next model."""
         residents = Residents(
             self.loaded,
             self._users,
@@ -245,34 +250,34 @@ class HostedModels(Watched):
             await self._let_go(leaving)
             await self.host.load(model)
         except CacheFault as fault:
-            self._log.warning("model not loaded", model=model, reason=str(fault))
+            get_logger("models").warning("model not loaded", model=model, reason=str(fault))
         finally:
-            await self.try_to_look()
+            await self.look()
             self._changing = frozenset()
             self._note_loaded()
             gone = before - self.loaded
             if model in self.loaded:
                 self._together -= {frozenset((model, other)) for other in gone}
-            else:  # who waited for a model that cannot be loaded is told so by the host itself
+            else:  # the host itself tells these requests why the model cannot be loaded
                 self._admit([w for w in self._waiting if w.model == model])
             self._advance()
         if model in self.loaded:
             seconds = round(time.monotonic() - began, 3)
-            self._log.info("model loaded", model=model, seconds=seconds, unloaded=sorted(gone))
+            log = get_logger("models")
+            log.info("model loaded", model=model, seconds=seconds, unloaded=sorted(gone))
 
     async def _let_go(self, leaving: frozenset[str]) -> None:
-        """Save what the slots of these models hold, and let nothing of ours reach them any more."""
+        """Save the slots of these models, let nothing of the proxy's reach them, and unload them."""
         servers = [self.server(model) for model in leaving]
-        await asyncio.gather(*(server.settle(self._save_seconds) for server in servers))
+        await settle((s.process for s in servers if s.process), self._save_seconds)
         for server in servers:
-            if server.process:  # its end is no fault of a state's
+            if server.process:  # no saved state is suspect because this process ends
                 server.process.slots.forget_sources()
             server.lose()
         for model in leaving:
             await self.host.unload(model)
 
     async def save_all(self, keys: Mapping[str, str]) -> None:
-        """Save what all models hold: a client is about to have some unloaded, if its *keys* are right."""
+        """Save the slots of all models: a client, if its *keys* are right, is about to unload some."""
         if await self.host.accepts(keys):
-            servers = list(self.servers.values())
-            await asyncio.gather(*(server.settle(self._save_seconds) for server in servers))
+            await settle(self.processes, self._save_seconds)

@@ -8,8 +8,9 @@ There are four cases (`Pool.serve`):
 3. A host of models answers at an address: it loads the model of the request, which is then case 1.
 4. No host knows the model: what answers at the first address refuses the request in its own words.
 
-While all llama-servers of a request are away, it waits for the first of them (`Server.ready`). A request
-of which nothing was sent, because its llama-server went away meanwhile, begins again.
+While all llama-servers of a request are away, the request waits for the first that comes back
+(`Server.ready`). If a llama-server goes away before anything of the request was sent to it, the request
+begins again.
 """
 
 import asyncio
@@ -23,25 +24,24 @@ from typing import Any
 
 from proxy.core.model import Checkpoint, Outcome
 from proxy.core.residency import Offer, best_offer
-from proxy.errors import (
-    UpstreamAbsent,
-    UpstreamEnded,
-    UpstreamGone,
-    UpstreamNotReached,
-    UpstreamPerhapsReached,
-)
+from proxy.errors import ServerAway
 from proxy.llama.client import LlamaServer
 from proxy.llama.hosts import recognise
 from proxy.llama.routes import unloads_models
 from proxy.log import get_logger
-from proxy.servers.background import note_damage, verify_stored
+from proxy.servers.background import (
+    drain,
+    remember_rates,
+    save_idle_slots,
+    verify_stored,
+)
 from proxy.servers.fatal import FatalRequests, key_of
 from proxy.servers.models import HostedModels
 from proxy.servers.server import ArrivalOrder, Phase, Server
-from proxy.serving.cache import WillBeRefused
-from proxy.serving.desk import DeskClosed, EndedOver, FreeElsewhere, LeaseDesk
+from proxy.serving.cache import Cache, WillBeRefused
+from proxy.serving.desk import FreeElsewhere, LeaseDesk
 from proxy.serving.planning import offer
-from proxy.serving.process import Process, Shared
+from proxy.serving.process import Process, Services, Shared
 from proxy.serving.request import Request
 from proxy.serving.rewriting import Overflow, Stabilizing
 from proxy.serving.saver import RewriteStateFile
@@ -49,7 +49,7 @@ from proxy.settings import Settings
 from proxy.stabilize.model import parse_switches
 
 MAX_LOADS = 4
-"""A request has a model loaded so many times at most that does not stay: then its host answers."""
+"""How often a model is loaded for one request; if the model is unloaded each time, its host answers."""
 _RETRY_SECONDS = 1.0
 
 
@@ -77,7 +77,8 @@ class Pool:
         self._is_coming = is_coming
         self._n_context_checkpoints = n_context_checkpoints
         self.stabilizing = Stabilizing(shared, parse_switches(settings.stabilizers))
-        self._overflow = Overflow(shared, is_on=settings.context_overflow == "stable")
+        overflow = Overflow(shared, is_on=settings.context_overflow == "stable")
+        self.cache = Cache(self.stabilizing, overflow)
         self._fatal = FatalRequests(shared.opened_store)
         self._running: list[asyncio.Task[None]] = []
         self._plain: list[Server] = []
@@ -86,17 +87,16 @@ class Pool:
 
     @asynccontextmanager
     async def followed(self) -> AsyncIterator[None]:
-        """Follow all llama-servers and verify what is stored while the block runs."""
+        """Watch all llama-servers, and verify stored states, while the block runs."""
         is_single = len(self._roots) == 1
         for root in self._roots:
             where = "" if is_single else root.target.name
-            server = self._start(
-                root,
-                where,
-                self._order,
+            server = self._followed(
+                self._shared.of(root, where),
                 is_expected=self._is_coming,
                 is_host_of_models=self._is_host,
             )
+            server.order = self._order
             self._plain.append(server)
             if not is_single:
                 server.on_attached = self._share_slots
@@ -112,7 +112,7 @@ class Pool:
 
     @property
     def servers(self) -> list[Server]:
-        """Every llama-server that is followed: at an address, or as a model that was loaded once."""
+        """All llama-servers: those at addresses, and models that were loaded since the proxy started."""
         return [*self._plain, *(s for h in self._hosts.values() for s in h.servers.values())]
 
     @property
@@ -132,7 +132,7 @@ class Pool:
 
     @property
     def roots(self) -> list[LlamaServer]:
-        """What answers at the addresses, those first that are there: any may answer for all."""
+        """What answers at the addresses, those first that are there."""
         plain = {server.upstream: server.process is None for server in self._plain}
         is_away = plain | {root: host.is_away for root, host in self._hosts.items()}
         return sorted(self._roots, key=lambda root: is_away.get(root, True))
@@ -144,35 +144,34 @@ class Pool:
 
     async def drain(self, seconds: float) -> None:
         """Save every dirty slot now, in at most *seconds*."""
-        await asyncio.gather(*(server.drain(seconds) for server in self.servers))
+        await drain(self.processes, seconds)
 
     def give_up(self) -> None:
-        """Send away whoever waits for a llama-server: the proxy is about to stop."""
+        """Refuse all requests that wait for a llama-server: the proxy is about to stop."""
         for each in (*self.servers, *self._hosts.values()):
             each.give_up()
 
-    def _start(
-        self, upstream: LlamaServer, where: str, order: ArrivalOrder, **options: Any
-    ) -> Server:
-        """Follow one llama-server; *where* tells its degradations from others', *options* are Server's."""
+    def _followed(self, services: Services, **options: Any) -> Server:
+        """Return a new Server with its background work; *options* are those of Server."""
         server = Server(
             self._settings,
-            self._shared.of(upstream, where),
+            services,
             self._rewrite,
-            self.stabilizing,
-            self._overflow,
-            order,
             n_context_checkpoints=self._n_context_checkpoints,
             **options,
         )
-        self._run(server.run)
+        self._run(server.watch)
+        self._run(
+            partial(save_idle_slots, lambda: server.process, self._settings.idle_save_seconds)
+        )
+        self._run(partial(remember_rates, lambda: server.process))
         return server
 
     def _run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._running.append(asyncio.ensure_future(self._supervised(work)))
 
     async def _supervised(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Go on with what follows a llama-server, whatever went wrong with it."""
+        """Run background work until it ends; begin it again after any fault."""
         while True:
             try:
                 return await work()
@@ -181,19 +180,26 @@ class Pool:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     def _note_damage(self, damaged: Checkpoint, stemming: list[Checkpoint]) -> None:
-        note_damage(self._shared, self.processes, damaged, stemming)
+        """Tell of a damaged file, and taint the slots that hold what may stem from it."""
+        self._shared.metrics.damaged_checkpoints.inc()
+        get_logger("store").warning(
+            "state damaged: it is removed, and what may stem from it",
+            file=damaged.file_name,
+            n_tokens=damaged.n_tokens,
+            stemming=[checkpoint.file_name for checkpoint in stemming],
+        )
+        for process in self.processes:
+            process.slots.distrust([checkpoint.id for checkpoint in (damaged, *stemming)])
 
     async def _is_host(self, server: Server) -> bool:
-        """Find out whether a host of models answers at an address; if so, it is followed from now on."""
+        """Return whether a host of models answers at an address; if so, its models replace the server."""
         root = server.upstream
         if (host := await recognise(root)) is None:
             return False
         get_logger("fleet").info("several models", address=root.target.base_url, kind=host.kind)
-        degradations = self._shared.everywhere.at(root.target.name)
-        hosted = HostedModels(
-            root, host, self._new_model, self._shared.tasks, degradations, self._settings
-        )
-        await hosted.try_to_look()
+        services = self._shared.of(root, root.target.name)
+        hosted = HostedModels(self._settings, services, host, self._new_model)
+        await hosted.look()
         self._plain.remove(server)
         self._hosts[root] = hosted
         self._run(hosted.watch)
@@ -201,18 +207,10 @@ class Pool:
 
     def _new_model(self, hosted: HostedModels, model: str) -> Server:
         upstream = hosted.root.at(hosted.host.target(model))
-        return self._start(
-            upstream,
-            upstream.target.name,
-            ArrivalOrder(),
-            phase=Phase.UNLOADED,
-            is_expected=True,
-            is_polled=hosted.host.is_polled,
-            look_at_host=hosted.try_to_look,
-        )
+        return self._followed(self._shared.of(upstream, upstream.target.name), host=hosted)
 
     def _share_slots(self, process: Process) -> None:
-        """Let who waits longest for a slot of another llama-server have those that come free here."""
+        """Let requests that wait at another llama-server have the slots that come free here."""
         desk = process.desk
         desk.on_idle = self._call_away
         for _ in desk.table.free():
@@ -230,14 +228,14 @@ class Pool:
     async def lent(
         self, model: str, since: float, keys: Mapping[str, str]
     ) -> AsyncIterator[list[Server]]:
-        """Yield the llama-servers that may serve a request for *model*, loaded while the block runs.
+        """Yield the llama-servers that may serve a request for *model*; it stays loaded in the block.
 
-        None of them if no host knows it. Raises UpstreamAbsent if the host is away for too long; *since* is
-        when the request began to wait. *keys* are the headers with its client's key.
+        Yields an empty list if no host knows the model. Raises ServerAway if the host is away for too long;
+        the request has waited *since* that moment. *keys* are the headers with its client's key.
         """
         hosted, named = await self._find(model, keys)
         if hosted is None:
-            yield self._plain
+            yield list(self._plain)  # a host of models may turn out to be at one of the addresses
             return
         async with hosted.use(named, since, keys) as server:
             yield [server]
@@ -271,9 +269,9 @@ class Pool:
     async def passing(
         self, method: str, path: str, model: str, keys: Mapping[str, str]
     ) -> AsyncIterator[Sequence[LlamaServer]]:
-        """Yield where to pass on a request that is no generation, with its model loaded meanwhile.
+        """Yield where to forward a request that is no generation; its model stays loaded in the block.
 
-        Where several can take it, the next one is for when one cannot be reached.
+        Each of the llama-servers may take the request; the next is for when the last cannot be reached.
         """
         if unloads_models(method, path):
             await asyncio.gather(*(hosted.save_all(keys) for hosted in self._hosts.values()))
@@ -286,10 +284,10 @@ class Pool:
         yield self.roots
 
     async def ready(self, servers: Sequence[Server], since: float) -> tuple[Server, Process | None]:
-        """Return an attached llama-server and its process; if there is none, wait a while for the first.
+        """Return an attached llama-server and its process; if there is none, wait for the first.
 
-        The process is None if one is there, but not attached. Raises UpstreamAbsent if all are away for too
-        long; *since* is when the request began to wait.
+        The process is None if a llama-server is there, but not attached. Raises ServerAway if all are away
+        for too long; the request has waited *since* that moment of the monotonic clock.
         """
         attached = [server for server in servers if server.process]
         if attached or len(servers) == 1:
@@ -298,14 +296,14 @@ class Pool:
         waits = {asyncio.ensure_future(server.ready(since)): server for server in servers}
         try:
             for wait in asyncio.as_completed(waits):
-                with suppress(UpstreamAbsent):
+                with suppress(ServerAway):
                     await wait
                 if found := [(s, s.process) for s in servers if s.process]:
                     return found[0]
         finally:
             for task in waits:
                 task.cancel()
-        # Nobody is attached: what is there without, rather than what was waited for in vain.
+        # None is attached: one that is there comes before one that was waited for in vain.
         is_there = (
             t for t in waits if t.exception() is None and waits[t].phase is not Phase.UNREACHABLE
         )
@@ -318,8 +316,8 @@ class Pool:
     async def serve(self, request: Request) -> None:
         """Serve one request; what sending raises passes through, cache faults do not.
 
-        A request of which nothing was sent yet waits for a llama-server that is away. Raises
-        UpstreamAbsent if that takes too long, ProxyError if llama-server ends over it again and again.
+        Raises ServerAway if llama-server is away for too long, or goes away after the request was sent;
+        ProxyError if llama-server ended twice while it worked on this request.
         """
         try:
             for n_tries in count(1):
@@ -327,21 +325,22 @@ class Pool:
                     if not servers:
                         await request.send(self.roots[0], request.raw)
                         return self._shared.report.not_looked_up(request, "no such model")
-                    if servers[0].is_hosted:
+                    if servers[0].host:
                         self._order.leave(request)
                     if await self._try(servers, request, may_be_lost=n_tries < MAX_LOADS):
                         return None
-                    # Who waits for its model again may be what that model waits for: no place is kept.
-                    if not servers[0].is_hosted:
+                    # A model may wait for other requests to end before it is loaded: with a place in the
+                    # order, this request would hold them up.
+                    if not servers[0].host:
                         self._order.join(request)
         finally:
             self._order.leave(request)
 
     async def serve_in(self, servers: Sequence[Server], request: Request) -> None:
-        """Serve one request for somebody who has the model kept loaded already.
+        """Serve one request in a `lent` block, whose model is loaded already.
 
-        To ask for it again would wait for those who wait for it to leave. Raises as `serve` does, and
-        UpstreamGone if llama-server goes away again and again.
+        `serve` would ask for the model again, behind requests that wait for that model to be unloaded.
+        Raises as `serve` does, and ServerAway if llama-server goes away again and again.
         """
         order = servers[0].order
         try:
@@ -351,10 +350,10 @@ class Pool:
                 order.join(request)
         finally:
             order.leave(request)
-        raise UpstreamGone("llama-server goes away again and again")
+        raise ServerAway("llama-server goes away again and again")
 
     async def _try(self, servers: Sequence[Server], request: Request, *, may_be_lost: bool) -> bool:
-        """Serve a request; return False if llama-server went away before anything was sent."""
+        """Serve a request; return False if it has to begin again."""
         order, since = servers[0].order, request.arrived_at
         if order or not any(server.process for server in servers):
             since = order.join(request)
@@ -363,37 +362,34 @@ class Pool:
             server, process = await self.ready(servers, since)
             if process is None:
                 is_over = await server.is_lost()
-                if is_over and (not server.is_hosted or (was_there and may_be_lost)):
+                if is_over and (server.host is None or (was_there and may_be_lost)):
                     return False
                 order.leave(request)
                 return await self._serve_unplaced(server, request, may_be_lost)
             try:
-                await server.cache.read(process, request)
+                await self.cache.read(process, request)
                 server, process = await self._choose(servers, server, process, request)
             except WillBeRefused as why:
                 order.leave(request)
-                await self._watched(server, request, server.cache.let_refuse(process, request, why))
+                await self._watched(server, request, self.cache.let_refuse(process, request, why))
                 return True
-            except DeskClosed:
+            except ServerAway:
                 server.poke()
                 await server.is_lost()
                 return False
-            if len(servers) > 1:  # the time in the queues of all of them counts
+            if len(servers) > 1:  # the time in the queues of all llama-servers counts
                 request.queued_at = request.queued_at or time.monotonic()
             return await self._serve_by(server, process, request)
         finally:
             for each in servers:
                 each.on_way.discard(request)
-            if servers[0].is_hosted:
+            if servers[0].host:
                 order.leave(request)
 
     async def _choose(
         self, servers: Sequence[Server], reader: Server, process: Process, request: Request
     ) -> tuple[Server, Process]:
-        """Return the best llama-server for a request that *reader* has read.
-
-        Raises what `Cache.take_over` does.
-        """
+        """Return the best llama-server for a request that *reader* has read; raises as `Cache.read`."""
         present = [(server, there) for server in servers if (there := server.process)]
         server, chosen = reader, process
         if len(present) > 1:
@@ -401,54 +397,54 @@ class Pool:
             server, chosen = present[best_offer(offers)]
         server.on_way.add(request)
         if chosen is not process:
-            await server.cache.take_over(chosen, request)
+            await self.cache.take_over(chosen, request)
         return server, chosen
 
     async def _serve_by(self, server: Server, process: Process, request: Request) -> bool:
-        """Serve a request that was read; return False if it has to be served elsewhere."""
+        """Serve a request that was read; return False if it has to begin again."""
         key = key_of(request)
         self._fatal.require_harmless(key)
 
         async def turn() -> None:
             await server.order.turn(request)
-            server.order.leave(request)  # whoever is next comes to the queue after us
+            server.order.leave(request)
             server.on_way.discard(request)
 
         try:
-            await self._watched(server, request, server.cache.serve(process, request, turn))
+            await self._watched(server, request, self.cache.serve(process, request, turn))
         except FreeElsewhere:
             return False
-        except DeskClosed as closed:
-            if isinstance(closed, EndedOver):
+        except ServerAway as away:
+            if away.has_ended:
                 await self._fatal.note_death(key)
             server.poke()
+            if away.was_sent == "yes":
+                raise
+            # If llama-server ended over a saved state, that state is quarantined now.
+            is_over = process.desk.is_closed or (away.has_ended and away.was_sent == "no")
+            if not is_over and not await server.is_replaced(process):
+                raise
             await server.is_lost()
             return False
-        except UpstreamGone as gone:
-            if isinstance(gone, UpstreamEnded | UpstreamPerhapsReached):
-                await self._fatal.note_death(key)
-            if isinstance(gone, UpstreamNotReached) and await server.is_replaced(process):
-                await server.is_lost()
-                return False
-            server.poke()
-            raise
         await self._fatal.note_answer(key)
         return True
 
     async def _serve_unplaced(self, server: Server, request: Request, may_be_lost: bool) -> bool:
-        """Forward to a llama-server that is not attached; return False if its host has gone away."""
+        """Forward to a llama-server that is not attached; return False if the model was unloaded."""
         request.begin(server.services.where)
         try:
             await self._watched(server, request, request.send(server.upstream, request.raw))
-        except UpstreamGone as gone:
+        except ServerAway as away:
             server.poke()
-            may_be_lost &= server.is_hosted and isinstance(gone, UpstreamNotReached)
+            may_be_lost &= server.host is not None and away.was_sent != "yes"
             if may_be_lost and await server.is_lost():
                 return False
             raise
         finally:
             is_refused = request.answer is not None and request.answer.status in (401, 403)
-            if server.process and not is_refused:  # attached meanwhile: it ran in some slot
+            if (
+                server.process and not is_refused
+            ):  # attached meanwhile: the request ran in some slot
                 server.process.slots.forget_free()
         why = "llama-server is not attached"
         self._shared.report.not_looked_up(request, why, Outcome.DEGRADED)
@@ -457,7 +453,7 @@ class Pool:
     async def _watched(
         self, server: Server, request: Request, serving: Coroutine[Any, Any, object]
     ) -> None:
-        """Serve a request, and note what its answer tells, also to a client that hangs up with it."""
+        """Serve a request, and note its tool calls, also when the client hangs up with the answer."""
         request.answer = None
         try:
             await serving
@@ -468,7 +464,7 @@ class Pool:
 
 
 def _offer(process: Process, request: Request) -> Offer:
-    """Return what a llama-server can do for a request; one that was not read goes by who is busy."""
+    """Return what a llama-server can do for a request; without a prompt, by how busy it is."""
     if request.prompt is not None:
         namespace = process.tenant_namespace(request.tenant)
         return offer(process, replace(request.prompt, namespace=namespace))

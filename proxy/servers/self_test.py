@@ -1,8 +1,8 @@
-"""The self-test: what a restored state is good for on this server, measured.
+"""The self-test: it measures how much of a restored state this server reuses.
 
-One state grows through a short, a long and a longer length, since a probe that is shorter than a
-sliding window learns the wrong rule. Each is saved, and restored for requests that go on from it,
-repeat it, stop before its end or leave it. Then two slots restore the longest state at once.
+One state grows through three lengths, because a probe that is shorter than a sliding window learns the
+wrong rule. At each length the state is saved, and restored for requests that go on from it, repeat it, stop
+before its end or leave it. Then two slots restore the longest state at once.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _DIVERGING_UP_TO_TOKENS = 2200
 
 
 class SelfTest:
-    """Probes leased, empty slots; whoever holds the leases erases them afterwards."""
+    """Probes leased, empty slots; the holder of the leases erases them afterwards."""
 
     def __init__(self, process: Process, n_vocab: int) -> None:
         self._process = process
@@ -88,10 +88,10 @@ class SelfTest:
         return RestoreProbe(n_tokens, state.has_every_position, state.restore_points, tuple(trials))
 
     def _requests(self, n_tokens: int, state: StateFile) -> list[TokenIds]:
-        """Return the prompts to restore a state for, the one that the next length goes on from last."""
+        """Return the prompts to restore a state for; the next length goes on from the last prompt."""
         text, n_common = self._text, n_tokens - BACK_TOKENS
         requests = []
-        # Only of the short one, because a prompt that is not reused is evaluated whole.
+        # Only at the short length: a prompt of which nothing is reused is evaluated whole.
         if n_tokens == SHORT_TOKENS:
             requests += [text[: n_tokens + 1], text[:n_tokens], text[: n_tokens - 1]]
         tells = diverging_tells(state.restore_points, state.has_every_position, n_common)
@@ -114,14 +114,14 @@ class SelfTest:
 
 # How a process gets its rule.
 #
-# A rule is measured once for a model and build. When restores that it promises are not reused, the server
-# has changed under it (other flags, say), and it is measured again.
+# The rule is measured once for a model and build. When restores are not reused as the rule says, the server
+# has changed (other flags, say), and the rule is measured again.
 
 
 def begin(process: Process) -> None:
-    """Take the remembered rule; if there is none, reserve an empty slot and measure it there.
+    """Take the remembered rule; if there is none, lease an empty slot and measure the rule there.
 
-    Nothing is awaited, so that no request can come first.
+    Nothing is awaited, so that no request can take the slot first.
     """
     if not process.can_cache:
         return process.note_examined()
@@ -135,7 +135,7 @@ def begin(process: Process) -> None:
 
 
 def look_again(process: Process) -> None:
-    """Measure the rule again if it has been contradicted; each time more has to speak against it."""
+    """Measure the rule again if requests contradict it; each time more contradictions are needed."""
     if process.n_contradictions < process.n_contradictions_allowed:
         return
     if (turn := process.launches.try_turn()) is None:
@@ -174,7 +174,7 @@ def _start(process: Process, lease: Lease[None], turn: Turn) -> None:
 async def _measure(process: Process, slot_id: SlotId) -> None:
     try:
         result = await _run(process, slot_id)
-        # That nothing can be restored may have been a disturbance: the next start measures again.
+        # If nothing can be restored, that may have been a disturbance: the next start measures again.
         await process.remember(SELF_TEST, result if result.rule.can_restore else None)
         await process.remember(SIZES, list(process.sizes))
     except Exception as error:
@@ -202,7 +202,7 @@ async def _run(process: Process, slot_id: SlotId) -> SelfTestResult:
     await process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
     await process.erase(slot_id)
     process.slots.set_content(slot_id, Unknown(can_be_adopted=False))
-    process.desk.reconsider()  # nobody need wait for what this slot held
+    process.desk.reconsider()  # no request need wait for what this slot held
     test = SelfTest(process, (await process.upstream.model_meta()).n_vocab)
     rule = await test.learn_rule(slot_id)
     result = SelfTestResult(rule, repairs_windows=process.room.saver.repairs_windows)
@@ -215,11 +215,11 @@ async def _run(process: Process, slot_id: SlotId) -> SelfTestResult:
 async def _try_beside(
     process: Process, test: SelfTest, slot_id: SlotId, result: SelfTestResult
 ) -> SelfTestResult:
-    """Try two slots at once if another one is empty and nobody wants it."""
+    """Try two slots at once if another slot is empty and no request wants it."""
     if process.clears_idle_slots:
         return replace(result, keeps_idle=False)  # each would empty the other
     other = _lease_empty(process, without=slot_id)
-    if other is None:  # what an earlier test found of two slots is still the best that is known
+    if other is None:  # the result of an earlier test is still the best that is known
         known = process.self_test or result
         return replace(result, restores_beside=known.restores_beside, keeps_idle=known.keeps_idle)
     with other:

@@ -1,25 +1,29 @@
-"""One llama-server, whichever process of it runs: its phase is the only truth about whether it is there.
+"""One llama-server, whichever process of it runs: only its phase says whether it is there.
 
-Everything that changes a phase stands in this file:
+Every change of a phase stands in this file:
 
-| event                                                     | from         | to            |
-|-----------------------------------------------------------|--------------|---------------|
-| a look finds a process that is not attached               | any other    | attaching     |
-| the attach has ended                                      | attaching    | attached      |
-| a look finds nobody                                       | any other    | unreachable   |
-| a look is answered 503                                    | any other    | loading       |
-| a look is answered by something that cannot be attached   | any other    | not a server  |
-| its host ends its process, or is about to (`lose`)        | any          | unloaded      |
-| its host has loaded its model (`appear`)                  | unloaded     | attaching     |
-| what answers turns out to be a host of models             | any other    | unloaded      |
+| event                                                | from                | to           |
+|------------------------------------------------------|---------------------|--------------|
+| a look finds a process that is not attached          | any but unloaded    | attaching    |
+| the attach ends                                      | attaching           | attached     |
+| a look gets no connection                            | any but unloaded    | unreachable  |
+| a look is answered 503                               | any but unloaded    | loading      |
+| a look is answered in a way that cannot be attached  | any but unloaded    | not a server |
+| the host ends the process, or is about to (`lose`)   | any                 | unloaded     |
+| the host has loaded the model (`appear`)             | unloaded            | attaching    |
+| a host of models turns out to be at the address      | any                 | unloaded     |
 
-A look that is not answered in time changes nothing: a busy llama-server is not gone. A look during which
-the model was lost changes nothing either: `epoch` counts the losses.
+A look that times out changes nothing: a busy llama-server is not gone. A look during which the model was
+lost changes nothing either: `epoch` counts the losses.
 
-What requests do in each phase (`ready`): attached, they are served. Attaching, they wait for the look that
-runs, ATTACH_WAIT_SECONDS at most. Loading, each of them waits for `patience_seconds`. Unreachable, they
-wait for so long from when that began; but an address where nothing ever answered is most likely wrong, and
-nobody waits for it. Unloaded or not a server, they do not wait.
+What a request does (`ready`):
+
+- attached: it is served.
+- attaching: it waits for the look that runs, for at most ATTACH_WAIT_SECONDS.
+- loading: it waits, for at most `upstream_wait_seconds`.
+- unreachable: it waits, for at most `upstream_wait_seconds` after llama-server went away. Nobody waits for
+  an address where nothing ever answered: the address is most likely wrong.
+- unloaded, not a server: it does not wait.
 """
 
 import asyncio
@@ -31,7 +35,7 @@ from functools import partial
 
 from proxy.core.conditions import OF_PROCESS, DegradationKind
 from proxy.errors import (
-    UpstreamAbsent,
+    ServerAway,
     UpstreamFault,
     UpstreamRefused,
     UpstreamSlow,
@@ -39,13 +43,11 @@ from proxy.errors import (
 )
 from proxy.llama.client import Props
 from proxy.log import get_logger
-from proxy.servers import background, self_test
+from proxy.servers import self_test
 from proxy.servers.attach import attach
-from proxy.serving.cache import Cache
 from proxy.serving.launches import outlast
 from proxy.serving.process import Process, Services
 from proxy.serving.request import Request
-from proxy.serving.rewriting import Overflow, Stabilizing
 from proxy.serving.saver import RewriteStateFile, Saver
 from proxy.settings import Settings
 
@@ -53,8 +55,9 @@ WATCH_SECONDS = 1.0
 RETURN_WATCH_SECONDS = 0.2
 """How often llama-server is looked for while requests wait for it to come back."""
 CUT_SECONDS = 2.0
-"""So long llama-server may be unreachable, and silent in what it has begun to answer, until that is cut
-off: told to end, it waits for those clients to leave."""
+"""An answer that has begun is cut off once llama-server was unreachable, and silent in it, for so long.
+
+A llama-server that is told to end waits for the clients whose requests it will not answer."""
 RETRY_SECONDS = 15.0
 """How often an attachment that cannot cache is tried again, while no slot is in use."""
 ATTACH_WAIT_SECONDS = 30.0
@@ -77,10 +80,13 @@ _PHASE_OF = {
 
 
 class Watched:
-    """What the proxy asks again and again, and what requests wait for while it does not answer."""
+    """A llama-server or a host of models: the proxy asks it again and again, and requests wait for it."""
+
+    is_polled = True
+    """Whether it may be asked again and again: llama-swap unloads a model that nobody asks for a while."""
 
     def __init__(self, phase: Phase, patience_seconds: float, *, was_there: bool) -> None:
-        """*was_there* says that it was seen, or is being started: only then requests wait for it."""
+        """Requests wait for it only if it *was_there*: it was seen, or is being started."""
         self.phase = phase
         self.n_waiting = 0
         self._patience_seconds = patience_seconds
@@ -89,8 +95,12 @@ class Watched:
         self._changed = asyncio.Event()
         self._poked = asyncio.Event()
 
+    async def look(self) -> None:
+        """Ask it what it is, and enter the phase that follows."""
+        raise NotImplementedError
+
     def enter(self, phase: Phase) -> None:
-        """Be in another phase from now on, and let those who wait see it."""
+        """Change the phase, and wake the requests that wait."""
         self.phase = phase
         if phase is not Phase.UNREACHABLE:
             self._was_there, self._unreachable_since = True, None
@@ -105,30 +115,30 @@ class Watched:
 
     @property
     def is_long_unreachable(self) -> bool:
-        """Whether it will not go on with what it has begun to answer."""
+        """Whether it has been unreachable for so long that it will not finish what it began to answer."""
         since = self._unreachable_since
         return since is not None and time.monotonic() - since >= CUT_SECONDS
 
     async def back(self, since: float) -> None:
-        """Return when it is not away any more; raises UpstreamAbsent if that takes too long.
+        """Wait until it answers; raises ServerAway if that takes too long.
 
-        *since* is when the request began to wait, of the monotonic clock.
+        The request has waited *since* that moment of the monotonic clock.
         """
         self.n_waiting += 1
         try:
             while self.is_away:
                 began = min(since, self._unreachable_since or since)
                 seconds = began + self._patience_seconds - time.monotonic()
-                if seconds <= 0 and self.phase is Phase.LOADING:
-                    raise UpstreamAbsent("llama-server is still loading its model")
                 if seconds <= 0:
-                    raise UpstreamAbsent("llama-server cannot be reached")
+                    is_loading = self.phase is Phase.LOADING
+                    why = "is still loading its model" if is_loading else "cannot be reached"
+                    raise ServerAway(f"llama-server {why}", was_sent="no", status=503)
                 await _await_event(self._changed, seconds)
         finally:
             self.n_waiting -= 1
 
     def give_up(self) -> None:
-        """Send away whoever waits, now and from now on: the proxy is about to stop."""
+        """Refuse the requests that wait, and all later ones: the proxy is about to stop."""
         self._patience_seconds = 0.0
         self._wake()
 
@@ -153,9 +163,9 @@ async def _await_event(event: asyncio.Event, seconds: float) -> None:
 
 
 class ArrivalOrder:
-    """Requests that waited for llama-server come to the queue for a slot in the order of their arrival.
+    """Lets requests that waited for llama-server join the queue for a slot in the order of their arrival.
 
-    They all wait at once and have their prompts read at once, which takes some longer than others.
+    They wait together, and their prompts are read at the same time; some prompts take longer than others.
     """
 
     def __init__(self) -> None:
@@ -166,17 +176,17 @@ class ArrivalOrder:
         return len(self._since)
 
     def join(self, request: Request) -> float:
-        """Be one of those who wait; return since when that is so, of the monotonic clock."""
+        """Note that a request waits; return since when, of the monotonic clock."""
         return self._since.setdefault(request, time.monotonic())
 
     def leave(self, request: Request) -> None:
-        """Let the next one go; again is harmless."""
+        """Note that a request does not wait any more; a second call does nothing."""
         if self._since.pop(request, None) is not None:
             self._changed.set()
             self._changed = asyncio.Event()
 
     async def turn(self, request: Request) -> None:
-        """Return once nobody who arrived earlier is still on the way."""
+        """Wait until no earlier request is left."""
         while request in self._since and request is not min(
             self._since, key=lambda a: a.arrived_at
         ):
@@ -184,9 +194,10 @@ class ArrivalOrder:
 
 
 class Server(Watched):
-    """One llama-server, at an address of its own or as a model of a host; `process` serves while attached.
+    """One llama-server: at an address of its own, or as a model of a host.
 
-    `on_way` are requests that will be served here and are not in the queue for a slot yet.
+    `process` serves requests; None unless the phase is attached. The requests in `on_way` will be served
+    here, but have not joined the queue for a slot yet.
     """
 
     def __init__(
@@ -194,56 +205,47 @@ class Server(Watched):
         settings: Settings,
         services: Services,
         rewrite: RewriteStateFile,
-        stabilizing: Stabilizing,
-        overflow: Overflow,
-        order: ArrivalOrder,
+        host: Watched | None = None,
         *,
-        phase: Phase = Phase.ATTACHING,
-        is_expected: bool,
         n_context_checkpoints: int,
-        is_polled: bool = True,
+        is_expected: bool = False,
         is_host_of_models: Callable[["Server"], Awaitable[bool]] | None = None,
-        look_at_host: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """*look_at_host* is for a model of a host, `is_host_of_models` for an address.
+        """A *host* loads and unloads it; None for an address of its own.
 
-        *is_expected* says that llama-server is being started. *is_polled* says that it may be asked again
-        and again: llama-swap unloads a model that nobody has asked anything for a while.
+        *is_expected* says that llama-server is being started. *is_host_of_models* is asked when something
+        else than a llama-server answers at the address.
         """
-        super().__init__(phase, settings.upstream_wait_seconds, was_there=is_expected)
+        phase = Phase.UNLOADED if host else Phase.ATTACHING
+        was_there = is_expected or host is not None
+        super().__init__(phase, settings.upstream_wait_seconds, was_there=was_there)
         self.services = services
         self.upstream = services.upstream
-        if look_at_host is not None:
+        self._degradations = services.degradations
+        self.host = host
+        if host is None:
+            self._degradations.begin(DegradationKind.ATTACHING)
+        else:
+            self.is_polled = host.is_polled
             self.upstream.require_loaded = self.require_loaded
         self.process: Process | None = None
         self.epoch = 0
-        self.order = order
+        self.order = ArrivalOrder()
         self.on_way: set[Request] = set()
         self.on_attached: Callable[[Process], None] = lambda process: None
-        """Is told of every process that is attached."""
+        """Called with every process that was attached."""
         self._saver = Saver(services, rewrite)
-        self.cache = Cache(services, stabilizing, overflow)
         self._settings = settings
         self._n_context_checkpoints = n_context_checkpoints
-        self._degradations = services.degradations
-        self._is_polled = is_polled
         self._is_host_of_models = is_host_of_models
-        self._look_at_host = look_at_host
-        self._look: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
         self._attached_at = 0.0
         self._reported = ""
         self._log = get_logger("lifecycle")
-        if phase is Phase.ATTACHING:
-            self._degradations.begin(DegradationKind.ATTACHING)
 
     @property
     def name(self) -> str:
         return self.upstream.target.name
-
-    @property
-    def is_hosted(self) -> bool:
-        """Whether a host has it loaded and unloaded."""
-        return self._look_at_host is not None
 
     @property
     def n_queued(self) -> int:
@@ -253,34 +255,15 @@ class Server(Watched):
         n_in_desk = self.process.desk.n_waiting + self.process.launches.n_waiting
         return self.n_waiting + n_in_desk
 
-    async def run(self) -> None:
-        """Follow llama-server and save what is dirty, until cancelled."""
-        await background.all_of(
-            background.remember_rates(self.services, lambda: self.process),
-            background.save_idle_slots(
-                self.services.tasks, lambda: self.process, self._settings.idle_save_seconds
-            ),
-            self._watch(),
-        )
-
-    async def drain(self, seconds: float) -> None:
-        """Save every dirty slot now, in at most *seconds*."""
-        if self.process:
-            await background.drain(self.services.tasks, self.process, seconds)
-
-    async def settle(self, seconds: float) -> None:
-        """Save every dirty slot once nothing runs any more, in at most *seconds*."""
-        if self.process:
-            await background.settle(self.services.tasks, self.process, seconds)
-
     async def ready(self, since: float) -> Process | None:
-        """Return the process that serves; if there is none, look once more, and wait a while for it.
+        """Return the process that serves; if there is none, look, and wait for llama-server.
 
-        Raises UpstreamAbsent if llama-server is away for too long; *since* is when the request began to
-        wait. None if nobody is to be waited for: what answers is not attached, or its host has unloaded it.
+        None if there is nothing to wait for: the phase is unloaded or not a server, nothing ever answered
+        at the address, or the attach takes too long. Raises ServerAway if llama-server is away for too
+        long; the request has waited *since* that moment of the monotonic clock.
         """
         while self.process is None:
-            await self._look_now(ATTACH_WAIT_SECONDS)
+            await self.look()
             if not self.is_away:
                 break
             self.poke()
@@ -289,7 +272,7 @@ class Server(Watched):
 
     async def is_still(self, process: Process) -> bool:
         """Look at llama-server now; return whether *process* is still the one that serves."""
-        await self._look_now(ATTACH_WAIT_SECONDS)
+        await self.look()
         return self.process is process
 
     async def is_replaced(self, process: Process) -> bool:
@@ -301,51 +284,52 @@ class Server(Watched):
 
     async def is_lost(self) -> bool:
         """Look again, after something went wrong; return whether its host has unloaded it."""
-        if self._look_at_host is not None:
-            await self._look_at_host()
+        if self.host is not None:
+            await self.host.look()
         return self.phase is Phase.UNLOADED
 
     def appear(self) -> None:
-        """Note that its host has loaded it."""
+        """Note that the host has loaded the model."""
         if self.phase is Phase.UNLOADED:
             self.enter(Phase.ATTACHING)
             self.poke()
 
     def lose(self) -> None:
-        """Note that its host has ended it, or is about to: nobody misses it."""
+        """Note that the host has ended the process, or is about to; that is no degradation."""
         self.epoch += 1
         self._close()
         self.enter(Phase.UNLOADED)
         self._degradations.leave()
 
     def require_loaded(self) -> None:
-        """Raise UpstreamUnreachable if its host has not loaded it: llama-swap would load it for a call."""
+        """Raise UpstreamUnreachable while it is not loaded: llama-swap would load it for any call."""
         if self.phase is Phase.UNLOADED:
             raise UpstreamUnreachable(f"{self.name} is not loaded")
 
-    async def _watch(self) -> None:
+    async def watch(self) -> None:
+        """Follow llama-server until cancelled."""
         while True:
             is_settled = self.phase in (Phase.ATTACHED, Phase.UNLOADED)
-            if self._is_polled or not is_settled or self._poked.is_set():
-                await self._look_now(None)
+            if self.is_polled or not is_settled or self._poked.is_set():
+                await self.look()
             if self.process:
                 self_test.look_again(self.process)
             await self.pause(
                 min(WATCH_SECONDS, RETURN_WATCH_SECONDS) if self.n_waiting else WATCH_SECONDS
             )
 
-    async def _look_now(self, seconds: float | None) -> None:
-        """Wait for a look at llama-server, at most *seconds*; everybody shares one that is under way."""
-        if self._look is None or self._look.done():
-            self._look = self.services.tasks.start(self._look_once())
-        await asyncio.wait({self._look}, timeout=seconds)
+    async def look(self) -> None:
+        """Wait for a look at llama-server, for at most ATTACH_WAIT_SECONDS; a running look is shared."""
+        if self._looking is None or self._looking.done():
+            self._looking = self.services.tasks.start(self._look())
+        await asyncio.wait({self._looking}, timeout=ATTACH_WAIT_SECONDS)
 
-    async def _look_once(self) -> None:
-        """Ask llama-server which process it is; if it was lost and loaded meanwhile, ask again.
+    async def _look(self) -> None:
+        """Ask llama-server which process it is; if the model was lost and loaded meanwhile, ask again.
 
-        A restart can take a tenth of a second, so that looking at /health misses it: what is watched is the
-        process's own mark in /props, every second, after every connection error, and beside the tokenizing
-        of every request, where it costs no time.
+        A restart can take a tenth of a second, which a look at /health would miss. So the proxy compares
+        the mark of the process in /props: every second, after every connection error, and while a prompt is
+        tokenized, where the look costs no time.
         """
         while self.phase is not Phase.UNLOADED:
             epoch, props = self.epoch, None
@@ -366,7 +350,7 @@ class Server(Watched):
                 return
 
     async def _miss(self, kind: DegradationKind, detail: str, *, has_answered: bool) -> None:
-        """Note that a look has failed; what *has_answered* is there, and cannot be attached."""
+        """Note that a look has failed; if llama-server *has_answered*, it is there, but not attached."""
         if kind is DegradationKind.NOT_A_LLAMA_SERVER and self._is_host_of_models:
             if await self._is_host_of_models(self):
                 return self.lose()
@@ -396,7 +380,7 @@ class Server(Watched):
             await self._attach(props, process_id, epoch, last)
 
     def _enter_without(self, phase: Phase, kind: DegradationKind, detail: str = "") -> None:
-        """Enter a phase without a process; what was wrong with the last one is over, and this begins."""
+        """Enter a phase without a process; the last degradations end, this one begins."""
         self._close()
         self._degradations.begin(kind, detail)
         self._degradations.end(*(OF_PROCESS - {kind}))
@@ -411,7 +395,7 @@ class Server(Watched):
         self, props: Props, process_id: str, epoch: int, last: Process | None = None
     ) -> None:
         """Attach to a process; *last* is an attachment to the same one that could not cache."""
-        before = self._degradations.kinds & OF_PROCESS  # attaching, or what the last try came to
+        before = self._degradations.kinds & OF_PROCESS  # attaching, or those of the last try
         process = await attach(
             self.services,
             self._saver,
@@ -429,7 +413,7 @@ class Server(Watched):
         if obstacle := process.obstacle:
             process.degrade(obstacle.kind, obstacle.detail)
             before -= {obstacle.kind}
-            if last:  # what was known of the same process's slots is believed still
+            if last:  # what is known of the slots of the same process is still true
                 for slot in process.slots:
                     if not slot.is_leased:
                         process.slots.set_content(slot.id, last.slots[slot.id].content)
@@ -445,7 +429,7 @@ class Server(Watched):
         self.process = process
         self.enter(Phase.ATTACHED)
         self.on_attached(process)
-        # An attachment that cannot cache is tried again and again: it is told of once.
+        # An attach that failed is repeated again and again, but logged once.
         if process.can_cache or self._reported != process.id:
             self._log.info(
                 "attached to llama-server",
@@ -457,7 +441,7 @@ class Server(Watched):
         self._reported = process.id
 
     def _outlast_strangers(self, process: Process) -> None:
-        """Keep the slots that were busy at first contact until whatever runs there has ended."""
+        """Lease the slots that were busy at first contact until the requests in them have ended."""
         for slot in process.slots:
             if slot.is_leased:
                 ended = self.services.tasks.start(outlast(process, partial(list, [slot.id])))
@@ -469,7 +453,7 @@ def _is_idle(process: Process) -> bool:
 
 
 def kind_of(fault: UpstreamFault) -> DegradationKind:
-    """Return what it means that llama-server could not be asked what it is."""
+    """Return the degradation that a failed look means."""
     if not isinstance(fault, UpstreamRefused):
         return DegradationKind.UNREACHABLE
     kinds = {503: DegradationKind.LOADING, 401: DegradationKind.API_KEY_REFUSED}

@@ -15,13 +15,14 @@ from proxy.llama.bodies import (
     as_chat_body,
     bypass_reason,
     chat_reason,
+    is_too_deep,
     n_completions,
 )
 from proxy.llama.routes import Route, honours_id_slot, reads_forms
 from proxy.serving.cached import CachedRequest
-from proxy.serving.desk import DeskClosed, Turn
+from proxy.serving.desk import Turn, replaced
 from proxy.serving.placement import SimilarRequest, UncachedRequest
-from proxy.serving.process import Process, Services
+from proxy.serving.process import Process
 from proxy.serving.request import Request
 from proxy.serving.rewriting import Overflow, Stabilizing
 from proxy.store.known_models import tenants_name
@@ -36,37 +37,32 @@ class WillBeRefused(Exception):
 
 
 class Cache:
-    """Serves generation requests by one llama-server, from the cache where that helps."""
+    """Serves generation requests by a llama-server process, from the cache where that helps."""
 
-    def __init__(
-        self,
-        services: Services,
-        stabilizing: Stabilizing,
-        overflow: Overflow,
-    ) -> None:
-        self._services = services
+    def __init__(self, stabilizing: Stabilizing, overflow: Overflow) -> None:
         self._stabilizing = stabilizing
         self._overflow = overflow
 
     async def read(self, process: Process, request: Request) -> None:
         """Rewrite a request as it is to be served, and read its prompt.
 
-        Raises WillBeRefused, or DeskClosed if llama-server was replaced.
+        Raises WillBeRefused, or ServerAway if llama-server was replaced.
         """
-        request.begin(self._services.where)
+        request.begin(process.where)
         await self._require_key(process, request)
         if process.upstream.target.model:
             await process.examination(EXAMINATION_SECONDS)
         await self._stabilizing.rewrite(process, request)
         if request.path in process.unsupported_paths:
             raise WillBeRefused("llama-server does not support it")
-        if request.body is None and not reads_forms(request.path):
+        is_unread = request.body is None and not reads_forms(request.path)
+        if is_unread and not is_too_deep(request.raw):
             raise WillBeRefused("body is not a JSON object")
         _, is_current = await asyncio.gather(
             self._read_prompt(process, request), process.is_current()
         )
         if not is_current:
-            raise DeskClosed
+            raise replaced()
 
     async def take_over(self, process: Process, request: Request) -> None:
         """Prepare a request that was read for another llama-server to be served by this one.
@@ -82,22 +78,22 @@ class Cache:
         if not is_same:
             return await self.read(process, request)
         if not await process.is_current():
-            raise DeskClosed
+            raise replaced()
         if prompt is not None:
             await self._note_tenant(process, request.tenant)
-        request.server = self._services.where
+        request.server = process.where
 
     async def serve(
         self, process: Process, request: Request, turn: Callable[[], Awaitable[None]]
     ) -> None:
         """Serve a request that was read, as soon as its *turn* to join the queue has come.
 
-        What sending raises passes through, cache faults do not. Raises DeskClosed if llama-server was
+        What sending raises passes through, cache faults do not. Raises ServerAway if llama-server was
         replaced before anything was sent.
         """
         read = partial(self._read_prompt, process)
         if await self._overflow.fit(process, request, read) and not await process.is_current():
-            raise DeskClosed  # that took its time
+            raise replaced()  # that took its time
         await turn()
         async with process.launches.turn() as start:
             await self._serve(process, request, start)
@@ -128,7 +124,7 @@ class Cache:
         if answer.status < 400:  # then nobody knows where it ran, and the key is good
             process.slots.forget_free()
             process.accepted_keys[_key_digest(request)] = True
-        self._services.report.not_looked_up(request, str(why))
+        process.report.not_looked_up(request, str(why))
 
     async def _require_key(self, process: Process, request: Request) -> None:
         """Raise WillBeRefused if llama-server does not take the client's key.
@@ -171,7 +167,7 @@ class Cache:
             if isinstance(fault, UpstreamRefused) and fault.status in (401, 403):
                 raise WillBeRefused("llama-server refuses the key") from fault
             # The request itself may be what is wrong: llama-server's own answer says so best.
-            self._services.faults.record("tokenize", fault)
+            process.faults.record("tokenize", fault)
             request.why = "the prompt could not be tokenized"
             return
         if not prompt.n_tokens:

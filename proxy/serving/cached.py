@@ -29,11 +29,10 @@ from proxy.core.slots import (
     shared_tokens,
 )
 from proxy.errors import (
+    ServerAway,
     StoreFault,
-    UpstreamEnded,
     UpstreamFault,
     UpstreamLost,
-    UpstreamPerhapsReached,
 )
 from proxy.explain.causes import Cause
 from proxy.explain.explanation import Judgement
@@ -41,7 +40,7 @@ from proxy.explain.report import Inquiry
 from proxy.llama.bodies import pin
 from proxy.llama.client import Timings
 from proxy.log import get_logger
-from proxy.serving.desk import Choice, DeskClosed, EndedOver, Lease, Turn
+from proxy.serving.desk import Choice, Lease, Turn, replaced
 from proxy.serving.launches import wind_up
 from proxy.serving.planning import look_up, situation
 from proxy.serving.process import SELF_TEST, Process
@@ -77,7 +76,7 @@ class CachedRequest:
         return self._account.plan
 
     async def serve(self) -> None:
-        """Serve the request; raises what sending raises, and DeskClosed before anything was sent."""
+        """Serve the request; raises what sending raises, and ServerAway before anything was sent."""
         process, joined_at = self._process, self._request.queued_at or time.monotonic()
         self._note_asked()
         with self._kept, await process.desk.lease(self._choose, may_be_passed=True) as self._lease:
@@ -87,7 +86,7 @@ class CachedRequest:
             self._note_planned()
             self._account.queued_seconds = time.monotonic() - joined_at
             if self._account.queued_seconds > _LONG_WAIT_SECONDS and not await process.is_current():
-                raise DeskClosed
+                raise replaced()
             try:
                 await process.launches.clear_others()
                 with process.arrivals.announced(self._first_save()):
@@ -99,7 +98,9 @@ class CachedRequest:
                 slot_id = self._plan.slot_id
                 self._abandon()
                 if await self._may_be_our_fault(slot_id, error):
-                    raise EndedOver from error
+                    # Without what is suspect now, the request may be tried again.
+                    ended = "llama-server ended before it answered"
+                    raise ServerAway(ended, was_sent="no", has_ended=True) from error
                 raise
             try:
                 self._settle(answer)
@@ -282,7 +283,7 @@ class CachedRequest:
 
     async def _may_be_our_fault(self, slot_id: SlotId, error: BaseException) -> bool:
         """Return whether llama-server ended over what was done for the request, or over a saved state."""
-        if isinstance(error, UpstreamEnded | UpstreamPerhapsReached):
+        if isinstance(error, ServerAway) and error.has_ended:
             return await self._process.quarantine_suspects(slot_id)
         return isinstance(error, UpstreamLost)
 

@@ -25,7 +25,7 @@ from typing import Any, Generic, TypeVar
 
 from proxy.core.model import SlotId
 from proxy.core.slots import TAINTED, SlotTable
-from proxy.errors import TooManyRequests
+from proxy.errors import ServerAway, TooManyRequests
 
 C = TypeVar("C")
 
@@ -172,12 +172,9 @@ class Lease(Generic[C]):
         task.add_done_callback(lambda _: self.give_up(self._held))
 
 
-class DeskClosed(Exception):
-    """llama-server was replaced while a request waited for a slot."""
-
-
-class EndedOver(DeskClosed):
-    """llama-server ended while it worked for a request without an answer, which is to be tried again."""
+def replaced() -> ServerAway:
+    """Return what is raised where llama-server was replaced before a request was sent."""
+    return ServerAway("llama-server was replaced meanwhile", was_sent="no")
 
 
 class FreeElsewhere(Exception):
@@ -246,11 +243,11 @@ class LeaseDesk:
         """Wait for the turn and for slots to choose from.
 
         With *may_be_passed*, declining free slots does not hold up those who came later, within bounds.
-        Raises TooManyRequests if the queue is full, DeskClosed if llama-server is replaced meanwhile, and
+        Raises TooManyRequests if the queue is full, ServerAway if llama-server is replaced meanwhile, and
         FreeElsewhere.
         """
         if self._is_closed:
-            raise DeskClosed
+            raise replaced()
         if not self._waiting and not self.is_placing and (choice := choose()):
             return self._reserve(choice, is_placement=is_placement)
         if len(self._waiting) >= self._max_waiting:
@@ -333,7 +330,7 @@ class LeaseDesk:
         while self._waiting:
             waiting = self._waiting.popleft()
             if not waiting.granted.done():
-                waiting.granted.set_exception(DeskClosed())
+                waiting.granted.set_exception(replaced())
 
     def _reserve(self, choice: Choice[C], *, is_placement: bool = False) -> Lease[C]:
         for slot_id in choice.slot_ids:

@@ -3,8 +3,7 @@
 import asyncio
 from typing import Any
 
-from proxy.cli.access import OfRunningProxy
-from proxy.cli.common import Admin
+from proxy.cli.access import RunningProxy
 from proxy.explain.views import Deleted
 from tests.integration.conftest import StartRig
 from tests.integration.rig import Rig
@@ -222,7 +221,7 @@ async def test_what_changes_between_listing_and_deleting_is_told(start_rig: Star
             prompt = [first + i % 97 for i in range(900)]
             await rig.post("/completion", {"prompt": prompt, "n_predict": 0})
             await rig.settled()
-        access = OfRunningProxy(Admin(f"http://127.0.0.1:{rig.running.admin_port}"))
+        access = RunningProxy(f"127.0.0.1:{rig.running.admin_port}")
         gone, pinned, left = await asyncio.to_thread(access.checkpoints)
         assert (await ask(rig, "DELETE", f"/checkpoints/{gone.id}"))[0] == 200
         assert (await ask(rig, "PUT", f"/checkpoints/{pinned.id}/pin"))[0] == 200

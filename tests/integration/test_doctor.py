@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from proxy.cli.common import EXIT_CUT_SHORT
-from proxy.cli.doctor import examine
 from proxy.core.conditions import DegradationKind
+from proxy.doctor.examination import examine
 from proxy.doctor.facts import LlamaServerFacts
-from proxy.doctor.findings import Severity, exit_status
-from proxy.doctor.survey_findings import findings_of
+from proxy.doctor.findings import Severity, exit_status, findings_of
 from proxy.settings import Settings
 from tests.fakes.faults import Faults
 from tests.fakes.llama_server import FakeLlamaServer
@@ -60,17 +59,17 @@ class Diagnosis:
 
 
 async def diagnose(server: FakeLlamaServer) -> Diagnosis:
-    survey = await examine(settings_for(server))
+    setup = await examine(settings_for(server))
     assert os.listdir(server.directory) == []
     assert [slot.tokens for slot in server.slots] == [[]] * server.n_slots
-    (facts,), findings = survey.llama_servers, findings_of(survey)
+    (facts,), findings = setup.llama_servers, findings_of(setup)
     problems = {f.topic: f"{f.text} -> {f.cure}" for f in findings if f.severity is not Severity.OK}
     return Diagnosis(facts, exit_status(findings), problems)
 
 
 async def test_scripted_server_is_approved(server: FakeLlamaServer) -> None:
     found = await diagnose(server)
-    assert (found.problems, found.facts.failures) == ({}, ())
+    assert (found.problems, found.facts.failures) == ({}, [])
 
 
 @pytest.mark.parametrize(
@@ -139,7 +138,7 @@ async def test_probe_that_fails_is_named_and_the_others_run(server: FakeLlamaSer
     assert found.exit_status == 1
     assert "could not be examined at first contact" in found.problems["attaching failed"]
     assert "nobody else uses llama-server" in found.problems["attaching failed"]
-    assert found.facts.probe_save is not None and not found.facts.probe_save.problem
+    assert found.facts.probe_name and not found.facts.probe_problem
 
 
 @pytest.mark.parametrize("place", ["save", "evaluate", "generate", "restore", "erase"])

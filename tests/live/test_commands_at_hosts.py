@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from proxy.cli.doctor import examine
-from proxy.doctor.facts import Survey
-from proxy.doctor.findings import Severity, exit_status
-from proxy.doctor.gain import NotOneModel, measure
-from proxy.doctor.survey_findings import findings_of, is_complete
+from proxy.doctor.examination import examine
+from proxy.doctor.facts import Setup
+from proxy.doctor.findings import Severity, exit_status, findings_of, summary
+from proxy.doctor.gain import measure
+from proxy.errors import CacheFault
 from proxy.llama.client import LlamaServer as LlamaServerClient
 from proxy.llama.client import new_session
 from proxy.llama.routes import Target
@@ -41,7 +41,7 @@ def router(tmp_path: Path, directory: Path) -> Router:
     return Router(models, directory, log_path=tmp_path / "router.log")
 
 
-async def survey_of(directory: Path, *urls: str, model: str = "", admin: str = "") -> Survey:
+async def setup_of(directory: Path, *urls: str, model: str = "", admin: str = "") -> Setup:
     settings = Settings(
         upstream=", ".join(urls),
         slot_save_path=str(directory),
@@ -51,11 +51,11 @@ async def survey_of(directory: Path, *urls: str, model: str = "", admin: str = "
     return await examine(settings, model=model)
 
 
-def problems(survey: Survey) -> dict[str, str]:
+def problems(setup: Setup) -> dict[str, str]:
     """Return about whom, and the text and cure of, all that is not well, by topic."""
     return {
         f.topic: f"{f.about}: {f.text} -> {f.cure}"
-        for f in findings_of(survey)
+        for f in findings_of(setup)
         if f.severity is not Severity.OK
     }
 
@@ -64,12 +64,13 @@ async def test_doctor_and_bench_at_a_router_load_only_the_model_that_is_named(
     router: Router, directory: Path
 ) -> None:
     with router:
-        survey = await survey_of(directory, router.base_url)
+        setup = await setup_of(directory, router.base_url)
         assert set(router.statuses().values()) == {"unloaded"}
-        assert "none is loaded" in problems(survey)["models"] and not is_complete(survey)
-        survey = await survey_of(directory, router.base_url, model="hybrid")
-        assert (problems(survey), is_complete(survey)) == ({}, True)
-        assert [f.server.name for f in survey.llama_servers] == ["hybrid"]
+        assert "none is loaded" in problems(setup)["models"]
+        assert "not everything" in summary(setup)
+        setup = await setup_of(directory, router.base_url, model="hybrid")
+        assert (problems(setup), summary(setup)) == ({}, "Caching will work.")
+        assert [f.name for f in setup.llama_servers] == ["hybrid"]
         assert router.statuses() == {"full": "unloaded", "hybrid": "loaded"}
         slots = router.request("GET", "/slots?model=hybrid")[1]
         assert [slot.get("n_prompt_tokens", 0) for slot in slots] == [0, 0]
@@ -77,11 +78,13 @@ async def test_doctor_and_bench_at_a_router_load_only_the_model_that_is_named(
         async with new_session() as session:
             root = LlamaServerClient(session, Target(router.base_url), None)
             measured = await measure(root, directory, [200], lambda _: None)
-            assert measured.model.endswith("hybrid.gguf") and measured.loaded == ""
+            assert measured.model.endswith("hybrid.gguf")
+            assert router.statuses() == {"full": "unloaded", "hybrid": "loaded"}
             measured = await measure(root, directory, [200], lambda _: None, "full")
-            assert (measured.loaded, measured.unloaded) == ("full", ("hybrid",))
+            assert measured.model.endswith("full.gguf")
+            assert router.statuses() == {"full": "loaded", "hybrid": "unloaded"}
             assert all(gain.is_reused for gain in measured.gains)
-            with pytest.raises(NotOneModel, match="give one of full, hybrid"):
+            with pytest.raises(CacheFault, match="give one of full, hybrid"):
                 await measure(root, directory, [200], lambda _: None, "nosuch")
 
 
@@ -101,11 +104,14 @@ async def test_commands_before_a_router_say_which_model(
         assert reply["timings"]["cache_n"] >= warmed["n_header_tokens"]
         status, output = await command("explain", *admin)
         assert status == 0 and "/v1/chat/completions  by full" in output
-        (stats,) = (await asked("stats", *admin))["llama_servers"]
-        assert (stats["name"], stats["is_attached"], stats["rule"]) == ("full", True, "any prefix")
-        assert stats["reused_tokens"] >= warmed["n_header_tokens"]
+        stats = await asked("stats", *admin)
+        about = stats["health"]["llama_servers"]["full"]
+        assert (about["llama_server"], about["rule"]) == ("attached", "any prefix")
+        reused = stats["since_start"]["prompt_tokens_total"]["reused"]
+        assert reused >= warmed["n_header_tokens"]
         status, output = await command("stats", *admin)
         assert status == 0 and "llama-servers  full: rule: any prefix; slots: " in output
+        assert "of the last requests, " in output and "% reused" in output
         await rig.settled()
         status, output = await command("ls", "full", *admin)
         assert status == 0 and re.search(r"namespace [0-9a-f]{8} of full ", output)
@@ -113,11 +119,11 @@ async def test_commands_before_a_router_say_which_model(
         assert purged["n_deleted"] == len((await asked("ls", *admin))["checkpoints"]) > 0
         status, output = await command("ls", "hybrid", *admin)
         assert status == 1 and "no model is called 'hybrid'" in output
-        survey = await survey_of(
+        setup = await setup_of(
             directory, router.base_url, model="hybrid", admin=rig.admin_url.removeprefix("http://")
         )
-        assert survey.proxy is not None and survey.proxy.rule == "full: any prefix"
-        assert "while a proxy decides" in problems(survey)["models"]
+        assert setup.proxy_rule == "full: any prefix"
+        assert "a proxy decides" in problems(setup)["models"]
         assert router.statuses() == {"full": "loaded", "hybrid": "unloaded"}
 
 
@@ -126,21 +132,20 @@ async def test_doctor_at_llama_swap_sees_what_its_configuration_costs(
 ) -> None:
     kinds = {"full": "full", "author/hybrid": "hybrid"}
     short = {"full": {"ttl": 5, "aliases": ["nick"]}}
-    options: dict[str, Any] = {"settings": short, "sendLoadingState": True}
-    with Swap(tmp_path, kinds, directory, n_slots=10, n_ctx=20480, **options) as swap:
-        survey = await survey_of(directory, swap.base_url)
-        assert swap.states() == {} and "none is loaded" in problems(survey)["models"]
-        survey = await survey_of(directory, swap.base_url, model="nick")
+    options: dict[str, Any] = {"settings": short}
+    with Swap(tmp_path, kinds, directory, n_ctx=20480, **options) as swap:
+        setup = await setup_of(directory, swap.base_url)
+        assert swap.states() == {} and "none is loaded" in problems(setup)["models"]
+        setup = await setup_of(directory, swap.base_url, model="nick")
         assert set(swap.states()) == {"full"}
-        assert set(problems(survey)) == {"idle models", "requests", "loading"}
+        assert set(problems(setup)) == {"idle models"}
         swap.request("GET", "/unload")
-        survey = await survey_of(directory, swap.base_url, model="full")
-        assert [f.server.name for f in survey.llama_servers] == ["full"] and is_complete(survey)
-    found = problems(survey)
-    assert set(found) == {"idle models", "requests", "loading"}
-    assert "sendLoadingState: false" in found["loading"]
+        setup = await setup_of(directory, swap.base_url, model="full")
+        assert [f.name for f in setup.llama_servers] == ["full"]
+        assert summary(setup) == "Caching will work, with limits."
+    found = problems(setup)
+    assert set(found) == {"idle models"}
     assert "full is unloaded when it was idle for 5 s" in found["idle models"]
-    assert "concurrencyLimit: 40" in found["requests"]
 
 
 async def test_doctor_names_llama_servers_that_cannot_share(
@@ -157,9 +162,9 @@ async def test_doctor_names_llama_servers_that_cannot_share(
         )
     ]
     with servers[0], servers[1], servers[2]:
-        survey = await survey_of(directory, *(server.base_url for server in servers))
-    found = problems(survey)
-    assert exit_status(findings_of(survey)) == 2
+        setup = await setup_of(directory, *(server.base_url for server in servers))
+    found = problems(setup)
+    assert exit_status(findings_of(setup)) == 2
     assert set(found) == {"sharing", "another slot save path"}
     assert "in different forms" in found["sharing"] and servers[1].base_url[7:] in found["sharing"]
     assert found["another slot save path"].startswith(f"{servers[2].base_url[7:]}: ")

@@ -16,11 +16,10 @@ import msgspec
 import pytest
 import yaml
 
-from proxy.cli.doctor import examine
 from proxy.core.model import RuleKind
-from proxy.doctor.facts import LlamaServerFacts, Survey
-from proxy.doctor.findings import Severity, exit_status, summary
-from proxy.doctor.survey_findings import findings_of, is_complete
+from proxy.doctor.examination import examine
+from proxy.doctor.facts import LlamaServerFacts, Setup
+from proxy.doctor.findings import Severity, exit_status, findings_of, summary
 from proxy.settings import Settings
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
@@ -38,26 +37,26 @@ NewServer = Callable[..., LlamaServer]
 class Diagnosis:
     """What doctor found, in the forms that the tests ask for."""
 
-    survey: Survey
+    setup: Setup
 
     @property
     def facts(self) -> LlamaServerFacts:
-        (facts,) = self.survey.llama_servers
+        (facts,) = self.setup.llama_servers
         return facts
 
     @property
     def exit_status(self) -> int:
-        return exit_status(findings_of(self.survey))
+        return exit_status(findings_of(self.setup))
 
     @property
     def summary(self) -> str:
-        return summary(findings_of(self.survey), is_complete=is_complete(self.survey))
+        return summary(self.setup)
 
     def problems(self) -> dict[str, str]:
         """Return text and cure of all that is not well, by topic."""
         return {
             f.topic: f"{f.text} -> {f.cure}"
-            for f in findings_of(self.survey)
+            for f in findings_of(self.setup)
             if f.severity is not Severity.OK
         }
 
@@ -117,14 +116,11 @@ async def test_healthy_server_is_approved_and_left_as_it_was(
         assert (found.exit_status, found.summary) == (0, "Caching will work.")
         assert tokens_held(server) == [0, 0]
     assert os.listdir(directory) == []
-    memory, cost = found.facts.memory, found.facts.cost
-    assert memory is not None and memory.rule is not None and memory.rule.kind is rule
-    assert cost is not None and cost.largest_bytes >= cost.state_bytes > 0
-    assert min(cost.save_seconds, cost.restore_seconds, cost.evaluate_seconds) > 0
-    behaviour = found.facts.behaviour
-    assert behaviour is not None
-    assert (behaviour.keeps_idle_slots, behaviour.prefers_similar_slot) == (True, True)
-    assert behaviour.has_ram_cache is False
+    facts = found.facts
+    assert facts.rule is not None and facts.rule.kind is rule
+    assert facts.state_bytes > 0
+    assert min(facts.save_seconds, facts.restore_seconds, facts.evaluate_seconds) > 0
+    assert (facts.prefers_similar_slot, facts.has_ram_cache) == (True, False)
 
 
 async def test_server_with_one_slot_is_approved(new_server: NewServer, directory: Path) -> None:
@@ -251,7 +247,7 @@ async def test_slots_that_are_not_shown_are_named(new_server: NewServer, directo
     assert os.listdir(directory) == []
 
 
-@pytest.mark.parametrize("extra_args", [(), ("-sps", "0"), ("--no-cache-idle-slots",)])
+@pytest.mark.parametrize("extra_args", [(), ("--no-cache-idle-slots",)])
 async def test_ram_cache_is_named(
     new_server: NewServer, directory: Path, extra_args: tuple[str, ...]
 ) -> None:
@@ -272,7 +268,7 @@ async def test_disk_that_is_nearly_full_is_named(new_server: NewServer, director
     assert reserved.exit_status == 2
     assert "(--min-free-bytes)" in reserved.problems()["disk space"]
     assert full.exit_status == 2
-    assert "nearly full: 64 KiB free" in full.problems()["disk space"]
+    assert "nearly full: 64.0 KiB free" in full.problems()["disk space"]
     assert "use another disk" in full.problems()["disk space"]
     assert tight.exit_status == 1
     assert "--max-store-bytes 460MiB" in tight.problems()["disk space"]
@@ -293,8 +289,7 @@ async def test_checkpoints_are_told_from_those_of_another_model(
     with new_server("full") as server:
         foreign = await diagnose(server, directory)
     assert own.problems() == {}
-    assert own.facts.store is not None
-    assert own.facts.store.n_usable == own.facts.store.n_checkpoints > 0
+    assert own.facts.n_usable == own.setup.n_checkpoints > 0
     assert list(other_flags.problems()) == ["memory rule"]
     assert other_layout.exit_status == foreign.exit_status == 1
     assert "another cache layout" in other_layout.problems()["checkpoints"]
@@ -351,7 +346,7 @@ async def test_full_slots_are_left_alone(new_server: NewServer, directory: Path)
     assert found.exit_status == 1
     assert "not everything could be examined" in found.summary
     assert "none was emptied" in found.problems()["slots"]
-    assert found.facts.memory is None
+    assert found.facts.layout is None
     assert os.listdir(directory) == []
 
 
@@ -367,8 +362,7 @@ async def test_slot_that_was_only_restored_is_not_taken_for_empty(
         found = await diagnose(server, directory)
         _, saved = server.request("POST", "/slots/1?action=save", {"filename": "after"})
     assert saved["n_saved"] == 300
-    assert found.facts.slots is not None
-    assert (found.facts.slots.n_empty, found.facts.slots.n_held) == (1, 1)
+    assert (found.facts.n_empty, found.facts.n_held) == (1, 1)
     assert (found.problems(), found.exit_status) == ({}, 0)
 
 
@@ -381,7 +375,7 @@ async def test_running_proxy_is_asked_and_its_slots_left_alone(
         found = await diagnose(rig.server, directory, admin=admin)
         without_admin = await diagnose(rig.server, directory)
         assert await asyncio.to_thread(rig.server.evaluated_tokens) == before
-    assert found.survey.proxy is not None and found.survey.proxy.rule == "restore points"
+    assert found.setup.proxy_rule == "restore points"
     assert (found.problems(), found.summary) == ({}, "Caching will work.")
     assert without_admin.exit_status == 1
     assert "--admin HOST:PORT" in without_admin.problems()["running proxy"]
@@ -447,7 +441,8 @@ def test_command_prints_json(new_server: NewServer, directory: Path) -> None:
     assert result.returncode == content["exit_status"] == 2
     assert content["verdict"] == "Caching will not work."
     assert "--slot-save-path" in next(f["cure"] for f in content["findings"] if f["cure"])
-    assert content["facts"]["llama_servers"][0]["server"]["has_slot_save_path"] is False
+    (facts,) = content["facts"]["llama_servers"]
+    assert [each["kind"] for each in facts["degradations"]] == ["no slot save path"]
 
 
 def test_command_without_a_server_says_so(directory: Path) -> None:

@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 from click import BadParameter
 
-from proxy.cli.access import NotNamed, named
-from proxy.cli.common import Age, age_in_words, size_in_words
+from proxy.cli.access import named
+from proxy.cli.common import age_in_words, age_seconds, checkpoints_in_words
 from proxy.cli.look import (
-    Attached,
     explanation_text,
-    llama_server_in_words,
-    llama_servers_of,
     read_samples,
+    server_rows,
     summary,
 )
 from proxy.cli.serve import for_model
@@ -24,8 +22,10 @@ from proxy.explain.views import ListedCheckpoint, NodeId, Selection, list_checkp
 from proxy.llama.bodies import header_request, parse_body, route_path
 from proxy.llama.hosts import HostedFlags, read_flags
 from proxy.llama.routes import generation_route
+from proxy.settings import size_in_words
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, checkpoint
 
+Capture = pytest.CaptureFixture[str]
 HEADER, SESSION = 0x5D3A90C2F1E84B07, 0x1B70C4D2A9E6F358
 STORED = [
     checkpoint(100, id=CheckpointId(0xABCD << 48 | 1), family=Family(HEADER, SESSION)),
@@ -40,7 +40,14 @@ def names(text: str) -> list[int]:
     return [checkpoint.n_tokens for checkpoint in found]
 
 
-def test_few_digits_name_a_checkpoint_or_all_under_a_node() -> None:
+def refused(text: str, checkpoints: list[ListedCheckpoint], capsys: Capture) -> str:
+    """Return what is said of a name that names nothing, or too much."""
+    with pytest.raises(SystemExit):
+        named(text, checkpoints)
+    return capsys.readouterr().err
+
+
+def test_few_digits_name_a_checkpoint_or_all_under_a_node(capsys: Capture) -> None:
     assert names("abcd000000000001") == [100]
     assert names("ABCD000000000002") == [200]
     assert names("1b70c4d2") == [100]
@@ -56,14 +63,12 @@ def test_few_digits_name_a_checkpoint_or_all_under_a_node() -> None:
         ("nonsense", "no model"),
         (f"{NAMESPACE.hex()}/99", "no model"),
     ):
-        with pytest.raises(NotNamed, match=complaint):
-            named(text, LISTED)
+        assert complaint in refused(text, LISTED, capsys)
 
 
-def test_name_of_a_model_that_begins_ids_too_is_asked_back() -> None:
+def test_name_of_a_model_that_begins_ids_too_is_asked_back(capsys: Capture) -> None:
     both = [list_checkpoint(stored, {OTHER_NAMESPACE: "abcd"}) for stored in STORED]
-    with pytest.raises(NotNamed, match="begins ids, too"):
-        named("abcd", both)
+    assert "begins ids, too" in refused("abcd", both, capsys)
 
 
 def test_selection_leaves_out_pinned_ones_and_what_was_used_lately() -> None:
@@ -85,21 +90,26 @@ def test_sizes_and_ages_in_words() -> None:
     assert {n: age_in_words(n) for n in ages} == ages
     assert age_in_words(3 * 86400) == "3 d ago"
     lengths = {"90s": 90, "30m": 1800, "12h": 43200, "7d": 604800, "2w": 1209600}
-    assert {text: Age().convert(text, None, None) for text in lengths} == lengths
+    assert {text: age_seconds(text) for text in lengths} == lengths
     for text in ("7", "d", "-1d", "1.5h", "7 days"):
         with pytest.raises(BadParameter):
-            Age().convert(text, None, None)
+            age_seconds(text)
+    assert checkpoints_in_words(1, 1536) == "1 checkpoint with 1.5 KiB"
+    assert checkpoints_in_words(2000, 0) == "2,000 checkpoints with 0 bytes"
 
 
 def test_summary_counts_sessions_and_pins() -> None:
     stored = summary(LISTED, 1 << 30)
-    assert (stored.n_checkpoints, stored.n_sessions, stored.n_namespaces) == (3, 1, 2)
-    assert (stored.n_pinned, stored.pinned_bytes, stored.last_used_at) == (1, 1000, 500.0)
-    assert summary([], None).last_used_at is None
+    counts = ("n_checkpoints", "n_sessions", "n_namespaces")
+    assert [stored[name] for name in counts] == [3, 1, 2]
+    assert [stored[name] for name in ("n_pinned", "pinned_bytes", "last_used_at")] == [
+        *(1, 1000, 500.0)
+    ]
+    assert summary([], None)["last_used_at"] is None
     samples = read_samples(
         '# TYPE llama_prefix_cache_x counter\nllama_prefix_cache_x_total{a="b"} 2\n'
     )
-    assert samples == {("x_total", "b"): 2.0}
+    assert samples == {"x_total": {"b": 2.0}}
 
 
 SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
@@ -160,15 +170,20 @@ def record(server: str | None, confirmed: int, evaluated: int) -> RequestRecord:
 
 
 def test_llama_servers_are_told_each_with_its_requests() -> None:
-    attached = Attached("attached", "any prefix", {"known": 1, "empty": 1})
-    both = {"full": attached, "hybrid": Attached("not attached")}
+    attached = {
+        "llama_server": "attached",
+        "rule": "any prefix",
+        "slots": {"known": 1, "empty": 1},
+    }
+    both = {"llama_servers": {"full": attached, "hybrid": {"llama_server": "not attached"}}}
     records = [record("full", 90, 10), record("full", 90, 10), record("gone", 5, 5)]
-    assert [llama_server_in_words(each) for each in llama_servers_of(both, records)] == [
-        "full: rule: any prefix; slots: 1 empty, 1 known; 2 of the last requests, 90% reused",
-        "hybrid: not attached",
+    full = "full: rule: any prefix; slots: 1 empty, 1 known; 2 of the last requests, 90% reused"
+    assert list(server_rows(both, records)) == [
+        *(("llama-servers", full), ("", "hybrid: not attached"))
     ]
-    (only,) = llama_servers_of({"": attached}, [record(None, 90, 10)])
-    assert llama_server_in_words(only) == "rule: any prefix; slots: 1 empty, 1 known"
+    assert list(server_rows(attached, [record(None, 90, 10)])) == [
+        ("llama-server", "rule: any prefix; slots: 1 empty, 1 known")
+    ]
 
 
 def test_explanation_names_the_llama_server_where_there_are_several() -> None:
@@ -188,7 +203,7 @@ def test_body_to_warm_is_for_the_model_that_was_named() -> None:
 
 
 def test_flags_of_a_hosted_model_are_found_wherever_they_stand() -> None:
-    words = "docker run x --slot_save_path /a --slot-save-path /b --sleep-idle-seconds 60".split()
-    assert read_flags("m", words, 5.0) == HostedFlags("m", "/b", 5.0, 60.0)
+    words = "docker run x --sleep_idle_seconds 5 -m a --sleep-idle-seconds 60".split()
+    assert read_flags("m", words, 5.0) == HostedFlags("m", 5.0, 60.0)
     assert read_flags("m", ["--sleep-idle-seconds", "-1"], -1.0) == HostedFlags("m")
-    assert read_flags("m", ["--slot-save-path"]) == HostedFlags("m")
+    assert read_flags("m", ["--sleep-idle-seconds"]) == HostedFlags("m")

@@ -49,8 +49,8 @@ def test_error_for_openai_clients_has_message_type_and_code(kind: type[ProxyErro
         (413, "invalid_request_error", "request_too_large"),
         (422, "invalid_request_error", "invalid_request_error"),
         (errors.TooManyRequests.status, "unavailable_error", "overloaded_error"),
-        (errors.UpstreamAbsent.status, "unavailable_error", "overloaded_error"),
-        (errors.UpstreamGone.status, "unavailable_error", "api_error"),
+        (503, "unavailable_error", "overloaded_error"),
+        (errors.ServerAway.status, "unavailable_error", "api_error"),
         (ProxyError.status, "server_error", "api_error"),
     ],
 )
@@ -76,7 +76,7 @@ def test_only_what_passes_by_itself_says_when_to_come_back(
 
 
 def test_stream_that_breaks_off_ends_in_an_event_of_the_api() -> None:
-    gone = errors.UpstreamGone("it is so")
+    gone = errors.ServerAway("it is so")
     assert error_event(CHAT, gone).startswith(b'data: {"error":')
     assert error_event(MESSAGES, gone).startswith(b'event: error\ndata: {"type":"error",')
 

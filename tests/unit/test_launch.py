@@ -7,7 +7,6 @@ import pytest
 from proxy.core.launch import (
     Given,
     Launch,
-    WantedLaunch,
     given_to_all,
     heed_presets,
     plan_launch,
@@ -19,7 +18,7 @@ KNOWN = frozenset(
     "--slot-save-path --port -np --parallel --cache-ram --cache-idle-slots --no-cache-idle-slots "
     "--ctx-checkpoints --swa-checkpoints --metrics --slots --no-slots --kv-unified".split()
 )
-WANTED = WantedLaunch(None, "/cache", 50123, "/work")
+WANTED: Any = {"default_path": "/cache", "free_port": 50123, "working_directory": "/work"}
 
 
 def launch(known: Any = KNOWN, *, own: Any = None, **given: Any) -> Launch:
@@ -28,10 +27,7 @@ def launch(known: Any = KNOWN, *, own: Any = None, **given: Any) -> Launch:
     for key, value in given.items():
         name = "--" + key.replace("_", "-")
         flags[name] = value if isinstance(value, Given) else Given(name, value)
-    wanted = WantedLaunch(
-        own, WANTED.default_slot_save_path, WANTED.free_port, WANTED.working_directory
-    )
-    return plan_launch(flags, known, wanted)
+    return plan_launch(flags, known, own_path=own, **WANTED)
 
 
 def added(made: Launch) -> str:
@@ -173,8 +169,7 @@ VARIABLES = {name: str(o.environment) for o in ROUTER_OPTIONS for name in o.name
 def launch_router(text: str, *, own: str | None = None, **given: Given) -> Launch:
     flags = {f"--{key.replace('_', '-')}": value for key, value in given.items()}
     presets = read_presets(text, ROUTER_OPTIONS)
-    wanted = WantedLaunch(own, "/cache", 50123, "/work")
-    made = plan_launch(given_to_all(flags, presets), KNOWN, wanted)
+    made = plan_launch(given_to_all(flags, presets), KNOWN, own_path=own, **WANTED)
     heed_presets(made, flags, presets, VARIABLES, "/work")
     return made
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 
 from proxy.core.slots import TAINTED
-from proxy.errors import TooManyRequests
-from proxy.serving.desk import Choice, DeskClosed, Lease, LeaseDesk
+from proxy.errors import ServerAway, TooManyRequests
+from proxy.serving.desk import Choice, Lease, LeaseDesk
 from tests.unit.desks import (
     ONE,
     TWO,
@@ -114,10 +114,10 @@ async def test_close_sends_everybody_away_and_refuses_newcomers() -> None:
     waiting = [await queue(desk, any_slot(desk)) for _ in range(3)]
     desk.close()
     for task in waiting:
-        with pytest.raises(DeskClosed):
+        with pytest.raises(ServerAway):
             await soon(task)
     held.release()
-    with pytest.raises(DeskClosed):
+    with pytest.raises(ServerAway):
         await desk.lease(any_slot(desk))
     assert desk.try_lease(ONE) is None
 

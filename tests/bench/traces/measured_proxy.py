@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from proxy.app import Running, run_proxy
 from proxy.cli import serve as command
@@ -26,8 +27,8 @@ def main(folder: str, *options: str) -> None:
         rewrite, options = strip_context_checkpoints, options[1:]
 
     @asynccontextmanager
-    async def run_measured(settings: Settings) -> AsyncIterator[Running]:
-        async with run_proxy(settings, rewrite=rewrite) as running:
+    async def run_measured(settings: Settings, **more: Any) -> AsyncIterator[Running]:
+        async with run_proxy(settings, rewrite=rewrite, **more) as running:
             yield running
         file = Path(folder) / f"{os.getpid()}.metrics"
         file.write_bytes(running.metrics.exposition())
