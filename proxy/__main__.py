@@ -6,28 +6,17 @@ from importlib import resources
 import click
 
 from proxy import __version__
-from proxy.cli.doctor import bench, doctor
-from proxy.cli.look import explain, stats
-from proxy.cli.serve import run, serve, warm
-from proxy.cli.store import ls, pin, purge, rm, unpin
-from proxy.cli.transfer import check, export, import_
+from proxy.cli import doctor, look, serve, store, transfer
 from proxy.llama.state_file import SUPPORTED_VERSIONS
 from proxy.store.index import FORMAT_VERSION
-
-# What `llama-prefix-cache --version` tells: what this is, where it comes from, what it can read.
-
-
-def find_commit() -> str | None:
-    """Return the git commit that the package was built from; None where the build did not know it."""
-    try:
-        return resources.files("proxy").joinpath("commit.txt").read_text().strip() or None
-    except OSError:
-        return None
 
 
 def version_text() -> str:
     """Return version and commit, and the formats of files that this build reads and writes."""
-    commit = find_commit()
+    try:
+        commit = resources.files("proxy").joinpath("commit.txt").read_text().strip()
+    except OSError:  # the build did not know it
+        commit = ""
     built_from = f" (commit {commit})" if commit else ""
     versions = " and ".join(map(str, SUPPORTED_VERSIONS))
     return (
@@ -37,9 +26,6 @@ def version_text() -> str:
     )
 
 
-# The command line, `llama-prefix-cache`, the same as `python -m proxy`.
-
-
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, message=version_text())
 def main() -> None:
@@ -47,21 +33,11 @@ def main() -> None:
 
 
 for command in (
-    serve,
-    run,
-    doctor,
-    explain,
-    ls,
-    pin,
-    unpin,
-    rm,
-    purge,
-    check,
-    export,
-    import_,
-    stats,
-    warm,
-    bench,
+    *(serve.serve, serve.run, serve.warm),
+    *(doctor.doctor, doctor.bench),
+    *(look.explain, look.stats),
+    *(store.ls, store.pin, store.unpin, store.rm, store.purge),
+    *(transfer.check, transfer.export, transfer.import_),
 ):
     main.add_command(command)
 

@@ -5,7 +5,8 @@ import math
 import stat
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -14,7 +15,7 @@ from proxy import __version__
 from proxy.core.conditions import DegradationKind, State
 from proxy.core.eviction import Removal
 from proxy.core.model import Checkpoint, RuleKind
-from proxy.core.slots import SlotState, state_of
+from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, SlotState, state_of
 from proxy.core.tokens import TokenIds
 from proxy.errors import StoreFault, StoreLocked
 from proxy.explain.causes import Cause
@@ -26,122 +27,17 @@ from proxy.log import get_logger
 from proxy.metrics import POSITION_LABELS, Metrics
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
-from proxy.servers.warming import Warming
 from proxy.serving.process import NewestProcesses, Process, Shared, note_quarantined
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
-from proxy.settings import Settings, parse_hosts, parse_urls, split_address
+from proxy.settings import Settings, parse_list, parse_urls, split_address
 from proxy.store.catalogue import Limits
 from proxy.store.files import is_private
 from proxy.store.store import CheckpointStore
 from proxy.tasks import Tasks
-from proxy.web.admin import AdminListener, RequestList, Warm, only_by_own_names
-from proxy.web.clients import Front
-from proxy.web.page import Events, Looks, PageFiles
-from proxy.web.stored import Checkpoints, TreeView
+from proxy.web.admin import Admin, only_own_pages
+from proxy.web.clients import MAX_BODY_BYTES, Front
+from proxy.web.page import LivePage, Looks
 from proxy.web.writer import Unread
-
-# What /metrics shows of the present: read from the running proxy at each scrape.
-
-
-def connect_gauges(shared: Shared, pool: Pool) -> None:
-    """Let every gauge read its value from what serves now; zero while there is nothing."""
-    metrics = shared.metrics
-    metrics.background_tasks.set_function(lambda: len(shared.tasks))
-    metrics.event_loop_tasks.set_function(lambda: len(asyncio.all_tasks()))
-    for state in State:
-        metrics.state.labels(state).set_function(_is_state(shared.everywhere, state))
-    metrics.waiting_requests.set_function(lambda: pool.n_waiting)
-    _connect_processes(metrics, pool)
-    if shared.opened_store is not None:
-        _connect_store(shared, shared.opened_store)
-
-
-def _connect_processes(metrics: Metrics, pool: Pool) -> None:
-    def total(read: Callable[[Process], float]) -> Callable[[], float]:
-        return lambda: float(sum(map(read, pool.processes)))
-
-    def highest(read: Callable[[Process], float]) -> Callable[[], float]:
-        return lambda: max(map(read, pool.processes), default=0.0)
-
-    metrics.rule_end_tokens.set_function(highest(lambda a: a.rule.end_holds_from))
-    for position, label in POSITION_LABELS.items():
-        metrics.evaluation_tokens_per_second.labels(label).set_function(
-            highest(_rate_up_to(position))
-        )
-    warm, cold = (
-        metrics.restore_bytes_per_second.labels("warm"),
-        metrics.restore_bytes_per_second.labels("cold"),
-    )
-    warm.set_function(highest(lambda a: a.rates.warm_restore.bytes_per_second))
-    cold.set_function(highest(lambda a: a.rates.cold_restore.bytes_per_second))
-    metrics.save_bytes_per_second.set_function(highest(lambda a: a.rates.save.bytes_per_second))
-    for state in SlotState:
-        metrics.slots.labels(state).set_function(total(_n_slots_in(state)))
-    for kind in RuleKind:
-        metrics.rule.labels(kind).set_function(highest(_is_rule(kind)))
-
-
-def _is_state(degradations: Degradations, state: State) -> Callable[[], float]:
-    return lambda: float(degradations.state is state)
-
-
-def _n_slots_in(state: SlotState) -> Callable[[Process], float]:
-    return lambda process: sum(state_of(slot) is state for slot in process.slots)
-
-
-def _rate_up_to(position: float) -> Callable[[Process], float]:
-    return lambda process: process.rates.tokens_per_second(position)
-
-
-def _is_rule(kind: RuleKind) -> Callable[[Process], float]:
-    return lambda process: float(process.can_cache and str(process.rule) == kind)
-
-
-def _connect_store(services: Shared, store: CheckpointStore) -> None:
-    metrics = services.metrics
-    count_evictions(services, store)
-    metrics.checkpoints.set_function(lambda: len(store))
-    metrics.checkpoint_bytes.set_function(lambda: store.size_bytes)
-    metrics.checkpoint_limit_bytes.set(store.limits.max_bytes)
-    store.writes.on_write = metrics.written_bytes.inc
-    metrics.written_last_day_bytes.set_function(lambda: store.writes.last_day_bytes)
-    metrics.write_limit_bytes.set(store.writes.max_bytes_per_day)
-    metrics.disk_free_bytes.set_function(lambda: _free_bytes(store))
-
-
-def count_evictions(services: Shared, store: CheckpointStore) -> None:
-    """Count what the store removes, what it removed when it was opened included; the journal notes it."""
-    metrics, journal = services.metrics, services.journal
-    for reason, n_removed in store.removals.items():
-        metrics.evictions.labels(reason).inc(n_removed)
-
-    def note(checkpoint: Checkpoint, tokens: TokenIds | None, reason: Removal) -> None:
-        if reason is not Removal.SUPERSEDED:
-            is_broken = reason is Removal.BROKEN
-            cause = Cause.RESTORE_REFUSED if is_broken else Cause.EVICTED
-            journal.note_loss(checkpoint.namespace, tokens, cause)
-        metrics.evictions.labels(reason).inc()
-        if checkpoint.quarantine:
-            note_quarantined(services.everywhere, store)
-        get_logger("store").info(
-            "checkpoint removed",
-            reason=reason.value,
-            kind=checkpoint.kind.value,
-            n_tokens=checkpoint.n_tokens,
-            size_bytes=checkpoint.size_bytes,
-        )
-
-    store.on_removal = note
-
-
-def _free_bytes(store: CheckpointStore) -> float:
-    try:
-        return store.files.free_bytes()
-    except OSError:
-        return math.nan
-
-
-# The composition root: the only file that builds things and wires them together.
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +67,52 @@ class Running:
         return self.shared.everywhere
 
 
+@asynccontextmanager
+async def run_proxy(
+    settings: Settings,
+    *,
+    rewrite: RewriteStateFile = keep_as_saved,
+    is_llama_server_coming: bool = False,
+    n_context_checkpoints: int = MAX_CONTEXT_CHECKPOINTS,
+) -> AsyncIterator[Running]:
+    """Serve until the block is left, then finish, write back and close.
+
+    *is_llama_server_coming* says that llama-server is being started: the first requests wait for it.
+    *n_context_checkpoints* is how many llama-server keeps in a slot (--ctx-checkpoints) if known.
+    Raises StoreLocked if another proxy uses the directory, OSError if a port is taken.
+    """
+    metrics = Metrics()
+    metrics.build_info.labels(__version__).set(1)
+    degradations = Degradations(metrics)
+    store = open_store(settings, degradations)
+    journal = Journal(Keep(settings.explain_keep))
+    report = Report(metrics, journal)
+    shared = Shared(
+        store, metrics, Faults(metrics), degradations, report, journal, Tasks(), NewestProcesses()
+    )
+    rebuilding = Tasks()
+    try:
+        if store is not None and store.rebuild_reason:
+            rebuilding.start(_rebuild(store, degradations))
+        async with new_session() as client:
+            key = settings.upstream_api_key
+            roots = [LlamaServer(client, Target(url), key) for url in parse_urls(settings.upstream)]
+            pool = Pool(
+                settings,
+                shared,
+                roots,
+                rewrite,
+                is_coming=is_llama_server_coming,
+                n_context_checkpoints=n_context_checkpoints,
+            )
+            async with _serve(settings, shared, pool) as running:
+                yield running
+    finally:
+        await rebuilding.drain(0)  # the next start goes on with it
+        if store is not None:
+            store.close()
+
+
 def open_store(settings: Settings, degradations: Degradations) -> CheckpointStore | None:
     """Return the store, or None if it cannot be opened; raises StoreLocked if another proxy has it."""
     directory = Path(settings.slot_save_path)
@@ -192,46 +134,9 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
         "store opened",
         directory=settings.slot_save_path,
         checkpoint_bytes=store.size_bytes,
-        **asdict(store.report),
+        **store.report,
     )
     return store
-
-
-@asynccontextmanager
-async def run_proxy(
-    settings: Settings,
-    *,
-    rewrite: RewriteStateFile = keep_as_saved,
-    is_llama_server_coming: bool = False,
-) -> AsyncIterator[Running]:
-    """Serve until the block is left, then finish, write back and close.
-
-    *is_llama_server_coming* says that it is being started, so that the first requests wait for it.
-    Raises StoreLocked if another proxy uses the directory, OSError if a port is taken.
-    """
-    metrics = Metrics()
-    metrics.build_info.labels(__version__).set(1)
-    degradations = Degradations(metrics)
-    store = open_store(settings, degradations)
-    journal = Journal(Keep(settings.explain_keep))
-    report = Report(metrics, journal)
-    shared = Shared(
-        store, metrics, Faults(metrics), degradations, report, journal, Tasks(), NewestProcesses()
-    )
-    rebuilding = Tasks()
-    try:
-        if store is not None and store.rebuild_reason:
-            rebuilding.start(_rebuild(store, degradations))
-        async with new_session() as client:
-            key = settings.upstream_api_key
-            roots = [LlamaServer(client, Target(url), key) for url in parse_urls(settings.upstream)]
-            pool = Pool(settings, shared, roots, rewrite, is_coming=is_llama_server_coming)
-            async with _serve(settings, shared, pool) as running:
-                yield running
-    finally:
-        await rebuilding.drain(0)  # the next start goes on with it
-        if store is not None:
-            store.close()
 
 
 async def _rebuild(store: CheckpointStore, degradations: Degradations) -> None:
@@ -244,44 +149,6 @@ async def _rebuild(store: CheckpointStore, degradations: Degradations) -> None:
         log.error("the index could not be made anew: the next start tries again", error=str(fault))
         return
     degradations.end(DegradationKind.INDEX_REBUILDING)
-
-
-def _operators(settings: Settings, shared: Shared, pool: Pool) -> web.Application:
-    """Return what the admin listener serves."""
-    warm = Warm(
-        Warming(shared, pool),
-        aliases=parse_aliases(settings.aliases),
-    )
-    views = (
-        AdminListener(shared, pool),
-        Checkpoints(shared.served, shared.opened_store),
-        TreeView(shared.served, shared.opened_store),
-        RequestList(shared.journal),
-        warm,
-        PageFiles(),
-        events := Events(Looks(shared, pool)),
-    )
-    own_hosts = (split_address(settings.admin)[0], *parse_hosts(settings.admin_hosts))
-    middlewares = [only_by_own_names(*own_hosts)]
-    app = web.Application(client_max_size=settings.max_body_bytes, middlewares=middlewares)
-    app.add_routes([route for view in views for route in view.routes()])
-    app.on_shutdown.append(events.stop)
-    return app
-
-
-def _clients(settings: Settings, shared: Shared, pool: Pool) -> web.Application:
-    """Return what the listener for clients serves."""
-    front = Front(
-        pool,
-        shared.report,
-        unread := Unread(shared.metrics),
-        max_requests=settings.max_requests,
-        aliases=parse_aliases(settings.aliases),
-    )
-    app = web.Application(client_max_size=settings.max_body_bytes)
-    app.router.add_route("*", "/{path:.*}", front.handle)
-    app.on_shutdown.append(unread.stop)
-    return app
 
 
 @asynccontextmanager
@@ -309,10 +176,36 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
                 await shared.tasks.drain(0)
 
 
+def _operators(settings: Settings, shared: Shared, pool: Pool) -> web.Application:
+    """Return what the admin listener serves."""
+    admin = Admin(shared, pool, parse_aliases(settings.aliases))
+    page = LivePage(Looks(shared, pool))
+    own_hosts = (split_address(settings.admin)[0], *parse_list(settings.admin_hosts))
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[only_own_pages(*own_hosts)])
+    app.add_routes([*admin.routes(), *page.routes()])
+    app.on_shutdown.append(page.stop)
+    return app
+
+
+def _clients(settings: Settings, shared: Shared, pool: Pool) -> web.Application:
+    """Return what the listener for clients serves."""
+    front = Front(
+        pool,
+        shared.report,
+        unread := Unread(shared.metrics),
+        max_requests=settings.max_requests,
+        aliases=parse_aliases(settings.aliases),
+    )
+    app = web.Application(client_max_size=MAX_BODY_BYTES)
+    app.router.add_route("*", "/{path:.*}", front.handle)
+    app.on_shutdown.append(unread.stop)
+    return app
+
+
 @asynccontextmanager
 async def _listen(app: web.Application, address: str, drain_seconds: float) -> AsyncIterator[int]:
     """Serve *app* at HOST:PORT and yield the port; port 0 takes a free one."""
-    # Without cancellation a client that leaves the queue would keep its place.
+    # Without cancellation a client that leaves the queue would stay in the queue.
     runner = web.AppRunner(
         app,
         access_log=None,
@@ -328,3 +221,93 @@ async def _listen(app: web.Application, address: str, drain_seconds: float) -> A
         yield int(runner.addresses[0][1])
     finally:
         await runner.cleanup()
+
+
+# Gauges read their values from the running proxy at each scrape; zero while there is nothing.
+
+
+def connect_gauges(shared: Shared, pool: Pool) -> None:
+    """Let every gauge read its value from what serves now."""
+    metrics = shared.metrics
+
+    def is_state(state: State) -> float:
+        return shared.everywhere.state is state
+
+    metrics.background_tasks.set_function(lambda: len(shared.tasks))
+    metrics.event_loop_tasks.set_function(lambda: len(asyncio.all_tasks()))
+    metrics.waiting_requests.set_function(lambda: pool.n_waiting)
+    for state in State:
+        metrics.state.labels(state).set_function(partial(is_state, state))
+    _connect_processes(metrics, pool)
+    if shared.opened_store is not None:
+        _connect_store(shared, shared.opened_store)
+
+
+def _connect_processes(metrics: Metrics, pool: Pool) -> None:
+    def highest(read: Callable[[Process], float]) -> Callable[[], float]:
+        return lambda: max(map(read, pool.processes), default=0.0)
+
+    def n_slots(held: SlotState) -> float:
+        return sum(state_of(slot) is held for process in pool.processes for slot in process.slots)
+
+    def is_rule(kind: RuleKind, process: Process) -> float:
+        return process.can_cache and str(process.rule) == kind
+
+    def speed(position: float, process: Process) -> float:
+        return process.rates.tokens_per_second(position)
+
+    for held in SlotState:
+        metrics.slots.labels(held).set_function(partial(n_slots, held))
+    for kind in RuleKind:
+        metrics.rule.labels(kind).set_function(highest(partial(is_rule, kind)))
+    for position, label in POSITION_LABELS.items():
+        speeds = metrics.evaluation_tokens_per_second
+        speeds.labels(label).set_function(highest(partial(speed, position)))
+    restores = metrics.restore_bytes_per_second
+    restores.labels("warm").set_function(highest(lambda a: a.rates.warm_restore.bytes_per_second))
+    restores.labels("cold").set_function(highest(lambda a: a.rates.cold_restore.bytes_per_second))
+    metrics.save_bytes_per_second.set_function(highest(lambda a: a.rates.save.bytes_per_second))
+    metrics.rule_end_tokens.set_function(highest(lambda a: a.rule.end_holds_from))
+
+
+def _connect_store(shared: Shared, store: CheckpointStore) -> None:
+    def free_bytes() -> float:
+        try:
+            return store.files.free_bytes()
+        except OSError:
+            return math.nan
+
+    metrics = shared.metrics
+    count_evictions(shared, store)
+    metrics.checkpoints.set_function(lambda: len(store))
+    metrics.checkpoint_bytes.set_function(lambda: store.size_bytes)
+    metrics.checkpoint_limit_bytes.set(store.limits.max_bytes)
+    store.writes.on_write = metrics.written_bytes.inc
+    metrics.written_last_day_bytes.set_function(lambda: store.writes.last_day_bytes)
+    metrics.write_limit_bytes.set(store.writes.max_bytes_per_day)
+    metrics.disk_free_bytes.set_function(free_bytes)
+
+
+def count_evictions(shared: Shared, store: CheckpointStore) -> None:
+    """Count what the store removes, what it removed when it was opened included; the journal notes it."""
+    metrics = shared.metrics
+    for reason, n_removed in store.removals.items():
+        metrics.evictions.labels(reason).inc(n_removed)
+
+    def note(checkpoint: Checkpoint, tokens: TokenIds | None, reason: Removal) -> None:
+        if reason is not Removal.SUPERSEDED:
+            is_broken = reason is Removal.BROKEN
+            cause = Cause.RESTORE_REFUSED if is_broken else Cause.EVICTED
+            shared.journal.note_loss(checkpoint.namespace, tokens, cause)
+        metrics.evictions.labels(reason).inc()
+        if checkpoint.quarantine:
+            note_quarantined(shared.everywhere, store)
+        get_logger("store").info(
+            "checkpoint removed",
+            reason=reason.value,
+            kind=checkpoint.kind.value,
+            n_tokens=checkpoint.n_tokens,
+            size_bytes=checkpoint.size_bytes,
+        )
+
+    store.on_removal = note

@@ -1,14 +1,15 @@
 """What can go wrong, and whose fault it is.
 
 Two trees that never meet: a `CacheFault` costs a request its speed and is never seen by a client; a
-`ProxyError` is an answer to the client and carries the HTTP status of that answer.
+`ProxyError` is an answer to the client and carries the HTTP status of that answer. Only what somebody
+catches by its kind has a class of its own.
 """
 
 from typing import Literal
 
 
 class SettingsError(Exception):
-    """A setting is unknown, of the wrong type or impossible; the message says where and what is allowed."""
+    """A setting is unknown or has an impossible value; the message says where, and what is allowed."""
 
 
 class LlamaServerDied(Exception):
@@ -79,10 +80,6 @@ class UpstreamRefused(UpstreamFault):
         self.message = message
 
 
-class StabilizerFailed(CacheFault):
-    """A stabilizer left a request alone; the message names it and holds no prompt text."""
-
-
 class NotConvertible(CacheFault):
     """A request body cannot be brought into the chat form; the message says which part of it."""
 
@@ -92,24 +89,13 @@ class SaveRejected(CacheFault):
 
 
 class ProxyError(Exception):
-    """The request cannot be served; `status` and `type` go into the client's error body."""
+    """The request cannot be served; `status` is that of the answer to the client."""
 
     status = 500
-    type = "server_error"
 
-
-class RefusedByProxy(ProxyError):
-    """The request would change llama-server's state behind the proxy's back."""
-
-    status = 403
-    type = "permission_error"
-
-
-class BadTarget(ProxyError):
-    """The request line names a whole URL, as for a forward proxy."""
-
-    status = 400
-    type = "invalid_request_error"
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status or self.status
 
 
 class ServerAway(ProxyError):
@@ -120,38 +106,21 @@ class ServerAway(ProxyError):
     """
 
     status = 502
-    type = "unavailable_error"
 
     def __init__(
         self,
         message: str,
+        status: int | None = None,
         *,
         was_sent: Literal["no", "perhaps", "yes"] = "yes",
         has_ended: bool = False,
-        status: int = 502,
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, status)
         self.was_sent = was_sent
         self.has_ended = has_ended
-        self.status = status
-
-
-class EndsLlamaServer(ProxyError):
-    """llama-server has ended twice in a row while it worked on this request."""
-
-    status = 422
-    type = "invalid_request_error"
 
 
 class TooManyRequests(ProxyError):
     """The queue for a slot is full."""
 
     status = 503
-    type = "unavailable_error"
-
-
-class BodyTooLarge(ProxyError):
-    """The request body is over the limit."""
-
-    status = 413
-    type = "invalid_request_error"

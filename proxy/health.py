@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 
 from proxy.core.conditions import (
-    EXPLANATIONS,
     OF_PROCESS,
+    PASSING,
     DegradationKind,
     State,
     state_among,
@@ -17,30 +18,26 @@ from proxy.errors import CacheFault, UpstreamRefused
 from proxy.log import get_logger
 from proxy.metrics import Metrics
 
-# The degradations that are active now: begun, ended, logged once, counted, and shown in /health.
-
-
 QUIET_SECONDS = 300.0
-"""One that comes and goes is logged once in this time."""
+"""A condition that comes and goes is logged once in this time."""
+_MAX_REMEMBERED = 256
+_ABOUT_PROMPTS = ("tokenize", "stabilize")
 
 
 class CannotCache(CacheFault):
     """Nothing can be saved or restored on this llama-server; `kind` says why, `detail` what was seen."""
 
     def __init__(self, kind: DegradationKind, detail: str = "") -> None:
-        super().__init__(detail or EXPLANATIONS[kind].reason)
+        super().__init__(detail or kind.reason)
         self.kind = kind
         self.detail = detail
 
 
-_Key = tuple[str, DegradationKind]
-
-
 @dataclass(frozen=True, slots=True)
 class Degradation:
-    """An active degradation; `since` is in seconds of the epoch, `where` which llama-server it is of.
+    """An active condition; `since` is in seconds of the epoch, `where` names the llama-server.
 
-    Empty where there is only one, or where it is the proxy's.
+    `where` is empty where there is only one llama-server, and for conditions of the proxy itself.
     """
 
     kind: DegradationKind
@@ -51,140 +48,116 @@ class Degradation:
     @property
     def reason(self) -> str:
         """Why, in words for a person, with the error that was seen."""
-        reason = EXPLANATIONS[self.kind].reason
-        if self.where:
-            reason = f"{self.where}: {reason}"
+        reason = f"{self.where}: {self.kind.reason}" if self.where else self.kind.reason
         return f"{reason} ({self.detail})" if self.detail else reason
 
 
 class Degradations:
-    """All that keeps the proxy from caching as it should, at any of its llama-servers."""
+    """What keeps the proxy from caching as it should: begun, ended, logged once and counted.
+
+    `at` gives the conditions of one llama-server, `where`. All of them share one table.
+    """
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.time) -> None:
+        self.where = ""
         self._metrics = metrics
         self._clock = clock
         self._log = get_logger("cache")
-        self._active: dict[_Key, Degradation] = {}
-        self._logged_at: dict[_Key, float] = {}
-        self._places: set[str] = set()
-        self.state = State.CACHING
-        self.since = clock()
-        """When the state last changed, in seconds of the epoch."""
+        self._active: dict[tuple[str, DegradationKind], Degradation] = {}
+        self._logged_at: dict[tuple[str, DegradationKind], float] = {}
+        self._servers: set[str] = set()
+        self._began = {State.CACHING: clock()}
 
-    def at(self, where: str) -> "DegradationsHere":
+    def at(self, where: str) -> "Degradations":
         """Return those of one llama-server, which counts from when the first of them begins."""
-        return DegradationsHere(self, where)
+        here = copy(self)
+        here.where = where
+        return here
 
     def __contains__(self, kind: DegradationKind) -> bool:
+        """Return whether a condition is active at any llama-server."""
         return any(active is kind for _, active in self._active)
-
-    def leave(self, where: str) -> None:
-        """Forget a llama-server that nobody misses."""
-        self.end(*(self.kinds(where) & OF_PROCESS), where=where)
-        self._places.discard(where)
-        self._update_state()
-
-    def kinds(self, where: str = "") -> frozenset[DegradationKind]:
-        return frozenset(kind for place, kind in self._active if place == where)
-
-    @property
-    def active(self) -> list[Degradation]:
-        """The worst ones first, of those the oldest."""
-        order = list(State)
-        return sorted(
-            self._active.values(),
-            key=lambda d: (-order.index(EXPLANATIONS[d.kind].leads_to), d.since),
-        )
-
-    def begin(self, kind: DegradationKind, detail: str = "", where: str = "") -> None:
-        """Note that something is wrong; if it was already, only a new *detail* is noted."""
-        key = where, kind
-        if known := self._active.get(key):
-            self._active[key] = replace(known, detail=detail or known.detail)
-            return
-        self._active[key] = Degradation(kind, detail, self._clock(), where)
-        self._places.add(where)
-        self._metrics.degradations.labels(kind).inc()
-        self._metrics.degraded.labels(kind).set(1)
-        self._update_state()
-        self._report(self._active[key])
-
-    def end(self, *kinds: DegradationKind, where: str = "") -> None:
-        """Note that these are mended; those that are not active are left alone."""
-        for kind in kinds:
-            if (ended := self._active.pop((where, kind), None)) is None:
-                continue
-            self._metrics.degraded.labels(kind).set(any(k is kind for _, k in self._active))
-            self._update_state()
-            if self._logged_at.get((where, kind)) == ended.since:
-                seconds = round(self._clock() - ended.since, 1)
-                self._log.info(
-                    "degradation ended",
-                    kind=kind.value,
-                    **_at(where),
-                    seconds=seconds,
-                    state=self.state.value,
-                )
-
-    def _update_state(self) -> None:
-        of_servers = state_among(state_under(self.kinds(place)) for place in self._places)
-        state = worst_of(state_under(self.kinds()), of_servers)
-        if state is not self.state:
-            self.state, self.since = state, self._clock()
-
-    def _report(self, begun: Degradation) -> None:
-        key = begun.where, begun.kind
-        if begun.since - self._logged_at.get(key, -QUIET_SECONDS) < QUIET_SECONDS:
-            return
-        self._logged_at[key] = begun.since
-        about = EXPLANATIONS[begun.kind]
-        write = self._log.info if about.is_passing else self._log.warning
-        write(
-            "degradation",
-            kind=begun.kind.value,
-            reason=begun.reason,
-            cure=about.cure,
-            state=self.state.value,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class DegradationsHere:
-    """What keeps one llama-server from being cached as it should."""
-
-    everywhere: Degradations
-    where: str
-
-    def __contains__(self, kind: DegradationKind) -> bool:
-        return kind in self.kinds
 
     @property
     def kinds(self) -> frozenset[DegradationKind]:
-        return self.everywhere.kinds(self.where)
+        """What is active here."""
+        return self._kinds(self.where)
+
+    @property
+    def active(self) -> list[Degradation]:
+        """What is active anywhere: the worst first, of those the oldest."""
+        order = list(State)
+        return sorted(self._active.values(), key=lambda d: (-order.index(d.kind.leads_to), d.since))
+
+    @property
+    def state(self) -> State:
+        """How requests are served now."""
+        of_servers = state_among(state_under(self._kinds(where)) for where in self._servers)
+        return worst_of((state_under(self._kinds("")), of_servers))
+
+    @property
+    def since(self) -> float:
+        """When the state last changed, in seconds of the epoch."""
+        return self._began[self.state]
 
     def begin(self, kind: DegradationKind, detail: str = "") -> None:
-        self.everywhere.begin(kind, detail, self.where)
+        """Note that something is wrong here; if it was already, only a new *detail* is noted."""
+        key, before = (self.where, kind), self.state
+        if known := self._active.get(key):
+            self._active[key] = replace(known, detail=detail or known.detail)
+            return
+        begun = self._active[key] = Degradation(kind, detail, self._clock(), self.where)
+        self._servers.add(self.where)
+        self._metrics.degradations.labels(kind).inc()
+        self._metrics.degraded.labels(kind).set(1)
+        self._note_change(before)
+        if begun.since - self._logged_at.get(key, -QUIET_SECONDS) < QUIET_SECONDS:
+            return
+        self._logged_at[key] = begun.since
+        write = self._log.info if kind in PASSING else self._log.warning
+        write(
+            "degradation",
+            kind=kind.value,
+            reason=begun.reason,
+            cure=kind.cure,
+            state=self.state.value,
+        )
 
     def end(self, *kinds: DegradationKind) -> None:
-        self.everywhere.end(*kinds, where=self.where)
+        """Note that these are mended here; those that are not active are left alone."""
+        for kind in kinds:
+            key = self.where, kind
+            if key not in self._active:
+                continue
+            before, ended = self.state, self._active.pop(key)
+            self._metrics.degraded.labels(kind).set(kind in self)
+            self._note_change(before)
+            if self._logged_at.get(key) == ended.since:
+                self._log.info(
+                    "degradation ended",
+                    kind=kind.value,
+                    **({"where": self.where} if self.where else {}),
+                    seconds=round(self._clock() - ended.since, 1),
+                    state=self.state.value,
+                )
 
     def leave(self) -> None:
-        self.everywhere.leave(self.where)
+        """Forget this llama-server: nobody misses it."""
+        self.end(*(self.kinds & OF_PROCESS))
+        before = self.state
+        self._servers.discard(self.where)
+        self._note_change(before)
 
+    def _kinds(self, where: str) -> frozenset[DegradationKind]:
+        return frozenset(kind for place, kind in self._active if place == where)
 
-def _at(where: str) -> dict[str, str]:
-    return {"where": where} if where else {}
-
-
-# Where cache faults end: counted every time, logged once, never a client's error.
-
-
-_MAX_REMEMBERED = 256
-_ABOUT_PROMPTS = ("tokenize", "stabilize")
+    def _note_change(self, before: State) -> None:
+        if (state := self.state) is not before:
+            self._began[state] = self._clock()
 
 
 class Faults:
-    """Counts and reports faults of the cache."""
+    """Where cache faults end: counted every time, logged once, never a client's error."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -198,25 +171,13 @@ class Faults:
     def record(self, stage: str, error: BaseException) -> None:
         """Count a fault; log it if the same one was not logged before."""
         self.count(stage)
-        reason = _reason(stage, error)
-        if self._is_new(stage, reason):
-            is_foreseen = isinstance(error, CacheFault)
-            self._log.warning(
-                "cache fault", stage=stage, reason=reason, exc_info=None if is_foreseen else error
-            )
-
-    def _is_new(self, stage: str, reason: str) -> bool:
-        is_new = (stage, reason) not in self._seen
-        if is_new and len(self._seen) < _MAX_REMEMBERED:
+        reason = str(error) or type(error).__name__
+        if stage in _ABOUT_PROMPTS and isinstance(error, UpstreamRefused):
+            # llama-server quotes what it cannot render or parse: a prompt is never logged.
+            reason = f"llama-server answered {error.status}"
+        if (stage, reason) in self._seen:
+            return
+        if len(self._seen) < _MAX_REMEMBERED:
             self._seen.add((stage, reason))
-        return is_new
-
-
-def _reason(stage: str, error: BaseException) -> str:
-    """Return what went wrong, without words of a prompt.
-
-    llama-server quotes what it cannot render or parse: arguments of a tool call that are no JSON, say.
-    """
-    if stage in _ABOUT_PROMPTS and isinstance(error, UpstreamRefused):
-        return f"llama-server answered {error.status}"
-    return str(error) or type(error).__name__
+        trace = None if isinstance(error, CacheFault) else error
+        self._log.warning("cache fault", stage=stage, reason=reason, exc_info=trace)

@@ -28,7 +28,7 @@ from proxy.cli.common import (
     setting_options,
     size_in_words,
 )
-from proxy.core.conditions import EXPLANATIONS
+from proxy.core.conditions import PASSING
 from proxy.core.launch import (
     Given,
     Launch,
@@ -94,12 +94,10 @@ _DIRECTORY_HELP = (
 
 
 _PRESETS = "--models-preset"
-_LEARNED = ("upstream", "context_checkpoints")
-"""Settings that follow from llama-server's own flags."""
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@setting_options(without=_LEARNED, descriptions={"slot_save_path": _DIRECTORY_HELP})
+@setting_options(without=("upstream",), descriptions={"slot_save_path": _DIRECTORY_HELP})
 @click.option("--restart", is_flag=True, help="Start llama-server again when it dies.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: Any) -> None:
@@ -185,7 +183,6 @@ def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
         **merged,
         "slot_save_path": str(directory),
         "upstream": launch.upstream,
-        "context_checkpoints": launch.n_context_checkpoints,
     }
     if values.get("upstream_api_key") is None:
         values["upstream_api_key"] = launch.api_key or _first_key(launch.api_key_file)
@@ -212,9 +209,8 @@ def _tell(launch: Launch, merged: dict[str, Any]) -> None:
     log = get_logger("run")
     variables = [f"{name}={value}" for name, value in launch.environment.items()]
     log.info("llama-server gets these flags too", added=" ".join([*launch.added, *variables]))
-    for name in _LEARNED:
-        if name in merged:
-            log.warning(f"{name} is ignored: it follows from llama-server's own flags")
+    if "upstream" in merged:
+        log.warning("upstream is ignored: it follows from llama-server's own flags")
     for note in launch.notes:
         log.info(note)
     for warning in launch.warnings:
@@ -234,7 +230,11 @@ async def _run_until_told(
         running: asyncio.Task[None] | None = None
         try:
             # The proxy listens before llama-server is started, so that a taken port costs nothing.
-            async with run_proxy(settings, is_llama_server_coming=True):
+            async with run_proxy(
+                settings,
+                is_llama_server_coming=True,
+                n_context_checkpoints=launch.n_context_checkpoints,
+            ):
                 log.info(
                     "serving",
                     listen=settings.listen,
@@ -271,7 +271,6 @@ async def _stop(running: "asyncio.Task[None]") -> None:
 
 
 _LOOK_SECONDS = 0.5
-_PASSING = frozenset(kind.value for kind, told in EXPLANATIONS.items() if told.is_passing)
 
 
 class _Reason(msgspec.Struct):
@@ -385,7 +384,7 @@ async def _warm(
 async def _is_being_examined(admin: Admin) -> bool:
     """Return whether what keeps requests from being cached ends by itself."""
     health = await admin.ask_async("/health", _Health)
-    return any(reason.kind in _PASSING for reason in health.reasons)
+    return any(reason.kind in PASSING for reason in health.reasons)
 
 
 async def _follow(

@@ -1,12 +1,11 @@
 """What can keep the proxy from caching as it should: a closed set, each with its words and its cure.
 
-Owns: `DegradationKind`, what each one costs, and the state that follows from those that are active.
-Must never know how one is noticed or since when it lasts. The table in docs/operations.md is made from
-this one.
+Owns: `DegradationKind`, the one table of conditions, and the state that follows from active conditions.
+/health, the log, the metrics, the live page, `doctor` and docs/operations.md read this table. Must never
+know how a condition is noticed, or when it began.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -18,247 +17,245 @@ class State(StrEnum):
     FORWARDING = "forwarding"
 
 
+_WAIT = "None needed: it ends by itself."
+
+
 class DegradationKind(StrEnum):
-    """One reason why requests are served slower, or less safely, than they could be."""
+    """One reason why requests are served slower, or less safely, than they could be.
 
-    STORE_NOT_OPEN = "store not open"
-    DIRECTORY_IS_OPEN = "directory is open to others"
-    INDEX_REBUILDING = "index is made anew"
-    STATE_ENDED_SERVER = "a state ended llama-server"
-
-    UNREACHABLE = "llama-server unreachable"
-    LOADING = "llama-server is loading"
-    API_KEY_REFUSED = "llama-server wants an API key"
-    NOT_A_LLAMA_SERVER = "not a llama-server"
-    ATTACHING = "attaching"
-
-    PROCESS_HAS_NO_NAME = "restarts cannot be told"
-    NO_SLOT_SAVE_PATH = "no slot save path"
-    OTHER_DIRECTORY = "another slot save path"
-    FILES_UNREADABLE = "files unreadable"
-    IDLE_SLOTS_CLEARED = "idle slots are cleared"
-    EVERY_SLOT_BUSY = "every slot is busy"
-    ATTACH_FAILED = "attaching failed"
-
-    SELF_TEST_PENDING = "self-test pending"
-    NO_SLOT_FOR_SELF_TEST = "no slot for the self-test"
-    SELF_TEST_FAILED = "self-test failed"
-    RULE_IS_NOTHING = "nothing can be restored"
-    RESTORES_DISTURB = "restores disturb each other"
-
-    SAVES_FAIL = "saves fail"
-    NO_ROOM = "no room for states"
-    WRITE_BUDGET_SPENT = "write budget spent"
-    RESTORES_REFUSED = "restores refused"
-    RESTORES_NOT_REUSED = "restores not reused"
-    ERASES_REFUSED = "erases refused"
-    LOOKUPS_FAIL = "lookups fail"
-    SLOTS_NOT_SHOWN = "slots not shown"
-    PLACED_ELSEWHERE = "placed elsewhere"
-    TOKENIZED_OTHERWISE = "tokenized otherwise"
-    SEVERAL_API_KEYS = "several API keys"
-
-
-@dataclass(frozen=True, slots=True)
-class ConditionText:
-    """What a kind means and what mends it; `leads_to` is the state while it lasts.
-
-    `is_passing` kinds belong to every start and end by themselves. `of_process` kinds end with the
-    llama-server process that they were noticed on.
+    `reason` says what it means, `cure` what to do. `leads_to` is the state while the condition lasts.
     """
 
+    _value_: str
     reason: str
     cure: str
-    leads_to: State = State.FORWARDING
-    is_passing: bool = False
-    of_process: bool = True
+    leads_to: State
 
+    def __new__(
+        cls, kind: str, reason: str, cure: str, leads_to: State = State.FORWARDING
+    ) -> "DegradationKind":
+        member = str.__new__(cls, kind)
+        member._value_ = kind
+        member.reason, member.cure, member.leads_to = reason, cure, leads_to
+        return member
 
-_WAIT = "None needed: it ends by itself."
-_K = DegradationKind
-
-EXPLANATIONS: dict[DegradationKind, ConditionText] = {
-    _K.STORE_NOT_OPEN: ConditionText(
+    STORE_NOT_OPEN = (
+        "store not open",
         "The index in slot_save_path cannot be opened, so nothing is saved or found.",
         "Look at the error, and at who owns the files; restart.",
-        of_process=False,
-    ),
-    _K.INDEX_REBUILDING: ConditionText(
-        "The index was damaged and is made anew from the states; those not entered yet are not found.",
+    )
+    INDEX_REBUILDING = (
+        "index is made anew",
+        "The index was damaged and is rebuilt from the states. States not entered yet are not found.",
         _WAIT,
         State.DEGRADED,
-        of_process=False,
-    ),
-    _K.DIRECTORY_IS_OPEN: ConditionText(
+    )
+    DIRECTORY_IS_OPEN = (
+        "directory is open to others",
         "Other users of this machine can read slot_save_path: states are as good as transcripts.",
         "chmod 700 it, or 2770 if llama-server runs as another user of the same group; restart.",
         State.CACHING,
-        of_process=False,
-    ),
-    _K.STATE_ENDED_SERVER: ConditionText(
+    )
+    STATE_ENDED_SERVER = (
+        "a state ended llama-server",
         "llama-server ended while it restored a state, evaluated from it or saved it. The state is "
         "quarantined: it is never used again, and deleted first when room is needed.",
         "None needed if llama-server was killed; else report it, with the end of llama-server's log. The "
         "notice ends when the checkpoint is gone: `llama-prefix-cache rm ID`.",
         State.CACHING,
-        of_process=False,
-    ),
-    _K.UNREACHABLE: ConditionText(
+    )
+
+    UNREACHABLE = (
+        "llama-server unreachable",
         "llama-server does not answer. Requests wait for it, within upstream_wait_seconds.",
         "Start llama-server, or correct `upstream` (--upstream URL).",
-    ),
-    _K.LOADING: ConditionText(
+    )
+    LOADING = (
+        "llama-server is loading",
         "llama-server is still loading its model. Requests wait for it, within upstream_wait_seconds.",
         _WAIT,
-    ),
-    _K.API_KEY_REFUSED: ConditionText(
+    )
+    API_KEY_REFUSED = (
+        "llama-server wants an API key",
         "llama-server was started with --api-key, and refuses the proxy's own calls.",
         "Give that key as upstream_api_key (--upstream-api-key KEY).",
-    ),
-    _K.NOT_A_LLAMA_SERVER: ConditionText(
+    )
+    NOT_A_LLAMA_SERVER = (
+        "not a llama-server",
         "What answers at `upstream` is no llama-server with slots, and no host of models that is known.",
         "Point `upstream` (--upstream URL) at llama-server itself, not at a proxy before it; under "
         "--api-prefix the prefix belongs to the URL.",
-    ),
-    _K.ATTACHING: ConditionText(
+    )
+    ATTACHING = (
+        "attaching",
         "First contact: slots are being saved and the model is being identified.",
         _WAIT,
-        is_passing=True,
-    ),
-    _K.PROCESS_HAS_NO_NAME: ConditionText(
+    )
+
+    PROCESS_HAS_NO_NAME = (
+        "restarts cannot be told",
         "A restart of llama-server could not be noticed, and wrong states would be believed.",
         "Unset LLAMA_MEDIA_MARKER for llama-server, or start it with --metrics.",
-    ),
-    _K.NO_SLOT_SAVE_PATH: ConditionText(
+    )
+    NO_SLOT_SAVE_PATH = (
+        "no slot save path",
         "llama-server was started without --slot-save-path.",
         "Start it with --slot-save-path, the directory that the proxy has as slot_save_path.",
-    ),
-    _K.OTHER_DIRECTORY: ConditionText(
+    )
+    OTHER_DIRECTORY = (
+        "another slot save path",
         "llama-server saved a slot, but not into slot_save_path.",
         "Give both the same directory; in containers, mount the same one into both.",
-    ),
-    _K.FILES_UNREADABLE: ConditionText(
+    )
+    FILES_UNREADABLE = (
+        "files unreadable",
         "The proxy may not read the files that llama-server writes.",
         "Run both as the same user, or see Two users.",
-    ),
-    _K.IDLE_SLOTS_CLEARED: ConditionText(
-        "A slot that starts to run empties all idle ones, as with llama-server's default flags: they are "
-        "saved before each start, and requests start one at a time.",
+    )
+    IDLE_SLOTS_CLEARED = (
+        "idle slots are cleared",
+        "A slot that starts to run empties all idle slots, as with llama-server's default flags. The proxy "
+        "saves them before each start, and requests start one at a time.",
         "Start llama-server with an explicit -np and with --cache-ram 0 (or --no-cache-idle-slots).",
         State.DEGRADED,
-    ),
-    _K.EVERY_SLOT_BUSY: ConditionText(
+    )
+    EVERY_SLOT_BUSY = (
+        "every slot is busy",
         "Every slot was busy at first contact, so the model could not be identified.",
-        "None needed: it is tried again every 15 seconds.",
-    ),
-    _K.ATTACH_FAILED: ConditionText(
+        "None needed: the proxy tries again every 15 seconds.",
+    )
+    ATTACH_FAILED = (
+        "attaching failed",
         "llama-server could not be examined at first contact.",
-        "Look at the error; it is tried again every 15 seconds.",
-    ),
-    _K.SELF_TEST_PENDING: ConditionText(
+        "Look at the error; the proxy tries again every 15 seconds.",
+    )
+
+    SELF_TEST_PENDING = (
+        "self-test pending",
         "The self-test measures what a restored state is good for; once per model and build.",
         _WAIT,
-        is_passing=True,
-    ),
-    _K.NO_SLOT_FOR_SELF_TEST: ConditionText(
+    )
+    NO_SLOT_FOR_SELF_TEST = (
+        "no slot for the self-test",
         "No slot is empty, so the self-test has not run.",
         "Restart the proxy, or llama-server, while it is idle.",
-    ),
-    _K.SELF_TEST_FAILED: ConditionText(
+    )
+    SELF_TEST_FAILED = (
+        "self-test failed",
         "The self-test broke off, so it is not known what a restored state is good for.",
         "Look at the error, mend it, and restart the proxy.",
-    ),
-    _K.RULE_IS_NOTHING: ConditionText(
+    )
+    RULE_IS_NOTHING = (
+        "nothing can be restored",
         "The self-test found that this model on this llama-server reuses nothing of a restored state.",
         "With a sliding window, start llama-server with --swa-full (it takes more memory), or use "
         "llama.cpp 0.7.0 or later without --ctx-checkpoints 0. Otherwise restart it; if it stays so, this "
         "build cannot do it.",
-    ),
-    _K.RESTORES_DISTURB: ConditionText(
+    )
+    RESTORES_DISTURB = (
+        "restores disturb each other",
         "The self-test found that two slots that restore a state at once do not both continue from it.",
         "None needed: nothing wrong is answered. Report it, with the model and llama-server's flags.",
         State.DEGRADED,
-    ),
-    _K.SAVES_FAIL: ConditionText(
+    )
+
+    SAVES_FAIL = (
+        "saves fail",
         "The last save failed, so that work is lost when its slot is used for something else.",
         "Look at the error; most often the disk is full. It ends with the next save that succeeds.",
         State.DEGRADED,
-    ),
-    _K.NO_ROOM: ConditionText(
+    )
+    NO_ROOM = (
+        "no room for states",
         "There is no room for another state, so work is lost when its slot is used for something else.",
         "If it names the budget, raise max_store_bytes or unpin checkpoints; if free space, free some or "
         "lower min_free_bytes. Tried again every 30 seconds; it ends with the next save that finds room.",
         State.DEGRADED,
-    ),
-    _K.WRITE_BUDGET_SPENT: ConditionText(
+    )
+    WRITE_BUDGET_SPENT = (
+        "write budget spent",
         "Little or nothing is left of what may be written in a day, so that what is not worth it is lost "
         "when its slot is used for something else.",
         "None needed: what was written 24 hours ago counts no more. Raise max_write_bytes_per_day if that "
         "happens every day. It ends with the next save that half of it is left for.",
         State.DEGRADED,
-    ),
-    _K.RESTORES_REFUSED: ConditionText(
+    )
+    RESTORES_REFUSED = (
+        "restores refused",
         "llama-server refused to restore a checkpoint, which is not offered again.",
         "None needed if it was one damaged file. It ends with the next restore that succeeds.",
         State.DEGRADED,
-    ),
-    _K.RESTORES_NOT_REUSED: ConditionText(
+    )
+    RESTORES_NOT_REUSED = (
+        "restores not reused",
         "A restore succeeded but its tokens were evaluated again; the checkpoint is not offered again.",
         "If it keeps coming back, report it. It ends with the next restore that is reused.",
         State.DEGRADED,
-    ),
-    _K.ERASES_REFUSED: ConditionText(
+    )
+    ERASES_REFUSED = (
+        "erases refused",
         "llama-server refused to erase a slot; requests that need a clean one reuse nothing.",
         "Look at the error. It ends with the next erase that succeeds.",
         State.DEGRADED,
-    ),
-    _K.LOOKUPS_FAIL: ConditionText(
+    )
+    LOOKUPS_FAIL = (
+        "lookups fail",
         "The index cannot be read, so no checkpoint is found.",
         "Look at the error and at the disk. It ends with the next lookup that succeeds.",
         State.DEGRADED,
-    ),
-    _K.SLOTS_NOT_SHOWN: ConditionText(
+    )
+    SLOTS_NOT_SHOWN = (
+        "slots not shown",
         "GET /slots is off: requests whose slot llama-server chooses itself hold all free slots.",
         "Start llama-server without --no-slots.",
         State.DEGRADED,
-    ),
-    _K.PLACED_ELSEWHERE: ConditionText(
+    )
+    PLACED_ELSEWHERE = (
+        "placed elsewhere",
         "llama-server gave a request to another slot than the one that was made ready for it.",
         "Send all traffic through the proxy, and start llama-server without --slot-prompt-similarity. "
         "It ends with the next such request that is placed as foreseen.",
         State.DEGRADED,
-    ),
-    _K.TOKENIZED_OTHERWISE: ConditionText(
+    )
+    TOKENIZED_OTHERWISE = (
+        "tokenized otherwise",
         "Requests of some shape have other tokens than predicted, and are served uncached.",
         "None; please report it, with the chat template and the fields of the request.",
         State.DEGRADED,
-    ),
-    _K.SEVERAL_API_KEYS: ConditionText(
+    )
+    SEVERAL_API_KEYS = (
+        "several API keys",
         "Several of the API keys that llama-server asks for are in use. Its RAM cache, which cannot be "
         "seen from here, would share prompts between them.",
         "Start llama-server with --cache-ram 0, or set share_between_api_keys if they are one "
         "household. The notice stays, since neither can be checked.",
         State.CACHING,
-    ),
+    )
+
+
+_K = DegradationKind
+
+PASSING = frozenset((_K.ATTACHING, _K.SELF_TEST_PENDING))
+"""These belong to every start, and end by themselves."""
+OF_PROCESS = frozenset(_K) - {
+    _K.STORE_NOT_OPEN,
+    _K.INDEX_REBUILDING,
+    _K.DIRECTORY_IS_OPEN,
+    _K.STATE_ENDED_SERVER,
 }
-
-OF_PROCESS = frozenset(kind for kind, about in EXPLANATIONS.items() if about.of_process)
-
-_WORST_FIRST = (State.FORWARDING, State.DEGRADED, State.CACHING)
+"""These end with the llama-server process that they were noticed on."""
 
 
 def state_under(active: Iterable[DegradationKind]) -> State:
     """Return how requests are served while the *active* degradations last."""
-    return worst_of(*(EXPLANATIONS[kind].leads_to for kind in active))
+    return worst_of(kind.leads_to for kind in active)
 
 
-def worst_of(*states: State) -> State:
-    return next((state for state in _WORST_FIRST if state in states), State.CACHING)
+def worst_of(states: Iterable[State]) -> State:
+    return max(states, key=list(State).index, default=State.CACHING)
 
 
 def state_among(states: Iterable[State]) -> State:
     """Return how several llama-servers serve: as all of them do, or degraded if they differ."""
     known = set(states)
-    if len(known) <= 1:
-        return worst_of(*known)
-    return State.DEGRADED
+    return State.DEGRADED if len(known) > 1 else worst_of(known)

@@ -28,10 +28,10 @@ MIN_CUT_TOKENS = 64
 """A shorter prefix is not worth the round trip of a stop."""
 
 MIN_STRIDE_TOKENS = 32
-"""Two context checkpoints are planted no closer than this: the lower one serves both."""
+"""Two context checkpoints are planted no closer than this: the lower one serves both cuts."""
 
 MIN_BRANCH_TOKENS = 64
-"""Where prompts share so many tokens more than can be reused, a stop is made for the next one."""
+"""If two prompts share this many tokens more than can be reused, a stop is made for the next prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,10 @@ def is_covered(rule: Rule, candidates: Iterable[Candidate], n_cut: int) -> bool:
 
 
 def branch_of(rule: Rule, n_shared: int, n_prompt: int, n_reused: int) -> int:
-    """Return where a prompt branches off from one seen before, 0 if that place can be reused already.
+    """Return where a prompt branches off from an earlier one, 0 if the tokens before can be reused already.
 
-    It shares its first *n_shared* tokens with an earlier prompt, and *n_reused* of them are reused.
+    The prompt shares its first *n_shared* tokens with the earlier prompt, and *n_reused* of them are
+    reused.
     """
     needs_point = rule.kind in (RuleKind.RESTORE_POINTS, RuleKind.END_ONLY)
     is_inside = MIN_CUT_TOKENS <= n_shared < n_prompt - 1
@@ -80,20 +81,24 @@ def choose_stops(
     """
     if rule.kind is RuleKind.NOTHING:
         return ()
+
+    def is_ahead(n_cut: int) -> bool:
+        return n_cut >= MIN_CUT_TOKENS and n_cut > n_reused + SLACK_TOKENS
+
+    def is_needed(n_cut: int) -> bool:
+        return is_ahead(n_cut) and not is_covered(rule, candidates, n_cut)
+
     stops: dict[int, Stop] = {}
     for n_cut, save_as in _saved(rule, cuts, shares_header=shares_header):
         near = next((stop for stop in stops if abs(n_cut - stop) <= SLACK_TOKENS), None)
-        if not _is_ahead(n_cut, n_reused) or is_covered(rule, candidates, n_cut):
-            continue
-        if near is None:
-            stops[n_cut] = Stop(n_cut, save_as)
-        elif n_cut < near:  # both prompts can continue the shorter state
-            stops[n_cut] = Stop(n_cut, stops.pop(near).save_as)
-    if rule.kind is RuleKind.END_ONLY and _is_ahead(cuts.message_end, n_reused):
+        if is_needed(n_cut) and (near is None or n_cut < near):
+            # Of two that are near, both prompts can continue the shorter state.
+            more_important = stops.pop(near).save_as if near is not None else save_as
+            stops[n_cut] = Stop(n_cut, more_important)
+    if rule.kind is RuleKind.END_ONLY and is_ahead(cuts.message_end):
         stops.setdefault(cuts.message_end, Stop(cuts.message_end))
     for n_cut in _planted(rule, cuts):
-        is_far = all(_is_far(rule, n_cut, n) for n in (n_reused, *stops))
-        if _is_ahead(n_cut, n_reused) and is_far and not is_covered(rule, candidates, n_cut):
+        if is_needed(n_cut) and all(_is_far(rule, n_cut, n) for n in (n_reused, *stops)):
             stops[n_cut] = Stop(n_cut)
     return tuple(stops[n] for n in sorted(stops))
 
@@ -141,10 +146,6 @@ def _planted(rule: Rule, cuts: Cuts) -> list[int]:
         if n >= rule.end_holds_from
     ]
     return sorted({cuts.header, cuts.branch, *in_turn} - {0})
-
-
-def _is_ahead(n_cut: int, n_reused: int) -> bool:
-    return n_cut >= MIN_CUT_TOKENS and n_cut > n_reused + SLACK_TOKENS
 
 
 # Where a conversation that does not fit the context is cut: in large steps, so that it stays cut there.

@@ -37,7 +37,6 @@ from proxy.core.model import (
     Checkpoint,
     CheckpointId,
     CheckpointKind,
-    Cuts,
     Family,
     Rule,
     RuleKind,
@@ -60,14 +59,8 @@ from proxy.core.tokens import (
 # list and costs nothing.
 
 
-def family_of(
-    namespace: Namespace,
-    tokens: TokenIds,
-    kind: CheckpointKind,
-    cuts: Cuts,
-    relatives: Iterable[Candidate],
-) -> Family:
-    """Return the family of a new state; *relatives* are the checkpoints that share a prefix with it.
+def family_of(checkpoint: Checkpoint, tokens: TokenIds, relatives: Iterable[Candidate]) -> Family:
+    """Return the family of a new checkpoint of *tokens*; its *relatives* share a prefix with it.
 
     Two states are of one session if they share a user message's end, or the whole of the shorter one: what
     only repeats the header, and what clients put before each first message, is another session.
@@ -77,17 +70,18 @@ def family_of(
         """Return a number that fits into a signed 64-bit one, and is not 0."""
         return xxhash.xxh3_64_intdigest(namespace + tokens_to_bytes(some)) >> 1 or 1
 
+    namespace, n_header = checkpoint.namespace, checkpoint.header
     known = [r for r in relatives if r.checkpoint.namespace == namespace]
-    header_id = id_of(tokens[: cuts.header]) if 0 < cuts.header <= len(tokens) else 0
+    header_id = id_of(tokens[:n_header]) if 0 < n_header <= len(tokens) else 0
     for relative in known:  # what shares its header whole tells it, if it was not looked for
         if 0 < relative.checkpoint.header <= relative.n_common:
             header_id = header_id or relative.checkpoint.family.header_id
     for relative in known:
         older = relative.checkpoint.family
         is_near = older.session_id and older.header_id == header_id
-        if is_near and _share_session(relative, (cuts.turn_start, len(tokens)), cuts.header):
+        if is_near and _share_session(relative, (checkpoint.turn_start, len(tokens)), n_header):
             return Family(header_id, older.session_id)
-    if kind in (CheckpointKind.HEADER, CheckpointKind.BRANCH):
+    if checkpoint.kind in (CheckpointKind.HEADER, CheckpointKind.BRANCH):
         return Family(header_id)
     return Family(header_id, id_of(tokens))
 

@@ -36,9 +36,9 @@ STRIDES_TOKENS = (64, 256, 8192)
 class Rule:
     """A learned rule; `end_holds_from` is the shortest state that can be continued at its very end.
 
-    A sliding-window state shorter than its window can only be continued at a context checkpoint. While it
-    is not known what a restore is good for, nothing is restored; but what is saved then may be useful.
-    Under *end only* llama-server makes no context checkpoint within `stride_tokens` behind another one.
+    A sliding-window state shorter than its window can only be continued at a context checkpoint. Until the
+    rule is known nothing is restored, but states are saved that may be useful later. Under *end only*
+    llama-server makes no context checkpoint within `stride_tokens` behind another one.
     """
 
     kind: RuleKind
@@ -109,19 +109,18 @@ class Quarantine:
 class Checkpoint:
     """One saved state and what it can be restored for.
 
-    `restore_points` are token counts, ascending, read from the context checkpoints in the file; the
-    end of the state, `n_tokens`, is not among them. `has_every_position` is true if the file holds
-    attention state for all n_tokens positions and nothing recurrent, so that it can be cut anywhere.
-    The tokens behind the first `n_prompt` were generated; 0 if that is not known. `header` and `turn_start`
-    are cuts of the prompt, in tokens, 0 where they are not known; `marks` are other places, ascending, that
-    requests may come back to. A pinned checkpoint is kept until an operator unpins it. It was restored
-    `n_restores` times. `family` says to which header and session it belongs. One in `quarantine` may have
-    ended llama-server.
+    `restore_points` are token counts, ascending, read from the context checkpoints in the file; the end
+    of the state, `n_tokens`, is not among them. `has_every_position` is true if the file holds attention
+    state for all n_tokens positions and nothing recurrent, so that it can be cut anywhere. The tokens
+    behind the first `n_prompt` were generated; 0 if that is not known. `header` and `turn_start` are cuts
+    of the prompt, in tokens, 0 where they are not known; `marks` are other cuts, ascending, to which
+    requests may come back. A pinned checkpoint is kept until an operator unpins it. It was restored
+    `n_restores` times. `family` says to which header and session it belongs. A checkpoint in `quarantine`
+    may have ended llama-server.
 
-    `parts` are the pieces that the file consists of, with the digests that were made when llama-server had
-    written them; records of older versions have a `checksum` of the whole file instead. At
-    `verified_at` the file was last found to be that. `ancestors` are the checkpoints from which its slot
-    was restored, directly or not.
+    `parts` are the pieces of the file, with the digests that were made when llama-server had written them;
+    records of older versions have a `checksum` of the whole file instead. At `verified_at` the file last
+    matched them. `ancestors` are the checkpoints from which its slot was restored, directly or not.
     """
 
     id: CheckpointId
@@ -149,22 +148,22 @@ class Checkpoint:
 
     @property
     def content(self) -> tuple[FilePart, ...]:
-        """The parts of the file, of which there is one where only the whole has a checksum."""
+        """The parts of the file: a single part if only the whole file has a checksum."""
         return self.parts or (FilePart(self.size_bytes, bytes.fromhex(self.checksum)),)
 
     def may_stem_from(self, damaged: "Checkpoint") -> bool:
-        """Return whether this state may go back to bytes that were *damaged* when they were restored.
+        """Return whether this state may derive from a *damaged* file that was restored.
 
-        What was saved before the last time at which they were as they should be does not.
+        A state that was saved before the file was last verified does not.
         """
         return damaged.id in self.ancestors and self.created_at >= damaged.verified_at
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A stored checkpoint and how many leading tokens it shares with a request, compared.
+    """A stored checkpoint and how many leading tokens it shares with a request, compared one by one.
 
-    `is_warm` says that its file is likely in the page cache.
+    `is_warm` says that the checkpoint's file is likely in the page cache.
     """
 
     checkpoint: Checkpoint
@@ -174,7 +173,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedState:
-    """A state of *tokens* that will be saved at about *expected_at* on the monotonic clock."""
+    """A state of `tokens` that will be saved at about `expected_at` on the monotonic clock.
+
+    `has_every_position` only matters where the server's states can be cut anywhere.
+    """
 
     tokens: TokenIds
     namespace: Namespace
@@ -182,7 +184,6 @@ class ExpectedState:
     size_bytes: int
     restore_points: tuple[int, ...] = ()
     has_every_position: bool = True
-    """Only asked where a server's states can be cut anywhere."""
 
     @property
     def n_tokens(self) -> int:
@@ -193,9 +194,10 @@ class ExpectedState:
 class Cuts:
     """Stable cuts of one prompt, in tokens; 0 where there is none.
 
-    At `last_turn_end` the user message begins that is the newest of the prompt. At `surroundings` the
-    reminder ends that its first message begins with. `branch` is where it leaves a prompt that was seen
-    before, if nothing can be continued there.
+    `header` is the end of tools and system prompt, `turn_start` the end of the last user message, and
+    `message_end` the end of the last complete message. At `last_turn_end` the newest user message begins.
+    At `surroundings` the reminder ends with which the first user message begins. At `branch` the prompt
+    leaves a prompt that was seen before, if nothing can be continued there.
     """
 
     header: int = 0
@@ -207,13 +209,8 @@ class Cuts:
 
     @property
     def shared(self) -> int:
-        """What other sessions of the same agent in the same place begin with as well."""
+        """The end of what other sessions of the same agent in the same directory share."""
         return max(self.header, self.surroundings)
-
-    @property
-    def begins_turn(self) -> bool:
-        """Whether the newest message of the prompt is the user's."""
-        return self.turn_start > 0 and self.turn_start == self.message_end
 
 
 NO_CUTS = Cuts()
@@ -251,11 +248,9 @@ class Outcome(StrEnum):
     DEGRADED = "degraded"
 
 
-# Which known namespace a model belongs to, by what it predicts.
-#
-# Owns: the canary's tokens, the comparison of two canaries, and the namespace of a tenant. Weights that
-# were replaced under the same path, a merged adapter or a rope flag show in no field of llama-server's
-# API; they show here. Measured: 0.0 between processes, -np, -c and thread counts, 0.0013 with flash
+# Which known namespace a model belongs to, by what it predicts (its canary). Weights that were replaced
+# under the same path, a merged adapter or a rope flag show in no field of llama-server's API, but in its
+# predictions. Measured differences: 0.0 between processes, -np, -c and thread counts, 0.0013 with flash
 # attention off, 0.08 and more with another rope scale.
 
 

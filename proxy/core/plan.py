@@ -171,14 +171,6 @@ class Plan:
         return self.option.start
 
     @property
-    def saves_displaced(self) -> bool:
-        return self.option.displacement.saves
-
-    @property
-    def erases(self) -> bool:
-        return self.option.erases
-
-    @property
     def is_warm(self) -> bool:
         """Whether it goes on in a slot that holds its conversation, and takes nothing from anybody."""
         is_live = isinstance(self.start, UseLive) and self.start.n_reused > 0
@@ -240,21 +232,19 @@ def _restores(prompt: Prompt, now: Situation) -> Iterator[Restore]:
 
 
 def _options(
-    prompt: Prompt, now: Situation, slot: Slot, n_common: int, restores: Sequence[Restore]
+    prompt: Prompt, now: Situation, slot: Slot, n_common: int, restores: Iterable[Restore]
 ) -> Iterator[StartOption]:
     """Yield the ways to start in a slot that holds the first *n_common* tokens of the prompt."""
     content, rates = slot.content, now.rates
     erases = must_be_erased(now.rule, content, prompt.namespace, n_common)
     live = UseLive() if erases else live_reuse(now.rule, content, n_common, prompt.n_tokens)
+    going_on, filling = displace(prompt, now, slot, n_common, live.n_reused)
     seconds = rates.evaluation_seconds(live.n_reused, prompt.n_tokens)
-    displacement = displace(prompt, now, slot, n_common, live.n_reused)
-    yield StartOption(slot.id, live, seconds, displacement, erases)
-    if restores:
-        displacement = displace(prompt, now, slot, n_common, None)
+    yield StartOption(slot.id, live, seconds, going_on, erases)
     for start in restores:
         seconds = rates.evaluation_seconds(start.n_reused, prompt.n_tokens)
         seconds += rates.restore_seconds(start.checkpoint.size_bytes, is_warm=start.is_warm)
-        yield StartOption(slot.id, start, seconds, displacement, erases)
+        yield StartOption(slot.id, start, seconds, filling, erases)
 
 
 def _refused(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> StartOption:
@@ -264,26 +254,35 @@ def _refused(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Start
 
 
 def displace(
-    prompt: Prompt, now: Situation, slot: Slot, n_common: int, n_reused: int | None
-) -> Displacement:
+    prompt: Prompt, now: Situation, slot: Slot, n_common: int, n_reused: int
+) -> tuple[Displacement, Displacement]:
     """Return what becomes of a slot's content, which shares *n_common* tokens, if *prompt* takes the slot.
 
-    The prompt reuses *n_reused* tokens of what lies there; None says that the slot is filled anew.
+    The first result holds if the prompt goes on with *n_reused* tokens of what lies there, the second if
+    the slot is filled anew.
     """
-    content, rates = slot.content, now.rates
+    content = slot.content
     if not isinstance(content, Known) or is_continued(content, prompt, n_common):
-        return NOTHING_DISPLACED
-    n_lost = content.n_unsaved
-    if n_reused is not None:
-        n_lost = min(n_lost, content.n_tokens - n_common)
+        return NOTHING_DISPLACED, NOTHING_DISPLACED
     size_bytes = state_bytes(now.sizes, content)
+    n_left_behind = min(content.n_unsaved, content.n_tokens - n_common)
+    return (
+        _displacement(now, slot, content, size_bytes, n_left_behind, n_reused),
+        _displacement(now, slot, content, size_bytes, content.n_unsaved, 0),
+    )
+
+
+def _displacement(
+    now: Situation, slot: Slot, content: Known, size_bytes: int, n_lost: int, n_reused: int
+) -> Displacement:
+    rates = now.rates
     saves = (
         n_lost > MAX_LOST_TOKENS
         and is_write_back_due(now.rule, content)
         and is_worth_saving(content, n_lost, size_bytes, rates)
     )
     delay_seconds = rates.save_seconds(size_bytes) if saves else 0.0
-    remade_seconds = rates.evaluation_seconds(n_reused or 0, content.n_tokens)
+    remade_seconds = rates.evaluation_seconds(n_reused, content.n_tokens)
     if now.rule.can_restore and (saves or content.n_saved):
         restored_seconds = rates.restore_seconds(size_bytes, is_warm=True)
         if not saves:

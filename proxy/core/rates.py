@@ -1,43 +1,46 @@
-"""How long it takes to evaluate, restore and save on this server, learned from what it took.
+"""How long this server takes to evaluate, restore and save, learned from measurements.
 
-Owns: the cost functions and how they learn. Pure: a measurement goes in, other rates come out; must
-never know who measured or when. What nobody has measured yet only ranks options.
+Owns: the cost functions and how they learn. Pure: a measurement goes in, new rates come out. Must never
+know who measured or when.
 
-A prediction is a sum of parts: one for the call itself and so much a token or byte. What a measurement
-misses it by is put on the parts in proportion to their shares of it, less the more they have been taught.
+A predicted time is a sum of parts: one part for the call itself, and one part for each token or byte. When
+a measurement differs from the prediction, each part is corrected in proportion to its share of the
+predicted time. A part that has been measured often is corrected less. Defaults only rank options until the
+server was measured.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 POSITIONS = (1 << 10, 1 << 12, 1 << 14, 1 << 16, math.inf)
-"""Where the evaluation rate is learned anew: up to so many tokens in. Attention costs more further in."""
+"""A separate evaluation rate is learned up to each of these positions: attention costs more further in."""
 
 MIN_TOKENS = 64
 MIN_BYTES = 64 << 10
-"""Less than this says more of the round trip than of the rate."""
+"""A smaller measurement tells more about the round trip than about the rate, and is ignored."""
 
 _MIDDLES = (1 << 9, 5 << 9, 5 << 11, 5 << 13, 1 << 17)
-"""What stands for all positions of a stretch where one is concluded from others."""
+"""The position that stands for each range of positions when its rate is concluded from other ranges."""
 
 MAX_STEP = 16.0
-"""What one measurement can change a part by at first, a quarter of that once it is well known: any
-measurement may have met a cold disk or a busy server."""
+"""The factor by which one measurement can change a part that is new; a quarter of that for a part that is
+well known. Any measurement may have met a cold disk or a busy server."""
 
 MEMORY = 3.0
-"""So many large measurements are remembered: a later one changes a part by a quarter of what it missed."""
+"""How many large measurements count: each later one corrects a part by a quarter of the difference."""
 
 _LARGE_TOKENS = 256
 _LARGE_BYTES = 256 << 10
-"""A measurement of so much counts half, a larger one more."""
+"""A measurement of this size counts half, a larger one more."""
 
 _LEAST_SECONDS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class UnitCost:
-    """Seconds for one unit (a call, a token, a byte); `n_seen` measurements taught it, 0 is a default."""
+    """Seconds for one unit (a call, a token, a byte), after `n_seen` measurements; 0 is a default."""
 
     seconds: float
     n_seen: float = 0.0
@@ -45,8 +48,8 @@ class UnitCost:
     def moved(self, miss: float, share: float, weight: float) -> "UnitCost":
         """Return the part after a measurement was *miss* times the prediction.
 
-        A miss beyond the largest step is an outlier or a new truth: what was believed counts half from
-        then on.
+        A miss beyond the largest step is an outlier or a lasting change: earlier measurements count half
+        from then on.
         """
         certainty = 1 + min(self.n_seen, MEMORY)
         largest = MAX_STEP / certainty
@@ -58,7 +61,7 @@ class UnitCost:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Saves, or restores of one sort: so long for the call and so long for each byte."""
+    """Saves, or restores of one sort: seconds for the call and for each byte."""
 
     call: UnitCost
     byte: UnitCost
@@ -106,7 +109,7 @@ class Rates:
         if n_to <= n_from:
             return 0.0
         seconds = self.evaluation_call.seconds
-        for part, n_tokens in zip(self._believed(), _amounts(n_from, n_to), strict=True):
+        for part, n_tokens in zip(_believed(self.tokens), _amounts(n_from, n_to), strict=True):
             seconds += part.seconds * n_tokens
         return seconds
 
@@ -114,7 +117,7 @@ class Rates:
         """Return how long a restore takes; *is_warm* says that the file is in the page cache."""
         warm = self.warm_restore.seconds(size_bytes)
         cold = self.cold_restore.seconds(size_bytes)
-        # What only one of them was measured for bounds the other.
+        # If only one of the two was measured, it bounds the other.
         if is_warm:
             return warm if self.warm_restore.byte.n_seen else min(warm, cold)
         return cold if self.cold_restore.byte.n_seen else max(warm, cold)
@@ -128,7 +131,7 @@ class Rates:
         if n_tokens < MIN_TOKENS or seconds <= 0:
             return self
         weight = n_tokens / (n_tokens + _LARGE_TOKENS)
-        parts, amounts = (self.evaluation_call, *self._believed()), _amounts(n_from, n_to)
+        parts, amounts = (self.evaluation_call, *_believed(self.tokens)), _amounts(n_from, n_to)
         call, *tokens = _taught(parts, (1.0, *amounts), seconds, weight)
         reached = zip(self.tokens, tokens, amounts, strict=True)
         a, b, c, d, e = (new if n >= MIN_TOKENS else old for old, new, n in reached)
@@ -149,32 +152,35 @@ class Rates:
         part = self.tokens[POSITIONS.index(position)]
         return 1 / part.seconds if part.n_seen else 0.0
 
-    def _believed(self) -> list[UnitCost]:
-        """Return the parts of all positions, those never measured as the measured ones suggest."""
-        measured = [i for i, part in enumerate(self.tokens) if part.n_seen]
-        if len(measured) in (0, len(self.tokens)):
-            return list(self.tokens)
-        return [
-            part if part.n_seen else UnitCost(self._suggested(i, measured))
-            for i, part in enumerate(self.tokens)
-        ]
 
-    def _suggested(self, index: int, measured: Sequence[int]) -> float:
-        """Return the seconds of a token at a position that was never measured.
+@lru_cache(maxsize=64)
+def _believed(tokens: tuple[UnitCost, ...]) -> tuple[UnitCost, ...]:
+    """Return the parts of all positions, those never measured as the measured ones suggest."""
+    measured = [i for i, part in enumerate(tokens) if part.n_seen]
+    if not measured:
+        return tokens
+    return tuple(
+        part if part.n_seen else UnitCost(_suggested(tokens, i, measured))
+        for i, part in enumerate(tokens)
+    )
 
-        It costs so much anywhere, and so much more for each token before it. That line goes through the
-        measured positions around it, or the last two before it; before all of them it is the nearest.
-        """
-        below = [i for i in measured if i < index]
-        nearest = below[-1] if below else measured[0]
-        other = next((i for i in measured if i > index), below[-2] if len(below) > 1 else nearest)
-        seconds, at = self.tokens[nearest].seconds, _MIDDLES[nearest]
-        if not below or other == nearest:
-            return seconds
-        slope = (self.tokens[other].seconds - seconds) / (_MIDDLES[other] - at)
-        if other < nearest:
-            slope = min(max(0.0, slope), seconds / at)
-        return seconds + slope * (_MIDDLES[index] - at)
+
+def _suggested(tokens: Sequence[UnitCost], index: int, measured: Sequence[int]) -> float:
+    """Return the seconds of a token at a position that was never measured.
+
+    A token costs so much anywhere, and so much more for each token before it. That line goes through the
+    measured positions around it, or the last two before it; before all of them it is the nearest.
+    """
+    below = [i for i in measured if i < index]
+    nearest = below[-1] if below else measured[0]
+    other = next((i for i in measured if i > index), below[-2] if len(below) > 1 else nearest)
+    seconds, at = tokens[nearest].seconds, _MIDDLES[nearest]
+    if not below or other == nearest:
+        return seconds
+    slope = (tokens[other].seconds - seconds) / (_MIDDLES[other] - at)
+    if other < nearest:
+        slope = min(max(0.0, slope), seconds / at)
+    return seconds + slope * (_MIDDLES[index] - at)
 
 
 def _amounts(n_from: int, n_to: int) -> list[float]:

@@ -9,7 +9,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import assert_never
 
 import msgspec
 
@@ -25,21 +24,15 @@ def usable_tokens(
     below n_prompt; it is at most n_common, and 0 where the rule forbids every restore point.
     """
     reachable = min(n_common, n_prompt - 1)
-    holds_at_end = rule.end_holds_from <= state.n_tokens <= reachable
-    at_end = state.n_tokens if holds_at_end else 0
     if not rule.can_restore:
         return 0
-    match rule.kind:
-        case RuleKind.NOTHING:
-            return 0
-        case RuleKind.END_ONLY:
-            return at_end
-        case RuleKind.RESTORE_POINTS:
-            return at_end or highest_point(state.restore_points, reachable)
-        case RuleKind.ANY_PREFIX:
-            return reachable if state.has_every_position else at_end
-        case _:
-            assert_never(rule.kind)
+    if rule.kind is RuleKind.ANY_PREFIX and state.has_every_position:
+        return reachable
+    if rule.end_holds_from <= state.n_tokens <= reachable:
+        return state.n_tokens
+    if rule.kind is RuleKind.RESTORE_POINTS:
+        return highest_point(state.restore_points, reachable)
+    return 0
 
 
 def highest_point(points: tuple[int, ...], limit: int) -> int:

@@ -20,7 +20,8 @@ turns began or prompts branched. Points that llama-server has dropped are taken 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
+from operator import add
 
 from proxy.core.cuts import SLACK_TOKENS, is_near
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, Rule, RuleKind
@@ -251,11 +252,7 @@ class Hour:
     spared_seconds: float = 0.0
 
     def __add__(self, other: "Hour") -> "Hour":
-        return Hour(
-            self.n_bytes + other.n_bytes,
-            self.wanted_bytes + other.wanted_bytes,
-            self.spared_seconds + other.spared_seconds,
-        )
+        return Hour(*map(add, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,9 +263,8 @@ class Written:
 
     def after(self, n_bytes: int, wanted: WantedSave, now: float) -> "Written":
         """Return what was written once a save that was *wanted* has written *n_bytes*."""
-        if wanted.spared_seconds is None:
-            hour = Hour(n_bytes)
-        else:
+        hour = Hour(n_bytes)
+        if wanted.spared_seconds is not None:
             hour = Hour(n_bytes, wanted.n_bytes, wanted.spared_seconds)
         this, hours = int(now // 3600), self._last_day(now)
         return Written({**hours, this: hours.get(this, Hour()) + hour})

@@ -6,14 +6,20 @@ is reserved in the same call and no lock is needed. Must never know how a slot i
 A content is *known*, *empty* or *unknown*; unknown is an honest state, not an error.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeAlias
 
 from proxy.core.model import NO_CUTS, Checkpoint, CheckpointId, Cuts, Rule, RuleKind, SlotId
 from proxy.core.rule import highest_point
-from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
+from proxy.core.tokens import (
+    FIRST_BLOCK_TOKENS,
+    Namespace,
+    TokenIds,
+    common_prefix_length,
+    token_ids,
+)
 
 MAX_CONTEXT_CHECKPOINTS = 32
 """llama-server's default of --ctx-checkpoints: how many a slot, and so a state file, has at most."""
@@ -26,10 +32,10 @@ class Empty:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which files a slot's state goes back to: the checkpoints that were restored, directly or not.
+    """Which files a slot's state derives from: the checkpoints that were restored, directly or not.
 
-    The first `n_restored` tokens came from a file that lacks positions: what lies behind them is whole, but
-    they cannot be continued before their end.
+    The first `n_restored` tokens came from a file that lacks positions, so they cannot be continued before
+    their end. What lies behind them is whole.
     """
 
     n_restored: int = 0
@@ -41,11 +47,11 @@ EVALUATED = Origin()
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """The slot may hold anything; `tenant` is whose tokens those may be, None if anybody's.
+    """The slot may hold anything: tokens of `tenant`, or of anybody if that is None.
 
-    Anybody's are erased before the slot is used again. If `can_be_adopted`, a save will tell its tokens
-    and they are worth keeping; `likely` are the tokens that a save may well find, such as the prompt of
-    a request that was abandoned on its way, or what is being evaluated.
+    A slot that may hold anybody's tokens is erased before it is used again. If `can_be_adopted`, a save
+    will tell the tokens, and they are worth keeping. `likely` are the tokens that a save may well find,
+    such as the prompt of a request that was abandoned on its way, or the prompt that is being evaluated.
     """
 
     tenant: Namespace | None = None
@@ -58,12 +64,12 @@ class Unknown:
 class Known:
     """The slot holds `tokens` and then `n_tail` generated tokens whose ids were not reported.
 
-    `restore_points` are context checkpoints believed to be in its memory, ascending. `header` and
-    `turn_start` are those of the conversation, `last_cut` where its prompt was last cut (0: nowhere).
-    `marks` are other places, ascending, that requests may come back to: where turns began, where prompts
-    branched. `n_saved` tokens of it are covered by a checkpoint in the store, which can be continued at
-    the `saved_points`; `shape` is the kind of request that the tokens were predicted for. There are no more
-    than `n_points_at_most` context checkpoints.
+    `restore_points` are context checkpoints believed to be in the slot's memory, ascending, and there are
+    no more than `n_points_at_most`. `header` and `turn_start` are cuts of the conversation, and at
+    `last_cut` its prompt was last cut (0: nowhere). `marks` are other cuts, ascending, to which requests
+    may come back: where turns began, where prompts branched. A checkpoint in the store covers `n_saved`
+    tokens and can be continued at the `saved_points`. `shape` is the kind of request that the tokens were
+    predicted for.
     """
 
     tokens: TokenIds
@@ -145,12 +151,13 @@ def live_reuse(rule: Rule, content: Content, n_common: int, n_prompt: int) -> Us
 class Slot:
     """One slot of llama-server as the proxy sees it.
 
-    `is_closing` says that its lease serves no request any more and ends by itself: a save is under way,
+    `is_closing` says that the lease serves no request any more and ends by itself: a save is under way,
     or llama-server is letting go of a request whose client left. `is_running` says that llama-server is
-    known to run the lease's request, so that it will not place another one there. `is_ready` says that the
-    lease's request is about to be sent, and that until then the slot holds what it holds. `destined` are
-    the tokens that the lease's request will put there, None if they are not known. What it holds came from
-    the saved states `sources`, and went into them; it `has_answered` a request since.
+    known to run the lease's request, so that llama-server will not place another request there.
+    `is_ready` says that the lease's request is about to be sent, and that the content does not change
+    until then. `destined` are the tokens that the lease's request will put there, None if they are not
+    known. The content came from the checkpoints `sources` or was saved as them, and the slot
+    `has_answered` a request since.
     """
 
     id: SlotId
@@ -378,6 +385,25 @@ def n_believed_points(n_context_checkpoints: int) -> int:
     return n_context_checkpoints // CHECKPOINTS_PER_REQUEST
 
 
+def believed_after_save(n_believed: int, points: Sequence[int], saved: Sequence[int]) -> int:
+    """Return how many points are believed once a save has told which of the predicted *points* exist.
+
+    Where the oldest is gone, llama-server had no room for it. Few points in a file tell nothing:
+    llama-server makes none for a short prompt, and a prediction can be wrong by a few tokens.
+    """
+    n_sure = max(1, n_believed_points(len(saved)))
+    is_full = len(saved) >= CHECKPOINTS_PER_REQUEST and bool(points)
+    if is_full and FIRST_BLOCK_TOKENS <= points[0] < saved[0] - CONTEXT_CHECKPOINT_MARGIN:
+        return n_sure
+    return max(n_believed, n_sure)
+
+
+def believed_after_shortfall(n_believed: int, points: Sequence[int], missing: int) -> int:
+    """Return how many points are believed once a request found that one and all older ones are gone."""
+    n_newer = sum(point > missing for point in points)
+    return min(n_believed, n_newer) if n_newer else n_believed
+
+
 def after_evaluation(
     before: Content,
     tokens: TokenIds,
@@ -392,8 +418,8 @@ def after_evaluation(
     """Return what a slot holds once *tokens* were evaluated in it and *n_generated* sampled.
 
     The last sampled token is never decoded. Context checkpoints behind the point where the prompt left
-    the old content are gone; one is new, shortly before the prompt's end, if it lies *stride_tokens* behind
-    the last. Only the newest *n_believed* are counted on.
+    the old content are gone; one is new, shortly before the prompt's end, if it lies *stride_tokens*
+    behind the last. Only the newest *n_believed* are counted on.
     """
     old, origin = NOTHING_HELD, origin_of(before)
     n_restored = min(origin.n_restored, len(tokens))

@@ -83,7 +83,7 @@ async def examine_server(
                 facts = await _examine_slots(facts, probing, props, index, subject.note)
         except UpstreamFault as fault:
             facts = replace(facts, failures=(f"the slots could not be examined: {fault}",))
-        return replace(facts, degradations=tuple(probing.services.degradations.everywhere.active))
+        return replace(facts, degradations=tuple(probing.services.degradations.active))
 
 
 async def _contact(
@@ -163,7 +163,6 @@ async def _attach(probing: Scratch, props: Props) -> Process:
         props,
         "examined once",  # whether a restart can be told was looked at: this attachment outlives none
         max_waiting=0,
-        n_context_checkpoints=MAX_CONTEXT_CHECKPOINTS,
         shares_between_api_keys=None,
     )
     if process.obstacle:

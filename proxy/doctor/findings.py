@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from proxy.core.conditions import EXPLANATIONS, DegradationKind, State
+from proxy.core.conditions import DegradationKind, State
 from proxy.core.model import RuleKind
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.doctor.facts import (
@@ -97,12 +97,11 @@ def summary(findings: Iterable[Finding], *, is_complete: bool) -> str:
 
 def degradation_finding(kind: DegradationKind, detail: str, here: str) -> Finding:
     """Return what the proxy would say of a degradation, by its name; *here* is its cure on this server."""
-    about = EXPLANATIONS[kind]
     find = limit
-    if about.leads_to is State.FORWARDING and kind not in _MAY_BE_A_DISTURBANCE:
+    if kind.leads_to is State.FORWARDING and kind not in _MAY_BE_A_DISTURBANCE:
         find = blocker
-    text = f"{about.reason} ({detail})" if detail else about.reason
-    return find(kind.value, text, f"{about.cure} Here: {here}" if here else about.cure)
+    text = f"{kind.reason} ({detail})" if detail else kind.reason
+    return find(kind.value, text, f"{kind.cure} Here: {here}" if here else kind.cure)
 
 
 def server_findings(facts: LlamaServerFacts, directory: DirectoryFacts) -> Iterator[Finding]:

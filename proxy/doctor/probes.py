@@ -28,7 +28,7 @@ from proxy.metrics import Metrics
 from proxy.serving.process import NewestProcesses, Services, Shared
 from proxy.serving.saver import RewriteStateFile, Saver
 from proxy.store.catalogue import Limits
-from proxy.store.files import StateFiles, is_private
+from proxy.store.files import StateFiles, final_name_of, is_private
 from proxy.store.store import CheckpointStore
 from proxy.tasks import Tasks
 
@@ -51,13 +51,10 @@ class ProbeFiles(StateFiles):
         self.issued: list[str] = []
 
     def new_temporary_name(self) -> str:
-        self.issued.append(super().new_temporary_name())
-        return self.issued[-1]
-
-    def new_final_name(self) -> str:
-        """A slot that was taken meanwhile by somebody's request is committed by the attach."""
-        self.issued.append(super().new_final_name())
-        return self.issued[-1]
+        name = super().new_temporary_name()
+        # A slot that was taken meanwhile by somebody's request is committed by the attach.
+        self.issued += [name, final_name_of(name)]
+        return name
 
     def try_to_remove(self, name: str) -> bool:
         """Remove a file; return whether that was allowed."""

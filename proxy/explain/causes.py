@@ -3,7 +3,8 @@
 Owns: the names. The table in docs/misses.md is made from here.
 """
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
 from enum import StrEnum
 
 
@@ -60,130 +61,86 @@ class PromptPart(StrEnum):
     TEXT = "text"
 
 
-@dataclass(frozen=True, slots=True)
-class Meaning:
-    """A cause in words: what it says of a request, and what helps."""
+_WORDS = """
+hit: All that was known of the prompt was reused.
+    -> None needed.
+first sight: What was evaluated had not been seen before.
+    -> None needed.
+not looked up: The prompt was not looked up; the request's line says why.
+    -> See `why`: images, several completions and the like are forwarded as they are.
+billing header: Claude Code's billing line, at the top of the system prompt, has other digits.
+    -> Leave the stabilizer `drop_billing_header` on (it is one of the safe ones), or set
+    CLAUDE_CODE_ATTRIBUTION_HEADER=0 for the client.
+date: A date or a time of day in the prompt has changed.
+    -> Take the time out of the system prompt and put it into the newest message; or set `stabilizers`
+    to `safe, sticky_date`: a conversation then keeps the time that it began with.
+environment block: The block that describes the environment (folder, platform, git status) has changed.
+    -> None if the client works elsewhere now. What changes by itself belongs behind what does not.
+tool order changed: The same tools came in another order.
+    -> Leave the stabilizer `keep_tool_order` on, or have the client sort its tools.
+tool text changed: A tool's description or parameters have changed.
+    -> Set `stabilizers` to `safe, sticky_tool_text`, or keep what changes out of tool descriptions.
+tools added or removed: Tools were added or removed.
+    -> Load all tools from the beginning; `keep_tool_order` puts later ones behind those known.
+system text changed: A few words of the system prompt have changed; what follows them is as it was.
+    -> Move what changes to the end of the prompt, or into the newest message.
+new header: The conversation goes on under another system prompt or other tools.
+    -> None: the model is told something else now.
+reminder moved: A reminder that the client adds was moved, changed or taken out.
+    -> Set `stabilizers` to `safe, sticky_reminders`.
+reasoning dropped: The reasoning of an earlier answer is no longer in the prompt.
+    -> Set `stabilizers` to `safe, inline_reasoning`, or have the client send `reasoning_content` back.
+edited message: An earlier message was edited, inserted or left out.
+    -> None if the user went back. Switch off the client's pruning of old tool results.
+truncated history: Messages at the beginning of the conversation were dropped or summed up.
+    -> Give the client a context limit near that of llama-server, so that it compacts seldom.
+rendered otherwise: The same messages are rendered otherwise by the chat template than before.
+    -> Some templates move tools or system texts with each turn: try another template
+    (--chat-template-file).
+no state so far back: The prompt ends before what is kept of it can be continued: this model's memory
+    cannot go back to any token.
+    -> None needed: the next request that comes this way finds a state there.
+state evicted: The state was deleted to make room.
+    -> Raise `max_store_bytes`, or pin the checkpoint.
+slot lost by a restart: The slot that held it was lost when llama-server restarted, and no file had it.
+    -> Lower `idle_save_seconds`; stop llama-server after the proxy, or start it by `run`.
+state not kept: Another request took the slot, and its state was not worth a file, or could not be
+    written.
+    -> Look at /health (saves fail, no room, write budget); more slots (-np) keep more conversations.
+known under another API key: A state of another API key begins with this prompt; states are not shared
+    between keys.
+    -> If both are of one household, set `share_between_api_keys: true`. What `warm` is to keep for
+    clients, it must be given their key for (`--api-key`).
+slot in use: The state lies in a slot that another request was using.
+    -> None needed; more slots (-np) if that happens often.
+cheaper to evaluate: A state was there, but by the speeds measured here evaluating was cheaper than
+    using it.
+    -> None needed. A faster disk makes restores worth more.
+restore refused: A checkpoint could not be restored: llama-server refused it, or its file was gone or
+    damaged.
+    -> Look at /health and llama-server's log; nobody else may write into slot_save_path. If the log
+    says that states are damaged, look at the disk.
+restore not reused: llama-server restored a checkpoint and evaluated its tokens again.
+    -> The checkpoint is not offered again. Report it if it keeps coming back.
+state ended llama-server: llama-server ended while it used the state, which is therefore quarantined.
+    -> None if llama-server was killed. Else report it, with the end of llama-server's log.
+nothing can be restored: The state was lost with its slot; on this server nothing can be restored from a
+    file.
+    -> Look at /health and `llama-prefix-cache doctor`; more slots (-np) keep more conversations.
+tokenization disagreement: llama-server made other tokens of the request than predicted, so requests of
+    this shape are not cached.
+    -> None; please report it, with the chat template and the fields of the request.
+unknown: Nothing that is known explains it.
+    -> Look at the difference. With `explain_keep: text` more causes can be told.
+"""
 
-    says: str
-    cure: str
+
+def _meanings() -> Iterator[tuple[Cause, tuple[str, str]]]:
+    for entry in re.split(r"\n(?=\S)", _WORDS.strip()):
+        name, _, words = " ".join(entry.split()).partition(": ")
+        says, _, cure = words.partition(" -> ")
+        yield Cause(name), (says, cure)
 
 
-MEANINGS = {
-    Cause.HIT: Meaning("All that was known of the prompt was reused.", "None needed."),
-    Cause.FIRST_SIGHT: Meaning("What was evaluated had not been seen before.", "None needed."),
-    Cause.NOT_LOOKED_UP: Meaning(
-        "The prompt was not looked up; the request's line says why.",
-        "See `why`: images, several completions and the like are forwarded as they are.",
-    ),
-    Cause.BILLING_HEADER: Meaning(
-        "Claude Code's billing line, at the top of the system prompt, has other digits.",
-        "Leave the stabilizer `drop_billing_header` on (it is one of the safe ones), or set "
-        "CLAUDE_CODE_ATTRIBUTION_HEADER=0 for the client.",
-    ),
-    Cause.DATE: Meaning(
-        "A date or a time of day in the prompt has changed.",
-        "Take the time out of the system prompt and put it into the newest message; or set `stabilizers` "
-        "to `safe, sticky_date`: a conversation then keeps the time that it began with.",
-    ),
-    Cause.ENVIRONMENT: Meaning(
-        "The block that describes the environment (folder, platform, git status) has changed.",
-        "None if the client works elsewhere now. What changes by itself belongs behind what does not.",
-    ),
-    Cause.TOOL_ORDER: Meaning(
-        "The same tools came in another order.",
-        "Leave the stabilizer `keep_tool_order` on, or have the client sort its tools.",
-    ),
-    Cause.TOOL_TEXT: Meaning(
-        "A tool's description or parameters have changed.",
-        "Set `stabilizers` to `safe, sticky_tool_text`, or keep what changes out of tool descriptions.",
-    ),
-    Cause.TOOL_LIST: Meaning(
-        "Tools were added or removed.",
-        "Load all tools from the beginning; `keep_tool_order` puts later ones behind those known.",
-    ),
-    Cause.SYSTEM_TEXT: Meaning(
-        "A few words of the system prompt have changed; what follows them is as it was.",
-        "Move what changes to the end of the prompt, or into the newest message.",
-    ),
-    Cause.NEW_HEADER: Meaning(
-        "The conversation goes on under another system prompt or other tools.",
-        "None: the model is told something else now.",
-    ),
-    Cause.REMINDER: Meaning(
-        "A reminder that the client adds was moved, changed or taken out.",
-        "Set `stabilizers` to `safe, sticky_reminders`.",
-    ),
-    Cause.REASONING: Meaning(
-        "The reasoning of an earlier answer is no longer in the prompt.",
-        "Set `stabilizers` to `safe, inline_reasoning`, or have the client send `reasoning_content` back.",
-    ),
-    Cause.EDITED_MESSAGE: Meaning(
-        "An earlier message was edited, inserted or left out.",
-        "None if the user went back. Switch off the client's pruning of old tool results.",
-    ),
-    Cause.TRUNCATED_HISTORY: Meaning(
-        "Messages at the beginning of the conversation were dropped or summed up.",
-        "Give the client a context limit near that of llama-server, so that it compacts seldom.",
-    ),
-    Cause.RENDERED_OTHERWISE: Meaning(
-        "The same messages are rendered otherwise by the chat template than before.",
-        "Some templates move tools or system texts with each turn: try another template "
-        "(--chat-template-file).",
-    ),
-    Cause.NO_STATE_THERE: Meaning(
-        "The prompt ends before what is kept of it can be continued: this model's memory cannot go back "
-        "to any token.",
-        "None needed: the next request that comes this way finds a state there.",
-    ),
-    Cause.EVICTED: Meaning(
-        "The state was deleted to make room.",
-        "Raise `max_store_bytes`, or pin the checkpoint.",
-    ),
-    Cause.RESTART: Meaning(
-        "The slot that held it was lost when llama-server restarted, and no file had it.",
-        "Lower `idle_save_seconds`; stop llama-server after the proxy, or start it by `run`.",
-    ),
-    Cause.NOT_KEPT: Meaning(
-        "Another request took the slot, and its state was not worth a file, or could not be written.",
-        "Look at /health (saves fail, no room, write budget); more slots (-np) keep more conversations.",
-    ),
-    Cause.OTHER_KEY: Meaning(
-        "A state of another API key begins with this prompt; states are not shared between keys.",
-        "If both are of one household, set `share_between_api_keys: true`. What `warm` is to keep for "
-        "clients, it must be given their key for (`--api-key`).",
-    ),
-    Cause.IN_USE: Meaning(
-        "The state lies in a slot that another request was using.",
-        "None needed; more slots (-np) if that happens often.",
-    ),
-    Cause.CHEAPER: Meaning(
-        "A state was there, but by the speeds measured here evaluating was cheaper than using it.",
-        "None needed. A faster disk makes restores worth more.",
-    ),
-    Cause.RESTORE_REFUSED: Meaning(
-        "A checkpoint could not be restored: llama-server refused it, or its file was gone or damaged.",
-        "Look at /health and llama-server's log; nobody else may write into slot_save_path. If the log "
-        "says that states are damaged, look at the disk.",
-    ),
-    Cause.RESTORE_NOT_REUSED: Meaning(
-        "llama-server restored a checkpoint and evaluated its tokens again.",
-        "The checkpoint is not offered again. Report it if it keeps coming back.",
-    ),
-    Cause.ENDED_LLAMA_SERVER: Meaning(
-        "llama-server ended while it used the state, which is therefore quarantined.",
-        "None if llama-server was killed. Else report it, with the end of llama-server's log.",
-    ),
-    Cause.NOTHING_RESTORABLE: Meaning(
-        "The state was lost with its slot; on this server nothing can be restored from a file.",
-        "Look at /health and `llama-prefix-cache doctor`; more slots (-np) keep more conversations.",
-    ),
-    Cause.TOKENIZED_OTHERWISE: Meaning(
-        "llama-server made other tokens of the request than predicted, so requests of this shape are "
-        "not cached.",
-        "None; please report it, with the chat template and the fields of the request.",
-    ),
-    Cause.UNKNOWN: Meaning(
-        "Nothing that is known explains it.",
-        "Look at the difference. With `explain_keep: text` more causes can be told.",
-    ),
-}
+MEANINGS = dict(_meanings())
+"""What each cause says of a request, and what helps."""

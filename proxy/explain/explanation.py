@@ -118,6 +118,9 @@ class Judgement(msgspec.Struct, frozen=True):
     divergence: Divergence | None = None
 
 
+NOT_JUDGED = Judgement()
+
+
 class ServedPrompt(Protocol):
     """How a request was served, as its account tells; `failure` is what went wrong with the cache."""
 
@@ -169,14 +172,6 @@ def judge(served: ServedPrompt, rule: Rule, past: Past, change: PromptChange | N
         return Judgement(_why_unused(plan, rule, n_reused), n_unused)
     is_new = change is not None and change.cause is Cause.FIRST_SIGHT
     return Judgement(Cause.FIRST_SIGHT if is_new or not n_reused else Cause.HIT)
-
-
-def judge_with_others(judgement: Judgement, n_reused: int, n_of_others: int) -> Judgement:
-    """Return the judgement, or that the states of other API keys would have given *n_of_others* tokens."""
-    n_missed = n_of_others - n_reused
-    if judgement.cause.is_miss or n_missed <= SLACK_TOKENS:
-        return judgement
-    return Judgement(Cause.OTHER_KEY, n_missed)
 
 
 def _n_known(served: ServedPrompt, past: Past) -> int:

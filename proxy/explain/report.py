@@ -8,11 +8,11 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import date, datetime
 from enum import StrEnum
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -22,6 +22,7 @@ from proxy.errors import ProxyError, ServerAway, TooManyRequests
 from proxy.explain.causes import MEANINGS, Cause, PromptPart
 from proxy.explain.compare import PromptChange, Rendering, find_change, goes_on
 from proxy.explain.explanation import (
+    NOT_JUDGED,
     UNANSWERED,
     Divergence,
     Explanation,
@@ -30,7 +31,6 @@ from proxy.explain.explanation import (
     Past,
     RequestRecord,
     judge,
-    judge_with_others,
     may_be_missed,
 )
 from proxy.explain.known import SLACK_TOKENS, KnownPrompt, KnownPrompts, Match
@@ -62,37 +62,11 @@ class Keep(StrEnum):
     TEXT = "text"
 
 
-class DaySums:
-    """What the requests of one day, in local time, have reused; the sums of a new day start at zero."""
-
-    def __init__(self, now: float) -> None:
-        self._day = date.fromtimestamp(now)
-        self._today = Today(since=now)
-
-    def at(self, now: float) -> Today:
-        """Return the sums of the day that *now* lies in, in seconds since 1970."""
-        day = date.fromtimestamp(now)
-        if day != self._day:
-            midnight = datetime(day.year, day.month, day.day).timestamp()
-            self._day, self._today = day, Today(since=midnight)
-        return self._today
-
-    def add(self, record: RequestRecord, now: float) -> None:
-        today = self.at(now)
-        n_reused, is_known = record.confirmed or 0, record.confirmed is not None
-        saved_seconds = today.saved_seconds
-        if record.saved_seconds is not None:
-            saved_seconds = round((saved_seconds or 0.0) + record.saved_seconds, 4)
-        self._today = Today(
-            since=today.since,
-            n_requests=today.n_requests + 1,
-            n_reusing=today.n_reusing + (n_reused > 0),
-            n_prompt=today.n_prompt + (record.n_prompt or 0) * is_known,
-            n_reused=today.n_reused + n_reused,
-            n_restored=today.n_restored + n_reused * (record.chosen == "restore"),
-            n_missed=today.n_missed + record.n_missed,
-            saved_seconds=saved_seconds,
-        )
+def sums_at(today: Today, now: float) -> Today:
+    """Return the sums of the day that *now* lies in, in local time; those of a new day start at zero."""
+    day = date.fromtimestamp(now)
+    midnight = datetime(day.year, day.month, day.day).timestamp()
+    return today if today.since >= midnight else Today(since=midnight)
 
 
 class Journal:
@@ -102,21 +76,29 @@ class Journal:
         self._explanations: OrderedDict[str, Explanation] = OrderedDict()
         self.keep = keep
         self.prompts = KnownPrompts(MAX_PROMPT_BYTES, 0 if keep is Keep.NONE else MAX_PROMPTS)
-        self._day = DaySums(time.time())
+        self._today = Today(since=time.time())
         self.n_recorded = 0
         """How many requests have ended since the proxy was started: it tells whether there is news."""
 
-    def add(self, explanation: Explanation) -> None:
+    def add(self, record: RequestRecord, judgement: Judgement = NOT_JUDGED) -> None:
         """Remember a request that has just ended; the oldest one may be forgotten for it."""
-        self._explanations[explanation.request.id] = explanation
+        says, cure = MEANINGS[record.cause]
+        self._explanations[record.id] = Explanation(
+            request=record,
+            says=says,
+            cure=cure,
+            nearest=judgement.nearest,
+            divergence=judgement.divergence,
+        )
         self.n_recorded += 1
-        self._day.add(explanation.request, time.time())
+        self._today = self.today().after(record)
         if len(self._explanations) > MAX_REQUESTS:
             self._explanations.popitem(last=False)
 
     def today(self) -> Today:
         """Return what the requests of this day have reused."""
-        return self._day.at(time.time())
+        self._today = sums_at(self._today, time.time())
+        return self._today
 
     def note_loss(self, namespace: Namespace, tokens: TokenIds | None, cause: Cause) -> None:
         """Note why the state of these tokens is gone, for the requests that miss it."""
@@ -150,6 +132,7 @@ class Journal:
         return reversed(self._explanations.values())
 
 
+@dataclass
 class Inquiry:
     """Finds out why one request reused no more; *body* is in the chat form if it has messages.
 
@@ -157,21 +140,13 @@ class Inquiry:
     for this one.
     """
 
-    def __init__(
-        self,
-        journal: Journal,
-        process: "Process",
-        prompt: Prompt,
-        body: GenerationBody,
-        store: CheckpointStore | None = None,
-    ) -> None:
-        self._journal = journal
-        self._process = process
-        self._prompt = prompt
-        self._body = body
-        self._store = store
-        self._known: list[KnownPrompt] = []
-        self._planned_at = time.monotonic()
+    _journal: Journal
+    _process: "Process"
+    _prompt: Prompt
+    _body: GenerationBody
+    _store: CheckpointStore | None = None
+    _known: list[KnownPrompt] = field(default_factory=list)
+    _planned_at: float = field(default_factory=time.monotonic)
 
     def note_planned(self) -> None:
         """Note which prompts are known now."""
@@ -181,13 +156,16 @@ class Inquiry:
     def judge(self, account: "Account", request_id: str) -> Judgement:
         """Return why no more was reused, once that is known; the prompt is known from now on."""
         if account.n_reused is None:
-            return Judgement()
-        text = self._prompt.text if self._journal.keep is Keep.TEXT else ""
+            return NOT_JUDGED
+        prompt, known = self._prompt, self._journal.prompts
+        text = prompt.text if self._journal.keep is Keep.TEXT else ""
         new = Rendering(sketch_of(self._body), text)
-        nearest, compared = self._journal.prompts.matches(
-            self._prompt, new.sketch, self._known, self._planned_at
-        )
-        past, change = self._past(nearest, compared), None
+        nearest, compared = known.matches(prompt, new.sketch, self._known, self._planned_at)
+        n_like = min(len(compared.known.tokens), prompt.n_tokens - 1) if compared else 0
+        past, change = Past(0, n_like), None
+        if nearest is not None:
+            is_of_other_process = nearest.known.process_id != self._process.id
+            past = Past(nearest.n_common, n_like, is_of_other_process, nearest.loss)
         if compared is not None and account.failure is None and may_be_missed(account, past):
             change = self._change(new, compared)
             if change is not None and change.message == len(new.sketch.messages) - 1:
@@ -195,11 +173,13 @@ class Inquiry:
                 past = replace(past, n_like=compared.n_common)
         judgement = msgspec.structs.replace(
             self._beside_others(judge(account, self._process.rule, past, change), account),
-            nearest=self._nearest_record(compared, account.plan.n_shared),
+            nearest=self._nearest(compared, account.plan.n_shared),
             divergence=self._divergence(new, compared, change),
         )
         if account.failure is not Cause.TOKENIZED_OTHERWISE:
-            self._remember(new, request_id, (nearest, compared))
+            ids, now, process_id = (request_id,), time.monotonic(), self._process.id
+            kept = (prompt.namespace, prompt.tokens, new.text, new.sketch, process_id, now, ids)
+            known.add(KnownPrompt(*kept), (nearest, compared))
         return judgement
 
     def _beside_others(self, judgement: Judgement, account: "Account") -> Judgement:
@@ -208,17 +188,8 @@ class Inquiry:
         is_explained = judgement.cause.is_miss or account.n_prompt - n_reused <= SLACK_TOKENS
         if is_explained or self._store is None or not self._process.can_cache:
             return judgement
-        n_of_others = self._process.n_known_to_others(self._prompt)
-        return judge_with_others(judgement, n_reused, n_of_others)
-
-    def _past(self, nearest: Match | None, compared: Match | None) -> Past:
-        n_like = 0
-        if compared is not None:
-            n_like = min(len(compared.known.tokens), self._prompt.n_tokens - 1)
-        if nearest is None:
-            return Past(0, n_like)
-        is_of_other = nearest.known.process_id != self._process.id
-        return Past(nearest.n_common, n_like, is_of_other, nearest.loss)
+        n_missed = self._process.n_known_to_others(self._prompt) - n_reused
+        return Judgement(Cause.OTHER_KEY, n_missed) if n_missed > SLACK_TOKENS else judgement
 
     def _change(self, new: Rendering, compared: Match) -> PromptChange | None:
         """Return where the prompt leaves a known one; None if it goes on from it, or is part of it."""
@@ -233,7 +204,7 @@ class Inquiry:
             is_same_conversation=compared.is_same_conversation,
         )
 
-    def _nearest_record(self, compared: Match | None, n_shared: int) -> Nearest | None:
+    def _nearest(self, compared: Match | None, n_shared: int) -> Nearest | None:
         if compared is None:
             return Nearest(kind="state", n_common=n_shared) if n_shared else None
         known = compared.known
@@ -264,18 +235,6 @@ class Inquiry:
             known_ids=tuple(old.tokens[n_common : n_common + _N_IDS]),
             now_ids=tuple(self._prompt.tokens[n_common : n_common + _N_IDS]),
         )
-
-    def _remember(self, new: Rendering, request_id: str, matches: tuple[Match | None, ...]) -> None:
-        known = KnownPrompt(
-            self._prompt.namespace,
-            self._prompt.tokens,
-            new.text,
-            new.sketch,
-            self._process.id,
-            time.monotonic(),
-            (request_id,),
-        )
-        self._journal.prompts.add(known, matches)
 
 
 class Report:
@@ -308,26 +267,21 @@ class Report:
         self._count_reuse(judgement, account)
         first_token_seconds = None
         if answer.first_token_at is not None:
-            first_token_seconds = round(answer.first_token_at - request.arrived_at, 4)
-            self._metrics.first_token_seconds.labels(outcome).observe(first_token_seconds)
-        record = RequestRecord(
-            id=request.id,
-            at=request.at,
-            path=request.path,
-            outcome=outcome.value,
-            cause=judgement.cause,
-            part=judgement.part,
-            message=judgement.message,
-            n_missed=judgement.n_missed,
+            seconds = answer.first_token_at - request.arrived_at
+            self._metrics.first_token_seconds.labels(outcome).observe(seconds)
+            first_token_seconds = round(seconds, 4)
+        record = _record(
+            request,
+            outcome.value,
+            judgement,
             status=answer.status,
             server=request.server or None,
             first_token_seconds=first_token_seconds,
-            seconds=round(time.monotonic() - request.arrived_at, 4),
             rewrites=request.rewrites or None,
             **(account.describe() if account else {"why": request.why}),
         )
         self._log.info("request", **_line(record))
-        self._remember(record, judgement)
+        self._journal.add(record, judgement)
 
     def _count_reuse(self, judgement: Judgement, account: "Account | None") -> None:
         """Count what was missed, and what was saved."""
@@ -342,32 +296,27 @@ class Report:
 
     def unanswered(self, request: "Request", error: BaseException) -> None:
         """Report a request that *error* ended before its answer was whole."""
-        why = _why_unanswered(error)
+        why = next((why for kinds, why in _WHY_UNANSWERED if isinstance(error, kinds)), "other")
         self._metrics.unanswered_requests.labels(why).inc()
-        record = RequestRecord(
-            id=request.id,
-            at=request.at,
-            path=request.path,
-            outcome=UNANSWERED,
-            cause=Cause.NOT_LOOKED_UP,
-            why=why,
-            seconds=round(time.monotonic() - request.arrived_at, 4),
-        )
+        record = _record(request, UNANSWERED, NOT_JUDGED, why=why)
         write = self._log.warning if isinstance(error, ProxyError) else self._log.info
         write("request", **_line(record), reason=str(error) or type(error).__name__)
-        self._remember(record, Judgement())
+        self._journal.add(record)
 
-    def _remember(self, record: RequestRecord, judgement: Judgement) -> None:
-        meaning = MEANINGS[record.cause]
-        self._journal.add(
-            Explanation(
-                request=record,
-                says=meaning.says,
-                cure=meaning.cure,
-                nearest=judgement.nearest,
-                divergence=judgement.divergence,
-            )
-        )
+
+def _record(request: "Request", outcome: str, judgement: Judgement, **facts: Any) -> RequestRecord:
+    return RequestRecord(
+        id=request.id,
+        at=request.at,
+        path=request.path,
+        outcome=outcome,
+        cause=judgement.cause,
+        part=judgement.part,
+        message=judgement.message,
+        n_missed=judgement.n_missed,
+        seconds=round(time.monotonic() - request.arrived_at, 4),
+        **facts,
+    )
 
 
 def _line(record: RequestRecord) -> dict[str, object]:
@@ -382,13 +331,8 @@ def _line(record: RequestRecord) -> dict[str, object]:
     }
 
 
-def _why_unanswered(error: BaseException) -> str:
-    match error:
-        case asyncio.CancelledError() | ConnectionResetError():
-            return "client left"
-        case ServerAway():
-            return "llama-server gone"
-        case TooManyRequests():
-            return "queue full"
-        case _:
-            return "other"
+_WHY_UNANSWERED: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (
+    ((asyncio.CancelledError, ConnectionResetError), "client left"),
+    ((ServerAway,), "llama-server gone"),
+    ((TooManyRequests,), "queue full"),
+)

@@ -6,7 +6,7 @@ the admin listener, the commands and the live page share (docs/operations.md, do
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 import msgspec
@@ -22,7 +22,10 @@ from proxy.explain.explanation import RequestRecord
 _LEVELS = ("store", "namespace", "header", "session")
 
 
-class NodeId(tuple[Namespace | int, ...]):
+Path = tuple[Namespace | int, ...]
+
+
+class NodeId(Path):
     """Names a node above the checkpoints: its namespace, header and session, as its level has them."""
 
     __slots__ = ()
@@ -55,7 +58,7 @@ def parse_node_id(text: str) -> NodeId:
     return NodeId(Namespace(bytes.fromhex(namespace)), *(int(number, 16) for number in numbers))
 
 
-def parent_of(checkpoint: Checkpoint) -> tuple[Namespace | int, ...]:
+def parent_of(checkpoint: Checkpoint) -> Path:
     """Return the path of the node that a checkpoint lies directly under."""
     family = checkpoint.family
     path = checkpoint.namespace, family.header_id
@@ -137,7 +140,7 @@ def children_of(
     Nodes come before checkpoints, the last used first; checkpoints by their length. Of the whole list, at
     most *limit* are returned from *offset* on, and only those are summed up.
     """
-    groups = defaultdict[tuple[Namespace | int, ...], list[Checkpoint]](list)
+    groups = defaultdict[Path, list[Checkpoint]](list)
     leaves = list[Checkpoint]()
     for checkpoint in checkpoints:
         path = parent_of(checkpoint)
@@ -146,11 +149,14 @@ def children_of(
         )
     nodes = sorted(groups.items(), key=lambda group: -max([c.last_used_at for c in group[1]]))
     leaves.sort(key=lambda checkpoint: (checkpoint.n_tokens, checkpoint.created_at))
-    n_first = min(offset, len(nodes))
-    end = None if limit is None else offset + limit
-    listed = [node_of(NodeId(*path), group, names, served) for path, group in nodes[offset:end]]
-    rest = None if end is None else max(0, end - len(nodes))
-    return [*listed, *leaves[offset - n_first : rest]]
+    everything: list[tuple[Path, list[Checkpoint]] | Checkpoint] = [*nodes, *leaves]
+    children = everything[offset : None if limit is None else offset + limit]
+    return [
+        child
+        if isinstance(child, Checkpoint)
+        else node_of(NodeId(*child[0]), child[1], names, served)
+        for child in children
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +171,7 @@ class Selection:
 def select(
     selection: Selection, checkpoints: Iterable[Checkpoint], now: float
 ) -> tuple[list[Checkpoint], int]:
-    """Return what a selection means, the least lately used first, and how many pinned are left out."""
+    """Return what a selection means, the least lately used first, and how many pinned ones stay."""
     unused_since = now - selection.unused_seconds
     found = sorted(
         (c for c in under(selection.node, checkpoints) if c.last_used_at <= unused_since),
@@ -211,6 +217,11 @@ class ListedCheckpoint(msgspec.Struct, frozen=True):
     level: Literal["checkpoint"] = "checkpoint"
 
 
+_LISTED_AS_THEY_ARE = {f.name for f in fields(Checkpoint)} & {
+    *ListedCheckpoint.__struct_fields__
+} - {"id", "kind"}
+
+
 def list_checkpoint(
     checkpoint: Checkpoint,
     names: Mapping[Namespace, str],
@@ -223,18 +234,11 @@ def list_checkpoint(
         id=f"{checkpoint.id:016x}",
         parent=str(NodeId(*parent_of(checkpoint))),
         kind=checkpoint.kind.value,
-        n_tokens=checkpoint.n_tokens,
         n_header_tokens=checkpoint.header,
-        restore_points=checkpoint.restore_points,
-        size_bytes=checkpoint.size_bytes,
-        created_at=checkpoint.created_at,
-        last_used_at=checkpoint.last_used_at,
-        n_restores=checkpoint.n_restores,
-        is_pinned=checkpoint.is_pinned,
         is_warm=is_warm,
         value_seconds=None if value_seconds is None else round(value_seconds, 3),
         model=names.get(checkpoint.namespace),
-        quarantine=checkpoint.quarantine,
+        **{name: getattr(checkpoint, name) for name in _LISTED_AS_THEY_ARE},
     )
 
 
@@ -295,6 +299,23 @@ class Today(msgspec.Struct, frozen=True, kw_only=True):
     n_restored: int = 0
     n_missed: int = 0
     saved_seconds: float | None = None
+
+    def after(self, record: RequestRecord) -> "Today":
+        """Return the sums with one more request."""
+        n_reused, is_known = record.confirmed or 0, record.confirmed is not None
+        saved_seconds = self.saved_seconds
+        if record.saved_seconds is not None:
+            saved_seconds = round((saved_seconds or 0.0) + record.saved_seconds, 4)
+        return Today(
+            since=self.since,
+            n_requests=self.n_requests + 1,
+            n_reusing=self.n_reusing + (n_reused > 0),
+            n_prompt=self.n_prompt + (record.n_prompt or 0) * is_known,
+            n_reused=self.n_reused + n_reused,
+            n_restored=self.n_restored + n_reused * (record.chosen == "restore"),
+            n_missed=self.n_missed + record.n_missed,
+            saved_seconds=saved_seconds,
+        )
 
 
 class Overview(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,8 +31,6 @@ _LAST_EVENTS = (
 )
 """The types of the last events of streams; OpenAI's chat streams end with [DONE] instead."""
 
-_NOT_UNDERSTOOD = (KeyError, TypeError, AttributeError, IndexError)
-
 
 class _Usage(msgspec.Struct):
     """Anthropic's `input_tokens` is without what was cached, OpenAI's with it."""
@@ -61,7 +59,7 @@ class AnswerReader:
     def __init__(self, content_type: str, route: Route | None = None) -> None:
         """*route* tells where calls stand in the answer; without a route no calls are read."""
         self._is_stream = content_type.startswith("text/event-stream")
-        self._route = route if route in _READ_EVENT else None
+        self._route = route
         self._buffer = bytearray()
         self._timings: Timings | None = None
         self._usages: list[_Usage] = []
@@ -90,47 +88,56 @@ class AnswerReader:
         *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
-                self._read_event(bytes(line[5:]).strip())
+                event = _decode(data := bytes(line[5:]).strip())
+                self.has_token = self.has_token or "prompt_progress" not in event
+                self._read_event(event, data)
 
-    def _read_event(self, data: bytes) -> None:
-        event = _decode(data)
-        self.has_token = self.has_token or "prompt_progress" not in event
-        self._note_tokens(event)
-        is_last = event.get("stop") is True or event.get("type") in _LAST_EVENTS
-        if is_last or data == b"[DONE]" or isinstance(event.get("error"), dict):
-            self._has_ended = True
-        if self._route is not None:
-            with suppress(*_NOT_UNDERSTOOD):
-                self._calls += _READ_EVENT[self._route](self, event)
-
-    def _note_tokens(self, event: Json) -> None:
+    def _read_event(self, event: Json, data: bytes = b"") -> None:
         self._timings = _converted(event.get("timings"), Timings) or self._timings
         for carrier in (event, event.get("message"), event.get("response")):
             usage = _converted(member(carrier, "usage"), _Usage)
             self._usages += [usage] if usage is not None else []
+        is_last = event.get("stop") is True or event.get("type") in _LAST_EVENTS
+        if is_last or data == b"[DONE]" or isinstance(event.get("error"), dict):
+            self._has_ended = True
+        with suppress(KeyError, TypeError, AttributeError, IndexError):
+            match self._route:
+                case Route.MESSAGES:
+                    self._calls += self._calls_of_messages(event)
+                case Route.CHAT:
+                    self._calls += self._calls_of_chat(event)
+                case Route.RESPONSES:
+                    self._calls += _calls_of_responses(event)
+
+    def _read_whole(self) -> None:
+        """Read what has come of an answer that is not a stream."""
+        if not self._is_stream:
+            self._timings, self._usages, self._calls = None, [], []
+            self._read_event(_decode(bytes(self._buffer)))
 
     def timings(self) -> Timings | None:
         """Return what the answer said of reuse and evaluation, once it has passed.
 
         Usages do not tell llama-server's times, and before the end of a stream not how much was generated.
         """
-        if not self._is_stream:
-            self._timings, self._usages = None, []
-            self._note_tokens(_decode(bytes(self._buffer)))
+        self._read_whole()
         if self._timings is None and (self._has_ended or not self._is_stream):
             return _timings_of(self._usages)
         return self._timings
 
     def calls(self) -> tuple[CallMade, ...]:
         """Return the calls that are complete, once the answer has passed."""
-        calls = self._calls if self._is_stream else list[CallMade]()
-        if self._route is not None and not self._is_stream:
-            with suppress(*_NOT_UNDERSTOOD):
-                calls += _calls_of_answer(self._route, _decode(bytes(self._buffer)))
-        return tuple(calls)
+        self._read_whole()
+        return tuple(self._calls)
 
-    def _read_messages_event(self, event: Json) -> Iterator[CallMade]:
+    # What an event, or an answer that came whole, has of calls.
+
+    def _calls_of_messages(self, event: Json) -> Iterator[CallMade]:
         kind, index = event.get("type"), event.get("index")
+        for block in event.get("content", []):
+            if block["type"] == "tool_use":
+                raw_arguments = msgspec.json.encode(block["input"]).decode()
+                yield CallMade(block["id"], block["name"], raw_arguments)
         if kind == "content_block_start" and event["content_block"]["type"] == "tool_use":
             block = event["content_block"]
             self._growing[index] = [block["id"], block["name"]]
@@ -139,29 +146,27 @@ class AnswerReader:
         elif kind == "content_block_stop" and index in self._growing:
             yield _complete(self._growing.pop(index))
 
-    def _read_chat_event(self, event: Json) -> Iterator[CallMade]:
+    def _calls_of_chat(self, event: Json) -> Iterator[CallMade]:
         for choice in event.get("choices", []):
-            for delta in choice["delta"].get("tool_calls") or []:
-                key = choice.get("index"), delta["index"]
-                function = delta.get("function", {})
-                if "id" in delta:
-                    self._growing[key] = [delta["id"], function["name"]]
+            is_whole = "message" in choice
+            message = choice["message" if is_whole else "delta"]
+            for number, call in enumerate(message.get("tool_calls") or []):
+                key = choice.get("index"), number if is_whole else call["index"]
+                function = call.get("function", {})
+                if "id" in call:
+                    self._growing[key] = [call["id"], function["name"]]
                 if key in self._growing:
                     self._growing[key].append(function.get("arguments") or "")
-            if choice.get("finish_reason"):
+            if is_whole or choice.get("finish_reason"):
                 done, self._growing = self._growing, {}
                 yield from map(_complete, done.values())
 
-    def _read_responses_event(self, event: Json) -> Iterator[CallMade]:
-        if event.get("type") == "response.output_item.done":
-            yield from _calls_of_items([event["item"]])
 
-
-_READ_EVENT = {
-    Route.MESSAGES: AnswerReader._read_messages_event,
-    Route.CHAT: AnswerReader._read_chat_event,
-    Route.RESPONSES: AnswerReader._read_responses_event,
-}
+def _calls_of_responses(event: Json) -> Iterator[CallMade]:
+    is_done = event.get("type") == "response.output_item.done"
+    for item in [event["item"]] if is_done else event.get("output", []):
+        if item["type"] == "function_call":
+            yield CallMade(item["call_id"], item["name"], item["arguments"])
 
 
 def _decode(data: bytes) -> Json:
@@ -199,33 +204,11 @@ def _complete(growing: list[str]) -> CallMade:
     return CallMade(call_id, name, "".join(parts) or "{}")
 
 
-def _calls_of_answer(route: Route, answer: Json) -> Iterator[CallMade]:
-    match route:
-        case Route.MESSAGES:
-            for block in answer.get("content", []):
-                if block["type"] == "tool_use":
-                    raw = msgspec.json.encode(block["input"]).decode()
-                    yield CallMade(block["id"], block["name"], raw)
-        case Route.CHAT:
-            for choice in answer.get("choices", []):
-                for call in choice["message"].get("tool_calls") or []:
-                    function = call["function"]
-                    yield CallMade(call["id"], function["name"], function["arguments"])
-        case Route.RESPONSES:
-            yield from _calls_of_items(answer.get("output", []))
-
-
-def _calls_of_items(items: list[Json]) -> Iterator[CallMade]:
-    for item in items:
-        if item["type"] == "function_call":
-            yield CallMade(item["call_id"], item["name"], item["arguments"])
-
-
-# The usage that clients are shown, corrected: what the proxy evaluated at a stop just before is not cached.
-# All else of the answer, `timings` included, stays llama-server's byte for byte, and no total is reduced.
-# Quotes inside a JSON string are escaped, so that what a model says never looks like a field; a tool call's
-# input in a Messages answer that comes whole is no string, so there only what follows the last "usage"
-# counts.
+# The usage that clients are shown, corrected: what the proxy evaluated at a stop just before is not
+# cached. All else of the answer, `timings` included, stays llama-server's byte for byte, and no total
+# is reduced. Quotes inside a JSON string are escaped, so that what a model says never looks like a
+# field; a tool call's input in a Messages answer that comes whole is no string, so there only what
+# follows the last "usage" counts.
 
 
 _READ = re.compile(rb'"cache_read_input_tokens"\s*:\s*(\d+)')
@@ -269,12 +252,10 @@ class TrueUsage:
             return data
         n_read, n_new = self._split(int(found[1]))
         usage = b'"cache_read_input_tokens":%d' % n_read
-        rest = data[found.end() :]
-        if _CREATED.search(data):
-            data = data[: found.start()] + usage + rest
-            return _CREATED.sub(lambda m: m[1] + b"%d" % (int(m[2]) + n_new), data, count=1)
-        usage += b',"cache_creation_input_tokens":%d' % n_new
-        return data[: found.start()] + usage + rest
+        if not _CREATED.search(data):
+            usage += b',"cache_creation_input_tokens":0'
+        data = data[: found.start()] + usage + data[found.end() :]
+        return _CREATED.sub(lambda m: m[1] + b"%d" % (int(m[2]) + n_new), data, count=1)
 
     def _openai(self, data: bytes) -> bytes:
         found = list(_CACHED.finditer(data))

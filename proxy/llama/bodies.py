@@ -1,4 +1,10 @@
-"""Bodies of generation requests: those of clients, and those that are made only for what they evaluate."""
+"""Bodies of generation requests: those of clients, and those that are made only for what they evaluate.
+
+A client's body is forwarded byte for byte but for the fields that the proxy owns. Where those must be
+added they are spliced in, so that key order and number formats stay the client's: llama-server renders tool
+schemas in the order received. llama-server parses with nlohmann::json: of a repeated key the last one wins,
+a byte order mark is skipped, and a zero byte ends the text, as they do here.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,15 +27,8 @@ from proxy.explain.compare import EMPTY, Sketch, digests
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
 from proxy.llama.routes import Route
 
-# Bodies of clients' generation requests: what they ask for, and how they are pinned to a slot.
-#
-# A body is forwarded byte for byte but for the fields the proxy owns; where those must be added they are
-# spliced in, so that key order and number formats stay the client's (llama-server renders tool schemas in
-# the order received). llama-server parses with nlohmann::json: of a repeated key the last one wins, a
-# byte order mark is skipped, and a zero byte ends the text, as they do here.
-
-
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_TAINTING = ("lora", "n_cache_reuse")
 
 # What /apply-template reads besides the messages (oaicompat_chat_params_parse in server-common.cpp).
 RENDERING_FIELDS = (
@@ -120,10 +119,9 @@ def bypass_reason(route: Route, body: GenerationBody | None) -> str | None:
         return None
     if n_completions(body) > 1:
         return "several completions"
-    if body.fields.get("lora"):
-        return "lora in the request"
-    if body.fields.get("n_cache_reuse"):
-        return "n_cache_reuse in the request"
+    for name in _TAINTING:
+        if body.fields.get(name):
+            return f"{name} in the request"
     if body.fields.get("cache_prompt") is False:
         return "cache_prompt is false"
     return _prompt_reason(body.fields.get("prompt")) if route is Route.COMPLETION else None
@@ -154,7 +152,7 @@ def _prompt_reason(prompt: Any) -> str | None:
 
 def taints_slot(body: GenerationBody) -> bool:
     """Return whether what the slot holds afterwards depends on more than its tokens."""
-    return any(body.fields.get(key) for key in ("lora", "n_cache_reuse"))
+    return any(body.fields.get(name) for name in _TAINTING)
 
 
 def pin(body: GenerationBody, slot_id: SlotId, *, reuses: bool = True) -> bytes:
@@ -238,12 +236,7 @@ def rendering_key(body: GenerationBody, messages: list[dict[str, Any]]) -> bytes
 
 
 _USER = {"role": "user", "content": "."}
-_LIMITS = {
-    Route.CHAT: "max_tokens",
-    Route.MESSAGES: "max_tokens",
-    Route.RESPONSES: "max_output_tokens",
-    Route.COMPLETION: "n_predict",
-}
+_LIMITS = {Route.RESPONSES: "max_output_tokens", Route.COMPLETION: "n_predict"}
 _DROPPED = (
     "stream",
     "stream_options",
@@ -262,7 +255,7 @@ def header_request(route: Route, body: GenerationBody, *, is_whole: bool) -> byt
     is evaluated whole. Raises KeyError or TypeError if the body is none of *route*.
     """
     fields = {name: value for name, value in body.fields.items() if name not in _DROPPED}
-    fields[_LIMITS[route]] = 1
+    fields[_LIMITS.get(route, "max_tokens")] = 1
     if route is Route.COMPLETION:
         fields["max_tokens"] = 1
     elif not is_whole and route is Route.RESPONSES:

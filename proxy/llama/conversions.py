@@ -1,9 +1,9 @@
 """Anthropic Messages and OpenAI Responses bodies in the chat form, exactly as llama-server converts them.
 
 Owns: copies of server_chat_convert_anthropic_to_oai and server_chat_convert_responses_to_chatcmpl
-(tools/server/server-chat.cpp), whose oddities are kept. Only what reaches the template is converted:
-the body is for /apply-template and never answers a client. What llama-server answers with an error is
-not convertible.
+(tools/server/server-chat.cpp), whose oddities are kept. Only what reaches the template is converted: the
+body is for /apply-template and never answers a client. What llama-server answers with an error is not
+convertible.
 """
 
 from collections.abc import Callable, Iterator, Mapping

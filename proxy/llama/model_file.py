@@ -7,14 +7,15 @@ canary does.
 
 import os
 import re
-import struct
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
 
 import xxhash
 
-GGUF_MAGIC = b"GGUF"
+from proxy.errors import StateFileMalformed
+from proxy.llama.state_file import Reader, require
+
 SAMPLE_BYTES = 64 << 10
 MAX_NAME_BYTES = 64 << 10
 _STRING, _ARRAY = 8, 9
@@ -28,9 +29,9 @@ def fingerprint_model(path: Path) -> str | None:
     try:
         for part in _parts(path):
             with part.open("rb") as file:
-                for sample in _samples(file):
+                for sample in _samples(Reader(file, os.fstat(file.fileno()).st_size)):
                     digest.update(sample)
-    except (OSError, ValueError, KeyError, ArithmeticError, struct.error):
+    except (OSError, KeyError, ArithmeticError, StateFileMalformed):
         return None
     return digest.hexdigest()
 
@@ -43,62 +44,49 @@ def _parts(path: Path) -> list[Path]:
     return [path.with_name(f"{stem}-{i:05}-of-{n_parts:05}.gguf") for i in range(1, n_parts + 1)]
 
 
-def _samples(file: BinaryIO) -> Iterator[bytes]:
+def _samples(reader: Reader) -> Iterator[bytes]:
     """Yield the tensor directory, then the first bytes of each tensor."""
-    if file.read(4) != GGUF_MAGIC:
-        raise ValueError("not a GGUF file")
-    _, n_tensors, n_fields = struct.unpack("<IQQ", file.read(20))
+    require(reader.bytes(4) == b"GGUF", "is not a GGUF file")
+    _, n_tensors, n_fields = reader.numbers("IQQ")
     alignment = 32
     for _ in range(n_fields):
-        name = _read_string(file)
-        value = _read_value(file, _read_u32(file))
+        name = _read_name(reader)
+        value = _read_value(reader, reader.number())
         if name == b"general.alignment" and isinstance(value, bytes):
             alignment = int.from_bytes(value, "little")
-    directory_start = file.tell()
-    offsets = [_read_tensor_offset(file) for _ in range(n_tensors)]
-    directory_end = file.tell()
-    file.seek(directory_start)
-    yield file.read(directory_end - directory_start)
-    data_start = -(-directory_end // alignment) * alignment
-    ends = [*sorted(offsets)[1:], os.fstat(file.fileno()).st_size - data_start]
-    for offset, end in zip(sorted(offsets), ends, strict=True):
-        file.seek(data_start + offset)
-        yield file.read(min(SAMPLE_BYTES, end - offset))
+    directory = reader.position
+    offsets = sorted(_read_tensor_offset(reader) for _ in range(n_tensors))
+    data = -(-reader.position // alignment) * alignment
+    n_bytes, reader.position = reader.position - directory, directory
+    yield reader.bytes(n_bytes)
+    for offset, end in pairwise([*offsets, reader.size_bytes - data]):
+        reader.position = data + offset
+        yield reader.bytes(min(SAMPLE_BYTES, end - offset))
 
 
-def _read_u32(file: BinaryIO) -> int:
-    return int(struct.unpack("<I", file.read(4))[0])
+def _read_name(reader: Reader) -> bytes:
+    n_bytes = reader.number("Q")
+    require(n_bytes <= MAX_NAME_BYTES, "has no name where one should be")
+    return reader.bytes(n_bytes)
 
 
-def _read_u64(file: BinaryIO) -> int:
-    return int(struct.unpack("<Q", file.read(8))[0])
-
-
-def _read_string(file: BinaryIO) -> bytes:
-    n_bytes = _read_u64(file)
-    if n_bytes > MAX_NAME_BYTES:
-        raise ValueError("not a name")
-    return file.read(n_bytes)
-
-
-def _read_value(file: BinaryIO, value_type: int) -> bytes | None:
+def _read_value(reader: Reader, value_type: int) -> bytes | None:
     """Read a metadata value; only scalars are returned, the rest is skipped."""
     if value_type == _STRING:
-        file.seek(_read_u64(file), os.SEEK_CUR)
-        return None
-    if value_type != _ARRAY:
-        return file.read(_SCALAR_BYTES[value_type])
-    element_type, n_elements = _read_u32(file), _read_u64(file)
-    if element_type in _SCALAR_BYTES:
-        file.seek(_SCALAR_BYTES[element_type] * n_elements, os.SEEK_CUR)
+        reader.skip(reader.number("Q"))
+    elif value_type != _ARRAY:
+        return reader.bytes(_SCALAR_BYTES[value_type])
     else:
-        for _ in range(n_elements):
-            _read_value(file, element_type)
+        element_type, n_elements = reader.numbers("IQ")
+        if element_type in _SCALAR_BYTES:
+            reader.skip(_SCALAR_BYTES[element_type] * n_elements)
+        else:
+            for _ in range(n_elements):
+                _read_value(reader, element_type)
     return None
 
 
-def _read_tensor_offset(file: BinaryIO) -> int:
-    _read_string(file)
-    n_dimensions = _read_u32(file)
-    file.seek(8 * n_dimensions + 4, os.SEEK_CUR)
-    return _read_u64(file)
+def _read_tensor_offset(reader: Reader) -> int:
+    _read_name(reader)
+    reader.skip(8 * reader.number() + 4)
+    return reader.number("Q")

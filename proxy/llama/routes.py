@@ -33,9 +33,8 @@ def with_alias(raw: bytes, aliases: Aliases) -> bytes:
     return msgspec.json.encode(fields)
 
 
-# llama-server's routes, by what they do to its slots.
-#
-# Read from tools/server/server.cpp. A route that is not listed here never touches a slot.
+# llama-server's routes, by what they do to its slots, as tools/server/server.cpp has them. A route that is
+# not listed here never touches a slot.
 
 
 class Route(StrEnum):
@@ -132,11 +131,10 @@ def is_anthropic(path: str) -> bool:
     return path.startswith("/v1/messages")
 
 
-# Where one llama-server is asked: at a URL of its own, or by its model's name at a host of several.
-#
-# Owns: how a call names its model. llama-server's router takes it from the body of a POST and from the
-# query of a GET, and loads a model that is not loaded unless `autoload=false` is in the query (server-
-# models.cpp); llama-swap takes it from the path and always loads it (proxymanager.go).
+# Where one llama-server is asked: at a URL of its own, or by its model's name at a host of several models.
+# A router takes the name from the body of a POST and from the query of a GET, and loads a model that is
+# not loaded unless `autoload=false` is in the query (server-models.cpp); llama-swap takes the name from
+# the path and always loads the model (proxymanager.go).
 
 
 _GONE = b"proxy error: Failed to read connection"

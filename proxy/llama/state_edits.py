@@ -3,8 +3,8 @@
 import shutil
 import struct
 from array import array
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -23,37 +23,33 @@ from proxy.llama.state_file import (
     Reader,
     Section,
     StateFile,
-    TensorBlock,
     read_sections,
     read_state,
     read_state_file,
+    require,
 )
 
-# Thinning and grafting: which context checkpoints a state file carries.
-#
-# Since 0.7.0 llama-server writes all context checkpoints of a slot behind the state, each a whole
-# recurrent state or window. Most are not worth their bytes, and one that is may have been dropped from
-# the slot's list meanwhile, while an older file of the same conversation still has it.
-#
-# Owns: rewriting that appendix. The state in front of it is neither moved nor copied. Checksums are
-# carried along, and held against whatever is copied: only the head of the appendix, which is ours, gets a
-# new one.
+# Thinning and grafting: which context checkpoints a state file carries. Since 0.7.0 llama-server writes
+# all context checkpoints of a slot behind the state, each a whole recurrent state or window. Most are
+# not worth their bytes, and one that is may have been dropped from the slot's list meanwhile, while an
+# older file of the same conversation still has it. The state in front of that appendix is neither moved
+# nor copied. Checksums are carried along, and held against whatever is copied: only the head of the
+# appendix, which is ours, gets a new one.
 
 
 _VERSIONS_WITH_APPENDIX = (4,)
 _SEQUENCE_STATE_MAGIC = 0xAF143CD8
-_HEAD = struct.Struct("<III")
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A state file, and the parts that it consists of."""
+    """A state file, and the parts that the file consists of."""
 
     path: Path
     parts: tuple[FilePart, ...]
 
     def between(self, begin: int, end: int) -> tuple[FilePart, ...] | None:
-        """Return the parts of a stretch of the file; None if none begins or ends there."""
+        """Return the parts from *begin* to *end*; None if none begins or ends there."""
         offsets = [*accumulate((part.n_bytes for part in self.parts), initial=0)]
         if begin not in offsets or end not in offsets:
             return None
@@ -89,19 +85,23 @@ def select_context_checkpoints(
         missing = {point: donor for point, donor in grafted.items() if point not in chosen}
         for donor in set(missing.values()):
             points = [point for point in missing if missing[point] == donor]
-            chosen |= _entries_of_donor(stack, donor, points, state)
+            with suppress(OSError, StateFileMalformed):
+                donors_file = stack.enter_context(donor.path.open("rb"))
+                donors_state = read_state(donors_file)
+                for point, entry in _entries(donor, donors_file, donors_state, points).items():
+                    if _fits(entry, donors_state, state):
+                        chosen[point] = entry
         if {c for _, c, _ in chosen.values()} == {*state.context_checkpoints}:
             return source.parts
         return _rewrite(source, file, state, sorted(chosen.values(), key=lambda e: e[1].n_tokens))
 
 
 def _is_understood(file: BinaryIO, state: StateFile) -> bool:
-    """Whether one can tell where context checkpoints belong in a file, and what follows them."""
-    if state.version not in _VERSIONS_WITH_APPENDIX or state.sections is None:
-        return False
+    """Return whether it is known where context checkpoints belong in a file, and what follows them."""
     reader = Reader(file, state.size_bytes)
     reader.position = state.context_checkpoints_end
-    return reader.peek_u32() != CONTEXT_CHECKPOINTS_MAGIC
+    is_known = state.version in _VERSIONS_WITH_APPENDIX and state.sections is not None
+    return is_known and reader.peek() != CONTEXT_CHECKPOINTS_MAGIC
 
 
 def _entries(
@@ -116,51 +116,34 @@ def _entries(
     }
 
 
-def _entries_of_donor(
-    stack: ExitStack, donor: Source, points: Collection[int], state: StateFile
-) -> dict[int, Entry]:
-    try:
-        file = stack.enter_context(donor.path.open("rb"))
-        donors_state = read_state(file)
-    except (OSError, StateFileMalformed):
-        return {}
-    found = _entries(donor, file, donors_state, points)
-    return {p: entry for p, entry in found.items() if _fits(file, entry[1], donors_state, state)}
-
-
-def _fits(
-    file: BinaryIO, entry: ContextCheckpoint, donors_state: StateFile, state: StateFile
-) -> bool:
-    n = entry.n_tokens
-    if not 0 <= entry.pos_min <= entry.pos_max < n <= len(state.tokens):
+def _fits(entry: Entry, donors_state: StateFile, state: StateFile) -> bool:
+    """Return whether a donor's context checkpoint belongs to the same tokens and memory as a state."""
+    file, point, _ = entry
+    n = point.n_tokens
+    if not 0 <= point.pos_min <= point.pos_max < n <= len(state.tokens):
         return False
-    # The tokens do not tell which images were at their place.
+    # The tokens do not tell which images were in their place.
     if donors_state.n_media or state.n_media or donors_state.tokens[:n] != state.tokens[:n]:
         return False
-    layout = _layout(file, entry, donors_state.version)
-    return (
-        bool(layout)
-        and donors_state.layout == state.layout
-        and (state.layout or ())[-len(layout) :] == layout
-        and _extras([entry]) == _extras(state.context_checkpoints[-1:])
-    )
+    layout = _layout(file, point, donors_state.version)
+    is_same_memory = donors_state.layout == state.layout and bool(layout)
+    if not is_same_memory or (state.layout or ())[-len(layout) :] != layout:
+        return False
+    # Whether a draft model's and speculation's states are there.
+    last = state.context_checkpoints[-1].state_bytes if state.context_checkpoints else (0, 0, 0)
+    return [*map(bool, point.state_bytes[1:])] == [*map(bool, last[1:])]
 
 
-def _extras(entries: Sequence[ContextCheckpoint]) -> list[bool]:
-    """Return whether a draft model's and speculation's states are there, of one entry or of none."""
-    return [bool(n_bytes) for c in entries for n_bytes in c.state_bytes[1:]] or [False, False]
-
-
-def _layout(file: BinaryIO, entry: ContextCheckpoint, version: int) -> tuple[Section, ...]:
+def _layout(file: BinaryIO, point: ContextCheckpoint, version: int) -> tuple[Section, ...]:
     """Return which sections a context checkpoint has, none if they are not understood.
 
     They are the last ones of the state: a window, a recurrent state, or both.
     """
-    reader = Reader(file, entry.state_offset + entry.state_bytes[0])
-    reader.position = entry.state_offset
+    reader = Reader(file, point.state_offset + point.state_bytes[0])
+    reader.position = point.state_offset
     try:
         magic, _ = reader.numbers("II")
-        sections = read_sections(reader, version, entry.n_tokens)
+        sections = read_sections(reader, version, point.n_tokens)
     except StateFileMalformed:
         return ()
     is_state = magic == _SEQUENCE_STATE_MAGIC and reader.position == reader.size_bytes
@@ -180,12 +163,12 @@ def _rewrite(
         parts = [*kept]
         if entries:
             numbers = CONTEXT_CHECKPOINTS_MAGIC, CONTEXT_CHECKPOINTS_VERSION, len(entries)
-            head = _HEAD.pack(*numbers)
+            head = struct.pack("<III", *numbers)
             aside.write(head)
             parts.append(FilePart(len(head), xxhash.xxh3_128_digest(head)))
-        for donor, entry, entry_parts in entries:
-            _copy(donor, entry.offset, entry_parts, aside)
-            parts += entry_parts
+        for donor, point, point_parts in entries:
+            _copy(donor, point.offset, point_parts, aside)
+            parts += point_parts
         _copy(file, state.context_checkpoints_end, rest, aside)
         aside.seek(0)
         target.seek(state.state_end)
@@ -198,21 +181,19 @@ def _copy(source: BinaryIO, offset: int, parts: Sequence[FilePart], target: Bina
     source.seek(offset)
     for part in parts:
         piece = source.read(part.n_bytes)
-        if xxhash.xxh3_128_digest(piece) != part.digest:
-            raise StateFileMalformed(f"{source.name} is not what was saved")
+        is_as_saved = xxhash.xxh3_128_digest(piece) == part.digest
+        require(is_as_saved, f"{source.name} is not what was saved")
         target.write(piece)
 
 
-# The repair of sliding-window states that a build saves but does not continue.
-#
-# llama-server saves of a sliding window the cells inside it, from n_tokens - window on. Builds that write
-# files of version 3 continue a state only if the window reaches one position further back (server-
-# context.cpp, `pos_min >= pos_min_thold`), so that a state longer than the window is thrown away by the
-# first request. The repair appends that cell, a copy of the lowest one. It lies outside the window of
-# every token that can follow, so it is masked, and all it changes is where the window begins.
-#
-# Owns: when a file is repaired and how. The repaired state is good for its end only, and llama-server's
-# own gate sees to that: it refuses to go back to any token whose window would reach the copy.
+# The repair of sliding-window states that a build saves but does not continue. llama-server saves of a
+# sliding window the cells inside it, from n_tokens - window on. Builds that write files of version 3
+# continue a state only if the window reaches one position further back (server-context.cpp, `pos_min >=
+# pos_min_thold`), so that a state longer than the window is thrown away by the first request. The
+# repair appends that cell, a copy of the lowest one. It lies outside the window of every token that can
+# follow, so it is masked, and all it changes is where the window begins. The repaired state is good for
+# its end only, and llama-server's own gate sees to that: it refuses to go back to any token whose
+# window would reach the copy.
 
 
 NEEDED_BY_VERSIONS = (2, 3)
@@ -222,9 +203,6 @@ _CHUNK_BYTES = 4 << 20
 _LEAST_CELLS = 2
 _LOWEST_REPAIRED = 2
 """With a copy at position 0 a window would seem to begin with the prompt, as if none of it were cut."""
-
-Insertion = tuple[int, bytes]
-"""Bytes to come before a given offset of the file as it is."""
 
 
 def repair_window(path: Path) -> bool:
@@ -252,20 +230,21 @@ def _cut_window(state: StateFile) -> Cells | None:
     It is the second attention section; nothing or a recurrent one follows (llama-kv-cache-iswa.cpp,
     llama-memory-hybrid-iswa.cpp).
     """
-    match state.sections:
-        case (whole, window) if whole.cells:
-            pass
-        case (whole, window, last) if whole.cells and last.section.kind == "recurrent":
-            pass
-        case _:
-            return None
-    is_cut = whole.n_cells == len(state.tokens) and window.n_cells < whole.n_cells
-    return window.cells if is_cut else None
+    kinds = [found.section.kind for found in state.sections or ()]
+    if kinds[:2] != ["attention"] * 2 or kinds[2:] not in ([], ["recurrent"]):
+        return None
+    whole, window = state.n_cells[:2]
+    is_cut = whole == len(state.tokens) and window < whole
+    return state.sections[1].cells if is_cut and state.sections else None
 
 
-def _extra_cell(file: BinaryIO, cells: Cells, n_tokens: int) -> list[Insertion]:
-    """Return what adds a cell below the lowest one, in file order; nothing if there must not be one."""
-    positions = _positions(file, cells)
+def _extra_cell(file: BinaryIO, cells: Cells, n_tokens: int) -> list[tuple[int, bytes]]:
+    """Return what adds a cell below the lowest one: bytes to come before offsets, in file order.
+
+    Nothing is returned if there must not be such a cell.
+    """
+    numbers = array("i", _read(file, cells.offset, cells.n_cells * cells.cell_bytes))
+    positions = numbers[:: cells.cell_bytes // 4].tolist()
     lowest = n_tokens - cells.n_cells
     is_whole = sorted(positions) == list(range(lowest, n_tokens))
     if lowest < _LOWEST_REPAIRED or cells.n_cells < _LEAST_CELLS or not is_whole:
@@ -275,45 +254,34 @@ def _extra_cell(file: BinaryIO, cells: Cells, n_tokens: int) -> list[Insertion]:
     if values == _values(file, cells, positions.index(lowest + 1)):
         return []  # the lowest one is a copy already
     what = _read(file, cells.offset + index * cells.cell_bytes, cells.cell_bytes)
-    places = [at for block in cells.blocks for at in _strip_ends(block, cells.n_cells)]
-    extra = (cells.end, struct.pack("<i", lowest - 1) + what[4:])
-    return [extra, *zip(places, values, strict=True)]
-
-
-def _positions(file: BinaryIO, cells: Cells) -> list[int]:
-    numbers = array("i", _read(file, cells.offset, cells.n_cells * cells.cell_bytes))
-    return numbers[:: cells.cell_bytes // 4].tolist()
+    ends = [end for end, _ in _strips(cells)]
+    return [(cells.end, struct.pack("<i", lowest - 1) + what[4:]), *zip(ends, values, strict=True)]
 
 
 def _values(file: BinaryIO, cells: Cells, index: int) -> list[bytes]:
     """Return a cell's element of every strip, in file order."""
-    return [
-        _read(file, end - (cells.n_cells - index) * block.element_bytes, block.element_bytes)
-        for block in cells.blocks
-        for end in _strip_ends(block, cells.n_cells)
-    ]
+    n_behind = cells.n_cells - index
+    return [_read(file, end - n_behind * n_bytes, n_bytes) for end, n_bytes in _strips(cells)]
 
 
-def _strip_ends(block: TensorBlock, n_cells: int) -> list[int]:
-    n_bytes = n_cells * block.element_bytes
-    return [block.offset + n_bytes * n for n in range(1, block.n_strips + 1)]
+def _strips(cells: Cells) -> Iterator[tuple[int, int]]:
+    """Yield where each strip of the section ends, and how long its elements are."""
+    for block in cells.blocks:
+        n_bytes = cells.n_cells * block.element_bytes
+        for n in range(1, block.n_strips + 1):
+            yield block.offset + n_bytes * n, block.element_bytes
 
 
-def _insert(file: BinaryIO, insertions: list[Insertion]) -> None:
+def _insert(file: BinaryIO, insertions: list[tuple[int, bytes]]) -> None:
     """Insert bytes at ascending offsets, from the last to the first, so that nothing is overwritten."""
     end = file.seek(0, 2)
     shift = sum(len(data) for _, data in insertions)
     for offset, data in reversed(insertions):
-        _move_up(file, offset, end, shift)
+        # Move up what lies between this offset and the one behind it, from its end on.
+        for start in reversed(range(offset, end, _CHUNK_BYTES)):
+            _write(file, start + shift, _read(file, start, min(_CHUNK_BYTES, end - start)))
         shift -= len(data)
         _write(file, offset + shift, data)
-        end = offset
-
-
-def _move_up(file: BinaryIO, start: int, end: int, n_bytes: int) -> None:
-    while start < end:
-        offset = max(start, end - _CHUNK_BYTES)
-        _write(file, offset + n_bytes, _read(file, offset, end - offset))
         end = offset
 
 

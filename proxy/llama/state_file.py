@@ -1,14 +1,21 @@
-"""The memory sections of a state file: attention caches and recurrent states, in file order.
+"""llama-server's slot state files, read as far as the proxy needs them.
 
-Owns: how sections are told apart and skipped. Nothing in the file names the memory type, so a section
-is what can be read as one and ends where another one, an appendix or the file begins.
+Owns: the layout of a state file (llama_state_seq_save_file of libllama plus the server's token list and,
+since 0.7.0, its appendices). Reads headers and skips over tensor data, so that a file of many GiB costs a
+few hundred small reads.
+
+A file says of itself which tokens it holds, which context checkpoints it carries and what its cache looks
+like. It has no checksum and no trace of the model: those are the store's and the namespace's business. A
+composition that is not understood leaves the state *opaque*: its tokens are still known, and the state can
+be restored at its end.
 """
 
 import os
 import struct
 from array import array
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -18,12 +25,10 @@ import msgspec
 from proxy.core.tokens import TokenIds
 from proxy.errors import StateFileMalformed
 
-# The memory sections of a state file: attention caches and recurrent states, in file order.
-#
-# Owns: how sections are told apart and skipped. Nothing in the file names the memory type, so a section
-# is what can be read as one and ends where another one, an appendix or the file begins.
-
-
+MAGIC = 0x67677371
+SUPPORTED_VERSIONS = (2, 3, 4)
+PART_BYTES = 16 << 20
+_MAX_TOKENS = 1 << 26
 CONTEXT_CHECKPOINTS_MAGIC = 0x504B4353
 CONTEXT_CHECKPOINTS_VERSION = 1
 DRAFT_MAGIC = 0x54464453
@@ -84,7 +89,7 @@ class FoundSection(msgspec.Struct, frozen=True):
 
 
 class Reader:
-    """Little-endian numbers from a file; every read and skip stays inside it."""
+    """Little-endian numbers from a file; every read and skip stays inside the file."""
 
     def __init__(self, file: BinaryIO, size_bytes: int) -> None:
         self._file = file
@@ -94,71 +99,73 @@ class Reader:
     def numbers(self, layout: str) -> tuple[int, ...]:
         return struct.unpack("<" + layout, self.bytes(struct.calcsize("<" + layout)))
 
-    def u32(self) -> int:
-        return self.numbers("I")[0]
+    def number(self, layout: str = "I") -> int:
+        return self.numbers(layout)[0]
 
     def bytes(self, n_bytes: int) -> bytes:
-        self._require(n_bytes)
-        self._file.seek(self.position)
-        self.position += n_bytes
+        self.skip(n_bytes)
+        self._file.seek(self.position - n_bytes)
         return self._file.read(n_bytes)
 
     def skip(self, n_bytes: int) -> None:
-        self._require(n_bytes)
+        is_inside = 0 <= n_bytes <= self.size_bytes - self.position
+        require(is_inside, f"ends inside a field at byte {self.position}")
         self.position += n_bytes
 
-    def _require(self, n_bytes: int) -> None:
-        if n_bytes < 0 or self.position + n_bytes > self.size_bytes:
-            raise StateFileMalformed(f"ends inside a field at byte {self.position}")
-
-    def peek_u32(self) -> int | None:
+    def peek(self) -> int | None:
+        """Return the number that comes next, None at the end."""
         if self.position + 4 > self.size_bytes:
             return None
-        value = self.u32()
+        number = self.number()
         self.position -= 4
-        return value
+        return number
+
+
+def require(is_so: bool, otherwise: str) -> None:
+    """Raise StateFileMalformed with what is said of the file *otherwise*."""
+    if not is_so:
+        raise StateFileMalformed(otherwise)
+
+
+# The memory sections: attention caches and recurrent states, in file order. Nothing in the file names the
+# memory type, so a section is what can be read as one, and ends where another section, an appendix or the
+# file begins.
 
 
 def read_sections(reader: Reader, version: int, n_tokens: int) -> tuple[FoundSection, ...]:
     """Read sections until the state ends, whatever memory types they belong to."""
     sections: list[FoundSection] = []
-    while reader.peek_u32() not in _APPENDICES:
+    while reader.peek() not in _APPENDICES:
         sections.append(_read_section(reader, version))
-        if sections[-1].n_cells > n_tokens or len(sections) > 3:
-            raise StateFileMalformed("has a composition that is not known")
+        is_known = sections[-1].n_cells <= n_tokens and len(sections) <= 3
+        require(is_known, "has a composition that is not known")
     return tuple(sections)
 
 
 def _read_section(reader: Reader, version: int) -> FoundSection:
-    start = reader.position
-    # Nothing in the file names the memory type: whether cells carry M-RoPE coordinates and whether
-    # there is a V (MLA has none) shows only in which reading ends where another section, an
-    # appendix or the file ends. Version 2 has two coordinates, later ones a third (llama-kv-cells.h).
-    extra_bytes = 12 if version > 2 else 8
-    attempts: list[Callable[[], FoundSection]] = [
-        lambda: _read_attention(reader, version, extra_bytes=0, has_v=True),
-        lambda: _read_attention(reader, version, extra_bytes=extra_bytes, has_v=True),
-        lambda: _read_recurrent(reader),
-        lambda: _read_attention(reader, version, extra_bytes=0, has_v=False),
-    ]
-    for attempt in attempts:
+    # Whether cells carry M-RoPE coordinates and whether there is a V (MLA has none) shows only in which
+    # reading ends where another section, an appendix or the file ends. Version 2 has two coordinates,
+    # later versions a third (llama-kv-cells.h).
+    start, rope_bytes = reader.position, 12 if version > 2 else 8
+    for attempt in (
+        partial(_read_attention, reader, version, extra_bytes=0, has_v=True),
+        partial(_read_attention, reader, version, extra_bytes=rope_bytes, has_v=True),
+        partial(_read_recurrent, reader),
+        partial(_read_attention, reader, version, extra_bytes=0, has_v=False),
+    ):
         reader.position = start
-        try:
+        with suppress(StateFileMalformed):
             return attempt()
-        except StateFileMalformed:
-            continue
     raise StateFileMalformed(f"has an unknown section at byte {start}")
 
 
 def _read_attention(reader: Reader, version: int, *, extra_bytes: int, has_v: bool) -> FoundSection:
-    n_streams = reader.u32()
-    if not 1 <= n_streams <= _MAX_STREAMS:
-        raise StateFileMalformed("is no attention section")
+    n_streams = reader.number()
+    require(1 <= n_streams <= _MAX_STREAMS, "is no attention section")
     found = FoundSection(Section("attention", n_streams, False, 0, (), ()), 0)
     for _ in range(n_streams):
-        n_cells = reader.u32()
-        if n_cells and found.cells:
-            raise StateFileMalformed("has more than one sequence")
+        n_cells = reader.number()
+        require(not n_cells or not found.cells, "has more than one sequence")
         if n_cells:
             found = _read_stream(reader, version, n_streams, n_cells, 12 + extra_bytes, has_v)
     return found
@@ -168,15 +175,20 @@ def _read_stream(
     reader: Reader, version: int, n_streams: int, n_cells: int, cell_bytes: int, has_v: bool
 ) -> FoundSection:
     offset = reader.position
-    _skip_cells(reader, n_cells, cell_bytes)
+    for index in (0, n_cells // 2, n_cells - 1):
+        reader.position = offset + index * cell_bytes
+        position, n_sequences = reader.numbers("iI")
+        require(n_sequences == 1 and position >= 0, "has a cell of another shape")
+    reader.position = offset
+    reader.skip(n_cells * cell_bytes)
     v_transposed, n_layers = reader.numbers("II")
-    if v_transposed > 1 or not 1 <= n_layers <= _MAX_LAYERS:
-        raise StateFileMalformed("has an impossible attention header")
+    is_possible = v_transposed <= 1 and 1 <= n_layers <= _MAX_LAYERS
+    require(is_possible, "has an impossible attention header")
     rotations = reader.numbers("II") if version >= 4 else ()
-    tensors = [_skip_rows(reader, n_cells) for _ in range(n_layers)]
+    tensors = [_skip_tensor(reader, n_cells) for _ in range(n_layers)]
     if has_v:
-        skip_v = _skip_columns if v_transposed else _skip_rows
-        tensors += [skip_v(reader, n_cells) for _ in range(n_layers)]
+        by_columns = bool(v_transposed)
+        tensors += [_skip_tensor(reader, n_cells, by_columns=by_columns) for _ in range(n_layers)]
     rows = tuple((ggml_type, b.element_bytes * b.n_strips) for ggml_type, b in tensors)
     return FoundSection(
         Section("attention", n_streams, bool(v_transposed), n_layers, rotations, rows),
@@ -185,75 +197,36 @@ def _read_stream(
     )
 
 
-def _skip_cells(reader: Reader, n_cells: int, cell_bytes: int) -> None:
-    start = reader.position
-    for index in {0, n_cells // 2, n_cells - 1}:
-        reader.position = start + index * cell_bytes
-        position, n_sequences = reader.numbers("iI")
-        if n_sequences != 1 or position < 0:
-            raise StateFileMalformed("has a cell of another shape")
-    reader.position = start
-    reader.skip(n_cells * cell_bytes)
-
-
-def _skip_rows(reader: Reader, n_cells: int) -> tuple[int, TensorBlock]:
-    """Skip a tensor whose rows are cells; return its ggml type and where it lies."""
-    ggml_type, row_bytes = reader.numbers("iQ")
-    if not 0 <= ggml_type < 256:
-        raise StateFileMalformed("has an impossible tensor type")
-    block = TensorBlock(reader.position, row_bytes, 1)
-    reader.skip(n_cells * row_bytes)
-    return ggml_type, block
-
-
-def _skip_columns(reader: Reader, n_cells: int) -> tuple[int, TensorBlock]:
-    """Skip a tensor whose columns are cells; return its ggml type and where it lies."""
-    ggml_type, element_bytes, n_embd = reader.numbers("iII")
-    if not 0 <= ggml_type < 256:
-        raise StateFileMalformed("has an impossible tensor type")
-    block = TensorBlock(reader.position, element_bytes, n_embd)
-    reader.skip(n_cells * element_bytes * n_embd)
+def _skip_tensor(
+    reader: Reader, n_cells: int, *, by_columns: bool = False
+) -> tuple[int, TensorBlock]:
+    """Skip a tensor whose rows, or else columns, are cells; return its ggml type and where it lies."""
+    ggml_type, element_bytes, n_strips = (
+        reader.numbers("iII") if by_columns else (*reader.numbers("iQ"), 1)
+    )
+    require(0 <= ggml_type < 256, "has an impossible tensor type")
+    block = TensorBlock(reader.position, element_bytes, n_strips)
+    reader.skip(n_cells * element_bytes * n_strips)
     return ggml_type, block
 
 
 def _read_recurrent(reader: Reader) -> FoundSection:
-    n_cells = reader.u32()
-    if n_cells > 1:
-        raise StateFileMalformed("is no recurrent section")
+    n_cells = reader.number()
+    require(n_cells <= 1, "is no recurrent section")
     for _ in range(n_cells):
         position, n_sequences = reader.numbers("iI")
-        if n_sequences != 0 or position < 0:
-            raise StateFileMalformed("is no recurrent section")
+        require(n_sequences == 0 and position >= 0, "is no recurrent section")
     is_transposed, n_layers = reader.numbers("II")
-    if is_transposed or not 1 <= n_layers <= _MAX_LAYERS:
-        raise StateFileMalformed("is no recurrent section")
+    require(not is_transposed and 1 <= n_layers <= _MAX_LAYERS, "is no recurrent section")
     rows = []
     # Layers without recurrent state (the attention layers of a hybrid) write nothing, and their
     # number is not in the file: the section ends where the state does.
-    while reader.peek_u32() not in _APPENDICES:
-        ggml_type, block = _skip_rows(reader, n_cells)
+    while reader.peek() not in _APPENDICES:
+        ggml_type, block = _skip_tensor(reader, n_cells)
         rows.append((ggml_type, block.element_bytes))
-    if len(rows) % 2 or len(rows) > 2 * n_layers:
-        raise StateFileMalformed("has recurrent tensors of an unknown kind")
+    is_known = len(rows) % 2 == 0 and len(rows) <= 2 * n_layers
+    require(is_known, "has recurrent tensors of an unknown kind")
     return FoundSection(Section("recurrent", 1, False, n_layers, (), tuple(rows)), n_cells)
-
-
-# llama-server's slot state files, read as far as the proxy needs them.
-#
-# Owns: the layout of a state file (llama_state_seq_save_file of libllama plus the server's token list
-# and, since 0.7.0, its appendices). Reads headers and skips over tensor data, so that a file of many GiB
-# costs a few hundred small reads.
-#
-# A file says of itself which tokens it holds, which context checkpoints it carries and what its cache
-# looks like. It has no checksum and no trace of the model: those are the store's and the namespace's
-# business. A composition that is not understood leaves the state *opaque*: its tokens are still known,
-# and it can be restored at its end.
-
-
-MAGIC = 0x67677371
-SUPPORTED_VERSIONS = (2, 3, 4)
-PART_BYTES = 16 << 20
-_MAX_TOKENS = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,52 +331,43 @@ def read_state(file: BinaryIO) -> StateFile:
     """Read an open state file, as `read_state_file` does."""
     reader = Reader(file, os.fstat(file.fileno()).st_size)
     magic, version, n_words = reader.numbers("III")
-    if magic != MAGIC:
-        raise StateFileMalformed("does not begin with llama.cpp's magic number")
+    require(magic == MAGIC, "does not begin with llama.cpp's magic number")
     tokens, n_media = _read_tokens(reader, n_words)
-    sections = _read_sections(reader, version, len(tokens))
+    sections = None
+    with suppress(StateFileMalformed):
+        if version in SUPPORTED_VERSIONS:
+            sections = read_sections(reader, version, len(tokens))
+    if sections is None:
+        reader.position = reader.size_bytes
     state_end = reader.position
     points = () if sections is None else _read_context_checkpoints(reader)
     end = reader.position
     return StateFile(version, tokens, n_media, sections, points, state_end, end, reader.size_bytes)
 
 
-def _read_sections(reader: Reader, version: int, n_tokens: int) -> tuple[FoundSection, ...] | None:
-    """Return the sections, None if they are not understood: then the state ends where the file does."""
-    try:
-        if version in SUPPORTED_VERSIONS:
-            return read_sections(reader, version, n_tokens)
-    except StateFileMalformed:
-        pass
-    reader.position = reader.size_bytes
-    return None
-
-
 def _read_tokens(reader: Reader, n_words: int) -> tuple[TokenIds, int]:
-    if n_words > _MAX_TOKENS:
-        raise StateFileMalformed(f"claims {n_words} words of tokens")
+    require(n_words <= _MAX_TOKENS, f"claims {n_words} words of tokens")
     words = array("i")
     words.frombytes(reader.bytes(4 * n_words))
     if not words or words[0] != -1:
         return words, 0
-    if n_words < 4 or words[1] != 1 or not 0 <= words[2] <= n_words - 4:
-        raise StateFileMalformed("has a token list of an unknown kind")
+    is_known = n_words >= 4 and words[1] == 1 and 0 <= words[2] <= n_words - 4
+    require(is_known, "has a token list of an unknown kind")
     n_tokens = words[2]
     return words[3 : 3 + n_tokens], words[3 + n_tokens]
 
 
 def _read_context_checkpoints(reader: Reader) -> tuple[ContextCheckpoint, ...]:
-    """Return the context checkpoints; of an appendix that cannot be read nothing is passed over."""
+    """Return the context checkpoints; of an appendix that cannot be read nothing is passed over.
+
+    llama-server ignores a damaged appendix too, with a warning and a 200.
+    """
     start = reader.position
-    if reader.peek_u32() != CONTEXT_CHECKPOINTS_MAGIC:
-        return ()
-    try:
-        _, appendix_version, count = reader.numbers("III")
-        if appendix_version == CONTEXT_CHECKPOINTS_VERSION:
-            return tuple(_read_context_checkpoint(reader) for _ in range(count))
-    except StateFileMalformed:
-        # llama-server ignores a damaged appendix too, with a warning and a 200.
-        pass
+    if reader.peek() == CONTEXT_CHECKPOINTS_MAGIC:
+        with suppress(StateFileMalformed):
+            _, appendix_version, count = reader.numbers("III")
+            if appendix_version == CONTEXT_CHECKPOINTS_VERSION:
+                return tuple(_read_context_checkpoint(reader) for _ in range(count))
     reader.position = start
     return ()
 
@@ -413,7 +377,6 @@ def _read_context_checkpoint(reader: Reader) -> ContextCheckpoint:
     n_tokens, pos_min, pos_max = reader.numbers("qii")
     state_bytes = []
     for _ in ("model", "draft model", "speculation"):
-        (n_bytes,) = reader.numbers("Q")
-        reader.skip(n_bytes)
-        state_bytes.append(n_bytes)
+        state_bytes.append(reader.number("Q"))
+        reader.skip(state_bytes[-1])
     return ContextCheckpoint(n_tokens, pos_min, pos_max, offset, tuple(state_bytes))

@@ -100,7 +100,7 @@ async def attach(
     process_id: str,
     *,
     max_waiting: int,
-    n_context_checkpoints: int,
+    n_context_checkpoints: int = MAX_CONTEXT_CHECKPOINTS,
     shares_between_api_keys: bool | None,
     last: Process | None = None,
 ) -> Process:
@@ -332,10 +332,9 @@ async def _commit(process: Process, slot_id: SlotId, saved: SavedSlot) -> None:
     if namespace is None or state.n_media or -1 in state.tokens:
         return
     if not store.holds(namespace, state.tokens):
-        new = saved.new_state(namespace, CheckpointKind.CONVERSATION)
-        relatives = store.find(namespace, state.tokens)
-        family = family_of(namespace, state.tokens, new.kind, new.cuts, relatives)
-        checkpoint = await store.commit(replace(new, family=family))
+        new = saved.checkpoint(namespace, CheckpointKind.CONVERSATION)
+        family = family_of(new, state.tokens, store.find(namespace, state.tokens))
+        checkpoint = await store.commit(replace(new, family=family), state.tokens)
         process.metrics.saves.labels("done").inc()
         process.metrics.saved_bytes.inc(checkpoint.size_bytes)
     if not isinstance(process.slots[slot_id].content, Empty):

@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from hashlib import blake2b
 
-from proxy.errors import EndsLlamaServer, StoreFault
+from proxy.errors import ProxyError, StoreFault
 from proxy.serving.request import Request
 from proxy.store.store import CheckpointStore
 
@@ -30,13 +30,14 @@ class FatalRequests:
                 self._deaths = store.index.value(_NAME, dict[str, tuple[int, float]]) or {}
 
     def require_harmless(self, key: str) -> None:
-        """Raise EndsLlamaServer for a request that llama-server has ended over twice in a row."""
+        """Raise ProxyError for a request that llama-server has ended over twice in a row."""
         if (n_deaths := self._n_deaths(key)) >= MAX_DEATHS:
             self._deaths[key] = n_deaths, time.time()
-            raise EndsLlamaServer(
+            raise ProxyError(
                 f"llama-server ended {n_deaths} times in a row while it worked on this request: see "
                 "llama-server's log. The request is tried again once nobody has sent it for "
-                f"{FORGET_SECONDS / 60:.0f} minutes"
+                f"{FORGET_SECONDS / 60:.0f} minutes",
+                422,
             )
 
     async def note_death(self, key: str) -> None:

@@ -64,13 +64,18 @@ class Pool:
         rewrite: RewriteStateFile,
         *,
         is_coming: bool,
+        n_context_checkpoints: int,
     ) -> None:
-        """*is_coming* says that llama-server is being started, so that the first requests wait for it."""
+        """*is_coming* says that llama-server is being started, so that the first requests wait for it.
+
+        *n_context_checkpoints* is how many a slot is believed to keep, until a save or a reply tells.
+        """
         self._settings = settings
         self._shared = shared
         self._roots = list(roots)
         self._rewrite = rewrite
         self._is_coming = is_coming
+        self._n_context_checkpoints = n_context_checkpoints
         self.stabilizing = Stabilizing(shared, parse_switches(settings.stabilizers))
         overflow = Overflow(shared, is_on=settings.context_overflow == "stable")
         self.cache = Cache(self.stabilizing, overflow)
@@ -148,7 +153,8 @@ class Pool:
 
     def _followed(self, services: Services, **options: Any) -> Server:
         """Return a new Server with its background work; *options* are those of Server."""
-        server = Server(self._settings, services, self._rewrite, **options)
+        n_points = self._n_context_checkpoints
+        server = Server(self._settings, services, self._rewrite, n_points, **options)
         self._run(server.watch)
         self._run(
             partial(save_idle_slots, lambda: server.process, self._settings.idle_save_seconds)
@@ -306,7 +312,7 @@ class Pool:
         """Serve one request; what sending raises passes through, cache faults do not.
 
         Raises ServerAway if llama-server is away for too long, or goes away after the request was sent;
-        EndsLlamaServer if llama-server ended twice while it worked on this request.
+        ProxyError if llama-server ended twice while it worked on this request.
         """
         try:
             for n_tries in count(1):

@@ -205,6 +205,7 @@ class Server(Watched):
         settings: Settings,
         services: Services,
         rewrite: RewriteStateFile,
+        n_context_checkpoints: int,
         host: Watched | None = None,
         *,
         is_expected: bool = False,
@@ -235,6 +236,7 @@ class Server(Watched):
         """Called with every process that was attached."""
         self._saver = Saver(services, rewrite)
         self._settings = settings
+        self._n_context_checkpoints = n_context_checkpoints
         self._is_host_of_models = is_host_of_models
         self._looking: asyncio.Task[None] | None = None
         self._attached_at = 0.0
@@ -400,7 +402,7 @@ class Server(Watched):
             props,
             process_id,
             max_waiting=self._settings.max_requests,
-            n_context_checkpoints=self._settings.context_checkpoints,
+            n_context_checkpoints=self._n_context_checkpoints,
             shares_between_api_keys=self._settings.share_between_api_keys,
             last=last,
         )

@@ -86,7 +86,7 @@ class Cache:
     ) -> None:
         """Serve a request that was read, as soon as its *turn* to join the queue has come.
 
-        What sending raises passes through, cache faults do not. Raises DeskClosed if llama-server was
+        What sending raises passes through, cache faults do not. Raises ServerAway if llama-server was
         replaced before anything was sent.
         """
         read = partial(self._read_prompt, process)

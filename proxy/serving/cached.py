@@ -13,7 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import Candidate, Checkpoint, CheckpointKind, ExpectedState, SlotId
+from proxy.core.model import Candidate, Checkpoint, CheckpointKind, ExpectedState, RuleKind, SlotId
 from proxy.core.plan import Plan, Restore, most_useful, plan_request
 from proxy.core.saving import at_savable_point, is_place_at_risk
 from proxy.core.slots import (
@@ -23,6 +23,7 @@ from proxy.core.slots import (
     Known,
     Unknown,
     after_evaluation,
+    believed_after_shortfall,
     must_be_erased,
     origin_of,
     shared_tokens,
@@ -164,7 +165,7 @@ class CachedRequest:
     async def _prepare(self) -> bool:
         """Save what is displaced, erase, restore, stop at cuts; return False if nothing may be reused."""
         process, slot_id = self._process, self._plan.slot_id
-        if self._plan.saves_displaced:
+        if self._plan.option.displacement.saves:
             save = process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
             with process.arrivals.announced(self._displaced()):
                 await process.finish(self._lease, save)
@@ -173,7 +174,7 @@ class CachedRequest:
         content = process.slots[slot_id].content
         namespace = self._prompt.namespace
         n_common = shared_tokens(content, self._prompt.tokens, namespace)
-        if self._plan.erases or must_be_erased(process.rule, content, namespace, n_common):
+        if self._plan.option.erases or must_be_erased(process.rule, content, namespace, n_common):
             try:
                 await process.finish(self._lease, process.erase(slot_id))
             except UpstreamFault:
@@ -333,6 +334,11 @@ class CachedRequest:
             self._disagree(timings.cache_n + timings.prompt_n)
             return unknown
         self._confirm()
+        is_gone = account.is_short and not (account.n_reused or account.plan.stops)
+        if is_gone and process.rule.kind is RuleKind.RESTORE_POINTS and isinstance(before, Known):
+            process.n_believed_points = believed_after_shortfall(
+                process.n_believed_points, before.restore_points, account.plan.start.n_reused
+            )
         if account.is_drift and not process.clears_idle_slots:
             return TAINTED
         if prompt.n_tokens + timings.predicted_n >= process.n_ctx:

@@ -59,7 +59,7 @@ from proxy.errors import (
 )
 from proxy.explain.causes import Cause
 from proxy.explain.report import Journal, Report
-from proxy.health import CannotCache, Degradations, DegradationsHere, Faults
+from proxy.health import CannotCache, Degradations, Faults
 from proxy.llama.client import Headers, LlamaServer, SlotStatus, Timings
 from proxy.llama.routes import Target
 from proxy.log import get_logger
@@ -153,7 +153,7 @@ class Services(Shared):
     """What belongs to one llama-server, whichever process of it runs."""
 
     upstream: LlamaServer
-    degradations: DegradationsHere
+    degradations: Degradations
 
     @property
     def where(self) -> str:

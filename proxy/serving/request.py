@@ -90,8 +90,7 @@ class Request:
         request."""
         self._received = raw, parse_body(raw)
         self.begin("")
-        if self.body is not None and not self.model:
-            self.model = self.body.named_model
+        self.model = self.model or (self.body.named_model if self.body else "")
         return self
 
     def begin(self, server: str) -> None:

@@ -18,7 +18,7 @@ from proxy.core.cuts import (
     room_for_prompt,
     step_of,
 )
-from proxy.errors import StabilizerFailed, StoreFault, UpstreamFault, UpstreamRefused
+from proxy.errors import CacheFault, StoreFault, UpstreamFault, UpstreamRefused
 from proxy.llama.bodies import GenerationBody
 from proxy.llama.client import LlamaServer
 from proxy.llama.routes import Route, Target
@@ -77,13 +77,13 @@ class Stabilizing:
         facts = replace(facts, session=session, tenant=request.tenant.hex())
         result = stabilize(form, body.fields, self._memory, self._switches, facts)
         for failed, reason in result.failures:
-            self._services.faults.record("stabilize", StabilizerFailed(f"{failed}: {reason}"))
+            self._services.faults.record("stabilize", CacheFault(f"{failed}: {reason}"))
         self._memory.learn(result.lessons)
         if result.body is body.fields:
             return
         names = tuple(name.value for name in result.changed_by)
         for name in names:
-            self._services.metrics.stabilized.labels(name).inc()
+            self._services.metrics.stabilized_requests.labels(name).inc()
         request.rewrite(result.body, *names)
 
     def note_calls(self, request: Request) -> None:
@@ -188,7 +188,7 @@ class Overflow:
         except UpstreamFault as fault:
             self._services.faults.record("stabilize", fault)
         except UnknownShape as fault:
-            self._services.faults.record("stabilize", StabilizerFailed(f"{REWRITE}: {fault}"))
+            self._services.faults.record("stabilize", CacheFault(f"{REWRITE}: {fault}"))
         except (
             ArithmeticError,
             AttributeError,
@@ -197,7 +197,7 @@ class Overflow:
             TypeError,
             ValueError,
         ) as error:
-            failure = StabilizerFailed(f"{REWRITE}: {type(error).__name__}")
+            failure = CacheFault(f"{REWRITE}: {type(error).__name__}")
             self._services.faults.record("stabilize", failure)
         return False
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present
-from proxy.core.model import NO_CUTS, CheckpointId, CheckpointKind, Cuts, FilePart, SlotId
+from proxy.core.model import Checkpoint, CheckpointId, CheckpointKind, FilePart, SlotId
 from proxy.core.plan import promising
 from proxy.core.rule import usable_tokens
 from proxy.core.saving import StateSize, expected_bytes, extent_of
@@ -23,8 +23,7 @@ from proxy.llama.state_edits import NEEDED_BY_VERSIONS, repair_window
 from proxy.llama.state_file import StateFile, read_state_file
 from proxy.serving.process import Process
 from proxy.store.catalogue import Claim
-from proxy.store.directory import NewState
-from proxy.store.files import StateFiles
+from proxy.store.files import StateFiles, final_name_of, id_of
 
 # Saving a slot to a file: the call, the checks of what came of it, and the repair.
 #
@@ -54,22 +53,28 @@ class SavedSlot:
     n_written: int
     seconds: float
 
-    def new_state(
+    def checkpoint(
         self, namespace: Namespace, kind: CheckpointKind, content: Content = NOTHING_BELIEVED
-    ) -> NewState:
-        """Return what the store is to commit of a slot that was believed to hold *content*."""
-        known = content if isinstance(content, Known) else None
-        return NewState(
-            self.file_name,
-            namespace,
-            kind,
-            self.state.tokens,
-            self.state.restore_points,
-            self.state.has_every_position,
-            self.parts,
-            cuts=Cuts(known.header, known.turn_start) if known else NO_CUTS,
+    ) -> Checkpoint:
+        """Return the checkpoint to commit for this file of a slot that was believed to hold *content*."""
+        known, now = content if isinstance(content, Known) else None, time.time()
+        return Checkpoint(
+            id=id_of(self.file_name),
+            namespace=namespace,
+            kind=kind,
+            n_tokens=len(self.state.tokens),
+            restore_points=self.state.restore_points,
+            has_every_position=self.state.has_every_position,
+            file_name=final_name_of(self.file_name),
+            size_bytes=self.state.size_bytes,
+            created_at=now,
+            last_used_at=now,
             n_prompt=len(known.tokens) if known else 0,
+            header=known.header if known else 0,
+            turn_start=known.turn_start if known else 0,
             marks=known.marks if known else (),
+            parts=self.parts,
+            verified_at=now,
             ancestors=origin_of(content).ancestors,
         )
 

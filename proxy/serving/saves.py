@@ -19,7 +19,7 @@ from proxy.core.saving import (
     points_of_others,
     select_points,
 )
-from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, origin_of
+from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, believed_after_save, origin_of
 from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace
 from proxy.errors import (
     CacheFault,
@@ -141,6 +141,9 @@ class SlotSaves:
                 self._process.note_clearing(clears=True)
             raise SaveRejected("the slot was empty: something has cleared it since")
         if state.tokens[: len(content.tokens)] == content.tokens:
+            self._process.n_believed_points = believed_after_save(
+                self._process.n_believed_points, content.restore_points, state.restore_points
+            )
             return
         self._table.set_content(slot_id, TAINTED)
         # Somebody else's request would hardly have left as many.
@@ -167,9 +170,10 @@ class SlotSaves:
         is_whole, ancestors = True, set(origin_of(content).ancestors)
         if isinstance(content, Known):
             saved, is_whole = await self._thin(saved, content, kind, relatives, ancestors)
-        new = saved.new_state(namespace, kind, content)
-        family = family_of(namespace, new.tokens, kind, new.cuts, relatives)
-        checkpoint = await store.commit(replace(new, family=family, ancestors=tuple(ancestors)))
+        new = saved.checkpoint(namespace, kind, content)
+        family = family_of(new, state.tokens, relatives)
+        new = replace(new, family=family, ancestors=tuple(ancestors))
+        checkpoint = await store.commit(new, state.tokens)
         self._table.note_save(slot_id, checkpoint)
         self._note_saved(slot_id, content, namespace, state, checkpoint)
         self._metrics.saves.labels("done").inc()

@@ -148,9 +148,9 @@ def _size_bytes(key: str, encoded: bytes) -> int:
     return len(key) + len(encoded) + _OVERHEAD_BYTES
 
 
-# Bodies. A body is what a JSON object was decoded to, with its keys in the order received. Nothing changes
-# an object in place: a changed object is a new one that shares what is untouched, and an object to which
-# nothing applies stays the very same one, which is how a change is noticed.
+# Bodies. A body is what a JSON object was decoded to, with its keys in the order received. Nothing
+# changes an object in place: a changed object is a new one that shares what is untouched, and an object
+# to which nothing applies stays the very same one, which is how a change is noticed.
 
 
 Json = dict[str, Any]

@@ -131,10 +131,10 @@ def sticky_tool_text(draft: Draft) -> None:
     draft.body = with_list(draft.body, "tools", [as_first_sent(tool) for tool in draft.tools])
 
 
-# Tool calls as the model wrote them. Claude Code and OpenCode send calls back changed: other key order, a
-# default added, a leading `cd ... &&` removed, "1" turned into 1. A call is restored only if what came back
-# still means what the model wrote, so that a call which the user edited stays edited. What is not JSON is
-# never restored: llama-server answers 500 to it.
+# Tool calls as the model wrote them. Claude Code and OpenCode send calls back changed: other key order,
+# a default added, a leading `cd ... &&` removed, "1" turned into 1. A call is restored only if what
+# came back still means what the model wrote, so that a call which the user edited stays edited. What is
+# not JSON is never restored: llama-server answers 500 to it.
 
 
 _CHANGE_OF_FOLDER = re.compile(r"""\Acd (?:"[^"\n]*"|'[^'\n]*'|[^\s;&|"']+) && """)

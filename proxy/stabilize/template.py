@@ -5,7 +5,6 @@ a body that llama-server refuses has no rendering.
 """
 
 from collections.abc import Mapping
-from enum import StrEnum
 from typing import Any
 
 from proxy.stabilize.drops import inline_reasoning
@@ -29,17 +28,6 @@ _TOOL = {
 }
 
 
-class TemplateProbe(StrEnum):
-    """The renderings that tell what a template does."""
-
-    LATE_SYSTEM = "late system"
-    RUNNING_TEXT = "text of a running turn"
-    RUNNING_CALL = "call of a running turn"
-    RUNNING_PADDED = "padded reasoning of a running turn"
-    RUNNING_BARE = "answer without reasoning of a running turn"
-    OLD_TEXT = "text of an old turn"
-
-
 def _says(role: str, content: str) -> Json:
     return {"role": role, "content": content}
 
@@ -55,28 +43,29 @@ def _old(content: str, reasoning: str = _REASONING) -> list[Json]:
     return [*_running(content, reasoning), closed, _says("user", _ASKS_AGAIN)]
 
 
-_MESSAGES: dict[TemplateProbe, list[Json]] = {
-    TemplateProbe.LATE_SYSTEM: [
+_MESSAGES: dict[str, list[Json]] = {
+    "late system": [
         _says("system", "Zaq"),
         _says("user", _ASKS),
         _says("assistant", _TEXT),
         _says("user", _ASKS_AGAIN),
         _says("system", _COMMANDS),
     ],
-    TemplateProbe.RUNNING_TEXT: _running(_TEXT),
-    TemplateProbe.RUNNING_CALL: _running(""),
-    TemplateProbe.RUNNING_PADDED: _running(_TEXT, _PADDED),
-    TemplateProbe.RUNNING_BARE: _running(_TEXT, ""),
-    TemplateProbe.OLD_TEXT: _old(_TEXT),
+    "old": _old(_TEXT),
+    "running": _running(_TEXT),
+    "running call": _running(""),
+    "running padded": _running(_TEXT, _PADDED),
+    "running bare": _running(_TEXT, ""),
 }
-BODIES: dict[TemplateProbe, dict[str, Any]] = {
-    probe: {"messages": messages, "tools": [_TOOL]} for probe, messages in _MESSAGES.items()
+"""Turns that run still, and an old one: with reasoning, padded reasoning or none, text or only a call."""
+BODIES: dict[str, dict[str, Any]] = {
+    name: {"messages": messages, "tools": [_TOOL]} for name, messages in _MESSAGES.items()
 }
 
 
-def read_facts(renderings: Mapping[TemplateProbe, str | None]) -> RequestFacts:
+def read_facts(renderings: Mapping[str, str | None]) -> RequestFacts:
     """Return what is known of a template by the renderings of `BODIES`; None for those refused."""
-    late = renderings.get(TemplateProbe.LATE_SYSTEM)
+    late = renderings.get("late system")
     return RequestFacts(
         # Rendered somewhere else than where it was said, it would change the beginning.
         accepts_late_system=late is not None and late.find(_COMMANDS) > late.find(_ASKS_AGAIN),
@@ -92,29 +81,21 @@ def inlined_body(facts: RequestFacts) -> dict[str, Any] | None:
     return None if draft.body is old else draft.body
 
 
-def keeps_inlined(rendering: str | None, renderings: Mapping[TemplateProbe, str | None]) -> bool:
+def keeps_inlined(rendering: str | None, renderings: Mapping[str, str | None]) -> bool:
     """Return whether the rendering of `inlined_body` begins as the turn did while it was running."""
     marks = _read_marks(renderings)
     if rendering is None or marks is None or rendering.count(_REASONING) != 2:
         return False
-    running = renderings[TemplateProbe.RUNNING_CALL] or ""
-    bare = (renderings[TemplateProbe.RUNNING_BARE] or "").split(_ASKS, 1)[-1]
+    running = renderings["running call"] or ""
+    bare = (renderings["running bare"] or "").split(_ASKS, 1)[-1]
     begins_alike = rendering.startswith(running[: running.find(_RETURNS)])
     return begins_alike and (not marks.writes_empty or bare.split(_RETURNS)[0] in rendering)
 
 
-def _read_marks(renderings: Mapping[TemplateProbe, str | None]) -> Marks | None:
+def _read_marks(renderings: Mapping[str, str | None]) -> Marks | None:
     """Return how reasoning is written, or None if it is kept anyway or cannot be told."""
-    old, running, called, padded, with_bare = (
-        renderings.get(probe) or ""
-        for probe in (
-            TemplateProbe.OLD_TEXT,
-            TemplateProbe.RUNNING_TEXT,
-            TemplateProbe.RUNNING_CALL,
-            TemplateProbe.RUNNING_PADDED,
-            TemplateProbe.RUNNING_BARE,
-        )
-    )
+    probes = ("old", "running", "running call", "running padded", "running bare")
+    old, running, called, padded, with_bare = (renderings.get(probe) or "" for probe in probes)
     if _REASONING in old or not all(_REASONING in text for text in (running, called, padded)):
         return None
     if _TEXT not in old or _TEXT not in running:

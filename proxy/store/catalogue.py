@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -62,47 +62,58 @@ class Claim:
         return WantedSave(self.n_bytes, self.spared_seconds)
 
 
-@dataclass
-class Budget:
-    """The limits, and what is claimed for files that are no checkpoints yet, by file name.
+_WRITTEN = "written"
 
-    `_written` has the sizes of those files that were written.
+
+class Budget:
+    """The limits, what is claimed for files that are no checkpoints yet, and what was written in a day.
+
+    The bytes that llama-server was let write are counted across restarts, by a value in the index.
     """
 
-    limits: Limits
-    _claims: dict[str, Claim] = field(default_factory=dict)
-    _written: dict[str, int] = field(default_factory=dict)
+    def __init__(self, limits: Limits, index: Index) -> None:
+        self.limits = limits
+        self.on_write: Callable[[int], None] = lambda _: None
+        self._index = index
+        self._written = index.value(_WRITTEN, Written) or Written()
+        self._claims: dict[str, Claim] = {}
+        self._settled: dict[str, int] = {}
+        """The sizes of files that were written, by name."""
 
     @property
-    def unwritten_bytes(self) -> int:
-        return sum(claim.n_bytes for name, claim in self._claims.items() if self.unwritten(name))
-
-    def unwritten(self, name: str) -> Claim | None:
-        """Return what was claimed for a file, unless the file was settled or released."""
-        return None if name in self._written else self._claims.get(name)
+    def _unwritten_bytes(self) -> int:
+        return sum(c.n_bytes for name, c in self._claims.items() if name not in self._settled)
 
     def reserve(self, name: str, claim: Claim) -> None:
-        """Count a file that is about to be written; raises NoRoom if it is too large in any case."""
+        """Count a file that is about to be written.
+
+        Raises NoRoom if it is too large in any case, or not worth what may still be written today.
+        """
+        limit, pending_bytes = self.max_bytes_per_day, self._unwritten_bytes
+        refusal = why_refused(claim.wanted, self._written, limit, time.time(), pending_bytes)
+        if refusal and not claim.is_passing:
+            raise NoRoom(WRITE_BUDGET, refusal)
         self._require_possible(claim.n_bytes)
         self._claims[name] = claim
 
     def settle(self, name: str, n_bytes: int) -> Claim:
         """Count a file as it was written; return what was claimed for it."""
-        self._written[name] = n_bytes
+        self._settled[name] = n_bytes
         self._require_possible(n_bytes)
         return self._claims[name]
 
     def release(self, name: str) -> None:
         """Count a file no more: it is a checkpoint now, or gone."""
         self._claims.pop(name, None)
-        self._written.pop(name, None)
+        self._settled.pop(name, None)
 
     def shortage(self, claim: Claim, stored_bytes: int, free_bytes: int) -> tuple[int, Removal]:
         """Return how many bytes are missing for all claims to fit, and by which limit."""
-        reserved_bytes = self.unwritten_bytes + sum(self._written.values())
+        unwritten_bytes = self._unwritten_bytes
+        reserved_bytes = unwritten_bytes + sum(self._settled.values())
         over_budget = stored_bytes + reserved_bytes - self.limits.max_bytes
         min_free_bytes = 0 if claim.is_passing else self.limits.min_free_bytes
-        short_of_free = self.unwritten_bytes + min_free_bytes - free_bytes
+        short_of_free = unwritten_bytes + min_free_bytes - free_bytes
         if short_of_free > max(0, over_budget):
             return short_of_free, Removal.FREE_SPACE
         return over_budget, Removal.BUDGET
@@ -114,18 +125,9 @@ class Budget:
                 f"a state of {n_bytes:,} bytes is more than max_store_bytes ({self.limits.max_bytes:,})",
             )
 
-
-_WRITTEN = "written"
-
-
-class WriteLedger:
-    """Counts the bytes of saved files across restarts, and refuses saves over the budget of a day."""
-
-    def __init__(self, index: Index, max_bytes_per_day: int) -> None:
-        self._index = index
-        self._written = index.value(_WRITTEN, Written) or Written()
-        self.max_bytes_per_day = max_bytes_per_day
-        self.on_write: Callable[[int], None] = lambda _: None
+    @property
+    def max_bytes_per_day(self) -> int:
+        return self.limits.max_write_bytes_per_day
 
     @property
     def last_day_bytes(self) -> int:
@@ -138,19 +140,16 @@ class WriteLedger:
 
     @property
     def has_plenty(self) -> bool:
-        """Whether so much of the budget is left that no save is refused for its little value."""
+        """Whether so much may still be written that no save is refused for its little value."""
         left_bytes = self.left_bytes
         return left_bytes is None or scarcity(left_bytes, self.max_bytes_per_day) == 0
 
-    def require(self, wanted: WantedSave, pending_bytes: int) -> None:
-        """Raise NoRoom if a save is not worth what is left of the budget."""
-        budget, now = self.max_bytes_per_day, time.time()
-        if refusal := why_refused(wanted, self._written, budget, now, pending_bytes):
-            raise NoRoom(WRITE_BUDGET, refusal)
-
-    def note(self, n_bytes: int, wanted: WantedSave) -> Callable[[], None]:
-        """Count *n_bytes* that were written; return what writes the count to the index."""
-        self._written = self._written.after(n_bytes, wanted, time.time())
+    def note_written(self, name: str, n_bytes: int) -> Callable[[], None]:
+        """Count what was written to a file, once; return what puts the count into the index."""
+        claim = self._claims.get(name)
+        if claim is None or name in self._settled or not n_bytes:
+            return lambda: None
+        self._written = self._written.after(n_bytes, claim.wanted, time.time())
         self.on_write(n_bytes)
         return partial(self._index.put_value, _WRITTEN, self._written)
 
@@ -243,6 +242,8 @@ class Catalogue:
         if record is not None:
             self.version += 1
             record = self._records[checkpoint_id] = replace(record, **changes)
+            if record.quarantine:
+                self._quarantined.add(checkpoint_id)
         return record
 
     def enter_elsewhere(self, checkpoint: Checkpoint, hashes: Sequence[PrefixHash]) -> None:

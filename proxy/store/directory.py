@@ -19,20 +19,11 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from proxy.core.model import (
-    NO_CUTS,
-    NO_FAMILY,
-    Checkpoint,
-    CheckpointId,
-    CheckpointKind,
-    Cuts,
-    Family,
-    FilePart,
-)
-from proxy.core.tokens import Namespace, PrefixHash, TokenIds, hash_prefixes
+from proxy.core.model import Checkpoint
+from proxy.core.tokens import PrefixHash, TokenIds, hash_prefixes
 from proxy.errors import IndexDamaged, StateFileMalformed, StoreFault, StoreLocked
 from proxy.llama.state_file import read_state_file
-from proxy.store.files import FileStamp, StateFiles, is_state_name
+from proxy.store.files import FileStamp, StateFiles, is_state_name, temporary_name_of
 from proxy.store.index import Entry, Index
 from proxy.store.known_models import Owner, introduce, owners
 
@@ -50,26 +41,21 @@ def keep_proxies_out(directory: Path, *, creates_lock: bool = False) -> Iterator
     Unless it *creates_lock*, a directory without a lock file stays so: the file would belong to the caller.
     No proxy has ever been there. With *creates_lock*, raises StoreFault if that cannot be done.
     """
-    path, descriptor = directory / LOCK_NAME, None
-    try:
-        flags = os.O_RDWR | os.O_CREAT if creates_lock else os.O_RDONLY
-        descriptor = os.open(path, flags, 0o600)
-    except OSError as error:
-        if creates_lock:
-            raise StoreFault(f"{directory}: {error}") from error
-        if not isinstance(error, FileNotFoundError):
-            raise StoreLocked(f"{path}: {error.strerror}") from error
-    if descriptor is None:
-        yield
-        return
-    try:
+    path = directory / LOCK_NAME
+    flags = os.O_RDWR | os.O_CREAT if creates_lock else os.O_RDONLY
+    with ExitStack() as opened:
         try:
+            descriptor = os.open(path, flags, 0o600)
+            opened.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise StoreLocked(f"another llama-prefix-cache uses {directory}") from error
+        except OSError as error:
+            if creates_lock:
+                raise StoreFault(f"{path}: {error.strerror}") from error
+            if not isinstance(error, FileNotFoundError):
+                raise StoreLocked(f"{path}: {error.strerror}") from error
         yield
-    finally:
-        os.close(descriptor)
 
 
 class Sidecar(msgspec.Struct, frozen=True):
@@ -113,24 +99,6 @@ class Rebuild:
         told = [f"{n_states} ({why})" for why, n_states in Counter(self.lost.values()).items()]
         lost = f"; lost: {', '.join(told)}" if told else "; no state is lost"
         return f"{self.reason}; {self.n_entered} entered again{lost}"
-
-
-@dataclass(frozen=True, slots=True)
-class NewState:
-    """A checked temporary state file, about to become a checkpoint."""
-
-    temporary_name: str
-    namespace: Namespace
-    kind: CheckpointKind
-    tokens: TokenIds
-    restore_points: tuple[int, ...]
-    has_every_position: bool
-    parts: tuple[FilePart, ...]
-    cuts: Cuts = NO_CUTS
-    n_prompt: int = 0
-    marks: tuple[int, ...] = ()
-    family: Family = NO_FAMILY
-    ancestors: tuple[CheckpointId, ...] = ()
 
 
 class StoreDirectory:
@@ -183,45 +151,30 @@ class StoreDirectory:
     # One checkpoint: entered, changed, removed.
 
     def commit(
-        self, state: NewState, hashes: Sequence[PrefixHash], touched: Sequence[Checkpoint] = ()
-    ) -> tuple[Checkpoint, FileStamp]:
-        """Seal a state's file and enter it; records *touched* since the last commit go along.
+        self,
+        checkpoint: Checkpoint,
+        tokens: TokenIds,
+        hashes: Sequence[PrefixHash],
+        touched: Sequence[Checkpoint] = (),
+    ) -> FileStamp:
+        """Give a file its final name and enter it; records *touched* since the last commit go along.
 
         Raises StoreFault or OSError, and then neither file nor entry is left.
         """
-        final_name = self.files.new_final_name()
-        stamp = self.files.seal(state.temporary_name, final_name)
-        now = time.time()
-        checkpoint = Checkpoint(
-            id=CheckpointId(int(final_name[4:20], 16) >> 1),
-            namespace=state.namespace,
-            kind=state.kind,
-            n_tokens=len(state.tokens),
-            restore_points=state.restore_points,
-            has_every_position=state.has_every_position,
-            file_name=final_name,
-            size_bytes=stamp[1],
-            created_at=now,
-            last_used_at=now,
-            header=state.cuts.header,
-            turn_start=state.cuts.turn_start,
-            n_prompt=state.n_prompt,
-            marks=state.marks,
-            family=state.family,
-            parts=state.parts,
-            verified_at=now,
-            ancestors=state.ancestors,
-        )
+        name = checkpoint.file_name
+        stamp = self.files.seal(temporary_name_of(name), name)
         try:
+            if stamp[1] != checkpoint.size_bytes:
+                raise StoreFault(f"{name} was changed since it was saved")
             self.write_sidecars([checkpoint])
             self.files.sync_directory()
-            self.index.put(checkpoint, state.tokens, hashes)
+            self.index.put(checkpoint, tokens, hashes)
         except (StoreFault, OSError):
-            self.files.remove(final_name)
+            self.files.remove(name)
             raise
         with suppress(StoreFault):
             self.index.update(touched)
-        return checkpoint, stamp
+        return stamp
 
     def update(
         self,

@@ -1,4 +1,8 @@
-"""The state files under --slot-save-path: their names, their order of life, and what was verified."""
+"""The state files under --slot-save-path: their names, their sizes, and which of them were verified.
+
+A file is written by llama-server under a temporary name, checked, synced and renamed by the proxy. Only
+names that this module makes are ever touched: whatever else lies in the directory is not ours.
+"""
 
 import asyncio
 import os
@@ -17,12 +21,6 @@ import xxhash
 from proxy.core.model import Checkpoint, CheckpointId, FilePart
 from proxy.errors import StateDamaged, StoreFault
 
-# The state files under --slot-save-path: names, checks, sizes, and the order of their life.
-#
-# A file is written by llama-server under a temporary name, checked, synced and renamed by the proxy. Only
-# names that this module makes are ever touched: whatever else lies in the directory is not ours.
-
-
 _OURS = re.compile(r"lpc-[0-9a-f]{16}\.(saving|state|meta)")
 _READ_BYTES = 256 << 10
 """Small enough that what was read is hashed out of the processor's cache."""
@@ -39,9 +37,6 @@ class StateFiles:
 
     def new_temporary_name(self) -> str:
         return f"lpc-{secrets.token_hex(8)}.saving"
-
-    def new_final_name(self) -> str:
-        return f"lpc-{secrets.token_hex(8)}.state"
 
     def sidecar_name(self, name: str) -> str:
         """Return the name of the small file beside a state."""
@@ -147,8 +142,9 @@ class StateFiles:
         return digest.digest()
 
     def remove(self, name: str) -> None:
-        """Delete a file and what lies beside it; without that nobody takes it for a checkpoint again."""
-        self.path(self.sidecar_name(name)).unlink(missing_ok=True)
+        """Delete a file; a state's record goes first: without it nobody takes it for a checkpoint again."""
+        if is_state_name(name):
+            self.path(self.sidecar_name(name)).unlink(missing_ok=True)
         self.path(name).unlink(missing_ok=True)
 
     def take_over(self, name: str) -> None:
@@ -178,6 +174,21 @@ class StateFiles:
             os.close(descriptor)
 
 
+def id_of(name: str) -> CheckpointId:
+    """Return the id of the checkpoint whose file has, or is to have, a name; it fits into 63 bits."""
+    return CheckpointId(int(name[4:20], 16) >> 1)
+
+
+def final_name_of(temporary: str) -> str:
+    """Return the name that a file gets with its commit."""
+    return temporary.replace(".saving", ".state")
+
+
+def temporary_name_of(final: str) -> str:
+    """Return the name that a file has until its commit."""
+    return final.replace(".state", ".saving")
+
+
 def is_state_name(name: str) -> bool:
     """Return whether a state of ours can have this name."""
     return bool(_OURS.fullmatch(name)) and name.endswith(".state")
@@ -191,18 +202,15 @@ def is_private(mode: int) -> bool:
     return not mode & (stat.S_IRWXO if mode & stat.S_ISGID else stat.S_IRWXO | stat.S_IRWXG)
 
 
-# Whether state files are what they were when llama-server had written them.
-#
-# Owns: which ones were found to be that in this process. Whoever changes a file changes its stamp, so
-# that it is verified once, and again when it changed; a disk that forgets changes no stamp.
-
+# Whether state files are what they were when llama-server had written them. A change of a file changes its
+# stamp, so a file is verified once, and again after a change. A failing disk changes no stamp.
 
 _N_THREADS = 4
 """More than there may be processors: a disk reads several parts at once faster than one after the other."""
 
 
 class Verification:
-    """Holds files against the checksums of their parts."""
+    """Compares files with the checksums of their parts, and knows which were verified in this process."""
 
     def __init__(self, files: StateFiles) -> None:
         self._files = files
@@ -239,19 +247,18 @@ class Verification:
         *offsets, n_bytes = accumulate((part.n_bytes for part in parts), initial=0)
         if stamp[1] != n_bytes:
             raise StateDamaged(f"{name} has {stamp[1]:,} bytes instead of {n_bytes:,}")
-        loop, has_part = asyncio.get_running_loop(), self._files.has_part
+        has_part = partial(self._files.has_part, name, keeps_pages=not bytes_per_second)
+
+        def read(offset: int, part: FilePart) -> asyncio.Future[bool]:
+            loop = asyncio.get_running_loop()
+            return loop.run_in_executor(self._threads, has_part, offset, part)
+
         if not bytes_per_second:
-            found = await asyncio.gather(
-                *(
-                    loop.run_in_executor(self._threads, has_part, name, offset, part)
-                    for offset, part in zip(offsets, parts, strict=True)
-                )
-            )
+            found = await asyncio.gather(*map(read, offsets, parts))
         else:
             found = []
             for offset, part in zip(offsets, parts, strict=True):
-                read = partial(has_part, name, offset, part, keeps_pages=False)
-                found.append(await loop.run_in_executor(self._threads, read))
+                found.append(await read(offset, part))
                 await asyncio.sleep(part.n_bytes / bytes_per_second)
         if not all(found):
             raise StateDamaged(

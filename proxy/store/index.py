@@ -86,11 +86,9 @@ class Index:
                 self._put_value(txn, _REBUILD, "it was not there")
         elif found != FORMAT_VERSION:
             self.close()
-            age = "a newer" if found > FORMAT_VERSION else "an older"
             raise StoreFault(
-                f"index {path} has format {found} of {age} llama-prefix-cache; this one reads "
-                f"{FORMAT_VERSION}. Use that version again, or delete index/ and lpc-* in the same "
-                "directory: prompts are then evaluated anew, and nothing else is lost"
+                f"index {path} has format {found}, this version reads {FORMAT_VERSION}. Use the version "
+                "that wrote it, or delete index/ and lpc-* beside it: prompts are then evaluated anew"
             )
 
     def close(self) -> None:
@@ -335,8 +333,15 @@ def read_index(directory: Path) -> IndexContent:
     try:
         with TemporaryDirectory() as folder:
             sound = sound_file(path, Path(folder) / "data.mdb")
-            with _open_file(str(sound), readonly=True) as environment:
-                content = _content_of(environment)
+            with _open_file(str(sound), readonly=True) as environment, environment.begin() as txn:
+                checkpoints, values = (
+                    txn.cursor(environment.open_db(name, txn, create=False))
+                    for name in (b"checkpoints", b"values")
+                )
+                content = IndexContent(
+                    tuple(decode_records(checkpoints)),
+                    {name.decode(): data for name, data in values if is_readable(name)},
+                )
     except (lmdb.Error, OSError) as error:
         raise StoreFault(f"the index {path} cannot be read: {error}") from error
     found = content.value("format", int)
@@ -345,16 +350,6 @@ def read_index(directory: Path) -> IndexContent:
             f"the index {path} has format {found}, this version reads {FORMAT_VERSION}"
         )
     return content
-
-
-def _content_of(environment: lmdb.Environment) -> IndexContent:
-    checkpoints = environment.open_db(b"checkpoints", create=False)
-    values = environment.open_db(b"values", create=False)
-    with environment.begin() as txn:
-        return IndexContent(
-            tuple(decode_records(txn.cursor(checkpoints))),
-            {name.decode(): data for name, data in txn.cursor(values) if is_readable(name)},
-        )
 
 
 # Files that LMDB can be trusted with.
@@ -381,7 +376,9 @@ def sound_file(path: Path, copy: Path) -> Path:
         return file  # LMDB makes a new one
     with file.open("rb"):  # may be read
         pass
-    if (sealed := _sealed_digest(file)) is None:
+    try:
+        sealed = seal_of(file).read_text().split()[-1]  # older versions put a number before it
+    except (OSError, ValueError, IndexError):
         _copy_apart(path, copy)
         return copy
     if sealed != _digest(file):
@@ -399,14 +396,6 @@ def seal(file: Path) -> None:
 
 def seal_of(file: Path) -> Path:
     return file.with_suffix(".xxh3")
-
-
-def _sealed_digest(file: Path) -> str | None:
-    """Return the checksum of a closed file; None if it was not closed."""
-    try:
-        return seal_of(file).read_text().split()[-1]  # older versions put a number before it
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def _digest(file: Path) -> str:

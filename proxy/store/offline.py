@@ -54,15 +54,9 @@ class ProblemKind(StrEnum):
         "it is left alone: see who owns it, and its mode",
     )
     FILE_CHANGED = "the file of a checkpoint is not what was saved", "file and entry are removed"
-    MADE_OF_CHANGED = (
-        "a checkpoint may stem from one that is not what was saved",
-        "file and entry are removed",
-    )
-    TOKENS_DIFFER = (
-        "a file holds other tokens than the index says",
-        "the index is made anew from the states",
-    )
-    NOT_FOUND = "a checkpoint would not be found", "the index is made anew from the states"
+    MADE_OF_CHANGED = "a checkpoint may stem from one that is not what was saved", "it is removed"
+    TOKENS_DIFFER = "a file holds other tokens than the index says", "the index is made anew"
+    NOT_FOUND = "a checkpoint would not be found", "the index is made anew"
     RECORD_GONE = "the record beside a state is gone or damaged", "it is written again"
     FILE_WITHOUT_ENTRY = "a file that no entry names", "it is removed"
     VALUE_UNREADABLE = "a value in the index that cannot be read", "it is removed"

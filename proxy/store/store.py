@@ -10,34 +10,24 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from proxy.core.eviction import Present, Removal, family_of
-from proxy.core.model import Candidate, Checkpoint, CheckpointId, Cuts, Quarantine
+from proxy.core.model import Candidate, Checkpoint, CheckpointId, Quarantine
 from proxy.core.tokens import Namespace, TokenIds, count_blocks, hash_prefixes, token_ids
 from proxy.errors import NoRoom, StateDamaged, StoreFault
-from proxy.store.catalogue import Budget, Catalogue, Claim, Limits, WriteLedger
-from proxy.store.directory import NewState, StoreDirectory
-from proxy.store.files import FileStamp, Verification
+from proxy.store.catalogue import Budget, Catalogue, Claim, Limits
+from proxy.store.directory import StoreDirectory
+from proxy.store.files import FileStamp, Verification, temporary_name_of
 from proxy.store.index import Entry
 
 MAX_COMPARED = 512
 """How many checkpoints one lookup compares token by token, at most."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class OpeningReport:
-    """What opening a store found and removed."""
-
-    n_checkpoints: int
-    n_entries_without_file: int
-    n_files_without_entry: int
-    n_over_budget: int = 0
 
 
 class CheckpointStore(Catalogue):
@@ -54,12 +44,12 @@ class CheckpointStore(Catalogue):
         self.removals = Counter({reason: 0 for reason in Removal})
         self.on_removal: Callable[[Checkpoint, TokenIds | None, Removal], None] = lambda *_: None
         self.on_damage: Callable[[Checkpoint, list[Checkpoint]], None] = lambda *_: None
-        self._verifying: dict[CheckpointId, asyncio.Future[StoreFault | None]] = {}
+        self._verifying: dict[CheckpointId, asyncio.Future[None]] = {}
         self._damaged: set[CheckpointId] = set()
-        self._budget = Budget(limits)
         self._directory = StoreDirectory(directory)
         self.files, self.index = self._directory.files, self._directory.index
         try:
+            self.writes = self._budget = Budget(limits, self.index)
             self.report = self._enter_all()
         except BaseException as error:
             self._directory.close()
@@ -69,9 +59,9 @@ class CheckpointStore(Catalogue):
         self._verification = Verification(self.files)
         # LMDB wants one writer.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-writer")
-        self.writes = WriteLedger(self.index, limits.max_write_bytes_per_day)
 
-    def _enter_all(self) -> OpeningReport:
+    def _enter_all(self) -> dict[str, int]:
+        """Enter what is there, bring the store within its budget, and return what was found and removed."""
         intact, n_entries, n_files = self._directory.sweep()
         for checkpoint in intact:
             tokens = self.index.tokens(checkpoint.id) or token_ids(())
@@ -83,7 +73,12 @@ class CheckpointStore(Catalogue):
             self.forget(victim.id)
         self.removals[Removal.BUDGET] += len(victims)
         self.removals[Removal.BROKEN] += n_entries
-        return OpeningReport(len(self), n_entries, n_files, len(victims))
+        return {
+            "n_checkpoints": len(self),
+            "n_entries_without_file": n_entries,
+            "n_files_without_entry": n_files,
+            "n_over_budget": len(victims),
+        }
 
     def _over_budget(self) -> list[Checkpoint]:
         return self.victims(self.size_bytes - self.limits.max_bytes, Present(time.time()))
@@ -200,54 +195,48 @@ class CheckpointStore(Catalogue):
         be read or is not what was saved; then it is gone, and with it whatever may stem from it.
         """
         if bytes_per_second:
-            fault = await self._verify(checkpoint, bytes_per_second)
-        elif self._verification.is_done(checkpoint):
-            return
-        else:
-            fault = await asyncio.shield(self._begin_to_verify(checkpoint))
-        if fault is not None:
-            raise fault
+            await self._verify(checkpoint, bytes_per_second)
+        elif not self._verification.is_done(checkpoint):
+            await asyncio.shield(self._begin_to_verify(checkpoint))
 
-    def _begin_to_verify(self, checkpoint: Checkpoint) -> "asyncio.Future[StoreFault | None]":
-        verifying = self._verifying.get(checkpoint.id)
-        if verifying is None:
+    def _begin_to_verify(self, checkpoint: Checkpoint) -> "asyncio.Future[None]":
+        def end(verifying: "asyncio.Future[None]") -> None:
+            del self._verifying[checkpoint.id]
+            if not verifying.cancelled():
+                verifying.exception()  # nobody need have waited for it
+
+        if checkpoint.id not in self._verifying:
             verifying = asyncio.ensure_future(self._verify(checkpoint))
             self._verifying[checkpoint.id] = verifying
-            verifying.add_done_callback(lambda _: self._verifying.pop(checkpoint.id))
-        return verifying
+            verifying.add_done_callback(end)
+        return self._verifying[checkpoint.id]
 
-    async def _verify(
-        self, checkpoint: Checkpoint, bytes_per_second: float = 0.0
-    ) -> StoreFault | None:
-        """Verify a file, and return what is wrong with it; whatever that is, it is offered no more."""
+    async def _verify(self, checkpoint: Checkpoint, bytes_per_second: float = 0.0) -> None:
+        """Verify a file; whatever is wrong with it, it is offered no more."""
         try:
             await self._verification.verify(checkpoint, bytes_per_second=bytes_per_second)
-        except StateDamaged as damage:
-            return await self._remove_damaged(checkpoint) or damage
+        except StateDamaged:
+            await self._remove_damaged(checkpoint)
+            raise
         except OSError as error:
             self.quarantine(checkpoint)
             with suppress(StoreFault):
                 if isinstance(error, FileNotFoundError):
                     await self.remove(checkpoint, Removal.BROKEN)
-            return StoreFault(f"{checkpoint.file_name}: {error.strerror}")
+            raise StoreFault(f"{checkpoint.file_name}: {error.strerror}") from error
         self.note_verified(checkpoint)
         if not bytes_per_second:
             self.note_read(checkpoint)
-        return None
 
-    async def _remove_damaged(self, damaged: Checkpoint) -> StoreFault | None:
-        """Remove a checkpoint and what may stem from it; return what prevents that."""
+    async def _remove_damaged(self, damaged: Checkpoint) -> None:
+        """Remove a checkpoint and what may stem from it; raises StoreFault if something prevents that."""
         damaged = self.get(damaged.id) or damaged
         stemming = [c for c in self if c.may_stem_from(damaged)]
         for checkpoint in (damaged, *stemming):
             self._damaged.add(checkpoint.id)
             self.quarantine(checkpoint)  # should it not go
         self.on_damage(damaged, stemming)
-        try:
-            await self._remove([damaged, *stemming], Removal.BROKEN)
-        except StoreFault as fault:
-            return fault
-        return None
+        await self._remove([damaged, *stemming], Removal.BROKEN)
 
     # Changing records.
 
@@ -255,11 +244,7 @@ class CheckpointStore(Catalogue):
         self, checkpoints: Iterable[Checkpoint], quarantine: Quarantine
     ) -> None:
         """Never offer checkpoints again, whatever restarts; return once that is on disk."""
-        changed = []
-        for checkpoint in checkpoints:
-            self.quarantine(checkpoint)
-            changed.append(self.change(checkpoint.id, quarantine=quarantine))
-        await self._update(*changed)
+        await self._update(*(self.change(c.id, quarantine=quarantine) for c in checkpoints))
 
     async def pin(self, checkpoint_id: CheckpointId, *, is_pinned: bool) -> Checkpoint | None:
         """Keep a checkpoint whatever happens, or no longer; None if it is gone."""
@@ -278,9 +263,8 @@ class CheckpointStore(Catalogue):
             if tokens is None:
                 return
             new, relatives = hash_prefixes(namespace, tokens), self.find(namespace, tokens)
-            cuts = Cuts(checkpoint.header, checkpoint.turn_start)
-            family = family_of(namespace, tokens, checkpoint.kind, cuts, relatives)
-            moved = replace(checkpoint, namespace=namespace, family=family)
+            moved = replace(checkpoint, namespace=namespace)
+            moved = replace(moved, family=family_of(moved, tokens, relatives))
             old = hash_prefixes(checkpoint.namespace, tokens)
             await self._write(
                 partial(self._directory.update, [moved], old, new),
@@ -298,8 +282,6 @@ class CheckpointStore(Catalogue):
         The bytes stay reserved until that name is committed or discarded. Raises NoRoom, and nothing
         was removed, if what may go does not suffice.
         """
-        if not claim.is_passing:
-            self.writes.require(claim.wanted, self._budget.unwritten_bytes)
         name = self.files.new_temporary_name()
         self._budget.reserve(name, claim)
         await self._make_room(name, claim)
@@ -332,24 +314,25 @@ class CheckpointStore(Catalogue):
             self._budget.release(name)
             raise
 
-    async def commit(self, state: NewState) -> Checkpoint:
-        """Seal a state's file and enter it in the index; raises StoreFault if either fails.
+    async def commit(self, checkpoint: Checkpoint, tokens: TokenIds) -> Checkpoint:
+        """Give the file of a checkpoint its final name, and enter it; raises StoreFault if either fails.
 
         So it does if the state goes back to one that turned out damaged meanwhile.
         """
-        if not self._damaged.isdisjoint(state.ancestors):
+        if not self._damaged.isdisjoint(checkpoint.ancestors):
             raise StoreFault("what the slot was restored from is damaged")
-        hashes = hash_prefixes(state.namespace, state.tokens)
+        hashes = hash_prefixes(checkpoint.namespace, tokens)
 
-        def enter(committed: tuple[Checkpoint, FileStamp]) -> None:
-            checkpoint, stamp = committed
+        def enter(stamp: FileStamp) -> None:
             self._verification.note(checkpoint.id, stamp)
             self.enter(checkpoint, hashes)
             self.note_read(checkpoint)
-            self._budget.release(state.temporary_name)
+            self._budget.release(temporary_name_of(checkpoint.file_name))
 
-        work = partial(self._directory.commit, state, hashes, self.take_touched())
-        return (await self._write(work, then=enter))[0]
+        touched = self.take_touched()
+        work = partial(self._directory.commit, checkpoint, tokens, hashes, touched)
+        await self._write(work, then=enter)
+        return checkpoint
 
     async def discard(self, temporary_name: str) -> None:
         """Delete a temporary file that did not become a checkpoint."""
@@ -360,11 +343,8 @@ class CheckpointStore(Catalogue):
         )
 
     async def _count_written(self, name: str, n_bytes: int) -> None:
-        """Count what llama-server has written to a reserved file, once."""
-        claim = self._budget.unwritten(name)
-        if claim is not None and n_bytes:
-            with suppress(StoreFault):  # then it is counted until this process ends
-                await self._write(self.writes.note(n_bytes, claim.wanted))
+        with suppress(StoreFault):  # then it is counted until this process ends
+            await self._write(self._budget.note_written(name, n_bytes))
 
     # Removing checkpoints.
 

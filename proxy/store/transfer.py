@@ -10,6 +10,7 @@ import os
 import shutil
 import tarfile
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +18,12 @@ from typing import IO
 
 import msgspec
 
-from proxy.core.model import Checkpoint, Cuts
+from proxy.core.model import Checkpoint
 from proxy.core.tokens import TokenIds, hash_prefixes, tokens_from_bytes, tokens_to_bytes
 from proxy.errors import CacheFault, StateFileMalformed, StoreFault
 from proxy.llama.state_file import read_state_file
-from proxy.store.directory import LOCK_NAME, NewState, StoreDirectory
+from proxy.store.directory import LOCK_NAME, StoreDirectory
+from proxy.store.files import final_name_of, id_of
 from proxy.store.known_models import Owner, introduce, knows_models, namespace_of, owners
 from proxy.store.offline import Note
 
@@ -237,14 +239,13 @@ def _enter(
             shutil.copyfileobj(state, target, _CHUNK_BYTES)
         if not store.files.is_intact(name, record.content):
             raise BundleRefused("a state in it is damaged")
-        new = _new_state(name, record, store, tokens)
+        entered = _as_entered(store, name, record, tokens)
         for dead in same:
             store.remove(dead)
         # Only now: a file that is refused must not leave a directory that knows its model.
-        new = replace(new, namespace=introduce(store.index, owner))
-        entered, _ = store.commit(new, hash_prefixes(new.namespace, tokens))
-        if any(dead.is_pinned for dead in same):
-            store.pin(entered, is_pinned=True)
+        namespace, is_pinned = introduce(store.index, owner), any(dead.is_pinned for dead in same)
+        entered = replace(entered, namespace=namespace, is_pinned=is_pinned)
+        store.commit(entered, tokens, hash_prefixes(namespace, tokens))
         return entered
     finally:
         store.files.remove(name)
@@ -259,24 +260,33 @@ def _of_same_tokens(store: StoreDirectory, owner: Owner, tokens: TokenIds) -> li
     return [checkpoint for checkpoint in store.checkpoints() if checkpoint.id in ids] if ids else []
 
 
-def _new_state(name: str, record: Checkpoint, store: StoreDirectory, tokens: TokenIds) -> NewState:
-    """Return what is to be committed, as far as the state file itself bears it out."""
+def _as_entered(
+    store: StoreDirectory, name: str, record: Checkpoint, tokens: TokenIds
+) -> Checkpoint:
+    """Return the record of a file that is to be entered, as far as the file itself bears it out."""
     try:
         state = read_state_file(store.files.path(name))
     except StateFileMalformed as error:
         raise BundleRefused(f"a state in it is none: {error}") from error
     if state.tokens != tokens or not tokens:
         raise BundleRefused("a state in it holds other tokens than it says")
-    return NewState(
-        name,
-        record.namespace,
-        record.kind,
-        tokens,
-        state.restore_points,
-        state.has_every_position,
-        record.content,
-        cuts=Cuts(header=record.header, turn_start=record.turn_start),
+    now = time.time()
+    return Checkpoint(
+        id=id_of(name),
+        namespace=record.namespace,
+        kind=record.kind,
+        n_tokens=len(tokens),
+        restore_points=state.restore_points,
+        has_every_position=state.has_every_position,
+        file_name=final_name_of(name),
+        size_bytes=state.size_bytes,
+        created_at=now,
+        last_used_at=now,
+        header=record.header,
+        turn_start=record.turn_start,
         n_prompt=record.n_prompt,
         marks=record.marks,
         family=record.family,
+        parts=record.content,
+        verified_at=now,
     )

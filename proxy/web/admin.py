@@ -1,13 +1,17 @@
-"""Which browsers the admin listener answers: those that ask for it by a name that only this place has.
+"""The admin listener: health, metrics, recent requests, the store, and warming, for operators only.
 
-A page of another site can have its own name lead to 127.0.0.1 (DNS rebinding) and then read what is
-answered as if it were its own; only the name in Host gives it away. Names without a dot, and those under
-the domains below, cannot be had by anybody out there.
+Loopback by default. It has no password, so `only_own_pages` keeps other sites' pages out: a page of another
+site can have its own name lead to 127.0.0.1 (DNS rebinding) and then read what is answered as if it were
+its own; only the name in Host gives it away. Names without a dot, and those under the domains below, cannot
+be had by anybody out there. Browsers send an Origin with every request that comes from another site's page,
+and with each one that changes something.
 """
 
 import asyncio
 import ipaddress
+import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -17,11 +21,12 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from proxy.core.conditions import EXPLANATIONS
-from proxy.core.rates import Rates
-from proxy.core.slots import SlotTable, state_of
-from proxy.errors import CacheFault, ProxyError
-from proxy.explain.report import Journal
+from proxy.core.eviction import Present, Removal
+from proxy.core.model import Checkpoint, CheckpointId
+from proxy.core.slots import state_of
+from proxy.core.tokens import Namespace
+from proxy.errors import CacheFault, ProxyError, StoreFault
+from proxy.explain import views
 from proxy.health import Degradation
 from proxy.llama.bodies import header_request, parse_body, route_path
 from proxy.llama.routes import Aliases, Route, generation_route, with_alias
@@ -31,19 +36,17 @@ from proxy.servers.server import Server
 from proxy.servers.warming import NotKnown, Warming, send_for_nobody
 from proxy.serving.process import Shared
 from proxy.serving.request import Request
+from proxy.store.known_models import model_names
+from proxy.store.store import CheckpointStore
 from proxy.web.clients import keys_of, tenant_of
-from proxy.web.stored import is_asked_for, json_response, refuse_foreign_pages
-
-# Which browsers the admin listener answers: those that ask for it by a name that only this place has.
-#
-# A page of another site can have its own name lead to 127.0.0.1 (DNS rebinding) and then read what is
-# answered as if it were its own; only the name in Host gives it away. Names without a dot, and those
-# under the domains below, cannot be had by anybody out there.
-
 
 _PRIVATE = (".localhost", ".local", ".internal", ".home.arpa", ".lan")
 _FOR_PROGRAMS = ("/health", "/metrics")
 """No word of any prompt is in these."""
+_CACHED = (Route.CHAT, Route.COMPLETION, Route.MESSAGES, Route.RESPONSES)
+_NOT_THERE = "there is no checkpoint with this id"
+_MOST = 1 << 40
+"""No number in a query is larger."""
 
 
 def is_own_name(host: str, *own_hosts: str) -> bool:
@@ -59,88 +62,216 @@ def is_own_name(host: str, *own_hosts: str) -> bool:
     return True
 
 
-def only_by_own_names(*own_hosts: str) -> Middleware:
-    """Return a middleware that refuses requests for anybody else's names."""
+def only_own_pages(*own_hosts: str) -> Middleware:
+    """Return a middleware that refuses requests for anybody else's names, and other sites' pages."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in _FOR_PROGRAMS and not is_own_name(request.host, *own_hosts):
-            raise web.HTTPForbidden(
-                text=f"ask by an address, or put the name of {request.host!r} into admin_hosts: other "
-                "sites' pages could otherwise read this under a name of theirs"
+        if request.path in _FOR_PROGRAMS:
+            return await handler(request)
+        if not is_own_name(request.host, *own_hosts):
+            raise _refused(
+                web.HTTPForbidden,
+                f"ask by an address, or put the name of {request.host!r} into admin_hosts: other "
+                "sites' pages could otherwise read this under a name of theirs",
             )
-        return await handler(request)
+        origin = request.headers.get("Origin")
+        if origin is not None and origin.partition("://")[2].lower() != request.host.lower():
+            raise _refused(web.HTTPForbidden, "not for pages of other sites")
+        try:
+            return await handler(request)
+        except NotKnown as why:
+            raise _refused(web.HTTPNotFound, str(why)) from why
+        except StoreFault as fault:
+            raise _refused(web.HTTPServiceUnavailable, str(fault)) from fault
 
     return check
 
 
-# The admin listener's view of recent requests: what each reused, and why not more.
-#
-# Browsers' foreign pages are refused, as for checkpoints: explanations hold a few words of prompts.
+def json_response(content: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(content), content_type="application/json")
 
 
-DEFAULT_LIMIT = 50
+def _refused(kind: type[web.HTTPException], why: str, **more: Any) -> web.HTTPException:
+    """Return an error of the admin listener: `error` says why."""
+    text = msgspec.json.encode({"error": why, **more}).decode()
+    return kind(text=text, content_type="application/json")
 
 
-class RequestList:
-    """Lists and explains requests."""
+class Admin:
+    """Answers operators."""
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-
-    def routes(self) -> list[web.RouteDef]:
-        return [web.get("/requests", self.list), web.get("/requests/{id}", self.explain)]
-
-    async def list(self, request: web.Request) -> web.Response:
-        """Return the last requests that have ended, the newest first."""
-        refuse_foreign_pages(request)
-        try:
-            limit = int(request.query.get("limit", DEFAULT_LIMIT))
-        except ValueError:
-            return json_response(400, {"error": "limit is not a number"})
-        return json_response(200, {"requests": self._journal.latest(limit)})
-
-    async def explain(self, request: web.Request) -> web.Response:
-        """Return the explanation of one request by its id, or of the last one."""
-        refuse_foreign_pages(request)
-        request_id = request.match_info["id"]
-        explanation = self._journal.explain(request_id)
-        if explanation is None:
-            return json_response(404, {"error": self._journal.why_unknown(request_id)})
-        return json_response(200, explanation)
-
-
-# The admin listener's way to have a header evaluated and kept: POST /warm.
-
-
-_CACHED = (Route.CHAT, Route.COMPLETION, Route.MESSAGES, Route.RESPONSES)
-
-
-class Warm:
-    """Answers POST /warm with a line of JSON whenever there is progress, and one for the end."""
-
-    def __init__(self, warming: Warming, aliases: Aliases) -> None:
-        self._warming = warming
+    def __init__(self, shared: Shared, pool: Pool, aliases: Aliases) -> None:
+        self._shared = shared
+        self._pool = pool
+        self._warming = Warming(shared, pool)
         self._aliases = aliases
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.post("/warm", self.warm)]
+        return [
+            web.get("/health", self.health),
+            web.get("/metrics", self.metrics),
+            web.get("/requests", self.requests),
+            web.get("/requests/{id}", self.explain),
+            web.get("/checkpoints", self.checkpoints),
+            web.delete("/checkpoints", self.delete_selected),
+            web.delete("/checkpoints/{id}", self.delete),
+            web.put("/checkpoints/{id}/pin", self.pin),
+            web.delete("/checkpoints/{id}/pin", self.pin),
+            web.get("/tree", self.tree),
+            web.post("/warm", self.warm),
+        ]
+
+    # How well requests are served.
+
+    async def health(self, request: web.Request) -> web.Response:
+        """200 as long as requests are answered; `state` and `reasons` say how well they are cached."""
+        degradations, store = self._shared.everywhere, self._shared.opened_store
+        body: dict[str, object] = {
+            "state": degradations.state,
+            "since": moment(degradations.since),
+            "reasons": [describe(degradation) for degradation in degradations.active],
+        }
+        if self._pool.is_single:
+            body |= _describe_server(self._pool.servers[0])
+        else:
+            body["llama_servers"] = {s.name: _describe_server(s) for s in self._pool.servers}
+        body["waiting"] = self._pool.n_waiting
+        body["background_tasks"] = len(self._shared.tasks)
+        if store is not None:
+            total = self._shared.metrics.total
+            n_bytes, n_restored = total("written_bytes"), total("restored_tokens")
+            n_reused = total("prompt_tokens", source="reused")
+            body["checkpoints"], body["checkpoint_bytes"] = len(store), store.size_bytes
+            body["writes"] = {
+                "bytes_last_day": store.writes.last_day_bytes,
+                "max_bytes_per_day": store.writes.max_bytes_per_day,
+                # Since the proxy started.
+                "bytes_per_reused_token": round(n_bytes / n_reused, 1) if n_reused else None,
+                "bytes_per_restored_token": round(n_bytes / n_restored, 1) if n_restored else None,
+            }
+        return json_response(body)
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        headers = {"Content-Type": CONTENT_TYPE_LATEST}
+        return web.Response(body=self._shared.metrics.exposition(), headers=headers)
+
+    # Recent requests: what each reused, and why not more.
+
+    async def requests(self, request: web.Request) -> web.Response:
+        """Return the last requests that have ended, the newest first."""
+        limit = _whole_number(request, "limit", 50)
+        return json_response({"requests": self._shared.journal.latest(limit)})
+
+    async def explain(self, request: web.Request) -> web.Response:
+        """Return the explanation of one request by its id, or of the last one."""
+        journal, request_id = self._shared.journal, request.match_info["id"]
+        if (explanation := journal.explain(request_id)) is None:
+            raise _refused(web.HTTPNotFound, journal.why_unknown(request_id))
+        return json_response(explanation)
+
+    # The store: which checkpoints there are, pinning and deleting them, and their tree.
+
+    async def checkpoints(self, request: web.Request) -> web.Response:
+        """Return all checkpoints, the most valuable first."""
+        store = self._shared.store
+        names, present = model_names(store.index), self._shared.served.present()
+        listed = [_listed(checkpoint, names, store, present) for checkpoint in store]
+        return json_response({"checkpoints": sorted(listed, key=lambda c: -(c.value_seconds or 0))})
+
+    async def tree(self, request: web.Request) -> web.Response:
+        """Return a node of the store's tree and a page of its children; without `parent` the root.
+
+        `next_offset` is where the next page begins, null at the end. `version` changes with the store:
+        pages of one list belong together while it stays.
+        """
+        store = self._shared.store
+        limit = min(_whole_number(request, "limit", 100), 1000)
+        offset, node_id = _whole_number(request, "offset"), _node_id(request, "parent")
+        names, present = model_names(store.index), self._shared.served.present()
+        checkpoints, known = views.under(node_id, store), (names, present.rates_by)
+        node = views.node_of(node_id, checkpoints, *known)
+        if node_id != views.STORE and not node.n_checkpoints:
+            raise _refused(web.HTTPNotFound, "there is no checkpoint under this node")
+        children = [
+            _listed(child, names, store, present) if isinstance(child, Checkpoint) else child
+            for child in views.children_of(node_id, checkpoints, *known, offset, limit)
+        ]
+        end = offset + len(children)
+        return json_response(
+            {
+                "node": node,
+                "children": children,
+                "next_offset": end if end < node.n_children else None,
+                "version": store.version,
+            }
+        )
+
+    async def pin(self, request: web.Request) -> web.Response:
+        """Keep a checkpoint whatever happens (PUT), until it is unpinned (DELETE)."""
+        store = self._shared.store
+        checkpoint_id = _named(request, store).id
+        found = await store.pin(checkpoint_id, is_pinned=request.method == "PUT")
+        if found is None:
+            raise _refused(web.HTTPNotFound, _NOT_THERE)
+        return json_response(
+            {
+                "id": f"{found.id:016x}",
+                "is_pinned": found.is_pinned,
+                "pinned_bytes": store.pinned_bytes,
+                "max_store_bytes": store.limits.max_bytes,
+            }
+        )
+
+    async def delete(self, request: web.Request) -> web.Response:
+        """Delete one checkpoint, a pinned one only with `pinned`."""
+        store = self._shared.store
+        checkpoint = _named(request, store)
+        if checkpoint.is_pinned and not _is_asked_for(request, "pinned"):
+            kept = msgspec.structs.asdict(views.Deleted(0, 0, n_pinned=1))
+            raise _refused(web.HTTPConflict, "it is pinned", **kept)
+        deleted = await _delete(store, [checkpoint])
+        if deleted.n_in_use:
+            kept = msgspec.structs.asdict(deleted)
+            raise _refused(web.HTTPConflict, "it is in use; try again", **kept)
+        return json_response(deleted)
+
+    async def delete_selected(self, request: web.Request) -> web.Response:
+        """Delete what lies under a node, was not used for so long, or with `all` everything."""
+        store = self._shared.store
+        if store.rebuild_reason:  # what is not entered yet would come back
+            raise StoreFault("the index is made anew: try again in a while")
+        selection = views.Selection(
+            _node_id(request, "under"),
+            _whole_number(request, "unused_seconds"),
+            _is_asked_for(request, "pinned"),
+        )
+        is_everything = selection.node == views.STORE and not selection.unused_seconds
+        if is_everything and not _is_asked_for(request, "all"):
+            raise _refused(web.HTTPBadRequest, "say `under`, `unused_seconds` or `all`")
+        selected, n_pinned = views.select(selection, store, time.time())
+        if _is_asked_for(request, "dry_run"):
+            n_bytes = sum(c.size_bytes for c in selected)
+            return json_response(views.Deleted(len(selected), n_bytes, n_pinned, 0, True))
+        return json_response(await _delete(store, selected, n_pinned))
+
+    # Warming: a header is evaluated and kept before somebody needs it.
 
     async def warm(self, request: web.Request) -> web.StreamResponse:
         """Evaluate and keep the header of the request that is the body; `path` says whose form it has.
 
-        Without a body, that of an earlier `request` by its id, or of the last one.
+        Without a body, that of an earlier `request` by its id, or of the last one. The answer has a line of
+        JSON whenever there is progress, and one for the end.
         """
-        refuse_foreign_pages(request)
-        is_whole = is_asked_for(request, "whole")
-        try:
-            generation = await self._wanted(request, is_whole=is_whole)
-        except NotKnown as why:
-            return json_response(404, {"error": str(why)})
+        is_whole, keys = _is_asked_for(request, "whole"), keys_of(request.headers)
+        if (request_id := request.query.get("request")) is not None:
+            wanted = self._warming.again(request_id, keys, is_whole=is_whole)
+        else:
+            wanted = self._read(request, await request.read(), keys, is_whole=is_whole)
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        task = asyncio.ensure_future(self._warm(generation, lines, is_whole=is_whole))
+        task = asyncio.ensure_future(self._warm(wanted, lines, is_whole=is_whole))
         try:
             while not (task.done() and lines.empty()):
                 await response.write(msgspec.json.encode(await lines.get()) + b"\n")
@@ -149,22 +280,19 @@ class Warm:
         await response.write_eof()
         return response
 
-    async def _wanted(self, request: web.Request, *, is_whole: bool) -> Request:
-        if (request_id := request.query.get("request")) is not None:
-            return self._warming.again(request_id, keys_of(request.headers), is_whole=is_whole)
-        return self._read(request, await request.read(), is_whole=is_whole)
-
-    def _read(self, request: web.Request, raw: bytes, *, is_whole: bool) -> Request:
+    def _read(
+        self, request: web.Request, raw: bytes, keys: Mapping[str, str], *, is_whole: bool
+    ) -> Request:
+        """Return a request that evaluates the header of a body; raises 400."""
         body = parse_body(raw)
         path = request.query.get("path") or (route_path(body) if body else "")
         route = generation_route("POST", path)
         if body is None or route not in _CACHED:
-            raise web.HTTPBadRequest(text="the body is no request whose prompt is cached")
+            raise _refused(web.HTTPBadRequest, "the body is no request whose prompt is cached")
         try:
             wanted = header_request(route, body, is_whole=is_whole)
         except (KeyError, TypeError, AttributeError) as error:
-            raise web.HTTPBadRequest(text=f"the body is no request to {path}") from error
-        keys = keys_of(request.headers)
+            raise _refused(web.HTTPBadRequest, f"the body is no request to {path}") from error
         relay = partial(send_for_nobody, path, keys)
         warmed = Request(path=path, route=route, headers=keys, relay=relay, tenant=tenant_of(keys))
         return warmed.receive(with_alias(wanted, self._aliases))
@@ -189,75 +317,84 @@ class Warm:
             raise
 
 
-# The admin listener: the proxy's own health and metrics. Loopback by default; never for clients.
+# What a query says.
 
 
-class AdminListener:
-    """Answers operators."""
-
-    def __init__(self, shared: Shared, pool: Pool) -> None:
-        self._shared = shared
-        self._pool = pool
-
-    def routes(self) -> list[web.RouteDef]:
-        return [web.get("/health", self.health), web.get("/metrics", self.metrics)]
-
-    async def health(self, request: web.Request) -> web.Response:
-        """200 as long as requests are answered; `state` and `reasons` say how well they are cached."""
-        degradations, store = self._shared.everywhere, self._shared.opened_store
-        body: dict[str, object] = {
-            "state": degradations.state,
-            "since": moment(degradations.since),
-            "reasons": [describe(degradation) for degradation in degradations.active],
-        }
-        if self._pool.is_single:
-            body |= describe_server(self._pool.servers[0])
-        else:
-            body["llama_servers"] = {
-                server.name: describe_server(server) for server in self._pool.servers
-            }
-        body["waiting"] = self._pool.n_waiting
-        body["background_tasks"] = len(self._shared.tasks)
-        if store is not None:
-            body["checkpoints"] = len(store)
-            body["checkpoint_bytes"] = store.size_bytes
-            body["writes"] = {
-                "bytes_last_day": store.writes.last_day_bytes,
-                "max_bytes_per_day": store.writes.max_bytes_per_day,
-                **self._bytes_per_token(),
-            }
-        return web.Response(body=msgspec.json.encode(body), content_type="application/json")
-
-    def _bytes_per_token(self) -> dict[str, float | None]:
-        """Return what was written for each token that was reused, and for each that was restored.
-
-        Both since the proxy started; None while there was none.
-        """
-        total = self._shared.metrics.total
-        n_bytes = total("written_bytes")
-        n_tokens = {
-            "reused": total("prompt_tokens", source="reused"),
-            "restored": total("restored_tokens"),
-        }
-        return {
-            f"bytes_per_{how}_token": round(n_bytes / n, 1) if n else None
-            for how, n in n_tokens.items()
-        }
-
-    async def metrics(self, request: web.Request) -> web.Response:
-        headers = {"Content-Type": CONTENT_TYPE_LATEST}
-        return web.Response(body=self._shared.metrics.exposition(), headers=headers)
+def _whole_number(request: web.Request, name: str, default: int = 0) -> int:
+    """Return a number from the query; raises 400 if it is none."""
+    text = request.query.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise _refused(web.HTTPBadRequest, f"{name} must be a whole number, not {text!r}")
+    return min(int(text), _MOST)
 
 
-def describe_server(server: Server) -> dict[str, object]:
+def _is_asked_for(request: web.Request, name: str) -> bool:
+    """Return whether a switch is on in the query: `name`, `name=1` or `name=true`; raises 400."""
+    text = request.query.get(name, "false").lower()
+    if text not in ("", "1", "true", "0", "false"):
+        raise _refused(web.HTTPBadRequest, f"{name} must be true or false, not {text!r}")
+    return text in ("", "1", "true")
+
+
+def _node_id(request: web.Request, name: str) -> views.NodeId:
+    try:
+        return views.parse_node_id(request.query.get(name, ""))
+    except ValueError as error:
+        raise _refused(web.HTTPBadRequest, str(error)) from error
+
+
+def _named(request: web.Request, store: CheckpointStore) -> Checkpoint:
+    """Return the checkpoint in the path; raises 404 if there is none."""
+    try:
+        found = store.get(CheckpointId(int(request.match_info["id"], 16)))
+    except ValueError:
+        found = None
+    if found is None:
+        raise _refused(web.HTTPNotFound, _NOT_THERE)
+    return found
+
+
+# What operators are shown.
+
+
+async def _delete(
+    store: CheckpointStore, selected: Sequence[Checkpoint], n_pinned: int = 0
+) -> views.Deleted:
+    deleted = [c for c in selected if await store.remove(c, Removal.OPERATOR)]
+    n_in_use = sum(store.get(c.id) is not None for c in selected)
+    n_bytes = sum(c.size_bytes for c in deleted)
+    return views.Deleted(len(deleted), n_bytes, n_pinned, n_in_use)
+
+
+def _listed(
+    checkpoint: Checkpoint, names: Mapping[Namespace, str], store: CheckpointStore, present: Present
+) -> views.ListedCheckpoint:
+    """Return a checkpoint as operators see it, with what only a running proxy knows."""
+    value_seconds, is_warm = store.value_seconds(checkpoint, present), store.is_warm(checkpoint)
+    return views.list_checkpoint(checkpoint, names, value_seconds=value_seconds, is_warm=is_warm)
+
+
+def _describe_server(server: Server) -> dict[str, object]:
     """Return whether a llama-server is attached, and if so what is known of it."""
     if (process := server.process) is None:
         return {"llama_server": "not attached"}
+    rates = process.rates
     return {
         "llama_server": "attached",
         "rule": str(process.rule),
-        "slots": describe_slots(process.slots),
-        "rates": describe_rates(process.rates),
+        "slots": Counter(state_of(slot).value for slot in process.slots),
+        # What was not measured yet is 0.
+        "rates": {
+            "evaluation_tokens_per_second": {
+                label: round(rates.tokens_per_second(position), 1)
+                for position, label in POSITION_LABELS.items()
+            },
+            "restore_bytes_per_second": {
+                "warm": round(rates.warm_restore.bytes_per_second),
+                "cold": round(rates.cold_restore.bytes_per_second),
+            },
+            "save_bytes_per_second": round(rates.save.bytes_per_second),
+        },
     }
 
 
@@ -266,28 +403,8 @@ def describe(degradation: Degradation) -> dict[str, str]:
     return {
         "kind": degradation.kind.value,
         "reason": degradation.reason,
-        "cure": EXPLANATIONS[degradation.kind].cure,
+        "cure": degradation.kind.cure,
         "since": moment(degradation.since),
-    }
-
-
-def describe_slots(table: SlotTable) -> dict[str, int]:
-    """Return how many slots are leased, and how many of the others hold what."""
-    return dict(Counter(state_of(slot).value for slot in table))
-
-
-def describe_rates(rates: Rates) -> dict[str, object]:
-    """Return how fast llama-server was measured to be; what was not measured yet is 0."""
-    return {
-        "evaluation_tokens_per_second": {
-            label: round(rates.tokens_per_second(position), 1)
-            for position, label in POSITION_LABELS.items()
-        },
-        "restore_bytes_per_second": {
-            "warm": round(rates.warm_restore.bytes_per_second),
-            "cold": round(rates.cold_restore.bytes_per_second),
-        },
-        "save_bytes_per_second": round(rates.save.bytes_per_second),
     }
 
 

@@ -1,63 +1,23 @@
-"""The API key of a request, and the tenant that it makes."""
+"""The listener that clients talk to: generation routes go through the cache, all else straight through."""
 
-from collections.abc import Coroutine, Mapping
-from contextlib import nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 import xxhash
 from aiohttp import web
 
-from proxy.errors import (
-    BadTarget,
-    BodyTooLarge,
-    CacheFault,
-    ProxyError,
-    RefusedByProxy,
-    ServerAway,
-    TooManyRequests,
-)
+from proxy.errors import CacheFault, ProxyError, ServerAway, TooManyRequests
 from proxy.explain.report import Report
 from proxy.llama.bodies import parse_body
-from proxy.llama.client import LlamaServer
-from proxy.llama.routes import (
-    Aliases,
-    Route,
-    changes_server_state,
-    counts_tokens,
-    generation_route,
-    with_alias,
-)
+from proxy.llama.routes import Aliases, Route, changes_server_state, counts_tokens, with_alias
 from proxy.log import get_logger
 from proxy.servers.pool import Pool
-from proxy.serving.request import Answer, OnStart, Request
-from proxy.web.errors import error_response
+from proxy.serving.request import Request
 from proxy.web.relay import Body, Exchange, end_to_end
 from proxy.web.writer import Unread
 
-# The API key of a request, and the tenant that it makes.
-
-
-_HEADERS = ("Authorization", "X-Api-Key")
-
-
-def keys_of(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers that carry a key, as far as they are there."""
-    return {name: headers[name] for name in _HEADERS if name in headers}
-
-
-def tenant_of(keys: Mapping[str, str]) -> bytes:
-    """Return a digest of the API key that llama-server would check, empty if there is none."""
-    key = keys.get("Authorization") or keys.get("X-Api-Key", "")
-    if not key:
-        return b""
-    return xxhash.xxh3_128_digest(key.removeprefix("Bearer ").encode())
-
-
-# The listener that clients talk to: generation routes go through the cache, all else straight through.
-
-
-_REBUILT = frozenset(("content-length", "accept-encoding"))
+MAX_BODY_BYTES = 256 << 20
+"""The largest request body of a generation; other requests stream through without a limit."""
+_KEY_HEADERS = ("Authorization", "X-Api-Key")
 _SESSION_HEADERS = (
     *("X-Claude-Code-Session-Id", "X-Claude-Code-Agent-Id"),
     "X-Session-Id",
@@ -66,21 +26,17 @@ _SESSION_HEADERS = (
 """What Claude Code, OpenCode and codex call a session by; an agent within it has one of its own."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A client's request: the model that its target names, and the path as a llama-server would see it.
+def keys_of(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers that carry an API key, as far as they are there."""
+    return {name: headers[name] for name in _KEY_HEADERS if name in headers}
 
-    `may_load` says that the model may be loaded for it.
-    """
 
-    request: web.Request
-    model: str
-    path: str
-    may_load: bool
-
-    @property
-    def route(self) -> Route | None:
-        return generation_route(self.request.method, self.path)
+def tenant_of(keys: Mapping[str, str]) -> bytes:
+    """Return a digest of the API key that llama-server would check, empty if there is none."""
+    key = keys.get("Authorization") or keys.get("X-Api-Key", "")
+    if not key:
+        return b""
+    return xxhash.xxh3_128_digest(key.removeprefix("Bearer ").encode())
 
 
 class Front:
@@ -105,116 +61,94 @@ class Front:
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer any request; the proxy's own errors come in the shape of the client's API."""
-        asked = self._asked(request)
-        exchange = Exchange(request, asked.path, self._unread)
-        try:
-            response = await self._handle(asked, exchange)
-            await exchange.writer.delivered()
-            return response
-        except CacheFault as fault:
-            # Such faults end where they arise; one that did not must still not become the client's.
-            return await self._refuse(asked, exchange, ProxyError(str(fault)))
-        except ProxyError as error:
-            if asked.route is None:
-                self._log.warning("request failed", path=asked.path, reason=str(error))
-            return await self._refuse(asked, exchange, error)
-        except ConnectionResetError:
-            # The client went away while its answer was written: there is nobody to answer.
-            return exchange.response or web.Response(status=499)
-        finally:
-            exchange.writer.close()
-
-    def _asked(self, request: web.Request) -> "_Asked":
         may_load = request.query.get("autoload") not in ("false", "0")
         # Of a POST hosts read only the body.
         named = request.query.get("model", "") if may_load and request.method == "GET" else ""
-        return _Asked(request, *self._pool.split_path(request.path, named), may_load)
+        model, path = self._pool.split_path(request.path, named)
+        exchange = Exchange(request, path, self._unread)
+        try:
+            if not request.raw_path.startswith("/"):
+                raise ProxyError("the request target must be a path", 400)
+            if changes_server_state(request.method, path):
+                raise ProxyError(
+                    f"POST {path} would change llama-server's state behind the cache's back", 403
+                )
+            if exchange.route is None:
+                await self._pass_on(exchange, model, may_load=may_load)
+            else:
+                await self._generate(exchange, exchange.route, model)
+            if exchange.writer.response is None:
+                raise ProxyError("no answer was relayed")
+            await exchange.writer.delivered()
+            return exchange.writer.response
+        except CacheFault as fault:
+            # Such faults end where they arise; one that did not must still not become the client's.
+            return await exchange.refuse(ProxyError(str(fault)))
+        except ProxyError as error:
+            if exchange.route is None:
+                self._log.warning("request failed", path=path, reason=str(error))
+            return await exchange.refuse(error)
+        except ConnectionResetError:
+            # The client went away while its answer was written: there is nobody to answer.
+            return exchange.writer.response or web.Response(status=499)
+        finally:
+            exchange.writer.close()
 
-    async def _refuse(
-        self, asked: "_Asked", exchange: Exchange, error: ProxyError
-    ) -> web.StreamResponse:
-        with suppress(ConnectionResetError):
-            if await exchange.end_kept(error) and exchange.response is not None:
-                return exchange.response
-        return error_response(asked.path, error)
-
-    async def _handle(self, asked: "_Asked", exchange: Exchange) -> web.StreamResponse:
-        request, route = asked.request, asked.route
-        if not request.raw_path.startswith("/"):
-            raise BadTarget("the request target must be a path")
-        if changes_server_state(request.method, asked.path):
-            raise RefusedByProxy(
-                f"POST {asked.path} would change llama-server's state behind the cache's back"
-            )
-        if route is None:
-            await self._pass_on(asked, exchange)
-        else:
-            await self._generate(route, asked, exchange)
-        if exchange.response is None:
-            raise ProxyError("no answer was relayed")
-        return exchange.response
-
-    async def _pass_on(self, asked: "_Asked", exchange: Exchange) -> None:
-        request, model = asked.request, asked.model
+    async def _pass_on(self, exchange: Exchange, model: str, *, may_load: bool) -> None:
+        """Pass on a request that is no generation to the first llama-server that can be reached."""
+        request, path = exchange.client, exchange.path
         headers = end_to_end(request.headers)
         content: Body = request.content if request.body_exists else None
-        counts = self._aliases and counts_tokens(request.method, asked.path)
+        counts = self._aliases and counts_tokens(request.method, path)
         if counts or (request.method == "POST" and self._pool.has_models):
-            content = with_alias(await _read_body(request), self._aliases)
+            content = await self._read_body(request)
             headers.popall("Content-Length", None)
-            body = parse_body(content) if asked.may_load and not model else None
+            body = parse_body(content) if may_load and not model else None
             model = body.named_model if body else model
         keys = keys_of(request.headers)
-        async with self._pool.passing(request.method, asked.path, model, keys) as upstreams:
+        async with self._pool.passing(request.method, path, model, keys) as upstreams:
             *others, last = upstreams
             for upstream in others:
                 try:
-                    await exchange.send(upstream, content, headers)
+                    await exchange.send(upstream, content, headers=headers)
                     return
                 except ServerAway as away:
                     if away.was_sent == "yes":
                         raise
-            await exchange.send(last, content, headers)
+            await exchange.send(last, content, headers=headers)
 
-    async def _generate(self, route: Route, asked: "_Asked", exchange: Exchange) -> None:
-        generation = self._request(route, asked, exchange)
+    async def _generate(self, exchange: Exchange, route: Route, model: str) -> None:
+        """Have a generation served through the cache; raises TooManyRequests and what serving does."""
+        headers = exchange.client.headers
+        keys = keys_of(headers)
+        request = Request(
+            path=exchange.path,
+            route=route,
+            headers=keys,
+            relay=exchange.send,
+            tenant=tenant_of(keys),
+            session=" ".join(filter(None, map(headers.get, _SESSION_HEADERS))),
+            model=model,
+        )
         self._n_requests += 1
         try:
             if self._n_requests > self._max_requests:
                 raise TooManyRequests(f"{self._max_requests} requests are being served already")
-            generation.receive(with_alias(await _read_body(asked.request), self._aliases))
-            async with exchange.kept() if generation.wants_stream else nullcontext():
-                await self._pool.serve(generation)
+            if request.receive(await self._read_body(exchange.client)).wants_stream:
+                exchange.writer.keep()
+            await self._pool.serve(request)
         except BaseException as error:
             if not exchange.is_answered:
-                self._report.unanswered(generation, error)
+                self._report.unanswered(request, error)
             raise
         finally:
             self._n_requests -= 1
+            await exchange.writer.stop_keeping()
 
-    def _request(self, route: Route, asked: "_Asked", exchange: Exchange) -> Request:
-        headers = asked.request.headers
-
-        def relay(
-            upstream: LlamaServer, raw: bytes, on_start: OnStart, n_found: int | None
-        ) -> Coroutine[Any, Any, Answer]:
-            passed_on = end_to_end(headers, without=_REBUILT)
-            return exchange.send(upstream, raw, passed_on, on_start, n_found)
-
-        keys = keys_of(headers)
-        return Request(
-            path=asked.path,
-            route=route,
-            headers=keys,
-            relay=relay,
-            tenant=tenant_of(keys),
-            session=" ".join(filter(None, map(headers.get, _SESSION_HEADERS))),
-            model=asked.model,
-        )
-
-
-async def _read_body(request: web.Request) -> bytes:
-    try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge as error:
-        raise BodyTooLarge("the request body is over max_body_bytes") from error
+    async def _read_body(self, request: web.Request) -> bytes:
+        """Return the body, with its model named as llama-server does; raises ProxyError over the limit."""
+        try:
+            return with_alias(await request.read(), self._aliases)
+        except web.HTTPRequestEntityTooLarge as error:
+            message = f"the request body is over {MAX_BODY_BYTES >> 20} MiB"
+            raise ProxyError(message, 413) from error

@@ -1,75 +1,79 @@
-"""Errors in the shape that the API's clients expect: the proxy's own, and llama-server's where it differs.
+"""Error bodies in the shape of each client's API, and the edits of answers that pass by.
 
 llama-server answers in OpenAI's shape everywhere, Anthropic's routes included (server-common.cpp,
-format_error_response).
+format_error_response). Edited are the usage, and errors for clients of Anthropic's API.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import aiohttp
 import msgspec
 from aiohttp import web
 
 from proxy.errors import ProxyError
+from proxy.llama.answers import MAX_BUFFERED_BYTES, TrueUsage
 from proxy.llama.routes import Route, generation_route, is_anthropic
 
 HOP = "llama-prefix-cache"
 RETRY_AFTER_SECONDS = 2
-_ANTHROPIC_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    422: "invalid_request_error",
-    429: "rate_limit_error",
-    501: "invalid_request_error",
-    503: "overloaded_error",
+_TYPES = {
+    400: ("invalid_request_error", "invalid_request_error"),
+    401: ("authentication_error", "authentication_error"),
+    403: ("permission_error", "permission_error"),
+    404: ("not_found_error", "not_found_error"),
+    413: ("invalid_request_error", "request_too_large"),
+    422: ("invalid_request_error", "invalid_request_error"),
+    429: ("rate_limit_error", "rate_limit_error"),
+    500: ("server_error", "api_error"),
+    501: ("not_supported_error", "invalid_request_error"),
+    502: ("unavailable_error", "api_error"),
+    503: ("unavailable_error", "overloaded_error"),
 }
+"""What a status is called in llama-server's errors, and in Anthropic's."""
 
 Error = dict[str, Any]
+Edit = Callable[[bytes], bytes]
 
 
 def error_response(path: str, error: ProxyError) -> web.Response:
     """Return the answer to a request that cannot be served."""
-    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if error.status in (502, 503) else None
-    body = _own_error(error)
+    body = _own_error(error.status, str(error))
     return web.Response(
         status=error.status,
         body=msgspec.json.encode(_anthropic(body) if is_anthropic(path) else {"error": body}),
         content_type="application/json",
-        headers=headers,
+        headers={"Retry-After": str(RETRY_AFTER_SECONDS)} if error.status in (502, 503) else None,
     )
 
 
 def error_event(path: str, error: ProxyError) -> bytes:
     """Return a stream event that ends a broken answer, in the shape of the stream's API."""
-    return _event(path, _own_error(error))
+    return _event(path, _own_error(error.status, str(error)))
 
 
 def error_event_of(path: str, status: int, body: bytes) -> bytes:
     """Return llama-server's refusal as an event, for a client whose stream has begun already."""
-    return _event(path, _read_error(body) or _unreadable(status))
+    error = _read_error(body)
+    if error is None:
+        message = f"llama-server answered {status} without a stream"
+        error = _own_error(status, message) | {"type": _TYPES[500][0]}
+    return _event(path, error)
 
 
 def anthropic_error(status: int, body: bytes) -> bytes:
-    """Return llama-server's refusal in Anthropic's shape; what is no error of its passes as it is."""
+    """Return llama-server's error in Anthropic's shape; a body that is no such error stays as it is."""
     error = _read_error(body)
     return body if error is None else msgspec.json.encode(_anthropic({"code": status, **error}))
 
 
-def anthropic_event(data: bytes) -> bytes:
-    """Return the data of llama-server's error event in Anthropic's shape."""
-    error = _read_error(data)
-    return data if error is None else msgspec.json.encode(_anthropic(error))
-
-
-def _own_error(error: ProxyError) -> Error:
-    return {"code": error.status, "message": f"{HOP}: {error}", "type": error.type, "src": HOP}
-
-
-def _unreadable(status: int) -> Error:
-    message = f"{HOP}: llama-server answered {status} without a stream"
-    return {"code": status, "message": message, "type": ProxyError.type, "src": HOP}
+def _own_error(status: int, message: str) -> Error:
+    return {
+        "code": status,
+        "message": f"{HOP}: {message}",
+        "type": _TYPES[status][0],
+        "src": HOP,
+    }
 
 
 def _read_error(body: bytes) -> Error | None:
@@ -94,18 +98,83 @@ def _event(path: str, error: Error) -> bytes:
 
 
 def _anthropic(error: Error) -> Error:
-    code = error.get("code")
-    kind = _ANTHROPIC_TYPES.get(code if isinstance(code, int) else 500, "api_error")
-    return {"type": "error", "error": {"type": kind, "message": _message(error)}}
+    """Return an error in Anthropic's shape.
 
-
-def _message(error: Error) -> str:
-    """Return what went wrong; that a prompt is too long is told in Anthropic's words too.
-
-    Clients know by these words, or by llama-server's, that they must make the conversation shorter.
+    Clients know by Anthropic's words, or by llama-server's, that they must make the conversation shorter:
+    an error about a prompt that is too long has both.
     """
-    message = str(error["message"])
-    if error.get("type") != "exceed_context_size_error":
-        return message
-    n_prompt, n_ctx = error.get("n_prompt_tokens", 0), error.get("n_ctx", 0)
-    return f"prompt is too long: {n_prompt} tokens > {n_ctx} maximum ({error['type']}: {message})"
+    code, message = error.get("code"), str(error["message"])
+    _, kind = _TYPES.get(code if isinstance(code, int) else 500, ("", "api_error"))
+    if error.get("type") == "exceed_context_size_error":
+        n_prompt, n_ctx = error.get("n_prompt_tokens", 0), error.get("n_ctx", 0)
+        told = f"prompt is too long: {n_prompt} tokens > {n_ctx} maximum"
+        message = f"{told} ({error['type']}: {message})"
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+class StreamEdit:
+    """Edits a stream line by line, in chunks cut anywhere; a line is passed on once it is whole."""
+
+    def __init__(self, usage: TrueUsage, *, is_anthropic: bool) -> None:
+        self._usage = usage
+        self._is_anthropic = is_anthropic
+        self._is_error = False
+        self._rest = bytearray()
+
+    def feed(self, chunk: bytes) -> bytes:
+        self._rest += chunk
+        if len(self._rest) > MAX_BUFFERED_BYTES:
+            return self.finish()
+        *lines, rest = bytes(self._rest).split(b"\n")
+        self._rest = bytearray(rest)
+        return b"".join(self._edited(line) + b"\n" for line in lines)
+
+    def finish(self) -> bytes:
+        """Return what is left when the stream ends in the middle of a line."""
+        rest, self._rest = bytes(self._rest), bytearray()
+        return rest
+
+    def _edited(self, line: bytes) -> bytes:
+        if self._is_anthropic:
+            if line.startswith(b"event:"):
+                self._is_error = line[6:].strip() == b"error"
+            elif self._is_error and line.startswith(b"data:"):
+                return b"data: " + anthropic_error(500, line[5:].strip())
+        return self._usage.of_line(line)
+
+
+def edit_of_stream(path: str, n_found: int | None) -> StreamEdit | None:
+    """Return how a stream is edited, None if it passes as it is; *n_found* is as in serving's Relay."""
+    usage = TrueUsage(path, n_found)
+    return StreamEdit(usage, is_anthropic=is_anthropic(path)) if usage.is_needed else None
+
+
+def edit_of_answer(path: str, status: int, n_found: int | None) -> Edit | None:
+    """Return how an answer that comes whole is edited, None if it passes as it is."""
+    if status == 200:
+        usage = TrueUsage(path, n_found)
+        return usage.of_answer if usage.is_needed else None
+    if status >= 400 and is_anthropic(path):
+        return lambda body: anthropic_error(status, body)
+    return None
+
+
+def edits_of(
+    path: str, answer: aiohttp.ClientResponse, n_found: int | None
+) -> tuple[StreamEdit | None, Edit | None]:
+    """Return how an answer to a request of *path* is edited: as a stream, or once it is read whole."""
+    headers = answer.headers
+    if answer.method == "HEAD" or "Content-Encoding" in headers:
+        return None, None
+    content_type = headers.get("Content-Type", "")
+    if content_type.startswith("text/event-stream"):
+        return edit_of_stream(path, n_found), None
+    if answer.status == 500 and "Content-Length" not in headers:
+        return (
+            None,
+            lambda body: body,
+        )  # read whole: a router may say in it that its llama-server is gone
+    is_small = int(headers.get("Content-Length", MAX_BUFFERED_BYTES + 1)) <= MAX_BUFFERED_BYTES
+    if is_small and content_type.startswith("application/json"):
+        return None, edit_of_answer(path, answer.status, n_found)
+    return None, None

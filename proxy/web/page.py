@@ -1,11 +1,15 @@
-"""The live page of the admin listener: its files, and what keeps it up to date."""
+"""The live page of the admin listener: its files, and server-sent events that keep it up to date.
+
+Readers pull: each looks twice a second, and is sent something only if it has changed. Nothing is queued
+for them, so that a reader that does not read costs a full socket buffer until it is cut off, and requests
+never wait for one. While nobody looks, nothing is done.
+"""
 
 import asyncio
 import secrets
 import time
 from contextlib import suppress
 from importlib.resources import files
-from importlib.resources.abc import Traversable
 
 import msgspec
 import xxhash
@@ -16,89 +20,22 @@ from proxy.explain.views import Overview, ServerView, SlotView, StoreView
 from proxy.servers.pool import Pool
 from proxy.serving.process import Process, Shared
 from proxy.store.store import CheckpointStore
-from proxy.web.admin import describe, moment
-from proxy.web.stored import json_response, refuse_foreign_pages
+from proxy.web.admin import describe, json_response, moment
 
-# The files of the live page, as the admin listener serves them.
-#
-# They are read once. The policy lets the page load nothing from anywhere else and run nothing but its own
-# files: what requests bring along can only ever be shown as text.
-
-
-POLICY = "; ".join(
-    (
-        "default-src 'none'",
-        "script-src 'self'",
-        "style-src 'self'",
-        "img-src 'self'",
-        "connect-src 'self'",
-        "base-uri 'none'",
-        "form-action 'none'",
-        "frame-ancestors 'none'",
-        "require-trusted-types-for 'script'",
-        "trusted-types 'none'",
-    )
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-_TYPES = {
-    ".html": "text/html",
-    ".css": "text/css",
-    ".js": "text/javascript",
-    ".svg": "image/svg+xml",
-}
-_INDEX = "index.html"
-
-
-class _File:
-    def __init__(self, source: Traversable, content_type: str) -> None:
-        self.body = source.read_bytes()
-        self.content_type = content_type
-        self.etag = f'"{xxhash.xxh3_64_hexdigest(self.body)}"'
-
-
-class PageFiles:
-    """Serves the page at `/`, and what belongs to it under `/page/`."""
-
-    def __init__(self) -> None:
-        self._files = {
-            source.name: _File(source, content_type)
-            for source in files("proxy.web").joinpath("assets").iterdir()
-            if (content_type := _TYPES.get("." + source.name.rpartition(".")[2]))
-        }
-
-    def routes(self) -> list[web.RouteDef]:
-        return [web.get("/", self.index), web.get("/page/{name}", self.file)]
-
-    async def index(self, request: web.Request) -> web.Response:
-        return self._answer(request, self._files[_INDEX])
-
-    async def file(self, request: web.Request) -> web.Response:
-        found = self._files.get(request.match_info["name"])
-        if found is None:
-            raise web.HTTPNotFound(text="the page has no such file")
-        return self._answer(request, found)
-
-    def _answer(self, request: web.Request, found: _File) -> web.Response:
-        headers = {
-            "Content-Security-Policy": POLICY,
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            "Cross-Origin-Opener-Policy": "same-origin",
-            "Cache-Control": "no-cache",
-            "ETag": found.etag,
-        }
-        if request.headers.get("If-None-Match") == found.etag:
-            return web.Response(status=304, headers=headers)
-        return web.Response(
-            body=found.body, content_type=found.content_type, charset="utf-8", headers=headers
-        )
-
-
-# What the live page is told: the state of the proxy now, and the requests since the last look.
-
-
+"""The page loads and runs only its own files: what requests bring along can only be shown as text."""
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 MAX_REQUESTS = 50
 """So many requests are told of in one look; those before them are at /requests."""
 _MAX_DIGITS = 18
+MAX_READERS = 16
+LOOK_SECONDS = 0.5
+PATIENCE_SECONDS = 10.0
+SIGN_OF_LIFE_SECONDS = 15.0
 
 
 class Looks:
@@ -111,9 +48,12 @@ class Looks:
         self._epoch = time.time() - time.monotonic()
         self._store_view: StoreView | None = None
 
-    def now(self) -> Overview:
-        """Return the present, without requests and without a position."""
+    def since(self, position: str) -> Overview:
+        """Return the present and the requests since a position; the last ones if it is not known."""
         degradations, journal = self._shared.everywhere, self._shared.journal
+        run, _, number = position.partition("-")
+        is_known = run == self._run and number.isdecimal() and len(number) <= _MAX_DIGITS
+        n_seen = int(number) if is_known else 0
         return Overview(
             state=degradations.state.value,
             since=moment(degradations.since),
@@ -127,19 +67,8 @@ class Looks:
             store=self._store(self._shared.opened_store),
             today=journal.today(),
             keeps=journal.keep.value,
-        )
-
-    def since(self, position: str) -> Overview:
-        """Return the present and the requests since a position; the last ones if it is not known."""
-        journal = self._shared.journal
-        run, _, number = position.partition("-")
-        is_known = run == self._run and number.isdecimal() and len(number) <= _MAX_DIGITS
-        n_seen = int(number) if is_known else 0
-        n_new = min(MAX_REQUESTS, max(0, journal.n_recorded - n_seen))
-        return msgspec.structs.replace(
-            self.now(),
             position=f"{self._run}-{journal.n_recorded}",
-            requests=tuple(journal.latest(n_new)),
+            requests=tuple(journal.latest(min(MAX_REQUESTS, max(0, journal.n_recorded - n_seen)))),
         )
 
     def _server(self, name: str, process: Process) -> ServerView:
@@ -178,50 +107,65 @@ class Looks:
         return self._store_view
 
 
-# What keeps the live page up to date: server-sent events, and one look for who cannot have them.
-#
-# Readers pull: each looks twice a second, and is sent something only if it has changed. Nothing is queued
-# for them, so that one who does not read costs a full socket buffer until it is cut off, and requests
-# never wait for any. While nobody looks, nothing is done.
-
-
-MAX_READERS = 16
-LOOK_SECONDS = 0.5
-PATIENCE_SECONDS = 10.0
-SIGN_OF_LIFE_SECONDS = 15.0
-_HEADERS = {
-    "Content-Type": "text/event-stream",
-    "Cache-Control": "no-store",
-    "X-Accel-Buffering": "no",
-}
-
-
-class Events:
-    """Tells pages what changes."""
+class LivePage:
+    """Serves the page at `/`, what belongs to it under `/page/`, and what changes at `/events`."""
 
     def __init__(self, looks: Looks) -> None:
         self._looks = looks
         self._stopping = asyncio.Event()
+        self._files = {
+            source.name: (source.read_bytes(), content_type)
+            for source in files("proxy.web").joinpath("assets").iterdir()
+            if (content_type := _TYPES.get(source.name.rpartition(".")[2]))
+        }
         self.n_readers = 0
 
     def routes(self) -> list[web.RouteDef]:
-        return [web.get("/overview", self.overview), web.get("/events", self.events)]
+        return [
+            web.get("/", self.file),
+            web.get("/page/{name}", self.file),
+            web.get("/overview", self.overview),
+            web.get("/events", self.events),
+        ]
 
     async def stop(self, _: web.Application) -> None:
         """End all streams: the proxy is about to stop, and would wait for them."""
         self._stopping.set()
 
+    async def file(self, request: web.Request) -> web.Response:
+        """Return a file of the page, the page itself unless one is named."""
+        found = self._files.get(request.match_info.get("name", "index.html"))
+        if found is None:
+            raise web.HTTPNotFound(text="the page has no such file")
+        body, content_type = found
+        etag = f'"{xxhash.xxh3_64_hexdigest(body)}"'
+        headers = {
+            "Content-Security-Policy": POLICY,
+            "X-Content-Type-Options": "nosniff",
+            "Referrer-Policy": "no-referrer",
+            "Cross-Origin-Opener-Policy": "same-origin",
+            "Cache-Control": "no-cache",
+            "ETag": etag,
+        }
+        if request.headers.get("If-None-Match") == etag:
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=body, content_type=content_type, charset="utf-8", headers=headers)
+
     async def overview(self, request: web.Request) -> web.Response:
         """Return one look, with the requests since the position in `since`."""
-        refuse_foreign_pages(request)
-        return json_response(200, self._looks.since(request.query.get("since", "")))
+        return json_response(self._looks.since(request.query.get("since", "")))
 
     async def events(self, request: web.Request) -> web.StreamResponse:
         """Send an overview now and whenever something changes, until the reader leaves or lags behind."""
-        refuse_foreign_pages(request)
         if self.n_readers >= MAX_READERS:
             return web.Response(status=503, text="too many pages are open")
-        response = web.StreamResponse(headers=_HEADERS)
+        response = web.StreamResponse(
+            headers={
+                "Content-Type": "text/event-stream",
+                "Cache-Control": "no-store",
+                "X-Accel-Buffering": "no",
+            }
+        )
         self.n_readers += 1
         try:
             await response.prepare(request)
@@ -236,29 +180,19 @@ class Events:
         return response
 
     async def _tell(self, response: web.StreamResponse, position: str) -> None:
+        """Write what changes; raises TimeoutError if the reader does not read."""
         told: Overview | None = None
         told_at = time.monotonic()
         while not self._stopping.is_set():
-            look = self._looks.since(position)
-            if look.requests or told is None or not _is_same(look, told):
-                await _write(response, _event(look))
-                told, told_at, position = look, time.monotonic(), look.position
+            look, data = self._looks.since(position), b""
+            if told is None or msgspec.structs.replace(look, requests=told.requests) != told:
+                told, position = look, look.position
+                data = b"id: %b\ndata: %b\n\n" % (position.encode(), msgspec.json.encode(look))
             elif time.monotonic() - told_at > SIGN_OF_LIFE_SECONDS:
-                await _write(response, b":\n\n")
+                data = b":\n\n"
+            if data:
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    await response.write(data)
                 told_at = time.monotonic()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), LOOK_SECONDS)
-
-
-def _is_same(look: Overview, told: Overview) -> bool:
-    return msgspec.structs.replace(look, requests=told.requests) == told
-
-
-def _event(look: Overview) -> bytes:
-    return b"id: %b\ndata: %b\n\n" % (look.position.encode(), msgspec.json.encode(look))
-
-
-async def _write(response: web.StreamResponse, data: bytes) -> None:
-    """Write, and wait for the reader; raises TimeoutError if it does not read."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        await response.write(data)

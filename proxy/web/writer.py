@@ -17,6 +17,9 @@ from aiohttp import web
 from proxy.log import get_logger
 from proxy.metrics import Metrics
 
+KEEP_SECONDS = 15.0
+"""How long a client that asked for a stream waits for the first sign of life, and for each one after it."""
+COMMENT = b": waiting\n\n"
 MAX_ANSWER_BYTES = 32 << 20
 """128,000 tokens of a stream, whose events have about 250 bytes. Beyond that llama-server has to wait."""
 MAX_BYTES = 256 << 20
@@ -38,23 +41,12 @@ class Unread:
     def __init__(self, metrics: Metrics) -> None:
         self.n_bytes = 0
         self.is_stopping = False
-        self._n_stalled = metrics.stalled_clients
-        self._log = get_logger("front")
+        self.n_stalled = metrics.stalled_clients
         metrics.unread_bytes.set_function(lambda: self.n_bytes)
 
     async def stop(self, _: web.Application) -> None:
         """Be less patient: the proxy stops when all clients have read their answers."""
         self.is_stopping = True
-
-    def note_stalled(self, path: str, seconds: float, n_bytes: int) -> None:
-        """Tell that a client was disconnected with so many bytes of its answer unread."""
-        self._n_stalled.inc()
-        self._log.warning(
-            "client disconnected: it does not read its answer",
-            path=path,
-            seconds=round(seconds, 1),
-            unread_bytes=n_bytes,
-        )
 
 
 class ClientWriter:
@@ -71,7 +63,41 @@ class ClientWriter:
         self._is_whole = False
         self._task: asyncio.Task[None] | None = None
         self._has_room = asyncio.Event()
+        self._keeping: asyncio.Task[None] | None = None
+        self._commenting = asyncio.Lock()
         self.response: web.StreamResponse | None = None
+
+    def keep(self) -> None:
+        """Send comments until the answer begins: clients give up after minutes without a byte.
+
+        A request may be queued, restored and evaluated for long before llama-server sends its headers.
+        From then on llama-server itself sends comments while it evaluates (--sse-ping-interval).
+        """
+        self._keeping = asyncio.ensure_future(self._keep())
+
+    async def stop_keeping(self) -> None:
+        """Send no comment any more; again is harmless."""
+        task, self._keeping = self._keeping, None
+        if task is None:
+            return
+        if self._commenting.locked():
+            async with self._commenting:  # a comment is not cut in two
+                pass
+        task.cancel()
+
+    async def _keep(self) -> None:
+        with suppress(ConnectionResetError):  # the client left, and its handler will be told so too
+            while True:
+                await asyncio.sleep(KEEP_SECONDS)
+                async with self._commenting:
+                    if self.response is None:
+                        headers = {"Content-Type": "text/event-stream", "X-Accel-Buffering": "no"}
+                        if origin := self._client.headers.get("Origin"):
+                            headers["Access-Control-Allow-Origin"] = origin  # as llama-server does
+                        response = web.StreamResponse(headers=headers)
+                        await response.prepare(self._client)
+                        self.response = response
+                    await self.response.write(COMMENT)
 
     async def write(self, data: bytes) -> None:
         """Write *data* behind what waits already; raises ConnectionResetError if the client is gone."""
@@ -102,8 +128,9 @@ class ClientWriter:
 
     def close(self) -> None:
         """Drop what still waits."""
-        if self._task is not None:
-            self._task.cancel()
+        for task in (self._keeping, self._task):
+            if task is not None:
+                task.cancel()
         self._take(len(self._rest))  # a task that never began to run does not
 
     @property
@@ -159,7 +186,13 @@ class ClientWriter:
             is_urgent = self._is_full or self._unread.is_stopping
             seconds = time.monotonic() - read_at
             if seconds >= (STALLED_FULL_SECONDS if is_urgent else STALLED_SECONDS):
-                self._unread.note_stalled(self._client.path, seconds, len(self._rest))
+                self._unread.n_stalled.inc()
+                get_logger("front").warning(
+                    "client disconnected: it does not read its answer",
+                    path=self._client.path,
+                    seconds=round(seconds, 1),
+                    unread_bytes=len(self._rest),
+                )
                 return transport.abort()
             await asyncio.sleep(LOOK_SECONDS)
 

@@ -43,7 +43,7 @@ def open_and_save(directory: Path) -> None:
     async def work() -> None:
         with opened(directory) as store:
             told = await store.rebuild()
-            await store.commit(new_state(store, run_of(700)))
+            await store.commit(*new_state(store, run_of(700)))
             print(len(store) - 1, told)
 
     asyncio.run(work())

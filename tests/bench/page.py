@@ -15,18 +15,18 @@ from typing import Any
 import click
 
 from proxy.app import Running, run_proxy
-from proxy.core.model import CheckpointKind, Cuts, Family
+from proxy.core.model import Family
 from proxy.core.tokens import Namespace, hash_prefixes, token_ids
 from proxy.log import configure_logging
 from proxy.settings import Settings
 from proxy.store.catalogue import Limits
-from proxy.store.directory import NewState
 from proxy.store.store import CheckpointStore
 from tests.lab.browser import Page, open_page
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer, find_free_port
+from tests.store.conftest import new_checkpoint
 
 DOCS = REPOSITORY / "docs"
 N_HEADERS, N_OF_SESSION = 20, 5
@@ -200,18 +200,10 @@ def fill(directory: Path, n_checkpoints: int) -> None:
             )
             name = store.files.new_temporary_name()
             (directory / name).write_bytes(b"state")
-            state = NewState(
-                name,
-                namespace=namespace,
-                kind=CheckpointKind.CONVERSATION,
-                tokens=tokens,
-                restore_points=(64,),
-                has_every_position=False,
-                parts=store.files.parts(name, [5]),
-                cuts=Cuts(header=64),
-                family=Family(header + 1, session + 1),
-            )
-            store._directory.commit(state, hash_prefixes(namespace, tokens))
+            facts = {"restore_points": (64,), "header": 64, "namespace": namespace}
+            facts["family"] = Family(header + 1, session + 1)
+            new = new_checkpoint(store, name, tokens, [5], **facts)
+            store._directory.commit(new, tokens, hash_prefixes(namespace, tokens))
     finally:
         store.close()
 

@@ -18,17 +18,16 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 
-from proxy.core.model import Checkpoint, CheckpointKind
-from proxy.core.tokens import Namespace
+from proxy.core.model import Checkpoint
 from proxy.llama.state_file import read_state_file
 from proxy.store.catalogue import Limits
-from proxy.store.directory import NewState
 from proxy.store.store import CheckpointStore
 from tests.bench.interrupts import run_to_the_end
 from tests.bench.progress import tell
 from tests.bench.section import Section
 from tests.lab.models import build_model
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.store.conftest import new_checkpoint
 
 N_TOKENS = 4000
 N_ROUNDS = 15
@@ -53,11 +52,8 @@ class VerificationBenchmark:
         name = files.new_temporary_name()
         await self._act("save", name)
         state = read_state_file(files.path(name))
-        new = NewState(
-            *(name, Namespace(b"n" * 16), CheckpointKind.CONVERSATION, state.tokens, (), True),
-            files.parts(name, state.part_sizes),
-        )
-        self.checkpoint = await self._store.commit(new)
+        new = new_checkpoint(self._store, name, state.tokens, state.part_sizes)
+        self.checkpoint = await self._store.commit(new, state.tokens)
 
     async def round(self) -> None:
         """Time each way once."""

@@ -1,6 +1,6 @@
 """The tables of metrics, stabilizers and of what can be wrong, from the code that has them."""
 
-from proxy.core.conditions import EXPLANATIONS
+from proxy.core.conditions import DegradationKind
 from proxy.explain.causes import MEANINGS
 from proxy.metrics import Metrics
 from proxy.stabilize.model import SAFE, Name
@@ -21,16 +21,16 @@ def metrics_table() -> str:
 def degradations_table() -> str:
     """Return every kind of degradation with what it leads to and its cure, as a Markdown table."""
     rows = ["| kind | state | what it means | cure |", "|---|---|---|---|"]
-    for kind, about in EXPLANATIONS.items():
-        rows.append(f"| {kind} | {about.leads_to} | {about.reason} | {about.cure} |")
+    for kind in DegradationKind:
+        rows.append(f"| {kind} | {kind.leads_to} | {kind.reason} | {kind.cure} |")
     return "\n".join(rows) + "\n"
 
 
 def causes_table() -> str:
     """Return every cause of a miss with its cure, as a Markdown table."""
     rows = ["| cause | what it means | cure |", "|---|---|---|"]
-    for cause, meaning in MEANINGS.items():
-        rows.append(f"| {cause} | {meaning.says} | {meaning.cure} |")
+    for cause, (says, cure) in MEANINGS.items():
+        rows.append(f"| {cause} | {says} | {cure} |")
     return "\n".join(rows) + "\n"
 
 

@@ -24,7 +24,6 @@ SETTINGS = (
     "max_store_bytes",
     "min_free_bytes",
     "max_write_bytes_per_day",
-    "max_body_bytes",
     "upstream_api_key",
     "share_between_api_keys",
     "aliases",

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from proxy import app
 from proxy.stabilize.model import Form
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION
@@ -132,14 +133,16 @@ async def test_large_body_of_another_route_is_streamed_through(start_rig: StartR
         assert reply.body == body
 
 
-async def test_body_over_the_limit_is_refused_by_name(start_rig: StartRig) -> None:
+async def test_body_over_the_limit_is_refused_by_name(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with start_rig() as rig:
-        rig.options["max_body_bytes"] = 2048
+        monkeypatch.setattr(app, "MAX_BODY_BYTES", 2048)
         await rig.stop_proxy()
         await rig.start_proxy()
         reply = await rig.post(CHAT, {"messages": [{"role": "user", "content": "x" * 3000}]})
         assert reply.status == 413
-        assert "max_body_bytes" in reply.content["error"]["message"]
+        assert "over 256 MiB" in reply.content["error"]["message"]
 
 
 async def test_model_with_an_alias_is_named_as_llama_server_does(start_rig: StartRig) -> None:

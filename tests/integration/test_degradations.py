@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from proxy.core.conditions import EXPLANATIONS, DegradationKind
+from proxy.core.conditions import DegradationKind
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
@@ -76,7 +76,7 @@ async def test_failed_save_is_named_until_one_succeeds(start_rig: StartRig) -> N
         assert [line["kind"] for line in logs if line["event"] == "degradation"] == ["saves fail"]
         (reason,) = health["reasons"]
         assert "scripted fault at save" in reason["reason"]
-        assert reason["cure"] == EXPLANATIONS[DegradationKind.SAVES_FAIL].cure
+        assert reason["cure"] == DegradationKind.SAVES_FAIL.cure
         assert reason["since"].endswith("Z")
         assert rig.sample("degradations_total", kind="saves fail") == 1
         rig.server.faults.refuse.clear()

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from proxy.web.relay import COMMENT
+from proxy.web.writer import COMMENT
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION, Rig, question, until
 
@@ -26,7 +26,7 @@ LAST = {CHAT: b"[DONE]", COMPLETION: b'"stop":true', "/v1/messages": b"message_s
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.web.relay.KEEP_SECONDS", KEEP_SECONDS)
+    monkeypatch.setattr("proxy.web.writer.KEEP_SECONDS", KEEP_SECONDS)
 
 
 class Waiting:
@@ -164,7 +164,7 @@ async def test_llama_server_that_stays_away_is_told_in_an_event(
 async def test_refusal_before_any_comment_has_its_own_status(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    monkeypatch.setattr("proxy.web.relay.KEEP_SECONDS", 60.0)
+    monkeypatch.setattr("proxy.web.writer.KEEP_SECONDS", 60.0)
     async with start_rig(n_slots=1) as rig:
         rig.server.faults.refuse["generate"] = 400
         reply = await rig.post(path, {**BODIES[path], "stream": True})

@@ -15,7 +15,7 @@ from yarl import URL
 
 from proxy.explain.views import Overview, Today
 from proxy.web import page as events_module
-from proxy.web.page import MAX_READERS, POLICY, Events, PageFiles
+from proxy.web.page import MAX_READERS, POLICY, LivePage
 from tests.integration.conftest import StartRig
 from tests.integration.rig import SETTLE_SECONDS, Rig, question, until
 
@@ -80,7 +80,8 @@ async def test_more_pages_than_are_served_are_told_so_and_all_end_with_the_proxy
 
 async def test_page_may_load_only_its_own_files_and_they_are_there() -> None:
     app = web.Application()
-    app.add_routes(PageFiles().routes())
+    looks: Any = TalkativeLooks()
+    app.add_routes(LivePage(looks).routes())
     async with TestServer(app) as server, aiohttp.ClientSession(server.make_url("/")) as client:
         async with client.get("/") as reply:
             assert reply.status == 200 and reply.headers["Content-Security-Policy"] == POLICY
@@ -120,7 +121,7 @@ class TalkativeLooks:
 async def test_reader_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events_module, "PATIENCE_SECONDS", 0.2)
     looks: Any = TalkativeLooks()
-    events = Events(looks)
+    events = LivePage(looks)
     app = web.Application()
     app.add_routes(events.routes())
     async with TestServer(app) as server:

@@ -10,6 +10,7 @@ from typing_extensions import TypeVar
 
 from proxy.app import Running, run_proxy
 from proxy.core.saving import is_write_back_due
+from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.settings import Settings
 from tests.lab.server import LlamaServer, ServerProcess
@@ -31,12 +32,14 @@ class Rig(Generic[S]):
         *,
         rewrite: RewriteStateFile = keep_as_saved,
         settles: bool = True,
+        n_context_checkpoints: int = MAX_CONTEXT_CHECKPOINTS,
         **settings: Any,
     ) -> None:
         """Without *settles* the first start does not wait until everything is known."""
         self.server = server
         self.rewrite = rewrite
         self._settles = settles
+        self._n_context_checkpoints = n_context_checkpoints
         self.settings = Settings(
             slot_save_path=str(directory),
             listen="127.0.0.1:0",
@@ -58,7 +61,11 @@ class Rig(Generic[S]):
     async def start_proxy(self) -> None:
         self._stack = AsyncExitStack()
         self.running = await self._stack.enter_async_context(
-            run_proxy(self.settings, rewrite=self.rewrite)
+            run_proxy(
+                self.settings,
+                rewrite=self.rewrite,
+                n_context_checkpoints=self._n_context_checkpoints,
+            )
         )
         self.client = await self._stack.enter_async_context(
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600))

@@ -207,7 +207,8 @@ async def test_run_starts_a_router_whose_models_are_cached_and_keep_their_preset
 async def test_router_whose_proxy_is_killed_ends_with_its_models(new_run: RunProcess) -> None:
     def load_and_kill() -> None:
         new_run.start_and_await_caching()
-        new_run.post("/v1/chat/completions", {"model": "full", "messages": MESSAGES[0]})
+        body = {"model": "full", "messages": MESSAGES[0], "max_tokens": 1}
+        new_run.post("/v1/chat/completions", body)
         (router,) = new_run.server_pids()
         models = child_pids(router)
         assert models

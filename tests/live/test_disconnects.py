@@ -1,4 +1,4 @@
-"""500 requests whose clients leave at any moment: none fails, hangs or keeps a slot."""
+"""250 requests whose clients leave at any moment: none fails, hangs or keeps a slot."""
 
 import asyncio
 import random
@@ -11,7 +11,7 @@ from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.rig import Rig
 from tests.live.conftest import StartRig
 
-N_REQUESTS = 500
+N_REQUESTS = 250
 N_AT_ONCE = 6
 HUNG_SECONDS = 300.0
 TOOLS = tools(2)
@@ -59,7 +59,7 @@ async def test_clients_that_leave_at_random_moments_leak_nothing(
 
         async with aiohttp.ClientSession() as client:
             outcomes = await asyncio.gather(*(one(client) for _ in range(N_REQUESTS)))
-        assert 100 < outcomes.count("left") < N_REQUESTS - 100
+        assert 50 < outcomes.count("left") < N_REQUESTS - 50
         await rig.settled()
         health = await rig.health()
         assert (health["slots"].get("leased", 0), health["waiting"]) == (0, 0)

@@ -6,15 +6,18 @@ import pytest
 
 from proxy.serving.saver import keep_as_saved
 from tests.lab.conversation import agent_requests, system
+from tests.lab.models import MEMORIES
 from tests.lab.older_builds import strip_context_checkpoints
 from tests.live.conftest import KINDS, StartRig
 from tests.live.ledger import SLACK_TOKENS, Ledger
 
 HEADER = [system(450)]
 
-pytestmark = pytest.mark.parametrize("kind", KINDS)
+all_kinds = pytest.mark.parametrize("kind", KINDS)
+all_memories = pytest.mark.parametrize("kind", MEMORIES)
 
 
+@all_kinds
 async def test_conversation_after_restart_evaluates_only_new_tokens(
     start_rig: StartRig, kind: str
 ) -> None:
@@ -31,22 +34,24 @@ async def test_conversation_after_restart_evaluates_only_new_tokens(
             assert n_evaluated <= n_new + SLACK_TOKENS
 
 
-@pytest.mark.parametrize("restarts", [False, True])
+@all_memories
 async def test_second_conversation_with_same_header_shares_it(
-    start_rig: StartRig, kind: str, restarts: bool
+    start_rig: StartRig, kind: str
 ) -> None:
     async with start_rig(kind) as rig:
         ledger = Ledger(rig)
         for messages in agent_requests(2, 2, header=HEADER):
             await ledger.ask(messages)
-        if restarts:
-            await rig.restart()
-        other = agent_requests(1, 0, header=HEADER, seed=500)[0]
-        n_new, n_evaluated, n_prompt = await ledger.ask(other)
-        assert n_evaluated <= n_new + SLACK_TOKENS
-        assert n_new < n_prompt / 10
+        for seed, restarts in ((500, False), (700, True)):
+            if restarts:
+                await rig.restart()
+            other = agent_requests(1, 0, header=HEADER, seed=seed)[0]
+            n_new, n_evaluated, n_prompt = await ledger.ask(other)
+            assert n_evaluated <= n_new + SLACK_TOKENS, restarts
+            assert n_new < n_prompt / 10
 
 
+@all_kinds
 async def test_older_builds_continue_at_the_end_of_the_state(
     start_rig: StartRig, kind: str
 ) -> None:
@@ -66,7 +71,13 @@ async def test_older_builds_continue_at_the_end_of_the_state(
         assert n_evaluated <= n_new + SLACK_TOKENS
 
 
-@pytest.mark.parametrize("rewrite", [keep_as_saved, strip_context_checkpoints])
+@pytest.mark.parametrize(
+    ("kind", "rewrite"),
+    [
+        *((kind, keep_as_saved) for kind in MEMORIES),
+        *((kind, strip_context_checkpoints) for kind in ("swa", "hybrid")),
+    ],
+)
 async def test_turn_start_survives_a_long_tool_loop_and_a_restart(
     start_rig: StartRig, kind: str, rewrite: Any
 ) -> None:
@@ -81,6 +92,7 @@ async def test_turn_start_survives_a_long_tool_loop_and_a_restart(
         assert n_evaluated <= n_new + SLACK_TOKENS
 
 
+@all_memories
 async def test_slots_are_adopted_when_only_the_proxy_restarts(
     start_rig: StartRig, kind: str
 ) -> None:

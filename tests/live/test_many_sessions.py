@@ -36,7 +36,7 @@ async def chat(rig: Rig, messages: list[Message], **fields: Any) -> None:
 async def evaluated(rig: Rig) -> int:
     """Return llama-server's count once no slot is leased; some stay dirty."""
     async with asyncio.timeout(300):
-        while any(s.is_leased for s in rig.running.server.process.attachment.desk.table):  # type: ignore[union-attr] # noqa: ASYNC110
+        while any(s.is_leased for s in rig.running.server.process.slots):  # type: ignore[union-attr] # noqa: ASYNC110
             await asyncio.sleep(0.02)
     return await asyncio.to_thread(rig.server.evaluated_tokens)
 
@@ -71,14 +71,16 @@ async def test_conversations_by_turns_on_one_slot_evaluate_only_what_is_new(
         await Counted(rig).ask_in_turn(conversations)
 
 
-@pytest.mark.parametrize("kind", ["swa", "recurrent", "hybrid"])
-@pytest.mark.parametrize("context_checkpoints", [32, 8])
+@pytest.mark.parametrize(
+    ("kind", "context_checkpoints"),
+    [("swa", 8), ("recurrent", 8), ("hybrid", 8), ("hybrid", 32)],
+)
 async def test_start_of_a_turn_outlives_a_tool_loop_that_llama_server_forgets_it_in(
     start_rig: StartRig, kind: str, context_checkpoints: int
 ) -> None:
     first, *loop, second = agent_requests(2, 20, header=HEADER)[:22]
     flags = ("--ctx-checkpoints", str(context_checkpoints))
-    options = {**NEVER_IDLE, "context_checkpoints": context_checkpoints, "extra_args": flags}
+    options = {**NEVER_IDLE, "n_context_checkpoints": context_checkpoints, "extra_args": flags}
     async with start_rig(kind, n_slots=1, **options) as rig:
         counted = Counted(rig)
         for messages in (first, *loop, second):
@@ -118,8 +120,9 @@ async def test_header_that_changes_half_way_shares_its_stable_part(
             assert n_evaluated <= n_new + SLACK_TOKENS
 
 
-@pytest.mark.parametrize("kind", MEMORIES)
-@pytest.mark.parametrize("n_slots", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "n_slots"), [*((kind, 1) for kind in MEMORIES), ("full", 2), ("hybrid", 2)]
+)
 async def test_titles_after_every_turn_cost_the_conversation_nothing(
     start_rig: StartRig, kind: str, n_slots: int
 ) -> None:

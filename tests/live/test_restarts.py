@@ -87,7 +87,7 @@ def sample(rig: Rig, name: str, **labels: str) -> float:
 
 
 async def test_queue_outlives_the_server_and_its_states_are_restored(start_rig: StartRig) -> None:
-    async with start_rig("hybrid", n_slots=1) as rig:
+    async with start_rig("hybrid", n_slots=1, is_new=True) as rig:
         for conversation in (0, 1):
             await rig.post(CHAT, body(conversation, 0))
             await rig.settled()

@@ -40,7 +40,7 @@ def attachment_of(rig: Rig) -> Process:
 @pytest.mark.parametrize("case", CASES)
 async def test_rule_is_learned_once_for_little(start_rig: StartRig, case: str) -> None:
     rewrite, rule = CASES[case]
-    async with start_rig(case.partition(",")[0], rewrite=rewrite) as rig:
+    async with start_rig(case.partition(",")[0], rewrite=rewrite, is_new=True) as rig:
         assert attachment_of(rig).self_test == SelfTestResult(rule, True, True)
         assert await rig.evaluated() <= MOST_TOKENS + len(CANARY_TOKENS)
         await rig.restart()
@@ -50,7 +50,7 @@ async def test_rule_is_learned_once_for_little(start_rig: StartRig, case: str) -
 
 @pytest.mark.parametrize("kind", ["swa", "hybrid"])
 async def test_only_slot_is_enough_to_learn_the_rule(start_rig: StartRig, kind: str) -> None:
-    async with start_rig(kind, n_slots=1) as rig:
+    async with start_rig(kind, n_slots=1, is_new=True) as rig:
         assert attachment_of(rig).self_test == SelfTestResult(CASES[kind][1])
         assert await rig.evaluated() <= MOST_TOKENS + len(CANARY_TOKENS)
 

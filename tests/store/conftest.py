@@ -1,5 +1,6 @@
 """A store on a real directory, and states as llama-server would have left them."""
 
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind
 from proxy.core.tokens import Namespace, TokenIds, token_ids
 from proxy.store.catalogue import Limits
-from proxy.store.directory import NewState
+from proxy.store.files import final_name_of, id_of, temporary_name_of
 from proxy.store.store import CheckpointStore
 
 NAMESPACE = Namespace(b"n" * 16)
@@ -31,19 +32,38 @@ def branch(n_common: int, n_tokens: int, mark: int = 1_000_000) -> TokenIds:
 
 def new_state(
     store: CheckpointStore, tokens: TokenIds, *, content: bytes = b"", **changes: Any
-) -> NewState:
+) -> tuple[Checkpoint, TokenIds]:
     """Write a temporary state file into the store's directory, as llama-server does."""
     name = store.files.new_temporary_name()
     path = store.files.directory / name
     path.write_bytes(content or b"state of " + tokens.tobytes())
+    return new_checkpoint(store, name, tokens, [8, path.stat().st_size - 8], **changes), tokens
+
+
+def new_checkpoint(
+    store: CheckpointStore, name: str, tokens: TokenIds, sizes: list[int], **changes: Any
+) -> Checkpoint:
+    """Return the checkpoint that the temporary file *name*, with parts of these sizes, is to be."""
+    now = time.time()
     fields: dict[str, Any] = {
+        "id": id_of(name),
         "namespace": NAMESPACE,
         "kind": CheckpointKind.CONVERSATION,
+        "n_tokens": len(tokens),
         "restore_points": (),
         "has_every_position": False,
-        "parts": store.files.parts(name, [8, path.stat().st_size - 8]),
+        "file_name": final_name_of(name),
+        "size_bytes": sum(sizes),
+        "created_at": now,
+        "last_used_at": now,
+        "parts": store.files.parts(name, sizes),
+        "verified_at": now,
     }
-    return NewState(name, tokens=tokens, **(fields | changes))
+    return Checkpoint(**(fields | changes))
+
+
+def temporary_of(state: tuple[Checkpoint, TokenIds]) -> str:
+    return temporary_name_of(state[0].file_name)
 
 
 def found(

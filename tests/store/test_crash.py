@@ -16,7 +16,7 @@ from proxy.errors import StoreFault
 from proxy.store.files import StateFiles
 from proxy.store.index import Index
 from proxy.store.store import CheckpointStore
-from tests.store.conftest import BUDGET, found, names_in, new_state, opened, run_of
+from tests.store.conftest import BUDGET, found, names_in, new_state, opened, run_of, temporary_of
 
 
 class Crash(BaseException):
@@ -87,7 +87,7 @@ async def check_reopened(directory: Path, must_have: set[CheckpointId], may_have
                 content = store.files.path(checkpoint.file_name).read_bytes()
             assert content == b"state of " + run_of(checkpoint.n_tokens).tobytes()
     with opened(directory) as store:
-        assert store.report.n_entries_without_file == store.report.n_files_without_entry == 0
+        assert store.report["n_entries_without_file"] == store.report["n_files_without_entry"] == 0
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -96,12 +96,12 @@ async def test_crash_in_commit_leaves_a_store_that_opens_and_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, when: str
 ) -> None:
     store = CheckpointStore(tmp_path, BUDGET)
-    kept = await store.commit(new_state(store, run_of(300)))
+    kept = await store.commit(*new_state(store, run_of(300)))
     state = new_state(store, run_of(600))
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, crash if when == "before" else after(getattr(owner, name)))
         with pytest.raises(Crash):
-            await store.commit(state)
+            await store.commit(*state)
     abandon(store)
     await check_reopened(tmp_path, {kept.id}, may_have=1)
 
@@ -112,8 +112,8 @@ async def test_crash_in_remove_leaves_a_store_that_opens_and_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, when: str
 ) -> None:
     store = CheckpointStore(tmp_path, BUDGET)
-    kept = await store.commit(new_state(store, run_of(300)))
-    going = await store.commit(new_state(store, run_of(600)))
+    kept = await store.commit(*new_state(store, run_of(300)))
+    going = await store.commit(*new_state(store, run_of(600)))
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, crash if when == "before" else after(getattr(owner, name)))
         with pytest.raises(Crash):
@@ -126,7 +126,7 @@ async def test_crash_after_the_entry_is_deleted_does_not_bring_it_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CheckpointStore(tmp_path, BUDGET)
-    going = await store.commit(new_state(store, run_of(600)))
+    going = await store.commit(*new_state(store, run_of(600)))
     with monkeypatch.context() as patch:
         patch.setattr(StateFiles, "remove", crash)
         with pytest.raises(Crash):
@@ -137,7 +137,7 @@ async def test_crash_after_the_entry_is_deleted_does_not_bring_it_back(
 
 async def test_crash_after_commit_without_close_loses_nothing(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, BUDGET)
-    ids = {(await store.commit(new_state(store, run_of(n)))).id for n in (300, 600, 900)}
+    ids = {(await store.commit(*new_state(store, run_of(n)))).id for n in (300, 600, 900)}
     abandon(store)
     await check_reopened(tmp_path, ids, may_have=0)
 
@@ -149,8 +149,8 @@ async def test_open_whose_check_fails_frees_the_directory_for_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path) as store:
-        kept = await store.commit(new_state(store, run_of(300)))
-        lost = await store.commit(new_state(store, run_of(600)))
+        kept = await store.commit(*new_state(store, run_of(300)))
+        lost = await store.commit(*new_state(store, run_of(600)))
     (tmp_path / lost.file_name).unlink()
     (tmp_path / "lpc-0123456789abcdef.saving").write_bytes(b"orphan")
     with monkeypatch.context() as patch:
@@ -179,13 +179,13 @@ async def test_commit_with_a_failing_step_raises_store_fault_and_leaves_no_final
         raise error
 
     with opened(tmp_path) as store:
-        kept = await store.commit(new_state(store, run_of(300)))
+        kept = await store.commit(*new_state(store, run_of(300)))
         state = new_state(store, run_of(600))
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail_with_error)
             with pytest.raises(StoreFault):
-                await store.commit(state)
-        await store.discard(state.temporary_name)
+                await store.commit(*state)
+        await store.discard(temporary_of(state))
         assert names_in(tmp_path) == {kept.file_name}
         assert [c.checkpoint for c in found(store, run_of(900))] == [kept]
         assert len(found(store, run_of(900))) == len(store.index.all()) == len(store)
@@ -194,13 +194,13 @@ async def test_commit_with_a_failing_step_raises_store_fault_and_leaves_no_final
 async def test_commit_whose_touched_records_cannot_be_written_is_a_commit(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = await store.commit(new_state(store, run_of(300)))
+    first = await store.commit(*new_state(store, run_of(300)))
     async with store.using(first):
         pass
     with monkeypatch.context() as patch:
         patch.setattr(Index, "update", fail)
         try:
-            await store.commit(new_state(store, run_of(600)))
+            await store.commit(*new_state(store, run_of(600)))
         except StoreFault:
             pass
     in_memory = {c.id for c in store}
@@ -211,7 +211,7 @@ async def test_commit_whose_touched_records_cannot_be_written_is_a_commit(
 async def test_remove_that_fails_leaves_memory_and_disk_agreeing(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint = await store.commit(new_state(store, run_of(300)))
+    checkpoint = await store.commit(*new_state(store, run_of(300)))
     with monkeypatch.context() as patch:
         patch.setattr(Index, "delete", fail)
         with pytest.raises(StoreFault):

@@ -59,8 +59,8 @@ async def fill(directory: Path) -> None:
             new = new_state(
                 store, tokens, content=content, namespace=namespace, kind=CheckpointKind.TURN_START
             )
-            checkpoint = await store.commit(new)
-        gone = await store.commit(new_state(store, run_of(20_000)))
+            checkpoint = await store.commit(*new)
+        gone = await store.commit(*new_state(store, run_of(20_000)))
         await store.remove(gone, Removal.BUDGET)
         await store.pin(checkpoint.id, is_pinned=True)
 
@@ -114,7 +114,7 @@ async def rebuilt(directory: Path) -> dict[CheckpointId, dict[str, Any]]:
     """Open a store, wait for what is to be made anew, use it, and return what it has."""
     with opened(directory) as store:
         await store.rebuild()
-        extra = await store.commit(new_state(store, run_of(700, start=3)))
+        extra = await store.commit(*new_state(store, run_of(700, start=3)))
         await store.remove(extra, Removal.BUDGET)
         of_model = {o.known.name for _, o in owners(store.index)}
         assert not len(store) or of_model == {"coder"}
@@ -182,7 +182,7 @@ async def work(directory):
         for checkpoint in [*store]:
             await store.remove(checkpoint, Removal.OPERATOR)
         for n in (300, 3000):
-            await store.commit(new_state(store, run_of(n)))
+            await store.commit(*new_state(store, run_of(n)))
 for directory in sys.argv[1:]:
     asyncio.run(work(Path(directory)))
     print(directory, flush=True)
@@ -280,7 +280,7 @@ async def test_state_that_was_cut_or_of_an_unknown_model_is_told_and_removed(
     cut, *_ = beside(directory, "lpc-*.state")
     content = cut.read_bytes()
     with opened(directory) as store:
-        unknown = await store.commit(new_state(store, run_of(100)))
+        unknown = await store.commit(*new_state(store, run_of(100)))
     cut.unlink()
     cut.write_bytes(content[:-9])
     set_data(directory, b"")
@@ -315,7 +315,7 @@ async def test_store_serves_while_it_is_made_anew(directory: Path) -> None:
     set_data(directory, b"garbage" * 9000)
     with opened(directory) as store:
         rebuilding = asyncio.ensure_future(store.rebuild())
-        new = await store.commit(new_state(store, run_of(600, start=50_000)))
+        new = await store.commit(*new_state(store, run_of(600, start=50_000)))
         assert [c.checkpoint for c in found(store, run_of(600, start=50_000))] == [new]
         assert "4 entered again; no state is lost" in await rebuilding
         assert {c.id for c in store} == {new.id, *expected}

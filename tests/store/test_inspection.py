@@ -14,7 +14,7 @@ from tests.store.conftest import BUDGET, new_state, opened, run_of
 
 async def test_closed_store_is_read_as_it_was_written(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
-        checkpoint = await store.commit(new_state(store, run_of(300)))
+        checkpoint = await store.commit(*new_state(store, run_of(300)))
         await store.put_value("rule of something", ["any", "value"])
     before = sorted(os.listdir(tmp_path))
     content = read_index(tmp_path)

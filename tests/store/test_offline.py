@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from proxy.__main__ import main
-from proxy.core.model import Checkpoint, Cuts, Family, KnownNamespace, tenant_namespace
+from proxy.core.model import Checkpoint, Family, KnownNamespace, tenant_namespace
 from proxy.core.tokens import Namespace, hash_prefixes
 from proxy.errors import StoreFault, StoreLocked
 from proxy.store.directory import LOCK_NAME, StoreDirectory
@@ -47,10 +47,10 @@ async def meet(directory: Path, canary: list[tuple[int, float]], *, commits: boo
         await store.put_value(tenants_name(MODEL), [TENANT])
         for tokens in PROMPTS if commits else ():
             content = state_file(words(tokens), attention(len(tokens)))
-            facts: dict[str, Any] = {"cuts": Cuts(header=200), "marks": (250,), "n_prompt": 260}
+            facts: dict[str, Any] = {"header": 200, "marks": (250,), "n_prompt": 260}
             facts["family"] = FAMILY
             new = new_state(store, tokens, content=content, namespace=OURS, **facts)
-            await store.commit(new)
+            await store.commit(*new)
 
 
 @pytest.fixture

@@ -12,11 +12,10 @@ from proxy.core.eviction import Present, Removal
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.errors import NoRoom, StoreFault
 from proxy.store.catalogue import Claim, Limits
-from proxy.store.directory import NewState
 from proxy.store.files import StateFiles
 from proxy.store.index import Index
 from proxy.store.store import CheckpointStore
-from tests.store.conftest import names_in, new_state, opened, run_of
+from tests.store.conftest import names_in, new_checkpoint, opened, run_of
 from tests.store.test_store import hold_writer
 
 SIZE = 100
@@ -34,12 +33,9 @@ async def save(store: CheckpointStore, mark: int, size_bytes: int = SIZE) -> Che
     """Save a state as the driver does: reserve, write, settle, commit."""
     name = await store.reserve(claim())
     store.files.path(name).write_bytes(b"x" * size_bytes)
-    parts = store.files.parts(name, [size_bytes])
     await store.settle(name, size_bytes)
-    unnamed = new_state(store, run_of(300, start=1000 * mark))
-    await store.discard(unnamed.temporary_name)
-    state = NewState(name, unnamed.namespace, unnamed.kind, unnamed.tokens, (), False, parts)
-    return await store.commit(state)
+    tokens = run_of(300, start=1000 * mark)
+    return await store.commit(new_checkpoint(store, name, tokens, [size_bytes]), tokens)
 
 
 async def test_reserve_within_the_limits_removes_nothing(tmp_path: Path) -> None:
@@ -247,7 +243,7 @@ async def test_open_with_a_smaller_budget_brings_the_store_within_it(tmp_path: P
     with opened(tmp_path, Limits(2 * SIZE)) as store:
         assert bytes_in(tmp_path) == store.size_bytes == 2 * SIZE
         assert store.get(pinned.id) is not None
-        assert (store.report.n_checkpoints, store.report.n_over_budget) == (2, 3)
+        assert (store.report["n_checkpoints"], store.report["n_over_budget"]) == (2, 3)
         assert store.removals[Removal.BUDGET] == 3
         assert len(store.index.all()) == 2
 

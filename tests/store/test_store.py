@@ -38,6 +38,7 @@ from tests.store.conftest import (
     new_state,
     opened,
     run_of,
+    temporary_of,
 )
 
 # Commit and find.
@@ -45,7 +46,7 @@ from tests.store.conftest import (
 
 async def test_find_after_commit_yields_the_checkpoint(store: CheckpointStore) -> None:
     state = new_state(store, run_of(300), restore_points=(100, 296), kind=CheckpointKind.TURN_START)
-    checkpoint = await store.commit(state)
+    checkpoint = await store.commit(*state)
     [candidate] = found(store, run_of(1000))
     assert candidate.checkpoint == checkpoint
     assert candidate.n_common == 300
@@ -58,7 +59,7 @@ async def test_find_after_commit_yields_the_checkpoint(store: CheckpointStore) -
 async def test_find_of_a_diverging_prompt_counts_common_tokens_to_the_token(
     store: CheckpointStore,
 ) -> None:
-    await store.commit(new_state(store, run_of(300)))
+    await store.commit(*new_state(store, run_of(300)))
     assert [c.n_common for c in found(store, branch(201, 400))] == [201]
     assert [c.n_common for c in found(store, run_of(250))] == [250]
 
@@ -66,21 +67,21 @@ async def test_find_of_a_diverging_prompt_counts_common_tokens_to_the_token(
 async def test_find_of_a_prompt_that_shares_less_than_a_block_yields_nothing(
     store: CheckpointStore,
 ) -> None:
-    await store.commit(new_state(store, run_of(300)))
+    await store.commit(*new_state(store, run_of(300)))
     assert found(store, branch(FIRST_BLOCK_TOKENS - 1, 400)) == []
     assert found(store, run_of(FIRST_BLOCK_TOKENS - 1)) == []
     assert found(store, token_ids([])) == []
 
 
 async def test_find_in_another_namespace_yields_nothing(store: CheckpointStore) -> None:
-    await store.commit(new_state(store, run_of(300)))
+    await store.commit(*new_state(store, run_of(300)))
     assert found(store, run_of(300), OTHER_NAMESPACE) == []
 
 
 async def test_find_yields_the_longest_common_prefix_first(store: CheckpointStore) -> None:
     # Also within one block, where the prefix hashes are the same for all of them.
     for n_common in (230, 140, 250, 135, 200, 1000, 129, 180, 220):
-        await store.commit(new_state(store, branch(n_common, n_common + 500, 10**6 + n_common)))
+        await store.commit(*new_state(store, branch(n_common, n_common + 500, 10**6 + n_common)))
     lengths = [c.n_common for c in found(store, run_of(2000))]
     assert len(lengths) == 9
     assert lengths == sorted(lengths, reverse=True)
@@ -88,10 +89,10 @@ async def test_find_yields_the_longest_common_prefix_first(store: CheckpointStor
 
 async def test_find_after_reopen_yields_the_same(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
-        checkpoint = await store.commit(new_state(store, run_of(300), restore_points=(296,)))
+        checkpoint = await store.commit(*new_state(store, run_of(300), restore_points=(296,)))
     with opened(tmp_path) as store:
         assert [c.checkpoint for c in found(store, run_of(400))] == [checkpoint]
-        assert (store.report.n_checkpoints, store.report.n_entries_without_file) == (1, 0)
+        assert (store.report["n_checkpoints"], store.report["n_entries_without_file"]) == (1, 0)
 
 
 async def test_find_on_a_hash_collision_tells_how_little_is_common(
@@ -101,15 +102,15 @@ async def test_find_on_a_hash_collision_tells_how_little_is_common(
         return [PrefixHash(b"%016d" % n) for n in range(len(tokens) // 128)]
 
     monkeypatch.setattr("proxy.store.store.hash_prefixes", collide)
-    await store.commit(new_state(store, run_of(300)))
+    await store.commit(*new_state(store, run_of(300)))
     assert [c.n_common for c in found(store, branch(150, 300))] == [150]
     assert [c.n_common for c in found(store, run_of(300, start=5000))] in ([], [0])
     assert found(store, run_of(300), OTHER_NAMESPACE) == []
 
 
 async def test_remove_takes_entry_and_file(store: CheckpointStore) -> None:
-    kept = await store.commit(new_state(store, run_of(300)))
-    gone = await store.commit(new_state(store, run_of(600)))
+    kept = await store.commit(*new_state(store, run_of(300)))
+    gone = await store.commit(*new_state(store, run_of(600)))
     await store.remove(gone, Removal.BUDGET)
     await store.remove(gone, Removal.BUDGET)
     assert [c.checkpoint for c in found(store, run_of(900))] == [kept]
@@ -118,22 +119,22 @@ async def test_remove_takes_entry_and_file(store: CheckpointStore) -> None:
 
 
 async def test_remove_leaves_no_prefix_hash_behind(store: CheckpointStore) -> None:
-    kept = await store.commit(new_state(store, run_of(300)))
-    gone = await store.commit(new_state(store, run_of(600)))
+    kept = await store.commit(*new_state(store, run_of(300)))
+    gone = await store.commit(*new_state(store, run_of(600)))
     await store.remove(gone, Removal.BUDGET)
     assert store.index.reaching(hash_prefixes(NAMESPACE, run_of(900))) == [kept.id]
 
 
 async def test_discard_of_a_temporary_file_deletes_it(store: CheckpointStore) -> None:
     state = new_state(store, run_of(300))
-    await store.discard(state.temporary_name)
-    await store.discard(state.temporary_name)
+    await store.discard(temporary_of(state))
+    await store.discard(temporary_of(state))
     assert names_in(store.files.directory) == set()
 
 
 async def test_quarantine_hides_a_checkpoint_until_the_next_process(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
-        checkpoint = await store.commit(new_state(store, run_of(300)))
+        checkpoint = await store.commit(*new_state(store, run_of(300)))
         store.quarantine(checkpoint)
         assert found(store, run_of(400)) == []
     with opened(tmp_path) as store:
@@ -145,7 +146,7 @@ async def test_quarantine_for_good_outlives_the_process_and_makes_a_checkpoint_t
 ) -> None:
     quarantine = Quarantine("llama-server ended", 1000.0)
     with opened(tmp_path) as store:
-        good, bad = [await store.commit(new_state(store, run_of(n))) for n in (300, 600)]
+        good, bad = [await store.commit(*new_state(store, run_of(n))) for n in (300, 600)]
         await store.quarantine_for_good([bad], quarantine)
         assert [c.checkpoint.id for c in found(store, run_of(700))] == [good.id]
     with opened(tmp_path) as store:
@@ -190,7 +191,7 @@ async def test_using_a_file_with_one_bit_flipped_is_refused_and_removes_it(
     tmp_path: Path, index: int, is_reopened: bool
 ) -> None:
     with opened(tmp_path) as store:
-        checkpoint = await store.commit(new_state(store, run_of(300)))
+        checkpoint = await store.commit(*new_state(store, run_of(300)))
         path = store.files.path(checkpoint.file_name)
         if not is_reopened:
             change(path, flipped(path.read_bytes(), index))
@@ -209,7 +210,7 @@ async def test_using_a_file_with_one_bit_flipped_is_refused_and_removes_it(
 async def test_using_a_file_that_is_replaced_by_a_copy_verifies_the_copy(
     store: CheckpointStore,
 ) -> None:
-    checkpoint = await store.commit(new_state(store, run_of(300)))
+    checkpoint = await store.commit(*new_state(store, run_of(300)))
     path = store.files.path(checkpoint.file_name)
     other = path.with_name("other")
     other.write_bytes(path.read_bytes())
@@ -220,7 +221,7 @@ async def test_using_a_file_that_is_replaced_by_a_copy_verifies_the_copy(
 async def test_using_a_file_that_changes_meanwhile_is_refused_afterwards(
     store: CheckpointStore,
 ) -> None:
-    checkpoint = await store.commit(new_state(store, run_of(300)))
+    checkpoint = await store.commit(*new_state(store, run_of(300)))
     path = store.files.path(checkpoint.file_name)
     with pytest.raises(StoreFault, match="changed while it was restored"):
         async with store.using(checkpoint):
@@ -231,7 +232,7 @@ async def test_using_a_verified_file_reads_it_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(tmp_path) as store:
-        checkpoint = await store.commit(new_state(store, run_of(300)))
+        checkpoint = await store.commit(*new_state(store, run_of(300)))
         monkeypatch.setattr(StateFiles, "has_part", None)
         await use(store, checkpoint)
         monkeypatch.undo()
@@ -247,7 +248,7 @@ async def test_file_that_cannot_be_read_is_offered_no_more_and_kept(
     def fail(*_: object, **__: object) -> bool:
         raise OSError(errno.EIO, "Input/output error")
 
-    checkpoint = await store.commit(new_state(store, run_of(300)))
+    checkpoint = await store.commit(*new_state(store, run_of(300)))
     os.utime(store.files.path(checkpoint.file_name))
     monkeypatch.setattr(StateFiles, "has_part", fail)
     with pytest.raises(StoreFault, match="Input/output error"):
@@ -259,18 +260,18 @@ async def test_file_that_cannot_be_read_is_offered_no_more_and_kept(
 async def test_damaged_file_takes_what_may_stem_from_it_along(store: CheckpointStore) -> None:
     damaged: list[tuple[Checkpoint, list[Checkpoint]]] = []
     store.on_damage = lambda checkpoint, stemming: damaged.append((checkpoint, stemming))
-    first = await store.commit(new_state(store, run_of(300)))
-    second = await store.commit(new_state(store, run_of(400), ancestors=store.lineage(first)))
-    third = await store.commit(new_state(store, run_of(500), ancestors=store.lineage(second)))
+    first = await store.commit(*new_state(store, run_of(300)))
+    second = await store.commit(*new_state(store, run_of(400), ancestors=store.lineage(first)))
+    third = await store.commit(*new_state(store, run_of(500), ancestors=store.lineage(second)))
     assert third.ancestors == (first.id, second.id)
-    other = await store.commit(new_state(store, run_of(600)))
+    other = await store.commit(*new_state(store, run_of(600)))
     change(store.files.path(second.file_name), bytes(second.size_bytes))
     with pytest.raises(StateDamaged):
         await store.verify(second)
     assert damaged == [(second, [third])]
     assert {c.id for c in store} == {first.id, other.id}
     with pytest.raises(StoreFault, match="is damaged"):
-        await store.commit(new_state(store, run_of(700), ancestors=(second.id,)))
+        await store.commit(*new_state(store, run_of(700), ancestors=(second.id,)))
     assert store.lineage(third) == (first.id, third.id)
 
 
@@ -280,7 +281,7 @@ async def test_damaged_file_that_cannot_be_removed_is_offered_no_more(
     def fail(*_: object) -> None:
         raise StoreFault("full")
 
-    checkpoint = await store.commit(new_state(store, run_of(300)))
+    checkpoint = await store.commit(*new_state(store, run_of(300)))
     change(store.files.path(checkpoint.file_name), bytes(checkpoint.size_bytes))
     monkeypatch.setattr(Index, "delete", fail)
     with pytest.raises(StoreFault, match="full"):
@@ -291,8 +292,8 @@ async def test_damaged_file_that_cannot_be_removed_is_offered_no_more(
 async def test_what_was_saved_before_an_ancestor_was_last_verified_stays(
     store: CheckpointStore,
 ) -> None:
-    first = await store.commit(new_state(store, run_of(300)))
-    second = await store.commit(new_state(store, run_of(400), ancestors=(first.id,)))
+    first = await store.commit(*new_state(store, run_of(300)))
+    second = await store.commit(*new_state(store, run_of(400), ancestors=(first.id,)))
     await store.verify(first, bytes_per_second=1e9)
     change(store.files.path(first.file_name), bytes(first.size_bytes))
     with pytest.raises(StateDamaged):
@@ -303,7 +304,7 @@ async def test_what_was_saved_before_an_ancestor_was_last_verified_stays(
 async def test_record_of_an_older_version_is_verified_by_its_checksum(tmp_path: Path) -> None:
     """Format 1 as 0.1.0 wrote it: a checksum of the whole file, and inode and time of the file."""
     with opened(tmp_path) as store:
-        checkpoint = await store.commit(new_state(store, run_of(300)))
+        checkpoint = await store.commit(*new_state(store, run_of(300)))
         path = store.files.path(checkpoint.file_name)
         old = msgspec.to_builtins(checkpoint, builtin_types=(bytes,))
         for name in ("parts", "verified_at", "ancestors"):
@@ -324,7 +325,7 @@ async def test_record_of_an_older_version_is_verified_by_its_checksum(tmp_path: 
 
 
 async def test_using_a_missing_file_is_refused(store: CheckpointStore) -> None:
-    checkpoint = await store.commit(new_state(store, run_of(300)))
+    checkpoint = await store.commit(*new_state(store, run_of(300)))
     store.files.path(checkpoint.file_name).unlink()
     with pytest.raises(StoreFault):
         await use(store, checkpoint)
@@ -333,7 +334,7 @@ async def test_using_a_missing_file_is_refused(store: CheckpointStore) -> None:
 
 async def test_using_a_checkpoint_marks_it_used_for_good(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
-        checkpoint = await store.commit(new_state(store, run_of(300)))
+        checkpoint = await store.commit(*new_state(store, run_of(300)))
         async with store.using(checkpoint):
             pass
         [used] = store
@@ -345,7 +346,7 @@ async def test_using_a_checkpoint_marks_it_used_for_good(tmp_path: Path) -> None
 async def test_using_a_checkpoint_keeps_it_from_removal_until_the_last_user_left(
     store: CheckpointStore,
 ) -> None:
-    checkpoint = await store.commit(new_state(store, run_of(300)))
+    checkpoint = await store.commit(*new_state(store, run_of(300)))
     async with store.using(checkpoint):
         async with store.using(checkpoint):
             pass
@@ -362,7 +363,7 @@ async def test_open_of_a_copied_directory_serves_it(tmp_path: Path) -> None:
     original, copy = tmp_path / "original", tmp_path / "copy"
     original.mkdir()
     with opened(original) as store:
-        checkpoint = await store.commit(new_state(store, run_of(300)))
+        checkpoint = await store.commit(*new_state(store, run_of(300)))
     shutil.copytree(original, copy, copy_function=shutil.copyfile)
     for _ in range(2):
         with opened(copy) as store:
@@ -374,34 +375,34 @@ async def test_open_of_a_copied_directory_serves_it(tmp_path: Path) -> None:
 
 async def test_open_with_a_file_of_other_content_drops_it(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
-        checkpoint = await store.commit(new_state(store, run_of(300)))
+        checkpoint = await store.commit(*new_state(store, run_of(300)))
         path = store.files.path(checkpoint.file_name)
     path.write_bytes(b"something else")
     with opened(tmp_path) as store:
         assert found(store, run_of(400)) == []
-        assert store.report.n_entries_without_file == 1
+        assert store.report["n_entries_without_file"] == 1
         assert store.index.all() == [] and store.index.tokens(checkpoint.id) is None
         assert names_in(tmp_path) == set()
 
 
 async def test_open_removes_entries_without_file_and_files_without_entry(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
-        kept = await store.commit(new_state(store, run_of(300)))
-        lost = await store.commit(new_state(store, run_of(600)))
-        temporary = new_state(store, run_of(900)).temporary_name
+        kept = await store.commit(*new_state(store, run_of(300)))
+        lost = await store.commit(*new_state(store, run_of(600)))
+        temporary = temporary_of(new_state(store, run_of(900)))
     (tmp_path / lost.file_name).unlink()
     (tmp_path / "lpc-0123456789abcdef.state").write_bytes(b"orphan")
     assert (tmp_path / temporary).exists()
     with opened(tmp_path) as store:
         report = store.report
         assert names_in(tmp_path) == {kept.file_name}
-        assert (report.n_checkpoints, report.n_entries_without_file) == (1, 1)
-        assert report.n_files_without_entry == 2
+        assert (report["n_checkpoints"], report["n_entries_without_file"]) == (1, 1)
+        assert report["n_files_without_entry"] == 2
         assert len(found(store, run_of(900))) == 1
 
 
 def test_second_opener_is_locked_out_and_changes_nothing(store: CheckpointStore) -> None:
-    temporary = new_state(store, run_of(300)).temporary_name
+    temporary = temporary_of(new_state(store, run_of(300)))
     with pytest.raises(StoreLocked, match="another llama-prefix-cache uses"):
         CheckpointStore(store.files.directory, BUDGET)
     assert temporary in names_in(store.files.directory)
@@ -425,7 +426,7 @@ async def test_foreign_files_in_the_directory_are_untouched(tmp_path: Path) -> N
         (tmp_path / name).write_bytes(b"keep me")
     (tmp_path / "folder").mkdir()
     with opened(tmp_path) as store:
-        await store.commit(new_state(store, run_of(300)))
+        await store.commit(*new_state(store, run_of(300)))
     with opened(tmp_path, Limits(1)) as store:
         assert len(store) == 0
     assert all((tmp_path / name).read_bytes() == b"keep me" for name in foreign)
@@ -440,7 +441,7 @@ def test_open_with_an_index_that_is_a_file_raises_store_fault(tmp_path: Path) ->
 
 async def test_open_with_another_format_version_raises_store_fault(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
-        checkpoint = await store.commit(new_state(store, run_of(300)))
+        checkpoint = await store.commit(*new_state(store, run_of(300)))
         await store.put_value("format", 999)
     with pytest.raises(StoreFault, match="format 999"):
         CheckpointStore(tmp_path, BUDGET)
@@ -470,7 +471,7 @@ def test_open_of_a_missing_directory_raises_store_fault(tmp_path: Path) -> None:
 
 
 async def test_files_are_readable_by_their_owner_only(store: CheckpointStore) -> None:
-    checkpoint = await store.commit(new_state(store, run_of(300)))
+    checkpoint = await store.commit(*new_state(store, run_of(300)))
     directory = store.files.directory
     names = [checkpoint.file_name, "index/data.mdb", "index/lock.mdb", ".llama-prefix-cache.lock"]
     assert [stat.S_IMODE((directory / name).stat().st_mode) for name in names] == [0o600] * 4
@@ -482,7 +483,7 @@ def test_file_in_a_directory_shared_by_a_group_is_readable_by_the_group(
 ) -> None:
     tmp_path.chmod(0o2770)
     with opened(tmp_path) as store:
-        checkpoint = asyncio.run(store.commit(new_state(store, run_of(300))))
+        checkpoint = asyncio.run(store.commit(*new_state(store, run_of(300))))
         mode = store.files.path(checkpoint.file_name).stat().st_mode
     assert stat.S_IMODE(mode) == 0o660
 
@@ -527,7 +528,7 @@ async def test_commit_whose_caller_is_cancelled_is_whole_or_not_at_all(
         return seal(temporary, final)
 
     monkeypatch.setattr(store.files, "seal", slow_seal)
-    task = asyncio.get_running_loop().create_task(store.commit(new_state(store, run_of(300))))
+    task = asyncio.get_running_loop().create_task(store.commit(*new_state(store, run_of(300))))
     await asyncio.to_thread(began.wait)
     task.cancel()
     await asyncio.sleep(0)
@@ -541,7 +542,7 @@ async def test_commit_whose_caller_is_cancelled_is_whole_or_not_at_all(
 async def test_remove_whose_caller_is_cancelled_is_whole_or_not_at_all(
     store: CheckpointStore,
 ) -> None:
-    checkpoint = await store.commit(new_state(store, run_of(300)))
+    checkpoint = await store.commit(*new_state(store, run_of(300)))
     go_on = hold_writer(store)
     task = asyncio.get_running_loop().create_task(store.remove(checkpoint, Removal.BUDGET))
     await asyncio.sleep(0)
@@ -557,6 +558,6 @@ async def test_remove_whose_caller_is_cancelled_is_whole_or_not_at_all(
 async def test_index_reaching_many_hashes_lists_each_checkpoint_once(
     store: CheckpointStore,
 ) -> None:
-    checkpoint = await store.commit(new_state(store, run_of(128 * 20)))
+    checkpoint = await store.commit(*new_state(store, run_of(128 * 20)))
     assert isinstance(store.index, Index)
     assert [c.checkpoint.id for c in store.find(NAMESPACE, run_of(128 * 30))] == [checkpoint.id]

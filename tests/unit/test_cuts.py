@@ -192,9 +192,3 @@ def test_branch_of_a_prompt_that_is_all_shared_is_none() -> None:
 @pytest.mark.parametrize("rule", [ANY_PREFIX, NOTHING])
 def test_branch_where_no_place_need_be_kept_is_none(rule: Rule) -> None:
     assert branch_of(rule, 600, 1000, 0) == 0
-
-
-def test_begins_turn_of_a_prompt_that_ends_with_the_user_is_true() -> None:
-    assert Cuts(turn_start=500, message_end=500).begins_turn
-    assert not Cuts(turn_start=500, message_end=800).begins_turn
-    assert not Cuts().begins_turn

@@ -3,7 +3,7 @@
 import pytest
 
 from proxy import health as module
-from proxy.core.conditions import EXPLANATIONS, OF_PROCESS, DegradationKind, State, state_under
+from proxy.core.conditions import OF_PROCESS, DegradationKind, State, state_under
 from proxy.health import Degradations
 from proxy.metrics import Metrics
 
@@ -41,8 +41,7 @@ def sample(metrics: Metrics, name: str, kind: DegradationKind) -> float | None:
 
 @pytest.mark.parametrize("kind", DegradationKind)
 def test_every_kind_has_a_reason_and_a_cure_in_words(kind: DegradationKind) -> None:
-    about = EXPLANATIONS[kind]
-    assert about.reason.endswith(".") and about.cure.endswith(".")
+    assert kind.reason.endswith(".") and kind.cure.endswith(".")
 
 
 @pytest.mark.parametrize(

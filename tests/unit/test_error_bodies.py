@@ -1,8 +1,6 @@
 """The proxy's own errors, in the shape that the clients of each API expect."""
 
 import json
-from collections.abc import Callable
-from functools import partial
 
 import pytest
 
@@ -10,12 +8,11 @@ from proxy import errors
 from proxy.errors import ProxyError
 from proxy.web.errors import (
     anthropic_error,
-    anthropic_event,
+    edit_of_stream,
     error_event,
     error_event_of,
     error_response,
 )
-from proxy.web.relay import edit_of_stream
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 
@@ -25,6 +22,7 @@ def kinds_of_error(kind: type[ProxyError]) -> list[type[ProxyError]]:
 
 
 KINDS = kinds_of_error(ProxyError)
+OPENAI_TYPES = {500: "server_error", 502: "unavailable_error", 503: "unavailable_error"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -37,28 +35,31 @@ def test_error_for_openai_clients_has_message_type_and_code(kind: type[ProxyErro
         "error": {
             "code": kind.status,
             "message": "llama-prefix-cache: it is so",
-            "type": kind.type,
+            "type": OPENAI_TYPES[kind.status],
             "src": "llama-prefix-cache",
         }
     }
 
 
 @pytest.mark.parametrize(
-    ("kind", "anthropic_type"),
+    ("status", "openai_type", "anthropic_type"),
     [
-        (errors.BadTarget, "invalid_request_error"),
-        (errors.RefusedByProxy, "permission_error"),
-        (errors.BodyTooLarge, "request_too_large"),
-        (errors.TooManyRequests, "overloaded_error"),
-        (partial(errors.ServerAway, status=503), "overloaded_error"),
-        (errors.ServerAway, "api_error"),
-        (ProxyError, "api_error"),
+        (400, "invalid_request_error", "invalid_request_error"),
+        (403, "permission_error", "permission_error"),
+        (413, "invalid_request_error", "request_too_large"),
+        (422, "invalid_request_error", "invalid_request_error"),
+        (errors.TooManyRequests.status, "unavailable_error", "overloaded_error"),
+        (errors.ServerAway.status, "unavailable_error", "api_error"),
+        (ProxyError.status, "server_error", "api_error"),
     ],
 )
-def test_error_for_anthropic_clients_has_their_types(
-    kind: Callable[[str], ProxyError], anthropic_type: str
+def test_error_of_a_status_has_the_type_of_each_api(
+    status: int, openai_type: str, anthropic_type: str
 ) -> None:
-    response = error_response(MESSAGES, kind("it is so"))
+    response = error_response(CHAT, ProxyError("it is so", status))
+    assert isinstance(response.body, bytes)
+    assert (response.status, json.loads(response.body)["error"]["type"]) == (status, openai_type)
+    response = error_response(MESSAGES, ProxyError("it is so", status))
     assert isinstance(response.body, bytes)
     error = {"type": anthropic_type, "message": "llama-prefix-cache: it is so"}
     assert json.loads(response.body) == {"type": "error", "error": error}
@@ -120,7 +121,6 @@ def test_prompt_that_is_too_long_is_told_in_the_words_of_both() -> None:
 )
 def test_answer_that_is_no_error_of_llama_server_passes_as_it_is(raw: bytes) -> None:
     assert anthropic_error(400, raw) == raw
-    assert anthropic_event(raw) == raw
 
 
 def test_error_event_of_a_messages_stream_is_brought_into_anthropics_shape() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from proxy.core.eviction import family_of
 from proxy.core.model import Candidate, CheckpointKind, Cuts, Family
 from proxy.core.tokens import common_prefix_length, hash_prefixes
-from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, candidate, run_of
+from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, candidate, checkpoint, run_of
 
 CONVERSATION, HEADER = CheckpointKind.CONVERSATION, CheckpointKind.HEADER
 CUTS = Cuts(header=500, turn_start=600)
@@ -13,9 +13,9 @@ CUTS = Cuts(header=500, turn_start=600)
 
 def family(n_common: int, n_tokens: int, *relatives: Candidate, **changes: Any) -> Family:
     """Return the family of a state that shares *n_common* tokens with every `run_of`."""
-    given = {"kind": CONVERSATION, "cuts": CUTS, "namespace": NAMESPACE, **changes}
-    tokens = branch(n_common, n_tokens)
-    return family_of(given["namespace"], tokens, given["kind"], given["cuts"], relatives)
+    cuts = changes.pop("cuts", CUTS)
+    new = checkpoint(n_tokens, header=cuts.header, turn_start=cuts.turn_start, **changes)
+    return family_of(new, branch(n_common, n_tokens), relatives)
 
 
 FIRST = family(700, 700)

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ FAMILIES = Metrics().families
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_metric_follows_the_conventions_of_prometheus(family: MetricFamily) -> None:
+def test_metric_follows_the_conventions_of_prometheus(family: MetricFamily[Any]) -> None:
     assert re.fullmatch(rf"{PREFIX}(_[a-z]+)+", family.name)
     assert family.name.endswith("_total") == (family.type == "counter")
     assert not re.search(

@@ -171,20 +171,20 @@ def test_plan_spares_the_slot_with_unsaved_work() -> None:
 
 
 def test_plan_that_displaces_much_unsaved_work_saves_it_first() -> None:
-    assert plan(1000, RESTORE_POINTS, Known(branch(0, 5000), NAMESPACE)).saves_displaced
-    assert not plan(1000, NOTHING, Known(branch(0, 5000), NAMESPACE)).saves_displaced
+    assert plan(1000, RESTORE_POINTS, Known(branch(0, 5000), NAMESPACE)).option.displacement.saves
+    assert not plan(1000, NOTHING, Known(branch(0, 5000), NAMESPACE)).option.displacement.saves
 
 
 def test_plan_that_displaces_little_unsaved_work_does_not_save_it() -> None:
     few = Known(branch(0, MAX_LOST_TOKENS), NAMESPACE)
-    assert not plan(1000, RESTORE_POINTS, few).saves_displaced
+    assert not plan(1000, RESTORE_POINTS, few).option.displacement.saves
     more = Known(branch(0, MAX_LOST_TOKENS + 1), NAMESPACE)
-    assert plan(1000, RESTORE_POINTS, more).saves_displaced
+    assert plan(1000, RESTORE_POINTS, more).option.displacement.saves
 
 
 def test_plan_over_another_tenants_slot_erases_it_first() -> None:
-    assert plan(1000, ANY_PREFIX, Known(run_of(1000), OTHER_NAMESPACE)).erases
-    assert not plan(1000, ANY_PREFIX, Known(run_of(1000), NAMESPACE)).erases
+    assert plan(1000, ANY_PREFIX, Known(run_of(1000), OTHER_NAMESPACE)).option.erases
+    assert not plan(1000, ANY_PREFIX, Known(run_of(1000), NAMESPACE)).option.erases
 
 
 RESTORED = Known(run_of(900), NAMESPACE, origin=Origin(600))
@@ -192,8 +192,8 @@ RESTORED = Known(run_of(900), NAMESPACE, origin=Origin(600))
 
 def test_plan_erases_a_restored_slot_instead_of_cutting_it() -> None:
     made = plan(500, END_ONLY, RESTORED)
-    assert (made.erases, made.start) == (True, UNUSED)
-    assert not plan(901, END_ONLY, RESTORED).erases
+    assert (made.option.erases, made.start) == (True, UNUSED)
+    assert not plan(901, END_ONLY, RESTORED).option.erases
 
 
 def test_plan_kinds_of_checkpoint_do_not_matter_for_a_restore() -> None:
@@ -256,7 +256,7 @@ def test_is_warm_of_anything_goes_on_and_takes_nothing_from_anybody(
     if made.is_warm:
         assert isinstance(made.start, UseLive) and made.start.n_reused > 0
         assert made.option.displacement == NOTHING_DISPLACED
-        assert content.namespace == NAMESPACE and not made.erases
+        assert content.namespace == NAMESPACE and not made.option.erases
 
 
 def test_alternatives_are_told_in_the_order_of_their_costs() -> None:
@@ -389,5 +389,5 @@ def test_prompt_that_does_not_fit_takes_nothing_from_anybody() -> None:
     for n_ctx, contents in ((900, (foreign, own)), (901, (own, foreign)), (901, (Empty(), own))):
         made = plan(901, RESTORE_POINTS, *contents, n_ctx=n_ctx, cuts=Cuts(header=300))
         assert (made.why, made.stops, made.start) == (Why.TOO_LONG, (), UNUSED)
-        assert (made.option.displacement, made.erases) == (NOTHING_DISPLACED, False)
-    assert plan(901, RESTORE_POINTS, foreign, n_ctx=901).erases
+        assert (made.option.displacement, made.option.erases) == (NOTHING_DISPLACED, False)
+    assert plan(901, RESTORE_POINTS, foreign, n_ctx=901).option.erases

@@ -4,7 +4,7 @@ from datetime import datetime
 
 from proxy.explain.causes import Cause
 from proxy.explain.explanation import RequestRecord
-from proxy.explain.report import DaySums
+from proxy.explain.report import sums_at
 from proxy.explain.views import Today
 
 NOON = datetime(2026, 11, 21, 12).timestamp()
@@ -24,12 +24,11 @@ def record(**fields: object) -> RequestRecord:
 
 
 def test_reuse_restores_misses_and_seconds_are_added_up() -> None:
-    day = DaySums(NOON)
-    assert day.at(NOON) == Today(since=NOON)
-    day.add(record(n_prompt=1000, confirmed=900, chosen="live", saved_seconds=2.0), NOON)
-    day.add(record(n_prompt=500, confirmed=400, chosen="restore", saved_seconds=-0.5), NOON + 1)
-    day.add(record(n_prompt=300, confirmed=0, chosen="nothing", n_missed=299), NOON + 2)
-    assert day.at(NOON + 3) == Today(
+    day = Today(since=NOON)
+    day = day.after(record(n_prompt=1000, confirmed=900, chosen="live", saved_seconds=2.0))
+    day = day.after(record(n_prompt=500, confirmed=400, chosen="restore", saved_seconds=-0.5))
+    day = day.after(record(n_prompt=300, confirmed=0, chosen="nothing", n_missed=299))
+    assert day == Today(
         since=NOON,
         n_requests=3,
         n_reusing=2,
@@ -42,16 +41,13 @@ def test_reuse_restores_misses_and_seconds_are_added_up() -> None:
 
 
 def test_prompts_whose_reuse_is_not_known_count_as_requests_only() -> None:
-    day = DaySums(NOON)
-    day.add(record(), NOON)
-    day.add(record(n_prompt=1000, confirmed=None), NOON)
-    assert day.at(NOON) == Today(since=NOON, n_requests=2)
+    day = Today(since=NOON).after(record()).after(record(n_prompt=1000, confirmed=None))
+    assert day == Today(since=NOON, n_requests=2)
 
 
 def test_new_day_begins_at_its_midnight_with_nothing() -> None:
-    day = DaySums(NOON)
-    day.add(record(n_prompt=1000, confirmed=900), NOON)
-    assert day.at(MIDNIGHT - 1).n_requests == 1
-    assert day.at(MIDNIGHT + 60) == Today(since=MIDNIGHT)
-    day.add(record(n_prompt=10, confirmed=5), MIDNIGHT + 61)
-    assert day.at(MIDNIGHT + 62).n_reused == 5
+    day = Today(since=NOON).after(record(n_prompt=1000, confirmed=900))
+    assert sums_at(day, MIDNIGHT - 1) == day
+    new = sums_at(day, MIDNIGHT + 60)
+    assert new == Today(since=MIDNIGHT)
+    assert sums_at(new.after(record(n_prompt=10, confirmed=5)), MIDNIGHT + 62).n_reused == 5

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.web.relay import edit_of_answer, edit_of_stream
+from proxy.web.errors import edit_of_answer, edit_of_stream
 from tests.lab.apis import CHAT, MESSAGES, RESPONSES, Api, events_of
 
 # What a model may say; in a Messages answer that comes whole, a call's input is not escaped.
@@ -164,7 +164,7 @@ def test_stream_of_any_bytes_passes_as_it_is(chunks: list[bytes]) -> None:
 
 
 def test_line_larger_than_the_buffer_passes_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("proxy.web.relay.MAX_BUFFERED_BYTES", 10)
+    monkeypatch.setattr("proxy.web.errors.MAX_BUFFERED_BYTES", 10)
     edit = edit_of_stream(MESSAGES.path, 5)
     assert edit is not None
     assert edit.feed(b"data: " + b"x" * 20) == b"data: " + b"x" * 20
