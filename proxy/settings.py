@@ -197,15 +197,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         _about(
-            "Least level logged: debug, info, warning or error.",
-            "Prompt text is never logged.",
+            "Least level logged: debug, info, warning or error.", "Prompt text is never logged."
         ),
     ] = "info"
     log_format: Annotated[
         Literal["console", "json"],
         _about(
-            "Form of the log lines: console or json.",
-            "Console is for people, json for machines.",
+            "Form of the log lines: console or json.", "Console is for people, json for machines."
         ),
     ] = "console"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import xxhash
 from cachetools import LRUCache
 
-from proxy.core.messages import is_system
+from proxy.core.messages import SYSTEM_ROLES
 from proxy.core.model import NO_CUTS, Cuts, Prompt, Rule, RuleKind
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.errors import UpstreamRefused
@@ -42,11 +42,14 @@ Headers = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class _Rendered:
-    """A prompt as text and as tokens."""
+class _Rendering:
+    """A prompt as text and as tokens, the body in the chat form that it was made of, and the client's
+    keys."""
 
     text: str
     tokens: TokenIds
+    body: GenerationBody
+    headers: Headers
 
 
 class PromptReader:
@@ -69,60 +72,48 @@ class PromptReader:
     ) -> Prompt:
         """Return a prompt, that of a *body* in the chat form if it has messages; raises UpstreamFault."""
         if route is Route.COMPLETION:
-            tokens = await self._completion_tokens(body, headers)
+            prompt = body.fields["prompt"]
+            if isinstance(prompt, list) and all(type(part) is int for part in prompt):
+                tokens = TokenIds("i", prompt)
+            else:
+                tokens = await self._upstream.tokenize(prompt, headers, add_special=True)
             # A bare prompt has no messages; all but its last token is its stable part.
-            cuts = Cuts(message_end=len(tokens) - 1) if rule.kind is RuleKind.END_ONLY else Cuts()
-            text = body.fields["prompt"] if isinstance(body.fields["prompt"], str) else ""
-            return Prompt(tokens, namespace, cuts, text=text)
+            cuts = Cuts(message_end=len(tokens) - 1) if rule.kind is RuleKind.END_ONLY else NO_CUTS
+            return Prompt(tokens, namespace, cuts, text=prompt if isinstance(prompt, str) else "")
         text = await self._upstream.apply_template(body.raw, headers)
         tokens = await self._upstream.tokenize(text, headers, add_special=True)
-        rendered = _Rendered(text, tokens)
+        rendering = _Rendering(text, tokens, body, headers)
+        cuts = NO_CUTS
         if rule.kind is RuleKind.ANY_PREFIX and self._shares_headers:
-            cuts = await self._shared_cuts(rendered, body, headers)
-        elif rule.kind in (RuleKind.ANY_PREFIX, RuleKind.NOTHING):
-            cuts = NO_CUTS
-        else:
-            cuts = await self._find_cuts(rendered, body, headers, rule)
+            # Other sessions share these; no other boundary needs a cut.
+            newest = len(body.messages) - 1 if body.messages else None
+            header, surroundings = await asyncio.gather(
+                self._header(rendering), self._surroundings(rendering, newest)
+            )
+            cuts = Cuts(header, surroundings=surroundings)
+        elif rule.kind not in (RuleKind.ANY_PREFIX, RuleKind.NOTHING):
+            cuts = await self._find_cuts(rendering, rule)
         return Prompt(tokens, namespace, cuts, text=text)
 
-    async def _shared_cuts(
-        self, rendered: _Rendered, body: GenerationBody, headers: Headers
-    ) -> Cuts:
-        """Return the cuts that other sessions share; any other place needs none."""
-        newest = len(body.messages) - 1 if body.messages else None
-        header, surroundings = await asyncio.gather(
-            self._header(rendered, body, headers),
-            self._surroundings(rendered, body, newest, headers),
-        )
-        return Cuts(header, surroundings=surroundings)
-
-    async def _completion_tokens(self, body: GenerationBody, headers: Headers) -> TokenIds:
-        prompt = body.fields["prompt"]
-        if isinstance(prompt, list) and all(type(part) is int for part in prompt):
-            return TokenIds("i", prompt)
-        return await self._upstream.tokenize(prompt, headers, add_special=True)
-
-    async def _find_cuts(
-        self, rendered: _Rendered, body: GenerationBody, headers: Headers, rule: Rule
-    ) -> Cuts:
+    async def _find_cuts(self, rendering: _Rendering, rule: Rule) -> Cuts:
+        body, tokens = rendering.body, rendering.tokens
         last_user = last_user_index(body)
         begins_turn = last_user is not None and all(
-            is_system(message) for message in body.messages[last_user + 1 :]
+            message.get("role") in SYSTEM_ROLES for message in body.messages[last_user + 1 :]
         )
-        wants_message_end = begins_turn or rule.kind is RuleKind.END_ONLY
         newest = last_user if begins_turn else None
         header, message_end, last_turn_end, surroundings = await asyncio.gather(
-            self._header(rendered, body, headers),
-            self._message_end(rendered, body, headers) if wants_message_end else _nowhere(),
-            self._last_turn_end(rendered, body, newest, headers),
-            self._surroundings(rendered, body, newest, headers),
+            self._header(rendering),
+            self._message_end(rendering, is_wanted=begins_turn or rule.kind is RuleKind.END_ONLY),
+            self._last_turn_end(rendering, newest),
+            self._surroundings(rendering, newest),
         )
         if last_user is None:
             return Cuts(header, 0, message_end)
         messages = body.messages[: last_user + 1]
         key = _digest(b"turn start", rendering_key(body, messages))
         if begins_turn:
-            self._cuts[key] = rendered.tokens[:message_end]
+            self._cuts[key] = tokens[:message_end]
             return Cuts(
                 header,
                 message_end,
@@ -132,16 +123,14 @@ class PromptReader:
             )
         if key not in self._cuts:  # a turn that began before the proxy did, or whose prompt was cut
             head = with_messages(body, messages, generation_prompt=False)
-            self._cuts[key] = rendered.tokens[: await self._cut_before(rendered, head, headers)]
-        return Cuts(header, self._remembered(key, rendered.tokens), message_end)
+            self._cuts[key] = tokens[: await self._cut_before(rendering, head)]
+        return Cuts(header, self._remembered(key, tokens), message_end)
 
     def _remembered(self, key: bytes, tokens: TokenIds) -> int:
         known = self._cuts.get(key)
         return len(known) if known is not None and tokens[: len(known)] == known else 0
 
-    async def _last_turn_end(
-        self, rendered: _Rendered, body: GenerationBody, newest: int | None, headers: Headers
-    ) -> int:
+    async def _last_turn_end(self, rendering: _Rendering, newest: int | None) -> int:
         """Return where the newest user message begins; 0 if only the header is before it.
 
         That is where a rendering with another text differs. Without that message the turn before it would
@@ -150,84 +139,81 @@ class PromptReader:
         """
         if newest is None:
             return 0
+        body = rendering.body
         message = body.messages[newest]
         if is_first_message(body, newest) and not has_several_texts(message):
             return 0
         others = [with_last_text(message, text) for text in _OTHER_TEXTS]
-        return await self._shared_with(rendered, body, newest, others, headers)
+        return await self._shared_with(rendering, newest, others)
 
-    async def _surroundings(
-        self, rendered: _Rendered, body: GenerationBody, newest: int | None, headers: Headers
-    ) -> int:
+    async def _surroundings(self, rendering: _Rendering, newest: int | None) -> int:
         """Return where the first reminder of the first user message ends, 0 if that is not its beginning.
 
         What agents put there changes less than what follows: behind Claude Code's environment comes the
         status of the repository, which is another one in the next session.
         """
+        body = rendering.body
         if newest is None or not is_first_message(body, newest):
             return 0
         message = body.messages[newest]
         if message.get("role") != "user" or not begins_with_reminder(message):
             return 0
         others = [with_first_text_and(message, text) for text in _OTHER_TEXTS]
-        return await self._shared_with(rendered, body, newest, others, headers)
+        return await self._shared_with(rendering, newest, others)
 
     async def _shared_with(
-        self,
-        rendered: _Rendered,
-        body: GenerationBody,
-        index: int,
-        others: list[dict[str, object]],
-        headers: Headers,
+        self, rendering: _Rendering, index: int, others: list[dict[str, object]]
     ) -> int:
         """Return how many tokens a prompt shares with renderings that have another message at *index*."""
+        body = rendering.body
         before, behind = body.messages[:index], body.messages[index + 1 :]
         bodies = [
             with_messages(body, [*before, other, *behind], generation_prompt=False)
             for other in others
         ]
-        return min([await self._cut_before(rendered, other, headers) for other in bodies])
+        return min([await self._cut_before(rendering, other) for other in bodies])
 
-    async def _message_end(
-        self, rendered: _Rendered, body: GenerationBody, headers: Headers
-    ) -> int:
+    async def _message_end(self, rendering: _Rendering, *, is_wanted: bool) -> int:
         """Return the end of the last complete message: where the generation prompt begins."""
-        plain = with_messages(body, body.messages, generation_prompt=False)
-        n_cut = await self._cut_before(rendered, plain, headers)
-        return min(n_cut, len(rendered.tokens) - 1)
+        if not is_wanted:
+            return 0
+        plain = with_messages(rendering.body, rendering.body.messages, generation_prompt=False)
+        return min(await self._cut_before(rendering, plain), len(rendering.tokens) - 1)
 
-    async def _cut_before(self, rendered: _Rendered, other: bytes, headers: Headers) -> int:
+    async def _cut_before(self, rendering: _Rendering, other: bytes) -> int:
         """Return how many tokens the prompt shares with the rendering of the body *other*."""
+        text, tokens, headers = rendering.text, rendering.tokens, rendering.headers
         try:
             other_text = await self._upstream.apply_template(other, headers)
         except UpstreamRefused:
             return 0
-        end = common_prefix_length(rendered.text, other_text)
-        tail = rendered.text[end:]
+        end = common_prefix_length(text, other_text)
+        tail = text[end:]
         if tail not in self._tails:
             self._tails[tail] = await self._upstream.tokenize(tail, headers, add_special=False)
-        n_cut = len(rendered.tokens) - len(self._tails[tail])
-        if rendered.tokens[n_cut:] == self._tails[tail]:
+        n_cut = len(tokens) - len(self._tails[tail])
+        if tokens[n_cut:] == self._tails[tail]:
             return n_cut
         # A token straddles the cut: go by what the two renderings' tokens share.
         other_tokens = await self._upstream.tokenize(other_text, headers, add_special=True)
-        return common_prefix_length(rendered.tokens, other_tokens)
+        return common_prefix_length(tokens, other_tokens)
 
-    async def _header(self, rendered: _Rendered, body: GenerationBody, headers: Headers) -> int:
+    async def _header(self, rendering: _Rendering) -> int:
         """Return the end of tools and system prompt.
 
         A header alone cannot be rendered by every template (Qwen3.5's refuses), so it is what two
         renderings with different user texts share, back to the last special token: text behind that
         may merge with whatever follows.
         """
+        body = rendering.body
         system = leading_system(body)
         key = _digest(b"header", rendering_key(body, system))
         if key not in self._cuts:
             try:
-                self._cuts[key] = await self._shared_header(body, system, headers)
+                self._cuts[key] = await self._shared_header(body, system, rendering.headers)
             except UpstreamRefused:
                 self._cuts[key] = TokenIds("i")
-        return self._remembered(key, rendered.tokens)
+        return self._remembered(key, rendering.tokens)
 
     async def _shared_header(
         self, body: GenerationBody, system: list[dict[str, object]], headers: Headers
@@ -259,10 +245,6 @@ class PromptReader:
                 if await self._upstream.tokenize_plain(piece.piece, headers) != [piece.id]:
                     return index + 1
         return 0
-
-
-async def _nowhere() -> int:
-    return 0
 
 
 def _digest(kind: bytes, data: bytes) -> bytes:

@@ -5,22 +5,15 @@ known of the model without evaluating anything, beside the canary that it predic
 """
 
 from collections.abc import Iterator
-from typing import Protocol, TypeVar
 
 import msgspec
 
 from proxy.core.model import KnownNamespace, choose_namespace, new_namespace, tenant_namespace
 from proxy.core.tokens import Namespace
-from proxy.store.index import Index
+from proxy.store.index import Index, IndexContent
 
 NAMESPACES_PREFIX = "namespaces "
-T = TypeVar("T")
-
-
-class Values(Protocol):
-    """The values of an index, open or read."""
-
-    def value(self, name: str, value_type: type[T]) -> T | None: ...
+Values = Index | IndexContent
 
 
 class Owner(msgspec.Struct, frozen=True):

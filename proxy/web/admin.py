@@ -44,6 +44,7 @@ _PRIVATE = (".localhost", ".local", ".internal", ".home.arpa", ".lan")
 _FOR_PROGRAMS = ("/health", "/metrics")
 """No word of any prompt is in these."""
 _CACHED = (Route.CHAT, Route.COMPLETION, Route.MESSAGES, Route.RESPONSES)
+_CHECKPOINT = "/checkpoints/{id:[0-9a-fA-F]+}"
 _NOT_THERE = "there is no checkpoint with this id"
 _MOST = 1 << 40
 """No number in a query is larger."""
@@ -88,12 +89,17 @@ def only_own_pages(*own_hosts: str) -> Middleware:
     return check
 
 
-def json_response(content: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(content), content_type="application/json")
+def json_response(content: Any = None, **fields: Any) -> web.Response:
+    """Return *content* as JSON, or an object of the *fields*."""
+    body = msgspec.json.encode(fields if content is None else content)
+    return web.Response(body=body, content_type="application/json")
 
 
-def _refused(kind: type[web.HTTPException], why: str, **more: Any) -> web.HTTPException:
+def _refused(
+    kind: type[web.HTTPException], why: str, deleted: views.Deleted | None = None
+) -> web.HTTPException:
     """Return an error of the admin listener: `error` says why."""
+    more = msgspec.structs.asdict(deleted) if deleted else {}
     text = msgspec.json.encode({"error": why, **more}).decode()
     return kind(text=text, content_type="application/json")
 
@@ -115,9 +121,9 @@ class Admin:
             web.get("/requests/{id}", self.explain),
             web.get("/checkpoints", self.checkpoints),
             web.delete("/checkpoints", self.delete_selected),
-            web.delete("/checkpoints/{id}", self.delete),
-            web.put("/checkpoints/{id}/pin", self.pin),
-            web.delete("/checkpoints/{id}/pin", self.pin),
+            web.delete(_CHECKPOINT, self.delete),
+            web.put(_CHECKPOINT + "/pin", self.pin),
+            web.delete(_CHECKPOINT + "/pin", self.pin),
             web.get("/tree", self.tree),
             web.post("/warm", self.warm),
         ]
@@ -161,7 +167,7 @@ class Admin:
     async def requests(self, request: web.Request) -> web.Response:
         """Return the last requests that have ended, the newest first."""
         limit = _whole_number(request, "limit", 50)
-        return json_response({"requests": self._shared.journal.latest(limit)})
+        return json_response(requests=self._shared.journal.latest(limit))
 
     async def explain(self, request: web.Request) -> web.Response:
         """Return the explanation of one request by its id, or of the last one."""
@@ -177,7 +183,7 @@ class Admin:
         store = self._shared.store
         names, present = model_names(store.index), self._shared.served.present()
         listed = [_listed(checkpoint, names, store, present) for checkpoint in store]
-        return json_response({"checkpoints": sorted(listed, key=lambda c: -(c.value_seconds or 0))})
+        return json_response(checkpoints=sorted(listed, key=lambda c: -(c.value_seconds or 0)))
 
     async def tree(self, request: web.Request) -> web.Response:
         """Return a node of the store's tree and a page of its children; without `parent` the root.
@@ -198,13 +204,9 @@ class Admin:
             for child in views.children_of(node_id, checkpoints, *known, offset, limit)
         ]
         end = offset + len(children)
+        next_offset = end if end < node.n_children else None
         return json_response(
-            {
-                "node": node,
-                "children": children,
-                "next_offset": end if end < node.n_children else None,
-                "version": store.version,
-            }
+            node=node, children=children, next_offset=next_offset, version=store.version
         )
 
     async def pin(self, request: web.Request) -> web.Response:
@@ -215,12 +217,10 @@ class Admin:
         if found is None:
             raise _refused(web.HTTPNotFound, _NOT_THERE)
         return json_response(
-            {
-                "id": f"{found.id:016x}",
-                "is_pinned": found.is_pinned,
-                "pinned_bytes": store.pinned_bytes,
-                "max_store_bytes": store.limits.max_bytes,
-            }
+            id=f"{found.id:016x}",
+            is_pinned=found.is_pinned,
+            pinned_bytes=store.pinned_bytes,
+            max_store_bytes=store.limits.max_bytes,
         )
 
     async def delete(self, request: web.Request) -> web.Response:
@@ -228,12 +228,10 @@ class Admin:
         store = self._shared.store
         checkpoint = _named(request, store)
         if checkpoint.is_pinned and not _is_asked_for(request, "pinned"):
-            kept = msgspec.structs.asdict(views.Deleted(0, 0, n_pinned=1))
-            raise _refused(web.HTTPConflict, "it is pinned", **kept)
+            raise _refused(web.HTTPConflict, "it is pinned", views.Deleted(0, 0, n_pinned=1))
         deleted = await _delete(store, [checkpoint])
         if deleted.n_in_use:
-            kept = msgspec.structs.asdict(deleted)
-            raise _refused(web.HTTPConflict, "it is in use; try again", **kept)
+            raise _refused(web.HTTPConflict, "it is in use; try again", deleted)
         return json_response(deleted)
 
     async def delete_selected(self, request: web.Request) -> web.Response:
@@ -298,11 +296,7 @@ class Admin:
         return warmed.receive(with_alias(wanted, self._aliases))
 
     async def _warm(
-        self,
-        request: Request,
-        lines: "asyncio.Queue[dict[str, Any]]",
-        *,
-        is_whole: bool,
+        self, request: Request, lines: "asyncio.Queue[dict[str, Any]]", *, is_whole: bool
     ) -> None:
         def tell(n_done: int, n_tokens: int) -> None:
             lines.put_nowait({"n_done": n_done, "n_tokens": n_tokens})
@@ -345,11 +339,7 @@ def _node_id(request: web.Request, name: str) -> views.NodeId:
 
 def _named(request: web.Request, store: CheckpointStore) -> Checkpoint:
     """Return the checkpoint in the path; raises 404 if there is none."""
-    try:
-        found = store.get(CheckpointId(int(request.match_info["id"], 16)))
-    except ValueError:
-        found = None
-    if found is None:
+    if (found := store.get(CheckpointId(int(request.match_info["id"], 16)))) is None:
         raise _refused(web.HTTPNotFound, _NOT_THERE)
     return found
 

@@ -1,6 +1,7 @@
 """The listener that clients talk to: generation routes go through the cache, all else straight through."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import xxhash
 from aiohttp import web
@@ -19,9 +20,7 @@ MAX_BODY_BYTES = 256 << 20
 """The largest request body of a generation; other requests stream through without a limit."""
 _KEY_HEADERS = ("Authorization", "X-Api-Key")
 _SESSION_HEADERS = (
-    *("X-Claude-Code-Session-Id", "X-Claude-Code-Agent-Id"),
-    "X-Session-Id",
-    *("Session-Id", "Thread-Id"),
+    "X-Claude-Code-Session-Id X-Claude-Code-Agent-Id X-Session-Id Session-Id Thread-Id".split()
 )
 """What Claude Code, OpenCode and codex call a session by; an agent within it has one of its own."""
 
@@ -39,33 +38,24 @@ def tenant_of(keys: Mapping[str, str]) -> bytes:
     return xxhash.xxh3_128_digest(key.removeprefix("Bearer ").encode())
 
 
+@dataclass
 class Front:
     """Answers clients."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        report: Report,
-        unread: Unread,
-        *,
-        max_requests: int,
-        aliases: Aliases,
-    ) -> None:
-        self._pool = pool
-        self._report = report
-        self._unread = unread
-        self._max_requests = max_requests
-        self._n_requests = 0
-        self._aliases = aliases
-        self._log = get_logger("front")
+    pool: Pool
+    report: Report
+    unread: Unread
+    max_requests: int
+    aliases: Aliases
+    n_requests: int = 0
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer any request; the proxy's own errors come in the shape of the client's API."""
         may_load = request.query.get("autoload") not in ("false", "0")
         # Of a POST hosts read only the body.
         named = request.query.get("model", "") if may_load and request.method == "GET" else ""
-        model, path = self._pool.split_path(request.path, named)
-        exchange = Exchange(request, path, self._unread)
+        model, path = self.pool.split_path(request.path, named)
+        exchange = Exchange(request, path, self.unread)
         try:
             if not request.raw_path.startswith("/"):
                 raise ProxyError("the request target must be a path", 400)
@@ -86,7 +76,7 @@ class Front:
             return await exchange.refuse(ProxyError(str(fault)))
         except ProxyError as error:
             if exchange.route is None:
-                self._log.warning("request failed", path=path, reason=str(error))
+                get_logger("front").warning("request failed", path=path, reason=str(error))
             return await exchange.refuse(error)
         except ConnectionResetError:
             # The client went away while its answer was written: there is nobody to answer.
@@ -99,14 +89,14 @@ class Front:
         request, path = exchange.client, exchange.path
         headers = end_to_end(request.headers)
         content: Body = request.content if request.body_exists else None
-        counts = self._aliases and counts_tokens(request.method, path)
-        if counts or (request.method == "POST" and self._pool.has_models):
+        counts = self.aliases and counts_tokens(request.method, path)
+        if counts or (request.method == "POST" and self.pool.has_models):
             content = await self._read_body(request)
             headers.popall("Content-Length", None)
             body = parse_body(content) if may_load and not model else None
             model = body.named_model if body else model
         keys = keys_of(request.headers)
-        async with self._pool.passing(request.method, path, model, keys) as upstreams:
+        async with self.pool.passing(request.method, path, model, keys) as upstreams:
             *others, last = upstreams
             for upstream in others:
                 try:
@@ -130,25 +120,25 @@ class Front:
             session=" ".join(filter(None, map(headers.get, _SESSION_HEADERS))),
             model=model,
         )
-        self._n_requests += 1
+        self.n_requests += 1
         try:
-            if self._n_requests > self._max_requests:
-                raise TooManyRequests(f"{self._max_requests} requests are being served already")
+            if self.n_requests > self.max_requests:
+                raise TooManyRequests(f"{self.max_requests} requests are being served already")
             if request.receive(await self._read_body(exchange.client)).wants_stream:
                 exchange.writer.keep()
-            await self._pool.serve(request)
+            await self.pool.serve(request)
         except BaseException as error:
             if not exchange.is_answered:
-                self._report.unanswered(request, error)
+                self.report.unanswered(request, error)
             raise
         finally:
-            self._n_requests -= 1
+            self.n_requests -= 1
             await exchange.writer.stop_keeping()
 
     async def _read_body(self, request: web.Request) -> bytes:
         """Return the body, with its model named as llama-server does; raises ProxyError over the limit."""
         try:
-            return with_alias(await request.read(), self._aliases)
+            return with_alias(await request.read(), self.aliases)
         except web.HTTPRequestEntityTooLarge as error:
             message = f"the request body is over {MAX_BODY_BYTES >> 20} MiB"
             raise ProxyError(message, 413) from error

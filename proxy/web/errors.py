@@ -68,12 +68,7 @@ def anthropic_error(status: int, body: bytes) -> bytes:
 
 
 def _own_error(status: int, message: str) -> Error:
-    return {
-        "code": status,
-        "message": f"{HOP}: {message}",
-        "type": _TYPES[status][0],
-        "src": HOP,
-    }
+    return {"code": status, "message": f"{HOP}: {message}", "type": _TYPES[status][0], "src": HOP}
 
 
 def _read_error(body: bytes) -> Error | None:

@@ -168,13 +168,12 @@ class LivePage:
         )
         self.n_readers += 1
         try:
-            await response.prepare(request)
-            await self._tell(response, request.query.get("since", ""))
+            with suppress(ConnectionResetError):
+                await response.prepare(request)
+                await self._tell(response, request.query.get("since", ""))
         except TimeoutError:
             if request.transport is not None:
                 request.transport.abort()
-        except ConnectionResetError:
-            pass
         finally:
             self.n_readers -= 1
         return response

@@ -45,8 +45,11 @@ class Exchange:
     """One client's request, passed to llama-server, and llama-server's answer, relayed to the client.
 
     `path` is the client's, as a llama-server would see it. `is_answered` says that llama-server's answer
-    has come to its end, be it an error's.
+    has come to its end, be it an error's. `_answer` is the answer that is relayed now.
     """
+
+    _answer: aiohttp.ClientResponse
+    _heard: Heard
 
     def __init__(self, client: web.Request, path: str, unread: Unread) -> None:
         self.client = client
@@ -88,15 +91,16 @@ class Exchange:
                 elif upstream.target.speaks_plainly and answer.content_type == "text/plain":
                     raise await _gone(upstream.target, answer)
                 with upstream.heard(answer.close) as heard:
-                    return await self._relay(upstream.target, answer, heard, n_found)
+                    self._answer, self._heard = answer, heard
+                    return await self._relay(upstream.target, n_found)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if self._has_begun:
                 raise  # the client is gone, or _relay has told it
-            told = f"llama-server at {upstream.target.base_url}: {reason_of(error)}"
+            message = f"llama-server at {upstream.target.base_url}: {reason_of(error)}"
             if isinstance(error, _NOT_CONNECTED):
-                raise ServerAway(told, was_sent="no") from error
-            # A call is cut, with a TimeoutError, because its llama-server was told to end.
-            raise ServerAway(told, has_ended=not isinstance(error, TimeoutError)) from error
+                raise ServerAway(message, was_sent="no") from error
+            # A call is cut off because its llama-server was told to end.
+            raise ServerAway(message, has_ended=not isinstance(error, TimeoutError)) from error
 
     async def refuse(self, error: ProxyError) -> web.StreamResponse:
         """Answer the client with an error; a stream that was begun for a client that waits ends in it."""
@@ -109,17 +113,12 @@ class Exchange:
                 return response
         return error_response(self.path, error)
 
-    async def _relay(
-        self,
-        target: Target,
-        answer: aiohttp.ClientResponse,
-        heard: Heard,
-        n_found: int | None,
-    ) -> Answer:
+    async def _relay(self, target: Target, n_found: int | None) -> Answer:
+        answer = self._answer
         await self.writer.stop_keeping()
         waiting = self.writer.response
         if waiting is not None and not (answer.status == 200 and _is_stream(answer)):
-            return await self._refuse_in_stream(waiting, answer)
+            return await self._refuse_in_stream(waiting)
         lines, whole = edits_of(self.path, answer, n_found)
         edited: tuple[bytes, bytes] | None = None
         if whole is not None:
@@ -129,16 +128,12 @@ class Exchange:
             edited = body, whole(body)
         self._has_begun = True
         if waiting is None:
-            self.writer.response = await self._begin(answer, edited)
-        return await self._pass_on(answer, heard, _chunks(target, answer, lines, edited))
+            self.writer.response = await self._begin(edited)
+        return await self._pass_on(_chunks(target, answer, lines, edited))
 
-    async def _pass_on(
-        self,
-        answer: aiohttp.ClientResponse,
-        heard: Heard,
-        chunks: AsyncIterator[tuple[bytes, bytes]],
-    ) -> Answer:
-        """Write an answer to the client as it comes, and read what it says."""
+    async def _pass_on(self, chunks: AsyncIterator[tuple[bytes, bytes]]) -> Answer:
+        """Write the answer to the client as it comes, and read what it says."""
+        answer, heard = self._answer, self._heard
         # Clients will not send the tool calls of an answer back as they were.
         route = self.route if answer.status == 200 else None
         reader = AnswerReader(answer.headers.get("Content-Type", ""), route)
@@ -162,26 +157,23 @@ class Exchange:
             if task := asyncio.current_task():
                 task.uncancel()
         except aiohttp.ClientError as error:
-            await self._break_off(answer, heard, error, has_token=reader.has_token)
+            await self._break_off(error, has_token=reader.has_token)
             return Answer(answer.status, None, first_token_at, is_broken=True)
         self.is_answered = True
         return Answer(answer.status, reader.timings(), first_token_at, calls=reader.calls())
 
-    async def _refuse_in_stream(
-        self, waiting: web.StreamResponse, answer: aiohttp.ClientResponse
-    ) -> Answer:
+    async def _refuse_in_stream(self, waiting: web.StreamResponse) -> Answer:
         """Tell a client whose stream has begun already what llama-server said instead of one."""
-        body = await answer.read()
+        answer = self._answer
+        event = error_event_of(self.path, answer.status, await answer.read())
         self._has_begun = True
-        await waiting.write(error_event_of(self.path, answer.status, body))
+        await waiting.write(event)
         await waiting.write_eof()
         self.is_answered = True
         return Answer(answer.status, None)
 
-    async def _begin(
-        self, answer: aiohttp.ClientResponse, edited: tuple[bytes, bytes] | None
-    ) -> web.StreamResponse:
-        client, headers = self.client, end_to_end(answer.headers)
+    async def _begin(self, edited: tuple[bytes, bytes] | None) -> web.StreamResponse:
+        client, answer, headers = self.client, self._answer, end_to_end(self._answer.headers)
         if edited is not None:
             headers["Content-Length"] = str(len(edited[1]))
         response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
@@ -191,9 +183,7 @@ class Exchange:
         await response.prepare(client)
         return response
 
-    async def _break_off(
-        self, answer: aiohttp.ClientResponse, heard: Heard, error: Exception, *, has_token: bool
-    ) -> None:
+    async def _break_off(self, error: Exception, *, has_token: bool) -> None:
         """Tell the client that llama-server went away in the middle of its answer.
 
         An event is what llama-server itself sends when a generation fails midway; clients report it,
@@ -201,7 +191,7 @@ class Exchange:
         of a stream can wait on in it: then this raises ServerAway.
         """
         told = f"llama-server went away in mid-answer: {error}"
-        if not _is_stream(answer):
+        if not _is_stream(self._answer):
             if self.client.transport is not None:
                 self.client.transport.close()
         elif has_token:
@@ -211,7 +201,7 @@ class Exchange:
             await self.writer.delivered()
             self._has_begun = False
             self.writer.keep()
-            raise ServerAway(told, has_ended=not heard.is_cut) from error
+            raise ServerAway(told, has_ended=not self._heard.is_cut) from error
 
 
 async def _chunks(

@@ -189,6 +189,16 @@ for directory in sys.argv[1:]:
 """
 
 
+def test_copy_that_cannot_be_written_is_no_damage(directory: Path) -> None:
+    """A full disk must not have an index thrown away."""
+    leave_unsealed(directory)
+    before = data_of(directory)
+    with pytest.raises(StoreFault, match="cannot be copied") as raised:
+        sound_file(directory / "index", directory / "missing" / "copy")
+    assert not isinstance(raised.value, IndexDamaged)
+    assert data_of(directory) == before
+
+
 async def test_index_without_a_file_is_made_anew(directory: Path) -> None:
     expected = records(directory)
     shutil.rmtree(directory / "index")

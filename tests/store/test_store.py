@@ -132,6 +132,26 @@ async def test_discard_of_a_temporary_file_deletes_it(store: CheckpointStore) ->
     assert names_in(store.files.directory) == set()
 
 
+async def test_discard_after_the_commit_leaves_the_checkpoint_and_its_record(
+    store: CheckpointStore,
+) -> None:
+    state = new_state(store, run_of(300))
+    checkpoint = await store.commit(*state)
+    await store.discard(temporary_of(state))
+    record = store.files.sidecar_name(checkpoint.file_name)
+    assert store.files.path(checkpoint.file_name).exists() and store.files.path(record).exists()
+
+
+async def test_state_that_was_changed_since_it_was_saved_is_not_committed(
+    store: CheckpointStore,
+) -> None:
+    state = new_state(store, run_of(300))
+    store.files.path(temporary_of(state)).write_bytes(b"shorter")
+    with pytest.raises(StoreFault, match="changed"):
+        await store.commit(*state)
+    assert len(store) == len(store.index.all()) == 0 and names_in(store.files.directory) == set()
+
+
 async def test_quarantine_hides_a_checkpoint_until_the_next_process(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         checkpoint = await store.commit(*new_state(store, run_of(300)))

@@ -49,6 +49,7 @@ def test_error_for_openai_clients_has_message_type_and_code(kind: type[ProxyErro
         (413, "invalid_request_error", "request_too_large"),
         (422, "invalid_request_error", "invalid_request_error"),
         (errors.TooManyRequests.status, "unavailable_error", "overloaded_error"),
+        (503, "unavailable_error", "overloaded_error"),
         (errors.ServerAway.status, "unavailable_error", "api_error"),
         (ProxyError.status, "server_error", "api_error"),
     ],
