@@ -153,13 +153,8 @@ class Pool:
 
     def _followed(self, services: Services, **options: Any) -> Server:
         """Return a new Server with its background work; *options* are those of Server."""
-        server = Server(
-            self._settings,
-            services,
-            self._rewrite,
-            n_context_checkpoints=self._n_context_checkpoints,
-            **options,
-        )
+        n_points = self._n_context_checkpoints
+        server = Server(self._settings, services, self._rewrite, n_points, **options)
         self._run(server.watch)
         self._run(
             partial(save_idle_slots, lambda: server.process, self._settings.idle_save_seconds)

@@ -205,9 +205,9 @@ class Server(Watched):
         settings: Settings,
         services: Services,
         rewrite: RewriteStateFile,
+        n_context_checkpoints: int,
         host: Watched | None = None,
         *,
-        n_context_checkpoints: int,
         is_expected: bool = False,
         is_host_of_models: Callable[["Server"], Awaitable[bool]] | None = None,
     ) -> None:
