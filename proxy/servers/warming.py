@@ -39,10 +39,6 @@ OnProgress = Callable[[int, int], object]
 """Is told how many tokens are done, of how many."""
 
 
-class NotKnown(CacheFault):
-    """A request cannot be made again; the message says why."""
-
-
 class NotWarmed(CacheFault):
     """A header could not be evaluated or is not kept; the message says why."""
 
@@ -56,14 +52,14 @@ class Warming:
         self._busy = asyncio.Lock()
 
     def again(self, request_id: str, keys: Mapping[str, str], *, is_whole: bool) -> Request:
-        """Return a request that evaluates the header of an earlier one, or all of it; raises NotKnown.
+        """Return a request that evaluates the header of an earlier one, or all of it; raises NotWarmed.
 
         If the header is not known, it is all of the prompt. Without *keys* the proxy's own key is used.
         """
         journal = self._shared.journal
         explanation = journal.explain(request_id)
         if explanation is None:
-            raise NotKnown(journal.why_unknown(request_id))
+            raise NotWarmed(journal.why_unknown(request_id))
         namespace, tokens = self._prompt(explanation)
         upstream, tenant = self._owner(namespace)
         n_header = cuts[0] if (cuts := explanation.request.cuts) else 0
@@ -82,21 +78,21 @@ class Warming:
     def _owner(self, namespace: Namespace) -> tuple[LlamaServer, bytes]:
         """Return the llama-server that serves a namespace, and its tenant."""
         if not self._pool.processes:
-            raise NotKnown("llama-server is not attached: /health says why")
+            raise NotWarmed("llama-server is not attached: /health says why")
         for process in self._pool.processes:
             for tenant in (b"", *process.tenants):
                 if process.tenant_namespace(tenant) == namespace:
                     return process.upstream, tenant
-        raise NotKnown("llama-server has another model, other adapters or other settings since")
+        raise NotWarmed("llama-server has another model, other adapters or other settings since")
 
     def _prompt(self, explanation: Explanation) -> tuple[Namespace, TokenIds]:
         journal, request = self._shared.journal, explanation.request
         if journal.keep is Keep.NONE:
-            raise NotKnown("no prompts are kept: explain_keep is none")
+            raise NotWarmed("no prompts are kept: explain_keep is none")
         if (known := journal.prompts.find(request.id)) is None:
             if request.n_prompt is None:
-                raise NotKnown(f"the prompt of {request.id} was never read: {request.why}")
-            raise NotKnown(f"the prompt of {request.id} is no longer kept")
+                raise NotWarmed(f"the prompt of {request.id} was never read: {request.why}")
+            raise NotWarmed(f"the prompt of {request.id} is no longer kept")
         return known.namespace, known.tokens[: request.n_prompt]
 
     async def warm(
