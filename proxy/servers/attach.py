@@ -45,10 +45,11 @@ from proxy.llama.state_file import StateFile
 from proxy.log import get_logger
 from proxy.serving.desk import LeaseDesk
 from proxy.serving.launches import Arrivals, Launches, note_emptied
-from proxy.serving.process import RATES, SIZES, Process, Services
+from proxy.serving.process import RATES, SIZES, Process
 from proxy.serving.prompts import PromptReader
 from proxy.serving.saver import Room, SavedSlot, Saver
 from proxy.serving.saves import SlotSaves
+from proxy.serving.shared import Services
 from proxy.store.known_models import (
     asking_name,
     known_namespaces,

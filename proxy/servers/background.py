@@ -13,7 +13,8 @@ from proxy.core.slots import Known, Slot, SlotTable
 from proxy.errors import ServerAway, StoreFault, TooManyRequests
 from proxy.log import get_logger
 from proxy.serving.desk import Choice, FreeElsewhere
-from proxy.serving.process import RATES, Process, Shared
+from proxy.serving.process import RATES, Process
+from proxy.serving.shared import Shared
 
 _WRITE_SECONDS = 60.0
 _LOOK_SECONDS = 0.5

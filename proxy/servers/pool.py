@@ -41,10 +41,11 @@ from proxy.servers.server import ArrivalOrder, Phase, Server
 from proxy.serving.cache import Cache, WillBeRefused
 from proxy.serving.desk import FreeElsewhere, LeaseDesk
 from proxy.serving.planning import offer
-from proxy.serving.process import Process, Services, Shared
+from proxy.serving.process import Process
 from proxy.serving.request import Request
 from proxy.serving.rewriting import Overflow, Stabilizing
 from proxy.serving.saver import RewriteStateFile
+from proxy.serving.shared import Services, Shared
 from proxy.settings import Settings
 from proxy.stabilize.model import parse_switches
 

@@ -46,9 +46,10 @@ from proxy.log import get_logger
 from proxy.servers import self_test
 from proxy.servers.attach import attach
 from proxy.serving.launches import outlast
-from proxy.serving.process import Process, Services
+from proxy.serving.process import Process
 from proxy.serving.request import Request
 from proxy.serving.saver import RewriteStateFile, Saver
+from proxy.serving.shared import Services
 from proxy.settings import Settings
 
 WATCH_SECONDS = 1.0

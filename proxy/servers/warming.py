@@ -29,8 +29,9 @@ from proxy.llama.routes import Route
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
 from proxy.serving.cache import EXAMINATION_SECONDS, WillBeRefused
-from proxy.serving.process import Process, Shared
+from proxy.serving.process import Process
 from proxy.serving.request import Answer, OnStart, Request
+from proxy.serving.shared import Shared
 
 _PATH = "/completion"
 _LOOK_SECONDS = 0.5

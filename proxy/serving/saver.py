@@ -26,7 +26,8 @@ from proxy.health import CannotCache
 from proxy.llama.client import Saved
 from proxy.llama.state_edits import NEEDED_BY_VERSIONS, repair_window
 from proxy.llama.state_file import StateFile, read_state_file
-from proxy.serving.process import Process, Services
+from proxy.serving.process import Process
+from proxy.serving.shared import Services
 from proxy.store.catalogue import Claim
 from proxy.store.files import final_name_of, id_of
 

@@ -34,8 +34,8 @@ from proxy.metrics import POSITION_LABELS
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
 from proxy.servers.warming import NotWarmed, Warming, send_for_nobody
-from proxy.serving.process import Shared
 from proxy.serving.request import Request
+from proxy.serving.shared import Shared
 from proxy.store.known_models import model_names
 from proxy.store.store import CheckpointStore
 from proxy.web.clients import keys_of, tenant_of

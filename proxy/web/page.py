@@ -19,7 +19,8 @@ from aiohttp import web
 from proxy.core.slots import Known, Slot, state_of
 from proxy.explain.views import Overview
 from proxy.servers.pool import Pool
-from proxy.serving.process import Process, Shared
+from proxy.serving.process import Process
+from proxy.serving.shared import Shared
 from proxy.store.store import CheckpointStore
 from proxy.web.admin import describe, json_response, moment
 
