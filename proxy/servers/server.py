@@ -253,7 +253,7 @@ class Server(Watched):
         """How many requests wait for a slot, or for llama-server."""
         if self.process is None:
             return self.n_waiting
-        n_in_desk = self.process.desk.n_waiting + self.process.launches.n_waiting
+        n_in_desk = self.process.queue.n_waiting + self.process.launches.n_waiting
         return self.n_waiting + n_in_desk
 
     async def ready(self, since: float) -> Process | None:
@@ -389,7 +389,7 @@ class Server(Watched):
 
     def _close(self) -> None:
         if self.process:
-            self.process.desk.close()
+            self.process.queue.close()
             self.process = None
 
     async def _attach(
@@ -408,7 +408,7 @@ class Server(Watched):
             last=last,
         )
         if epoch != self.epoch:
-            process.desk.close()
+            process.queue.close()
             self._degradations.leave()
             return
         if obstacle := process.obstacle:
@@ -446,11 +446,11 @@ class Server(Watched):
         for slot in process.slots:
             if slot.is_leased:
                 ended = self.services.tasks.start(outlast(process, partial(list, [slot.id])))
-                process.desk.take_over(slot.id).hand_over(ended)
+                process.queue.take_over(slot.id).hand_over(ended)
 
 
 def _is_idle(process: Process) -> bool:
-    return process.desk.n_waiting == 0 and not any(slot.is_leased for slot in process.slots)
+    return process.queue.n_waiting == 0 and not any(slot.is_leased for slot in process.slots)
 
 
 def kind_of(fault: UpstreamFault) -> DegradationKind:

@@ -170,7 +170,7 @@ async def _save(servers: Sequence[Server], prompt: Prompt) -> None:
     for process in [server.process for server in servers if server.process]:
         async with process.launches.turn():
             for slot in process.slots.free():
-                if _holds(prompt, slot.content) and (lease := process.desk.try_lease(slot.id)):
+                if _holds(prompt, slot.content) and (lease := process.queue.try_lease(slot.id)):
                     with lease:
                         save = process.saves.write_back(slot.id, CheckpointKind.HEADER)
                         await process.finish(lease, save)

@@ -60,7 +60,7 @@ from proxy.explain.causes import Cause
 from proxy.health import CannotCache
 from proxy.llama.client import Headers, SlotStatus, Timings
 from proxy.log import get_logger
-from proxy.serving.desk import Lease, LeaseDesk
+from proxy.serving.queue import Lease, SlotQueue
 from proxy.serving.shared import Services, note_quarantined
 from proxy.store.known_models import known_tenants
 
@@ -108,7 +108,7 @@ class Process(Services):
 
     id: str
     build: str
-    desk: LeaseDesk
+    queue: SlotQueue
     n_ctx: int
     n_believed_points: int = 10
     obstacle: CannotCache | None = None
@@ -139,7 +139,7 @@ class Process(Services):
     @property
     def slots(self) -> SlotTable:
         """What each slot holds, and who leases it."""
-        return self.desk.table
+        return self.queue.table
 
     @property
     def can_cache(self) -> bool:
@@ -151,7 +151,7 @@ class Process(Services):
 
     def require_alive(self) -> None:
         """Raise UpstreamUnreachable if another process has taken this one's place."""
-        if self.desk.is_closed:
+        if self.queue.is_closed:
             raise UpstreamUnreachable("llama-server was replaced meanwhile")
 
     def tenant_namespace(self, tenant: bytes) -> Namespace:
@@ -191,12 +191,12 @@ class Process(Services):
 
     def degrade(self, kind: DegradationKind, detail: str = "") -> None:
         """Note that something is wrong."""
-        if not self.desk.is_closed:
+        if not self.queue.is_closed:
             self.degradations.begin(kind, detail)
 
     def recover(self, *kinds: DegradationKind) -> None:
         """Note that what was wrong is mended."""
-        if not self.desk.is_closed:
+        if not self.queue.is_closed:
             self.degradations.end(*kinds)
 
     @contextmanager
@@ -326,7 +326,7 @@ class Process(Services):
 
     async def empty(self, slot_id: SlotId) -> None:
         """Save what a free slot holds, and erase the slot; a slot that somebody leases is left alone."""
-        if (lease := self.desk.lease_free(slot_id)) is None:
+        if (lease := self.queue.lease_free(slot_id)) is None:
             return
         with lease:
             await self.finish(lease, self.saves.write_back(slot_id, CheckpointKind.CONVERSATION))
