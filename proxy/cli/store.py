@@ -34,7 +34,7 @@ from proxy.cli.common import (
 )
 from proxy.explain.views import STORE, Deleted, ListedCheckpoint, NodeId, Selection, parse_node_id
 from proxy.settings import Settings, size_in_words
-from proxy.store.offline import examine, mend
+from proxy.store.offline import ProblemKind, examine, mend
 from proxy.store.transfer import BundleRefused, export_checkpoints, import_checkpoints
 
 # `llama-prefix-cache ls`: what is stored, as a tree.
@@ -313,14 +313,14 @@ def check(settings: Settings, fix: bool, as_json: bool) -> None:
     Exit status: 0 all is well or mended, 1 something is wrong, 69 a proxy uses the directory.
     """
     with opened(Path(settings.slot_save_path), mends_index=fix) as store:
-        n_bytes = sum(checkpoint.size_bytes for checkpoint in store.checkpoints())
-        with progress("reading", n_bytes) as update:
-            examined = examine(store, lambda n: update(advance=n))
+        sizes = [checkpoint.size_bytes for checkpoint in store.checkpoints()]
+        with progress("reading", sum(sizes)) as update:
+            problems = examine(store, lambda n: update(advance=n))
         if fix:
-            mend(store, examined.problems)
-    problems, is_mended = examined.problems, fix and examined.is_curable
+            mend(store, problems)
+    is_mended = fix and all(p.kind is not ProblemKind.FILE_UNREADABLE for p in problems)
     if as_json:
-        of_all = {"n_checkpoints": examined.n_checkpoints, "size_bytes": examined.size_bytes}
+        of_all = {"n_checkpoints": len(sizes), "size_bytes": sum(sizes)}
         print_json({**of_all, "problems": problems, "is_mended": is_mended})
     else:
         rows = [
@@ -334,7 +334,7 @@ def check(settings: Settings, fix: bool, as_json: bool) -> None:
         ]
         if rows:
             console().print(table_of(rows))
-        looked_at = checkpoints_in_words(examined.n_checkpoints, examined.size_bytes)
+        looked_at = checkpoints_in_words(len(sizes), sum(sizes))
         n_problems = f"{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}"
         console().print(f"{looked_at}: {n_problems}{', mended' if is_mended else ''}")
     if problems and not is_mended:

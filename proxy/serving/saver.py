@@ -180,9 +180,9 @@ class Room:
         """
         claim = Claim(
             self._expected_bytes(extent_of(content)),
-            self._present(),
-            self._replaced_by(content),
-            spared_seconds=self._spared_seconds(content),
+            self._spared_seconds(content),
+            present=self._present(),
+            replaces=self._replaced_by(content),
         )
         async with self._reserved(claim) as name:
             yield name
@@ -191,7 +191,7 @@ class Room:
     async def probe(self, slot_id: SlotId, n_tokens: int) -> AsyncIterator[SavedSlot]:
         """Save a slot of *n_tokens* to look at the file, which is then deleted; raises CacheFault."""
         n_bytes = self._expected_bytes((n_tokens, 0))
-        claim = Claim(n_bytes, self._present(), is_passing=True)
+        claim = Claim(n_bytes, present=self._present(), is_passing=True)
         async with self._reserved(claim) as name:
             yield await self.save(slot_id, name)
 

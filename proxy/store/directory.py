@@ -168,7 +168,7 @@ class StoreDirectory:
                 raise StoreFault(f"{name} was changed since it was saved")
             self.write_sidecars([checkpoint])
             self.files.sync_directory()
-            self.index.put(checkpoint, tokens, hashes)
+            self.index.put((checkpoint, tokens, hashes))
         except (StoreFault, OSError):
             self.files.remove(name)
             raise
@@ -296,7 +296,7 @@ class StoreDirectory:
                 rebuild.lost[checkpoint.file_name] = found
             else:
                 entries.append((checkpoint, found, hash_prefixes(checkpoint.namespace, found)))
-        self.index.put_all(entries)
+        self.index.put(*entries)
         rebuild.n_entered += len(entries)
         del rebuild.pending[-len(batch) :]
         return entries

@@ -122,7 +122,8 @@ class Index:
             self._put_value(txn, _REBUILD, reason)
 
     def end_rebuild(self) -> None:
-        self.delete_value(_REBUILD.encode())
+        with self._writing() as txn:
+            txn.delete(_REBUILD.encode(), db=self._values)
 
     def inconsistency(self) -> str:
         """Return what of the entries does not fit together; empty if all is there.
@@ -154,12 +155,8 @@ class Index:
         with _faults(), self._env.begin(db=self._checkpoints) as txn:
             return decode_records(txn.cursor())
 
-    def put(self, checkpoint: Checkpoint, tokens: TokenIds, hashes: Sequence[PrefixHash]) -> None:
-        """Add a checkpoint in one transaction: this is the commit."""
-        self.put_all([(checkpoint, tokens, hashes)])
-
-    def put_all(self, entries: Iterable[Entry]) -> None:
-        """Add checkpoints in one transaction."""
+    def put(self, *entries: Entry) -> None:
+        """Add checkpoints in one transaction: this is the commit."""
         with self._writing() as txn:
             for checkpoint, tokens, hashes in entries:
                 key = _ID.pack(checkpoint.id)
@@ -230,16 +227,8 @@ class Index:
     def names(self, prefix: str) -> list[str]:
         """Return the names of all values whose name begins with *prefix*."""
         with _faults(), self._env.begin(db=self._values) as txn:
-            return [
-                name.decode()
-                for name in txn.cursor().iternext(values=False)
-                if name.startswith(prefix.encode()) and is_readable(name)
-            ]
-
-    def unreadable_values(self) -> list[bytes]:
-        """Return the names of values that cannot be read, or whose name cannot."""
-        with _faults(), self._env.begin(db=self._values) as txn:
-            return [name for name, value in txn.cursor() if not is_readable(name, value)]
+            names = [_name(key) for key in txn.cursor().iternext(values=False)]
+        return [name for name in names if name.startswith(prefix)]
 
     def n_missing(self, checkpoint_id: CheckpointId, hashes: Sequence[PrefixHash]) -> int:
         """Return by how many of its prefixes a checkpoint cannot be found."""
@@ -257,10 +246,6 @@ class Index:
     def put_value(self, name: str, value: object) -> None:
         with self._writing() as txn:
             self._put_value(txn, name, value)
-
-    def delete_value(self, name: bytes) -> None:
-        with self._writing() as txn:
-            txn.delete(name, db=self._values)
 
     def _put_value(self, txn: lmdb.Transaction, name: str, value: object) -> None:
         txn.put(name.encode(), msgspec.msgpack.encode(value), db=self._values)
@@ -284,26 +269,18 @@ def _decoded(data: bytes | None, value_type: type[T]) -> T | None:
         return None
 
 
-def is_readable(name: bytes, value: bytes | None = None) -> bool:
-    """Return whether the name of a value is text, and the value what was encoded."""
-    try:
-        name.decode()
-        if value is not None:
-            msgspec.msgpack.decode(value)
-    except ValueError:
-        return False
-    return True
+def _name(key: bytes) -> str:
+    """Return the name of a value; the name of a damaged value fits nothing that is asked for."""
+    return key.decode(errors="replace")
 
 
-class _faults:
+@contextmanager
+def _faults() -> Iterator[None]:
     """Translate what LMDB and the record decoder raise into StoreFault."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, lmdb.Error | ValueError | struct.error | OSError):
-            raise StoreFault(f"index: {error}") from error
+    try:
+        yield
+    except (lmdb.Error, ValueError, struct.error, OSError) as error:
+        raise StoreFault(f"index: {error}") from error
 
 
 # A look at an index without opening it: nothing is created, removed or repaired.
@@ -340,7 +317,7 @@ def read_index(directory: Path) -> IndexContent:
                 )
                 content = IndexContent(
                     tuple(decode_records(checkpoints)),
-                    {name.decode(): data for name, data in values if is_readable(name)},
+                    {_name(key): data for key, data in values},
                 )
     except (lmdb.Error, OSError) as error:
         raise StoreFault(f"the index {path} cannot be read: {error}") from error

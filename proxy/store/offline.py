@@ -1,8 +1,7 @@
 """A store that no proxy uses: opened, checked and mended."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -59,7 +58,6 @@ class ProblemKind(StrEnum):
     NOT_FOUND = "a checkpoint would not be found", "the index is made anew"
     RECORD_GONE = "the record beside a state is gone or damaged", "it is written again"
     FILE_WITHOUT_ENTRY = "a file that no entry names", "it is removed"
-    VALUE_UNREADABLE = "a value in the index that cannot be read", "it is removed"
     INDEX_DAMAGED = "the index is damaged", "it is made anew from the states"
     STATE_LOST = "a state that cannot be entered again", "it is removed"
 
@@ -73,23 +71,11 @@ class Problem(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Examined:
-    """What was looked at, and what is wrong with it."""
+def examine(store: StoreDirectory, note: Note) -> list[Problem]:
+    """Compare all index entries with all bytes of their files; call *note* with the bytes read.
 
-    n_checkpoints: int
-    size_bytes: int
-    problems: tuple[Problem, ...]
-
-    @property
-    def is_curable(self) -> bool:
-        return all(problem.kind is not ProblemKind.FILE_UNREADABLE for problem in self.problems)
-
-
-def examine(store: StoreDirectory, note: Note) -> Examined:
-    """Hold all entries against all bytes of their files; *note* is told how much was read.
-
-    Raises StoreFault. A proxy compares sizes when it starts, and verifies a file before it is used.
+    Returns what is wrong; raises StoreFault. A proxy only compares sizes when it starts, and verifies a
+    file before the file is used.
     """
     checkpoints = store.checkpoints()
     kinds = {c: kind for c in checkpoints if (kind := _problem_of(store, c, note))}
@@ -100,15 +86,9 @@ def examine(store: StoreDirectory, note: Note) -> Examined:
     problems = _mended_by_opening(store.rebuild) if store.rebuild else []
     problems += [Problem(kind, c.file_name, c.size_bytes) for c, kind in kinds.items()]
     told = {problem.name for problem in problems}
-    problems += [
-        Problem(ProblemKind.FILE_WITHOUT_ENTRY, name, store.files.size_bytes(name))
-        for name in store.files.unnamed(told | {c.file_name for c in checkpoints})
-    ]
-    problems += [
-        Problem(ProblemKind.VALUE_UNREADABLE, ascii(name))
-        for name in store.index.unreadable_values()
-    ]
-    return Examined(len(checkpoints), sum(c.size_bytes for c in checkpoints), tuple(problems))
+    unnamed = store.files.unnamed(told | {c.file_name for c in checkpoints})
+    kind = ProblemKind.FILE_WITHOUT_ENTRY
+    return problems + [Problem(kind, name, store.files.size_bytes(name)) for name in unnamed]
 
 
 def _problem_of(store: StoreDirectory, checkpoint: Checkpoint, note: Note) -> ProblemKind | None:
@@ -142,7 +122,7 @@ def _mended_by_opening(rebuild: Rebuild) -> list[Problem]:
     return problems
 
 
-def mend(store: StoreDirectory, problems: tuple[Problem, ...]) -> None:
+def mend(store: StoreDirectory, problems: Sequence[Problem]) -> None:
     """Do about each problem what its cure says; raises StoreFault or OSError."""
     by_name = {checkpoint.file_name: checkpoint for checkpoint in store.checkpoints()}
     for problem in problems:
@@ -153,8 +133,6 @@ def mend(store: StoreDirectory, problems: tuple[Problem, ...]) -> None:
                 store.remove(by_name[problem.name])
             case ProblemKind.RECORD_GONE:
                 store.write_sidecars([by_name[problem.name]])
-    for name in store.index.unreadable_values():
-        store.index.delete_value(name)
     if {ProblemKind.TOKENS_DIFFER, ProblemKind.NOT_FOUND} & {p.kind for p in problems}:
         store.begin_rebuild("entries differ from the states")
         store.rebuild_at_once()

@@ -162,21 +162,13 @@ def import_checkpoints(
                 if checkpoint := _enter(store, manifest.owner, record, tar):
                     entered.append(checkpoint)
                 note(record.size_bytes)
-    except tarfile.TarError as error:
-        told = f"it is not what `export` writes: {error}; {_so_far(entered)}"
-        raise BundleRefused(told) from error
-    except BundleRefused as refusal:
-        raise BundleRefused(f"{refusal}; {_so_far(entered)}") from refusal
-    except (StoreFault, OSError) as fault:
-        raise StoreFault(f"{fault}; {_so_far(entered)}") from fault
+    except (tarfile.TarError, BundleRefused, StoreFault, OSError) as error:
+        is_refused = isinstance(error, tarfile.TarError | BundleRefused)
+        why = "it is not what `export` writes: " if isinstance(error, tarfile.TarError) else ""
+        stayed = f"{len(entered)} of its checkpoints were entered before that, and stay"
+        told = f"{why}{error}; {stayed if entered else 'nothing of it was entered'}"
+        raise (BundleRefused if is_refused else StoreFault)(told) from error
     return Imported(tuple(entered), len(manifest.checkpoints) - len(entered), is_new)
-
-
-def _so_far(entered: list[Checkpoint]) -> str:
-    if not entered:
-        return "nothing of it was entered"
-    n_entered = len(entered)
-    return f"{n_entered} checkpoint{'s' if n_entered > 1 else ''} before that stayed entered"
 
 
 def _read_manifest(tar: tarfile.TarFile) -> Manifest:

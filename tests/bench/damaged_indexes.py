@@ -160,7 +160,7 @@ def cost(n_checkpoints: int, n_tokens: int = 5000) -> None:
 
     remaining = entries()
     while batch := list(islice(remaining, 200)):
-        index.put_all(batch)
+        index.put(*batch)
     data, copy = path / "data.mdb", path / "data.new"
     seconds = {"close, with its checksum": timed(index.close)}
     seconds["look at a closed one"] = timed(lambda: sound_file(path, copy))

@@ -37,7 +37,7 @@ async def store_with(rig: Rig, *numbers: int) -> tuple[CheckpointStore, list[Che
 
 
 def all_of(store: CheckpointStore) -> Claim:
-    return Claim(store.limits.max_bytes, Present(time.time()))
+    return Claim(store.limits.max_bytes, present=Present(time.time()))
 
 
 async def test_what_a_waiting_request_will_restore_is_neither_evicted_nor_superseded(

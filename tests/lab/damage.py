@@ -89,7 +89,7 @@ def found_by_check(directory: Path) -> set[str]:
         copy = Path(folder) / "slots"
         shutil.copytree(directory, copy)
         with open_offline(copy) as store:
-            problems = examine(store, lambda _: None).problems
+            problems = examine(store, lambda _: None)
     return {problem.name for problem in problems if problem.kind is ProblemKind.FILE_CHANGED}
 
 

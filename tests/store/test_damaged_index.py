@@ -25,7 +25,7 @@ from proxy.errors import IndexDamaged, StoreFault
 from proxy.store.catalogue import Limits
 from proxy.store.index import Index, read_index, seal_of, sound_file
 from proxy.store.known_models import namespaces_name, owners, tenants_name
-from proxy.store.offline import ProblemKind, examine, mend, open_offline
+from proxy.store.offline import ProblemKind, examine, open_offline
 from tests.store.conftest import branch, found, names_in, new_state, opened, run_of
 from tests.store.damage import (
     flipped,
@@ -152,7 +152,7 @@ async def test_flipped_bit_in_a_closed_index_is_found_wherever_it_is(
         set_data(directory, changed)
         with open_offline(directory, mends_index=True) as store:
             examined = examine(store, nothing)
-            assert {p.kind for p in examined.problems} <= {ProblemKind.INDEX_DAMAGED}, what
+            assert {p.kind for p in examined} <= {ProblemKind.INDEX_DAMAGED}, what
         assert await rebuilt(directory) == expected, what
 
 
@@ -215,16 +215,13 @@ async def test_record_that_cannot_be_read_loses_none(directory: Path) -> None:
     assert not beside(directory, "index.damaged-*"), "what could be read stays"
 
 
-async def test_values_that_are_no_text_are_ignored_named_and_removed(directory: Path) -> None:
+async def test_values_that_are_no_text_are_ignored(directory: Path) -> None:
     expected = records(directory)
     put_unreadable(directory)
     assert records(directory) == expected
     assert len(read_index(directory).checkpoints) == len(expected)
     with open_offline(directory) as store:
-        problems = examine(store, nothing).problems
-        assert [p.kind for p in problems] == [ProblemKind.VALUE_UNREADABLE] * 3
-        mend(store, problems)
-        assert examine(store, nothing).problems == ()
+        assert examine(store, nothing) == []
 
 
 def test_sound_index_is_never_called_damaged(tmp_path: Path) -> None:
@@ -232,7 +229,7 @@ def test_sound_index_is_never_called_damaged(tmp_path: Path) -> None:
     for turn in range(60):
         tokens = token_ids(range(turn % 7, turn % 7 + (turn * 331) % 9000))
         record = record_of(turn + 1, len(tokens))
-        index.put(record, tokens, hash_prefixes(record.namespace, tokens))
+        index.put((record, tokens, hash_prefixes(record.namespace, tokens)))
         ids.append(turn + 1)
         if turn % 3 == 2:
             gone = CheckpointId(ids.pop((turn * 7) % len(ids)))
@@ -295,7 +292,7 @@ async def test_state_that_was_cut_or_of_an_unknown_model_is_told_and_removed(
     cut.write_bytes(content[:-9])
     set_data(directory, b"")
     with open_offline(directory, mends_index=True) as store:
-        index, *lost = examine(store, nothing).problems
+        index, *lost = examine(store, nothing)
         assert (index.kind, index.detail) == (ProblemKind.INDEX_DAMAGED, "it was not there")
         assert {(p.kind, p.name, p.detail) for p in lost} == {
             (ProblemKind.STATE_LOST, cut.name, "a state is not what its record says"),
@@ -344,7 +341,7 @@ async def test_states_of_an_older_version_get_their_records(directory: Path) -> 
     for path in beside(directory, "lpc-*.meta"):
         path.unlink()
     with open_offline(directory) as offline:
-        problems = examine(offline, nothing).problems
+        problems = examine(offline, nothing)
         assert {p.kind for p in problems} == {ProblemKind.RECORD_GONE}
     assert records(directory) == expected
     set_data(directory, b"")
@@ -378,7 +375,7 @@ def test_commands_name_a_damaged_index_and_its_cure(directory: Path) -> None:
     mended = command(directory, "check", "--fix")
     assert mended.returncode == 0 and "made anew from the states" in mended.stdout
     with open_offline(directory) as store:
-        assert (examine(store, nothing).problems, len(store.checkpoints())) == ((), 4)
+        assert (examine(store, nothing), len(store.checkpoints())) == ([], 4)
 
 
 async def test_budget_holds_after_a_rebuild(directory: Path) -> None:

@@ -22,7 +22,7 @@ SIZE = 100
 
 
 def claim(n_bytes: int = SIZE, **changes: Any) -> Claim:
-    return Claim(n_bytes, Present(time.time()), **changes)
+    return Claim(n_bytes, present=Present(time.time()), **changes)
 
 
 def bytes_in(directory: Path) -> int:
