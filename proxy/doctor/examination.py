@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import choose_namespace, tenant_namespace
+from proxy.core.model import Checkpoint, is_same_canary
 from proxy.core.saving import expected_bytes
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.core.tokens import Namespace
@@ -43,11 +43,12 @@ from proxy.settings import Settings, parse_urls, reachable
 from proxy.store.catalogue import Limits
 from proxy.store.directory import keep_proxies_out
 from proxy.store.files import StateFiles
-from proxy.store.index import IndexContent, read_index
-from proxy.store.known_models import known_namespaces, known_tenants, owners
+from proxy.store.known_models import Owner, owners, read_index
 
 Note = Callable[[str], object]
 """Is told what is going on."""
+Stored = tuple[list[Checkpoint], dict[Namespace, Owner]]
+"""The checkpoints of the examined directory, and whose namespaces are theirs."""
 
 _HEALTH_SECONDS = 10.0
 
@@ -99,9 +100,9 @@ async def _fill_in(
             url, kind = upstream.target.base_url, host.kind if host else ""
             found.append((upstream, LlamaServerFacts(url=url, name=name, host=kind)))
     setup.llama_servers = [facts for _, facts in found]
-    index = _examine_directory(setup, free_bytes)
+    stored = _examine_directory(setup, free_bytes)
     for upstream, facts in found:
-        await _examine_server(upstream, facts, setup, index, rewrite, note)
+        await _examine_server(upstream, facts, setup, stored, rewrite, note)
 
 
 async def _health(session: aiohttp.ClientSession, admin: str) -> dict[str, Any] | None:
@@ -115,10 +116,10 @@ async def _health(session: aiohttp.ClientSession, admin: str) -> dict[str, Any] 
     return health if {"state", "reasons"} <= health.keys() else None
 
 
-def _examine_directory(setup: Setup, free_bytes: Callable[[Path], int]) -> IndexContent | None:
+def _examine_directory(setup: Setup, free_bytes: Callable[[Path], int]) -> Stored | None:
     """Make and remove a file, and list them; look at permissions, free space and the index.
 
-    Returns the index, None if slots are not to be touched.
+    Returns what is stored, None if slots are not to be touched.
     """
     directory = Path(setup.settings.slot_save_path)
     try:
@@ -134,14 +135,14 @@ def _examine_directory(setup: Setup, free_bytes: Callable[[Path], int]) -> Index
     if setup.problem or setup.lock:
         return None
     try:
-        index = read_index(directory)
+        stored = checkpoints, _ = read_index(directory)
     except StoreFault as fault:
         setup.index_problem, setup.is_index_damaged = str(fault), isinstance(fault, IndexDamaged)
-        return IndexContent()
-    setup.n_checkpoints = len(index.checkpoints)
-    setup.used_bytes = sum(checkpoint.size_bytes for checkpoint in index.checkpoints)
-    setup.quarantined = quarantined_in_words(index.checkpoints)
-    return index
+        return [], {}
+    setup.n_checkpoints = len(checkpoints)
+    setup.used_bytes = sum(checkpoint.size_bytes for checkpoint in checkpoints)
+    setup.quarantined = quarantined_in_words(checkpoints)
+    return stored
 
 
 # What answers at the addresses of `upstream`.
@@ -202,11 +203,11 @@ async def _examine_server(
     upstream: LlamaServer,
     facts: LlamaServerFacts,
     setup: Setup,
-    index: IndexContent | None,
+    stored: Stored | None,
     rewrite: RewriteStateFile,
     note: Note,
 ) -> None:
-    """Fill in the facts about a llama-server; without *index* its slots are not touched."""
+    """Fill in the facts about a llama-server; without *stored* its slots are not touched."""
     limits = Limits(setup.settings.max_store_bytes)
     try:
         async with scratch(
@@ -214,8 +215,8 @@ async def _examine_server(
         ) as probing:
             try:
                 props = await _contact(facts, probing)
-                if props is not None and index is not None:
-                    await _examine_slots(facts, probing, props, index, note)
+                if props is not None and stored is not None:
+                    await _examine_slots(facts, probing, props, stored, note)
             except UpstreamFault as fault:
                 facts.failures.append(f"the slots could not be examined: {fault}")
             facts.degradations = tuple(probing.services.degradations.active)
@@ -249,7 +250,7 @@ async def _contact(facts: LlamaServerFacts, probing: Scratch) -> Props | None:
 
 
 async def _examine_slots(
-    facts: LlamaServerFacts, probing: Scratch, props: Props, index: IndexContent, note: Note
+    facts: LlamaServerFacts, probing: Scratch, props: Props, stored: Stored, note: Note
 ) -> None:
     """Attach, and probe what no attach tells, if there is an empty slot to do it in.
 
@@ -269,7 +270,7 @@ async def _examine_slots(
     assert probing.layout is not None, "an attach that can cache has saved a state"
     facts.layout = probing.layout
     _note_cost(facts, server, process)
-    _find_usable(facts, probing, index)
+    _find_usable(facts, probing, stored)
     note(f"{name}trying out similarity and the RAM cache")
     try:
         server.n_vocab = facts.identity.n_vocab
@@ -304,16 +305,17 @@ async def _attach(probing: Scratch, props: Props) -> Process:
     return process
 
 
-def _find_usable(facts: LlamaServerFacts, probing: Scratch, index: IndexContent) -> None:
+def _find_usable(facts: LlamaServerFacts, probing: Scratch, stored: Stored) -> None:
     """Note which of the directory's checkpoints are of the model that the attach found."""
     _, owner = next(owners(probing.services.store.index))
     facts.canary = tuple(owner.known.canary)
-    chosen = choose_namespace(known_namespaces(index, owner.static), facts.canary)
-    if chosen is None:
-        return
-    model = Namespace(chosen.id)
-    ours = {tenant_namespace(model, each) for each in (b"", *known_tenants(index, model))}
-    sizes = [c.size_bytes for c in index.checkpoints if c.namespace in ours]
+    checkpoints, known = stored
+    ours = {
+        namespace
+        for namespace, other in known.items()
+        if other.static == owner.static and is_same_canary(other.known.canary, facts.canary)
+    }
+    sizes = [c.size_bytes for c in checkpoints if c.namespace in ours]
     facts.n_usable, facts.usable_bytes = len(sizes), sum(sizes)
 
 

@@ -10,12 +10,10 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import lmdb
@@ -57,22 +55,28 @@ _DATABASES: dict[bytes, dict[str, Any]] = {
 class Index:
     """Checkpoints by id and by prefix hash, and the few named values that outlive a process."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, scratch: Path | None = None) -> None:
         """Open or create the index in the directory *path*.
 
-        Raises IndexDamaged if its file is not what LMDB writes, StoreFault if it cannot be used.
+        With the empty folder *scratch* the index is only read: nothing in *path* is created, removed or
+        repaired. Raises IndexDamaged if the file is not what LMDB writes, StoreFault if it cannot be used.
         """
         self._file = path / "data.mdb"
-        self._is_written = False
+        self._is_written, self._is_readonly = False, scratch is not None
         try:
-            path.mkdir(mode=0o700, exist_ok=True)
-            sound = sound_file(path, path / "data.new")
+            if scratch is None:
+                path.mkdir(mode=0o700, exist_ok=True)
+            sound = sound_file(path, (scratch or path) / "data.new")
             self._is_copied = sound != self._file
-            if self._is_copied:
-                sound.replace(self._file)
-            self._env = lmdb.open(str(path), max_dbs=4, map_size=MAP_SIZE_BYTES, mode=0o600)
+            if scratch is not None:
+                self._env = _open_file(str(sound), readonly=True)
+            else:
+                if self._is_copied:
+                    sound.replace(self._file)
+                self._env = lmdb.open(str(path), max_dbs=4, map_size=MAP_SIZE_BYTES, mode=0o600)
             self._checkpoints, self._tokens, self._prefixes, self._values = (
-                self._env.open_db(name, **options) for name, options in _DATABASES.items()
+                self._env.open_db(name, create=scratch is None, **options)
+                for name, options in _DATABASES.items()
             )
         except (lmdb.Error, OSError) as error:
             raise StoreFault(f"index {path} cannot be opened: {error}") from error
@@ -80,7 +84,7 @@ class Index:
 
     def _check_format(self, path: Path) -> None:
         found = self.value("format", int)
-        if found is None:
+        if found is None and not self._is_readonly:
             with self._writing() as txn:
                 self._put_value(txn, "format", FORMAT_VERSION)
                 self._put_value(txn, _REBUILD, "it was not there")
@@ -93,7 +97,7 @@ class Index:
 
     def close(self) -> None:
         self._env.close()
-        if self._is_written or not seal_of(self._file).exists():
+        if self._is_written or not (self._is_readonly or seal_of(self._file).exists()):
             with suppress(OSError):  # then the next opening copies the entries
                 seal(self._file)
 
@@ -151,9 +155,15 @@ class Index:
         return not self.n_missing(checkpoint.id, hash_prefixes(checkpoint.namespace, tokens))
 
     def all(self) -> list[Checkpoint]:
-        """Return all records that can be read."""
+        """Return all records that can be read; those that are not what was written are passed over."""
+        records = list[Checkpoint]()
         with _faults(), self._env.begin(db=self._checkpoints) as txn:
-            return decode_records(txn.cursor())
+            for key, value in txn.cursor():
+                with suppress(ValueError):
+                    record = msgspec.msgpack.decode(value, type=Checkpoint)
+                    if key == _ID.pack(record.id) and is_state_name(record.file_name):
+                        records.append(record)
+        return records
 
     def put(self, *entries: Entry) -> None:
         """Add checkpoints in one transaction: this is the commit."""
@@ -227,7 +237,8 @@ class Index:
     def names(self, prefix: str) -> list[str]:
         """Return the names of all values whose name begins with *prefix*."""
         with _faults(), self._env.begin(db=self._values) as txn:
-            names = [_name(key) for key in txn.cursor().iternext(values=False)]
+            # The name of a damaged value may be no text; then the name fits nothing that is asked for.
+            names = [key.decode(errors="replace") for key in txn.cursor().iternext(values=False)]
         return [name for name in names if name.startswith(prefix)]
 
     def n_missing(self, checkpoint_id: CheckpointId, hashes: Sequence[PrefixHash]) -> int:
@@ -241,7 +252,10 @@ class Index:
         """Return the named value, or None if it is absent or of another type."""
         with _faults(), self._env.begin(db=self._values) as txn:
             data = txn.get(name.encode())
-        return _decoded(data, value_type)
+        try:
+            return None if data is None else msgspec.msgpack.decode(data, type=value_type)
+        except ValueError:
+            return None
 
     def put_value(self, name: str, value: object) -> None:
         with self._writing() as txn:
@@ -251,29 +265,6 @@ class Index:
         txn.put(name.encode(), msgspec.msgpack.encode(value), db=self._values)
 
 
-def decode_records(entries: Iterable[tuple[bytes, bytes]]) -> list[Checkpoint]:
-    """Return the records of *entries*; those that are not what was written are passed over."""
-    records = []
-    for key, value in entries:
-        with suppress(ValueError):
-            record = msgspec.msgpack.decode(value, type=Checkpoint)
-            if key == _ID.pack(record.id) and is_state_name(record.file_name):
-                records.append(record)
-    return records
-
-
-def _decoded(data: bytes | None, value_type: type[T]) -> T | None:
-    try:
-        return None if data is None else msgspec.msgpack.decode(data, type=value_type)
-    except ValueError:
-        return None
-
-
-def _name(key: bytes) -> str:
-    """Return the name of a value; the name of a damaged value fits nothing that is asked for."""
-    return key.decode(errors="replace")
-
-
 @contextmanager
 def _faults() -> Iterator[None]:
     """Translate what LMDB and the record decoder raise into StoreFault."""
@@ -281,52 +272,6 @@ def _faults() -> Iterator[None]:
         yield
     except (lmdb.Error, ValueError, struct.error, OSError) as error:
         raise StoreFault(f"index: {error}") from error
-
-
-# A look at an index without opening it: nothing is created, removed or repaired.
-
-
-@dataclass(frozen=True)
-class IndexContent:
-    """All records of an index, and its named values still encoded."""
-
-    checkpoints: tuple[Checkpoint, ...] = ()
-    values: Mapping[str, bytes] = field(default_factory=dict)
-
-    def value(self, name: str, value_type: type[T]) -> T | None:
-        """Return the named value, or None if it is absent or of another type."""
-        return _decoded(self.values.get(name), value_type)
-
-
-def read_index(directory: Path) -> IndexContent:
-    """Return what the index in a store's directory holds, nothing if there is none.
-
-    Raises StoreFault if it cannot be read, is damaged or of another format. Not for an index that this
-    process has open: LMDB forbids a second time.
-    """
-    path = directory / "index"
-    if not (path / "data.mdb").exists():
-        return IndexContent()
-    try:
-        with TemporaryDirectory() as folder:
-            sound = sound_file(path, Path(folder) / "data.mdb")
-            with _open_file(str(sound), readonly=True) as environment, environment.begin() as txn:
-                checkpoints, values = (
-                    txn.cursor(environment.open_db(name, txn, create=False))
-                    for name in (b"checkpoints", b"values")
-                )
-                content = IndexContent(
-                    tuple(decode_records(checkpoints)),
-                    {_name(key): data for key, data in values},
-                )
-    except (lmdb.Error, OSError) as error:
-        raise StoreFault(f"the index {path} cannot be read: {error}") from error
-    found = content.value("format", int)
-    if found != FORMAT_VERSION:
-        raise StoreFault(
-            f"the index {path} has format {found}, this version reads {FORMAT_VERSION}"
-        )
-    return content
 
 
 # Files that LMDB can be trusted with.

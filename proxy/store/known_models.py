@@ -5,15 +5,22 @@ known of the model without evaluating anything, beside the canary that it predic
 """
 
 from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
 
-from proxy.core.model import KnownNamespace, choose_namespace, new_namespace, tenant_namespace
+from proxy.core.model import (
+    Checkpoint,
+    KnownNamespace,
+    choose_namespace,
+    new_namespace,
+    tenant_namespace,
+)
 from proxy.core.tokens import Namespace
-from proxy.store.index import Index, IndexContent
+from proxy.store.index import Index
 
 NAMESPACES_PREFIX = "namespaces "
-Values = Index | IndexContent
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -34,6 +41,22 @@ def owners(index: Index) -> Iterator[tuple[Namespace, Owner]]:
                 yield tenant_namespace(model, tenant), Owner(static, known, tenant)
 
 
+def read_index(directory: Path) -> tuple[list[Checkpoint], dict[Namespace, Owner]]:
+    """Return the checkpoints and the owners of their namespaces in an index; nothing if there is none.
+
+    Leaves no trace. Raises StoreFault if the index cannot be read, is damaged or of another format. Not for
+    an index that this process has open: LMDB forbids a second time.
+    """
+    if not (directory / "index" / "data.mdb").exists():
+        return [], {}
+    with TemporaryDirectory() as scratch:
+        index = Index(directory / "index", scratch=Path(scratch))
+        try:
+            return index.all(), dict(owners(index))
+        finally:
+            index.close()
+
+
 def model_names(index: Index) -> dict[Namespace, str]:
     """Return what the model of each namespace is called, as far as that is known."""
     return {namespace: o.known.name for namespace, o in owners(index) if o.known.name}
@@ -44,14 +67,14 @@ def knows_models(index: Index) -> bool:
     return any(index.names(NAMESPACES_PREFIX))
 
 
-def known_namespaces(values: Values, static: str) -> list[KnownNamespace]:
+def known_namespaces(index: Index, static: str) -> list[KnownNamespace]:
     """Return the models that have been met under the same *static* key."""
-    return values.value(namespaces_name(static), list[KnownNamespace]) or []
+    return index.value(namespaces_name(static), list[KnownNamespace]) or []
 
 
-def known_tenants(values: Values, model_namespace: Namespace | None) -> set[bytes]:
+def known_tenants(index: Index, model_namespace: Namespace | None) -> set[bytes]:
     """Return the tenants that a model has served."""
-    return set(values.value(tenants_name(model_namespace), list[bytes]) or [])
+    return set(index.value(tenants_name(model_namespace), list[bytes]) or [])
 
 
 def namespaces_name(static: str) -> str:

@@ -5,28 +5,35 @@ from pathlib import Path
 
 import pytest
 
+from proxy.core.model import KnownNamespace
 from proxy.errors import StoreFault, StoreLocked
 from proxy.store.directory import keep_proxies_out
-from proxy.store.index import Index, IndexContent, read_index
+from proxy.store.index import Index
+from proxy.store.known_models import Owner, introduce, read_index
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import BUDGET, new_state, opened, run_of
+
+
+def traces(directory: Path) -> dict[Path, int]:
+    """Return the files of a directory and when they were changed."""
+    return {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
 
 
 async def test_closed_store_is_read_as_it_was_written(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         checkpoint = await store.commit(*new_state(store, run_of(300)))
-        await store.put_value("rule of something", ["any", "value"])
-    before = sorted(os.listdir(tmp_path))
-    content = read_index(tmp_path)
-    assert content.checkpoints == (checkpoint,)
-    assert content.value("rule of something", list[str]) == ["any", "value"]
-    assert content.value("rule of something", int) is None
-    assert content.value("nothing of the kind", int) is None
-    assert sorted(os.listdir(tmp_path)) == before
+        owner = Owner("any", KnownNamespace(b"m" * 16, [(1, -0.5)], "Model"), b"tenant")
+        namespace = introduce(store.index, owner)
+    before = traces(tmp_path)
+    checkpoints, owners = read_index(tmp_path)
+    assert checkpoints == [checkpoint]
+    assert len(owners) == 2 and owners[namespace].tenant == b"tenant"
+    assert owners[namespace].known.name == "Model"
+    assert traces(tmp_path) == before
 
 
 def test_directory_without_an_index_reads_as_empty_and_stays_so(tmp_path: Path) -> None:
-    assert read_index(tmp_path) == IndexContent()
+    assert read_index(tmp_path) == ([], {})
     assert os.listdir(tmp_path) == []
 
 
