@@ -382,20 +382,15 @@ def is_reminder(new: str, old: str, at: int) -> bool:
 
 def is_alike_without_reminders(new: str, old: str, begin: int, end: int) -> bool:
     """Return whether *new* from *begin* to *end* also stands in *old*, apart from reminders."""
-    now = _without_reminders(new[begin:end]).strip()
-    return bool(now) and _without_reminders(old[begin:]).lstrip().startswith(now)
+    now = _without_reminders(new[begin:end]).rstrip()
+    return bool(now) and _without_reminders(old[begin:]).startswith(now)
 
 
 def _without_reminders(text: str) -> str:
     """Return a text without reminders and the space behind them; a reminder without an end stays."""
     (opens,), (closes,) = _REMINDER
-    kept, position = list[str](), 0
-    while (begin := text.find(opens, position)) >= 0 and (end := text.find(closes, begin)) >= 0:
-        kept.append(text[position:begin])
-        position = end + len(closes)
-        while text[position : position + 1].isspace():
-            position += 1
-    return "".join([*kept, text[position:]])
+    *ended, rest = (part.lstrip() for part in text.split(closes))
+    return "".join([*(part.partition(opens)[0] for part in ended), rest])
 
 
 def is_reasoning_dropped(new: str, old: str, at: int) -> bool:

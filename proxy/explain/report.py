@@ -164,8 +164,8 @@ class Inquiry:
         n_like = min(len(compared.known.tokens), prompt.n_tokens - 1) if compared else 0
         past, change = Past(0, n_like), None
         if nearest is not None:
-            is_of_other_process = nearest.known.process_id != self._process.id
-            past = Past(nearest.n_common, n_like, is_of_other_process, nearest.loss)
+            is_of_other = nearest.known.process_id != self._process.id
+            past = Past(nearest.n_common, n_like, is_of_other, nearest.loss)
         if compared is not None and account.failure is None and may_be_missed(account, past):
             change = self._change(new, compared)
             if change is not None and change.message == len(new.sketch.messages) - 1:

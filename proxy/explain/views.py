@@ -7,7 +7,7 @@ the admin listener, the commands and the live page share (docs/operations.md, do
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -277,21 +277,3 @@ class Today(msgspec.Struct, frozen=True, kw_only=True):
             n_missed=self.n_missed + record.n_missed,
             saved_seconds=saved_seconds,
         )
-
-
-class Overview(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the proxy now, and the requests that have ended since the last look.
-
-    `position` names the look: whoever says it next time gets only what came after it.
-    """
-
-    state: str
-    since: str
-    reasons: tuple[dict[str, str], ...]
-    servers: tuple[dict[str, Any], ...]
-    n_waiting: int
-    store: dict[str, int] | None
-    today: Today
-    keeps: str
-    position: str = ""
-    requests: tuple[RequestRecord, ...] = ()

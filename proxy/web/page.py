@@ -17,7 +17,6 @@ import xxhash
 from aiohttp import web
 
 from proxy.core.slots import Known, Slot, state_of
-from proxy.explain.views import Overview
 from proxy.servers.pool import Pool
 from proxy.serving.process import Process
 from proxy.serving.shared import Shared
@@ -50,28 +49,28 @@ class Looks:
         self._epoch = time.time() - time.monotonic()
         self._stored: dict[str, int] = {}
 
-    def since(self, position: str) -> Overview:
-        """Return the present and the requests since a position; the last ones if it is not known."""
+    def since(self, position: str) -> dict[str, Any]:
+        """Return the present and the requests since a position; the last ones if it is not known.
+
+        The field `position` names this look: from the next look that gives it, only later requests come.
+        """
         degradations, journal = self._shared.everywhere, self._shared.journal
         run, _, number = position.partition("-")
         is_known = run == self._run and number.isdecimal() and len(number) <= _MAX_DIGITS
         n_seen = int(number) if is_known else 0
-        return Overview(
-            state=degradations.state.value,
-            since=moment(degradations.since),
-            reasons=tuple(describe(degradation) for degradation in degradations.active),
-            servers=tuple(
-                self._server(server.name, server.process)
-                for server in self._pool.servers
-                if server.process
-            ),
-            n_waiting=self._pool.n_waiting,
-            store=self._store(self._shared.opened_store),
-            today=journal.today(),
-            keeps=journal.keep.value,
-            position=f"{self._run}-{journal.n_recorded}",
-            requests=tuple(journal.latest(min(MAX_REQUESTS, max(0, journal.n_recorded - n_seen)))),
-        )
+        servers = self._pool.servers
+        return {
+            "state": degradations.state.value,
+            "since": moment(degradations.since),
+            "reasons": [describe(degradation) for degradation in degradations.active],
+            "servers": [self._server(s.name, s.process) for s in servers if s.process],
+            "n_waiting": self._pool.n_waiting,
+            "store": self._store(self._shared.opened_store),
+            "today": journal.today(),
+            "keeps": journal.keep.value,
+            "position": f"{self._run}-{journal.n_recorded}",
+            "requests": journal.latest(min(MAX_REQUESTS, journal.n_recorded - n_seen)),
+        }
 
     def _server(self, name: str, process: Process) -> dict[str, Any]:
         """Return an attached llama-server; `name` is the model where one address has several models."""
@@ -185,12 +184,12 @@ class LivePage:
 
     async def _tell(self, response: web.StreamResponse, position: str) -> None:
         """Write what changes; raises TimeoutError if the reader does not read."""
-        told: Overview | None = None
+        told: dict[str, Any] | None = None
         told_at = time.monotonic()
         while not self._stopping.is_set():
             look, data = self._looks.since(position), b""
-            if told is None or msgspec.structs.replace(look, requests=told.requests) != told:
-                told, position = look, look.position
+            if told is None or look | {"requests": told["requests"]} != told:
+                told, position = look, look["position"]
                 data = b"id: %b\ndata: %b\n\n" % (position.encode(), msgspec.json.encode(look))
             elif time.monotonic() - told_at > SIGN_OF_LIFE_SECONDS:
                 data = b":\n\n"
