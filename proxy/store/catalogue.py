@@ -66,7 +66,7 @@ class Budget:
     """
 
     def __init__(self, limits: Limits, index: Index) -> None:
-        self.limits = limits
+        self.limits, self.max_bytes_per_day = limits, limits.max_write_bytes_per_day
         self.on_write: Callable[[int], None] = lambda _: None
         self._index = index
         self._written = index.value(_WRITTEN, Written) or Written()
@@ -118,10 +118,6 @@ class Budget:
                 "larger than the budget",
                 f"a state of {n_bytes:,} bytes is more than max_store_bytes ({self.limits.max_bytes:,})",
             )
-
-    @property
-    def max_bytes_per_day(self) -> int:
-        return self.limits.max_write_bytes_per_day
 
     @property
     def last_day_bytes(self) -> int:

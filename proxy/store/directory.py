@@ -237,7 +237,7 @@ class StoreDirectory:
         files is verified before it is used.
         """
         recorded = self.index.all()
-        intact = [checkpoint for checkpoint in recorded if self._has_file(checkpoint)]
+        intact = [checkpoint for checkpoint in recorded if self.has_file(checkpoint)]
         kept_ids = {checkpoint.id for checkpoint in intact}
         for broken in (c for c in recorded if c.id not in kept_ids):
             self.remove(broken)
@@ -250,7 +250,8 @@ class StoreDirectory:
         self.write_sidecars(intact, only_missing=True)
         return intact, len(recorded) - len(intact), len(orphans)
 
-    def _has_file(self, checkpoint: Checkpoint) -> bool:
+    def has_file(self, checkpoint: Checkpoint) -> bool:
+        """Return whether the state file of a checkpoint is there and has its size."""
         try:
             return self.files.path(checkpoint.file_name).stat().st_size == checkpoint.size_bytes
         except FileNotFoundError:

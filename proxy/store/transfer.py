@@ -193,11 +193,8 @@ def _next(tar: tarfile.TarFile, name: str, n_bytes: int | None = None) -> IO[byt
 
 def _require_free_space(store: StoreDirectory, manifest: Manifest, min_free_bytes: int) -> None:
     namespace = namespace_of(store.index, manifest.owner)
-    there = {
-        checkpoint.content
-        for checkpoint in store.checkpoints()
-        if checkpoint.namespace == namespace and _has_file(store, checkpoint)
-    }
+    ours = [c for c in store.checkpoints() if c.namespace == namespace]
+    there = {checkpoint.content for checkpoint in ours if store.has_file(checkpoint)}
     missing = [record for record in manifest.checkpoints if record.content not in there]
     needed_bytes = sum(record.size_bytes for record in missing)
     free_bytes = store.files.free_bytes()
@@ -206,10 +203,6 @@ def _require_free_space(store: StoreDirectory, manifest: Manifest, min_free_byte
             f"there is no room for it: its states are {needed_bytes:,} bytes, {free_bytes:,} are free in "
             f"{store.files.directory}, and {min_free_bytes:,} are to stay free"
         )
-
-
-def _has_file(store: StoreDirectory, checkpoint: Checkpoint) -> bool:
-    return store.files.size_bytes(checkpoint.file_name) == checkpoint.size_bytes
 
 
 def _enter(
@@ -222,8 +215,10 @@ def _enter(
     except ValueError as error:
         raise BundleRefused(f"{tokens_name}: {error}") from error
     state = _next(tar, state_name, record.size_bytes)
-    same = _of_same_tokens(store, owner, tokens)
-    if any(_has_file(store, checkpoint) for checkpoint in same):
+    before = namespace_of(store.index, owner), len(tokens)
+    same = [c for c in store.checkpoints() if (c.namespace, c.n_tokens) == before]
+    same = [c for c in same if store.index.tokens(c.id) == tokens]
+    if any(store.has_file(checkpoint) for checkpoint in same):
         return None
     name = store.files.new_temporary_name()
     try:
@@ -241,15 +236,6 @@ def _enter(
         return entered
     finally:
         store.files.remove(name)
-
-
-def _of_same_tokens(store: StoreDirectory, owner: Owner, tokens: TokenIds) -> list[Checkpoint]:
-    namespace = namespace_of(store.index, owner)
-    if namespace is None:
-        return []
-    reaching = store.index.reaching(hash_prefixes(namespace, tokens)[-1:])
-    ids = {found for found in reaching if store.index.tokens(found) == tokens}
-    return [checkpoint for checkpoint in store.checkpoints() if checkpoint.id in ids] if ids else []
 
 
 def _as_entered(
