@@ -13,7 +13,8 @@ from rich.text import Text
 from proxy.cli.access import RunningProxy, Store, with_proxy, with_store
 from proxy.cli.common import age_in_words, checkpoints_in_words, console, print_json, table_of
 from proxy.explain.causes import Cause, PromptPart
-from proxy.explain.explanation import Divergence, Explanation, Nearest, RequestRecord
+from proxy.explain.compare import Divergence
+from proxy.explain.explanation import Explanation, Nearest, RequestRecord
 from proxy.explain.views import ListedCheckpoint
 from proxy.settings import size_in_words
 

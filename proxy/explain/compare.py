@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from proxy.core.tokens import Namespace, common_prefix_length
 from proxy.explain.causes import Cause, PromptPart
 
@@ -19,6 +21,8 @@ Digests: TypeAlias = "array[int]"
 _PARTS = {"s": PromptPart.SYSTEM, "a": PromptPart.ASSISTANT, "t": PromptPart.TOOL_RESULT}
 _ALIKE_SHARE = 0.5
 """A system prompt that shares this much of its text with the old one was changed; any other one is new."""
+_SHOWN_CHARACTERS = 80
+"""About 20 tokens."""
 _NEAR_CHARACTERS = 65536
 """The text of a message is searched for in the rendered prompt no farther behind the message before it."""
 
@@ -146,18 +150,20 @@ class Rendering:
         return (begin, end + len(pieces[-1])) if begin >= 0 and end >= 0 else (0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class PromptChange:
-    """A change of the client or the template, and where it lies.
+class Divergence(msgspec.Struct, frozen=True):
+    """Where two prompts differ first: `before` is the same in both, then come `known` and `now`.
 
-    `message` is the message's number; None in the tools and in texts without messages. The two texts share
-    their first `at` characters; None if there are no texts.
+    `message` is the message's number; None in the tools and in texts without messages. The texts are about
+    20 tokens long; empty unless explain_keep is text. The ids are those of the next tokens on both sides.
     """
 
-    cause: Cause
-    part: PromptPart
+    part: PromptPart = PromptPart.NOWHERE
     message: int | None = None
-    at: int | None = None
+    before: str = ""
+    known: str = ""
+    now: str = ""
+    known_ids: tuple[int, ...] = ()
+    now_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,15 +187,21 @@ class _Pair:
         return self.at is not None and is_such(self.new.text, self.old.text, self.at)
 
 
-def find_change(new: Rendering, old: Rendering, *, is_same_conversation: bool) -> PromptChange:
-    """Return where *new* leaves *old*, and why; the cause is first sight if that is to be expected."""
+def find_change(
+    new: Rendering, old: Rendering, *, is_same_conversation: bool
+) -> tuple[Cause, Divergence]:
+    """Return why *new* leaves *old*, and where; the cause is first sight if that is to be expected."""
     at = common_prefix_length(new.text, old.text) if new.text and old.text else None
-    if not new.sketch.messages:
-        return PromptChange(_cause_in_bare_text(new, old, at), PromptPart.TEXT, None, at)
-    differing = _first_difference(new.sketch, old.sketch)
-    part, message = _where(new, old, differing, at)
-    pair = _Pair(new, old, is_same_conversation, at, differing, part, message)
-    return PromptChange(_cause(pair), part, message, at)
+    if new.sketch.messages:
+        differing = _first_difference(new.sketch, old.sketch)
+        part, message = _where(new, old, differing, at)
+        cause = _cause(_Pair(new, old, is_same_conversation, at, differing, part, message))
+    else:
+        cause, part, message = _cause_in_bare_text(new, old, at), PromptPart.TEXT, None
+    if at is None:
+        return cause, Divergence(part, message)
+    before, end = new.text[max(0, at - _SHOWN_CHARACTERS) : at], at + _SHOWN_CHARACTERS
+    return cause, Divergence(part, message, before, old.text[at:end], new.text[at:end])
 
 
 def _where(

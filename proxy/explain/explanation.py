@@ -11,7 +11,7 @@ import msgspec
 from proxy.core.model import Rule, RuleKind
 from proxy.core.plan import Plan, Why
 from proxy.explain.causes import Cause, PromptPart
-from proxy.explain.compare import PromptChange
+from proxy.explain.compare import Divergence
 from proxy.explain.known import SLACK_TOKENS, Loss
 
 UNANSWERED = "unanswered"
@@ -77,22 +77,6 @@ class Nearest(msgspec.Struct, frozen=True, kw_only=True):
     age_seconds: float | None = None
 
 
-class Divergence(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the two prompts differ first: `before` is the same in both, then come `known` and `now`.
-
-    The texts are about 20 tokens long; empty unless explain_keep is text. The ids are those of the next
-    tokens on both sides.
-    """
-
-    part: PromptPart
-    message: int | None = None
-    before: str = ""
-    known: str = ""
-    now: str = ""
-    known_ids: tuple[int, ...] = ()
-    now_ids: tuple[int, ...] = ()
-
-
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     """Why a request reused what it did, and what would help."""
 
@@ -150,8 +134,10 @@ def may_be_missed(served: ServedPrompt, past: Past) -> bool:
     return max(_n_known(served, past), past.n_like) - (served.n_reused or 0) > SLACK_TOKENS
 
 
-def judge(served: ServedPrompt, rule: Rule, past: Past, change: PromptChange | None) -> Judgement:
-    """Return why no more was reused; *change* is where the client left an earlier prompt.
+def judge(
+    served: ServedPrompt, rule: Rule, past: Past, change: tuple[Cause, Divergence] | None
+) -> Judgement:
+    """Return why no more was reused; *change* is why and where the client left an earlier prompt.
 
     There are four kinds of causes, considered in this order: 1. what failed; 2. what was lost, so that no
     slot and no file has it; 3. what the client or the template changed; 4. how the request was planned.
@@ -164,14 +150,14 @@ def judge(served: ServedPrompt, rule: Rule, past: Past, change: PromptChange | N
     n_there = max(plan.n_shared, n_reused)
     if n_unused > SLACK_TOKENS and n_there < n_known - SLACK_TOKENS:
         return Judgement(_why_lost(rule, past, n_there), n_unused)
-    if change is not None and change.cause.is_miss:
-        n_missed = max(n_unused, past.n_like - n_reused)
-        if n_missed > SLACK_TOKENS:
-            return Judgement(change.cause, n_missed, change.part, change.message)
+    cause, where = change or (Cause.HIT, Divergence())
+    n_missed = max(n_unused, past.n_like - n_reused)
+    if cause.is_miss and n_missed > SLACK_TOKENS:
+        return Judgement(cause, n_missed, where.part, where.message)
     if n_unused > SLACK_TOKENS:
         return Judgement(_why_unused(plan, rule, n_reused), n_unused)
-    is_new = change is not None and change.cause is Cause.FIRST_SIGHT
-    return Judgement(Cause.FIRST_SIGHT if is_new or not n_reused else Cause.HIT)
+    is_new = cause is Cause.FIRST_SIGHT or not n_reused
+    return Judgement(Cause.FIRST_SIGHT if is_new else Cause.HIT)
 
 
 def _n_known(served: ServedPrompt, past: Past) -> int:

@@ -20,11 +20,10 @@ from proxy.core.model import Outcome, Prompt
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import ProxyError, ServerAway, TooManyRequests
 from proxy.explain.causes import MEANINGS, Cause, PromptPart
-from proxy.explain.compare import PromptChange, Rendering, find_change, goes_on
+from proxy.explain.compare import Divergence, Rendering, find_change, goes_on
 from proxy.explain.explanation import (
     NOT_JUDGED,
     UNANSWERED,
-    Divergence,
     Explanation,
     Judgement,
     Nearest,
@@ -49,8 +48,6 @@ MAX_REQUESTS = 2000
 MAX_PROMPTS = 500
 MAX_PROMPT_BYTES = 48 << 20
 LAST, MISS = "last", "miss"
-_N_CHARACTERS = 80
-"""About 20 tokens."""
 _N_IDS = 8
 
 
@@ -168,13 +165,13 @@ class Inquiry:
             past = Past(nearest.n_common, n_like, is_of_other, nearest.loss)
         if compared is not None and account.failure is None and may_be_missed(account, past):
             change = self._change(new, compared)
-            if change is not None and change.message == len(new.sketch.messages) - 1:
+            if change is not None and change[1].message == len(new.sketch.messages) - 1:
                 # What follows a change in the newest message is new in any case.
                 past = replace(past, n_like=compared.n_common)
         judgement = msgspec.structs.replace(
             self._beside_others(judge(account, self._process.rule, past, change), account),
             nearest=self._nearest(compared, account.plan.n_shared),
-            divergence=self._divergence(new, compared, change),
+            divergence=change[1] if change and change[1].part is not PromptPart.NOWHERE else None,
         )
         if account.failure is not Cause.TOKENIZED_OTHERWISE:
             ids, now, process_id = (request_id,), time.monotonic(), self._process.id
@@ -191,18 +188,21 @@ class Inquiry:
         n_missed = self._process.n_known_to_others(self._prompt) - n_reused
         return Judgement(Cause.OTHER_KEY, n_missed) if n_missed > SLACK_TOKENS else judgement
 
-    def _change(self, new: Rendering, compared: Match) -> PromptChange | None:
-        """Return where the prompt leaves a known one; None if it goes on from it, or is part of it."""
+    def _change(self, new: Rendering, compared: Match) -> tuple[Cause, Divergence] | None:
+        """Return why and where the prompt leaves a known one; None if one begins with the other."""
         known = compared.known
         n_ends = min(len(known.tokens), self._prompt.n_tokens) - SLACK_TOKENS
         is_bare = not new.sketch.messages
         if compared.n_common >= n_ends and (is_bare or goes_on(new.sketch, known.sketch)):
             return None
-        return find_change(
+        cause, where = find_change(
             replace(new, contents=contents_of(self._body)),
             Rendering(known.sketch, known.text),
             is_same_conversation=compared.is_same_conversation,
         )
+        next_ids = slice(compared.n_common, compared.n_common + _N_IDS)
+        known_ids, now_ids = tuple(known.tokens[next_ids]), tuple(self._prompt.tokens[next_ids])
+        return cause, msgspec.structs.replace(where, known_ids=known_ids, now_ids=now_ids)
 
     def _nearest(self, compared: Match | None, n_shared: int) -> Nearest | None:
         if compared is None:
@@ -214,26 +214,6 @@ class Inquiry:
             id=known.id,
             n_tokens=len(known.tokens),
             age_seconds=round(self._planned_at - known.ended_at, 3),
-        )
-
-    def _divergence(
-        self, new: Rendering, compared: Match | None, change: PromptChange | None
-    ) -> Divergence | None:
-        if compared is None or change is None or change.part is PromptPart.NOWHERE:
-            return None
-        old, n_common = compared.known, compared.n_common
-        before = known = now = ""
-        if (at := change.at) is not None:
-            before = new.text[max(0, at - _N_CHARACTERS) : at]
-            known, now = (text[at : at + _N_CHARACTERS] for text in (old.text, new.text))
-        return Divergence(
-            part=change.part,
-            message=change.message,
-            before=before,
-            known=known,
-            now=now,
-            known_ids=tuple(old.tokens[n_common : n_common + _N_IDS]),
-            now_ids=tuple(self._prompt.tokens[n_common : n_common + _N_IDS]),
         )
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import (
-    PromptChange,
     Rendering,
     find_change,
     is_alike_without_reminders,
@@ -53,8 +52,8 @@ def seen(
 def change(
     new: Rendering, old: Rendering, *, is_same: bool = True
 ) -> tuple[Cause, PromptPart, int | None]:
-    found: PromptChange = find_change(new, old, is_same_conversation=is_same)
-    return found.cause, found.part, found.message
+    found, where = find_change(new, old, is_same_conversation=is_same)
+    return found, where.part, where.message
 
 
 TALK = (user("One."), said(LONG), user("Two."), said(OTHER), user("Three."))

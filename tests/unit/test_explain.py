@@ -9,7 +9,7 @@ from proxy.core.model import NO_RULE, Rule, RuleKind, SlotId
 from proxy.core.plan import Plan, StartOption, Why
 from proxy.core.slots import UseLive
 from proxy.explain.causes import Cause, PromptPart
-from proxy.explain.compare import PromptChange
+from proxy.explain.compare import Divergence
 from proxy.explain.explanation import Judgement, Past, judge, may_be_missed
 from proxy.explain.known import Loss
 from proxy.serving.request import Account
@@ -28,12 +28,16 @@ def served(n_reused: int, n_shared: int, why: Why = Why.NOTHING_FOUND, **changes
 SERVED = served(900, 900, Why.LIVE_LONGEST)
 KNOWN = Past(900, 900)
 NOTHING, UNUSED = served(0, 0), served(0, 900)
-DATE = PromptChange(Cause.DATE, PromptPart.SYSTEM, 0, 10)
-NEW = PromptChange(Cause.FIRST_SIGHT, PromptPart.USER, 1, 10)
+Change = tuple[Cause, Divergence]
+DATE: Change = Cause.DATE, Divergence(PromptPart.SYSTEM, 0)
+NEW = Cause.FIRST_SIGHT, Divergence(PromptPart.USER, 1)
 
 
 def cause(
-    account: Account, past: Past = KNOWN, change: PromptChange | None = None, rule: Rule = POINTS
+    account: Account,
+    past: Past = KNOWN,
+    change: Change | None = None,
+    rule: Rule = POINTS,
 ) -> Cause:
     return judge(account, rule, past, change).cause
 
