@@ -27,8 +27,9 @@ from proxy.log import get_logger
 from proxy.metrics import POSITION_LABELS, Metrics
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
-from proxy.serving.process import NewestProcesses, Process, Shared, note_quarantined
+from proxy.serving.process import Process
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
+from proxy.serving.shared import NewestProcesses, Shared, note_quarantined
 from proxy.settings import Settings, parse_list, parse_urls, split_address
 from proxy.store.catalogue import Limits
 from proxy.store.files import is_private

@@ -110,10 +110,10 @@ class ServerAway(ProxyError):
     def __init__(
         self,
         message: str,
+        status: int | None = None,
         *,
         was_sent: Literal["no", "perhaps", "yes"] = "yes",
         has_ended: bool = False,
-        status: int = 502,
     ) -> None:
         super().__init__(message, status)
         self.was_sent = was_sent

@@ -254,7 +254,8 @@ def describe(name: str) -> tuple[str, Any]:
     annotation = next(f.type for f in msgspec.structs.fields(Settings) if f.name == name)
     description = ""
     while hasattr(annotation, "__metadata__"):
-        description = description or annotation.__metadata__[0].description or ""
+        for meta in annotation.__metadata__:  # a type's own pattern comes first
+            description = description or meta.description or ""
         annotation = get_args(annotation)[0]
     return description, annotation
 

@@ -36,8 +36,9 @@ from proxy.llama.routes import Target
 from proxy.servers import self_test
 from proxy.servers.attach import attach, read_identity
 from proxy.servers.server import kind_of
-from proxy.serving.process import Process, quarantined_in_words
+from proxy.serving.process import Process
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
+from proxy.serving.shared import quarantined_in_words
 from proxy.settings import Settings, parse_urls, reachable
 from proxy.store.catalogue import Limits
 from proxy.store.directory import keep_proxies_out

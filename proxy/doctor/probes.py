@@ -23,8 +23,8 @@ from proxy.health import CannotCache, Degradations, Faults
 from proxy.llama.client import LlamaServer, Saved, SlotStatus
 from proxy.llama.state_file import read_state_file
 from proxy.metrics import Metrics
-from proxy.serving.process import NewestProcesses, Services, Shared
 from proxy.serving.saver import RewriteStateFile, Saver
+from proxy.serving.shared import NewestProcesses, Services, Shared
 from proxy.store.catalogue import Limits
 from proxy.store.files import StateFiles, final_name_of
 from proxy.store.store import CheckpointStore

@@ -7,7 +7,7 @@ the admin listener, the commands and the live page share (docs/operations.md, do
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -245,45 +245,6 @@ def list_checkpoint(
 # What the live page shows at a glance: how requests are served, the slots, the queue, what was saved today.
 
 
-class SlotView(msgspec.Struct, frozen=True, kw_only=True):
-    """One slot; `n_tokens` and what follows it are 0 where its content is not known.
-
-    `n_coming` is how long the prompt is that is being served there. `used_at` is when it was leased or
-    given back, in seconds since 1970; null if that was before the proxy was started.
-    """
-
-    id: int
-    state: str
-    is_closing: bool = False
-    n_tokens: int = 0
-    n_header: int = 0
-    n_unsaved: int = 0
-    n_coming: int = 0
-    used_at: float | None = None
-
-
-class ServerView(msgspec.Struct, frozen=True, kw_only=True):
-    """A llama-server that the proxy is attached to; `n_ctx` is what one slot holds.
-
-    `name` is the model where one address has several, else the address.
-    """
-
-    name: str
-    build: str
-    rule: str
-    n_ctx: int
-    slots: tuple[SlotView, ...]
-
-
-class StoreView(msgspec.Struct, frozen=True, kw_only=True):
-    """The store; `version` changes with it."""
-
-    n_checkpoints: int
-    size_bytes: int
-    max_bytes: int
-    version: int
-
-
 class Today(msgspec.Struct, frozen=True, kw_only=True):
     """What requests have reused since `since`: midnight, or when the proxy was started.
 
@@ -327,9 +288,9 @@ class Overview(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     since: str
     reasons: tuple[dict[str, str], ...]
-    servers: tuple[ServerView, ...]
+    servers: tuple[dict[str, Any], ...]
     n_waiting: int
-    store: StoreView | None
+    store: dict[str, int] | None
     today: Today
     keeps: str
     position: str = ""

@@ -355,11 +355,9 @@ class LlamaServer:
         try:
             await self.save(SlotId(0), "/")
         except UpstreamRefused as refusal:
-            if refusal.status == 400:
-                return True
-            if refusal.status == 501:
-                return False
-            raise
+            if refusal.status not in (400, 501):
+                raise
+            return refusal.status == 400
         return True
 
     async def save(self, slot_id: SlotId, file_name: str) -> Saved:

@@ -43,12 +43,13 @@ from proxy.llama.client import LlamaServer, Props
 from proxy.llama.model_file import fingerprint_model
 from proxy.llama.state_file import StateFile
 from proxy.log import get_logger
-from proxy.serving.desk import LeaseDesk
 from proxy.serving.launches import Arrivals, Launches, note_emptied
-from proxy.serving.process import RATES, SIZES, Process, Services
+from proxy.serving.process import RATES, SIZES, Process
 from proxy.serving.prompts import PromptReader
+from proxy.serving.queue import SlotQueue
 from proxy.serving.saver import Room, SavedSlot, Saver
 from proxy.serving.saves import SlotSaves
+from proxy.serving.shared import Services
 from proxy.store.known_models import (
     asking_name,
     known_namespaces,
@@ -113,7 +114,7 @@ async def attach(
         **vars(services),
         id=process_id,
         build=props.build_info,
-        desk=LeaseDesk(SlotTable(contents), max_waiting),
+        queue=SlotQueue(SlotTable(contents), max_waiting),
         n_ctx=props.n_ctx,
         n_believed_points=n_believed_points(n_context_checkpoints),
     )
@@ -121,7 +122,7 @@ async def attach(
     process.room = Room(process, saver)
     process.saves = SlotSaves(process)
     process.launches = Launches(process)
-    process.arrivals = Arrivals(process.desk)
+    process.arrivals = Arrivals(process.queue)
     try:
         process.asks_for_key = await _asks_for_key(process.upstream)
         shares = shares_between_api_keys

@@ -12,8 +12,9 @@ from proxy.core.saving import is_worth_saving, is_write_back_due
 from proxy.core.slots import Known, Slot, SlotTable
 from proxy.errors import ServerAway, StoreFault, TooManyRequests
 from proxy.log import get_logger
-from proxy.serving.desk import Choice, FreeElsewhere
-from proxy.serving.process import RATES, Process, Shared
+from proxy.serving.process import RATES, Process
+from proxy.serving.queue import Choice, FreeElsewhere
+from proxy.serving.shared import Shared
 
 _WRITE_SECONDS = 60.0
 _LOOK_SECONDS = 0.5
@@ -97,10 +98,10 @@ async def _drain(process: Process, seconds: float) -> None:
 
 
 async def _settle(process: Process, seconds: float) -> None:
-    desk = process.desk
+    queue = process.queue
     with suppress(TimeoutError, ServerAway, FreeElsewhere, TooManyRequests):
         async with asyncio.timeout(seconds):
-            (await desk.lease(partial(_all_slots, desk.table))).release()
+            (await queue.lease(partial(_all_slots, queue.table))).release()
     await _drain(process, seconds)
 
 
@@ -112,7 +113,7 @@ def _begin_saves(process: Process, idle_seconds: float | None) -> list["asyncio.
         return []
     saves: list[asyncio.Task[object]] = []
     for slot in due:
-        if lease := process.desk.try_lease(slot.id):
+        if lease := process.queue.try_lease(slot.id):
             work = process.saves.write_back(slot.id, CheckpointKind.CONVERSATION)
             saves.append(process.tasks.start(work))
             lease.hand_over(saves[-1])

@@ -29,7 +29,8 @@ from proxy.llama.hosts import ModelHost, Models
 from proxy.log import get_logger
 from proxy.servers.background import drain, settle
 from proxy.servers.server import CUT_SECONDS, Phase, Server, Watched
-from proxy.serving.process import Process, Services
+from proxy.serving.process import Process
+from proxy.serving.shared import Services
 from proxy.settings import Settings
 
 _LOOK_SECONDS = 1.0

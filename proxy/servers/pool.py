@@ -39,12 +39,13 @@ from proxy.servers.fatal import FatalRequests, key_of
 from proxy.servers.models import HostedModels
 from proxy.servers.server import ArrivalOrder, Phase, Server
 from proxy.serving.cache import Cache, WillBeRefused
-from proxy.serving.desk import FreeElsewhere, LeaseDesk
 from proxy.serving.planning import offer
-from proxy.serving.process import Process, Services, Shared
+from proxy.serving.process import Process
+from proxy.serving.queue import FreeElsewhere, SlotQueue
 from proxy.serving.request import Request
 from proxy.serving.rewriting import Overflow, Stabilizing
 from proxy.serving.saver import RewriteStateFile
+from proxy.serving.shared import Services, Shared
 from proxy.settings import Settings
 from proxy.stabilize.model import parse_switches
 
@@ -153,13 +154,8 @@ class Pool:
 
     def _followed(self, services: Services, **options: Any) -> Server:
         """Return a new Server with its background work; *options* are those of Server."""
-        server = Server(
-            self._settings,
-            services,
-            self._rewrite,
-            n_context_checkpoints=self._n_context_checkpoints,
-            **options,
-        )
+        n_points = self._n_context_checkpoints
+        server = Server(self._settings, services, self._rewrite, n_points, **options)
         self._run(server.watch)
         self._run(
             partial(save_idle_slots, lambda: server.process, self._settings.idle_save_seconds)
@@ -211,14 +207,14 @@ class Pool:
 
     def _share_slots(self, process: Process) -> None:
         """Let requests that wait at another llama-server have the slots that come free here."""
-        desk = process.desk
-        desk.on_idle = self._call_away
-        for _ in desk.table.free():
-            self._call_away(desk)
+        queue = process.queue
+        queue.on_idle = self._call_away
+        for _ in queue.table.free():
+            self._call_away(queue)
 
-    def _call_away(self, idle: LeaseDesk) -> None:
-        desks = [process.desk for server in self._plain if (process := server.process)]
-        fullest = max(desks, key=lambda desk: desk.n_waiting, default=idle)
+    def _call_away(self, idle: SlotQueue) -> None:
+        queues = [process.queue for server in self._plain if (process := server.process)]
+        fullest = max(queues, key=lambda queue: queue.n_waiting, default=idle)
         if fullest is not idle:
             fullest.let_go()
 
@@ -421,7 +417,7 @@ class Pool:
             if away.was_sent == "yes":
                 raise
             # If llama-server ended over a saved state, that state is quarantined now.
-            is_over = process.desk.is_closed or (away.has_ended and away.was_sent == "no")
+            is_over = process.queue.is_closed or (away.has_ended and away.was_sent == "no")
             if not is_over and not await server.is_replaced(process):
                 raise
             await server.is_lost()
@@ -469,4 +465,4 @@ def _offer(process: Process, request: Request) -> Offer:
         namespace = process.tenant_namespace(request.tenant)
         return offer(process, replace(request.prompt, namespace=namespace))
     n_busy = sum(slot.is_leased for slot in process.slots)
-    return Offer(0.0, 0, n_busy, process.desk.n_waiting, len(process.slots))
+    return Offer(0.0, 0, n_busy, process.queue.n_waiting, len(process.slots))

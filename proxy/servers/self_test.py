@@ -17,8 +17,8 @@ from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from proxy.errors import UpstreamRefused
 from proxy.llama.state_file import StateFile
 from proxy.log import get_logger
-from proxy.serving.desk import Lease, Turn
 from proxy.serving.process import SELF_TEST, SIZES, Process
+from proxy.serving.queue import Lease, Turn
 
 SHORT_TOKENS = 64
 PROBE_LENGTHS = (SHORT_TOKENS, 2200, 4400)
@@ -141,7 +141,7 @@ def look_again(process: Process) -> None:
     if (turn := process.launches.try_turn()) is None:
         return
     slot = choose_slot_to_empty(process.slots)
-    lease = process.desk.try_lease(slot.id) if slot else None
+    lease = process.queue.try_lease(slot.id) if slot else None
     if lease is None:
         return turn.end()  # everything is busy: the next look may find a free slot
     get_logger("learning").warning(
@@ -157,7 +157,7 @@ def look_again(process: Process) -> None:
 def _lease_empty(process: Process, without: SlotId | None = None) -> Lease[None] | None:
     for slot in process.slots:
         if slot.id != without and isinstance(slot.content, Empty):
-            if lease := process.desk.try_lease(slot.id):
+            if lease := process.queue.try_lease(slot.id):
                 return lease
     return None
 
@@ -202,7 +202,7 @@ async def _run(process: Process, slot_id: SlotId) -> SelfTestResult:
     await process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
     await process.erase(slot_id)
     process.slots.set_content(slot_id, Unknown(can_be_adopted=False))
-    process.desk.reconsider()  # no request need wait for what this slot held
+    process.queue.reconsider()  # no request need wait for what this slot held
     test = SelfTest(process, (await process.upstream.model_meta()).n_vocab)
     rule = await test.learn_rule(slot_id)
     result = SelfTestResult(rule, repairs_windows=process.room.saver.repairs_windows)

@@ -46,9 +46,10 @@ from proxy.log import get_logger
 from proxy.servers import self_test
 from proxy.servers.attach import attach
 from proxy.serving.launches import outlast
-from proxy.serving.process import Process, Services
+from proxy.serving.process import Process
 from proxy.serving.request import Request
 from proxy.serving.saver import RewriteStateFile, Saver
+from proxy.serving.shared import Services
 from proxy.settings import Settings
 
 WATCH_SECONDS = 1.0
@@ -205,9 +206,9 @@ class Server(Watched):
         settings: Settings,
         services: Services,
         rewrite: RewriteStateFile,
+        n_context_checkpoints: int,
         host: Watched | None = None,
         *,
-        n_context_checkpoints: int,
         is_expected: bool = False,
         is_host_of_models: Callable[["Server"], Awaitable[bool]] | None = None,
     ) -> None:
@@ -252,7 +253,7 @@ class Server(Watched):
         """How many requests wait for a slot, or for llama-server."""
         if self.process is None:
             return self.n_waiting
-        n_in_desk = self.process.desk.n_waiting + self.process.launches.n_waiting
+        n_in_desk = self.process.queue.n_waiting + self.process.launches.n_waiting
         return self.n_waiting + n_in_desk
 
     async def ready(self, since: float) -> Process | None:
@@ -388,7 +389,7 @@ class Server(Watched):
 
     def _close(self) -> None:
         if self.process:
-            self.process.desk.close()
+            self.process.queue.close()
             self.process = None
 
     async def _attach(
@@ -407,7 +408,7 @@ class Server(Watched):
             last=last,
         )
         if epoch != self.epoch:
-            process.desk.close()
+            process.queue.close()
             self._degradations.leave()
             return
         if obstacle := process.obstacle:
@@ -445,11 +446,11 @@ class Server(Watched):
         for slot in process.slots:
             if slot.is_leased:
                 ended = self.services.tasks.start(outlast(process, partial(list, [slot.id])))
-                process.desk.take_over(slot.id).hand_over(ended)
+                process.queue.take_over(slot.id).hand_over(ended)
 
 
 def _is_idle(process: Process) -> bool:
-    return process.desk.n_waiting == 0 and not any(slot.is_leased for slot in process.slots)
+    return process.queue.n_waiting == 0 and not any(slot.is_leased for slot in process.slots)
 
 
 def kind_of(fault: UpstreamFault) -> DegradationKind:

@@ -29,18 +29,15 @@ from proxy.llama.routes import Route
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
 from proxy.serving.cache import EXAMINATION_SECONDS, WillBeRefused
-from proxy.serving.process import Process, Shared
+from proxy.serving.process import Process
 from proxy.serving.request import Answer, OnStart, Request
+from proxy.serving.shared import Shared
 
 _PATH = "/completion"
 _LOOK_SECONDS = 0.5
 
 OnProgress = Callable[[int, int], object]
 """Is told how many tokens are done, of how many."""
-
-
-class NotKnown(CacheFault):
-    """A request cannot be made again; the message says why."""
 
 
 class NotWarmed(CacheFault):
@@ -56,14 +53,14 @@ class Warming:
         self._busy = asyncio.Lock()
 
     def again(self, request_id: str, keys: Mapping[str, str], *, is_whole: bool) -> Request:
-        """Return a request that evaluates the header of an earlier one, or all of it; raises NotKnown.
+        """Return a request that evaluates the header of an earlier one, or all of it; raises NotWarmed.
 
         If the header is not known, it is all of the prompt. Without *keys* the proxy's own key is used.
         """
         journal = self._shared.journal
         explanation = journal.explain(request_id)
         if explanation is None:
-            raise NotKnown(journal.why_unknown(request_id))
+            raise NotWarmed(journal.why_unknown(request_id))
         namespace, tokens = self._prompt(explanation)
         upstream, tenant = self._owner(namespace)
         n_header = cuts[0] if (cuts := explanation.request.cuts) else 0
@@ -82,21 +79,21 @@ class Warming:
     def _owner(self, namespace: Namespace) -> tuple[LlamaServer, bytes]:
         """Return the llama-server that serves a namespace, and its tenant."""
         if not self._pool.processes:
-            raise NotKnown("llama-server is not attached: /health says why")
+            raise NotWarmed("llama-server is not attached: /health says why")
         for process in self._pool.processes:
             for tenant in (b"", *process.tenants):
                 if process.tenant_namespace(tenant) == namespace:
                     return process.upstream, tenant
-        raise NotKnown("llama-server has another model, other adapters or other settings since")
+        raise NotWarmed("llama-server has another model, other adapters or other settings since")
 
     def _prompt(self, explanation: Explanation) -> tuple[Namespace, TokenIds]:
         journal, request = self._shared.journal, explanation.request
         if journal.keep is Keep.NONE:
-            raise NotKnown("no prompts are kept: explain_keep is none")
+            raise NotWarmed("no prompts are kept: explain_keep is none")
         if (known := journal.prompts.find(request.id)) is None:
             if request.n_prompt is None:
-                raise NotKnown(f"the prompt of {request.id} was never read: {request.why}")
-            raise NotKnown(f"the prompt of {request.id} is no longer kept")
+                raise NotWarmed(f"the prompt of {request.id} was never read: {request.why}")
+            raise NotWarmed(f"the prompt of {request.id} is no longer kept")
         return known.namespace, known.tokens[: request.n_prompt]
 
     async def warm(
@@ -173,7 +170,7 @@ async def _save(servers: Sequence[Server], prompt: Prompt) -> None:
     for process in [server.process for server in servers if server.process]:
         async with process.launches.turn():
             for slot in process.slots.free():
-                if _holds(prompt, slot.content) and (lease := process.desk.try_lease(slot.id)):
+                if _holds(prompt, slot.content) and (lease := process.queue.try_lease(slot.id)):
                     with lease:
                         save = process.saves.write_back(slot.id, CheckpointKind.HEADER)
                         await process.finish(lease, save)

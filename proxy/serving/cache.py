@@ -20,9 +20,9 @@ from proxy.llama.bodies import (
 )
 from proxy.llama.routes import Route, honours_id_slot, reads_forms
 from proxy.serving.cached import CachedRequest
-from proxy.serving.desk import Turn, replaced
 from proxy.serving.placement import SimilarRequest, UncachedRequest
 from proxy.serving.process import Process
+from proxy.serving.queue import Turn, replaced
 from proxy.serving.request import Request
 from proxy.serving.rewriting import Overflow, Stabilizing
 from proxy.store.known_models import tenants_name

@@ -40,10 +40,10 @@ from proxy.explain.report import Inquiry
 from proxy.llama.bodies import pin
 from proxy.llama.client import Timings
 from proxy.log import get_logger
-from proxy.serving.desk import Choice, Lease, Turn, replaced
 from proxy.serving.launches import wind_up
 from proxy.serving.planning import look_up, situation
 from proxy.serving.process import SELF_TEST, Process
+from proxy.serving.queue import Choice, Lease, Turn, replaced
 from proxy.serving.request import Account, Answer, Request
 
 _LONG_WAIT_SECONDS = 0.05
@@ -79,7 +79,7 @@ class CachedRequest:
         """Serve the request; raises what sending raises, and ServerAway before anything was sent."""
         process, joined_at = self._process, self._request.queued_at or time.monotonic()
         self._note_asked()
-        with self._kept, await process.desk.lease(self._choose, may_be_passed=True) as self._lease:
+        with self._kept, await process.queue.lease(self._choose, may_be_passed=True) as self._lease:
             self._account = Account(self._lease.reason, self._prompt.n_tokens)
             self._request.account = self._account
             process.slots.destine(self._plan.slot_id, self._prompt.tokens)
@@ -117,7 +117,7 @@ class CachedRequest:
             self._process.store.note_asked(self._prompt.namespace, self._prompt.tokens)
         except StoreFault as fault:
             self._process.faults.record("lookup", fault)
-        if self._process.desk.n_waiting:
+        if self._process.queue.n_waiting:
             self._keep_most_useful(look_up(self._process, self._prompt)[0])
 
     def _choose(self) -> Choice[Plan] | None:
@@ -211,7 +211,7 @@ class CachedRequest:
     async def _restore(self, start: Restore) -> None:
         process, slot_id = self._process, self._plan.slot_id
         # What is loaded may be more similar to another's prompt than its own slot is.
-        await process.desk.await_choice()
+        await process.queue.await_choice()
         process.slots.set_content(slot_id, LOADING)
         began = time.monotonic()
         try:
@@ -271,7 +271,7 @@ class CachedRequest:
             self._turn,
             self._request,
             pin(self._body, slot_id, reuses=can_reuse),
-            lambda: process.desk.note_running(slot_id),
+            lambda: process.queue.note_running(slot_id),
             self._account.n_reused,
         )
 
@@ -391,7 +391,7 @@ class CachedRequest:
         process.metrics.restore_ineffective.inc()
         account.failure = Cause.RESTORE_NOT_REUSED
         process.n_contradictions += 1
-        if not process.desk.is_closed:
+        if not process.queue.is_closed:
             process.store.quarantine(checkpoint)
             with suppress(StoreFault):  # only an explanation would be the poorer
                 tokens = process.store.index.tokens(checkpoint.id)
@@ -418,7 +418,7 @@ class CachedRequest:
     def _save_if_at_risk(self, slot_id: SlotId) -> None:
         """Save the slot if llama-server is about to drop a place that the conversation comes back to."""
         process = self._process
-        if process.desk.is_placing:
+        if process.queue.is_placing:
             return  # another request may be running in this slot already
         content = process.slots[slot_id].content
         if is_place_at_risk(process.rule, content, process.n_believed_points):

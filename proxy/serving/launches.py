@@ -10,8 +10,8 @@ from proxy.core.saving import is_write_back_due
 from proxy.core.slots import Empty, SlotTable
 from proxy.errors import UpstreamFault
 from proxy.llama.client import SlotStatus
-from proxy.serving.desk import LeaseDesk, Turn, Turns
 from proxy.serving.process import Process
+from proxy.serving.queue import SlotQueue, Turn, Turns
 from proxy.serving.request import Answer, OnStart, Request, do_nothing
 
 # States that requests on their way are about to save, for others to wait for.
@@ -24,8 +24,8 @@ from proxy.serving.request import Answer, OnStart, Request, do_nothing
 class Arrivals:
     """What is about to be saved in the slots of one llama-server process."""
 
-    def __init__(self, desk: LeaseDesk) -> None:
-        self._desk = desk
+    def __init__(self, queue: SlotQueue) -> None:
+        self._queue = queue
         self._arrivals: list[ExpectedState] = []
 
     @contextmanager
@@ -39,7 +39,7 @@ class Arrivals:
             yield
         finally:
             self._arrivals.remove(arrival)
-            self._desk.reconsider()
+            self._queue.reconsider()
 
     @property
     def expected(self) -> tuple[ExpectedState, ...]:
@@ -186,10 +186,10 @@ async def wind_up(process: Process, slot_id: SlotId, n_tokens: int) -> None:
     Clients that gave up waiting send the same prompt again; what was evaluated of it must not be lost.
     """
     await outlast(process, lambda: [slot_id], n_tokens)
-    desk = process.desk
-    content = desk.table[slot_id].content
+    queue = process.queue
+    content = queue.table[slot_id].content
     # During a placement another request may be running there already.
-    if not desk.is_placing and is_write_back_due(process.rule, content):
+    if not queue.is_placing and is_write_back_due(process.rule, content):
         await process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
 
 

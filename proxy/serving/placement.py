@@ -25,9 +25,9 @@ from proxy.errors import UpstreamFault
 from proxy.llama.bodies import GenerationBody, n_completions, pin, taints_slot, without_reuse
 from proxy.llama.routes import Route, is_task_for_each_input
 from proxy.serving.cached import CachedRequest
-from proxy.serving.desk import Choice, Lease, Turn
 from proxy.serving.launches import outlast
 from proxy.serving.process import Process
+from proxy.serving.queue import Choice, Lease, Turn
 from proxy.serving.request import Answer, OnStart, Request, do_nothing
 
 _FIRST_LOOK_SECONDS = 0.01
@@ -54,7 +54,7 @@ class UncachedRequest:
 
     def __init__(self, process: Process, request: Request, turn: Turn) -> None:
         self._process = process
-        self._desk = process.desk
+        self._queue = process.queue
         self._request = request
         self._turn = turn
         self._body = body = request.body
@@ -73,13 +73,13 @@ class UncachedRequest:
             slot = choose_slot_for_bypass(self._process.slots, self._namespace)
             return Choice((slot.id,), None) if slot else None
 
-        with await self._desk.lease(choose) as lease:
+        with await self._queue.lease(choose) as lease:
             (slot_id,) = lease.slot_ids
             is_tainted = taints_slot(body)
             try:
                 can_reuse = await self._clear_way(lease)
                 raw = pin(body, slot_id, reuses=can_reuse)
-                await self._send(raw, lambda: self._desk.note_running(slot_id))
+                await self._send(raw, lambda: self._queue.note_running(slot_id))
             except BaseException:
                 self._abandon(lease, is_tainted=is_tainted)
                 raise
@@ -88,7 +88,7 @@ class UncachedRequest:
     async def serve_unpinned(self) -> None:
         """Serve the request in a slot of llama-server's choice, or in several."""
         may_be_passed = self._n_slots == 1  # it then waits only until others really run
-        with await self._desk.lease(
+        with await self._queue.lease(
             self._choose, may_be_passed=may_be_passed, is_placement=True
         ) as lease:
             placement = None
@@ -195,7 +195,7 @@ class UncachedRequest:
             # A slot whose request has just ended may have been chosen before its lease has.
             if len(used) >= self._n_slots and set(used) <= set(lease.held):
                 self._is_placed = True
-                self._desk.end_placement(lease, used)
+                self._queue.end_placement(lease, used)
                 return
 
     async def _used(self, lease: Lease[None]) -> list[SlotId]:
@@ -265,18 +265,18 @@ class SimilarRequest(CachedRequest):
 
     async def _send_to_be_refused(self) -> Answer:
         """Send a prompt that does not fit; the slot that is chosen runs nothing, and stays as it is."""
-        hold = await self._process.desk.hold()
+        hold = await self._process.queue.hold()
         try:
             return await self._send_as_it_is()
         finally:
             hold.end()
 
     async def _await_turn(self) -> Turn:
-        """Return, holding the desk, once llama-server must choose the slot that is prepared."""
-        slot_id, desk = self._plan.slot_id, self._process.desk
+        """Return, holding the queue, once llama-server must choose the slot that is prepared."""
+        slot_id, queue = self._plan.slot_id, self._process.queue
         began, pause = time.monotonic(), _FIRST_SIMILAR_LOOK_SECONDS
         while True:
-            hold = await desk.hold()
+            hold = await queue.hold()
             try:
                 stands_out = self._stands_out(slot_id)
                 is_late = time.monotonic() - began > _RIVAL_SECONDS
@@ -285,8 +285,8 @@ class SimilarRequest(CachedRequest):
             except BaseException:
                 hold.end()
                 raise
-            # Only who holds the desk may say so: others then go by what the slot holds.
-            desk.table.note_ready(slot_id, is_ready=stands_out)
+            # Only who holds the queue may say so: others then go by what the slot holds.
+            queue.table.note_ready(slot_id, is_ready=stands_out)
             hold.end()
             if not stands_out:
                 await self._evaluate_all()
@@ -344,7 +344,7 @@ class SimilarRequest(CachedRequest):
         return is_late or (rival.is_running and len(process.tenants) <= 1)
 
     async def _watch(self, hold: Turn, before: LastTasks | None, is_over: asyncio.Event) -> None:
-        """Find where llama-server begins the request; hold the desk until then, but not for long."""
+        """Find where llama-server begins the request; hold the queue until then, but not for long."""
         began, pause = time.monotonic(), _FIRST_SIMILAR_LOOK_SECONDS
         slot_id = self._plan.slot_id
         self._is_placed = before is None  # nothing else is as similar
@@ -385,7 +385,7 @@ class SimilarRequest(CachedRequest):
         n_common = shared_tokens(chosen.content, prompt.tokens, prompt.namespace)
         start = live_reuse(process.rule, chosen.content, n_common, prompt.n_tokens)
         plan = replace(self._plan, option=StartOption(chosen.id, start, 0.0), stops=())
-        process.desk.move(self._lease, plan.slot_id, plan)
+        process.queue.move(self._lease, plan.slot_id, plan)
         process.slots.destine(plan.slot_id, prompt.tokens)
         self._account.move(plan)
 

@@ -8,7 +8,7 @@ whatever fails.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -18,10 +18,9 @@ from cachetools import LRUCache
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import Stop
-from proxy.core.eviction import Present, Removal
+from proxy.core.eviction import Removal
 from proxy.core.model import (
     NO_RULE,
-    Checkpoint,
     CheckpointKind,
     Cuts,
     Prompt,
@@ -58,16 +57,12 @@ from proxy.errors import (
     UpstreamUnreachable,
 )
 from proxy.explain.causes import Cause
-from proxy.explain.report import Journal, Report
-from proxy.health import CannotCache, Degradations, Faults
-from proxy.llama.client import Headers, LlamaServer, SlotStatus, Timings
-from proxy.llama.routes import Target
+from proxy.health import CannotCache
+from proxy.llama.client import Headers, SlotStatus, Timings
 from proxy.log import get_logger
-from proxy.metrics import Metrics
-from proxy.serving.desk import Lease, LeaseDesk
+from proxy.serving.queue import Lease, SlotQueue
+from proxy.serving.shared import Services, note_quarantined
 from proxy.store.known_models import known_tenants
-from proxy.store.store import CheckpointStore
-from proxy.tasks import Tasks
 
 if TYPE_CHECKING:
     from proxy.serving.launches import Arrivals, Launches
@@ -95,72 +90,6 @@ async def _is_always() -> bool:
     return True
 
 
-class NewestProcesses:
-    """The newest process of each llama-server, by which the store values checkpoints.
-
-    A model that its host has unloaded stays here: requests for that model will come back.
-    """
-
-    def __init__(self) -> None:
-        self._by_target: dict[Target, Process] = {}
-
-    def note(self, target: Target, process: "Process") -> None:
-        """Note what a llama-server serves now; a process that cannot cache counts as none."""
-        if process.can_cache:
-            self._by_target[target] = process
-        else:
-            self._by_target.pop(target, None)
-
-    def present(self, newest: "Process | None" = None) -> Present:
-        """Return the rates of every namespace; *newest* counts although it was not noted yet."""
-        processes = [*self._by_target.values(), *filter(None, [newest])]
-        rates_by: dict[Namespace, Rates] = {}
-        for process in processes:
-            if process.can_cache:
-                names = [process.tenant_namespace(t) for t in {b"", *process.tenants}]
-                rates_by.update(dict.fromkeys(names, process.rates))
-        rates = processes[-1].rates if processes else Rates()
-        return Present(time.time(), rates, rates_by)
-
-
-@dataclass(eq=False)
-class Shared:
-    """What all llama-servers share; `opened_store` is None if the store could not be opened."""
-
-    opened_store: CheckpointStore | None
-    metrics: Metrics
-    faults: Faults
-    everywhere: Degradations
-    report: Report
-    journal: Journal
-    tasks: Tasks
-    served: NewestProcesses
-
-    def of(self, upstream: LlamaServer, where: str) -> "Services":
-        """Return this with what belongs to one llama-server; *where* tells that server from others."""
-        return Services(**vars(self), upstream=upstream, degradations=self.everywhere.at(where))
-
-    @property
-    def store(self) -> CheckpointStore:
-        """The store; raises StoreFault if there is none."""
-        if self.opened_store is None:
-            raise StoreFault("the store is not open")
-        return self.opened_store
-
-
-@dataclass(eq=False)
-class Services(Shared):
-    """What belongs to one llama-server, whichever process of it runs."""
-
-    upstream: LlamaServer
-    degradations: Degradations
-
-    @property
-    def where(self) -> str:
-        """Which llama-server this is, empty if there is only one."""
-        return self.degradations.where
-
-
 @dataclass(eq=False, kw_only=True)
 class Process(Services):
     """One llama-server process, and everything that lives as long as that process does.
@@ -179,7 +108,7 @@ class Process(Services):
 
     id: str
     build: str
-    desk: LeaseDesk
+    queue: SlotQueue
     n_ctx: int
     n_believed_points: int = 10
     obstacle: CannotCache | None = None
@@ -210,7 +139,7 @@ class Process(Services):
     @property
     def slots(self) -> SlotTable:
         """What each slot holds, and who leases it."""
-        return self.desk.table
+        return self.queue.table
 
     @property
     def can_cache(self) -> bool:
@@ -222,7 +151,7 @@ class Process(Services):
 
     def require_alive(self) -> None:
         """Raise UpstreamUnreachable if another process has taken this one's place."""
-        if self.desk.is_closed:
+        if self.queue.is_closed:
             raise UpstreamUnreachable("llama-server was replaced meanwhile")
 
     def tenant_namespace(self, tenant: bytes) -> Namespace:
@@ -262,12 +191,12 @@ class Process(Services):
 
     def degrade(self, kind: DegradationKind, detail: str = "") -> None:
         """Note that something is wrong."""
-        if not self.desk.is_closed:
+        if not self.queue.is_closed:
             self.degradations.begin(kind, detail)
 
     def recover(self, *kinds: DegradationKind) -> None:
         """Note that what was wrong is mended."""
-        if not self.desk.is_closed:
+        if not self.queue.is_closed:
             self.degradations.end(*kinds)
 
     @contextmanager
@@ -397,7 +326,7 @@ class Process(Services):
 
     async def empty(self, slot_id: SlotId) -> None:
         """Save what a free slot holds, and erase the slot; a slot that somebody leases is left alone."""
-        if (lease := self.desk.lease_free(slot_id)) is None:
+        if (lease := self.queue.lease_free(slot_id)) is None:
             return
         with lease:
             await self.finish(lease, self.saves.write_back(slot_id, CheckpointKind.CONVERSATION))
@@ -533,22 +462,3 @@ class Process(Services):
                 tokens = self.store.index.tokens(checkpoint.id)
                 self.journal.note_loss(checkpoint.namespace, tokens, Cause.ENDED_LLAMA_SERVER)
         return True
-
-
-def note_quarantined(degradations: Degradations, checkpoints: Iterable[Checkpoint]) -> None:
-    """Let /health tell of the checkpoints that are quarantined for good, if there are any."""
-    if words := quarantined_in_words(checkpoints):
-        degradations.begin(DegradationKind.STATE_ENDED_SERVER, words)
-    else:
-        degradations.end(DegradationKind.STATE_ENDED_SERVER)
-
-
-def quarantined_in_words(checkpoints: Iterable[Checkpoint]) -> str:
-    """Return which checkpoints are quarantined for good, and since when; empty if none is."""
-    found = [(c.quarantine.since, c) for c in checkpoints if c.quarantine]
-    if not found:
-        return ""
-    since, newest = max(found, key=lambda each: each[0])
-    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(since))
-    words = f"checkpoint {newest.id:016x} of {newest.n_tokens:,} tokens, since {at}"
-    return words if len(found) == 1 else f"{words}, and {len(found) - 1} before"

@@ -22,8 +22,9 @@ from proxy.errors import CacheFault, StoreFault, UpstreamFault, UpstreamRefused
 from proxy.llama.bodies import GenerationBody
 from proxy.llama.client import LlamaServer
 from proxy.llama.routes import Route, Target
-from proxy.serving.process import Process, Shared
+from proxy.serving.process import Process
 from proxy.serving.request import Request
+from proxy.serving.shared import Shared
 from proxy.stabilize.drops import (
     begins_step,
     begins_turn,

@@ -1,4 +1,10 @@
-"""One save of a slot: the call, the room for its file, and the checks of what came of it."""
+"""One save of a slot: the call, the room for its file, and the checks of what came of it.
+
+Owns: everything between llama-server's save and a file that is fit to be committed, and what was
+learned of the sizes of a model's states. Knows nothing of the slot table; whoever calls holds the
+slot's lease. A file lives under a temporary name until it is committed, so a file that was left half
+checked is garbage, and is swept as such.
+"""
 
 import asyncio
 import time
@@ -6,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present
@@ -18,19 +23,13 @@ from proxy.core.slots import Content, Empty, Known, origin_of
 from proxy.core.tokens import Namespace
 from proxy.errors import WRITE_BUDGET, NoRoom, SaveRejected, UpstreamRefused
 from proxy.health import CannotCache
-from proxy.llama.client import LlamaServer, Saved
+from proxy.llama.client import Saved
 from proxy.llama.state_edits import NEEDED_BY_VERSIONS, repair_window
 from proxy.llama.state_file import StateFile, read_state_file
 from proxy.serving.process import Process
+from proxy.serving.shared import Services
 from proxy.store.catalogue import Claim
-from proxy.store.files import StateFiles, final_name_of, id_of
-
-# Saving a slot to a file: the call, the checks of what came of it, and the repair.
-#
-# Owns: everything between llama-server's save and a file that is fit to be committed. Knows nothing of
-# the slot table; whoever calls holds the slot's lease. A file lives under a temporary name until it is
-# committed, so one that was left half checked or half repaired is garbage, and is swept as such.
-
+from proxy.store.files import final_name_of, id_of
 
 RewriteStateFile = Callable[[Path], None]
 """Applied to each file that llama-server saved, before it is read: how tests play older builds."""
@@ -79,29 +78,10 @@ class SavedSlot:
         )
 
 
-class TemporaryFiles(Protocol):
-    """Where saved files live until they are committed or deleted: the store, or less than that."""
-
-    @property
-    def files(self) -> StateFiles: ...
-
-    async def discard(self, temporary_name: str) -> None: ...
-
-
-class SaverServices(Protocol):
-    """What a save needs of `Services`."""
-
-    @property
-    def upstream(self) -> LlamaServer: ...
-
-    @property
-    def store(self) -> TemporaryFiles: ...
-
-
 class Saver:
     """Has llama-server save slots."""
 
-    def __init__(self, services: SaverServices, rewrite: RewriteStateFile) -> None:
+    def __init__(self, services: Services, rewrite: RewriteStateFile) -> None:
         self._services = services
         self._rewrite = rewrite
         self.repairs_windows = True
@@ -172,11 +152,6 @@ class Saver:
             # llama-server runs under another uid: the directory is shared, its files are not.
             files.take_over(name)
             return repair_window(files.path(name))
-
-
-# Room for what llama-server is about to save: how much it will need, and who has to go for it.
-#
-# Owns: what was learned of the sizes of this model's states, and what is said when there is no room.
 
 
 _GUESS_SHARE = 16

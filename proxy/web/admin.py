@@ -33,9 +33,9 @@ from proxy.llama.routes import Aliases, Route, generation_route, with_alias
 from proxy.metrics import POSITION_LABELS
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
-from proxy.servers.warming import NotKnown, Warming, send_for_nobody
-from proxy.serving.process import Shared
+from proxy.servers.warming import NotWarmed, Warming, send_for_nobody
 from proxy.serving.request import Request
+from proxy.serving.shared import Shared
 from proxy.store.known_models import model_names
 from proxy.store.store import CheckpointStore
 from proxy.web.clients import keys_of, tenant_of
@@ -81,7 +81,7 @@ def only_own_pages(*own_hosts: str) -> Middleware:
             raise _refused(web.HTTPForbidden, "not for pages of other sites")
         try:
             return await handler(request)
-        except NotKnown as why:
+        except NotWarmed as why:
             raise _refused(web.HTTPNotFound, str(why)) from why
         except StoreFault as fault:
             raise _refused(web.HTTPServiceUnavailable, str(fault)) from fault

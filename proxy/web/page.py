@@ -10,15 +10,17 @@ import secrets
 import time
 from contextlib import suppress
 from importlib.resources import files
+from typing import Any
 
 import msgspec
 import xxhash
 from aiohttp import web
 
 from proxy.core.slots import Known, Slot, state_of
-from proxy.explain.views import Overview, ServerView, SlotView, StoreView
+from proxy.explain.views import Overview
 from proxy.servers.pool import Pool
-from proxy.serving.process import Process, Shared
+from proxy.serving.process import Process
+from proxy.serving.shared import Shared
 from proxy.store.store import CheckpointStore
 from proxy.web.admin import describe, json_response, moment
 
@@ -46,7 +48,7 @@ class Looks:
         self._pool = pool
         self._run = secrets.token_hex(4)
         self._epoch = time.time() - time.monotonic()
-        self._store_view: StoreView | None = None
+        self._stored: dict[str, int] = {}
 
     def since(self, position: str) -> Overview:
         """Return the present and the requests since a position; the last ones if it is not known."""
@@ -71,40 +73,43 @@ class Looks:
             requests=tuple(journal.latest(min(MAX_REQUESTS, max(0, journal.n_recorded - n_seen)))),
         )
 
-    def _server(self, name: str, process: Process) -> ServerView:
-        return ServerView(
-            name=name,
-            build=process.build,
-            rule=str(process.rule),
-            n_ctx=process.n_ctx,
-            slots=tuple(self._slot(slot) for slot in process.slots),
-        )
+    def _server(self, name: str, process: Process) -> dict[str, Any]:
+        """Return an attached llama-server; `name` is the model where one address has several models."""
+        return {
+            "name": name,
+            "build": process.build,
+            "rule": str(process.rule),
+            "n_ctx": process.n_ctx,
+            "slots": [self._slot(slot) for slot in process.slots],
+        }
 
-    def _slot(self, slot: Slot) -> SlotView:
+    def _slot(self, slot: Slot) -> dict[str, Any]:
+        """Return a slot; numbers are 0 where its content is not known.
+
+        `n_coming` is how long the prompt is that is being served there. `used_at` is when the slot was
+        leased or given back, in seconds since 1970; null if that was before the proxy was started.
+        """
         known = slot.content if isinstance(slot.content, Known) else None
-        return SlotView(
-            id=slot.id,
-            state=state_of(slot).value,
-            is_closing=slot.is_closing,
-            n_tokens=known.n_tokens if known else 0,
-            n_header=known.header if known else 0,
-            n_unsaved=known.n_unsaved if known else 0,
-            n_coming=len(slot.destined) if slot.destined is not None else 0,
-            used_at=round(self._epoch + slot.used_at, 1) if slot.used_at else None,
-        )
+        return {
+            "id": slot.id,
+            "state": state_of(slot).value,
+            "is_closing": slot.is_closing,
+            "n_tokens": known.n_tokens if known else 0,
+            "n_header": known.header if known else 0,
+            "n_unsaved": known.n_unsaved if known else 0,
+            "n_coming": len(slot.destined) if slot.destined is not None else 0,
+            "used_at": round(self._epoch + slot.used_at, 1) if slot.used_at else None,
+        }
 
-    def _store(self, store: CheckpointStore | None) -> StoreView | None:
+    def _store(self, store: CheckpointStore | None) -> dict[str, int] | None:
+        """Return the sums of the store; `version` changes with it."""
         if store is None:
             return None
         # Summing up 10,000 records takes a millisecond: not twice a second while nothing changes.
-        if self._store_view is None or self._store_view.version != store.version:
-            self._store_view = StoreView(
-                n_checkpoints=len(store),
-                size_bytes=store.size_bytes,
-                max_bytes=store.limits.max_bytes,
-                version=store.version,
-            )
-        return self._store_view
+        if self._stored.get("version") != store.version:
+            sizes = {"size_bytes": store.size_bytes, "max_bytes": store.limits.max_bytes}
+            self._stored = {"n_checkpoints": len(store), **sizes, "version": store.version}
+        return self._stored
 
 
 class LivePage:

@@ -131,7 +131,8 @@ class ClientWriter:
         for task in (self._keeping, self._task):
             if task is not None:
                 task.cancel()
-        self._take(len(self._rest))  # a task that never began to run does not
+        if self._rest:
+            self._take(len(self._rest))  # a task that never began to run does not
 
     @property
     def _is_keeping_up(self) -> bool:

@@ -62,7 +62,7 @@ async def _relay(*_: object) -> Answer:
     raise AssertionError("nothing is sent here")
 
 
-class Desk:
+class Explainer:
     """Explains and reports requests as the driver does, with everything but llama-server."""
 
     def __init__(self) -> None:
@@ -90,11 +90,11 @@ class Desk:
 
 def time_of_hits(n_tokens: int) -> float:
     """Return the milliseconds of CPU for a request that goes on from the one before."""
-    desk, conversation = Desk(), Conversation(1, n_tokens)
+    explainer, conversation = Explainer(), Conversation(1, n_tokens)
     taken = []
     for _ in range(40):
         n_before = len(conversation.tokens)
-        taken.append(desk.serve(*conversation.prompt(), n_before - MESSAGE_TOKENS)[0])
+        taken.append(explainer.serve(*conversation.prompt(), n_before - MESSAGE_TOKENS)[0])
         conversation.grow()
     return median(taken[1:])
 
@@ -104,7 +104,7 @@ def time_of_misses(n_tokens: int) -> tuple[float, float]:
 
     First while the journal fills up, then once it is full: what it forgets makes room in warm memory.
     """
-    desk, first, taken = Desk(), Conversation(1, n_tokens), []
+    explainer, first, taken = Explainer(), Conversation(1, n_tokens), []
     for number in range(N_MISSES):
         stamp = f"It is 2026-11-21 {number // 3600:02}:{number // 60 % 60:02}:{number % 60:02}. "
         content = stamp + first.messages[0]["content"]
@@ -114,7 +114,7 @@ def time_of_misses(n_tokens: int) -> tuple[float, float]:
         tokens[5] = number
         prompt = Prompt(tokens, SPACE, text=stamp + first.text)
         body = GenerationBody(raw, msgspec.json.decode(raw))
-        milliseconds, judgement = desk.serve(prompt, body, 5)
+        milliseconds, judgement = explainer.serve(prompt, body, 5)
         taken.append(milliseconds)
         assert number == 0 or judgement.cause is Cause.DATE, judgement
     return median(taken[1:100]), median(taken[-100:])
@@ -124,16 +124,16 @@ def memory_of(n_requests: int, n_tokens: int) -> tuple[float, float, int]:
     """Return MB allocated after requests of conversations of their own, what is counted, and how many."""
     block = Conversation(1, n_tokens)
     tracemalloc.start()
-    desk = Desk()
+    explainer = Explainer()
     for number in range(n_requests):
         tokens = token_ids(block.tokens)
         tokens[0] = number
         text = f"{number} {block.text}"
         fields = {"messages": [{"role": "user", "content": str(number)}, *block.messages]}
-        desk.serve(Prompt(tokens, SPACE, text=text), GenerationBody(b"", fields), 0)
+        explainer.serve(Prompt(tokens, SPACE, text=text), GenerationBody(b"", fields), 0)
     allocated = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    prompts = desk.journal.prompts
+    prompts = explainer.journal.prompts
     return allocated / 1e6, prompts.size_bytes / 1e6, len(prompts)
 
 

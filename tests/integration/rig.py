@@ -231,12 +231,12 @@ class Rig:
         process = self.running.server.process
         if process is None:
             return 0
-        desk = process.desk
-        return desk.n_waiting + sum(slot.is_leased for slot in desk.table)
+        queue = process.queue
+        return queue.n_waiting + sum(slot.is_leased for slot in queue.table)
 
     async def waiting(self, n_requests: int) -> None:
         """Wait until so many requests are in the queue."""
-        await until(lambda: self.process and self.process.desk.n_waiting == n_requests)
+        await until(lambda: self.process and self.process.queue.n_waiting == n_requests)
 
     def sample(self, name: str, **labels: str) -> float:
         value = self.running.metrics.registry.get_sample_value

@@ -38,7 +38,7 @@ async def test_page_is_told_of_requests_as_they_end_and_once(start_rig: StartRig
             told = overviews(reply)
             first = await anext(told)
             assert first.state == "caching" and first.servers and not first.requests
-            assert {slot.state for slot in first.servers[0].slots} == {"empty"}
+            assert {slot["state"] for slot in first.servers[0]["slots"]} == {"empty"}
             await rig.chat(question("a"))
             async for overview in told:
                 if overview.requests:

@@ -61,7 +61,7 @@ async def test_placed_request_keeps_its_slot_to_the_end(
         gate = rig.server.hold("generate", n_calls=1)
         asked = asyncio.ensure_future(rig.post(MESSAGES, claude(form(question("m")))))
         await gate.reached()
-        await until(lambda: rig.process and not rig.process.desk.is_placing)
+        await until(lambda: rig.process and not rig.process.queue.is_placing)
         assert rig.n_occupied() == 1
         gate.open()
         assert (await asked).status == 200

@@ -89,7 +89,7 @@ async def test_eviction_between_grant_and_restore_spares_what_was_granted(
         store, [wanted, _] = await store_with(rig, 1, 2)
         process = await rig.settled()
         victims: list[int] = []
-        reserve = process.desk._reserve
+        reserve = process.queue._reserve
 
         def reserve_and_evict(choice, **kind):
             lease = reserve(choice, **kind)
@@ -97,7 +97,7 @@ async def test_eviction_between_grant_and_restore_spares_what_was_granted(
             victims.extend(v.id for v in store.victims(1 << 60, present))
             return lease
 
-        monkeypatch.setattr(process.desk, "_reserve", reserve_and_evict)
+        monkeypatch.setattr(process.queue, "_reserve", reserve_and_evict)
         assert await complete(rig, 1) == N_TOKENS
         assert victims and wanted.id not in victims
 

@@ -226,7 +226,7 @@ async def test_slot_that_other_traffic_made_more_similar_is_told_and_erased(
         ledger = ApiLedger(rig, MESSAGES)
         await ledger.send(first)
         assert rig.running.server.process
-        table = rig.running.server.process.desk.table
+        table = rig.running.server.process.queue.table
         (other,) = [slot.id for slot in table if isinstance(slot.content, Empty)]
         prompt = list(await ledger.tokens(after_call))
         stray = {"prompt": prompt, "n_predict": 1, "id_slot": other}

@@ -64,7 +64,7 @@ async def test_state_of_another_cache_is_not_restored(
 
 def n_stopped(rig: Rig) -> int:
     """Return where a stop on the request's way makes llama-server report its own tokens as reused."""
-    table = rig.running.server.process.desk.table  # type: ignore[union-attr]
+    table = rig.running.server.process.queue.table  # type: ignore[union-attr]
     return max(getattr(slot.content, "last_cut", 0) for slot in table)
 
 

@@ -153,6 +153,6 @@ async def test_messages_requests_at_once_leave_the_table_true(rig: Rig) -> None:
     chats = (rig.chat([{"role": "user", "content": f"{i} " * 400}]) for i in range(4))
     await asyncio.gather(*(ask(i) for i in range(6)), *chats)
     await rig.settled()
-    table = rig.running.server.process.desk.table  # type: ignore[union-attr]
+    table = rig.running.server.process.queue.table  # type: ignore[union-attr]
     assert not any(slot.is_leased for slot in table)
     assert rig.running.metrics.registry.get_sample_value("llama_prefix_cache_drift_total") == 0

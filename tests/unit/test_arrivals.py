@@ -6,10 +6,10 @@ from contextlib import ExitStack
 import pytest
 
 from proxy.core.model import ExpectedState
-from proxy.serving.desk import Choice
 from proxy.serving.launches import Arrivals
+from proxy.serving.queue import Choice
 from tests.unit.builders import NAMESPACE, run_of
-from tests.unit.desks import ONE, TWO, Choose, desk_of, queue, soon
+from tests.unit.queues import ONE, TWO, Choose, join, queue_of, soon
 
 
 def arrival(n_tokens: int = 1000, seconds: float = 1000.0) -> ExpectedState:
@@ -17,7 +17,7 @@ def arrival(n_tokens: int = 1000, seconds: float = 1000.0) -> ExpectedState:
 
 
 def test_announced_state_is_coming_while_the_block_runs() -> None:
-    arrivals = Arrivals(desk_of(1))
+    arrivals = Arrivals(queue_of(1))
     with arrivals.announced(arrival()):
         [coming] = arrivals.expected
         assert (coming.tokens, coming.namespace) == (run_of(1000), NAMESPACE)
@@ -27,13 +27,13 @@ def test_announced_state_is_coming_while_the_block_runs() -> None:
 
 
 def test_announced_nothing_is_not_coming() -> None:
-    arrivals = Arrivals(desk_of(1))
+    arrivals = Arrivals(queue_of(1))
     with arrivals.announced(None):
         assert arrivals.expected == ()
 
 
 def test_announced_state_is_withdrawn_when_it_cannot_be_saved() -> None:
-    arrivals = Arrivals(desk_of(1))
+    arrivals = Arrivals(queue_of(1))
     with pytest.raises(KeyError):
         with arrivals.announced(arrival()):
             raise KeyError
@@ -41,7 +41,7 @@ def test_announced_state_is_withdrawn_when_it_cannot_be_saved() -> None:
 
 
 def test_announced_states_of_several_requests_go_one_by_one() -> None:
-    arrivals = Arrivals(desk_of(3))
+    arrivals = Arrivals(queue_of(3))
     first, second, twin = ExitStack(), ExitStack(), ExitStack()
     first.enter_context(arrivals.announced(arrival(300)))
     second.enter_context(arrivals.announced(arrival(400)))
@@ -68,12 +68,12 @@ def patient(arrivals: Arrivals, seen: list[tuple[ExpectedState, ...]]) -> Choose
 async def test_who_waits_for_a_state_is_asked_again_once_it_is_there_or_never_will_be(
     fails: bool,
 ) -> None:
-    desk = desk_of(2)
-    arrivals, seen = Arrivals(desk), list[tuple[ExpectedState, ...]]()
-    held = await desk.lease(lambda: Choice((ONE,), ""))
+    queue = queue_of(2)
+    arrivals, seen = Arrivals(queue), list[tuple[ExpectedState, ...]]()
+    held = await queue.lease(lambda: Choice((ONE,), ""))
     try:
         with arrivals.announced(arrival()):
-            waiting = await queue(desk, patient(arrivals, seen), may_be_passed=True)
+            waiting = await join(queue, patient(arrivals, seen), may_be_passed=True)
             assert not waiting.done()
             if fails:
                 raise KeyError

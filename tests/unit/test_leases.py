@@ -6,41 +6,41 @@ import pytest
 
 from proxy.core.slots import TAINTED
 from proxy.errors import ServerAway, TooManyRequests
-from proxy.serving.desk import Choice, Lease, LeaseDesk
-from tests.unit.desks import (
+from proxy.serving.queue import Choice, Lease, SlotQueue
+from tests.unit.queues import (
     ONE,
     TWO,
     any_slot,
     both_slots,
-    desk_of,
+    join,
     n_free,
-    queue,
+    queue_of,
     soon,
 )
 
 
 async def test_lease_of_a_free_slot_is_granted_at_once() -> None:
-    desk = desk_of(1)
-    with await desk.lease(any_slot(desk, "why")) as lease:
+    queue = queue_of(1)
+    with await queue.lease(any_slot(queue, "why")) as lease:
         assert (lease.slot_ids, lease.reason, lease.held) == ((ONE,), "why", (ONE,))
-        assert n_free(desk) == 0
-    assert n_free(desk) == 1
+        assert n_free(queue) == 0
+    assert n_free(queue) == 1
 
 
 async def test_lease_left_by_an_exception_is_given_back() -> None:
-    desk = desk_of(1)
+    queue = queue_of(1)
     with pytest.raises(KeyError):
-        with await desk.lease(any_slot(desk)):
+        with await queue.lease(any_slot(queue)):
             raise KeyError
-    assert n_free(desk) == 1
+    assert n_free(queue) == 1
 
 
 async def test_leases_are_granted_in_arrival_order() -> None:
-    desk = desk_of(1)
+    queue = queue_of(1)
     order: list[int] = []
 
     async def use(number: int) -> None:
-        with await desk.lease(any_slot(desk)):
+        with await queue.lease(any_slot(queue)):
             order.append(number)
             await asyncio.sleep(0)
 
@@ -48,14 +48,14 @@ async def test_leases_are_granted_in_arrival_order() -> None:
         for number in range(6):
             group.create_task(use(number))
     assert order == [0, 1, 2, 3, 4, 5]
-    assert n_free(desk) == 1
+    assert n_free(queue) == 1
 
 
 async def test_newcomer_does_not_overtake_one_who_waits_for_more_slots() -> None:
-    desk = desk_of(2)
-    first = await desk.lease(any_slot(desk))
-    wants_both = await queue(desk, both_slots(desk))
-    newcomer = await queue(desk, any_slot(desk))
+    queue = queue_of(2)
+    first = await queue.lease(any_slot(queue))
+    wants_both = await join(queue, both_slots(queue))
+    newcomer = await join(queue, any_slot(queue))
     assert not newcomer.done()
     first.release()
     both = await soon(wants_both)
@@ -65,125 +65,125 @@ async def test_newcomer_does_not_overtake_one_who_waits_for_more_slots() -> None
 
 
 async def test_cancel_while_waiting_leaves_the_queue_to_the_others() -> None:
-    desk = desk_of(1)
-    held = await desk.lease(any_slot(desk))
-    first, second = await queue(desk, any_slot(desk)), await queue(desk, any_slot(desk))
+    queue = queue_of(1)
+    held = await queue.lease(any_slot(queue))
+    first, second = await join(queue, any_slot(queue)), await join(queue, any_slot(queue))
     first.cancel()
     held.release()
     assert (await soon(second)).slot_ids == (ONE,)
-    assert first.cancelled() and desk.n_waiting == 0
+    assert first.cancelled() and queue.n_waiting == 0
 
 
 async def test_cancel_of_the_head_lets_the_next_one_in() -> None:
-    desk = desk_of(2)
-    held = await desk.lease(any_slot(desk))
-    wants_both = await queue(desk, both_slots(desk))
-    wants_one = await queue(desk, any_slot(desk))
+    queue = queue_of(2)
+    held = await queue.lease(any_slot(queue))
+    wants_both = await join(queue, both_slots(queue))
+    wants_one = await join(queue, any_slot(queue))
     wants_both.cancel()
     assert (await soon(wants_one)).slot_ids == (TWO,)
     held.release()
 
 
 async def test_cancel_between_grant_and_wake_up_does_not_lose_the_slot() -> None:
-    desk = desk_of(1)
-    held = await desk.lease(any_slot(desk))
-    first, second = await queue(desk, any_slot(desk)), await queue(desk, any_slot(desk))
+    queue = queue_of(1)
+    held = await queue.lease(any_slot(queue))
+    first, second = await join(queue, any_slot(queue)), await join(queue, any_slot(queue))
     held.release()
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await soon(first)
     with await soon(second):
-        assert n_free(desk) == 0
-    assert n_free(desk) == 1
+        assert n_free(queue) == 0
+    assert n_free(queue) == 1
 
 
 async def test_lease_with_a_full_queue_is_refused() -> None:
-    desk = desk_of(1, max_waiting=1)
-    held = await desk.lease(any_slot(desk))
-    waiting = await queue(desk, any_slot(desk))
+    queue = queue_of(1, max_waiting=1)
+    held = await queue.lease(any_slot(queue))
+    waiting = await join(queue, any_slot(queue))
     with pytest.raises(TooManyRequests):
-        await desk.lease(any_slot(desk))
+        await queue.lease(any_slot(queue))
     held.release()
     (await soon(waiting)).release()
-    (await desk.lease(any_slot(desk))).release()
+    (await queue.lease(any_slot(queue))).release()
 
 
 async def test_close_sends_everybody_away_and_refuses_newcomers() -> None:
-    desk = desk_of(1)
-    held = await desk.lease(any_slot(desk))
-    waiting = [await queue(desk, any_slot(desk)) for _ in range(3)]
-    desk.close()
+    queue = queue_of(1)
+    held = await queue.lease(any_slot(queue))
+    waiting = [await join(queue, any_slot(queue)) for _ in range(3)]
+    queue.close()
     for task in waiting:
         with pytest.raises(ServerAway):
             await soon(task)
     held.release()
     with pytest.raises(ServerAway):
-        await desk.lease(any_slot(desk))
-    assert desk.try_lease(ONE) is None
+        await queue.lease(any_slot(queue))
+    assert queue.try_lease(ONE) is None
 
 
 async def test_close_of_a_waiter_that_is_cancelled_too_raises_nothing_else() -> None:
-    desk = desk_of(1)
-    await desk.lease(any_slot(desk))
-    waiting = await queue(desk, any_slot(desk))
-    desk.close()
+    queue = queue_of(1)
+    await queue.lease(any_slot(queue))
+    waiting = await join(queue, any_slot(queue))
+    queue.close()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await soon(waiting)
 
 
 async def test_hand_over_gives_the_slot_back_when_the_task_ends() -> None:
-    desk = desk_of(1)
+    queue = queue_of(1)
     done = asyncio.Event()
-    with await desk.lease(any_slot(desk)) as lease:
+    with await queue.lease(any_slot(queue)) as lease:
         task = asyncio.get_running_loop().create_task(done.wait())
         lease.hand_over(task)
         assert lease.held == ()
-    assert n_free(desk) == 0
+    assert n_free(queue) == 0
     done.set()
     await soon(task)
     await asyncio.sleep(0)
-    assert n_free(desk) == 1
+    assert n_free(queue) == 1
 
 
 @pytest.mark.parametrize("is_cancelled", [True, False])
 async def test_hand_over_to_a_task_that_fails_gives_the_slot_back(is_cancelled: bool) -> None:
-    desk = desk_of(1)
+    queue = queue_of(1)
 
     async def work() -> None:
         await asyncio.sleep(0)
         raise KeyError
 
     task = asyncio.get_running_loop().create_task(work())
-    with await desk.lease(any_slot(desk)) as lease:
+    with await queue.lease(any_slot(queue)) as lease:
         lease.hand_over(task)
     if is_cancelled:
         task.cancel()
     await asyncio.wait([task])
     await asyncio.sleep(0)
-    assert n_free(desk) == 1
+    assert n_free(queue) == 1
     assert task.cancelled() or isinstance(task.exception(), KeyError)
 
 
 async def test_hand_over_after_a_partial_release_passes_on_the_rest() -> None:
-    desk = desk_of(2)
-    lease = await desk.lease(both_slots(desk))
+    queue = queue_of(2)
+    lease = await queue.lease(both_slots(queue))
     lease.give_up([ONE])
     task = asyncio.get_running_loop().create_task(asyncio.sleep(0))
     lease.hand_over(task)
-    assert [slot.id for slot in desk.table.free()] == [ONE]
+    assert [slot.id for slot in queue.table.free()] == [ONE]
     await soon(task)
     await asyncio.sleep(0)
-    assert n_free(desk) == 2
+    assert n_free(queue) == 2
 
 
 async def test_release_twice_does_not_free_somebody_elses_lease() -> None:
-    desk = desk_of(1)
-    lease = await desk.lease(any_slot(desk))
+    queue = queue_of(1)
+    lease = await queue.lease(any_slot(queue))
     lease.release()
-    successor = await desk.lease(any_slot(desk))
+    successor = await queue.lease(any_slot(queue))
     lease.release()
-    assert n_free(desk) == 0
+    assert n_free(queue) == 0
     successor.release()
 
 
@@ -192,30 +192,30 @@ async def test_exception_in_choose_reaches_who_asks() -> None:
         raise KeyError("broken")
 
     with pytest.raises(KeyError):
-        await desk_of(1).lease(broken)
+        await queue_of(1).lease(broken)
 
 
 async def test_exception_in_choose_of_a_waiter_reaches_it_and_the_queue_moves_on() -> None:
-    desk = desk_of(1)
-    held = await desk.lease(any_slot(desk))
+    queue = queue_of(1)
+    held = await queue.lease(any_slot(queue))
 
     def broken() -> Choice[str] | None:
         raise KeyError("broken")
 
-    unlucky, lucky = await queue(desk, broken), await queue(desk, any_slot(desk))
+    unlucky, lucky = await join(queue, broken), await join(queue, any_slot(queue))
     held.release()
     with pytest.raises(KeyError):
         await soon(unlucky)
     assert (await soon(lucky)).slot_ids == (ONE,)
-    assert desk.n_waiting == 0
+    assert queue.n_waiting == 0
 
 
 async def test_choice_of_a_leased_slot_harms_the_one_who_made_it_only() -> None:
-    desk = desk_of(2)
-    held, other = await desk.lease(any_slot(desk)), await desk.lease(any_slot(desk))
+    queue = queue_of(2)
+    held, other = await queue.lease(any_slot(queue)), await queue.lease(any_slot(queue))
     choices = iter([None, Choice((ONE, TWO), "wrong")])
-    mistaken = await queue(desk, lambda: next(choices))
-    lucky = await queue(desk, any_slot(desk))
+    mistaken = await join(queue, lambda: next(choices))
+    lucky = await join(queue, any_slot(queue))
     held.release()
     with pytest.raises(ValueError, match="leased already"):
         await soon(mistaken)
@@ -224,75 +224,75 @@ async def test_choice_of_a_leased_slot_harms_the_one_who_made_it_only() -> None:
 
 
 async def test_try_lease_takes_a_free_slot_only_when_nobody_waits() -> None:
-    desk = desk_of(2)
-    lease = desk.try_lease(ONE)
-    assert lease is not None and desk.try_lease(ONE) is None
-    waiting = await queue(desk, both_slots(desk))
-    assert desk.try_lease(TWO) is None
+    queue = queue_of(2)
+    lease = queue.try_lease(ONE)
+    assert lease is not None and queue.try_lease(ONE) is None
+    waiting = await join(queue, both_slots(queue))
+    assert queue.try_lease(TWO) is None
     lease.release()
     (await soon(waiting)).release()
-    assert desk.try_lease(TWO) is not None
+    assert queue.try_lease(TWO) is not None
 
 
-async def placement(desk: LeaseDesk) -> Lease[str]:
+async def placement(queue: SlotQueue) -> Lease[str]:
     """Return the lease of a request that llama-server may put into any idle slot."""
 
     def all_free() -> Choice[str] | None:
-        free = tuple(slot.id for slot in desk.table.free())
+        free = tuple(slot.id for slot in queue.table.free())
         return Choice(free, "anywhere") if free else None
 
-    return await desk.lease(all_free, is_placement=True)
+    return await queue.lease(all_free, is_placement=True)
 
 
 async def test_nothing_is_granted_while_a_request_may_land_in_any_slot() -> None:
-    desk = desk_of(2)
-    running = await desk.lease(any_slot(desk))
-    placing = await placement(desk)
-    newcomer = await queue(desk, any_slot(desk))
+    queue = queue_of(2)
+    running = await queue.lease(any_slot(queue))
+    placing = await placement(queue)
+    newcomer = await join(queue, any_slot(queue))
     running.release()
     assert placing.held == (ONE, TWO) and not newcomer.done()
-    assert desk.try_lease(ONE) is None
-    desk.end_placement(placing, [ONE])
+    assert queue.try_lease(ONE) is None
+    queue.end_placement(placing, [ONE])
     assert list(placing.held) == [ONE]
     assert (await soon(newcomer)).slot_ids == (TWO,)
-    assert desk.table[ONE].is_running and not desk.is_placing
+    assert queue.table[ONE].is_running and not queue.is_placing
 
 
 async def test_placement_that_ends_with_its_request_frees_every_slot() -> None:
-    desk = desk_of(2)
-    running = await desk.lease(any_slot(desk))
-    with await placement(desk):
+    queue = queue_of(2)
+    running = await queue.lease(any_slot(queue))
+    with await placement(queue):
         running.release()
-        assert n_free(desk) == 0
-    assert n_free(desk) == 2 and not desk.is_placing
+        assert n_free(queue) == 0
+    assert n_free(queue) == 2 and not queue.is_placing
 
 
 async def test_abandoned_placement_taints_the_slots_that_come_free_meanwhile() -> None:
-    desk = desk_of(2)
-    running = await desk.lease(any_slot(desk))
+    queue = queue_of(2)
+    running = await queue.lease(any_slot(queue))
     let_go = asyncio.Event()
     task = asyncio.get_running_loop().create_task(let_go.wait())
-    (await placement(desk)).hand_over(task)
-    assert desk.is_placing
+    (await placement(queue)).hand_over(task)
+    assert queue.is_placing
     running.release()
-    assert (n_free(desk), desk.table[ONE].content) == (0, TAINTED)
+    assert (n_free(queue), queue.table[ONE].content) == (0, TAINTED)
     let_go.set()
     await soon(task)
     await asyncio.sleep(0)
-    assert n_free(desk) == 2 and not desk.is_placing
+    assert n_free(queue) == 2 and not queue.is_placing
 
 
 async def test_placement_that_uses_every_slot_keeps_them() -> None:
-    desk = desk_of(1)
-    with await placement(desk) as placing:
-        desk.end_placement(placing, [ONE])
-        assert (placing.held, n_free(desk), desk.is_placing) == ((ONE,), 0, False)
-    assert n_free(desk) == 1
+    queue = queue_of(1)
+    with await placement(queue) as placing:
+        queue.end_placement(placing, [ONE])
+        assert (placing.held, n_free(queue), queue.is_placing) == ((ONE,), 0, False)
+    assert n_free(queue) == 1
 
 
 async def test_slot_that_joins_an_abandoned_placement_is_reserved_with_it() -> None:
-    desk = desk_of(2)
-    running, placing = await desk.lease(any_slot(desk)), await placement(desk)
+    queue = queue_of(2)
+    running, placing = await queue.lease(any_slot(queue)), await placement(queue)
     let_go = asyncio.Event()
     placing.hand_over(asyncio.get_running_loop().create_task(let_go.wait()))
     running.release()
@@ -300,4 +300,4 @@ async def test_slot_that_joins_an_abandoned_placement_is_reserved_with_it() -> N
     let_go.set()
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    assert n_free(desk) == 2
+    assert n_free(queue) == 2

@@ -11,9 +11,10 @@ from proxy.health import Faults
 from proxy.llama.answers import CallMade
 from proxy.llama.routes import Route, Target
 from proxy.metrics import Metrics
-from proxy.serving.process import Process, Shared
+from proxy.serving.process import Process
 from proxy.serving.request import Answer, Request
 from proxy.serving.rewriting import Stabilizing
+from proxy.serving.shared import Shared
 from proxy.stabilize.model import parse_switches
 from proxy.tasks import Tasks
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from proxy.serving.desk import Turn, Turns
+from proxy.serving.queue import Turn, Turns
 
 
 async def test_turns_are_had_in_the_order_of_asking() -> None:

@@ -111,8 +111,8 @@ class Choice(Generic[C]):
 class Lease(Generic[C]):
     """The exclusive right to some slots; leaving the `with` block gives them back."""
 
-    def __init__(self, desk: "LeaseDesk", choice: Choice[C]) -> None:
-        self._desk = desk
+    def __init__(self, queue: "SlotQueue", choice: Choice[C]) -> None:
+        self._queue = queue
         self._held = set(choice.slot_ids)
         self._is_handed_over = False
         self.slot_ids = choice.slot_ids
@@ -147,15 +147,15 @@ class Lease(Generic[C]):
         """Give back some of the slots."""
         given_back = self._held & set(slot_ids)
         self._held -= given_back
-        self._desk.give_back(self, given_back)
+        self._queue.give_back(self, given_back)
 
     def join(self, slot_id: SlotId) -> None:
         """Take a slot that came free during this placement."""
         self._held.add(slot_id)
         if self._is_handed_over:
             # Whether the abandoned request ran there will never be known.
-            self._desk.table.set_content(slot_id, TAINTED)
-            self._desk.table.close_lease(slot_id)
+            self._queue.table.set_content(slot_id, TAINTED)
+            self._queue.table.close_lease(slot_id)
 
     def move(self, slot_id: SlotId, reason: C) -> None:
         """Exchange all slots for another one that was reserved."""
@@ -167,7 +167,7 @@ class Lease(Generic[C]):
     def hand_over(self, task: "asyncio.Task[Any]") -> None:
         """Leave the slots to *task*: they are given back when it ends, whatever becomes of us."""
         for slot_id in self._held:
-            self._desk.table.close_lease(slot_id)
+            self._queue.table.close_lease(slot_id)
         self._is_handed_over = True
         task.add_done_callback(lambda _: self.give_up(self._held))
 
@@ -189,7 +189,7 @@ class _Waiting:
     is_placement: bool
 
 
-class LeaseDesk:
+class SlotQueue:
     """Hands out leases on the slots of one llama-server process."""
 
     def __init__(self, table: SlotTable, max_waiting: int) -> None:
@@ -198,7 +198,7 @@ class LeaseDesk:
         self._waiting: deque[_Waiting] = deque()
         self._placement: Lease[Any] | None = None
         self._choosing = Turns()
-        self.on_idle: Callable[[LeaseDesk], None] = lambda desk: None
+        self.on_idle: Callable[[SlotQueue], None] = lambda queue: None
         """Is told when a slot has come free that nobody here waits for."""
         self._is_held = False
         self._is_closed = False
@@ -226,7 +226,7 @@ class LeaseDesk:
         return Turn(end)
 
     async def await_choice(self) -> None:
-        """Wait until nobody holds the desk: what slots hold may change then."""
+        """Wait until nobody holds the queue: what slots hold may change then."""
         (await self._choosing.take()).end()
 
     @property
@@ -278,13 +278,13 @@ class LeaseDesk:
         lease.give_up(set(lease.held) - set(used))
 
     def lease_free(self, slot_id: SlotId) -> Lease[None] | None:
-        """Lease one slot if it is free, whoever waits; only for who holds the desk."""
+        """Lease one slot if it is free, whoever waits; only for who holds the queue."""
         if self._is_closed or self.table[slot_id].is_leased:
             return None
         return self._reserve(Choice((slot_id,), None))
 
     def move(self, lease: Lease[C], slot_id: SlotId, reason: C) -> None:
-        """Let a lease have a free slot instead of its own; only for who holds the desk."""
+        """Let a lease have a free slot instead of its own; only for who holds the queue."""
         self.table.lease(slot_id, time.monotonic())
         lease.move(slot_id, reason)
 

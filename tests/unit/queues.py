@@ -1,4 +1,4 @@
-"""A desk with slots that hold nothing, and requests that ask it for them."""
+"""A queue with slots that hold nothing, and requests that ask it for them."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,35 +6,35 @@ from typing import TypeVar
 
 from proxy.core.model import SlotId
 from proxy.core.slots import Empty, SlotTable
-from proxy.serving.desk import Choice, Lease, LeaseDesk
+from proxy.serving.queue import Choice, Lease, SlotQueue
 
 T = TypeVar("T")
 Choose = Callable[[], Choice[str] | None]
 ONE, TWO = SlotId(0), SlotId(1)
 
 
-def desk_of(n_slots: int, max_waiting: int = 10) -> LeaseDesk:
-    return LeaseDesk(SlotTable([Empty() for _ in range(n_slots)]), max_waiting)
+def queue_of(n_slots: int, max_waiting: int = 10) -> SlotQueue:
+    return SlotQueue(SlotTable([Empty() for _ in range(n_slots)]), max_waiting)
 
 
-def any_slot(desk: LeaseDesk, reason: str = "") -> Choose:
+def any_slot(queue: SlotQueue, reason: str = "") -> Choose:
     def choose() -> Choice[str] | None:
-        free = desk.table.free()
+        free = queue.table.free()
         return Choice((free[0].id,), reason) if free else None
 
     return choose
 
 
-def both_slots(desk: LeaseDesk) -> Choose:
+def both_slots(queue: SlotQueue) -> Choose:
     def choose() -> Choice[str] | None:
-        return Choice((ONE, TWO), "both") if len(desk.table.free()) == 2 else None
+        return Choice((ONE, TWO), "both") if len(queue.table.free()) == 2 else None
 
     return choose
 
 
-async def queue(desk: LeaseDesk, choose: Choose, **how: bool) -> "asyncio.Task[Lease[str]]":
+async def join(queue: SlotQueue, choose: Choose, **how: bool) -> "asyncio.Task[Lease[str]]":
     """Return a task that has begun to wait for a lease."""
-    task = asyncio.get_running_loop().create_task(desk.lease(choose, **how))
+    task = asyncio.get_running_loop().create_task(queue.lease(choose, **how))
     await asyncio.sleep(0)
     return task
 
@@ -44,15 +44,15 @@ async def soon(task: "asyncio.Task[T]") -> T:
     return await asyncio.wait_for(task, 60)
 
 
-def n_free(desk: LeaseDesk) -> int:
-    return len(desk.table.free())
+def n_free(queue: SlotQueue) -> int:
+    return len(queue.table.free())
 
 
-def fitting(desk: LeaseDesk, slot_id: SlotId = ONE) -> Choose:
+def fitting(queue: SlotQueue, slot_id: SlotId = ONE) -> Choose:
     """Return who wants one slot only, and would go on with what it holds."""
 
     def choose() -> Choice[str] | None:
-        return None if desk.table[slot_id].is_leased else Choice((slot_id,), "warm", is_warm=True)
+        return None if queue.table[slot_id].is_leased else Choice((slot_id,), "warm", is_warm=True)
 
     return choose
 
@@ -60,8 +60,8 @@ def fitting(desk: LeaseDesk, slot_id: SlotId = ONE) -> Choose:
 class Queue:
     """Requests with names that use a slot for a moment, and in which order they had one."""
 
-    def __init__(self, desk: LeaseDesk) -> None:
-        self._desk = desk
+    def __init__(self, queue: SlotQueue) -> None:
+        self._queue = queue
         self.so_far: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -69,7 +69,7 @@ class Queue:
         self, name: str, choose: Choose, *, may_be_passed: bool = True, is_placement: bool = False
     ) -> None:
         async def use() -> None:
-            with await self._desk.lease(
+            with await self._queue.lease(
                 choose, may_be_passed=may_be_passed, is_placement=is_placement
             ):
                 self.so_far.append(name)

@@ -1,0 +1,108 @@
+"""What all llama-servers behind one proxy share, and what belongs to each of them."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from proxy.core.conditions import DegradationKind
+from proxy.core.eviction import Present
+from proxy.core.model import Checkpoint
+from proxy.core.rates import Rates
+from proxy.core.tokens import Namespace
+from proxy.errors import StoreFault
+from proxy.explain.report import Journal, Report
+from proxy.health import Degradations, Faults
+from proxy.llama.client import LlamaServer
+from proxy.llama.routes import Target
+from proxy.metrics import Metrics
+from proxy.store.store import CheckpointStore
+from proxy.tasks import Tasks
+
+if TYPE_CHECKING:
+    from proxy.serving.process import Process
+
+
+class NewestProcesses:
+    """The newest process of each llama-server, by which the store values checkpoints.
+
+    A model that its host has unloaded stays here: requests for that model will come back.
+    """
+
+    def __init__(self) -> None:
+        self._by_target: dict[Target, Process] = {}
+
+    def note(self, target: Target, process: "Process") -> None:
+        """Note what a llama-server serves now; a process that cannot cache counts as none."""
+        if process.can_cache:
+            self._by_target[target] = process
+        else:
+            self._by_target.pop(target, None)
+
+    def present(self, newest: "Process | None" = None) -> Present:
+        """Return the rates of every namespace; *newest* counts although it was not noted yet."""
+        processes = [*self._by_target.values(), *filter(None, [newest])]
+        rates_by: dict[Namespace, Rates] = {}
+        for process in processes:
+            if process.can_cache:
+                names = [process.tenant_namespace(t) for t in {b"", *process.tenants}]
+                rates_by.update(dict.fromkeys(names, process.rates))
+        rates = processes[-1].rates if processes else Rates()
+        return Present(time.time(), rates, rates_by)
+
+
+@dataclass(eq=False)
+class Shared:
+    """What all llama-servers share; `opened_store` is None if the store could not be opened."""
+
+    opened_store: CheckpointStore | None
+    metrics: Metrics
+    faults: Faults
+    everywhere: Degradations
+    report: Report
+    journal: Journal
+    tasks: Tasks
+    served: NewestProcesses
+
+    def of(self, upstream: LlamaServer, where: str) -> "Services":
+        """Return this with what belongs to one llama-server; *where* tells that server from others."""
+        return Services(**vars(self), upstream=upstream, degradations=self.everywhere.at(where))
+
+    @property
+    def store(self) -> CheckpointStore:
+        """The store; raises StoreFault if there is none."""
+        if self.opened_store is None:
+            raise StoreFault("the store is not open")
+        return self.opened_store
+
+
+@dataclass(eq=False)
+class Services(Shared):
+    """What belongs to one llama-server, whichever process of it runs."""
+
+    upstream: LlamaServer
+    degradations: Degradations
+
+    @property
+    def where(self) -> str:
+        """Which llama-server this is, empty if there is only one."""
+        return self.degradations.where
+
+
+def note_quarantined(degradations: Degradations, checkpoints: Iterable[Checkpoint]) -> None:
+    """Let /health tell of the checkpoints that are quarantined for good, if there are any."""
+    if words := quarantined_in_words(checkpoints):
+        degradations.begin(DegradationKind.STATE_ENDED_SERVER, words)
+    else:
+        degradations.end(DegradationKind.STATE_ENDED_SERVER)
+
+
+def quarantined_in_words(checkpoints: Iterable[Checkpoint]) -> str:
+    """Return which checkpoints are quarantined for good, and since when; empty if none is."""
+    found = [(c.quarantine.since, c) for c in checkpoints if c.quarantine]
+    if not found:
+        return ""
+    since, newest = max(found, key=lambda each: each[0])
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(since))
+    words = f"checkpoint {newest.id:016x} of {newest.n_tokens:,} tokens, since {at}"
+    return words if len(found) == 1 else f"{words}, and {len(found) - 1} before"
