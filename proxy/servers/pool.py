@@ -192,7 +192,7 @@ class Pool:
         root = server.upstream
         if (host := await recognise(root)) is None:
             return False
-        get_logger("fleet").info("several models", address=root.target.base_url, kind=host.kind)
+        get_logger("pool").info("several models", address=root.target.base_url, kind=host.kind)
         services = self._shared.of(root, root.target.name)
         hosted = HostedModels(self._settings, services, host, self._new_model)
         await hosted.look()
