@@ -242,7 +242,7 @@ def list_checkpoint(
     )
 
 
-# What the live page shows at a glance: how requests are served, the slots, the queue, what was saved today.
+# What the live page shows of the day: what was saved.
 
 
 class Today(msgspec.Struct, frozen=True, kw_only=True):
