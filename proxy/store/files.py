@@ -12,6 +12,7 @@ import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -66,13 +67,18 @@ class StateFiles:
 
     def write_whole(self, name: str, data: bytes) -> None:
         """Put *data* in the place of a small file; it is durable once the directory is synced."""
+        with self._replacing(name) as temporary, temporary.open("xb") as file:
+            temporary.chmod(0o600)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @contextmanager
+    def _replacing(self, name: str) -> Iterator[Path]:
+        """Yield where to write a file that takes the place of *name* once it is whole."""
         temporary = self.path(self.new_temporary_name())
         try:
-            with temporary.open("xb") as file:
-                temporary.chmod(0o600)
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+            yield temporary
             temporary.rename(self.path(name))
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -149,14 +155,9 @@ class StateFiles:
 
     def take_over(self, name: str) -> None:
         """Put a copy of our own in the place of a file that only its owner can change."""
-        copy = self.path(self.new_temporary_name())
-        try:
+        with self._replacing(name) as copy:
             shutil.copyfile(self.path(name), copy)
             self._protect(copy)
-            copy.rename(self.path(name))
-        except OSError:
-            copy.unlink(missing_ok=True)
-            raise
 
     def _protect(self, path: Path) -> None:
         # A state is as good as the transcript. With llama-server under another uid the directory is

@@ -5,6 +5,7 @@ known of the model without evaluating anything, beside the canary that it predic
 """
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -50,11 +51,8 @@ def read_index(directory: Path) -> tuple[list[Checkpoint], dict[Namespace, Owner
     if not (directory / "index" / "data.mdb").exists():
         return [], {}
     with TemporaryDirectory() as scratch:
-        index = Index(directory / "index", scratch=Path(scratch))
-        try:
+        with closing(Index(directory / "index", scratch=Path(scratch))) as index:
             return index.all(), dict(owners(index))
-        finally:
-            index.close()
 
 
 def model_names(index: Index) -> dict[Namespace, str]:

@@ -1,7 +1,7 @@
 """A store that no proxy uses: opened, checked and mended."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from enum import StrEnum
 from pathlib import Path
 
@@ -29,12 +29,9 @@ def open_offline(
     is_new = not (directory / "index" / "data.mdb").exists()
     if is_new and not may_be_new and not any(directory.glob("lpc-*.state")):
         raise StoreFault(f"there is no store in {directory}: no proxy has ever used it")
-    store = StoreDirectory(directory, mends_index=mends_index)
-    try:
+    with closing(StoreDirectory(directory, mends_index=mends_index)) as store:
         store.rebuild_at_once()
         yield store
-    finally:
-        store.close()
 
 
 class ProblemKind(StrEnum):
