@@ -43,7 +43,6 @@ from proxy.core.model import (
 )
 from proxy.core.rates import Rates
 from proxy.core.rule import highest_point
-from proxy.core.saving import marks_left
 from proxy.core.tokens import (
     BLOCK_TOKENS,
     FIRST_BLOCK_TOKENS,
@@ -277,9 +276,10 @@ def _repeats(rule: Rule, newer: Checkpoint, found: Candidate) -> bool:
     # Each place of the older state that somebody may come back to, the newer one can be continued at, or
     # knew and found not worth its bytes.
     known = (newer.header, newer.turn_start, *newer.marks)
+    marks = (mark for mark in older.marks if is_near(older.restore_points, mark))
     return all(
         place in known or is_near(newer.restore_points, place)
-        for place in (older.header, older.turn_start, *marks_left(older))
+        for place in (older.header, older.turn_start, *marks)
         if 0 < place <= n_common
     )
 

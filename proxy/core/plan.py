@@ -419,10 +419,18 @@ def promising(
     return tuple(kept)
 
 
-def most_useful(rule: Rule, candidates: Iterable[Candidate], n_prompt: int) -> Candidate | None:
-    """Return the candidate that spares a prompt most; what it needs if it finds no live slot."""
-    return max(
-        candidates,
-        key=lambda c: usable_tokens(rule, c.checkpoint, c.n_common, n_prompt),
-        default=None,
-    )
+def most_useful(
+    rule: Rule, found: Iterable[Candidate], n_prompt: int
+) -> tuple[int, Checkpoint | None]:
+    """Return how many tokens the most useful of *found* saves a prompt, and which checkpoint that is.
+
+    *found* come longest common prefix first: a checkpoint saves no more tokens than it has in common.
+    """
+    n_best, best = 0, None
+    for candidate in found:
+        if candidate.n_common <= n_best:
+            break
+        n_usable = usable_tokens(rule, candidate.checkpoint, candidate.n_common, n_prompt)
+        if n_usable > n_best:
+            n_best, best = n_usable, candidate.checkpoint
+    return n_best, best

@@ -26,11 +26,6 @@ MAX_CONTEXT_CHECKPOINTS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Empty:
-    """The slot holds no tokens."""
-
-
-@dataclass(frozen=True, slots=True)
 class Origin:
     """Which files a slot's state derives from: the checkpoints that were restored, directly or not.
 
@@ -43,6 +38,13 @@ class Origin:
 
 
 EVALUATED = Origin()
+
+
+@dataclass(frozen=True, slots=True)
+class Empty:
+    """The slot holds no tokens."""
+
+    origin: Origin = EVALUATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +98,6 @@ class Known:
 
 
 Content: TypeAlias = Empty | Unknown | Known
-
-
-def origin_of(content: Content) -> Origin:
-    """Return which files a slot's state goes back to."""
-    return EVALUATED if isinstance(content, Empty) else content.origin
 
 
 TAINTED = Unknown(None, can_be_adopted=False)
@@ -249,7 +246,7 @@ class SlotTable:
 
     def set_content(self, slot_id: SlotId, content: Content) -> None:
         """Record what a slot holds from now on; whatever ran in it has ended."""
-        if not self._damaged.isdisjoint(origin_of(content).ancestors):
+        if not self._damaged.isdisjoint(content.origin.ancestors):
             content = TAINTED
         sources = () if isinstance(content, Empty) else self._slots[slot_id].sources
         self._change(slot_id, content=content, is_running=False, is_ready=False, sources=sources)
@@ -421,7 +418,7 @@ def after_evaluation(
     the old content are gone; one is new, shortly before the prompt's end, if it lies *stride_tokens*
     behind the last. Only the newest *n_believed* are counted on.
     """
-    old, origin = NOTHING_HELD, origin_of(before)
+    old, origin = NOTHING_HELD, before.origin
     n_restored = min(origin.n_restored, len(tokens))
     if isinstance(before, Known) and before.namespace == namespace:
         n_kept = common_prefix_length(before.tokens, tokens)
