@@ -237,12 +237,8 @@ _K = DegradationKind
 
 PASSING = frozenset((_K.ATTACHING, _K.SELF_TEST_PENDING))
 """These belong to every start, and end by themselves."""
-OF_PROCESS = frozenset(_K) - {
-    _K.STORE_NOT_OPEN,
-    _K.INDEX_REBUILDING,
-    _K.DIRECTORY_IS_OPEN,
-    _K.STATE_ENDED_SERVER,
-}
+_OF_STORE = {_K.STORE_NOT_OPEN, _K.INDEX_REBUILDING, _K.DIRECTORY_IS_OPEN, _K.STATE_ENDED_SERVER}
+OF_PROCESS = frozenset(_K) - _OF_STORE
 """These end with the llama-server process that they were noticed on."""
 
 

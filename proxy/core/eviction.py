@@ -51,7 +51,6 @@ from proxy.core.tokens import (
     TokenIds,
     count_blocks,
     end_of_block,
-    tokens_to_bytes,
 )
 
 # Which states belong together for people to look at. Nothing is planned by it: a wrong family shows in a
@@ -67,7 +66,7 @@ def family_of(checkpoint: Checkpoint, tokens: TokenIds, relatives: Iterable[Cand
 
     def id_of(some: TokenIds) -> int:
         """Return a number that fits into a signed 64-bit one, and is not 0."""
-        return xxhash.xxh3_64_intdigest(namespace + tokens_to_bytes(some)) >> 1 or 1
+        return xxhash.xxh3_64_intdigest(namespace + some.tobytes()) >> 1 or 1
 
     namespace, n_header = checkpoint.namespace, checkpoint.header
     known = [r for r in relatives if r.checkpoint.namespace == namespace]
@@ -131,11 +130,15 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """One checkpoint's way through the tree; all but the hashes in blocks."""
+    """One checkpoint's path through the tree; all but the hashes in blocks.
+
+    A state can be continued at the ends of the blocks `continuing`, whatever it is restored for. Requests
+    come back to the `destinations`, ascending.
+    """
 
     hashes: Sequence[PrefixHash]
-    continuing: "range | frozenset[int]"
-    destinations: tuple[tuple[int, CheckpointKind], ...]
+    continuing: range | frozenset[int]
+    destinations: list[tuple[int, CheckpointKind]]
 
 
 class Lineage:
@@ -147,7 +150,7 @@ class Lineage:
 
     def add(self, checkpoint: Checkpoint, hashes: Sequence[PrefixHash]) -> None:
         """Enter a checkpoint with the hashes of all its prefixes of full blocks."""
-        path = _Path(hashes, _continuing(checkpoint), _destinations(checkpoint))
+        path = _path_of(checkpoint, hashes)
         for n_blocks, prefix_hash in enumerate(hashes, 1):
             block = self._blocks.setdefault(prefix_hash, _SharedPrefix())
             block.n_reaching += 1
@@ -188,15 +191,12 @@ class Lineage:
         path, blocks = self._paths[checkpoint_id], self._blocks
         hashes = path.hashes
 
-        def is_only_ours(index: int) -> bool:
-            return blocks[hashes[index]].n_reaching == 1
-
         def continues_elsewhere(n_blocks: int) -> bool:
             prefix_hash = hashes[n_blocks - 1]
             n_others = blocks[prefix_hash].n_continuing - (n_blocks in path.continuing)
             return n_others > gone.get(prefix_hash, 0)
 
-        n_shared = bisect_left(range(len(hashes)), 1, key=is_only_ours)
+        n_shared = bisect_left(hashes, True, key=lambda each: blocks[each].n_reaching == 1)
         stretches, n_before = [], 0
         for n_end, leads_to in path.destinations:
             n_begin = max(n_before, min(n_end, n_shared))
@@ -209,17 +209,12 @@ class Lineage:
         return stretches
 
 
-def _continuing(checkpoint: Checkpoint) -> "range | frozenset[int]":
-    """Return after how many blocks a state can be continued, whatever it is restored for."""
+def _path_of(checkpoint: Checkpoint, hashes: Sequence[PrefixHash]) -> _Path:
+    """Return where a state can be continued, and the places in it that requests come back to."""
+    points = (*checkpoint.restore_points, checkpoint.n_tokens)
+    continuing: range | frozenset[int] = frozenset(count_blocks(point) for point in points)
     if checkpoint.has_every_position:
-        return range(1, count_blocks(checkpoint.n_tokens) + 1)
-    points = (*checkpoint.restore_points, checkpoint.n_tokens)
-    return frozenset(count_blocks(point) for point in points)
-
-
-def _destinations(checkpoint: Checkpoint) -> tuple[tuple[int, CheckpointKind], ...]:
-    """Return the places that requests come back to, ascending, as far as the state holds them."""
-    points = (*checkpoint.restore_points, checkpoint.n_tokens)
+        continuing = range(1, count_blocks(checkpoint.n_tokens) + 1)
     # What was generated behind a turn's start is no turn's start.
     has_cuts = checkpoint.header or checkpoint.turn_start
     at_end = CheckpointKind.CONVERSATION if has_cuts else checkpoint.kind
@@ -232,7 +227,8 @@ def _destinations(checkpoint: Checkpoint) -> tuple[tuple[int, CheckpointKind], .
         is_held = point >= max(FIRST_BLOCK_TOKENS, n_cut - BLOCK_TOKENS)
         if is_held and n_cut <= checkpoint.n_tokens:
             places[count_blocks(point)] = kind
-    return tuple(sorted((n_blocks, kind) for n_blocks, kind in places.items() if n_blocks))
+    destinations = sorted((n_blocks, kind) for n_blocks, kind in places.items() if n_blocks)
+    return _Path(hashes, continuing, destinations)
 
 
 # Which checkpoints a newer one makes needless. Files of one conversation repeat each other: of most, only
@@ -250,21 +246,17 @@ def superseded(rule: Rule, newer: Checkpoint, older: Iterable[Candidate]) -> lis
     An *older* one's n_common says how much of it the newer one repeats. A header and a branch are kept
     always; a turn start until a later turn's start repeats it; a pinned one in any case.
     """
-    kinds = [CheckpointKind.CONVERSATION]
-    if newer.kind is CheckpointKind.TURN_START:
-        kinds.append(newer.kind)
-    return [
-        found.checkpoint
-        for found in older
-        if found.checkpoint.id != newer.id
-        and found.checkpoint.kind in kinds
-        and not found.checkpoint.is_pinned
-        and _repeats(rule, newer, found)
-    ]
+    return [found.checkpoint for found in older if _is_superseded(rule, newer, found)]
 
 
-def _repeats(rule: Rule, newer: Checkpoint, found: Candidate) -> bool:
+def _is_superseded(rule: Rule, newer: Checkpoint, found: Candidate) -> bool:
     older, n_common = found.checkpoint, found.n_common
+    kinds = {CheckpointKind.CONVERSATION, newer.kind} - {
+        CheckpointKind.HEADER,
+        CheckpointKind.BRANCH,
+    }
+    if older.id == newer.id or older.kind not in kinds or older.is_pinned:
+        return False
     if rule.kind is RuleKind.END_ONLY:
         # The state at a turn's start serves every later request of that turn that diverges.
         is_whole = n_common == older.n_tokens < newer.n_tokens
