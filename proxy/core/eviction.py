@@ -76,8 +76,8 @@ def family_of(checkpoint: Checkpoint, tokens: TokenIds, relatives: Iterable[Cand
             header_id = header_id or relative.checkpoint.family.header_id
     for relative in known:
         older = relative.checkpoint.family
-        is_near = older.session_id and older.header_id == header_id
-        if is_near and _share_session(relative, (checkpoint.turn_start, len(tokens)), n_header):
+        is_alike = older.session_id and older.header_id == header_id
+        if is_alike and _share_session(relative, (checkpoint.turn_start, len(tokens)), n_header):
             return Family(header_id, older.session_id)
     if checkpoint.kind in (CheckpointKind.HEADER, CheckpointKind.BRANCH):
         return Family(header_id)

@@ -20,16 +20,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from proxy.core.cuts import SLACK_TOKENS, Stop, branch_of, choose_stops
-from proxy.core.model import (
-    NO_CUTS,
-    Candidate,
-    Checkpoint,
-    Cuts,
-    ExpectedState,
-    Prompt,
-    Rule,
-    SlotId,
-)
+from proxy.core.model import Candidate, Checkpoint, Cuts, ExpectedState, Prompt, Rule, SlotId
 from proxy.core.rates import Rates
 from proxy.core.rule import usable_tokens
 from proxy.core.saving import (
@@ -156,7 +147,7 @@ class Plan:
 
     option: StartOption
     stops: tuple[Stop, ...] = ()
-    cuts: Cuts = NO_CUTS
+    cuts: Cuts = Cuts()
     why: Why = Why.NOTHING_FOUND
     alternatives: tuple[StartOption, ...] = ()
     n_shared: int = 0
@@ -201,7 +192,7 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     """Return the cheapest plan over the free slots of *now*; None means that the request waits."""
     shared = {s.id: shared_tokens(s.content, prompt.tokens, prompt.namespace) for s in now.slots}
     free = [slot for slot in now.slots if not slot.is_leased]
-    if not prompt.fits(now.n_ctx):
+    if prompt.n_tokens >= now.n_ctx:
         refused = [_refused(prompt, now, slot, shared[slot.id]) for slot in free]
         easiest = min(refused, key=lambda o: (o.erases, o.total_seconds, o.slot_id), default=None)
         return Plan(easiest, cuts=prompt.cuts, why=Why.TOO_LONG) if easiest else None

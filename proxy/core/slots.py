@@ -13,13 +13,7 @@ from typing import Any, TypeAlias
 
 from proxy.core.model import NO_CUTS, Checkpoint, CheckpointId, Cuts, Rule, RuleKind, SlotId
 from proxy.core.rule import highest_point
-from proxy.core.tokens import (
-    FIRST_BLOCK_TOKENS,
-    Namespace,
-    TokenIds,
-    common_prefix_length,
-    token_ids,
-)
+from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace, TokenIds, common_prefix_length
 
 MAX_CONTEXT_CHECKPOINTS = 32
 """llama-server's default of --ctx-checkpoints: how many a slot, and so a state file, has at most."""
@@ -354,9 +348,6 @@ MAX_MARKS = 32
 """More marks than context checkpoints in a file are not kept."""
 
 
-NOTHING_HELD = Known(token_ids(()), Namespace(b""))
-
-
 def cut_to(content: Known, n_tokens: int) -> Known:
     """Return *content* without what lies behind its first *n_tokens*, cuts included."""
     return replace(
@@ -418,7 +409,7 @@ def after_evaluation(
     the old content are gone; one is new, shortly before the prompt's end, if it lies *stride_tokens*
     behind the last. Only the newest *n_believed* are counted on.
     """
-    old, origin = NOTHING_HELD, before.origin
+    old, origin = Known(tokens[:0], namespace), before.origin
     n_restored = min(origin.n_restored, len(tokens))
     if isinstance(before, Known) and before.namespace == namespace:
         n_kept = common_prefix_length(before.tokens, tokens)
