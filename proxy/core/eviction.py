@@ -3,7 +3,7 @@
 Owns: the order of eviction, the prefix tree by which it is decided, and the family of a state. Pure; must
 never know files, or how a checkpoint is in use.
 
-Who goes when room is needed (`choose_victims`): the lowest standing first, then the least value per byte.
+Who goes when room is needed (`choose_victims`): the lowest rank first, then the least value per byte.
 
 1. Checkpoints in quarantine.
 2. All others. A checkpoint's value is the seconds that it takes to evaluate the tokens that nothing else
@@ -97,7 +97,7 @@ def _share_session(relative: Candidate, own_places: Iterable[int], n_header: int
 
 # Where the kept checkpoints share prefixes, and what only one of them can give.
 #
-# Everything is counted in whole blocks, which errs by less than one block a stretch and needs nothing but
+# Everything is counted in whole blocks, which errs by less than one block a range and needs nothing but
 # the prefix hashes. The work is bounded by the budget: 20 GiB at 10 KB a token are 16,000 blocks.
 
 
@@ -115,7 +115,7 @@ class _SharedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class LostRange:
     """Tokens that would have to be evaluated again without a checkpoint.
 
     `n_before` tokens lie before them, `leads_to` says what lies at their end, `asked_at` when a request
@@ -182,10 +182,10 @@ class Lineage:
         path = self._paths[checkpoint_id]
         return (path.hashes[n - 1] for n in path.continuing if 0 < n <= len(path.hashes))
 
-    def only_in(self, checkpoint_id: CheckpointId, gone: Gone) -> list[Stretch]:
+    def only_in(self, checkpoint_id: CheckpointId, gone: Gone) -> list[LostRange]:
         """Return what requests would lose if a checkpoint went after those in *gone*.
 
-        Requests come back to the end of a state, to the start of its turn and to its header. A stretch
+        Requests come back to the end of a state, to the start of its turn and to its header. A range
         begins where anything else that is kept can be continued, or at the place before.
         """
         path, blocks = self._paths[checkpoint_id], self._blocks
@@ -197,16 +197,16 @@ class Lineage:
             return n_others > gone.get(prefix_hash, 0)
 
         n_shared = bisect_left(hashes, True, key=lambda each: blocks[each].n_reaching == 1)
-        stretches, n_before = [], 0
+        lost, n_before = [], 0
         for n_end, leads_to in path.destinations:
             n_begin = max(n_before, min(n_end, n_shared))
             while n_begin > n_before and not continues_elsewhere(n_begin):
                 n_begin -= 1
             if n_begin < n_end:
                 n_kept, asked_at = end_of_block(n_begin), blocks[hashes[n_end - 1]].asked_at
-                stretches.append(Stretch(n_kept, end_of_block(n_end) - n_kept, leads_to, asked_at))
+                lost.append(LostRange(n_kept, end_of_block(n_end) - n_kept, leads_to, asked_at))
             n_before = n_end
-        return stretches
+        return lost
 
 
 def _path_of(checkpoint: Checkpoint, hashes: Sequence[PrefixHash]) -> _Path:
@@ -314,8 +314,8 @@ class Removal(StrEnum):
     OPERATOR = "operator"
 
 
-class Standing(IntEnum):
-    """How firmly a checkpoint stands; a lower one goes first, whatever its value."""
+class Rank(IntEnum):
+    """The order of eviction: a checkpoint of a lower rank goes first, whatever its value."""
 
     QUARANTINED = 0
     ORDINARY = 1
@@ -342,31 +342,31 @@ class Present:
         return not self.rates_by or checkpoint.namespace in self.rates_by
 
 
-def value_seconds(checkpoint: Checkpoint, stretches: Iterable[Stretch], present: Present) -> float:
-    """Return the expected seconds that losing the *stretches* of a checkpoint would cost."""
+def value_seconds(checkpoint: Checkpoint, lost: Iterable[LostRange], present: Present) -> float:
+    """Return the expected seconds to evaluate the *lost* ranges again if a checkpoint went."""
     rates = present.rates_by.get(checkpoint.namespace, present.rates)
     seconds = 0.0
-    for stretch in stretches:
-        likelihood = 0.5 ** (max(0.0, present.now - stretch.asked_at) / HALF_LIFE_SECONDS)
-        n_end = stretch.n_before + stretch.n_tokens
-        seconds += likelihood * rates.evaluation_seconds(stretch.n_before, n_end)
+    for part in lost:
+        likelihood = 0.5 ** (max(0.0, present.now - part.asked_at) / HALF_LIFE_SECONDS)
+        n_end = part.n_before + part.n_tokens
+        seconds += likelihood * rates.evaluation_seconds(part.n_before, n_end)
     return seconds * (1.0 if present.serves(checkpoint) else OTHER_MODEL_SHARE)
 
 
-def standing(checkpoint: Checkpoint, stretches: Iterable[Stretch], present: Present) -> Standing:
-    """Return how firmly a checkpoint stands if only it can give the *stretches*."""
+def rank_of(checkpoint: Checkpoint, lost: Iterable[LostRange], present: Present) -> Rank:
+    """Return the rank of a checkpoint without which the *lost* ranges are evaluated again."""
     if not present.serves(checkpoint):
-        return Standing.ORDINARY
+        return Rank.ORDINARY
     only_here = {
         s.leads_to
-        for s in stretches
+        for s in lost
         if s.n_tokens >= MIN_PROTECTED_TOKENS and present.now - s.asked_at <= LIVE_SECONDS
     }
     if CheckpointKind.HEADER in only_here:
-        return Standing.LIVE_HEADER
+        return Rank.LIVE_HEADER
     if CheckpointKind.TURN_START in only_here:
-        return Standing.LIVE_TURN_START
-    return Standing.ORDINARY
+        return Rank.LIVE_TURN_START
+    return Rank.ORDINARY
 
 
 def choose_victims(
@@ -385,27 +385,27 @@ def choose_victims(
     """
     gone: Gone = Gone()
 
-    def rank(checkpoint: Checkpoint) -> tuple[Standing, float, float, CheckpointId]:
-        stretches = lineage.only_in(checkpoint.id, gone)
-        value = value_seconds(checkpoint, stretches, present) / max(1, checkpoint.size_bytes)
-        place = standing(checkpoint, stretches, present)
+    def order(checkpoint: Checkpoint) -> tuple[Rank, float, float, CheckpointId]:
+        lost = lineage.only_in(checkpoint.id, gone)
+        value = value_seconds(checkpoint, lost, present) / max(1, checkpoint.size_bytes)
+        rank = rank_of(checkpoint, lost, present)
         if checkpoint.id in quarantined:
-            place = Standing.QUARANTINED
+            rank = Rank.QUARANTINED
         if checkpoint.id in being_replaced:
-            place = Standing.BEING_REPLACED
-        return place, value, checkpoint.last_used_at, checkpoint.id
+            rank = Rank.BEING_REPLACED
+        return rank, value, checkpoint.last_used_at, checkpoint.id
 
     if n_bytes_to_free <= 0:
         return []
     by_id = {c.id: c for c in checkpoints if c.id not in in_use and not c.is_pinned}
-    heap = [rank(checkpoint) for checkpoint in by_id.values()]
+    heap = [order(checkpoint) for checkpoint in by_id.values()]
     heapify(heap)
     victims = []
     while heap and n_bytes_to_free > 0:
         victim = by_id[heappop(heap)[-1]]
         # What is left can only gain by what goes, so an old rank is a lower bound, and only the lowest rank
         # need be looked at again.
-        current = rank(victim)
+        current = order(victim)
         if heap and current > heap[0]:
             heappush(heap, current)
             continue
