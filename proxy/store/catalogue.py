@@ -24,7 +24,7 @@ from proxy.core.eviction import (
     value_seconds,
 )
 from proxy.core.model import Checkpoint, CheckpointId
-from proxy.core.saving import WantedSave, Written, scarcity, why_refused
+from proxy.core.saving import Claim, Written, scarcity, why_refused
 from proxy.core.tokens import Namespace, PrefixHash, TokenIds, hash_prefixes
 from proxy.errors import WRITE_BUDGET, NoRoom
 from proxy.store.index import Index
@@ -40,20 +40,6 @@ class Limits:
     max_bytes: int
     min_free_bytes: int = 0
     max_write_bytes_per_day: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim(WantedSave):
-    """Room for a file of at most `n_bytes`, seen from the *present*.
-
-    The checkpoints `replaces` are needless once the file is there. `spared_seconds` is how long it would
-    take to evaluate what only this file will have. A file that `is_passing` is deleted as soon as the proxy
-    has looked at the file: the free space may be short for so long, and the write budget does not count.
-    """
-
-    present: Present
-    replaces: frozenset[CheckpointId] = frozenset()
-    is_passing: bool = False
 
 
 _WRITTEN = "written"

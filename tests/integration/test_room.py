@@ -8,8 +8,8 @@ from structlog.testing import capture_logs
 
 from proxy.core.eviction import Present, Removal
 from proxy.core.model import Checkpoint
+from proxy.core.saving import Claim
 from proxy.errors import NoRoom
-from proxy.store.catalogue import Claim
 from proxy.store.store import CheckpointStore
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
@@ -37,7 +37,7 @@ async def store_with(rig: Rig, *numbers: int) -> tuple[CheckpointStore, list[Che
 
 
 def all_of(store: CheckpointStore) -> Claim:
-    return Claim(store.limits.max_bytes, present=Present(time.time()))
+    return Claim(store.limits.max_bytes, Present(time.time()))
 
 
 async def test_what_a_waiting_request_will_restore_is_neither_evicted_nor_superseded(

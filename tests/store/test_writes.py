@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from proxy.core.eviction import Present
+from proxy.core.saving import Claim
 from proxy.errors import WRITE_BUDGET, NoRoom
-from proxy.store.catalogue import Claim, Limits
+from proxy.store.catalogue import Limits
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import opened
 from tests.store.test_room import SIZE, claim, save
@@ -92,7 +93,7 @@ async def test_count_survives_a_restart_and_a_crash(tmp_path: Path) -> None:
 
 async def test_what_is_scarce_goes_to_what_spares_most(tmp_path: Path) -> None:
     def sparing(seconds: float) -> Claim:
-        return Claim(SIZE, present=Present(time.time()), spared_seconds=seconds)
+        return Claim(SIZE, Present(time.time()), spared_seconds=seconds)
 
     with opened(tmp_path, limits(10)) as store:
         for _ in range(5):
