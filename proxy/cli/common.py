@@ -48,7 +48,7 @@ EXIT_CUT_SHORT = 130
 """A signal cut the work, or the end of it, short."""
 
 
-def fail(complaint: object, exit_status: int) -> NoReturn:
+def fail(complaint: object, exit_status: int = EXIT_FAILED) -> NoReturn:
     """Say on stderr what is wrong, and exit."""
     click.echo(f"llama-prefix-cache: {complaint}", err=True)
     sys.exit(exit_status)
@@ -86,8 +86,14 @@ def table_of(rows: Iterable[Iterable[str | Text]]) -> Table:
     return table
 
 
-def print_json(content: object) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(content)).decode())
+def answer(content: object, shown: object, *, as_json: bool) -> None:
+    """Print *content* as JSON for programs, or *shown*, lines or a renderable of rich, for people."""
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(content)).decode())
+    elif isinstance(shown, str):
+        click.echo(shown)
+    else:
+        console().print(shown, soft_wrap=isinstance(shown, Text))
 
 
 def checkpoints_in_words(n_checkpoints: int, n_bytes: int) -> str:
@@ -126,13 +132,16 @@ def progress(what: str, total: int | None, *, of_bytes: bool = True) -> Iterator
 Command = Callable[..., Any]
 
 
-def setting_options(*, without: tuple[str, ...] = ()) -> Callable[[Command], Command]:
-    """Give a command one option for each setting, and --config."""
+def setting_options(*names: str) -> Callable[[Command], Command]:
+    """Give a command one option for each of the settings *names*, all of them by default, and --config.
+
+    A settings file may set the other settings too: one file serves all commands.
+    """
 
     def decorate(command: Command) -> Command:
         command = config_option(command)
         for field in reversed(msgspec.structs.fields(Settings)):
-            if field.name not in without:
+            if not names or field.name in names:
                 command = _setting_option(field)(command)
         return command
 

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.text import Text
 
 from proxy.cli.access import RunningProxy, Store, with_proxy, with_store
-from proxy.cli.common import age_in_words, checkpoints_in_words, console, print_json, table_of
+from proxy.cli.common import age_in_words, answer, checkpoints_in_words, table_of
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.explanation import Divergence, Explanation, Nearest, RequestRecord
 from proxy.explain.views import ListedCheckpoint
@@ -48,11 +48,9 @@ def stats(store: Store, as_json: bool) -> None:
         except (ValueError, KeyError):
             store.fail_foreign()
     stored = summary(store.checkpoints(), max_bytes)
-    if as_json:
-        brought = {name: values.get("", values) for name, values in samples.items()} or None
-        print_json({"store": stored, "health": health, "since_start": brought})
-    else:
-        console().print(table_of([*_stored_rows(stored), *rows]))
+    brought = {name: values.get("", values) for name, values in samples.items()} or None
+    content = {"store": stored, "health": health, "since_start": brought}
+    answer(content, table_of([*_stored_rows(stored), *rows]), as_json=as_json)
 
 
 def summary(checkpoints: Sequence[ListedCheckpoint], max_bytes: int | None) -> _Facts:
@@ -254,7 +252,4 @@ def explain(proxy: RunningProxy, request_id: str, as_json: bool) -> None:
       llama-prefix-cache explain last --admin http://192.168.1.5:8082
     """
     explanation = proxy.ask("GET", f"/requests/{quote(request_id, safe='')}", Explanation)
-    if as_json:
-        print_json(explanation)
-    else:
-        console().print(explanation_text(explanation), soft_wrap=True)
+    answer(explanation, explanation_text(explanation), as_json=as_json)

@@ -15,13 +15,12 @@ from proxy.app import run_proxy
 from proxy.cli.access import RunningProxy, with_proxy
 from proxy.cli.common import (
     EXIT_CUT_SHORT,
-    EXIT_FAILED,
     EXIT_LLAMA_SERVER_DIED,
     EXIT_UNAVAILABLE,
     EXIT_USAGE,
     Stopping,
+    answer,
     fail,
-    print_json,
     progress,
     setting_options,
     settings_of,
@@ -48,6 +47,7 @@ from proxy.run.process import (
     split_command,
 )
 from proxy.settings import (
+    NAMES,
     Settings,
     complete_settings,
     merge_settings,
@@ -125,7 +125,7 @@ _PRESETS = "--models-preset"
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@setting_options(without=("upstream",))
+@setting_options(*(name for name in NAMES if name != "upstream"))
 @click.option("--restart", is_flag=True, help="Start llama-server again when it dies.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: Any) -> None:
@@ -307,18 +307,17 @@ def warm(
         # A model that was just loaded for it may have to be examined first: that is waited for.
         reasons = proxy.ask("GET", "/health", dict[str, Any]).get("reasons", [])
         if not any(reason["kind"] in PASSING for reason in reasons):
-            fail(last.get("error", "the proxy went away"), EXIT_FAILED)
+            fail(last.get("error", "the proxy went away"))
         time.sleep(_LOOK_SECONDS)
     warmed = last["warmed"]
     if pin:
         proxy.pin(warmed["id"], is_pinned=True)
-    if as_json:
-        print_json({**warmed, "is_pinned": pin})
-        return
     how = "were kept already" if warmed["was_kept"] else f"took {warmed['seconds']:.1f} s"
-    click.echo(
+    answer(
+        {**warmed, "is_pinned": pin},
         f"{warmed['n_usable']:,} of {warmed['n_prompt_tokens']:,} tokens are in {warmed['id'][:8]} "
-        f"({size_in_words(warmed['size_bytes'])}{', pinned' if pin else ''}): they {how}"
+        f"({size_in_words(warmed['size_bytes'])}{', pinned' if pin else ''}): they {how}",
+        as_json=as_json,
     )
 
 
