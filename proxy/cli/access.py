@@ -184,10 +184,7 @@ def with_proxy(command: Command) -> Command:
     @json_option
     @functools.wraps(command)
     def run(
-        admin: str | None,
-        config: Path | None,
-        slot_save_path: Path | None = None,
-        **arguments: Any,
+        admin: str | None, config: Path | None, slot_save_path: Path | None = None, **arguments: Any
     ) -> None:
         if slot_save_path is None:
             given = {"admin": admin.removeprefix("http://").rstrip("/") if admin else None}

@@ -26,13 +26,7 @@ from proxy.cli.common import (
     settings_of,
 )
 from proxy.core.conditions import PASSING
-from proxy.core.launch import (
-    Launch,
-    Presets,
-    given_to_all,
-    heed_presets,
-    plan_launch,
-)
+from proxy.core.launch import Launch, Presets, given_to_all, heed_presets, plan_launch
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.errors import LlamaServerDied, SettingsError, StoreLocked
 from proxy.llama.client import LlamaServer, new_session
@@ -204,11 +198,7 @@ def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise SettingsError(f"{directory}: {error.strerror}") from error
-    values = {
-        **merged,
-        "slot_save_path": str(directory),
-        "upstream": launch.upstream,
-    }
+    values = {**merged, "slot_save_path": str(directory), "upstream": launch.upstream}
     if values.get("upstream_api_key") is None:
         values["upstream_api_key"] = launch.api_key or _first_key(launch.api_key_file)
     settings = complete_settings(values)

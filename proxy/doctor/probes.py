@@ -18,17 +18,16 @@ from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds, token_ids
 from proxy.doctor.facts import Layout, LlamaServerFacts
 from proxy.errors import CacheFault, UpstreamRefused, UpstreamUnreachable
-from proxy.explain.report import Journal, Report
-from proxy.health import CannotCache, Degradations, Faults
+from proxy.explain.report import Journal
+from proxy.health import CannotCache, Degradations
 from proxy.llama.client import LlamaServer, Saved, SlotStatus
 from proxy.llama.state_file import read_state_file
 from proxy.metrics import Metrics
 from proxy.serving.saver import RewriteStateFile, Saver
-from proxy.serving.shared import NewestProcesses, Services, Shared
+from proxy.serving.shared import Services, new_shared
 from proxy.store.catalogue import Limits
 from proxy.store.files import StateFiles, final_name_of
 from proxy.store.store import CheckpointStore
-from proxy.tasks import Tasks
 
 _ERASE_ATTEMPTS = 5
 _LET_GO_SECONDS = 0.5
@@ -206,18 +205,11 @@ async def scratch(
     not know. Raises StoreFault.
     """
     server = ProbedServer(upstream, ProbeFiles(directory))
-    metrics, journal = Metrics(), Journal()
+    metrics = Metrics()
     with TemporaryDirectory(prefix="llama-prefix-cache-doctor-") as folder:
         store = CheckpointStore(Path(folder), limits)
         store.files = server.files
-        faults, degradations, report = (
-            Faults(metrics),
-            Degradations(metrics),
-            Report(metrics, journal),
-        )
-        shared = Shared(
-            store, metrics, faults, degradations, report, journal, Tasks(), NewestProcesses()
-        )
+        shared = new_shared(store, metrics, Degradations(metrics), Journal())
         try:
             yield Scratch(shared.of(server, ""), server, rewrite)
         finally:

@@ -9,10 +9,7 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from proxy.errors import (
-    ProxyError,
-    ServerAway,
-)
+from proxy.errors import ProxyError, ServerAway
 from proxy.llama.answers import AnswerReader
 from proxy.llama.client import Heard, LlamaServer, reason_of
 from proxy.llama.routes import Target, generation_route
