@@ -269,7 +269,21 @@ class Admin:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        task = asyncio.ensure_future(self._warm(wanted, lines, is_whole=is_whole))
+
+        def tell(n_done: int, n_tokens: int) -> None:
+            lines.put_nowait({"n_done": n_done, "n_tokens": n_tokens})
+
+        async def warm() -> None:
+            try:
+                warmed = await self._warming.warm(wanted, tell, is_whole=is_whole)
+                lines.put_nowait({"warmed": warmed})
+            except (CacheFault, ProxyError) as error:
+                lines.put_nowait({"error": str(error)})
+            except Exception as error:
+                lines.put_nowait({"error": f"{type(error).__name__}: {error}"})
+                raise
+
+        task = asyncio.ensure_future(warm())
         try:
             while not (task.done() and lines.empty()):
                 await response.write(msgspec.json.encode(await lines.get()) + b"\n")
@@ -294,21 +308,6 @@ class Admin:
         relay = partial(send_for_nobody, path, keys)
         warmed = Request(path=path, route=route, headers=keys, relay=relay, tenant=tenant_of(keys))
         return warmed.receive(with_alias(wanted, self._aliases))
-
-    async def _warm(
-        self, request: Request, lines: "asyncio.Queue[dict[str, Any]]", *, is_whole: bool
-    ) -> None:
-        def tell(n_done: int, n_tokens: int) -> None:
-            lines.put_nowait({"n_done": n_done, "n_tokens": n_tokens})
-
-        try:
-            warmed = await self._warming.warm(request, tell, is_whole=is_whole)
-            lines.put_nowait({"warmed": warmed})
-        except (CacheFault, ProxyError) as error:
-            lines.put_nowait({"error": str(error)})
-        except Exception as error:
-            lines.put_nowait({"error": f"{type(error).__name__}: {error}"})
-            raise
 
 
 # What a query says.
