@@ -46,8 +46,9 @@ from proxy.serving.process import SELF_TEST, Process
 from proxy.serving.queue import Choice, Lease, Turn, replaced
 from proxy.serving.request import Account, Answer, Request
 
-_LONG_WAIT_SECONDS = 0.05
-"""After waiting this long for a slot, llama-server may be another process."""
+_LONG_WAIT_SECONDS = 0.005
+"""After waiting this long for a slot, llama-server may be another process: the slot may even be free
+because llama-server has just ended."""
 
 
 class CachedRequest:
