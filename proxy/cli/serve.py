@@ -157,7 +157,15 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
     except OSError as error:
         fail(error, EXIT_UNAVAILABLE)
     configure_logging(settings.log_level, settings.log_format)
-    _tell(launch, merged)
+    log = get_logger("run")
+    variables = [f"{name}={value}" for name, value in launch.environment.items()]
+    log.info("llama-server gets these flags too", added=" ".join([*launch.added, *variables]))
+    if "upstream" in merged:
+        log.warning("upstream is ignored: it follows from llama-server's own flags")
+    for note in launch.notes:
+        log.info(note)
+    for warning in launch.warnings:
+        log.warning(warning)
 
     async def is_ready() -> bool:
         async with new_session() as client:
@@ -194,42 +202,23 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
 def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
     """Return the settings that fit a launch; makes the directory if it is not there."""
     directory = Path(launch.slot_save_path)
+    api_key = merged.get("upstream_api_key")
+    api_key = launch.api_key if api_key is None else api_key
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if launch.api_key_file and api_key is None:
+            # One key on each line; # begins a comment.
+            lines = Path(launch.api_key_file).read_text(errors="replace").splitlines()
+            api_key = next((line for line in lines if line and not line.startswith("#")), None)
     except OSError as error:
-        raise SettingsError(f"{directory}: {error.strerror}") from error
-    values = {**merged, "slot_save_path": str(directory), "upstream": launch.upstream}
-    if values.get("upstream_api_key") is None:
-        values["upstream_api_key"] = launch.api_key or _first_key(launch.api_key_file)
-    settings = complete_settings(values)
+        raise SettingsError(str(error)) from error
+    own = {"upstream": launch.upstream, "upstream_api_key": api_key}
+    settings = complete_settings({**merged, "slot_save_path": str(directory), **own})
     if launch.port in {split_address(address)[1] for address in (settings.listen, settings.admin)}:
         raise SettingsError(
             f"llama-server's --port {launch.port} is the proxy's own: choose another"
         )
     return settings
-
-
-def _first_key(file: str | None) -> str | None:
-    """Return the first key of llama-server's --api-key-file: one on each line, # begins a comment."""
-    if file is None:
-        return None
-    try:
-        lines = Path(file).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--api-key-file {file}: {error}") from error
-    return next((line for line in lines if line and not line.startswith("#")), None)
-
-
-def _tell(launch: Launch, merged: dict[str, Any]) -> None:
-    log = get_logger("run")
-    variables = [f"{name}={value}" for name, value in launch.environment.items()]
-    log.info("llama-server gets these flags too", added=" ".join([*launch.added, *variables]))
-    if "upstream" in merged:
-        log.warning("upstream is ignored: it follows from llama-server's own flags")
-    for note in launch.notes:
-        log.info(note)
-    for warning in launch.warnings:
-        log.warning(warning)
 
 
 # `llama-prefix-cache warm`: a header is evaluated and kept before the first user needs it.

@@ -34,7 +34,6 @@ from proxy.serving.process import Process
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.serving.shared import quarantined_in_words
 from proxy.settings import Settings, parse_urls, reachable
-from proxy.store.catalogue import Limits
 from proxy.store.directory import keep_proxies_out
 from proxy.store.files import StateFiles
 from proxy.store.index import IndexContent, read_index
@@ -188,11 +187,9 @@ async def _examine_server(
     note: Note,
 ) -> None:
     """Fill in the facts about a llama-server; without *index* its slots are not touched."""
-    limits = Limits(setup.settings.max_store_bytes)
+    directory, max_bytes = Path(setup.settings.slot_save_path), setup.settings.max_store_bytes
     try:
-        async with scratch(
-            upstream, Path(setup.settings.slot_save_path), limits, rewrite
-        ) as probing:
+        async with scratch(upstream, directory, rewrite, max_bytes) as probing:
             try:
                 props = await _contact(facts, probing)
                 if props is not None and index is not None:

@@ -109,15 +109,12 @@ def summary(setup: Setup) -> str:
     """Return the verdict in a sentence; a good verdict needs all to be examined that decides."""
     rules = [facts.rule for facts in setup.llama_servers]
     is_complete = setup.is_proxy_caching or (bool(rules) and None not in rules)
-    match exit_status(findings_of(setup)):
-        case Severity.BLOCKER:
-            return "Caching will not work."
-        case _ if not is_complete:
-            return "Nothing speaks against caching so far, but not everything could be examined."
-        case Severity.LIMIT:
-            return "Caching will work, with limits."
-        case _:
-            return "Caching will work."
+    worst = exit_status(findings_of(setup))
+    if worst == Severity.BLOCKER:
+        return "Caching will not work."
+    if not is_complete:
+        return "Nothing speaks against caching so far, but not everything could be examined."
+    return "Caching will work, with limits." if worst else "Caching will work."
 
 
 # One llama-server.

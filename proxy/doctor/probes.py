@@ -7,6 +7,7 @@ leaves busy slots alone. Requests that name no slot are sent only where they can
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -23,7 +24,7 @@ from proxy.health import CannotCache, Degradations
 from proxy.llama.client import LlamaServer, Saved, SlotStatus
 from proxy.llama.state_file import read_state_file
 from proxy.metrics import Metrics
-from proxy.serving.saver import RewriteStateFile, Saver
+from proxy.serving.saver import RewriteStateFile, Saver, keep_as_saved
 from proxy.serving.shared import Services, new_shared
 from proxy.store.catalogue import Limits
 from proxy.store.files import StateFiles, final_name_of
@@ -197,7 +198,10 @@ class Scratch:
 
 @asynccontextmanager
 async def scratch(
-    upstream: LlamaServer, directory: Path, limits: Limits, rewrite: RewriteStateFile
+    upstream: LlamaServer,
+    directory: Path,
+    rewrite: RewriteStateFile = keep_as_saved,
+    max_bytes: int = sys.maxsize,
 ) -> AsyncIterator[Scratch]:
     """Yield a scratch store before *upstream*; its files lie in *directory*, where llama-server writes.
 
@@ -207,7 +211,7 @@ async def scratch(
     server = ProbedServer(upstream, ProbeFiles(directory))
     metrics = Metrics()
     with TemporaryDirectory(prefix="llama-prefix-cache-doctor-") as folder:
-        store = CheckpointStore(Path(folder), limits)
+        store = CheckpointStore(Path(folder), Limits(max_bytes))
         store.files = server.files
         shared = new_shared(store, metrics, Degradations(metrics), Journal())
         try:
