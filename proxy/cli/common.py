@@ -14,14 +14,7 @@ from typing import Any, NoReturn, get_args
 import click
 import msgspec
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -117,13 +110,11 @@ def age_seconds(text: str) -> int:
 
 
 @contextmanager
-def progress(what: str, total: int | None, *, of_bytes: bool = True) -> Iterator[Any]:
+def progress(what: str, total: int | None) -> Iterator[Any]:
     """Show on a terminal how much of *total* is done; yields what `rich` calls update for a task."""
-    count = DownloadColumn() if of_bytes else MofNCompleteColumn()
-    columns = (TextColumn(what), BarColumn(), count, TimeRemainingColumn())
     shown = Console(stderr=True)
-    with Progress(*columns, console=shown, disable=not shown.is_terminal, transient=True) as bar:
-        yield partial(bar.update, bar.add_task("", total=total))
+    with Progress(console=shown, disable=not shown.is_terminal, transient=True) as bar:
+        yield partial(bar.update, bar.add_task(what, total=total))
 
 
 # Options.

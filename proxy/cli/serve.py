@@ -316,7 +316,7 @@ def _follow(
 ) -> dict[str, Any]:
     """Have a body warmed, showing progress on a terminal; return the last thing that was said."""
     last: dict[str, Any] = {}
-    with progress("evaluating", None, of_bytes=False) as update:
+    with progress("evaluating", None) as update:
         for last in proxy.lines("/warm", body, query, headers):
             if "n_done" in last:
                 update(completed=last["n_done"], total=last["n_tokens"])
