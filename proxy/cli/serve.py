@@ -93,14 +93,11 @@ async def _serve_until_told(
             log.info(
                 "serving", listen=settings.listen, admin=settings.admin, upstream=settings.upstream
             )
-            told = asyncio.ensure_future(stopping.told.wait())
-            try:
-                if supervisor is not None:
-                    running = asyncio.ensure_future(supervisor.run())
-                awaited = {told} if running is None else {told, running}
-                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                told.cancel()
+            awaited: set[asyncio.Task[Any]] = {asyncio.ensure_future(stopping.told.wait())}
+            if supervisor is not None:
+                running = asyncio.ensure_future(supervisor.run())
+                awaited.add(running)
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if stopping.told.is_set():
                 log.info("finishing requests and saving slots")
     finally:

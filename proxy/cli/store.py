@@ -78,7 +78,7 @@ def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> Non
     """
     if level == len(_TITLES):
         for checkpoint in sorted(checkpoints, key=lambda c: c.n_tokens):
-            tree.add(_line(*_facts(checkpoint)))
+            tree.add(_leaf(checkpoint))
         return
     groups: defaultdict[str, list[ListedCheckpoint]] = defaultdict(list)
     for checkpoint in checkpoints:
@@ -105,7 +105,7 @@ def _title(level: int, node_id: str, checkpoints: Checkpoints) -> str:
     return f"{words} of {max(lengths):,} tokens"
 
 
-def _facts(checkpoint: ListedCheckpoint) -> list[str]:
+def _leaf(checkpoint: ListedCheckpoint) -> Text:
     facts = [
         f"{checkpoint.id[:_DIGITS]} {checkpoint.kind}",
         f"{checkpoint.n_tokens:,} tokens",
@@ -117,7 +117,7 @@ def _facts(checkpoint: ListedCheckpoint) -> list[str]:
         facts.append(f"worth {checkpoint.value_seconds:.1f} s")
     if checkpoint.quarantine:
         facts.append(f"quarantined: {checkpoint.quarantine.why}")
-    return [*facts, "pinned"] if checkpoint.is_pinned else facts
+    return _line(*facts, "pinned") if checkpoint.is_pinned else _line(*facts)
 
 
 def _line(first: str, *others: str) -> Text:
