@@ -58,8 +58,7 @@ class DegradationKind(StrEnum):
     )
     STATE_ENDED_SERVER = (
         "a state ended llama-server",
-        "llama-server ended while it restored a state, evaluated from it or saved it. The state is "
-        "quarantined: it is never used again, and deleted first when room is needed.",
+        "llama-server ended while it used a state. The state is never used again, and deleted first.",
         "None needed if llama-server was killed; else report it, with the end of llama-server's log. The "
         "notice ends when the checkpoint is gone: `llama-prefix-cache rm ID`.",
         State.CACHING,
@@ -114,8 +113,7 @@ class DegradationKind(StrEnum):
     )
     IDLE_SLOTS_CLEARED = (
         "idle slots are cleared",
-        "A slot that starts to run empties all idle slots, as with llama-server's default flags. The proxy "
-        "saves them before each start, and requests start one at a time.",
+        "A starting slot empties all idle slots. The proxy saves them first; requests start one at a time.",
         "Start llama-server with an explicit -np and with --cache-ram 0 (or --no-cache-idle-slots).",
         State.DEGRADED,
     )
@@ -174,10 +172,8 @@ class DegradationKind(StrEnum):
     )
     WRITE_BUDGET_SPENT = (
         "write budget spent",
-        "Little or nothing is left of what may be written in a day, so that what is not worth it is lost "
-        "when its slot is used for something else.",
-        "None needed: what was written 24 hours ago counts no more. Raise max_write_bytes_per_day if that "
-        "happens every day. It ends with the next save that half of it is left for.",
+        "Little is left of max_write_bytes_per_day: a state that is not worth its bytes is not saved.",
+        "None needed. Raise the budget if this happens daily. It ends once half of the budget is left.",
         State.DEGRADED,
     )
     RESTORES_REFUSED = (
@@ -237,12 +233,8 @@ _K = DegradationKind
 
 PASSING = frozenset((_K.ATTACHING, _K.SELF_TEST_PENDING))
 """These belong to every start, and end by themselves."""
-OF_PROCESS = frozenset(_K) - {
-    _K.STORE_NOT_OPEN,
-    _K.INDEX_REBUILDING,
-    _K.DIRECTORY_IS_OPEN,
-    _K.STATE_ENDED_SERVER,
-}
+_OF_STORE = {_K.STORE_NOT_OPEN, _K.INDEX_REBUILDING, _K.DIRECTORY_IS_OPEN, _K.STATE_ENDED_SERVER}
+OF_PROCESS = frozenset(_K) - _OF_STORE
 """These end with the llama-server process that they were noticed on."""
 
 

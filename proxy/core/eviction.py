@@ -3,7 +3,7 @@
 Owns: the order of eviction, the prefix tree by which it is decided, and the family of a state. Pure; must
 never know files, or how a checkpoint is in use.
 
-Who goes when room is needed (`choose_victims`): the lowest standing first, then the least value per byte.
+Who goes when room is needed (`choose_victims`): the lowest rank first, then the least value per byte.
 
 1. Checkpoints in quarantine.
 2. All others. A checkpoint's value is the seconds that it takes to evaluate the tokens that nothing else
@@ -43,7 +43,6 @@ from proxy.core.model import (
 )
 from proxy.core.rates import Rates
 from proxy.core.rule import highest_point
-from proxy.core.saving import marks_left
 from proxy.core.tokens import (
     BLOCK_TOKENS,
     FIRST_BLOCK_TOKENS,
@@ -52,7 +51,6 @@ from proxy.core.tokens import (
     TokenIds,
     count_blocks,
     end_of_block,
-    tokens_to_bytes,
 )
 
 # Which states belong together for people to look at. Nothing is planned by it: a wrong family shows in a
@@ -68,7 +66,7 @@ def family_of(checkpoint: Checkpoint, tokens: TokenIds, relatives: Iterable[Cand
 
     def id_of(some: TokenIds) -> int:
         """Return a number that fits into a signed 64-bit one, and is not 0."""
-        return xxhash.xxh3_64_intdigest(namespace + tokens_to_bytes(some)) >> 1 or 1
+        return xxhash.xxh3_64_intdigest(namespace + some.tobytes()) >> 1 or 1
 
     namespace, n_header = checkpoint.namespace, checkpoint.header
     known = [r for r in relatives if r.checkpoint.namespace == namespace]
@@ -78,8 +76,8 @@ def family_of(checkpoint: Checkpoint, tokens: TokenIds, relatives: Iterable[Cand
             header_id = header_id or relative.checkpoint.family.header_id
     for relative in known:
         older = relative.checkpoint.family
-        is_near = older.session_id and older.header_id == header_id
-        if is_near and _share_session(relative, (checkpoint.turn_start, len(tokens)), n_header):
+        is_alike = older.session_id and older.header_id == header_id
+        if is_alike and _share_session(relative, (checkpoint.turn_start, len(tokens)), n_header):
             return Family(header_id, older.session_id)
     if checkpoint.kind in (CheckpointKind.HEADER, CheckpointKind.BRANCH):
         return Family(header_id)
@@ -99,7 +97,7 @@ def _share_session(relative: Candidate, own_places: Iterable[int], n_header: int
 
 # Where the kept checkpoints share prefixes, and what only one of them can give.
 #
-# Everything is counted in whole blocks, which errs by less than one block a stretch and needs nothing but
+# Everything is counted in whole blocks, which errs by less than one block a range and needs nothing but
 # the prefix hashes. The work is bounded by the budget: 20 GiB at 10 KB a token are 16,000 blocks.
 
 
@@ -117,7 +115,7 @@ class _SharedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class LostRange:
     """Tokens that would have to be evaluated again without a checkpoint.
 
     `n_before` tokens lie before them, `leads_to` says what lies at their end, `asked_at` when a request
@@ -132,11 +130,15 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class _Path:
-    """One checkpoint's way through the tree; all but the hashes in blocks."""
+    """One checkpoint's path through the tree; all but the hashes in blocks.
+
+    A state can be continued at the ends of the blocks `continuing`, whatever it is restored for. Requests
+    come back to the `destinations`, ascending.
+    """
 
     hashes: Sequence[PrefixHash]
-    continuing: "range | frozenset[int]"
-    destinations: tuple[tuple[int, CheckpointKind], ...]
+    continuing: range | frozenset[int]
+    destinations: list[tuple[int, CheckpointKind]]
 
 
 class Lineage:
@@ -148,7 +150,7 @@ class Lineage:
 
     def add(self, checkpoint: Checkpoint, hashes: Sequence[PrefixHash]) -> None:
         """Enter a checkpoint with the hashes of all its prefixes of full blocks."""
-        path = _Path(hashes, _continuing(checkpoint), _destinations(checkpoint))
+        path = _path_of(checkpoint, hashes)
         for n_blocks, prefix_hash in enumerate(hashes, 1):
             block = self._blocks.setdefault(prefix_hash, _SharedPrefix())
             block.n_reaching += 1
@@ -180,47 +182,39 @@ class Lineage:
         path = self._paths[checkpoint_id]
         return (path.hashes[n - 1] for n in path.continuing if 0 < n <= len(path.hashes))
 
-    def only_in(self, checkpoint_id: CheckpointId, gone: Gone) -> list[Stretch]:
+    def only_in(self, checkpoint_id: CheckpointId, gone: Gone) -> list[LostRange]:
         """Return what requests would lose if a checkpoint went after those in *gone*.
 
-        Requests come back to the end of a state, to the start of its turn and to its header. A stretch
+        Requests come back to the end of a state, to the start of its turn and to its header. A range
         begins where anything else that is kept can be continued, or at the place before.
         """
         path, blocks = self._paths[checkpoint_id], self._blocks
         hashes = path.hashes
-
-        def is_only_ours(index: int) -> bool:
-            return blocks[hashes[index]].n_reaching == 1
 
         def continues_elsewhere(n_blocks: int) -> bool:
             prefix_hash = hashes[n_blocks - 1]
             n_others = blocks[prefix_hash].n_continuing - (n_blocks in path.continuing)
             return n_others > gone.get(prefix_hash, 0)
 
-        n_shared = bisect_left(range(len(hashes)), 1, key=is_only_ours)
-        stretches, n_before = [], 0
+        n_shared = bisect_left(hashes, True, key=lambda each: blocks[each].n_reaching == 1)
+        lost, n_before = [], 0
         for n_end, leads_to in path.destinations:
             n_begin = max(n_before, min(n_end, n_shared))
             while n_begin > n_before and not continues_elsewhere(n_begin):
                 n_begin -= 1
             if n_begin < n_end:
                 n_kept, asked_at = end_of_block(n_begin), blocks[hashes[n_end - 1]].asked_at
-                stretches.append(Stretch(n_kept, end_of_block(n_end) - n_kept, leads_to, asked_at))
+                lost.append(LostRange(n_kept, end_of_block(n_end) - n_kept, leads_to, asked_at))
             n_before = n_end
-        return stretches
+        return lost
 
 
-def _continuing(checkpoint: Checkpoint) -> "range | frozenset[int]":
-    """Return after how many blocks a state can be continued, whatever it is restored for."""
+def _path_of(checkpoint: Checkpoint, hashes: Sequence[PrefixHash]) -> _Path:
+    """Return where a state can be continued, and the places in it that requests come back to."""
+    points = (*checkpoint.restore_points, checkpoint.n_tokens)
+    continuing: range | frozenset[int] = frozenset(count_blocks(point) for point in points)
     if checkpoint.has_every_position:
-        return range(1, count_blocks(checkpoint.n_tokens) + 1)
-    points = (*checkpoint.restore_points, checkpoint.n_tokens)
-    return frozenset(count_blocks(point) for point in points)
-
-
-def _destinations(checkpoint: Checkpoint) -> tuple[tuple[int, CheckpointKind], ...]:
-    """Return the places that requests come back to, ascending, as far as the state holds them."""
-    points = (*checkpoint.restore_points, checkpoint.n_tokens)
+        continuing = range(1, count_blocks(checkpoint.n_tokens) + 1)
     # What was generated behind a turn's start is no turn's start.
     has_cuts = checkpoint.header or checkpoint.turn_start
     at_end = CheckpointKind.CONVERSATION if has_cuts else checkpoint.kind
@@ -233,7 +227,8 @@ def _destinations(checkpoint: Checkpoint) -> tuple[tuple[int, CheckpointKind], .
         is_held = point >= max(FIRST_BLOCK_TOKENS, n_cut - BLOCK_TOKENS)
         if is_held and n_cut <= checkpoint.n_tokens:
             places[count_blocks(point)] = kind
-    return tuple(sorted((n_blocks, kind) for n_blocks, kind in places.items() if n_blocks))
+    destinations = sorted((n_blocks, kind) for n_blocks, kind in places.items() if n_blocks)
+    return _Path(hashes, continuing, destinations)
 
 
 # Which checkpoints a newer one makes needless. Files of one conversation repeat each other: of most, only
@@ -251,21 +246,17 @@ def superseded(rule: Rule, newer: Checkpoint, older: Iterable[Candidate]) -> lis
     An *older* one's n_common says how much of it the newer one repeats. A header and a branch are kept
     always; a turn start until a later turn's start repeats it; a pinned one in any case.
     """
-    kinds = [CheckpointKind.CONVERSATION]
-    if newer.kind is CheckpointKind.TURN_START:
-        kinds.append(newer.kind)
-    return [
-        found.checkpoint
-        for found in older
-        if found.checkpoint.id != newer.id
-        and found.checkpoint.kind in kinds
-        and not found.checkpoint.is_pinned
-        and _repeats(rule, newer, found)
-    ]
+    return [found.checkpoint for found in older if _is_superseded(rule, newer, found)]
 
 
-def _repeats(rule: Rule, newer: Checkpoint, found: Candidate) -> bool:
+def _is_superseded(rule: Rule, newer: Checkpoint, found: Candidate) -> bool:
     older, n_common = found.checkpoint, found.n_common
+    kinds = {CheckpointKind.CONVERSATION, newer.kind} - {
+        CheckpointKind.HEADER,
+        CheckpointKind.BRANCH,
+    }
+    if older.id == newer.id or older.kind not in kinds or older.is_pinned:
+        return False
     if rule.kind is RuleKind.END_ONLY:
         # The state at a turn's start serves every later request of that turn that diverges.
         is_whole = n_common == older.n_tokens < newer.n_tokens
@@ -277,9 +268,10 @@ def _repeats(rule: Rule, newer: Checkpoint, found: Candidate) -> bool:
     # Each place of the older state that somebody may come back to, the newer one can be continued at, or
     # knew and found not worth its bytes.
     known = (newer.header, newer.turn_start, *newer.marks)
+    marks = (mark for mark in older.marks if is_near(older.restore_points, mark))
     return all(
         place in known or is_near(newer.restore_points, place)
-        for place in (older.header, older.turn_start, *marks_left(older))
+        for place in (older.header, older.turn_start, *marks)
         if 0 < place <= n_common
     )
 
@@ -322,8 +314,8 @@ class Removal(StrEnum):
     OPERATOR = "operator"
 
 
-class Standing(IntEnum):
-    """How firmly a checkpoint stands; a lower one goes first, whatever its value."""
+class Rank(IntEnum):
+    """The order of eviction: a checkpoint of a lower rank goes first, whatever its value."""
 
     QUARANTINED = 0
     ORDINARY = 1
@@ -350,31 +342,31 @@ class Present:
         return not self.rates_by or checkpoint.namespace in self.rates_by
 
 
-def value_seconds(checkpoint: Checkpoint, stretches: Iterable[Stretch], present: Present) -> float:
-    """Return the expected seconds that losing the *stretches* of a checkpoint would cost."""
+def value_seconds(checkpoint: Checkpoint, lost: Iterable[LostRange], present: Present) -> float:
+    """Return the expected seconds to evaluate the *lost* ranges again if a checkpoint went."""
     rates = present.rates_by.get(checkpoint.namespace, present.rates)
     seconds = 0.0
-    for stretch in stretches:
-        likelihood = 0.5 ** (max(0.0, present.now - stretch.asked_at) / HALF_LIFE_SECONDS)
-        n_end = stretch.n_before + stretch.n_tokens
-        seconds += likelihood * rates.evaluation_seconds(stretch.n_before, n_end)
+    for part in lost:
+        likelihood = 0.5 ** (max(0.0, present.now - part.asked_at) / HALF_LIFE_SECONDS)
+        n_end = part.n_before + part.n_tokens
+        seconds += likelihood * rates.evaluation_seconds(part.n_before, n_end)
     return seconds * (1.0 if present.serves(checkpoint) else OTHER_MODEL_SHARE)
 
 
-def standing(checkpoint: Checkpoint, stretches: Iterable[Stretch], present: Present) -> Standing:
-    """Return how firmly a checkpoint stands if only it can give the *stretches*."""
+def rank_of(checkpoint: Checkpoint, lost: Iterable[LostRange], present: Present) -> Rank:
+    """Return the rank of a checkpoint without which the *lost* ranges are evaluated again."""
     if not present.serves(checkpoint):
-        return Standing.ORDINARY
+        return Rank.ORDINARY
     only_here = {
         s.leads_to
-        for s in stretches
+        for s in lost
         if s.n_tokens >= MIN_PROTECTED_TOKENS and present.now - s.asked_at <= LIVE_SECONDS
     }
     if CheckpointKind.HEADER in only_here:
-        return Standing.LIVE_HEADER
+        return Rank.LIVE_HEADER
     if CheckpointKind.TURN_START in only_here:
-        return Standing.LIVE_TURN_START
-    return Standing.ORDINARY
+        return Rank.LIVE_TURN_START
+    return Rank.ORDINARY
 
 
 def choose_victims(
@@ -393,27 +385,27 @@ def choose_victims(
     """
     gone: Gone = Gone()
 
-    def rank(checkpoint: Checkpoint) -> tuple[Standing, float, float, CheckpointId]:
-        stretches = lineage.only_in(checkpoint.id, gone)
-        value = value_seconds(checkpoint, stretches, present) / max(1, checkpoint.size_bytes)
-        place = standing(checkpoint, stretches, present)
+    def order(checkpoint: Checkpoint) -> tuple[Rank, float, float, CheckpointId]:
+        lost = lineage.only_in(checkpoint.id, gone)
+        value = value_seconds(checkpoint, lost, present) / max(1, checkpoint.size_bytes)
+        rank = rank_of(checkpoint, lost, present)
         if checkpoint.id in quarantined:
-            place = Standing.QUARANTINED
+            rank = Rank.QUARANTINED
         if checkpoint.id in being_replaced:
-            place = Standing.BEING_REPLACED
-        return place, value, checkpoint.last_used_at, checkpoint.id
+            rank = Rank.BEING_REPLACED
+        return rank, value, checkpoint.last_used_at, checkpoint.id
 
     if n_bytes_to_free <= 0:
         return []
     by_id = {c.id: c for c in checkpoints if c.id not in in_use and not c.is_pinned}
-    heap = [rank(checkpoint) for checkpoint in by_id.values()]
+    heap = [order(checkpoint) for checkpoint in by_id.values()]
     heapify(heap)
     victims = []
     while heap and n_bytes_to_free > 0:
         victim = by_id[heappop(heap)[-1]]
         # What is left can only gain by what goes, so an old rank is a lower bound, and only the lowest rank
         # need be looked at again.
-        current = rank(victim)
+        current = order(victim)
         if heap and current > heap[0]:
             heappush(heap, current)
             continue

@@ -86,12 +86,20 @@ def plan_launch(
 
     *own_path* is the proxy's own slot_save_path, absolute, if it was given one.
     """
-    launch = Launch()
+    launch = Launch(slot_save_path=own_path or default_path)
     if _SAVE_PATH not in known:
         launch.conflicts.append(
             f"its --help does not name {_SAVE_PATH}: this is not llama-server, or has no slot saves"
         )
-    _place_states(launch, given, own_path, default_path, working_directory)
+    if theirs := given.get(_SAVE_PATH):
+        launch.slot_save_path = _absolute(theirs, working_directory)
+        if own_path and posixpath.normpath(own_path) != launch.slot_save_path:
+            launch.conflicts.append(
+                f"llama-server's {theirs} is not the proxy's slot_save_path {own_path}: give only one of "
+                "the two"
+            )
+    else:
+        launch.additions.append((_SAVE_PATH, launch.slot_save_path))
     _place_listener(launch, given, free_port)
     if key := given.get("--api-key"):
         launch.api_key = key.value.split(",")[0].strip() or None
@@ -112,24 +120,8 @@ def _add(launch: Launch, known: Collection[str], name: str, *values: str) -> boo
     return name in known
 
 
-def _place_states(
-    launch: Launch,
-    given: Mapping[str, Given],
-    own_path: str | None,
-    default_path: str,
-    working_directory: str,
-) -> None:
-    if (theirs := given.get(_SAVE_PATH)) is None:
-        launch.slot_save_path = own_path or default_path
-        launch.additions.append((_SAVE_PATH, launch.slot_save_path))
-        return
-    joined = posixpath.join(working_directory, theirs.value)
-    launch.slot_save_path = posixpath.normpath(joined)
-    if own_path and posixpath.normpath(own_path) != launch.slot_save_path:
-        launch.conflicts.append(
-            f"llama-server's {theirs} is not the proxy's slot_save_path {own_path}: give only one of the"
-            " two"
-        )
+def _absolute(path: Given, working_directory: str) -> str:
+    return posixpath.normpath(posixpath.join(working_directory, path.value))
 
 
 def _place_listener(launch: Launch, given: Mapping[str, Given], free_port: int) -> None:
@@ -197,8 +189,7 @@ def _keep_idle_slots(launch: Launch, given: Mapping[str, Given], known: Collecti
     ram = given.get("--cache-ram")
     if ram is None:
         _add(launch, known, "--cache-ram", "0")
-        return
-    if ram.value == "0":
+    if ram is None or ram.value == "0":
         return
     launch.warnings.append(
         f"{ram}: llama-server moves prompts between slots and its RAM cache behind the proxy's back, "
@@ -277,21 +268,20 @@ def heed_presets(
     for section, preset in presets.items():
         path, checkpoints = preset.get(_SAVE_PATH), preset.get(_CHECKPOINTS)
         if path and _SAVE_PATH not in flags and section != ALL_MODELS:
-            written = posixpath.normpath(posixpath.join(working_directory, path.value))
-            if written != launch.slot_save_path:
+            if _absolute(path, working_directory) != launch.slot_save_path:
                 launch.conflicts.append(
                     f"{path} is not {launch.slot_save_path}, where the proxy keeps the states of all "
                     "models: leave it out"
                 )
         if checkpoints and _CHECKPOINTS not in flags and checkpoints.value.isdecimal():
-            n_checkpoints = min(launch.n_context_checkpoints, int(checkpoints.value))
-            launch.n_context_checkpoints = n_checkpoints
-    for addition in list(launch.additions):
-        name, *values = addition
+            least = min(launch.n_context_checkpoints, int(checkpoints.value))
+            launch.n_context_checkpoints = least
+    for name, *values in launch.additions:
         if name in variables and name != "--port":
             switched = OFF if name.startswith("--no-") else ON
             launch.environment[variables[name]] = values[0] if values else switched
-            launch.additions.remove(addition)
+    left = [a for a in launch.additions if a[0] not in variables or a[0] == "--port"]
+    launch.additions = left
 
 
 def _flags(given: Mapping[str, Given]) -> dict[str, Given]:

@@ -87,9 +87,6 @@ class Family:
     session_id: int = 0
 
 
-NO_FAMILY = Family()
-
-
 class FilePart(NamedTuple):
     """A piece of a state file: its length and its xxh3-128 digest."""
 
@@ -139,7 +136,7 @@ class Checkpoint:
     is_pinned: bool = False
     marks: tuple[int, ...] = ()
     n_restores: int = 0
-    family: Family = NO_FAMILY
+    family: Family = Family()
     quarantine: Quarantine | None = None
     parts: tuple[FilePart, ...] = ()
     checksum: str = ""
@@ -232,10 +229,6 @@ class Prompt:
     @property
     def n_tokens(self) -> int:
         return len(self.tokens)
-
-    def fits(self, n_ctx: int) -> bool:
-        """Return whether a slot can take it; if not, it is refused and the slot stays as it is."""
-        return self.n_tokens < n_ctx
 
 
 class Outcome(StrEnum):

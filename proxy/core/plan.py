@@ -20,16 +20,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from proxy.core.cuts import SLACK_TOKENS, Stop, branch_of, choose_stops
-from proxy.core.model import (
-    NO_CUTS,
-    Candidate,
-    Checkpoint,
-    Cuts,
-    ExpectedState,
-    Prompt,
-    Rule,
-    SlotId,
-)
+from proxy.core.model import Candidate, Checkpoint, Cuts, ExpectedState, Prompt, Rule, SlotId
 from proxy.core.rates import Rates
 from proxy.core.rule import usable_tokens
 from proxy.core.saving import (
@@ -156,7 +147,7 @@ class Plan:
 
     option: StartOption
     stops: tuple[Stop, ...] = ()
-    cuts: Cuts = NO_CUTS
+    cuts: Cuts = Cuts()
     why: Why = Why.NOTHING_FOUND
     alternatives: tuple[StartOption, ...] = ()
     n_shared: int = 0
@@ -201,7 +192,7 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     """Return the cheapest plan over the free slots of *now*; None means that the request waits."""
     shared = {s.id: shared_tokens(s.content, prompt.tokens, prompt.namespace) for s in now.slots}
     free = [slot for slot in now.slots if not slot.is_leased]
-    if not prompt.fits(now.n_ctx):
+    if prompt.n_tokens >= now.n_ctx:
         refused = [_refused(prompt, now, slot, shared[slot.id]) for slot in free]
         easiest = min(refused, key=lambda o: (o.erases, o.total_seconds, o.slot_id), default=None)
         return Plan(easiest, cuts=prompt.cuts, why=Why.TOO_LONG) if easiest else None
@@ -238,13 +229,14 @@ def _options(
     content, rates = slot.content, now.rates
     erases = must_be_erased(now.rule, content, prompt.namespace, n_common)
     live = UseLive() if erases else live_reuse(now.rule, content, n_common, prompt.n_tokens)
-    going_on, filling = displace(prompt, now, slot, n_common, live.n_reused)
+    displacement = displace(prompt, now, slot, n_common, live.n_reused)
     seconds = rates.evaluation_seconds(live.n_reused, prompt.n_tokens)
-    yield StartOption(slot.id, live, seconds, going_on, erases)
+    yield StartOption(slot.id, live, seconds, displacement, erases)
+    displacement = displace(prompt, now, slot, n_common, None)
     for start in restores:
         seconds = rates.evaluation_seconds(start.n_reused, prompt.n_tokens)
         seconds += rates.restore_seconds(start.checkpoint.size_bytes, is_warm=start.is_warm)
-        yield StartOption(slot.id, start, seconds, filling, erases)
+        yield StartOption(slot.id, start, seconds, displacement, erases)
 
 
 def _refused(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> StartOption:
@@ -254,35 +246,25 @@ def _refused(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Start
 
 
 def displace(
-    prompt: Prompt, now: Situation, slot: Slot, n_common: int, n_reused: int
-) -> tuple[Displacement, Displacement]:
+    prompt: Prompt, now: Situation, slot: Slot, n_common: int, n_reused: int | None
+) -> Displacement:
     """Return what becomes of a slot's content, which shares *n_common* tokens, if *prompt* takes the slot.
 
-    The first result holds if the prompt goes on with *n_reused* tokens of what lies there, the second if
-    the slot is filled anew.
+    The prompt goes on with *n_reused* tokens of the content; None: the slot is filled anew.
     """
-    content = slot.content
+    content, rates = slot.content, now.rates
     if not isinstance(content, Known) or is_continued(content, prompt, n_common):
-        return NOTHING_DISPLACED, NOTHING_DISPLACED
-    size_bytes = state_bytes(now.sizes, content)
-    n_left_behind = min(content.n_unsaved, content.n_tokens - n_common)
-    return (
-        _displacement(now, slot, content, size_bytes, n_left_behind, n_reused),
-        _displacement(now, slot, content, size_bytes, content.n_unsaved, 0),
-    )
-
-
-def _displacement(
-    now: Situation, slot: Slot, content: Known, size_bytes: int, n_lost: int, n_reused: int
-) -> Displacement:
-    rates = now.rates
+        return NOTHING_DISPLACED
+    size_bytes, n_lost = state_bytes(now.sizes, content), content.n_unsaved
+    if n_reused is not None:
+        n_lost = min(n_lost, content.n_tokens - n_common)
     saves = (
         n_lost > MAX_LOST_TOKENS
         and is_write_back_due(now.rule, content)
         and is_worth_saving(content, n_lost, size_bytes, rates)
     )
     delay_seconds = rates.save_seconds(size_bytes) if saves else 0.0
-    remade_seconds = rates.evaluation_seconds(n_reused, content.n_tokens)
+    remade_seconds = rates.evaluation_seconds(n_reused or 0, content.n_tokens)
     if now.rule.can_restore and (saves or content.n_saved):
         restored_seconds = rates.restore_seconds(size_bytes, is_warm=True)
         if not saves:
@@ -419,10 +401,18 @@ def promising(
     return tuple(kept)
 
 
-def most_useful(rule: Rule, candidates: Iterable[Candidate], n_prompt: int) -> Candidate | None:
-    """Return the candidate that spares a prompt most; what it needs if it finds no live slot."""
-    return max(
-        candidates,
-        key=lambda c: usable_tokens(rule, c.checkpoint, c.n_common, n_prompt),
-        default=None,
-    )
+def most_useful(
+    rule: Rule, found: Iterable[Candidate], n_prompt: int
+) -> tuple[int, Checkpoint | None]:
+    """Return how many tokens the most useful of *found* saves a prompt, and which checkpoint that is.
+
+    *found* come longest common prefix first: a checkpoint saves no more tokens than it has in common.
+    """
+    n_best, best = 0, None
+    for candidate in found:
+        if candidate.n_common <= n_best:
+            break
+        n_usable = usable_tokens(rule, candidate.checkpoint, candidate.n_common, n_prompt)
+        if n_usable > n_best:
+            n_best, best = n_usable, candidate.checkpoint
+    return n_best, best

@@ -62,26 +62,18 @@ class Residents:
         return frozenset(by_use[:n_too_many])
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Which of those who wait go on now, by their places, and what is to be loaded for one that cannot."""
-
-    admitted: tuple[int, ...] = ()
-    load: str | None = None
-    leaving: frozenset[str] = frozenset()
-
-
 def next_step(
     waiting: Sequence[str], residents: Residents, *, kept_out: Collection[str] = ()
-) -> Step:
-    """Return what can be done for the requests that wait for these models, in arrival order.
+) -> tuple[list[int], str | None, frozenset[str]]:
+    """Return which requests go on now, which model to load (None: none), and which models leave for it.
 
+    *waiting* are the models of the requests in arrival order; requests are given by their index.
     *kept_out* are the models that are just being loaded or leave for one that is: nobody is admitted to
     them, and nothing else is loaded meanwhile.
     """
     admitted: list[int] = []
     closed = set(kept_out)
-    step = Step()
+    load, leaving = None, frozenset[str]()
     for place, model in enumerate(waiting):
         if model in closed:
             continue
@@ -89,14 +81,14 @@ def next_step(
             admitted.append(place)
             continue
         closed.add(model)
-        if kept_out or step.load is not None:
+        if kept_out or load is not None:
             continue
-        leaving = residents.leaving_for(model)
-        closed |= leaving
+        would_leave = residents.leaving_for(model)
+        closed |= would_leave
         users = {m for m, n in residents.n_users.items() if n} | {waiting[i] for i in admitted}
-        if leaving.isdisjoint(users):
-            step = Step(load=model, leaving=leaving)
-    return replace(step, admitted=tuple(admitted))
+        if would_leave.isdisjoint(users):
+            load, leaving = model, would_leave
+    return admitted, load, leaving
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ measurement was made. A caller of `usable_tokens` has compared the first n_commo
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -93,11 +93,6 @@ def judge(probes: Sequence[RestoreProbe]) -> Rule:
     rewinds = any(probe.rewinds for probe in probes)
     is_by_points = rewinds and all(probe.holds_at_points for probe in probes)
     return Rule(RuleKind.RESTORE_POINTS if is_by_points else RuleKind.END_ONLY, end_holds_from)
-
-
-def diverging_tells(probe_points: Iterable[int], has_every_position: bool, n_common: int) -> bool:
-    """Return whether a request that shares *n_common* tokens could reuse any of them."""
-    return has_every_position or any(point <= n_common for point in probe_points)
 
 
 class SelfTestResult(msgspec.Struct, frozen=True):

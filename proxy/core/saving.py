@@ -19,12 +19,13 @@ places: the header, the start of the turn, the end of the prompt, and, less and 
 turns began or prompts branched. Points that llama-server has dropped are taken from older files.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass, field
 from operator import add
 
 from proxy.core.cuts import SLACK_TOKENS, is_near
-from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, Rule, RuleKind
+from proxy.core.eviction import Present
+from proxy.core.model import Candidate, CheckpointId, CheckpointKind, Rule, RuleKind
 from proxy.core.rates import Rates
 from proxy.core.rule import highest_point
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Content, Known, Unknown, cut_to
@@ -172,11 +173,6 @@ def _is_kept(likelihood: float, n_before: int, point: int, size_bytes: int, rate
     return likelihood * spared_seconds >= copied_seconds
 
 
-def marks_left(checkpoint: Checkpoint) -> Iterator[int]:
-    """Yield the marks of a checkpoint that it can be continued at, or shortly before."""
-    return (mark for mark in checkpoint.marks if is_near(checkpoint.restore_points, mark))
-
-
 # How large a state will be, before it is saved: the upper bound that room is made for.
 
 
@@ -236,10 +232,18 @@ PLENTY_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class WantedSave:
-    """A save of at most *n_bytes*; `spared_seconds` is None where nobody knows what it would spare."""
+class Claim:
+    """A file of at most `n_bytes` that room is made for, with `present` to judge other files by.
+
+    `replaces` are the checkpoints that the file will make needless. `spared_seconds` is the time to
+    evaluate what only this file will have (None: not known). A passing file is deleted as soon as the
+    proxy has read it: meanwhile the free space may be short, and the write budget does not apply.
+    """
 
     n_bytes: int
+    present: Present
+    replaces: frozenset[CheckpointId] = frozenset()
+    is_passing: bool = False
     spared_seconds: float | None = None
 
 
@@ -261,11 +265,11 @@ class Written:
 
     hours: dict[int, Hour] = field(default_factory=dict)
 
-    def after(self, n_bytes: int, wanted: WantedSave, now: float) -> "Written":
-        """Return what was written once a save that was *wanted* has written *n_bytes*."""
+    def after(self, n_bytes: int, claim: Claim, now: float) -> "Written":
+        """Return what was written once the save of a *claim* has written *n_bytes*."""
         hour = Hour(n_bytes)
-        if wanted.spared_seconds is not None:
-            hour = Hour(n_bytes, wanted.n_bytes, wanted.spared_seconds)
+        if claim.spared_seconds is not None:
+            hour = Hour(n_bytes, claim.n_bytes, claim.spared_seconds)
         this, hours = int(now // 3600), self._last_day(now)
         return Written({**hours, this: hours.get(this, Hour()) + hour})
 
@@ -289,7 +293,7 @@ class Written:
 
 
 def why_refused(
-    wanted: WantedSave, written: Written, budget_bytes: int, now: float, pending_bytes: int = 0
+    claim: Claim, written: Written, budget_bytes: int, now: float, pending_bytes: int = 0
 ) -> str | None:
     """Return why a save is not made within *budget_bytes* a day (0: no limit), or None if it is.
 
@@ -298,16 +302,16 @@ def why_refused(
     if not budget_bytes:
         return None
     left_bytes = budget_bytes - written.last_day_bytes(now) - pending_bytes
-    if left_bytes <= 0 or wanted.n_bytes > left_bytes:
+    if left_bytes <= 0 or claim.n_bytes > left_bytes:
         return (
-            f"{wanted.n_bytes:,} bytes would be written, and {max(0, left_bytes):,} are left "
+            f"{claim.n_bytes:,} bytes would be written, and {max(0, left_bytes):,} are left "
             f"of max_write_bytes_per_day ({budget_bytes:,})"
         )
     needed = written.seconds_per_byte(now) * scarcity(left_bytes, budget_bytes)
-    if wanted.spared_seconds is None or wanted.spared_seconds >= needed * wanted.n_bytes:
+    if claim.spared_seconds is None or claim.spared_seconds >= needed * claim.n_bytes:
         return None
     return (
-        f"{wanted.n_bytes:,} bytes for {wanted.spared_seconds:.3g} s of evaluation are not worth it: "
+        f"{claim.n_bytes:,} bytes for {claim.spared_seconds:.3g} s of evaluation are not worth it: "
         f"{left_bytes:,} are left of max_write_bytes_per_day ({budget_bytes:,})"
     )
 

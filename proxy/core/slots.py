@@ -13,21 +13,10 @@ from typing import Any, TypeAlias
 
 from proxy.core.model import NO_CUTS, Checkpoint, CheckpointId, Cuts, Rule, RuleKind, SlotId
 from proxy.core.rule import highest_point
-from proxy.core.tokens import (
-    FIRST_BLOCK_TOKENS,
-    Namespace,
-    TokenIds,
-    common_prefix_length,
-    token_ids,
-)
+from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace, TokenIds, common_prefix_length
 
 MAX_CONTEXT_CHECKPOINTS = 32
 """llama-server's default of --ctx-checkpoints: how many a slot, and so a state file, has at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class Empty:
-    """The slot holds no tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +32,13 @@ class Origin:
 
 
 EVALUATED = Origin()
+
+
+@dataclass(frozen=True, slots=True)
+class Empty:
+    """The slot holds no tokens."""
+
+    origin: Origin = EVALUATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +92,6 @@ class Known:
 
 
 Content: TypeAlias = Empty | Unknown | Known
-
-
-def origin_of(content: Content) -> Origin:
-    """Return which files a slot's state goes back to."""
-    return EVALUATED if isinstance(content, Empty) else content.origin
 
 
 TAINTED = Unknown(None, can_be_adopted=False)
@@ -249,7 +240,7 @@ class SlotTable:
 
     def set_content(self, slot_id: SlotId, content: Content) -> None:
         """Record what a slot holds from now on; whatever ran in it has ended."""
-        if not self._damaged.isdisjoint(origin_of(content).ancestors):
+        if not self._damaged.isdisjoint(content.origin.ancestors):
             content = TAINTED
         sources = () if isinstance(content, Empty) else self._slots[slot_id].sources
         self._change(slot_id, content=content, is_running=False, is_ready=False, sources=sources)
@@ -357,9 +348,6 @@ MAX_MARKS = 32
 """More marks than context checkpoints in a file are not kept."""
 
 
-NOTHING_HELD = Known(token_ids(()), Namespace(b""))
-
-
 def cut_to(content: Known, n_tokens: int) -> Known:
     """Return *content* without what lies behind its first *n_tokens*, cuts included."""
     return replace(
@@ -421,7 +409,7 @@ def after_evaluation(
     the old content are gone; one is new, shortly before the prompt's end, if it lies *stride_tokens*
     behind the last. Only the newest *n_believed* are counted on.
     """
-    old, origin = NOTHING_HELD, origin_of(before)
+    old, origin = Known(tokens[:0], namespace), before.origin
     n_restored = min(origin.n_restored, len(tokens))
     if isinstance(before, Known) and before.namespace == namespace:
         n_kept = common_prefix_length(before.tokens, tokens)

@@ -35,11 +35,6 @@ def token_ids(values: Iterable[int]) -> TokenIds:
     return array("i", values)
 
 
-def tokens_to_bytes(tokens: TokenIds) -> bytes:
-    """Return the 4-byte native form in which token ids are stored."""
-    return tokens.tobytes()
-
-
 def tokens_from_bytes(data: bytes) -> TokenIds:
     """Return the token ids stored as *data*; raises ValueError if it is not a multiple of 4."""
     tokens = array("i")

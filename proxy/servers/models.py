@@ -230,11 +230,11 @@ class HostedModels(Watched):
             frozenset(self._together),
         )
         wanted = [waiting.model for waiting in self._waiting]
-        step = next_step(wanted, residents, kept_out=self._changing)
-        self._admit([self._waiting[place] for place in step.admitted])
-        if step.load is not None:
-            self._changing = step.leaving | {step.load}
-            self._change_under_way = self._tasks.start(self._change(step.load, step.leaving))
+        admitted, load, leaving = next_step(wanted, residents, kept_out=self._changing)
+        self._admit([self._waiting[place] for place in admitted])
+        if load is not None:
+            self._changing = leaving | {load}
+            self._change_under_way = self._tasks.start(self._change(load, leaving))
 
     def _admit(self, admitted: Iterable[_WaitingForModel]) -> None:
         for waiting in admitted:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import CAREFUL_RULE, CheckpointKind, Rule, RuleKind, SlotId
-from proxy.core.rule import RestoreProbe, SelfTestResult, diverging_tells, judge
+from proxy.core.rule import RestoreProbe, SelfTestResult, judge
 from proxy.core.slots import Empty, Unknown, choose_slot_to_empty
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from proxy.errors import UpstreamRefused
@@ -94,8 +94,8 @@ class SelfTest:
         # Only at the short length: a prompt of which nothing is reused is evaluated whole.
         if n_tokens == SHORT_TOKENS:
             requests += [text[: n_tokens + 1], text[:n_tokens], text[: n_tokens - 1]]
-        tells = diverging_tells(state.restore_points, state.has_every_position, n_common)
-        if n_tokens <= _DIVERGING_UP_TO_TOKENS and tells:
+        can_reuse = state.has_every_position or any(p <= n_common for p in state.restore_points)
+        if n_tokens <= _DIVERGING_UP_TO_TOKENS and can_reuse:
             requests.append(text[:n_common] + text[-BACK_TOKENS:])
         return [*requests, text[: n_tokens + _MORE_TOKENS]]
 

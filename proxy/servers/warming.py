@@ -16,7 +16,7 @@ import aiohttp
 
 from proxy.core.cuts import SLACK_TOKENS
 from proxy.core.model import Checkpoint, CheckpointKind, Prompt, Rule
-from proxy.core.rule import usable_tokens
+from proxy.core.plan import most_useful
 from proxy.core.slots import Content, Known, Unknown
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import CacheFault, ServerAway, UpstreamFault
@@ -118,7 +118,7 @@ class Warming:
                 raise NotWarmed("nothing is cached now: /health says why")
             prompt = await self._read(process, request)
             wanted = _wanted_tokens(prompt, is_whole=is_whole) - SLACK_TOKENS
-            n_usable, checkpoint = _best(process, prompt)
+            n_usable, checkpoint = _kept(process, prompt)
             if not (was_kept := n_usable >= wanted):
                 watch = process.tasks.start(_watch(process, prompt, on_progress))
                 try:
@@ -128,7 +128,7 @@ class Warming:
             on_progress(prompt.n_tokens, prompt.n_tokens)
             if not was_kept:
                 await _save(servers, prompt)
-                n_usable, checkpoint = _best(process, prompt)
+                n_usable, checkpoint = _kept(process, prompt)
         if checkpoint is None or n_usable < wanted:
             raise NotWarmed(_why_not_kept(process.rule, n_usable, wanted))
         return {
@@ -176,16 +176,10 @@ async def _save(servers: Sequence[Server], prompt: Prompt) -> None:
                         await process.finish(lease, save)
 
 
-def _best(process: Process, prompt: Prompt) -> tuple[int, Checkpoint | None]:
+def _kept(process: Process, prompt: Prompt) -> tuple[int, Checkpoint | None]:
     """Return how many tokens of a prompt can be restored at most, and from what."""
-    best: tuple[int, Checkpoint | None] = (0, None)
-    for found in process.store.find(prompt.namespace, prompt.tokens):
-        n_usable = usable_tokens(
-            process.rule, found.checkpoint, found.n_common, prompt.n_tokens + 1
-        )
-        if n_usable > best[0]:
-            best = n_usable, found.checkpoint
-    return best
+    found = process.store.find(prompt.namespace, prompt.tokens)
+    return most_useful(process.rule, found, prompt.n_tokens + 1)
 
 
 def _holds(prompt: Prompt, content: Content) -> bool:

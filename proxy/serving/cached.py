@@ -25,7 +25,6 @@ from proxy.core.slots import (
     after_evaluation,
     believed_after_shortfall,
     must_be_erased,
-    origin_of,
     shared_tokens,
 )
 from proxy.errors import (
@@ -149,9 +148,9 @@ class CachedRequest:
         self._account.move(plan)
 
     def _keep_most_useful(self, candidates: tuple[Candidate, ...]) -> None:
-        wanted = most_useful(self._process.rule, candidates, self._prompt.n_tokens)
+        _, wanted = most_useful(self._process.rule, candidates, self._prompt.n_tokens)
         if wanted is not None:
-            self._keep(wanted.checkpoint)
+            self._keep(wanted)
 
     def _keep(self, checkpoint: Checkpoint) -> None:
         self._kept.enter_context(self._process.store.keep(checkpoint))
@@ -293,7 +292,7 @@ class CachedRequest:
     def _abandon(self) -> None:
         """Leave the slot to what may still run in it; a save will tell how far that came."""
         for slot_id in self._lease.held:
-            origin = origin_of(self._process.slots[slot_id].content)
+            origin = self._process.slots[slot_id].content.origin
             content = Unknown(self._prompt.namespace, likely=self._prompt.tokens, origin=origin)
             self._process.slots.set_content(slot_id, content)
             winding_up = wind_up(self._process, slot_id, self._prompt.n_tokens)
@@ -329,7 +328,7 @@ class CachedRequest:
     def _held(self, before: Content, timings: Timings | None) -> Content:
         """Return what the slot holds now; it is unknown where the reply contradicts the prediction."""
         process, prompt, account = self._process, self._prompt, self._account
-        unknown = Unknown(prompt.namespace, origin=origin_of(before))
+        unknown = Unknown(prompt.namespace, origin=before.origin)
         if timings is None:
             return unknown
         account.add(timings)

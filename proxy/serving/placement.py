@@ -240,7 +240,7 @@ class SimilarRequest(CachedRequest):
         if not can_reuse:
             overwrite = self._process.overwrite(slot_id, self._prompt.namespace)
             await self._process.finish(self._lease, overwrite)
-        if not self._prompt.fits(self._process.n_ctx):
+        if self._prompt.n_tokens >= self._process.n_ctx:
             return await self._send_to_be_refused()
         hold = await self._await_turn()
         try:

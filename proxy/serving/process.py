@@ -30,9 +30,9 @@ from proxy.core.model import (
     SlotId,
     tenant_namespace,
 )
-from proxy.core.plan import Restore
+from proxy.core.plan import Restore, most_useful
 from proxy.core.rates import Rates
-from proxy.core.rule import SelfTestResult, usable_tokens
+from proxy.core.rule import SelfTestResult
 from proxy.core.saving import StateSize, expected_bytes, state_bytes
 from proxy.core.slots import (
     LOADING,
@@ -44,7 +44,6 @@ from proxy.core.slots import (
     SlotTable,
     Unknown,
     after_evaluation,
-    origin_of,
 )
 from proxy.core.tokens import Namespace
 from proxy.errors import (
@@ -164,15 +163,8 @@ class Process(Services):
         """Return how many tokens of a prompt the states of other tenants of this model would give."""
         tenants = {b"", *known_tenants(self.store.index, self.model_namespace)}
         others = {tenant_namespace(self.model_namespace, t) for t in tenants} - {prompt.namespace}
-        found = (
-            each
-            for other in islice(others, _MAX_OTHERS)
-            for each in self.store.find(other, prompt.tokens)
-        )
-        return max(
-            (usable_tokens(self.rule, c.checkpoint, c.n_common, prompt.n_tokens) for c in found),
-            default=0,
-        )
+        found = (self.store.find(t, prompt.tokens) for t in islice(others, _MAX_OTHERS))
+        return max((most_useful(self.rule, f, prompt.n_tokens)[0] for f in found), default=0)
 
     # What the index remembers of this model from one process to the next.
 
@@ -418,7 +410,7 @@ class Process(Services):
         """Evaluate a prompt up to one of its *cuts*; raises UpstreamFault."""
         before = self.slots[slot_id].content
         tokens = prompt.tokens[: stop.n_tokens]
-        evaluating = Unknown(prompt.namespace, likely=tokens, origin=origin_of(before))
+        evaluating = Unknown(prompt.namespace, likely=tokens, origin=before.origin)
         self.slots.set_content(slot_id, evaluating)
         try:
             timings = await self.upstream.evaluate(slot_id, tokens, headers)

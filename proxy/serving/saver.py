@@ -16,10 +16,9 @@ from pathlib import Path
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present
 from proxy.core.model import Checkpoint, CheckpointId, CheckpointKind, FilePart, SlotId
-from proxy.core.plan import promising
-from proxy.core.rule import usable_tokens
-from proxy.core.saving import StateSize, expected_bytes, extent_of
-from proxy.core.slots import Content, Empty, Known, origin_of
+from proxy.core.plan import most_useful
+from proxy.core.saving import Claim, StateSize, expected_bytes, extent_of
+from proxy.core.slots import Content, Empty, Known
 from proxy.core.tokens import Namespace
 from proxy.errors import WRITE_BUDGET, NoRoom, SaveRejected, UpstreamRefused
 from proxy.health import CannotCache
@@ -28,7 +27,6 @@ from proxy.llama.state_edits import NEEDED_BY_VERSIONS, repair_window
 from proxy.llama.state_file import StateFile, read_state_file
 from proxy.serving.process import Process
 from proxy.serving.shared import Services
-from proxy.store.catalogue import Claim
 from proxy.store.files import final_name_of, id_of
 
 RewriteStateFile = Callable[[Path], None]
@@ -74,7 +72,7 @@ class SavedSlot:
             marks=known.marks if known else (),
             parts=self.parts,
             verified_at=now,
-            ancestors=origin_of(content).ancestors,
+            ancestors=content.origin.ancestors,
         )
 
 
@@ -268,12 +266,9 @@ class Room:
         """
         if not isinstance(content, Known) or not self._process.store.writes.max_bytes_per_day:
             return None
-        rule, n_tokens = self._process.rule, content.n_tokens
-        found = promising(
-            rule, self._process.store.find(content.namespace, content.tokens), n_tokens + 1
-        )
-        covered = (usable_tokens(rule, c.checkpoint, c.n_common, n_tokens + 1) for c in found)
-        return self._process.rates.evaluation_seconds(max(covered, default=0), n_tokens)
+        found = self._process.store.find(content.namespace, content.tokens)
+        n_covered, _ = most_useful(self._process.rule, found, content.n_tokens + 1)
+        return self._process.rates.evaluation_seconds(n_covered, content.n_tokens)
 
     def _replaced_by(self, content: Content) -> frozenset[CheckpointId]:
         """Return the checkpoint that shares most with *content*: most often its own older state.

@@ -19,7 +19,7 @@ from proxy.core.saving import (
     points_of_others,
     select_points,
 )
-from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, believed_after_save, origin_of
+from proxy.core.slots import TAINTED, Content, Empty, Known, Unknown, believed_after_save
 from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace
 from proxy.errors import (
     CacheFault,
@@ -167,7 +167,7 @@ class SlotSaves:
         if n_tokens < FIRST_BLOCK_TOKENS or is_stored:
             self._note_saved(slot_id, content, namespace, state, None)
             return None
-        is_whole, ancestors = True, set(origin_of(content).ancestors)
+        is_whole, ancestors = True, set(content.origin.ancestors)
         if isinstance(content, Known):
             saved, is_whole = await self._thin(saved, content, kind, relatives, ancestors)
         new = saved.checkpoint(namespace, kind, content)
@@ -239,7 +239,7 @@ class SlotSaves:
         """Note what the slot holds, as its file told; that may have fewer points than the slot."""
         old = content
         if not isinstance(old, Known):
-            old = Known(state.tokens, namespace, origin=origin_of(content))
+            old = Known(state.tokens, namespace, origin=content.origin)
         now_held = replace(
             old,
             tokens=state.tokens,

@@ -24,7 +24,7 @@ from proxy.core.eviction import (
     value_seconds,
 )
 from proxy.core.model import Checkpoint, CheckpointId
-from proxy.core.saving import WantedSave, Written, scarcity, why_refused
+from proxy.core.saving import Claim, Written, scarcity, why_refused
 from proxy.core.tokens import Namespace, PrefixHash, TokenIds, hash_prefixes
 from proxy.errors import WRITE_BUDGET, NoRoom
 from proxy.store.index import Index
@@ -40,26 +40,6 @@ class Limits:
     max_bytes: int
     min_free_bytes: int = 0
     max_write_bytes_per_day: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """What room is made for: a file of at most *n_bytes*, seen from the *present*.
-
-    `replaces` are the checkpoints that it will make needless, `spared_seconds` what it would take to
-    evaluate what only this file will have (None: not known). A `passing` file is deleted as soon as it was
-    looked at; the free space may be short for so long, and what may be written in a day does not limit it.
-    """
-
-    n_bytes: int
-    present: Present
-    replaces: frozenset[CheckpointId] = frozenset()
-    is_passing: bool = False
-    spared_seconds: float | None = None
-
-    @property
-    def wanted(self) -> WantedSave:
-        return WantedSave(self.n_bytes, self.spared_seconds)
 
 
 _WRITTEN = "written"
@@ -90,7 +70,7 @@ class Budget:
         Raises NoRoom if it is too large in any case, or not worth what may still be written today.
         """
         limit, pending_bytes = self.max_bytes_per_day, self._unwritten_bytes
-        refusal = why_refused(claim.wanted, self._written, limit, time.time(), pending_bytes)
+        refusal = why_refused(claim, self._written, limit, time.time(), pending_bytes)
         if refusal and not claim.is_passing:
             raise NoRoom(WRITE_BUDGET, refusal)
         self._require_possible(claim.n_bytes)
@@ -149,7 +129,7 @@ class Budget:
         claim = self._claims.get(name)
         if claim is None or name in self._settled or not n_bytes:
             return lambda: None
-        self._written = self._written.after(n_bytes, claim.wanted, time.time())
+        self._written = self._written.after(n_bytes, claim, time.time())
         self.on_write(n_bytes)
         return partial(self._index.put_value, _WRITTEN, self._written)
 

@@ -30,7 +30,6 @@ from proxy.core.tokens import (
     count_blocks,
     hash_prefixes,
     tokens_from_bytes,
-    tokens_to_bytes,
 )
 from proxy.errors import IndexDamaged, StoreFault
 from proxy.store.files import is_state_name
@@ -164,7 +163,7 @@ class Index:
             for checkpoint, tokens, hashes in entries:
                 key = _ID.pack(checkpoint.id)
                 txn.put(key, msgspec.msgpack.encode(checkpoint), db=self._checkpoints)
-                txn.put(key, tokens_to_bytes(tokens), db=self._tokens)
+                txn.put(key, tokens.tobytes(), db=self._tokens)
                 for prefix_hash in hashes:
                     txn.put(prefix_hash, key, db=self._prefixes)
 

@@ -17,9 +17,10 @@ from typing import TypeVar
 
 from proxy.core.eviction import Present, Removal, family_of
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, Quarantine
+from proxy.core.saving import Claim
 from proxy.core.tokens import Namespace, TokenIds, count_blocks, hash_prefixes, token_ids
 from proxy.errors import NoRoom, StateDamaged, StoreFault
-from proxy.store.catalogue import Budget, Catalogue, Claim, Limits
+from proxy.store.catalogue import Budget, Catalogue, Limits
 from proxy.store.directory import StoreDirectory
 from proxy.store.files import FileStamp, Verification, temporary_name_of
 from proxy.store.index import Entry

@@ -19,7 +19,7 @@ from typing import IO
 import msgspec
 
 from proxy.core.model import Checkpoint
-from proxy.core.tokens import TokenIds, hash_prefixes, tokens_from_bytes, tokens_to_bytes
+from proxy.core.tokens import TokenIds, hash_prefixes, tokens_from_bytes
 from proxy.errors import CacheFault, StateFileMalformed, StoreFault
 from proxy.llama.state_file import read_state_file
 from proxy.store.directory import LOCK_NAME, StoreDirectory
@@ -103,7 +103,7 @@ def _write(tar: tarfile.TarFile, store: StoreDirectory, checkpoint: Checkpoint) 
     tokens, path = store.index.tokens(checkpoint.id), store.files.path(checkpoint.file_name)
     if tokens is None:
         raise StoreFault(f"the tokens of checkpoint {checkpoint.id:016x} are gone: run check")
-    _add(tar, tokens_name, tokens_to_bytes(tokens))
+    _add(tar, tokens_name, tokens.tobytes())
     if not store.files.is_intact(checkpoint.file_name, checkpoint.content):
         raise StoreFault(f"{path} is not what was saved: run check")
     with path.open("rb") as state:

@@ -8,8 +8,8 @@ from structlog.testing import capture_logs
 
 from proxy.core.eviction import Present, Removal
 from proxy.core.model import Checkpoint
+from proxy.core.saving import Claim
 from proxy.errors import NoRoom
-from proxy.store.catalogue import Claim
 from proxy.store.store import CheckpointStore
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig

@@ -10,8 +10,9 @@ import pytest
 
 from proxy.core.eviction import Present, Removal
 from proxy.core.model import Checkpoint, CheckpointId
+from proxy.core.saving import Claim
 from proxy.errors import NoRoom, StoreFault
-from proxy.store.catalogue import Claim, Limits
+from proxy.store.catalogue import Limits
 from proxy.store.files import StateFiles
 from proxy.store.index import Index
 from proxy.store.store import CheckpointStore

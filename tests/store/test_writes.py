@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from proxy.core.eviction import Present
+from proxy.core.saving import Claim
 from proxy.errors import WRITE_BUDGET, NoRoom
-from proxy.store.catalogue import Claim, Limits
+from proxy.store.catalogue import Limits
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import opened
 from tests.store.test_room import SIZE, claim, save

@@ -61,8 +61,7 @@ def displaced(
     sizes = sizes_of(size_bytes)
     now = Situation(rule, (slot,), (), rates, 100_000, now=idle_seconds, sizes=sizes)
     n_common = shared_tokens(content, prompt.tokens, prompt.namespace)
-    going_on, filling = displace(prompt, now, slot, n_common, n_reused or 0)
-    return filling if n_reused is None else going_on
+    return displace(prompt, now, slot, n_common, n_reused)
 
 
 TINY_TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(token_ids)

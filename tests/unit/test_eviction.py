@@ -15,7 +15,7 @@ from proxy.core.eviction import (
     Lineage,
     Present,
     choose_victims,
-    standing,
+    rank_of,
     value_seconds,
 )
 from proxy.core.model import Checkpoint, CheckpointId, CheckpointKind
@@ -49,8 +49,8 @@ class Shelf:
 
     def value(self, of: Checkpoint, present: Present = Present(NOW)) -> float:  # noqa: B008
         """Return the tokens that losing a checkpoint would cost."""
-        stretches = self.lineage.only_in(of.id, Gone())
-        return value_seconds(of, stretches, replace(present, rates=steady(1.0)))
+        lost = self.lineage.only_in(of.id, Gone())
+        return value_seconds(of, lost, replace(present, rates=steady(1.0)))
 
     def victims(self, n_bytes: int, present: Present = Present(NOW), **exempt: Any) -> list[int]:  # noqa: B008
         chosen = choose_victims(self.checkpoints, n_bytes, self.lineage, present, **exempt)
@@ -117,8 +117,8 @@ def test_value_of_another_models_state_is_a_share() -> None:
 def test_value_is_seconds_by_the_measured_rate() -> None:
     shelf = Shelf()
     stored = shelf.put(run_of(1280))
-    stretches = shelf.lineage.only_in(stored.id, Gone())
-    assert value_seconds(stored, stretches, Present(NOW, steady(100.0))) == pytest.approx(12.8)
+    lost = shelf.lineage.only_in(stored.id, Gone())
+    assert value_seconds(stored, lost, Present(NOW, steady(100.0))) == pytest.approx(12.8)
 
 
 def test_choose_victims_within_the_budget_chooses_none() -> None:
@@ -250,10 +250,10 @@ def test_value_only_grows_as_others_go_and_shrinks_with_time(
     for other in (None, *data.draw(st.permutations(others))):
         if other is not None:
             gone.update(shelf.lineage.points(other.id))
-        stretches = shelf.lineage.only_in(one.id, gone)
-        values.append(value_seconds(one, stretches, Present(NOW)))
-        places.append(standing(one, stretches, Present(NOW)))
-        assert value_seconds(one, stretches, Present(NOW + 60)) <= values[-1]
+        lost = shelf.lineage.only_in(one.id, gone)
+        values.append(value_seconds(one, lost, Present(NOW)))
+        places.append(rank_of(one, lost, Present(NOW)))
+        assert value_seconds(one, lost, Present(NOW + 60)) <= values[-1]
     assert values == sorted(values) and places == sorted(places)
     assert values[-1] > 0  # alone, every state is worth something
 

@@ -11,13 +11,12 @@ from proxy.core.model import CheckpointId, CheckpointKind
 from proxy.core.rates import Rates
 from proxy.core.saving import (
     OLDER_PLACE_SHARE,
-    marks_left,
     places_of,
     points_of_others,
     select_points,
 )
 from proxy.core.slots import Known
-from tests.unit.builders import NAMESPACE, candidate, checkpoint, run_of, steady
+from tests.unit.builders import NAMESPACE, candidate, run_of, steady
 
 CONVERSATION = CheckpointKind.CONVERSATION
 FIRST, SECOND = CheckpointId(1), CheckpointId(2)
@@ -221,12 +220,3 @@ def test_select_points_that_cost_more_never_keeps_more_of_them(
     )
     if own:  # the sizes are those of its own
         assert len(costly) <= len(cheap)
-
-
-# What is left of a file's marks.
-
-
-def test_marks_left_are_those_that_a_state_can_be_continued_at() -> None:
-    points = (195, 700 - SLACK_TOKENS, 1100 - SLACK_TOKENS - 1)
-    state = checkpoint(2000, restore_points=points, marks=(200, 700, 1100, 1500))
-    assert list(marks_left(state)) == [200, 700]

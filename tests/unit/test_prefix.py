@@ -16,7 +16,6 @@ from proxy.core.tokens import (
     hash_prefixes,
     token_ids,
     tokens_from_bytes,
-    tokens_to_bytes,
 )
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, run_of
 
@@ -96,7 +95,7 @@ def test_hash_prefixes_in_another_namespace_differ_for_every_block() -> None:
 
 @given(st.lists(TOKEN))
 def test_tokens_from_bytes_of_stored_tokens_gives_them_back(values: list[int]) -> None:
-    assert list(tokens_from_bytes(tokens_to_bytes(token_ids(values)))) == values
+    assert list(tokens_from_bytes(token_ids(values).tobytes())) == values
 
 
 def test_tokens_from_bytes_of_a_cut_off_token_raises_value_error() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from proxy.core.model import NO_RULE, Rule, RuleKind
-from proxy.core.rule import RestoreProbe, diverging_tells, judge
+from proxy.core.rule import RestoreProbe, judge
 
 N_BACK = 20
 
@@ -110,9 +110,3 @@ def test_judge_of_a_repeated_prompt_that_reuses_too_little_is_not_any_prefix() -
 def test_judge_of_a_repeated_prompt_that_misses_its_context_checkpoint_is_end_only() -> None:
     forgetful = probe(64, 64, points=(60,), reused_same=0)
     assert judge([forgetful, *RECURRENT[1:]]) == Rule(RuleKind.END_ONLY)
-
-
-def test_diverging_request_tells_nothing_where_nothing_could_be_reused() -> None:
-    assert not diverging_tells((2196,), False, 2180)
-    assert diverging_tells((1684, 2196), False, 2180)
-    assert diverging_tells((), True, 44)

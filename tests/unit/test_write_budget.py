@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.saving import PLENTY_SHARE, WINDOW_HOURS, WantedSave, Written, scarcity, why_refused
+from proxy.core.eviction import Present
+from proxy.core.saving import PLENTY_SHARE, WINDOW_HOURS, Claim, Written, scarcity, why_refused
 
 HOUR = 3600.0
 DAY = WINDOW_HOURS * HOUR
@@ -14,18 +15,22 @@ BUDGET = 1000
 NOTHING = Written()
 
 
-def worth(n_bytes: int, seconds_per_byte: float) -> WantedSave:
-    return WantedSave(n_bytes, n_bytes * seconds_per_byte)
+def claim(n_bytes: int, spared_seconds: float | None = None) -> Claim:
+    return Claim(n_bytes, Present(NOW), spared_seconds=spared_seconds)
 
 
-def after(*saves: WantedSave, now: float = NOW) -> Written:
+def worth(n_bytes: int, seconds_per_byte: float) -> Claim:
+    return claim(n_bytes, n_bytes * seconds_per_byte)
+
+
+def after(*saves: Claim, now: float = NOW) -> Written:
     written = NOTHING
     for wanted in saves:
         written = written.after(wanted.n_bytes, wanted, now)
     return written
 
 
-def is_made(wanted: WantedSave, written: Written, now: float = NOW, pending_bytes: int = 0) -> bool:
+def is_made(wanted: Claim, written: Written, now: float = NOW, pending_bytes: int = 0) -> bool:
     return why_refused(wanted, written, BUDGET, now, pending_bytes) is None
 
 
@@ -53,7 +58,7 @@ def test_save_of_a_state_for_a_few_new_tokens_is_refused_before_that_of_a_new_co
     None
 ):
     written = after(worth(400, 0.02), worth(300, 0.01))
-    again, new = WantedSave(100, 0.1), WantedSave(100, 3.0)
+    again, new = claim(100, 0.1), claim(100, 3.0)
     refusal = why_refused(again, written, BUDGET, NOW)
     assert refusal is not None and "not worth it" in refusal
     assert is_made(new, written)
@@ -71,10 +76,10 @@ def test_saves_under_way_count_as_written() -> None:
 
 
 def test_save_of_unknown_worth_is_made_while_there_is_room_and_leaves_the_average_alone() -> None:
-    written = after(worth(600, 0.01), WantedSave(300))
+    written = after(worth(600, 0.01), claim(300))
     assert written.last_day_bytes(NOW) == 900
     assert written.seconds_per_byte(NOW) == pytest.approx(0.01)
-    assert is_made(WantedSave(100), written) and not is_made(WantedSave(101), written)
+    assert is_made(claim(100), written) and not is_made(claim(101), written)
 
 
 def test_what_was_written_a_day_ago_counts_no_more() -> None:
@@ -82,19 +87,19 @@ def test_what_was_written_a_day_ago_counts_no_more() -> None:
     assert written.last_day_bytes(NOW + DAY) == 700, "its hour is not over yet"
     assert written.last_day_bytes(NOW + DAY + HOUR) == 0
     assert written.seconds_per_byte(NOW + DAY + HOUR) == 0
-    later = written.after(10, WantedSave(10), NOW + DAY + HOUR)
+    later = written.after(10, claim(10), NOW + DAY + HOUR)
     assert len(later.hours) == 1, "nor is it kept"
 
 
 def test_clock_that_was_set_back_does_not_hold_up_saves_for_longer_than_a_day() -> None:
     written = after(worth(700, 0.01), now=NOW + 1000 * DAY)
     assert written.last_day_bytes(NOW) == 700
-    settled = written.after(10, WantedSave(10), NOW)
+    settled = written.after(10, claim(10), NOW)
     assert settled.last_day_bytes(NOW + DAY + HOUR) == 0
 
 
 def test_written_survives_being_written_down() -> None:
-    written = after(worth(700, 0.01)).after(5, WantedSave(5), NOW + HOUR)
+    written = after(worth(700, 0.01)).after(5, claim(5), NOW + HOUR)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(written), type=Written) == written
 
 
@@ -116,7 +121,7 @@ def test_no_24_hours_ever_see_more_written_than_the_budget(
     written, now, made = NOTHING, NOW, list[tuple[float, int]]()
     for n_at_most, seconds, passes, share in saves:
         now += passes
-        wanted = WantedSave(n_at_most, seconds)
+        wanted = claim(n_at_most, seconds)
         if is_made(wanted, written, now):
             n_bytes = int(n_at_most * share)
             written = written.after(n_bytes, wanted, now)
