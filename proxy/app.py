@@ -19,8 +19,8 @@ from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, SlotState, state_of
 from proxy.core.tokens import TokenIds
 from proxy.errors import StoreFault, StoreLocked
 from proxy.explain.causes import Cause
-from proxy.explain.report import Journal, Keep, Report
-from proxy.health import Degradations, Faults
+from proxy.explain.report import Journal, Keep
+from proxy.health import Degradations
 from proxy.llama.client import LlamaServer, new_session
 from proxy.llama.routes import Target, parse_aliases
 from proxy.log import get_logger
@@ -29,7 +29,7 @@ from proxy.servers.pool import Pool
 from proxy.servers.server import Server
 from proxy.serving.process import Process
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
-from proxy.serving.shared import NewestProcesses, Shared, note_quarantined
+from proxy.serving.shared import Shared, new_shared, note_quarantined
 from proxy.settings import Settings, parse_list, parse_urls, split_address
 from proxy.store.catalogue import Limits
 from proxy.store.files import is_private
@@ -86,11 +86,7 @@ async def run_proxy(
     metrics.build_info.labels(__version__).set(1)
     degradations = Degradations(metrics)
     store = open_store(settings, degradations)
-    journal = Journal(Keep(settings.explain_keep))
-    report = Report(metrics, journal)
-    shared = Shared(
-        store, metrics, Faults(metrics), degradations, report, journal, Tasks(), NewestProcesses()
-    )
+    shared = new_shared(store, metrics, degradations, Journal(Keep(settings.explain_keep)))
     rebuilding = Tasks()
     try:
         if store is not None and store.rebuild_reason:
@@ -155,8 +151,17 @@ async def _rebuild(store: CheckpointStore, degradations: Degradations) -> None:
 @asynccontextmanager
 async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterator[Running]:
     connect_gauges(shared, pool)
-    operators = _operators(settings, shared, pool)
-    clients = _clients(settings, shared, pool)
+    aliases, page = parse_aliases(settings.aliases), LivePage(Looks(shared, pool))
+    own_hosts = (split_address(settings.admin)[0], *parse_list(settings.admin_hosts))
+    middlewares = [only_own_pages(*own_hosts)]
+    operators = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
+    operators.add_routes([*Admin(shared, pool, aliases).routes(), *page.routes()])
+    operators.on_shutdown.append(page.stop)
+    unread = Unread(shared.metrics)
+    front = Front(pool, shared.report, unread, settings.max_requests, aliases)
+    clients = web.Application(client_max_size=MAX_BODY_BYTES)
+    clients.router.add_route("*", "/{path:.*}", front.handle)
+    clients.on_shutdown.append(unread.stop)
     # In reverse order of leaving: stop listening, then save, then stop watching.
     async with pool.followed():
         try:
@@ -175,32 +180,6 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
                 await pool.stabilizing.keep()
             finally:
                 await shared.tasks.drain(0)
-
-
-def _operators(settings: Settings, shared: Shared, pool: Pool) -> web.Application:
-    """Return what the admin listener serves."""
-    admin = Admin(shared, pool, parse_aliases(settings.aliases))
-    page = LivePage(Looks(shared, pool))
-    own_hosts = (split_address(settings.admin)[0], *parse_list(settings.admin_hosts))
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[only_own_pages(*own_hosts)])
-    app.add_routes([*admin.routes(), *page.routes()])
-    app.on_shutdown.append(page.stop)
-    return app
-
-
-def _clients(settings: Settings, shared: Shared, pool: Pool) -> web.Application:
-    """Return what the listener for clients serves."""
-    front = Front(
-        pool,
-        shared.report,
-        unread := Unread(shared.metrics),
-        max_requests=settings.max_requests,
-        aliases=parse_aliases(settings.aliases),
-    )
-    app = web.Application(client_max_size=MAX_BODY_BYTES)
-    app.router.add_route("*", "/{path:.*}", front.handle)
-    app.on_shutdown.append(unread.stop)
-    return app
 
 
 @asynccontextmanager

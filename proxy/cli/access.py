@@ -52,8 +52,7 @@ class RunningProxy:
     def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> Deleted:
         """Delete a checkpoint; it may have been pinned, used or deleted since it was listed."""
         path, query = f"/checkpoints/{checkpoint.id}", {"pinned": str(with_pinned)}
-        with self._reply("DELETE", path, query, refusals=(404, 409)) as reply:
-            return Deleted(0, 0) if reply.status == 404 else self._decode(reply.read(), Deleted)
+        return self.ask("DELETE", path, Deleted, query, refusals=(404, 409))
 
     def purge(self, selection: Selection, *, is_dry_run: bool) -> Deleted:
         query = {
@@ -66,10 +65,15 @@ class RunningProxy:
         return self.ask("DELETE", "/checkpoints", Deleted, query)
 
     def ask(
-        self, method: str, path: str, type_: type[T], query: Mapping[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        type_: type[T],
+        query: Mapping[str, str] | None = None,
+        refusals: tuple[int, ...] = (),
     ) -> T:
-        """Return what a request is answered with."""
-        with self._reply(method, path, query) as reply:
+        """Return the answer to a request; an error exits unless its status is one of *refusals*."""
+        with self._reply(method, path, query, refusals=refusals) as reply:
             return self._decode(reply.read(), type_)
 
     def raw(self, method: str, path: str) -> bytes:
@@ -109,7 +113,12 @@ class RunningProxy:
                     fail(_complaint(reply.read()), status)
                 yield reply
         except (HTTPException, OSError) as error:
-            self._fail_unreachable(error)
+            fail(
+                f"no proxy answers at http://{self.address} ({error}). If one runs with another `admin`,"
+                " give --admin http://HOST:PORT; if none runs, most commands take --slot-save-path"
+                " DIRECTORY",
+                EXIT_UNAVAILABLE,
+            )
 
     def _decode(self, body: bytes, type_: type[T]) -> T:
         try:
@@ -119,13 +128,6 @@ class RunningProxy:
 
     def fail_foreign(self) -> NoReturn:
         fail(f"what answers at http://{self.address} is not llama-prefix-cache", EXIT_UNAVAILABLE)
-
-    def _fail_unreachable(self, error: Exception) -> NoReturn:
-        fail(
-            f"no proxy answers at http://{self.address} ({error}). If one runs with another `admin`, give"
-            " --admin http://HOST:PORT; if none runs, most commands take --slot-save-path DIRECTORY",
-            EXIT_UNAVAILABLE,
-        )
 
 
 def _complaint(body: bytes) -> str:
@@ -181,29 +183,14 @@ def with_proxy(command: Command) -> Command:
     @config_option
     @json_option
     @functools.wraps(command)
-    def run(admin: str | None, config: Path | None, **arguments: Any) -> None:
-        command(_running_proxy(admin, config), **arguments)
-
-    return run
-
-
-def with_store(command: Command) -> Command:
-    """Give a command a store as its first argument, and the options that say which."""
-
-    @_admin_option
-    @click.option(
-        "--slot-save-path",
-        type=click.Path(path_type=Path),
-        help="Work on this directory itself, while no proxy uses it.",
-    )
-    @config_option
-    @json_option
-    @functools.wraps(command)
     def run(
-        admin: str | None, slot_save_path: Path | None, config: Path | None, **arguments: Any
+        admin: str | None, config: Path | None, slot_save_path: Path | None = None, **arguments: Any
     ) -> None:
         if slot_save_path is None:
-            command(_running_proxy(admin, config), **arguments)
+            given = {"admin": admin.removeprefix("http://").rstrip("/") if admin else None}
+            # A proxy is asked without its directory.
+            settings = settings_of({"slot_save_path": ".", **given}, config)
+            command(RunningProxy(reachable(settings.admin)), **arguments)
             return
         if admin is not None:
             fail("--admin and --slot-save-path are two stores: give one", EXIT_USAGE)
@@ -211,6 +198,16 @@ def with_store(command: Command) -> Command:
             command(DirectoryStore(store), **arguments)
 
     return run
+
+
+def with_store(command: Command) -> Command:
+    """Give a command a store as its first argument: that of a running proxy, or of a directory."""
+    option = click.option(
+        "--slot-save-path",
+        type=click.Path(path_type=Path),
+        help="Work on this directory itself, while no proxy uses it.",
+    )
+    return option(with_proxy(command))
 
 
 def with_directory(command: Command) -> Command:
@@ -224,13 +221,6 @@ def with_directory(command: Command) -> Command:
         command(settings_of({"slot_save_path": slot_save_path}, config), **arguments)
 
     return run
-
-
-def _running_proxy(admin: str | None, config: Path | None) -> RunningProxy:
-    """Return the proxy of --admin, LLAMA_PREFIX_CACHE_ADMIN, the file or the default."""
-    given = {"admin": admin.removeprefix("http://").rstrip("/") if admin else None}
-    # A proxy is asked without its directory.
-    return RunningProxy(reachable(settings_of({"slot_save_path": ".", **given}, config).admin))
 
 
 @contextmanager
@@ -248,7 +238,7 @@ def opened(
             EXIT_UNAVAILABLE,
         )
     except (StoreFault, OSError) as fault:
-        fail(fault, EXIT_FAILED)
+        fail(fault)
 
 
 # Which checkpoints a few hex digits or a model's name stand for.
@@ -270,14 +260,14 @@ def named(text: str, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedChec
                 found.setdefault(node_id, []).append(checkpoint)
     if of_model:
         if any(below != of_model for below in found.values()):
-            fail(f"{text!r} is a model's name and begins ids, too: give more digits", EXIT_FAILED)
+            fail(f"{text!r} is a model's name and begins ids, too: give more digits")
         return of_model
     if len(text) < _MIN_DIGITS:
-        fail(f"{text!r} is too short: give {_MIN_DIGITS} digits of an id at least", EXIT_FAILED)
+        fail(f"{text!r} is too short: give {_MIN_DIGITS} digits of an id at least")
     if len(found) != 1:
         many = f"{len(found)} ids begin with {text!r}: give more digits"
         none = f"no model is called {text!r}, and no id begins so: see ls"
-        fail(many if found else none, EXIT_FAILED)
+        fail(many if found else none)
     return next(iter(found.values()))
 
 

@@ -14,14 +14,7 @@ from typing import Any, NoReturn, get_args
 import click
 import msgspec
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -48,7 +41,7 @@ EXIT_CUT_SHORT = 130
 """A signal cut the work, or the end of it, short."""
 
 
-def fail(complaint: object, exit_status: int) -> NoReturn:
+def fail(complaint: object, exit_status: int = EXIT_FAILED) -> NoReturn:
     """Say on stderr what is wrong, and exit."""
     click.echo(f"llama-prefix-cache: {complaint}", err=True)
     sys.exit(exit_status)
@@ -86,8 +79,14 @@ def table_of(rows: Iterable[Iterable[str | Text]]) -> Table:
     return table
 
 
-def print_json(content: object) -> None:
-    click.echo(msgspec.json.format(msgspec.json.encode(content)).decode())
+def answer(content: object, shown: object, *, as_json: bool) -> None:
+    """Print *content* as JSON for programs, or *shown*, lines or a renderable of rich, for people."""
+    if as_json:
+        click.echo(msgspec.json.format(msgspec.json.encode(content)).decode())
+    elif isinstance(shown, str):
+        click.echo(shown)
+    else:
+        console().print(shown, soft_wrap=isinstance(shown, Text))
 
 
 def checkpoints_in_words(n_checkpoints: int, n_bytes: int) -> str:
@@ -111,13 +110,11 @@ def age_seconds(text: str) -> int:
 
 
 @contextmanager
-def progress(what: str, total: int | None, *, of_bytes: bool = True) -> Iterator[Any]:
+def progress(what: str, total: int | None) -> Iterator[Any]:
     """Show on a terminal how much of *total* is done; yields what `rich` calls update for a task."""
-    count = DownloadColumn() if of_bytes else MofNCompleteColumn()
-    columns = (TextColumn(what), BarColumn(), count, TimeRemainingColumn())
     shown = Console(stderr=True)
-    with Progress(*columns, console=shown, disable=not shown.is_terminal, transient=True) as bar:
-        yield partial(bar.update, bar.add_task("", total=total))
+    with Progress(console=shown, disable=not shown.is_terminal, transient=True) as bar:
+        yield partial(bar.update, bar.add_task(what, total=total))
 
 
 # Options.
@@ -126,13 +123,16 @@ def progress(what: str, total: int | None, *, of_bytes: bool = True) -> Iterator
 Command = Callable[..., Any]
 
 
-def setting_options(*, without: tuple[str, ...] = ()) -> Callable[[Command], Command]:
-    """Give a command one option for each setting, and --config."""
+def setting_options(*names: str) -> Callable[[Command], Command]:
+    """Give a command one option for each of the settings *names*, all of them by default, and --config.
+
+    A settings file may set the other settings too: one file serves all commands.
+    """
 
     def decorate(command: Command) -> Command:
         command = config_option(command)
         for field in reversed(msgspec.structs.fields(Settings)):
-            if field.name not in without:
+            if not names or field.name in names:
                 command = _setting_option(field)(command)
         return command
 

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import click
 import msgspec
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, Group
+from rich.table import Column, Table
 from rich.text import Text
 
 from proxy.cli.common import (
@@ -19,10 +19,10 @@ from proxy.cli.common import (
     EXIT_FAILED,
     EXIT_UNAVAILABLE,
     EXIT_USAGE,
+    answer,
     console,
     fail,
     json_option,
-    print_json,
     setting_options,
     settings_of,
     table_of,
@@ -35,7 +35,7 @@ from proxy.errors import CacheFault, StoreLocked, UpstreamUnreachable
 from proxy.llama.client import LlamaServer, new_session
 from proxy.llama.routes import Target
 from proxy.log import configure_logging
-from proxy.settings import NAMES, size_in_words
+from proxy.settings import size_in_words
 
 T = TypeVar("T")
 
@@ -49,17 +49,10 @@ _SHOWN = {
 }
 
 
-def _all_settings_but(*wanted: str) -> tuple[str, ...]:
-    """Return the settings that a command has no flags for; it takes them from a file and ignores them."""
-    return tuple(name for name in NAMES if name not in wanted)
-
-
 @click.command()
 @setting_options(
-    without=_all_settings_but(
-        *("upstream", "slot_save_path", "upstream_api_key", "admin"),
-        *("max_store_bytes", "min_free_bytes", "idle_save_seconds"),
-    )
+    *("upstream", "slot_save_path", "upstream_api_key", "admin"),
+    *("max_store_bytes", "min_free_bytes", "idle_save_seconds"),
 )
 @click.option(
     "--model", metavar="NAME", help="At a router or llama-swap: examine only this one, and load it."
@@ -80,10 +73,7 @@ def doctor(config: Path | None, model: str | None, as_json: bool, **flags: Any) 
     settings = settings_of(flags, config)
     configure_logging("critical", "console")  # what an attach would log is reported
     setup = _until_interrupted(lambda note: examine(settings, model=model or "", note=note))
-    if as_json:
-        print_json(json_report(setup))
-    else:
-        click.echo(report(setup, console()))
+    answer(json_report(setup), report(setup, console()), as_json=as_json)
     sys.exit(exit_status(findings_of(setup)))
 
 
@@ -158,7 +148,7 @@ _LENGTHS = "1000,4000,16000"
     "--model", metavar="NAME", help="At a router or llama-swap: measure this one, and load it."
 )
 @click.option("--tokens", default=_LENGTHS, help=f"Lengths of prompts. [{_LENGTHS}]")
-@setting_options(without=_all_settings_but("slot_save_path", "upstream_api_key"))
+@setting_options("slot_save_path", "upstream_api_key")
 @json_option
 def bench(
     url: str, model: str | None, tokens: str, config: Path | None, as_json: bool, **flags: Any
@@ -196,20 +186,16 @@ def bench(
     except UpstreamUnreachable as fault:
         fail(f"llama-server at {url} does not answer: {fault}", EXIT_UNAVAILABLE)
     except (CacheFault, OSError) as fault:
-        fail(fault, EXIT_FAILED)
-    if as_json:
-        print_json(measured)
-    else:
-        _tell(measured)
+        fail(fault)
+    answer(measured, _table(measured), as_json=as_json)
     if not measured.gains or not all(gain.is_reused for gain in measured.gains):
         sys.exit(EXIT_FAILED)
 
 
-def _tell(measured: Measured) -> None:
+def _table(measured: Measured) -> Group:
     names = ("prompt", "cold", "hot", "restored", "of that the restore", "sooner", "state", "save")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in names:
-        table.add_column(name, justify="right")
+    columns = (Column(name, justify="right") for name in names)
+    table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for gain in measured.gains:
         sooner = f"{gain.cold_seconds / max(1e-6, gain.restored_seconds):.1f} times"
         seconds = (gain.cold_seconds, gain.hot_seconds, gain.restored_seconds, gain.restore_seconds)
@@ -220,9 +206,9 @@ def _tell(measured: Measured) -> None:
             size_in_words(gain.size_bytes),
             f"{gain.save_seconds:.2f} s",
         )
-    shown = console()
-    shown.print(f"{measured.model} on {measured.build}\n")
-    shown.print(table)
+    shown = Group(Text(f"{measured.model} on {measured.build}\n"), table)
     if measured.left_out:
         lengths = ", ".join(f"{n:,}" for n in measured.left_out)
-        shown.print(f"\nLeft out, for a slot has {measured.n_ctx:,} tokens: {lengths}")
+        words = f"\nLeft out, for a slot has {measured.n_ctx:,} tokens: {lengths}"
+        shown.renderables.append(Text(words))
+    return shown

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.text import Text
 
 from proxy.cli.access import RunningProxy, Store, with_proxy, with_store
-from proxy.cli.common import age_in_words, checkpoints_in_words, console, print_json, table_of
+from proxy.cli.common import age_in_words, answer, checkpoints_in_words, table_of
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
 from proxy.explain.explanation import Explanation, Nearest, RequestRecord
@@ -44,16 +44,14 @@ def stats(store: Store, as_json: bool) -> None:
             max_bytes = int(samples["checkpoint_limit_bytes"][""])
             health, query = store.ask("GET", "/health", _Facts), {"limit": "1000000"}
             requests = store.ask("GET", "/requests", dict[str, list[RequestRecord]], query)
-            rows = [*server_rows(health, requests["requests"])]
-            rows += _brought_rows(health["state"], samples)
+            rows = [*server_rows(health, requests["requests"]), ("", "")]
+            rows += [("since start", f"the proxy is {health['state']}"), *_brought_rows(samples)]
         except (ValueError, KeyError):
             store.fail_foreign()
     stored = summary(store.checkpoints(), max_bytes)
-    if as_json:
-        brought = {name: values.get("", values) for name, values in samples.items()} or None
-        print_json({"store": stored, "health": health, "since_start": brought})
-    else:
-        console().print(table_of([*_stored_rows(stored), *rows]))
+    brought = {name: values.get("", values) for name, values in samples.items()} or None
+    content = {"store": stored, "health": health, "since_start": brought}
+    answer(content, table_of([*_stored_rows(stored), *rows]), as_json=as_json)
 
 
 def summary(checkpoints: Sequence[ListedCheckpoint], max_bytes: int | None) -> _Facts:
@@ -121,34 +119,29 @@ def read_samples(exposition: str) -> Samples:
     return dict(samples)
 
 
-def _brought_rows(state: str, samples: Samples) -> Iterator[Row]:
+def _brought_rows(samples: Samples) -> Iterator[Row]:
     """Yield what became of requests since the proxy started."""
+
+    def total(name: str) -> float:
+        return sum(samples[name].values())
+
     requests, tokens = samples["requests_total"], samples["prompt_tokens_total"]
     outcomes = ", ".join(f"{n:.0f} {outcome}" for outcome, n in requests.items() if n)
-    share = _share(tokens["reused"], tokens["evaluated"])
-    evaluation_seconds = samples["evaluation_seconds_total"][""]
-    n_restored, restore_seconds = samples["restores_total"]["done"], samples["restore_seconds_sum"]
-    saved, missed = samples["saved_seconds_total"], samples.get("missed_tokens_total", {})
+    yield "requests", f"{total('requests_total'):,.0f} ({outcomes or 'none yet'})"
+    reused = f"{tokens['reused']:,.0f} reused ({_share(tokens['reused'], tokens['evaluated'])})"
+    seconds = total("evaluation_seconds_total")
+    yield "prompt tokens", f"{reused}, {tokens['evaluated']:,.0f} evaluated in {seconds:.1f} s"
+    n_restores, n_tokens = samples["restores_total"]["done"], total("restored_tokens_total")
+    seconds = total("restore_seconds_sum")
+    yield "restores", f"{n_restores:.0f} in {seconds:.1f} s: {n_tokens:,.0f} tokens"
     # Restores may have cost more than they spared.
-    saved_seconds = saved["live"] + saved["restored"] - samples["lost_seconds_total"][""]
-    causes = sorted(((n, cause) for cause, n in missed.items() if n), reverse=True)
-    yield "", ""
-    yield "since start", f"the proxy is {state}"
-    yield "requests", f"{sum(requests.values()):,.0f} ({outcomes or 'none yet'})"
-    yield (
-        "prompt tokens",
-        f"{tokens['reused']:,.0f} reused ({share}), {tokens['evaluated']:,.0f} evaluated in "
-        f"{evaluation_seconds:.1f} s",
-    )
-    yield (
-        "restores",
-        f"{n_restored:.0f} in {restore_seconds['']:.1f} s: "
-        f"{samples['restored_tokens_total']['']:,.0f} tokens",
-    )
-    yield "time saved", f"{saved_seconds:.1f} s of evaluation"
-    yield "missed", ", ".join(f"{n:,.0f} tokens by {cause}" for n, cause in causes) or "nothing"
-    yield "written", size_in_words(samples["written_bytes_total"][""])
-    yield "deleted", f"{sum(samples.get('evictions_total', {}).values()):.0f} checkpoints"
+    seconds = total("saved_seconds_total") - total("lost_seconds_total")
+    yield "time saved", f"{seconds:.1f} s of evaluation"
+    missed = sorted(((n, cause) for cause, n in samples["missed_tokens_total"].items() if n))
+    causes = ", ".join(f"{n:,.0f} tokens by {cause}" for n, cause in reversed(missed))
+    yield "missed", causes or "nothing"
+    yield "written", size_in_words(total("written_bytes_total"))
+    yield "deleted", f"{total('evictions_total'):.0f} checkpoints"
 
 
 # An explanation as people read it, with what has changed in colour.
@@ -168,54 +161,38 @@ _PARTS = {
 def explanation_text(explanation: Explanation) -> Text:
     """Return an explanation for a terminal."""
     request = explanation.request
-    lines = [_head(request), *_reuse(request)]
+    by = f"  by {request.server}" if request.server else ""
+    outcome = request.outcome, f"bold {_COLOURS.get(request.outcome, 'default')}"
+    lines = [Text.assemble(outcome, f"  {request.id}  {request.path}{by}")]
+    if request.n_prompt is not None and request.confirmed is not None:
+        reuse = f"{request.confirmed:,} of {request.n_prompt:,} tokens reused"
+        if request.n_missed:
+            reuse += f", {request.n_missed:,} evaluated again"
+        if (request.saved_seconds or 0) >= 0.005:
+            reuse += f"; {request.saved_seconds:.2f} s saved"
+        lines.append(Text(reuse))
     if request.why:
         lines.append(Text(f"plan: {request.chosen or 'none'}, {request.why}", style="dim"))
-    lines += [Text(), _cause(request), Text(explanation.says)]
+    place = ""
+    if request.cause is not Cause.HIT and request.part is not PromptPart.NOWHERE:
+        number = "" if request.message is None else f" (message {request.message})"
+        place = f", {_PARTS[request.part]}{number}"
+    cause = Text.assemble((f"cause: {request.cause.value}", "bold"), place)
+    lines += [Text(), cause, Text(explanation.says)]
     if request.cause.is_miss:
-        lines.append(Text("cure: ", style="bold").append(explanation.cure, style="not bold"))
+        lines.append(Text.assemble(("cure: ", "bold"), explanation.cure))
     if explanation.nearest is not None:
-        lines.append(_nearest(explanation.nearest))
+        lines.append(Text(f"nearest: {_nearest(explanation.nearest)} in common", style="dim"))
     if explanation.divergence is not None:
         lines += [Text(), *_difference(explanation.divergence)]
     return Text("\n").join(lines)
 
 
-def _head(request: RequestRecord) -> Text:
-    colour = _COLOURS.get(request.outcome, "default")
-    by = f"  by {request.server}" if request.server else ""
-    return Text(request.outcome, style=f"bold {colour}").append(
-        f"  {request.id}  {request.path}{by}", style="not bold default"
-    )
-
-
-def _reuse(request: RequestRecord) -> Iterator[Text]:
-    if request.n_prompt is not None and request.confirmed is not None:
-        line = f"{request.confirmed:,} of {request.n_prompt:,} tokens reused"
-        if request.n_missed:
-            line += f", {request.n_missed:,} evaluated again"
-        if (request.saved_seconds or 0) >= 0.005:
-            line += f"; {request.saved_seconds:.2f} s saved"
-        yield Text(line)
-
-
-def _cause(request: RequestRecord) -> Text:
-    text = Text(f"cause: {request.cause.value}", style="bold")
-    if request.cause is Cause.HIT or request.part is PromptPart.NOWHERE:
-        return text
-    place = _PARTS[request.part]
-    number = "" if request.message is None else f" (message {request.message})"
-    return text.append(f", {place}{number}", style="not bold")
-
-
-def _nearest(nearest: Nearest) -> Text:
+def _nearest(nearest: Nearest) -> str:
     if nearest.id is None:
-        return Text(f"nearest: a kept state, {nearest.n_common:,} tokens in common", style="dim")
-    return Text(
-        f"nearest: request {nearest.id}, {nearest.age_seconds or 0:,.0f} s before, {nearest.n_common:,} "
-        f"of its {nearest.n_tokens or 0:,} tokens in common",
-        style="dim",
-    )
+        return f"a kept state, {nearest.n_common:,} tokens"
+    age, n_tokens = f"{nearest.age_seconds or 0:,.0f} s before", nearest.n_tokens or 0
+    return f"request {nearest.id}, {age}, {nearest.n_common:,} of its {n_tokens:,} tokens"
 
 
 def _difference(divergence: Divergence) -> Iterator[Text]:
@@ -255,7 +232,4 @@ def explain(proxy: RunningProxy, request_id: str, as_json: bool) -> None:
       llama-prefix-cache explain last --admin http://192.168.1.5:8082
     """
     explanation = proxy.ask("GET", f"/requests/{quote(request_id, safe='')}", Explanation)
-    if as_json:
-        print_json(explanation)
-    else:
-        console().print(explanation_text(explanation), soft_wrap=True)
+    answer(explanation, explanation_text(explanation), as_json=as_json)

@@ -15,25 +15,18 @@ from proxy.app import run_proxy
 from proxy.cli.access import RunningProxy, with_proxy
 from proxy.cli.common import (
     EXIT_CUT_SHORT,
-    EXIT_FAILED,
     EXIT_LLAMA_SERVER_DIED,
     EXIT_UNAVAILABLE,
     EXIT_USAGE,
     Stopping,
+    answer,
     fail,
-    print_json,
     progress,
     setting_options,
     settings_of,
 )
 from proxy.core.conditions import PASSING
-from proxy.core.launch import (
-    Launch,
-    Presets,
-    given_to_all,
-    heed_presets,
-    plan_launch,
-)
+from proxy.core.launch import Launch, Presets, given_to_all, heed_presets, plan_launch
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.errors import LlamaServerDied, SettingsError, StoreLocked
 from proxy.llama.client import LlamaServer, new_session
@@ -48,6 +41,7 @@ from proxy.run.process import (
     split_command,
 )
 from proxy.settings import (
+    NAMES,
     Settings,
     complete_settings,
     merge_settings,
@@ -99,14 +93,11 @@ async def _serve_until_told(
             log.info(
                 "serving", listen=settings.listen, admin=settings.admin, upstream=settings.upstream
             )
-            told = asyncio.ensure_future(stopping.told.wait())
-            try:
-                if supervisor is not None:
-                    running = asyncio.ensure_future(supervisor.run())
-                awaited = {told} if running is None else {told, running}
-                await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                told.cancel()
+            awaited: set[asyncio.Task[Any]] = {asyncio.ensure_future(stopping.told.wait())}
+            if supervisor is not None:
+                running = asyncio.ensure_future(supervisor.run())
+                awaited.add(running)
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if stopping.told.is_set():
                 log.info("finishing requests and saving slots")
     finally:
@@ -125,7 +116,7 @@ _PRESETS = "--models-preset"
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@setting_options(without=("upstream",))
+@setting_options(*(name for name in NAMES if name != "upstream"))
 @click.option("--restart", is_flag=True, help="Start llama-server again when it dies.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: Any) -> None:
@@ -163,7 +154,15 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
     except OSError as error:
         fail(error, EXIT_UNAVAILABLE)
     configure_logging(settings.log_level, settings.log_format)
-    _tell(launch, merged)
+    log = get_logger("run")
+    variables = [f"{name}={value}" for name, value in launch.environment.items()]
+    log.info("llama-server gets these flags too", added=" ".join([*launch.added, *variables]))
+    if "upstream" in merged:
+        log.warning("upstream is ignored: it follows from llama-server's own flags")
+    for note in launch.notes:
+        log.info(note)
+    for warning in launch.warnings:
+        log.warning(warning)
 
     async def is_ready() -> bool:
         async with new_session() as client:
@@ -200,46 +199,23 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
 def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
     """Return the settings that fit a launch; makes the directory if it is not there."""
     directory = Path(launch.slot_save_path)
+    api_key = merged.get("upstream_api_key")
+    api_key = launch.api_key if api_key is None else api_key
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if launch.api_key_file and api_key is None:
+            # One key on each line; # begins a comment.
+            lines = Path(launch.api_key_file).read_text(errors="replace").splitlines()
+            api_key = next((line for line in lines if line and not line.startswith("#")), None)
     except OSError as error:
-        raise SettingsError(f"{directory}: {error.strerror}") from error
-    values = {
-        **merged,
-        "slot_save_path": str(directory),
-        "upstream": launch.upstream,
-    }
-    if values.get("upstream_api_key") is None:
-        values["upstream_api_key"] = launch.api_key or _first_key(launch.api_key_file)
-    settings = complete_settings(values)
+        raise SettingsError(str(error)) from error
+    own = {"upstream": launch.upstream, "upstream_api_key": api_key}
+    settings = complete_settings({**merged, "slot_save_path": str(directory), **own})
     if launch.port in {split_address(address)[1] for address in (settings.listen, settings.admin)}:
         raise SettingsError(
             f"llama-server's --port {launch.port} is the proxy's own: choose another"
         )
     return settings
-
-
-def _first_key(file: str | None) -> str | None:
-    """Return the first key of llama-server's --api-key-file: one on each line, # begins a comment."""
-    if file is None:
-        return None
-    try:
-        lines = Path(file).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--api-key-file {file}: {error}") from error
-    return next((line for line in lines if line and not line.startswith("#")), None)
-
-
-def _tell(launch: Launch, merged: dict[str, Any]) -> None:
-    log = get_logger("run")
-    variables = [f"{name}={value}" for name, value in launch.environment.items()]
-    log.info("llama-server gets these flags too", added=" ".join([*launch.added, *variables]))
-    if "upstream" in merged:
-        log.warning("upstream is ignored: it follows from llama-server's own flags")
-    for note in launch.notes:
-        log.info(note)
-    for warning in launch.warnings:
-        log.warning(warning)
 
 
 # `llama-prefix-cache warm`: a header is evaluated and kept before the first user needs it.
@@ -307,18 +283,17 @@ def warm(
         # A model that was just loaded for it may have to be examined first: that is waited for.
         reasons = proxy.ask("GET", "/health", dict[str, Any]).get("reasons", [])
         if not any(reason["kind"] in PASSING for reason in reasons):
-            fail(last.get("error", "the proxy went away"), EXIT_FAILED)
+            fail(last.get("error", "the proxy went away"))
         time.sleep(_LOOK_SECONDS)
     warmed = last["warmed"]
     if pin:
         proxy.pin(warmed["id"], is_pinned=True)
-    if as_json:
-        print_json({**warmed, "is_pinned": pin})
-        return
     how = "were kept already" if warmed["was_kept"] else f"took {warmed['seconds']:.1f} s"
-    click.echo(
+    answer(
+        {**warmed, "is_pinned": pin},
         f"{warmed['n_usable']:,} of {warmed['n_prompt_tokens']:,} tokens are in {warmed['id'][:8]} "
-        f"({size_in_words(warmed['size_bytes'])}{', pinned' if pin else ''}): they {how}"
+        f"({size_in_words(warmed['size_bytes'])}{', pinned' if pin else ''}): they {how}",
+        as_json=as_json,
     )
 
 
@@ -338,7 +313,7 @@ def _follow(
 ) -> dict[str, Any]:
     """Have a body warmed, showing progress on a terminal; return the last thing that was said."""
     last: dict[str, Any] = {}
-    with progress("evaluating", None, of_bytes=False) as update:
+    with progress("evaluating", None) as update:
         for last in proxy.lines("/warm", body, query, headers):
             if "n_done" in last:
                 update(completed=last["n_done"], total=last["n_tokens"])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import msgspec
+from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
@@ -25,10 +26,9 @@ from proxy.cli.common import (
     EXIT_USAGE,
     age_in_words,
     age_seconds,
+    answer,
     checkpoints_in_words,
-    console,
     fail,
-    print_json,
     progress,
     table_of,
 )
@@ -66,12 +66,9 @@ def ls(store: Store, name: str | None, shows_all: bool, as_json: bool) -> None:
     session is one conversation.
     """
     checkpoints = store.checkpoints() if name is None else all_named(store, [name])
-    if as_json:
-        print_json({"checkpoints": checkpoints})
-        return
     tree = Tree(Text(_sum(checkpoints), style="bold"))
     _grow(tree, checkpoints, 0, len(checkpoints) if shows_all else _N_SHOWN)
-    console().print(tree)
+    answer({"checkpoints": checkpoints}, tree, as_json=as_json)
 
 
 def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> None:
@@ -81,7 +78,7 @@ def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> Non
     """
     if level == len(_TITLES):
         for checkpoint in sorted(checkpoints, key=lambda c: c.n_tokens):
-            tree.add(_line(*_facts(checkpoint)))
+            tree.add(_leaf(checkpoint))
         return
     groups: defaultdict[str, list[ListedCheckpoint]] = defaultdict(list)
     for checkpoint in checkpoints:
@@ -108,7 +105,7 @@ def _title(level: int, node_id: str, checkpoints: Checkpoints) -> str:
     return f"{words} of {max(lengths):,} tokens"
 
 
-def _facts(checkpoint: ListedCheckpoint) -> list[str]:
+def _leaf(checkpoint: ListedCheckpoint) -> Text:
     facts = [
         f"{checkpoint.id[:_DIGITS]} {checkpoint.kind}",
         f"{checkpoint.n_tokens:,} tokens",
@@ -120,7 +117,7 @@ def _facts(checkpoint: ListedCheckpoint) -> list[str]:
         facts.append(f"worth {checkpoint.value_seconds:.1f} s")
     if checkpoint.quarantine:
         facts.append(f"quarantined: {checkpoint.quarantine.why}")
-    return [*facts, "pinned"] if checkpoint.is_pinned else facts
+    return _line(*facts, "pinned") if checkpoint.is_pinned else _line(*facts)
 
 
 def _line(first: str, *others: str) -> Text:
@@ -171,12 +168,12 @@ def _set_pinned(store: Store, names: Sequence[str], *, is_pinned: bool, as_json:
     for checkpoint_id in changed:
         store.pin(checkpoint_id, is_pinned=is_pinned)
     pinned = [checkpoint for checkpoint in store.checkpoints() if checkpoint.is_pinned]
-    if as_json:
-        n_bytes = sum(checkpoint.size_bytes for checkpoint in pinned)
-        print_json({"changed": changed, "n_pinned": len(pinned), "pinned_bytes": n_bytes})
-        return
-    verb = "pinned" if is_pinned else "unpinned"
-    click.echo(f"{verb} {len(changed)} (of {len(found)} named); pinned are now {_sum(pinned)}")
+    n_bytes, verb = sum(c.size_bytes for c in pinned), "pinned" if is_pinned else "unpinned"
+    answer(
+        {"changed": changed, "n_pinned": len(pinned), "pinned_bytes": n_bytes},
+        f"{verb} {len(changed)} (of {len(found)} named); pinned are now {_sum(pinned)}",
+        as_json=as_json,
+    )
 
 
 # `llama-prefix-cache rm` and `purge`: delete checkpoints by name, or by what is said of them.
@@ -267,9 +264,9 @@ def _namespace(store: Store, name: str) -> NodeId:
     found = named(name, store.checkpoints())
     parent, *others = {c.parent.split("/")[0] for c in found}
     if others:
-        fail(f"{name!r} has {1 + len(others)} namespaces: give the id of one", EXIT_FAILED)
+        fail(f"{name!r} has {1 + len(others)} namespaces: give the id of one")
     if not parent.startswith(name.lower()) and found[0].model != name:
-        fail(f"{name!r} is not a namespace: see the first level of ls", EXIT_FAILED)
+        fail(f"{name!r} is not a namespace: see the first level of ls")
     return parse_node_id(parent)
 
 
@@ -278,20 +275,17 @@ def _confirm(what: str) -> None:
     if not sys.stdin.isatty():
         fail(f"would delete {what}: give --yes", EXIT_USAGE)
     if not click.confirm(f"Delete {what}?", err=True):
-        fail("nothing was deleted", EXIT_FAILED)
+        fail("nothing was deleted")
 
 
 def _tell_deleted(deleted: Deleted, *, as_json: bool) -> None:
-    if as_json:
-        print_json(deleted)
-        return
     verb = "would delete" if deleted.is_dry_run else "deleted"
     words = [f"{verb} {checkpoints_in_words(deleted.n_deleted, deleted.deleted_bytes)}"]
     if deleted.n_pinned:
         words.append(f"{deleted.n_pinned} pinned ones stay (--pinned deletes them too)")
     if deleted.n_in_use:
         words.append(f"{deleted.n_in_use} were in use: try again")
-    click.echo("; ".join(words))
+    answer(deleted, "; ".join(words), as_json=as_json)
 
 
 # `llama-prefix-cache check`: holds the index against the files, and mends it.
@@ -319,24 +313,21 @@ def check(settings: Settings, fix: bool, as_json: bool) -> None:
         if fix:
             mend(store, problems)
     is_mended = fix and all(p.kind is not ProblemKind.FILE_UNREADABLE for p in problems)
-    if as_json:
-        of_all = {"n_checkpoints": len(sizes), "size_bytes": sum(sizes)}
-        print_json({**of_all, "problems": problems, "is_mended": is_mended})
-    else:
-        rows = [
-            (
-                problem.name,
-                f"{problem.kind} ({problem.detail})" if problem.detail else problem.kind,
-                size_in_words(problem.size_bytes) if problem.size_bytes else "",
-                problem.kind.cure if fix else f"with --fix {problem.kind.cure}",
-            )
-            for problem in problems
-        ]
-        if rows:
-            console().print(table_of(rows))
-        looked_at = checkpoints_in_words(len(sizes), sum(sizes))
-        n_problems = f"{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}"
-        console().print(f"{looked_at}: {n_problems}{', mended' if is_mended else ''}")
+    rows = [
+        (
+            problem.name,
+            f"{problem.kind} ({problem.detail})" if problem.detail else problem.kind,
+            size_in_words(problem.size_bytes) if problem.size_bytes else "",
+            problem.kind.cure if fix else f"with --fix {problem.kind.cure}",
+        )
+        for problem in problems
+    ]
+    looked_at = checkpoints_in_words(len(sizes), sum(sizes))
+    n_problems = f"{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}"
+    total = Text(f"{looked_at}: {n_problems}{', mended' if is_mended else ''}")
+    of_all = {"n_checkpoints": len(sizes), "size_bytes": sum(sizes)}
+    content = {**of_all, "problems": problems, "is_mended": is_mended}
+    answer(content, Group(table_of(rows), total) if rows else total, as_json=as_json)
     if problems and not is_mended:
         sys.exit(EXIT_FAILED)
 
@@ -371,10 +362,8 @@ def export(settings: Settings, names: tuple[str, ...], file: Path, as_json: bool
         n_bytes = sum(checkpoint.size_bytes for checkpoint in chosen)
         with progress("exporting", n_bytes) as update:
             export_checkpoints(store, chosen, file, lambda n: update(advance=n))
-    if as_json:
-        print_json({"file": str(file), "exported": ids, "size_bytes": n_bytes})
-    else:
-        click.echo(f"{checkpoints_in_words(len(ids), n_bytes)} are in {file}")
+    content = {"file": str(file), "exported": ids, "size_bytes": n_bytes}
+    answer(content, f"{checkpoints_in_words(len(ids), n_bytes)} are in {file}", as_json=as_json)
 
 
 @click.command("import")
@@ -405,23 +394,20 @@ def import_(settings: Settings, file: Path, other_model: bool, as_json: bool) ->
                     may_be_other_model=other_model,
                 )
             except BundleRefused as refusal:
-                fail(f"{file} is refused: {refusal}", EXIT_FAILED)
+                fail(f"{file} is refused: {refusal}")
     n_bytes = sum(checkpoint.size_bytes for checkpoint in imported.entered)
-    if as_json:
-        print_json(
-            {
-                "imported": [f"{checkpoint.id:016x}" for checkpoint in imported.entered],
-                "size_bytes": n_bytes,
-                "n_already_there": imported.n_already_there,
-                "is_new_model": imported.is_new_model,
-            }
-        )
-        return
     entered = checkpoints_in_words(len(imported.entered), n_bytes)
-    click.echo(f"{entered} are in {settings.slot_save_path}")
+    lines = [f"{entered} are in {settings.slot_save_path}"]
     if imported.n_already_there:
-        click.echo(f"{imported.n_already_there} were there already")
+        lines.append(f"{imported.n_already_there} were there already")
     if imported.is_new_model:
-        click.echo(
+        lines.append(
             "This directory has not met their model yet: whether they fit shows when it does."
         )
+    content = {
+        "imported": [f"{checkpoint.id:016x}" for checkpoint in imported.entered],
+        "size_bytes": n_bytes,
+        "n_already_there": imported.n_already_there,
+        "is_new_model": imported.is_new_model,
+    }
+    answer(content, "\n".join(lines), as_json=as_json)

@@ -7,10 +7,10 @@ nothing.
 """
 
 import os
-import shutil
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 import aiohttp
@@ -22,13 +22,7 @@ from proxy.core.saving import expected_bytes
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.core.tokens import Namespace
 from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup
-from proxy.doctor.probes import (
-    ProbedServer,
-    Scratch,
-    has_ram_cache,
-    prefers_similar_slot,
-    scratch,
-)
+from proxy.doctor.probes import ProbedServer, Scratch, has_ram_cache, prefers_similar_slot, scratch
 from proxy.errors import IndexDamaged, StoreFault, StoreLocked, UpstreamFault, UpstreamRefused
 from proxy.llama.client import LlamaServer, Props, new_session
 from proxy.llama.hosts import HostedFlags, ModelHost, Models, recognise
@@ -40,7 +34,6 @@ from proxy.serving.process import Process
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.serving.shared import quarantined_in_words
 from proxy.settings import Settings, parse_urls, reachable
-from proxy.store.catalogue import Limits
 from proxy.store.directory import keep_proxies_out
 from proxy.store.files import StateFiles
 from proxy.store.known_models import Owner, owners, read_index
@@ -58,51 +51,38 @@ async def examine(
     *,
     model: str = "",
     rewrite: RewriteStateFile = keep_as_saved,
-    free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free,
     note: Note = lambda text: None,
 ) -> Setup:
     """Return what there is to know about the llama-servers and the directory of *settings*.
 
-    At a host of models only about *model*, if one is named. *rewrite* and *free_bytes* are for tests.
-    Raises nothing that a person could mend.
+    At a host of models only about *model*, if one is named. *rewrite* is for tests. Raises nothing that a
+    person could mend.
     """
     # Facts are printed, and the key must not be.
     told = msgspec.structs.replace(settings, upstream_api_key=None)
     setup = Setup(settings=told, own_uid=os.geteuid(), asked_for=model)
-    key = settings.upstream_api_key
     async with new_session() as session:
-        roots = [LlamaServer(session, Target(url), key) for url in parse_urls(settings.upstream)]
-        try:
-            with keep_proxies_out(Path(settings.slot_save_path)):
-                await _fill_in(setup, roots, rewrite, free_bytes, note)
-        except StoreLocked as lock:
-            setup.lock = str(lock)
-            setup.health = await _health(session, settings.admin)
-            await _fill_in(setup, roots, rewrite, free_bytes, note)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(keep_proxies_out(Path(settings.slot_save_path)))
+            except StoreLocked as lock:
+                setup.lock = str(lock)
+                setup.health = await _health(session, settings.admin)
+            note("asking llama-server what it is")
+            found, urls = [], parse_urls(settings.upstream)
+            for url in urls:
+                root = LlamaServer(session, Target(url), settings.upstream_api_key)
+                upstreams, host = await reach(root, model, may_load=not setup.lock, note=note)
+                setup.hosts += [host] if host else []
+                for upstream in upstreams:
+                    name = upstream.target.name if host or len(urls) > 1 else ""
+                    url, kind = upstream.target.base_url, host.kind if host else ""
+                    found.append((upstream, LlamaServerFacts(url=url, name=name, host=kind)))
+            setup.llama_servers = [facts for _, facts in found]
+            stored = _examine_directory(setup)
+            for upstream, facts in found:
+                await _examine_server(upstream, facts, setup, stored, rewrite, note)
     return setup
-
-
-async def _fill_in(
-    setup: Setup,
-    roots: Sequence[LlamaServer],
-    rewrite: RewriteStateFile,
-    free_bytes: Callable[[Path], int],
-    note: Note,
-) -> None:
-    """Find out everything about the directory, the hosts and the llama-servers."""
-    note("asking llama-server what it is")
-    found = []
-    for root in roots:
-        upstreams, host = await reach(root, setup.asked_for, may_load=not setup.lock, note=note)
-        setup.hosts += [host] if host else []
-        for upstream in upstreams:
-            name = upstream.target.name if host or len(roots) > 1 else ""
-            url, kind = upstream.target.base_url, host.kind if host else ""
-            found.append((upstream, LlamaServerFacts(url=url, name=name, host=kind)))
-    setup.llama_servers = [facts for _, facts in found]
-    stored = _examine_directory(setup, free_bytes)
-    for upstream, facts in found:
-        await _examine_server(upstream, facts, setup, stored, rewrite, note)
 
 
 async def _health(session: aiohttp.ClientSession, admin: str) -> dict[str, Any] | None:
@@ -116,7 +96,7 @@ async def _health(session: aiohttp.ClientSession, admin: str) -> dict[str, Any] 
     return health if {"state", "reasons"} <= health.keys() else None
 
 
-def _examine_directory(setup: Setup, free_bytes: Callable[[Path], int]) -> Stored | None:
+def _examine_directory(setup: Setup) -> Stored | None:
     """Make and remove a file, and list them; look at permissions, free space and the index.
 
     Returns what is stored, None if slots are not to be touched.
@@ -125,7 +105,7 @@ def _examine_directory(setup: Setup, free_bytes: Callable[[Path], int]) -> Store
     try:
         status = directory.stat()
         setup.mode, setup.owner_uid = status.st_mode & 0o7777, status.st_uid
-        setup.free_bytes = free_bytes(directory)
+        setup.free_bytes = disk_usage(directory).free
         probe = directory / StateFiles(directory).new_temporary_name()
         probe.touch(mode=0o600, exist_ok=False)
         os.listdir(directory)
@@ -208,11 +188,9 @@ async def _examine_server(
     note: Note,
 ) -> None:
     """Fill in the facts about a llama-server; without *stored* its slots are not touched."""
-    limits = Limits(setup.settings.max_store_bytes)
+    directory, max_bytes = Path(setup.settings.slot_save_path), setup.settings.max_store_bytes
     try:
-        async with scratch(
-            upstream, Path(setup.settings.slot_save_path), limits, rewrite
-        ) as probing:
+        async with scratch(upstream, directory, rewrite, max_bytes) as probing:
             try:
                 props = await _contact(facts, probing)
                 if props is not None and stored is not None:

@@ -69,6 +69,11 @@ def blocker(topic: str, text: str, cure: str) -> Finding:
     return Finding(topic, Severity.BLOCKER, text, cure)
 
 
+def fine_unless(is_limit: bool, topic: str, text: str, cure: str) -> Finding:
+    """Return a limit with its cure, or that all is well."""
+    return limit(topic, text, cure) if is_limit else ok(topic, text)
+
+
 def degradation(kind: DegradationKind, detail: str, here: str = "") -> Finding:
     """Return what the proxy would say of a degradation, by its name; *here* is its cure on this server."""
     text = f"{kind.reason} ({detail})" if detail else kind.reason
@@ -104,15 +109,12 @@ def summary(setup: Setup) -> str:
     """Return the verdict in a sentence; a good verdict needs all to be examined that decides."""
     rules = [facts.rule for facts in setup.llama_servers]
     is_complete = setup.is_proxy_caching or (bool(rules) and None not in rules)
-    match exit_status(findings_of(setup)):
-        case Severity.BLOCKER:
-            return "Caching will not work."
-        case _ if not is_complete:
-            return "Nothing speaks against caching so far, but not everything could be examined."
-        case Severity.LIMIT:
-            return "Caching will work, with limits."
-        case _:
-            return "Caching will work."
+    worst = exit_status(findings_of(setup))
+    if worst == Severity.BLOCKER:
+        return "Caching will not work."
+    if not is_complete:
+        return "Nothing speaks against caching so far, but not everything could be examined."
+    return "Caching will work, with limits." if worst else "Caching will work."
 
 
 # One llama-server.
@@ -188,23 +190,22 @@ def _slots_finding(facts: LlamaServerFacts) -> Finding:
 
 def _behaviour_findings(facts: LlamaServerFacts) -> Iterator[Finding]:
     """Yield what llama-server does to slots behind the proxy's back."""
-    unknown = "Could not be told"
-    if facts.has_ram_cache:
+    ram, similarity = facts.has_ram_cache, facts.prefers_similar_slot
+    text = "It is off (--cache-ram 0)."
+    if ram is None:
+        text = "Could not be told; llama-server should run with --cache-ram 0."
+    elif ram:
         text = (
             "It is on: llama-server swaps prompts in slots by itself, for clients of any API key."
         )
-        yield limit("RAM cache", text, "Start llama-server with --cache-ram 0")
-    elif facts.has_ram_cache is None:
-        yield ok("RAM cache", f"{unknown}; llama-server should run with --cache-ram 0.")
-    else:
-        yield ok("RAM cache", "It is off (--cache-ram 0).")
-    if facts.prefers_similar_slot:
-        yield ok("similarity", "On: requests that name no slot find the one with their prefix.")
-    elif facts.prefers_similar_slot is None:
-        yield ok("similarity", f"{unknown}: too few slots are empty, or there is only one.")
-    else:
-        text = "Off: requests that cannot name a slot (/v1/messages) do not find their prefix."
-        yield limit("similarity", text, "Start llama-server without -sps 0")
+    yield fine_unless(bool(ram), "RAM cache", text, "Start llama-server with --cache-ram 0")
+    text = "Off: requests that cannot name a slot (/v1/messages) do not find their prefix."
+    if similarity is None:
+        text = "Could not be told: too few slots are empty, or there is only one."
+    elif similarity:
+        text = "On: requests that name no slot find the one with their prefix."
+    cure = "Start llama-server without -sps 0"
+    yield fine_unless(similarity is False, "similarity", text, cure)
 
 
 def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]:
@@ -224,7 +225,7 @@ def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]
         # Models with a sliding window have two attention caches.
         cure += "; or with --swa-full" * (facts.section_kinds.count("attention") >= 2)
         is_end_only = facts.rule.kind is RuleKind.END_ONLY
-        yield limit("memory rule", text, cure) if is_end_only else ok("memory rule", text)
+        yield fine_unless(is_end_only, "memory rule", text, cure)
     if facts.state_bytes:
         text = (
             f"A state of {USUAL_TOKENS:,} tokens takes at most {size_in_words(facts.state_bytes)}. Saving"
@@ -233,7 +234,7 @@ def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]
         )
         cure = "Put the directory of --slot-save-path on a faster disk."
         is_slow = facts.save_seconds > LONGEST_STALL_SECONDS
-        yield limit("cost", text, cure) if is_slow else ok("cost", text)
+        yield fine_unless(is_slow, "cost", text, cure)
 
 
 def _checkpoints_finding(facts: LlamaServerFacts, setup: Setup) -> Finding:

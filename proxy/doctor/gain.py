@@ -1,6 +1,5 @@
 """What restoring brings on this server: prompts of some lengths evaluated cold, hot and restored."""
 
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +11,6 @@ from proxy.doctor.facts import LlamaServerFacts
 from proxy.doctor.probes import Scratch, scratch
 from proxy.errors import CacheFault, SaveRejected
 from proxy.llama.client import LlamaServer
-from proxy.serving.saver import keep_as_saved
-from proxy.store.catalogue import Limits
 from proxy.store.directory import keep_proxies_out
 
 _N_KEPT = 64
@@ -68,7 +65,7 @@ async def measure(
         props = await upstream.props()
         n_ctx = props.n_ctx
         fitting = [n for n in lengths if n + _N_KEPT <= n_ctx]
-        async with scratch(upstream, directory, Limits(sys.maxsize), keep_as_saved) as probing:
+        async with scratch(upstream, directory) as probing:
             facts = LlamaServerFacts(url=upstream.target.base_url, n_slots=props.total_slots)
             await probing.find_empty_slots(facts)
             if not facts.n_empty:

@@ -7,6 +7,7 @@ leaves busy slots alone. Requests that name no slot are sent only where they can
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -18,17 +19,16 @@ from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds, token_ids
 from proxy.doctor.facts import Layout, LlamaServerFacts
 from proxy.errors import CacheFault, UpstreamRefused, UpstreamUnreachable
-from proxy.explain.report import Journal, Report
-from proxy.health import CannotCache, Degradations, Faults
+from proxy.explain.report import Journal
+from proxy.health import CannotCache, Degradations
 from proxy.llama.client import LlamaServer, Saved, SlotStatus
 from proxy.llama.state_file import read_state_file
 from proxy.metrics import Metrics
-from proxy.serving.saver import RewriteStateFile, Saver
-from proxy.serving.shared import NewestProcesses, Services, Shared
+from proxy.serving.saver import RewriteStateFile, Saver, keep_as_saved
+from proxy.serving.shared import Services, new_shared
 from proxy.store.catalogue import Limits
 from proxy.store.files import StateFiles, final_name_of
 from proxy.store.store import CheckpointStore
-from proxy.tasks import Tasks
 
 _ERASE_ATTEMPTS = 5
 _LET_GO_SECONDS = 0.5
@@ -198,7 +198,10 @@ class Scratch:
 
 @asynccontextmanager
 async def scratch(
-    upstream: LlamaServer, directory: Path, limits: Limits, rewrite: RewriteStateFile
+    upstream: LlamaServer,
+    directory: Path,
+    rewrite: RewriteStateFile = keep_as_saved,
+    max_bytes: int = sys.maxsize,
 ) -> AsyncIterator[Scratch]:
     """Yield a scratch store before *upstream*; its files lie in *directory*, where llama-server writes.
 
@@ -206,18 +209,11 @@ async def scratch(
     not know. Raises StoreFault.
     """
     server = ProbedServer(upstream, ProbeFiles(directory))
-    metrics, journal = Metrics(), Journal()
+    metrics = Metrics()
     with TemporaryDirectory(prefix="llama-prefix-cache-doctor-") as folder:
-        store = CheckpointStore(Path(folder), limits)
+        store = CheckpointStore(Path(folder), Limits(max_bytes))
         store.files = server.files
-        faults, degradations, report = (
-            Faults(metrics),
-            Degradations(metrics),
-            Report(metrics, journal),
-        )
-        shared = Shared(
-            store, metrics, faults, degradations, report, journal, Tasks(), NewestProcesses()
-        )
+        shared = new_shared(store, metrics, Degradations(metrics), Journal())
         try:
             yield Scratch(shared.of(server, ""), server, rewrite)
         finally:

@@ -184,8 +184,8 @@ def select(
 class Deleted(msgspec.Struct, frozen=True):
     """What became of checkpoints that were to be deleted; a dry run says what would."""
 
-    n_deleted: int
-    deleted_bytes: int
+    n_deleted: int = 0
+    deleted_bytes: int = 0
     n_pinned: int = 0
     n_in_use: int = 0
     is_dry_run: bool = False

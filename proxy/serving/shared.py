@@ -76,6 +76,15 @@ class Shared:
         return self.opened_store
 
 
+def new_shared(
+    store: CheckpointStore | None, metrics: Metrics, degradations: Degradations, journal: Journal
+) -> Shared:
+    """Return what all llama-servers share when a proxy starts."""
+    faults, report = Faults(metrics), Report(metrics, journal)
+    tasks, served = Tasks(), NewestProcesses()
+    return Shared(store, metrics, faults, degradations, report, journal, tasks, served)
+
+
 @dataclass(eq=False)
 class Services(Shared):
     """What belongs to one llama-server, whichever process of it runs."""

@@ -212,8 +212,7 @@ class Admin:
     async def pin(self, request: web.Request) -> web.Response:
         """Keep a checkpoint whatever happens (PUT), until it is unpinned (DELETE)."""
         store = self._shared.store
-        checkpoint_id = _named(request, store).id
-        found = await store.pin(checkpoint_id, is_pinned=request.method == "PUT")
+        found = await store.pin(_checkpoint_id(request), is_pinned=request.method == "PUT")
         if found is None:
             raise _refused(web.HTTPNotFound, _NOT_THERE)
         return json_response(
@@ -226,7 +225,8 @@ class Admin:
     async def delete(self, request: web.Request) -> web.Response:
         """Delete one checkpoint, a pinned one only with `pinned`."""
         store = self._shared.store
-        checkpoint = _named(request, store)
+        if (checkpoint := store.get(_checkpoint_id(request))) is None:
+            raise _refused(web.HTTPNotFound, _NOT_THERE)
         if checkpoint.is_pinned and not _is_asked_for(request, "pinned"):
             raise _refused(web.HTTPConflict, "it is pinned", views.Deleted(0, 0, n_pinned=1))
         deleted = await _delete(store, [checkpoint])
@@ -269,7 +269,21 @@ class Admin:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         await response.prepare(request)
         lines: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        task = asyncio.ensure_future(self._warm(wanted, lines, is_whole=is_whole))
+
+        def tell(n_done: int, n_tokens: int) -> None:
+            lines.put_nowait({"n_done": n_done, "n_tokens": n_tokens})
+
+        async def warm() -> None:
+            try:
+                warmed = await self._warming.warm(wanted, tell, is_whole=is_whole)
+                lines.put_nowait({"warmed": warmed})
+            except (CacheFault, ProxyError) as error:
+                lines.put_nowait({"error": str(error)})
+            except Exception as error:
+                lines.put_nowait({"error": f"{type(error).__name__}: {error}"})
+                raise
+
+        task = asyncio.ensure_future(warm())
         try:
             while not (task.done() and lines.empty()):
                 await response.write(msgspec.json.encode(await lines.get()) + b"\n")
@@ -294,21 +308,6 @@ class Admin:
         relay = partial(send_for_nobody, path, keys)
         warmed = Request(path=path, route=route, headers=keys, relay=relay, tenant=tenant_of(keys))
         return warmed.receive(with_alias(wanted, self._aliases))
-
-    async def _warm(
-        self, request: Request, lines: "asyncio.Queue[dict[str, Any]]", *, is_whole: bool
-    ) -> None:
-        def tell(n_done: int, n_tokens: int) -> None:
-            lines.put_nowait({"n_done": n_done, "n_tokens": n_tokens})
-
-        try:
-            warmed = await self._warming.warm(request, tell, is_whole=is_whole)
-            lines.put_nowait({"warmed": warmed})
-        except (CacheFault, ProxyError) as error:
-            lines.put_nowait({"error": str(error)})
-        except Exception as error:
-            lines.put_nowait({"error": f"{type(error).__name__}: {error}"})
-            raise
 
 
 # What a query says.
@@ -337,11 +336,8 @@ def _node_id(request: web.Request, name: str) -> views.NodeId:
         raise _refused(web.HTTPBadRequest, str(error)) from error
 
 
-def _named(request: web.Request, store: CheckpointStore) -> Checkpoint:
-    """Return the checkpoint in the path; raises 404 if there is none."""
-    if (found := store.get(CheckpointId(int(request.match_info["id"], 16)))) is None:
-        raise _refused(web.HTTPNotFound, _NOT_THERE)
-    return found
+def _checkpoint_id(request: web.Request) -> CheckpointId:
+    return CheckpointId(int(request.match_info["id"], 16))
 
 
 # What operators are shown.

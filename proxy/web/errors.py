@@ -165,10 +165,8 @@ def edits_of(
     if content_type.startswith("text/event-stream"):
         return edit_of_stream(path, n_found), None
     if answer.status == 500 and "Content-Length" not in headers:
-        return (
-            None,
-            lambda body: body,
-        )  # read whole: a router may say in it that its llama-server is gone
+        # Read whole: a router may say in it that its llama-server is gone.
+        return None, lambda body: body
     is_small = int(headers.get("Content-Length", MAX_BUFFERED_BYTES + 1)) <= MAX_BUFFERED_BYTES
     if is_small and content_type.startswith("application/json"):
         return None, edit_of_answer(path, answer.status, n_found)

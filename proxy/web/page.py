@@ -9,18 +9,15 @@ import asyncio
 import secrets
 import time
 from contextlib import suppress
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 from aiohttp import web
 
 from proxy.core.slots import Known, Slot, state_of
 from proxy.servers.pool import Pool
-from proxy.serving.process import Process
 from proxy.serving.shared import Shared
-from proxy.store.store import CheckpointStore
 from proxy.web.admin import describe, json_response, moment
 
 POLICY = (
@@ -29,7 +26,14 @@ POLICY = (
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 """The page loads and runs only its own files: what requests bring along can only be shown as text."""
-_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",
+}
+_ASSETS = Path(__file__).with_name("assets")
 MAX_REQUESTS = 50
 """So many requests are told of in one look; those before them are at /requests."""
 _MAX_DIGITS = 18
@@ -47,7 +51,6 @@ class Looks:
         self._pool = pool
         self._run = secrets.token_hex(4)
         self._epoch = time.time() - time.monotonic()
-        self._stored: dict[str, int] = {}
 
     def since(self, position: str) -> dict[str, Any]:
         """Return the present and the requests since a position; the last ones if it is not known.
@@ -55,31 +58,39 @@ class Looks:
         The field `position` names this look: from the next look that gives it, only later requests come.
         """
         degradations, journal = self._shared.everywhere, self._shared.journal
+        store = self._shared.opened_store
         run, _, number = position.partition("-")
         is_known = run == self._run and number.isdecimal() and len(number) <= _MAX_DIGITS
         n_seen = int(number) if is_known else 0
-        servers = self._pool.servers
         return {
             "state": degradations.state.value,
             "since": moment(degradations.since),
             "reasons": [describe(degradation) for degradation in degradations.active],
-            "servers": [self._server(s.name, s.process) for s in servers if s.process],
+            "servers": [
+                {
+                    # The model, where one address has several models.
+                    "name": server.name,
+                    "build": process.build,
+                    "rule": str(process.rule),
+                    "n_ctx": process.n_ctx,
+                    "slots": [self._slot(slot) for slot in process.slots],
+                }
+                for server in self._pool.servers
+                if (process := server.process)
+            ],
             "n_waiting": self._pool.n_waiting,
-            "store": self._store(self._shared.opened_store),
+            "store": None
+            if store is None
+            else {
+                "n_checkpoints": len(store),
+                "size_bytes": store.size_bytes,
+                "max_bytes": store.limits.max_bytes,
+                "version": store.version,
+            },
             "today": journal.today(),
             "keeps": journal.keep.value,
             "position": f"{self._run}-{journal.n_recorded}",
             "requests": journal.latest(min(MAX_REQUESTS, journal.n_recorded - n_seen)),
-        }
-
-    def _server(self, name: str, process: Process) -> dict[str, Any]:
-        """Return an attached llama-server; `name` is the model where one address has several models."""
-        return {
-            "name": name,
-            "build": process.build,
-            "rule": str(process.rule),
-            "n_ctx": process.n_ctx,
-            "slots": [self._slot(slot) for slot in process.slots],
         }
 
     def _slot(self, slot: Slot) -> dict[str, Any]:
@@ -100,16 +111,6 @@ class Looks:
             "used_at": round(self._epoch + slot.used_at, 1) if slot.used_at else None,
         }
 
-    def _store(self, store: CheckpointStore | None) -> dict[str, int] | None:
-        """Return the sums of the store; `version` changes with it."""
-        if store is None:
-            return None
-        # Summing up 10,000 records takes a millisecond: not twice a second while nothing changes.
-        if self._stored.get("version") != store.version:
-            sizes = {"size_bytes": store.size_bytes, "max_bytes": store.limits.max_bytes}
-            self._stored = {"n_checkpoints": len(store), **sizes, "version": store.version}
-        return self._stored
-
 
 class LivePage:
     """Serves the page at `/`, what belongs to it under `/page/`, and what changes at `/events`."""
@@ -117,11 +118,6 @@ class LivePage:
     def __init__(self, looks: Looks) -> None:
         self._looks = looks
         self._stopping = asyncio.Event()
-        self._files = {
-            source.name: (source.read_bytes(), content_type)
-            for source in files("proxy.web").joinpath("assets").iterdir()
-            if (content_type := _TYPES.get(source.name.rpartition(".")[2]))
-        }
         self.n_readers = 0
 
     def routes(self) -> list[web.RouteDef]:
@@ -136,24 +132,12 @@ class LivePage:
         """End all streams: the proxy is about to stop, and would wait for them."""
         self._stopping.set()
 
-    async def file(self, request: web.Request) -> web.Response:
+    async def file(self, request: web.Request) -> web.FileResponse:
         """Return a file of the page, the page itself unless one is named."""
-        found = self._files.get(request.match_info.get("name", "index.html"))
-        if found is None:
+        path = _ASSETS / request.match_info.get("name", "index.html")
+        if path not in _ASSETS.iterdir():
             raise web.HTTPNotFound(text="the page has no such file")
-        body, content_type = found
-        etag = f'"{xxhash.xxh3_64_hexdigest(body)}"'
-        headers = {
-            "Content-Security-Policy": POLICY,
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "no-referrer",
-            "Cross-Origin-Opener-Policy": "same-origin",
-            "Cache-Control": "no-cache",
-            "ETag": etag,
-        }
-        if request.headers.get("If-None-Match") == etag:
-            return web.Response(status=304, headers=headers)
-        return web.Response(body=body, content_type=content_type, charset="utf-8", headers=headers)
+        return web.FileResponse(path, headers=_HEADERS)
 
     async def overview(self, request: web.Request) -> web.Response:
         """Return one look, with the requests since the position in `since`."""

@@ -9,10 +9,7 @@ import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
 
-from proxy.errors import (
-    ProxyError,
-    ServerAway,
-)
+from proxy.errors import ProxyError, ServerAway
 from proxy.llama.answers import AnswerReader
 from proxy.llama.client import Heard, LlamaServer, reason_of
 from proxy.llama.routes import Target, generation_route
@@ -108,8 +105,7 @@ class Exchange:
         response = self.writer.response
         if response is not None and not self._has_begun:
             with suppress(ConnectionResetError):
-                await response.write(error_event(self.path, error))
-                await response.write_eof()
+                await response.write_eof(error_event(self.path, error))
                 return response
         return error_response(self.path, error)
 
@@ -167,8 +163,7 @@ class Exchange:
         answer = self._answer
         event = error_event_of(self.path, answer.status, await answer.read())
         self._has_begun = True
-        await waiting.write(event)
-        await waiting.write_eof()
+        await waiting.write_eof(event)
         self.is_answered = True
         return Answer(answer.status, None)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -257,13 +258,18 @@ async def test_ram_cache_is_named(
     assert "--cache-ram 0" in found.problems()["RAM cache"]
 
 
-async def test_disk_that_is_nearly_full_is_named(new_server: NewServer, directory: Path) -> None:
+async def test_disk_that_is_nearly_full_is_named(
+    new_server: NewServer, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leave_free(n_bytes: int) -> None:
+        usage = SimpleNamespace(free=n_bytes)
+        monkeypatch.setattr("proxy.doctor.examination.disk_usage", lambda _: usage)
+
     with new_server("hybrid") as server:
-        full = await diagnose(server, directory, free_bytes=lambda _: 1 << 16)
-        budget = 1 << 30
-        tight = await diagnose(
-            server, directory, free_bytes=lambda _: 512 << 20, max_store_bytes=budget
-        )
+        leave_free(1 << 16)
+        full = await diagnose(server, directory)
+        leave_free(512 << 20)
+        tight = await diagnose(server, directory, max_store_bytes=1 << 30)
         reserved = await diagnose(server, directory, min_free_bytes=1 << 60)
     assert reserved.exit_status == 2
     assert "(--min-free-bytes)" in reserved.problems()["disk space"]
