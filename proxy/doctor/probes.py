@@ -247,7 +247,8 @@ async def has_ram_cache(server: ProbedServer, *, prefers_similar: bool | None) -
     """Displace a prompt, ask for it again, and see whether it is brought back; raises UpstreamFault.
 
     A request that names its slot only consults the RAM cache while similarity is on (server-context.cpp,
-    get_available_slot).
+    get_available_slot). So a prompt that stays away proves nothing unless similarity is known to be on,
+    which a server with one slot never shows.
     """
 
     async def is_reused(seed: int, n_tokens: int) -> bool:
@@ -261,5 +262,5 @@ async def has_ram_cache(server: ProbedServer, *, prefers_similar: bool | None) -
     is_brought_back = await is_reused(4, _PROBE_TOKENS + 2 * _N_MORE)
     await server.erase_all()
     # Some models continue no state that is so short, wherever it comes from.
-    can_tell = is_brought_back or (is_reused_live and prefers_similar is not False)
+    can_tell = is_brought_back or (is_reused_live and prefers_similar is True)
     return is_brought_back if can_tell else None
