@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from proxy.core.messages import member
+from proxy.core.messages import Route, member
 from proxy.llama.client import Timings
-from proxy.llama.routes import Route, is_anthropic
+from proxy.llama.routes import is_anthropic
 
 Json = dict[str, Any]
 T = TypeVar("T")

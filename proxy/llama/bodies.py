@@ -15,6 +15,7 @@ import xxhash
 
 from proxy.core.messages import (
     REMINDER_TAG,
+    Route,
     is_system,
     list_of,
     member,
@@ -25,7 +26,6 @@ from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds
 from proxy.explain.compare import EMPTY, Sketch, digests
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
-from proxy.llama.routes import Route
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TAINTING = ("lora", "n_cache_reuse")

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import ClassVar
 from urllib.parse import quote, urlsplit
 
 import msgspec
+
+from proxy.core.messages import Route
 
 # Model names: what clients call a model, and what llama-server calls it.
 
@@ -35,21 +36,6 @@ def with_alias(raw: bytes, aliases: Aliases) -> bytes:
 
 # llama-server's routes, by what they do to its slots, as tools/server/server.cpp has them. A route that is
 # not listed here never touches a slot.
-
-
-class Route(StrEnum):
-    """How a generation route names its prompt and whether it lets the proxy choose the slot."""
-
-    CHAT = "chat"
-    COMPLETION = "completion"
-    MESSAGES = "messages"
-    """Anthropic's Messages; llama-server drops id_slot and chooses the slot itself."""
-    RESPONSES = "responses"
-    """OpenAI's Responses; honours id_slot."""
-    PINNED = "pinned"
-    """Honours id_slot; its prompt is not read (yet)."""
-    UNPINNED = "unpinned"
-    """llama-server never reads id_slot and chooses the slot itself."""
 
 
 _ROUTES = {

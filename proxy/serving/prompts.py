@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import xxhash
 from cachetools import LRUCache
 
-from proxy.core.messages import SYSTEM_ROLES
+from proxy.core.messages import SYSTEM_ROLES, Route
 from proxy.core.model import NO_CUTS, Cuts, Prompt, Rule, RuleKind
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.errors import UpstreamRefused
@@ -29,7 +29,6 @@ from proxy.llama.bodies import (
     with_messages,
 )
 from proxy.llama.client import LlamaServer
-from proxy.llama.routes import Route
 
 _N_REMEMBERED = 256
 _OTHER_TEXTS = ("1 header", "Zheader")

@@ -10,11 +10,10 @@ from typing import Any
 
 import msgspec
 
-from proxy.core.messages import has_reminder, member, text_of, without_reminders
+from proxy.core.messages import Route, has_reminder, member, text_of, without_reminders
 from proxy.stabilize.model import (
     DATE,
     Draft,
-    Form,
     Json,
     UnknownShape,
     call_key,
@@ -159,12 +158,12 @@ def restore_tool_arguments(draft: Draft) -> None:
         return _restored(draft, block, block.get("id")) if is_call else block
 
     def restored_message(message: Json) -> Json:
-        if draft.form is Form.RESPONSES:
+        if draft.route is Route.RESPONSES:
             is_call = message.get("type") == "function_call"
             return _restored(draft, message, message.get("call_id")) if is_call else message
         if message.get("role") != "assistant":
             return message
-        if draft.form is Form.ANTHROPIC:
+        if draft.route is Route.MESSAGES:
             return with_items(message, "content", restored_block)
         return with_items(message, "tool_calls", restored_call)
 
@@ -176,7 +175,7 @@ def _restored(draft: Draft, holder: Json, call_id: Any) -> Json:
 
     Anthropic's arguments are an object, all others' are a text.
     """
-    key = "input" if draft.form is Form.ANTHROPIC else "arguments"
+    key = "input" if draft.route is Route.MESSAGES else "arguments"
     name, arguments = holder.get("name"), holder.get(key)
     if not isinstance(call_id, str) or not isinstance(name, str):
         return holder
