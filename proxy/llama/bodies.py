@@ -20,6 +20,7 @@ from proxy.core.messages import (
     list_of,
     member,
     n_leading_system,
+    object_in,
     text_of,
 )
 from proxy.core.model import SlotId
@@ -80,10 +81,8 @@ class GenerationBody:
 def parse_body(raw: bytes) -> GenerationBody | None:
     """Return the parsed body, or None if it is not a JSON object."""
     text = _text_read(raw)
-    try:
-        return GenerationBody(text, msgspec.json.decode(text, type=dict[str, Any]))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+    fields = object_in(text)
+    return None if fields is None else GenerationBody(text, fields)
 
 
 def is_too_deep(raw: bytes) -> bool:

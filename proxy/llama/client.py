@@ -16,7 +16,7 @@ import aiohttp
 import msgspec
 from yarl import URL
 
-from proxy.core.messages import member, text_of
+from proxy.core.messages import member, object_in, text_of
 from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds, token_ids
 from proxy.errors import (
@@ -103,14 +103,11 @@ class Evaluated(msgspec.Struct):
 
 
 class Probability(msgspec.Struct):
+    """A token that was generated, or that was among the likeliest in the place of a generated one."""
+
     id: int
     logprob: float
-
-
-class Likeliest(msgspec.Struct):
-    """The tokens that were likeliest in the place of a generated one."""
-
-    top_logprobs: list[Probability]
+    top_logprobs: "list[Probability]" = []
 
 
 class TokenPiece(msgspec.Struct):
@@ -174,12 +171,7 @@ class LlamaServer:
     Every call raises UpstreamUnreachable if there was no answer, UpstreamRefused if it was an error.
     """
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        target: Target,
-        api_key: str | None,
-    ) -> None:
+    def __init__(self, session: aiohttp.ClientSession, target: Target, api_key: str | None) -> None:
         self.session = session
         self._waiting: set[Heard] = set()
         self.target = target
@@ -291,27 +283,23 @@ class LlamaServer:
         """Render a chat body; the same parser as /v1/chat/completions reads it."""
         return await self.call("POST", "/apply-template", str, body, headers, key="prompt")
 
-    async def tokenize(self, content: Any, headers: Headers, *, add_special: bool) -> TokenIds:
-        """Tokenize a string or a mixed list as llama-server does for a prompt.
+    async def tokenize(
+        self, content: Any, headers: Headers, *, add_special: bool, parse_special: bool = True
+    ) -> TokenIds:
+        """Tokenize a string or a mixed list, with *add_special* as llama-server does for a prompt.
 
         A prompt is tokenized with add_special and parse_special; /tokenize leaves out BOS by default
-        (server-context.cpp, handle_completions_impl against post_tokenize).
+        (server-context.cpp, handle_completions_impl against post_tokenize). Without *parse_special*
+        special tokens are read as ordinary text.
         """
-        fields = {"content": content, "add_special": add_special, "parse_special": True}
-        return token_ids(await self._tokenize(list[int], fields, headers))
-
-    async def tokenize_plain(self, text: str, headers: Headers) -> list[int]:
-        """Tokenize *text* with special tokens read as ordinary text."""
-        fields = {"content": text, "add_special": False, "parse_special": False}
-        return await self._tokenize(list[int], fields, headers)
+        fields = {"content": content, "add_special": add_special, "parse_special": parse_special}
+        ids = await self.call("POST", "/tokenize", list[int], fields, headers, key="tokens")
+        return token_ids(ids)
 
     async def pieces(self, text: str, headers: Headers) -> list[TokenPiece]:
         """Tokenize *text* as a prompt; return the tokens with what each stands for."""
         fields = {"content": text, "add_special": True, "parse_special": True, "with_pieces": True}
-        return await self._tokenize(list[TokenPiece], fields, headers)
-
-    async def _tokenize(self, kind: type[T], fields: dict[str, Any], headers: Headers) -> T:
-        return await self.call("POST", "/tokenize", kind, fields, headers, key="tokens")
+        return await self.call("POST", "/tokenize", list[TokenPiece], fields, headers, key="tokens")
 
     async def evaluate(
         self, slot_id: SlotId, tokens: TokenIds, headers: Headers | None = None
@@ -336,7 +324,7 @@ class LlamaServer:
         """Evaluate *tokens* from nothing; return the ten likeliest next tokens with log-probabilities."""
         wanted = {"n_predict": 1, "n_probs": 10, "temperature": 0.0, "id_slot": slot_id}
         fields = {"prompt": tokens.tolist(), **_FROM_NOTHING, **wanted}
-        reply = await self._complete(list[Likeliest], fields, key="completion_probabilities")
+        reply = await self._complete(list[Probability], fields, key="completion_probabilities")
         if not reply:
             raise UpstreamRefused(200, "no probabilities in the reply to n_probs")
         return [(p.id, p.logprob) for p in reply[0].top_logprobs]
@@ -456,7 +444,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _error_message(content: bytes) -> str:
-    try:
-        return text_of(msgspec.json.decode(content, type=dict[str, Any])["error"], "message")
-    except (msgspec.DecodeError, KeyError):
+    reply = object_in(content)
+    if reply is None or "error" not in reply:
         return content[:200].decode(errors="replace")
+    return text_of(reply["error"], "message")

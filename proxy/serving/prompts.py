@@ -241,7 +241,10 @@ class PromptReader:
         for index in range(len(tokens) - 1, max(-1, len(tokens) - 1 - _SEARCHED_TOKENS), -1):
             piece = pieces[index]
             if isinstance(piece.piece, str) and len(piece.piece) > 2:
-                if await self._upstream.tokenize_plain(piece.piece, headers) != [piece.id]:
+                plain = await self._upstream.tokenize(
+                    piece.piece, headers, add_special=False, parse_special=False
+                )
+                if plain.tolist() != [piece.id]:
                     return index + 1
         return 0
 
