@@ -103,11 +103,14 @@ class Evaluated(msgspec.Struct):
 
 
 class Probability(msgspec.Struct):
-    """A token that was generated, or that was among the likeliest in the place of a generated one."""
-
     id: int
     logprob: float
-    top_logprobs: "list[Probability]" = []
+
+
+class Likeliest(msgspec.Struct):
+    """The tokens that were likeliest in the place of a generated one."""
+
+    top_logprobs: list[Probability]
 
 
 class TokenPiece(msgspec.Struct):
@@ -324,7 +327,7 @@ class LlamaServer:
         """Evaluate *tokens* from nothing; return the ten likeliest next tokens with log-probabilities."""
         wanted = {"n_predict": 1, "n_probs": 10, "temperature": 0.0, "id_slot": slot_id}
         fields = {"prompt": tokens.tolist(), **_FROM_NOTHING, **wanted}
-        reply = await self._complete(list[Probability], fields, key="completion_probabilities")
+        reply = await self._complete(list[Likeliest], fields, key="completion_probabilities")
         if not reply:
             raise UpstreamRefused(200, "no probabilities in the reply to n_probs")
         return [(p.id, p.logprob) for p in reply[0].top_logprobs]
