@@ -238,7 +238,7 @@ async def prefers_similar_slot(server: ProbedServer, file_version: int) -> bool 
         return None
     text, slot_id = server.text(3, _PROBE_TOKENS + _N_MORE), server.empty[-1]
     await server.evaluate(slot_id, text[:_PROBE_TOKENS])
-    chosen = (await server.evaluate_anywhere(text)).id_slot
+    chosen = await server.evaluate_anywhere(text)
     await server.erase_all()
     return chosen == slot_id
 

@@ -200,8 +200,8 @@ def has_several_texts(message: dict[str, Any]) -> bool:
 
 def begins_with_reminder(message: dict[str, Any]) -> bool:
     """Return whether the first of a message's several parts was written by an agent, not by its user."""
-    is_one_of_several = has_several_texts(message)
-    return is_one_of_several and text_of(message["content"][0], "text").startswith(REMINDER_TAG)
+    first = message["content"][0] if has_several_texts(message) else None
+    return text_of(first, "text").startswith(REMINDER_TAG)
 
 
 def with_last_text(message: dict[str, Any], text: str) -> dict[str, Any]:
@@ -251,16 +251,9 @@ def rendering_key(body: GenerationBody, messages: list[dict[str, Any]]) -> bytes
 
 
 _USER = {"role": "user", "content": "."}
-_LIMITS = {Route.RESPONSES: "max_output_tokens", Route.COMPLETION: "n_predict"}
-_DROPPED = (
-    "stream",
-    "stream_options",
-    "n",
-    "n_cmpl",
-    "max_completion_tokens",
-    "max_tokens",
-    "n_predict",
-)
+_ONE_TOKEN = {"max_tokens": 1, "max_output_tokens": 1, "n_predict": 1}
+"""The limit by each name that a route may know it by; llama-server ignores the other names."""
+_DROPPED = ("stream", "stream_options", "n", "n_cmpl", "max_completion_tokens")
 
 
 def header_request(route: Route, body: GenerationBody, *, is_whole: bool) -> bytes:
@@ -270,13 +263,12 @@ def header_request(route: Route, body: GenerationBody, *, is_whole: bool) -> byt
     is evaluated whole. Raises KeyError or TypeError if the body is none of *route*.
     """
     fields = {name: value for name, value in body.fields.items() if name not in _DROPPED}
-    fields[_LIMITS.get(route, "max_tokens")] = 1
-    if route is Route.COMPLETION:
-        fields["max_tokens"] = 1
-    elif not is_whole and route is Route.RESPONSES:
+    fields |= _ONE_TOKEN
+    is_bare = is_whole or route is Route.COMPLETION
+    if not is_bare and route is Route.RESPONSES:
         items = list_of(body.fields["input"])
         fields["input"] = [*items[: n_leading_system(items)], _USER]
-    elif not is_whole:
+    elif not is_bare:
         # Messages has its system prompt beside the messages.
         leading = [] if route is Route.MESSAGES else leading_system(body)
         fields["messages"] = [*leading, _USER]
@@ -285,8 +277,8 @@ def header_request(route: Route, body: GenerationBody, *, is_whole: bool) -> byt
 
 def tokens_request(tokens: TokenIds, model: str) -> bytes:
     """Return the request to /completion that has some tokens evaluated, by a *model* if it says which."""
-    fields = {"prompt": tokens.tolist(), "n_predict": 1, "max_tokens": 1}
-    return msgspec.json.encode({"model": model, **fields} if model else fields)
+    named = {"model": model} if model else {}
+    return msgspec.json.encode({**named, "prompt": tokens.tolist(), **_ONE_TOKEN})
 
 
 def route_path(body: GenerationBody) -> str:

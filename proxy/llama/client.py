@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import aiohttp
@@ -95,13 +96,6 @@ class Saved(msgspec.Struct):
     n_written: int
 
 
-class Evaluated(msgspec.Struct):
-    """A /completion reply of which only the accounting and the slot matter."""
-
-    timings: Timings
-    id_slot: int = -1
-
-
 class Probability(msgspec.Struct):
     id: int
     logprob: float
@@ -130,6 +124,7 @@ class LoraAdapter(msgspec.Struct):
     scale: float = 0.0
 
 
+@dataclass(eq=False)
 class Heard:
     """An exchange that can be cut; `heard_at` is when llama-server last said something (monotonic clock).
 
@@ -138,10 +133,9 @@ class Heard:
     SIGTERM).
     """
 
-    def __init__(self, cut: Callable[[], None]) -> None:
-        self._cut = cut
-        self.heard_at = time.monotonic()
-        self.is_cut = False
+    _cut: Callable[[], None]
+    heard_at: float = field(default_factory=time.monotonic)
+    is_cut: bool = False
 
     def note(self) -> None:
         self.heard_at = time.monotonic()
@@ -226,11 +220,10 @@ class LlamaServer:
 
     async def is_ready(self) -> bool:
         """Return whether the model is loaded: until then GET /health is 503 (server-http.cpp)."""
-        try:
+        with suppress(UpstreamFault):
             await self._read("GET", "/health", seconds=QUICK_SECONDS)
-        except UpstreamFault:
-            return False
-        return True
+            return True
+        return False
 
     async def takes_key(self, keys: Headers, path: str = "/props") -> bool:
         """Return whether a client that sends *keys* is answered; raises UpstreamFault if nobody is.
@@ -313,11 +306,12 @@ class LlamaServer:
         (server-context.cpp, process_token).
         """
         fields = {"prompt": tokens.tolist(), "id_slot": slot_id, **_REUSES}
-        return (await self._complete(Evaluated, fields, headers)).timings
+        return await self._complete(Timings, fields, headers, key="timings")
 
-    async def evaluate_anywhere(self, tokens: TokenIds) -> Evaluated:
-        """Evaluate *tokens* in the slot that llama-server chooses, idle or as soon as one is."""
-        return await self._complete(Evaluated, {"prompt": tokens.tolist(), **_REUSES})
+    async def evaluate_anywhere(self, tokens: TokenIds) -> int:
+        """Evaluate *tokens* in an idle slot, or as soon as one is idle; return llama-server's choice."""
+        fields = {"prompt": tokens.tolist(), **_REUSES}
+        return await self._complete(int, fields, key="id_slot")
 
     async def overwrite(self, slot_id: SlotId) -> None:
         """Make a slot hold one token, and nothing of what it held."""

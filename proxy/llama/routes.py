@@ -107,9 +107,8 @@ def unloads_models(method: str, path: str) -> bool:
     """
     if method == "GET":
         return path == "/unload"
-    return path in ("/models", "/models/load", "/models/unload") or path.startswith(
-        "/api/models/unload"
-    )
+    is_of_router = path in ("/models", "/models/load", "/models/unload")
+    return is_of_router or path.startswith("/api/models/unload")
 
 
 def is_anthropic(path: str) -> bool:

@@ -139,8 +139,9 @@ def _layout(file: BinaryIO, point: ContextCheckpoint, version: int) -> tuple[Sec
 
     They are the last ones of the state: a window, a recurrent state, or both.
     """
-    reader = Reader(file, point.state_offset + point.state_bytes[0])
-    reader.position = point.state_offset
+    begin = point.offset + 16 + 8  # behind its three numbers and the length of the model's state
+    reader = Reader(file, begin + point.state_bytes[0])
+    reader.position = begin
     try:
         magic, _ = reader.numbers("II")
         sections = read_sections(reader, version, point.n_tokens)

@@ -245,11 +245,6 @@ class ContextCheckpoint:
         return min(self.n_tokens, max(self.pos_min + 1, self.pos_max))
 
     @property
-    def state_offset(self) -> int:
-        """Where the state of the model begins."""
-        return self.offset + 16 + 8
-
-    @property
     def size_bytes(self) -> int:
         return 16 + sum(8 + n_bytes for n_bytes in self.state_bytes)
 
