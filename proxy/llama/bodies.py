@@ -115,9 +115,7 @@ def as_chat_body(route: Route, body: GenerationBody) -> GenerationBody:
 
 def n_completions(body: GenerationBody) -> int:
     """Return how many slots the request spreads over."""
-    n = body.fields.get("n_cmpl")
-    if n is None:  # llama-server treats null as absent
-        n = body.fields.get("n")
+    n = member(body.fields, "n_cmpl", body.fields.get("n"))
     return int(n) if isinstance(n, int | float) and n > 1 else 1
 
 

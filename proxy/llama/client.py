@@ -262,13 +262,11 @@ class LlamaServer:
 
     async def models(self, path: str = "/v1/models") -> list[dict[str, Any]]:
         """Return the entries of a list of models; those of /models tell a router's states too."""
-        kind = list[dict[str, Any]]
-        return await self.call("GET", path, kind, key="data", seconds=QUICK_SECONDS)
+        return await self.call("GET", path, list[dict[str, Any]], key="data", seconds=QUICK_SECONDS)
 
     async def model_meta(self) -> ModelMeta:
         entries = [m for m in await self.models() if self.target.is_listed_as(text_of(m, "id"))]
-        metas = (member(m, "meta") for m in entries)
-        meta = next(filter(None, metas), None)
+        meta = next(filter(None, (member(m, "meta") for m in entries)), None)
         known = {name: member(meta, name) for name in ModelMeta.__struct_fields__}
         return ModelMeta(**{name: n for name, n in known.items() if isinstance(n, int)})
 
