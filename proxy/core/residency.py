@@ -151,7 +151,7 @@ def best_offer(offers: Sequence[Offer]) -> int:
     alike = [i for i in places if offers[i].seconds <= quickest + STEADY_SECONDS]
     most = max(offers[i].n_reused for i in alike)
     hottest = [i for i in alike if offers[i].n_reused > most - STEADY_TOKENS]
-    return min(hottest, key=lambda i: offers[i].load)
+    return min(hottest, key=lambda i: (offers[i].load, offers[i].seconds))
 
 
 def shared_at_most(slot: Slot, tokens: TokenIds) -> int:

@@ -415,7 +415,10 @@ class LlamaServer:
         except TimeoutError as error:
             raise UpstreamSlow(f"{method} {path}: no answer in time") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamLost(f"{method} {path}: {reason_of(error)}") from error
+            # Without an errno the connection was closed before the body was written: llama-server was gone.
+            was_sent = not isinstance(error, aiohttp.ClientOSError) or error.errno is not None
+            kind = UpstreamLost if was_sent else UpstreamUnreachable
+            raise kind(f"{method} {path}: {reason_of(error)}") from error
         target, ended = self.target, f"{method} {path}: {self.target.name} has ended"
         is_unreached = target.says_unreached(status, content)
         if target.says_gone(content) or (is_unreached and not target.tells_unreached):

@@ -192,7 +192,7 @@ class Pool:
         root = server.upstream
         if (host := await recognise(root)) is None:
             return False
-        get_logger("fleet").info("several models", address=root.target.base_url, kind=host.kind)
+        get_logger("pool").info("several models", address=root.target.base_url, kind=host.kind)
         services = self._shared.of(root, root.target.name)
         hosted = HostedModels(self._settings, services, host, self._new_model)
         await hosted.look()
@@ -353,12 +353,13 @@ class Pool:
         order, since = servers[0].order, request.arrived_at
         if order or not any(server.process for server in servers):
             since = order.join(request)
-        was_there = servers[0].phase is not Phase.UNLOADED
+        epoch = servers[0].epoch
         try:
             server, process = await self.ready(servers, since)
             if process is None:
                 is_over = await server.is_lost()
-                if is_over and (server.host is None or (was_there and may_be_lost)):
+                # A model that was lost meanwhile may even have been loaded again.
+                if may_be_lost and server.epoch != epoch if server.host else is_over:
                     return False
                 order.leave(request)
                 return await self._serve_unplaced(server, request, may_be_lost)

@@ -85,8 +85,11 @@ class CachedRequest:
             process.slots.destine(self._plan.slot_id, self._prompt.tokens)
             self._note_planned()
             self._account.queued_seconds = time.monotonic() - joined_at
-            if self._account.queued_seconds > _LONG_WAIT_SECONDS and not await process.is_current():
-                raise replaced()
+            # A state that is restored into a dying process would be taken for what ended it.
+            if self._account.queued_seconds > _LONG_WAIT_SECONDS or process.has_broken_off:
+                if not await process.is_current():
+                    raise replaced()
+                process.has_broken_off = False
             try:
                 await process.launches.clear_others()
                 with process.arrivals.announced(self._first_save()):
@@ -301,6 +304,7 @@ class CachedRequest:
     def _settle(self, answer: Answer) -> None:
         """Note what the reply says of the reuse and of the slot, and report the request."""
         process, account, slot_id = self._process, self._account, self._plan.slot_id
+        process.has_broken_off |= answer.is_broken
         if answer.timings is not None or answer.first_token_at is not None:
             process.slots.note_answer(slot_id)
         # A request that was refused has not touched the slot (server-context.cpp, send_error at launch).

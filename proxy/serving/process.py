@@ -118,6 +118,8 @@ class Process(Services):
     rule: Rule = NO_RULE
     self_test: SelfTestResult | None = None
     rates: Rates = field(default_factory=Rates)
+    has_broken_off: bool = False
+    """Whether an answer broke off since the process was last known to run."""
     disabled_shapes: set[str] = field(default_factory=set)
     asks_for_key: bool = True
     is_one_tenant: bool = False

@@ -24,7 +24,7 @@ from tests.lab.server import (
     find_free_port,
 )
 
-READY_SECONDS = 90.0
+READY_SECONDS = 300.0
 STOP_SECONDS = 120.0
 POLL_SECONDS = 0.1
 SETTLED_SECONDS = 0.3

@@ -19,9 +19,9 @@ def sample(rig: Rig, name: str, **labels: str) -> float:
 
 async def test_first_token_is_not_taken_for_a_report_of_progress(start_rig: StartRig) -> None:
     """Progress comes while the prompt is evaluated, in events that open the assistant's message too."""
-    async with start_rig("full") as rig:
+    async with start_rig("full", extra_args=("-b", "512")) as rig:
         body: dict[str, Any] = {"stream": True, "return_progress": True, "max_tokens": 4}
-        body["messages"] = [{"role": "user", "content": "word " * 5000}]
+        body["messages"] = [{"role": "user", "content": "word " * 1500}]
         reader, n_events = AnswerReader("text/event-stream"), 0
         async with rig.client.post(rig.base_url + "/v1/chat/completions", json=body) as reply:
             async for line in reply.content:

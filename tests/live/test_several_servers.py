@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from proxy.core.rates import Rates, Transfer, UnitCost
 from tests.lab.conversation import Message, agent_requests, system
 from tests.lab.models import MEMORIES, model_path
 from tests.lab.rig import Rig
@@ -37,6 +38,14 @@ class Pair:
         """Send a request; return its record."""
         await self.rig.chat(messages, tools=TOOLS, **fields)
         return await self.last_request()
+
+    def set_rates(self, *, restore_seconds: float) -> None:
+        """Take both for equally quick, whatever the machine was busy with when they were measured."""
+        restore = Transfer(UnitCost(restore_seconds, 1.0), UnitCost(1e-9, 1.0))
+        tokens = (UnitCost(1e-3, 1.0),) * 5
+        for server in self.rig.running.pool.servers:
+            assert server.process is not None
+            server.process.rates = Rates(tokens=tokens, cold_restore=restore, warm_restore=restore)
 
     async def last_request(self) -> dict[str, Any]:
         async with self.rig.client.get(self.rig.admin_url + "/requests?limit=1") as reply:
@@ -103,6 +112,7 @@ async def test_conversation_that_moves_evaluates_only_new_tokens(
         began = await pair.ask(first)
         await pair.rig.settled()  # a slot that is being saved is not free for the next request
         # It stays where it is hot.
+        pair.set_rates(restore_seconds=0.3)
         n_new = await ledger.enter(second)
         stayed = await pair.ask(second)
         assert stayed["server"] == began["server"] and stayed["chosen"] == "live"
@@ -115,6 +125,7 @@ async def test_conversation_that_moves_evaluates_only_new_tokens(
             asyncio.get_running_loop().call_later(
                 0.5, (second_end if is_first_here else first_end).leave
             )
+            pair.set_rates(restore_seconds=0.001)
             n_new, n_before = await ledger.enter(third), await pair.n_evaluated()
             moved = await pair.ask(third)
             assert moved["server"] != stayed["server"] and moved["chosen"] == "restore"

@@ -13,7 +13,7 @@ from tests.live.conftest import StartRig
 
 HEADER = [system(150)]
 MORE_BYTES = 3 << 20
-N_CONVERSATIONS = 24
+N_CONVERSATIONS = 16
 
 
 def request(number: int) -> list[Message]:
