@@ -1,12 +1,41 @@
 """Parsed JSON of requests and answers, read as llama-server reads it, and what all chat forms share."""
 
 import re
+from enum import StrEnum
 from typing import Any
 
+import msgspec
+
+
+class Route(StrEnum):
+    """How a generation route names its prompt and whether it lets the proxy choose the slot."""
+
+    CHAT = "chat"
+    COMPLETION = "completion"
+    MESSAGES = "messages"
+    """Anthropic's Messages; llama-server drops id_slot and chooses the slot itself."""
+    RESPONSES = "responses"
+    """OpenAI's Responses; honours id_slot."""
+    PINNED = "pinned"
+    """Honours id_slot; its prompt is not read (yet)."""
+    UNPINNED = "unpinned"
+    """llama-server never reads id_slot and chooses the slot itself."""
+
+
+CONVERSATIONS = (Route.CHAT, Route.MESSAGES, Route.RESPONSES)
+"""The routes whose bodies hold a conversation."""
 SYSTEM_ROLES = ("system", "developer")
 REMINDER_TAG = "<system-reminder>"
 """Agents write such a tag in front of the text that they add to the user's."""
 _REMINDER = re.compile(r"<system-reminder>.*?</system-reminder>", re.DOTALL)
+
+
+def object_in(raw: bytes | str) -> dict[str, Any] | None:
+    """Return the JSON object that a text is, None if the text is anything else or nested too deeply."""
+    try:
+        return msgspec.json.decode(raw, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 def member(value: Any, key: str, default: Any = None) -> Any:

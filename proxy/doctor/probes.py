@@ -234,7 +234,7 @@ async def prefers_similar_slot(server: ProbedServer, file_version: int) -> bool 
         return None
     text, slot_id = server.text(3, _PROBE_TOKENS + _N_MORE), server.empty[-1]
     await server.evaluate(slot_id, text[:_PROBE_TOKENS])
-    chosen = (await server.evaluate_anywhere(text)).id_slot
+    chosen = await server.evaluate_anywhere(text)
     await server.erase_all()
     return chosen == slot_id
 
@@ -243,7 +243,8 @@ async def has_ram_cache(server: ProbedServer, *, prefers_similar: bool | None) -
     """Displace a prompt, ask for it again, and see whether it is brought back; raises UpstreamFault.
 
     A request that names its slot only consults the RAM cache while similarity is on (server-context.cpp,
-    get_available_slot).
+    get_available_slot). So a prompt that stays away proves nothing unless similarity is known to be on,
+    which a server with one slot never shows.
     """
 
     async def is_reused(seed: int, n_tokens: int) -> bool:
@@ -257,5 +258,5 @@ async def has_ram_cache(server: ProbedServer, *, prefers_similar: bool | None) -
     is_brought_back = await is_reused(4, _PROBE_TOKENS + 2 * _N_MORE)
     await server.erase_all()
     # Some models continue no state that is so short, wherever it comes from.
-    can_tell = is_brought_back or (is_reused_live and prefers_similar is not False)
+    can_tell = is_brought_back or (is_reused_live and prefers_similar is True)
     return is_brought_back if can_tell else None

@@ -14,21 +14,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from proxy.core.messages import member
+from proxy.core.messages import Route, member, object_in
 from proxy.llama.client import Timings
-from proxy.llama.routes import Route, is_anthropic
+from proxy.llama.routes import is_anthropic
 
 Json = dict[str, Any]
 T = TypeVar("T")
 
 MAX_BUFFERED_BYTES = 64 << 20
 """A JSON answer larger than this goes unread (and so unconfirmed); lines of a stream likewise."""
-_LAST_EVENTS = (
-    "message_stop",
-    "response.completed",
-    "response.incomplete",
-    "response.failed",
-)
+_LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "response.failed")
 """The types of the last events of streams; OpenAI's chat streams end with [DONE] instead."""
 
 
@@ -88,15 +83,16 @@ class AnswerReader:
         *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
-                event = _decode(data := bytes(line[5:]).strip())
+                data = bytes(line[5:]).strip()
+                event = object_in(data) or {}
                 self.has_token = self.has_token or "prompt_progress" not in event
                 self._read_event(event, data)
 
     def _read_event(self, event: Json, data: bytes = b"") -> None:
         self._timings = _converted(event.get("timings"), Timings) or self._timings
         for carrier in (event, event.get("message"), event.get("response")):
-            usage = _converted(member(carrier, "usage"), _Usage)
-            self._usages += [usage] if usage is not None else []
+            if usage := _converted(member(carrier, "usage"), _Usage):
+                self._usages.append(usage)
         is_last = event.get("stop") is True or event.get("type") in _LAST_EVENTS
         if is_last or data == b"[DONE]" or isinstance(event.get("error"), dict):
             self._has_ended = True
@@ -113,7 +109,7 @@ class AnswerReader:
         """Read what has come of an answer that is not a stream."""
         if not self._is_stream:
             self._timings, self._usages, self._calls = None, [], []
-            self._read_event(_decode(bytes(self._buffer)))
+            self._read_event(object_in(bytes(self._buffer)) or {})
 
     def timings(self) -> Timings | None:
         """Return what the answer said of reuse and evaluation, once it has passed.
@@ -169,13 +165,6 @@ def _calls_of_responses(event: Json) -> Iterator[CallMade]:
             yield CallMade(item["call_id"], item["name"], item["arguments"])
 
 
-def _decode(data: bytes) -> Json:
-    try:
-        return msgspec.json.decode(data, type=Json)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return {}
-
-
 def _converted(value: Any, kind: type[T]) -> T | None:
     try:
         return None if value is None else msgspec.convert(value, kind)
@@ -184,18 +173,14 @@ def _converted(value: Any, kind: type[T]) -> T | None:
 
 
 def _timings_of(usages: list[_Usage]) -> Timings | None:
-    n_generated = max(
-        (u.output_tokens for u in usages if u.output_tokens is not None), default=None
-    )
+    generated = [u.output_tokens for u in usages if u.output_tokens is not None]
     for usage in usages:
-        if usage.input_tokens is None or n_generated is None:
-            continue
-        if usage.input_tokens_details is not None:
+        n_input, n_cached = usage.input_tokens, usage.cache_read_input_tokens
+        if usage.input_tokens_details is not None and n_input is not None:
             n_cached = usage.input_tokens_details.get("cached_tokens", 0)
-            return Timings(n_cached, usage.input_tokens - n_cached, predicted_n=n_generated)
-        if usage.cache_read_input_tokens is not None:
-            n_cached = usage.cache_read_input_tokens
-            return Timings(n_cached, usage.input_tokens, predicted_n=n_generated)
+            n_input -= n_cached
+        if generated and n_input is not None and n_cached is not None:
+            return Timings(n_cached, n_input, predicted_n=max(generated))
     return None
 
 

@@ -15,17 +15,18 @@ import xxhash
 
 from proxy.core.messages import (
     REMINDER_TAG,
+    Route,
     is_system,
     list_of,
     member,
     n_leading_system,
+    object_in,
     text_of,
 )
 from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds
 from proxy.explain.compare import EMPTY, Sketch, digests
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
-from proxy.llama.routes import Route
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TAINTING = ("lora", "n_cache_reuse")
@@ -80,10 +81,8 @@ class GenerationBody:
 def parse_body(raw: bytes) -> GenerationBody | None:
     """Return the parsed body, or None if it is not a JSON object."""
     text = _text_read(raw)
-    try:
-        return GenerationBody(text, msgspec.json.decode(text, type=dict[str, Any]))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
+    fields = object_in(text)
+    return None if fields is None else GenerationBody(text, fields)
 
 
 def is_too_deep(raw: bytes) -> bool:
@@ -116,9 +115,7 @@ def as_chat_body(route: Route, body: GenerationBody) -> GenerationBody:
 
 def n_completions(body: GenerationBody) -> int:
     """Return how many slots the request spreads over."""
-    n = body.fields.get("n_cmpl")
-    if n is None:  # llama-server treats null as absent
-        n = body.fields.get("n")
+    n = member(body.fields, "n_cmpl", body.fields.get("n"))
     return int(n) if isinstance(n, int | float) and n > 1 else 1
 
 
@@ -201,8 +198,8 @@ def has_several_texts(message: dict[str, Any]) -> bool:
 
 def begins_with_reminder(message: dict[str, Any]) -> bool:
     """Return whether the first of a message's several parts was written by an agent, not by its user."""
-    is_one_of_several = has_several_texts(message)
-    return is_one_of_several and text_of(message["content"][0], "text").startswith(REMINDER_TAG)
+    first = message["content"][0] if has_several_texts(message) else None
+    return text_of(first, "text").startswith(REMINDER_TAG)
 
 
 def with_last_text(message: dict[str, Any], text: str) -> dict[str, Any]:
@@ -252,16 +249,9 @@ def rendering_key(body: GenerationBody, messages: list[dict[str, Any]]) -> bytes
 
 
 _USER = {"role": "user", "content": "."}
-_LIMITS = {Route.RESPONSES: "max_output_tokens", Route.COMPLETION: "n_predict"}
-_DROPPED = (
-    "stream",
-    "stream_options",
-    "n",
-    "n_cmpl",
-    "max_completion_tokens",
-    "max_tokens",
-    "n_predict",
-)
+_ONE_TOKEN = {"max_tokens": 1, "max_output_tokens": 1, "n_predict": 1}
+"""The limit by each name that a route may know it by; llama-server ignores the other names."""
+_DROPPED = ("stream", "stream_options", "n", "n_cmpl", "max_completion_tokens")
 
 
 def header_request(route: Route, body: GenerationBody, *, is_whole: bool) -> bytes:
@@ -271,13 +261,12 @@ def header_request(route: Route, body: GenerationBody, *, is_whole: bool) -> byt
     is evaluated whole. Raises KeyError or TypeError if the body is none of *route*.
     """
     fields = {name: value for name, value in body.fields.items() if name not in _DROPPED}
-    fields[_LIMITS.get(route, "max_tokens")] = 1
-    if route is Route.COMPLETION:
-        fields["max_tokens"] = 1
-    elif not is_whole and route is Route.RESPONSES:
+    fields |= _ONE_TOKEN
+    is_bare = is_whole or route is Route.COMPLETION
+    if not is_bare and route is Route.RESPONSES:
         items = list_of(body.fields["input"])
         fields["input"] = [*items[: n_leading_system(items)], _USER]
-    elif not is_whole:
+    elif not is_bare:
         # Messages has its system prompt beside the messages.
         leading = [] if route is Route.MESSAGES else leading_system(body)
         fields["messages"] = [*leading, _USER]
@@ -286,8 +275,8 @@ def header_request(route: Route, body: GenerationBody, *, is_whole: bool) -> byt
 
 def tokens_request(tokens: TokenIds, model: str) -> bytes:
     """Return the request to /completion that has some tokens evaluated, by a *model* if it says which."""
-    fields = {"prompt": tokens.tolist(), "n_predict": 1, "max_tokens": 1}
-    return msgspec.json.encode({"model": model, **fields} if model else fields)
+    named = {"model": model} if model else {}
+    return msgspec.json.encode({**named, "prompt": tokens.tolist(), **_ONE_TOKEN})
 
 
 def route_path(body: GenerationBody) -> str:

@@ -10,13 +10,14 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 from yarl import URL
 
-from proxy.core.messages import member, text_of
+from proxy.core.messages import member, object_in, text_of
 from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds, token_ids
 from proxy.errors import (
@@ -95,13 +96,6 @@ class Saved(msgspec.Struct):
     n_written: int
 
 
-class Evaluated(msgspec.Struct):
-    """A /completion reply of which only the accounting and the slot matter."""
-
-    timings: Timings
-    id_slot: int = -1
-
-
 class Probability(msgspec.Struct):
     id: int
     logprob: float
@@ -130,6 +124,7 @@ class LoraAdapter(msgspec.Struct):
     scale: float = 0.0
 
 
+@dataclass(eq=False)
 class Heard:
     """An exchange that can be cut; `heard_at` is when llama-server last said something (monotonic clock).
 
@@ -138,10 +133,9 @@ class Heard:
     SIGTERM).
     """
 
-    def __init__(self, cut: Callable[[], None]) -> None:
-        self._cut = cut
-        self.heard_at = time.monotonic()
-        self.is_cut = False
+    _cut: Callable[[], None]
+    heard_at: float = field(default_factory=time.monotonic)
+    is_cut: bool = False
 
     def note(self) -> None:
         self.heard_at = time.monotonic()
@@ -174,12 +168,7 @@ class LlamaServer:
     Every call raises UpstreamUnreachable if there was no answer, UpstreamRefused if it was an error.
     """
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        target: Target,
-        api_key: str | None,
-    ) -> None:
+    def __init__(self, session: aiohttp.ClientSession, target: Target, api_key: str | None) -> None:
         self.session = session
         self._waiting: set[Heard] = set()
         self.target = target
@@ -231,11 +220,10 @@ class LlamaServer:
 
     async def is_ready(self) -> bool:
         """Return whether the model is loaded: until then GET /health is 503 (server-http.cpp)."""
-        try:
+        with suppress(UpstreamFault):
             await self._read("GET", "/health", seconds=QUICK_SECONDS)
-        except UpstreamFault:
-            return False
-        return True
+            return True
+        return False
 
     async def takes_key(self, keys: Headers, path: str = "/props") -> bool:
         """Return whether a client that sends *keys* is answered; raises UpstreamFault if nobody is.
@@ -274,13 +262,11 @@ class LlamaServer:
 
     async def models(self, path: str = "/v1/models") -> list[dict[str, Any]]:
         """Return the entries of a list of models; those of /models tell a router's states too."""
-        kind = list[dict[str, Any]]
-        return await self.call("GET", path, kind, key="data", seconds=QUICK_SECONDS)
+        return await self.call("GET", path, list[dict[str, Any]], key="data", seconds=QUICK_SECONDS)
 
     async def model_meta(self) -> ModelMeta:
         entries = [m for m in await self.models() if self.target.is_listed_as(text_of(m, "id"))]
-        metas = (member(m, "meta") for m in entries)
-        meta = next(filter(None, metas), None)
+        meta = next(filter(None, (member(m, "meta") for m in entries)), None)
         known = {name: member(meta, name) for name in ModelMeta.__struct_fields__}
         return ModelMeta(**{name: n for name, n in known.items() if isinstance(n, int)})
 
@@ -291,27 +277,23 @@ class LlamaServer:
         """Render a chat body; the same parser as /v1/chat/completions reads it."""
         return await self.call("POST", "/apply-template", str, body, headers, key="prompt")
 
-    async def tokenize(self, content: Any, headers: Headers, *, add_special: bool) -> TokenIds:
-        """Tokenize a string or a mixed list as llama-server does for a prompt.
+    async def tokenize(
+        self, content: Any, headers: Headers, *, add_special: bool, parse_special: bool = True
+    ) -> TokenIds:
+        """Tokenize a string or a mixed list, with *add_special* as llama-server does for a prompt.
 
         A prompt is tokenized with add_special and parse_special; /tokenize leaves out BOS by default
-        (server-context.cpp, handle_completions_impl against post_tokenize).
+        (server-context.cpp, handle_completions_impl against post_tokenize). Without *parse_special*
+        special tokens are read as ordinary text.
         """
-        fields = {"content": content, "add_special": add_special, "parse_special": True}
-        return token_ids(await self._tokenize(list[int], fields, headers))
-
-    async def tokenize_plain(self, text: str, headers: Headers) -> list[int]:
-        """Tokenize *text* with special tokens read as ordinary text."""
-        fields = {"content": text, "add_special": False, "parse_special": False}
-        return await self._tokenize(list[int], fields, headers)
+        fields = {"content": content, "add_special": add_special, "parse_special": parse_special}
+        ids = await self.call("POST", "/tokenize", list[int], fields, headers, key="tokens")
+        return token_ids(ids)
 
     async def pieces(self, text: str, headers: Headers) -> list[TokenPiece]:
         """Tokenize *text* as a prompt; return the tokens with what each stands for."""
         fields = {"content": text, "add_special": True, "parse_special": True, "with_pieces": True}
-        return await self._tokenize(list[TokenPiece], fields, headers)
-
-    async def _tokenize(self, kind: type[T], fields: dict[str, Any], headers: Headers) -> T:
-        return await self.call("POST", "/tokenize", kind, fields, headers, key="tokens")
+        return await self.call("POST", "/tokenize", list[TokenPiece], fields, headers, key="tokens")
 
     async def evaluate(
         self, slot_id: SlotId, tokens: TokenIds, headers: Headers | None = None
@@ -322,11 +304,12 @@ class LlamaServer:
         (server-context.cpp, process_token).
         """
         fields = {"prompt": tokens.tolist(), "id_slot": slot_id, **_REUSES}
-        return (await self._complete(Evaluated, fields, headers)).timings
+        return await self._complete(Timings, fields, headers, key="timings")
 
-    async def evaluate_anywhere(self, tokens: TokenIds) -> Evaluated:
-        """Evaluate *tokens* in the slot that llama-server chooses, idle or as soon as one is."""
-        return await self._complete(Evaluated, {"prompt": tokens.tolist(), **_REUSES})
+    async def evaluate_anywhere(self, tokens: TokenIds) -> int:
+        """Evaluate *tokens* in an idle slot, or as soon as one is idle; return llama-server's choice."""
+        fields = {"prompt": tokens.tolist(), **_REUSES}
+        return await self._complete(int, fields, key="id_slot")
 
     async def overwrite(self, slot_id: SlotId) -> None:
         """Make a slot hold one token, and nothing of what it held."""
@@ -459,7 +442,7 @@ def reason_of(error: Exception) -> str:
 
 
 def _error_message(content: bytes) -> str:
-    try:
-        return text_of(msgspec.json.decode(content, type=dict[str, Any])["error"], "message")
-    except (msgspec.DecodeError, KeyError):
+    reply = object_in(content)
+    if reply is None or "error" not in reply:
         return content[:200].decode(errors="replace")
+    return text_of(reply["error"], "message")

@@ -3,10 +3,10 @@
 Owns: copies of server_chat_convert_anthropic_to_oai and server_chat_convert_responses_to_chatcmpl
 (tools/server/server-chat.cpp), whose oddities are kept. Only what reaches the template is converted: the
 body is for /apply-template and never answers a client. What llama-server answers with an error is not
-convertible.
+convertible, and neither are images: prompts with media are not cached.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -15,6 +15,8 @@ from proxy.core.messages import list_of, member, text_of
 from proxy.errors import NotConvertible
 
 Message = dict[str, Any]
+
+_MEDIA = "media in the request"
 
 # Anthropic Messages. Text goes before the tool results that it stood behind, and blocks of unknown types
 # vanish.
@@ -75,7 +77,7 @@ def _converted(message: Message) -> Iterator[Message]:
     if not isinstance(blocks, list):
         yield message
         return
-    content = _parts(blocks, lambda block: block)
+    content = _text_blocks(blocks)
     calls = [_tool_call(block) for block in _of_kind(blocks, "tool_use")]
     reasoning = "".join(text_of(block, "thinking") for block in _of_kind(blocks, "thinking"))
     if content or calls or reasoning:
@@ -91,29 +93,18 @@ def _result(content: Any) -> Any:
     if isinstance(content, str):
         return content
     blocks = list_of(content)
+    found = _text_blocks(blocks)
     if not _of_kind(blocks, "image"):
-        return "".join(_texts(blocks))
-    return _parts(blocks, lambda block: {"type": "text", "text": text_of(block, "text")})
+        return "".join(_texts(found))
+    return [{"type": "text", "text": text} for text in _texts(found)]
 
 
-def _parts(blocks: list[Any], as_text: Callable[[Any], Any]) -> list[Any]:
-    """Return the texts and images of a content."""
-    parts = []
-    for block in blocks:
-        source, kind = member(block, "source"), text_of(block, "type")
-        match kind, text_of(source, "type"):
-            case "text", _:
-                parts.append(as_text(block))
-                continue
-            case "image", "base64":
-                media_type = text_of(source, "media_type", "image/jpeg")
-                url = f"data:{media_type};base64,{text_of(source, 'data')}"
-            case "image", "url":
-                url = text_of(source, "url")
-            case _:
-                continue
-        parts.append({"type": "image_url", "image_url": {"url": url}})
-    return parts
+def _text_blocks(blocks: list[Any]) -> list[Any]:
+    """Return the texts of a content; raises NotConvertible for an image that llama-server reads."""
+    sources = [text_of(member(block, "source"), "type") for block in _of_kind(blocks, "image")]
+    if "base64" in sources or "url" in sources:
+        raise NotConvertible(_MEDIA)
+    return _of_kind(blocks, "text")
 
 
 def _tool_call(block: Any) -> dict[str, Any]:
@@ -129,33 +120,29 @@ def _tool_call(block: Any) -> dict[str, Any]:
 
 
 def _tool_of_messages(tool: Any) -> dict[str, Any]:
-    function = {
-        "name": text_of(tool, "name"),
-        "description": text_of(tool, "description"),
-        "parameters": tool.get("input_schema", {}) if isinstance(tool, dict) else {},
-    }
-    return {"type": "function", "function": function}
+    function = {key: text_of(tool, key) for key in ("name", "description")}
+    parameters = tool.get("input_schema", {}) if isinstance(tool, dict) else {}
+    return {"type": "function", "function": {**function, "parameters": parameters}}
 
 
 # OpenAI Responses.
-
-
-_REPLACED_FIELDS = ("input", "instructions", "tools", "reasoning", "max_output_tokens")
 
 
 def chat_of_responses(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the chat body that llama-server makes of a /v1/responses body; raises NotConvertible."""
     if text_of(fields, "previous_response_id"):
         raise NotConvertible("previous_response_id")
-    chat = {key: value for key, value in fields.items() if key not in _REPLACED_FIELDS}
+    chat = {key: value for key, value in fields.items() if key != "tools"}
     chat["messages"] = _messages(fields)
     tools = fields.get("tools", [])
     if not isinstance(tools, list):
         raise NotConvertible("tools are not a list")
     if functions := _of_kind(tools, "function"):
-        chat["tools"] = [_tool_of_responses(tool) for tool in functions]
-    if "max_output_tokens" in fields:
-        chat["max_tokens"] = fields["max_output_tokens"]
+        described = [{k: v for k, v in tool.items() if k != "type"} for tool in functions]
+        chat["tools"] = [
+            {"type": "function", "function": {**f, "strict": f.get("strict", True)}}
+            for f in described
+        ]
     reasoning = fields.get("reasoning")
     if isinstance(reasoning, dict) and "effort" in reasoning:
         chat["reasoning_effort"] = reasoning["effort"]
@@ -188,9 +175,11 @@ def _add_item(item: Message, messages: list[Message]) -> None:
     is_call = kind == "function_call" and _has_texts(item, "call_id", "arguments", "name")
     is_result = kind == "function_call_output" and _has_texts(item, "call_id")
     if role in ("user", "system", "developer") and isinstance(content, list):
-        messages.append({**message, "content": [_input_part(part) for part in content]})
+        messages.append(
+            {**message, "content": [_text_part(part, "input_text") for part in content]}
+        )
     elif role == "assistant" and kind == "message":
-        converted = [_output_part(part) for part in list_of(content)]
+        converted = [_text_part(part, "output_text", "input_text") for part in list_of(content)]
         answer = _answer(messages, {**message, "content": []})
         answer["content"] = [*list_of(answer.get("content")), *converted]
     elif is_call:
@@ -199,8 +188,9 @@ def _add_item(item: Message, messages: list[Message]) -> None:
         answer = _answer(messages, {"role": "assistant"})
         answer["tool_calls"] = [*list_of(answer.get("tool_calls")), call]
     elif is_result and isinstance(output := item.get("output"), str | list):
-        result = output if isinstance(output, str) else [_result_part(part) for part in output]
-        messages.append({"content": result, "role": "tool", "tool_call_id": item["call_id"]})
+        if isinstance(output, list):
+            output = [_text_part(part, "input_text") for part in output]
+        messages.append({"content": output, "role": "tool", "tool_call_id": item["call_id"]})
     elif kind == "reasoning" and isinstance(item.get("summary"), list):
         parts = list_of(content)
         if not parts or not _has_texts(parts[0], "text"):
@@ -222,36 +212,9 @@ def _has_texts(item: Any, *keys: str) -> bool:
     return all(isinstance(member(item, key), str) for key in keys)
 
 
-def _input_part(part: Any) -> dict[str, Any]:
-    match text_of(part, "type"):
-        case "input_text" if "text" in part:
-            return {"text": part["text"], "type": "text"}
-        case "input_image" if "image_url" in part:
-            return {"image_url": {"url": part["image_url"]}, "type": "image_url"}
-        case kind:
-            raise NotConvertible(f"an input part of type {kind!r}")
-
-
-def _output_part(part: Any) -> dict[str, Any]:
-    match text_of(part, "type"):
-        case "output_text" | "input_text" if _has_texts(part, "text"):
-            return {"text": part["text"], "type": "text"}
-        case "refusal" if _has_texts(part, "refusal"):
-            return {"refusal": part["refusal"], "type": "refusal"}
-        case kind:
-            raise NotConvertible(f"an output part of type {kind!r}")
-
-
-def _result_part(part: Any) -> dict[str, Any]:
-    match text_of(part, "type"):
-        case "input_text":
-            return {**part, "type": "text"}
-        case "input_image":
-            return {"image_url": {"url": part.get("image_url")}, "type": "image_url"}
-        case kind:
-            raise NotConvertible(f"an output part of a call of type {kind!r}")
-
-
-def _tool_of_responses(tool: dict[str, Any]) -> dict[str, Any]:
-    function = {key: value for key, value in tool.items() if key != "type"}
-    return {"type": "function", "function": {**function, "strict": function.get("strict", True)}}
+def _text_part(part: Any, *kinds: str) -> dict[str, Any]:
+    """Return a text of one of the *kinds* in the chat form; raises NotConvertible for anything else."""
+    kind = text_of(part, "type")
+    if kind in kinds and _has_texts(part, "text"):
+        return {"text": part["text"], "type": "text"}
+    raise NotConvertible(_MEDIA if kind == "input_image" else f"a part of type {kind!r}")

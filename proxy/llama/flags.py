@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from proxy.core.launch import OFF, ON, Given
 
-_NAME = re.compile(r"(--?[A-Za-z][\w.-]*)(,\s*|\s|$)")
+_NAME = r"--?[A-Za-z][\w.-]*"
+_NAMES = re.compile(rf"({_NAME}(?:,\s*{_NAME})*)(?:,?\s|$)")
 _TWO_VALUES = re.compile(r"[A-Z]+ [A-Z]+")
 _ENVIRONMENT = re.compile(r"\(env: (\w+)\)")
 _TRUE = frozenset(("on", "enabled", "true", "1"))
@@ -43,38 +44,23 @@ def parse_help(text: str) -> list[Flag]:
     """
     options: list[Flag] = []
     for entry in re.split(r"\n(?=\S)", text):
-        names, rest = _split_names(entry.partition("\n")[0])
-        if names:
-            value = re.split(r"\s{2,}", rest)[0] if rest[:1].strip() else ""
+        if names := _NAMES.match(line := entry.partition("\n")[0]):
+            value = re.split(r"\s{2,}|^\s", line[names.end() :])[0]
             n_values = 2 if _TWO_VALUES.fullmatch(value) else 1 if value else 0
             found = _ENVIRONMENT.search(entry)
-            options.append(Flag(names, n_values, found[1] if found else None))
+            all_names = tuple(re.findall(_NAME, names[1]))
+            options.append(Flag(all_names, n_values, found[1] if found else None))
     return options
 
 
 def variables_of(options: Iterable[Flag]) -> dict[str, str]:
     """Return the environment variable that stands for an option, by each of its names."""
-    return {
-        name: option.environment
-        for option in options
-        if option.environment
-        for name in option.names
-    }
+    return {name: o.environment for o in options if o.environment for name in o.names}
 
 
 def is_true(value: str) -> bool:
     """Return whether llama-server takes a value for a yes."""
     return value in _TRUE
-
-
-def _split_names(line: str) -> tuple[tuple[str, ...], str]:
-    names, end = [], 0
-    while match := _NAME.match(line, end):
-        names.append(match[1])
-        end = match.end()
-        if not match[2].startswith(","):
-            break
-    return tuple(names), line[end:]
 
 
 def known_names(options: Iterable[Flag]) -> frozenset[str]:
@@ -101,7 +87,8 @@ def read_given(
         name = written.replace("_", "-") if written.startswith("--") else written
         index += 1
         if known := by_name.get(name):
-            value = _switched(name) if known.is_switch else "".join(arguments[index : index + 1])
+            switched = OFF if _turns_off(name) else ON
+            value = switched if known.is_switch else "".join(arguments[index : index + 1])
             given |= dict.fromkeys(known.names, Given(written, value))
             index += known.n_values
     return given
@@ -120,10 +107,6 @@ def _from_environment(option: Flag, environment: Mapping[str, str]) -> Given | N
         if value == OFF and not option.can_be_turned_off:
             return None
     return Given(name, value)
-
-
-def _switched(name: str) -> str:
-    return OFF if _turns_off(name) else ON
 
 
 def _turns_off(name: str) -> bool:
@@ -152,10 +135,7 @@ def read_presets(text: str, options: Sequence[Flag]) -> dict[str, dict[str, Give
         given = presets.setdefault(section, {})
         for key, value in parser[section].items():
             if (option := by_key.get(key)) and key not in parser.defaults():
-                read = _switched_in_preset(key, value) if option.is_switch else value
+                switched = ON if is_true(value) != key.startswith("no-") else OFF
+                read = switched if option.is_switch else value
                 given |= dict.fromkeys(option.names, Given(f"[{section}] {key}", read))
     return presets
-
-
-def _switched_in_preset(key: str, value: str) -> str:
-    return ON if is_true(value) != key.startswith("no-") else OFF

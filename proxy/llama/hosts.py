@@ -15,7 +15,7 @@ import msgspec
 from proxy.core.messages import list_of, member, text_of
 from proxy.errors import UpstreamFault, UpstreamRefused, UpstreamUnreachable
 from proxy.llama.client import QUICK_SECONDS, LlamaServer
-from proxy.llama.routes import RouterTarget, SwapTarget, Target, is_known
+from proxy.llama.routes import HostKind, Target, is_known
 
 LOAD_SECONDS = 1800.0
 """A model that is not loaded after so long never will be; until then nothing else is loaded."""
@@ -69,12 +69,11 @@ class ModelHost:
     error.
     """
 
-    kind: ClassVar[str]
+    kind: ClassVar[HostKind]
     is_polled: ClassVar[bool]
     """Whether its llama-servers may be asked again and again without being kept from unloading."""
     hides_names: ClassVar[bool]
     """Whether models may have names that it does not list."""
-    _target_type: ClassVar[type[Target]]
     _guarded_path: ClassVar[str]
     """A path that is answered only to those who may have a model loaded."""
 
@@ -110,7 +109,7 @@ class ModelHost:
             return True  # a host that does not answer will say why
 
     def target(self, model: str) -> Target:
-        return self._target_type(self._root.target.base_url, model)
+        return Target(self._root.target.base_url, model, self.kind)
 
     @staticmethod
     def split_path(path: str, asked: str, models: Models) -> tuple[str, str]:
@@ -132,10 +131,9 @@ _UNLOAD_SECONDS = 15.0
 class Router(ModelHost):
     """llama-server without a model of its own, as server-models.cpp has it."""
 
-    kind = "router"
+    kind: ClassVar[HostKind] = "router"
     is_polled = True
     hides_names = False
-    _target_type = RouterTarget
     _guarded_path = "/models"
 
     def __init__(self, root: LlamaServer, n_at_most: int | None) -> None:
@@ -218,10 +216,9 @@ class Swap(ModelHost):
     Which models may be loaded together is known only to its configuration, so unloading is left to it.
     """
 
-    kind = "llama-swap"
+    kind: ClassVar[HostKind] = "llama-swap"
     is_polled = False
     hides_names = True
-    _target_type = SwapTarget
     _guarded_path = "/running"
 
     def __init__(self, root: LlamaServer) -> None:

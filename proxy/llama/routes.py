@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import ClassVar
+from typing import Literal
 from urllib.parse import quote, urlsplit
 
 import msgspec
+
+from proxy.core.messages import Route
 
 # Model names: what clients call a model, and what llama-server calls it.
 
@@ -35,21 +36,6 @@ def with_alias(raw: bytes, aliases: Aliases) -> bytes:
 
 # llama-server's routes, by what they do to its slots, as tools/server/server.cpp has them. A route that is
 # not listed here never touches a slot.
-
-
-class Route(StrEnum):
-    """How a generation route names its prompt and whether it lets the proxy choose the slot."""
-
-    CHAT = "chat"
-    COMPLETION = "completion"
-    MESSAGES = "messages"
-    """Anthropic's Messages; llama-server drops id_slot and chooses the slot itself."""
-    RESPONSES = "responses"
-    """OpenAI's Responses; honours id_slot."""
-    PINNED = "pinned"
-    """Honours id_slot; its prompt is not read (yet)."""
-    UNPINNED = "unpinned"
-    """llama-server never reads id_slot and chooses the slot itself."""
 
 
 _ROUTES = {
@@ -121,9 +107,8 @@ def unloads_models(method: str, path: str) -> bool:
     """
     if method == "GET":
         return path == "/unload"
-    return path in ("/models", "/models/load", "/models/unload") or path.startswith(
-        "/api/models/unload"
-    )
+    is_of_router = path in ("/models", "/models/load", "/models/unload")
+    return is_of_router or path.startswith("/api/models/unload")
 
 
 def is_anthropic(path: str) -> bool:
@@ -145,77 +130,59 @@ _BAD_GATEWAY = 502
 """What llama-swap answers, without a word, until it has noticed (process_command.go)."""
 
 
+HostKind = Literal["router", "llama-swap"]
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A llama-server at a URL of its own; `base_url` is where clients' own requests go as they are."""
+    """A llama-server at a URL of its own, or one model of a host; no call loads a router's model.
+
+    `base_url` is where clients' own requests go as they are.
+    """
 
     base_url: str
     model: str = ""
-    speaks_plainly: ClassVar[bool] = False
-    """Whether its host says in plain text what went wrong with llama-server."""
-    tells_unreached: ClassVar[bool] = True
-    """Whether one that could not be reached can be told from one that went away before it answered."""
+    host: HostKind | None = None
 
     @property
     def name(self) -> str:
         """What people are told of it: the model, or else the address."""
         return self.model or urlsplit(self.base_url).netloc
 
+    @property
+    def speaks_plainly(self) -> bool:
+        """Whether its host says in plain text what went wrong with llama-server."""
+        return self.host == "router"
+
+    @property
+    def tells_unreached(self) -> bool:
+        """Whether one that could not be reached can be told from one that went away before it answered."""
+        return self.host != "llama-swap"
+
     def path(self, method: str, path: str) -> str:
         """Return the path, with its query, of a call of the proxy's own."""
-        return path
+        if self.host == "router":
+            named = f"model={quote(self.model, safe='')}&" if method == "GET" else ""
+            return f"{path}{'&' if '?' in path else '?'}{named}autoload=false"
+        return f"/upstream/{quote(self.model, safe='/')}{path}" if self.host else path
 
     def body(self, data: bytes | None) -> bytes | None:
         """Return the body of a call of the proxy's own."""
-        return data
-
-    def says_gone(self, chunk: bytes) -> bool:
-        """Return whether its host says in an answer that llama-server went away."""
-        return False
-
-    def says_unreached(self, status: int, content: bytes) -> bool:
-        """Return whether an answer is its host's, which could not reach llama-server."""
-        return False
-
-    def is_listed_as(self, model_id: str) -> bool:
-        """Return whether an entry of /v1/models is of this one: a router lists all of its models."""
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class RouterTarget(Target):
-    """One model of llama-server's router mode; never loaded by a call."""
-
-    speaks_plainly: ClassVar[bool] = True
-
-    def path(self, method: str, path: str) -> str:
-        named = f"model={quote(self.model, safe='')}&" if method == "GET" else ""
-        return f"{path}{'&' if '?' in path else '?'}{named}autoload=false"
-
-    def body(self, data: bytes | None) -> bytes | None:
-        if data is None:
-            return None
+        if data is None or self.host != "router":
+            return data
         fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         return msgspec.json.encode({**fields, "model": self.model})
 
     def says_gone(self, chunk: bytes) -> bool:
-        return chunk.endswith(_GONE)
+        """Return whether its host says in an answer that llama-server went away."""
+        return self.host == "router" and chunk.endswith(_GONE)
 
     def says_unreached(self, status: int, content: bytes) -> bool:
-        return content.startswith(_UNREACHED)
+        """Return whether an answer is its host's, which could not reach llama-server."""
+        if self.host == "router":
+            return content.startswith(_UNREACHED)
+        return self.host == "llama-swap" and status == _BAD_GATEWAY and not content
 
     def is_listed_as(self, model_id: str) -> bool:
-        return model_id == self.model
-
-
-@dataclass(frozen=True, slots=True)
-class SwapTarget(Target):
-    """One model of llama-swap."""
-
-    tells_unreached: ClassVar[bool] = False
-
-    def path(self, method: str, path: str) -> str:
-        return f"/upstream/{quote(self.model, safe='/')}{path}"
-
-    def says_unreached(self, status: int, content: bytes) -> bool:
-        return status == _BAD_GATEWAY and not content
+        """Return whether an entry of /v1/models is of this one: a router lists all of its models."""
+        return self.host != "router" or model_id == self.model

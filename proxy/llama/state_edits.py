@@ -18,8 +18,8 @@ from proxy.errors import StateFileMalformed
 from proxy.llama.state_file import (
     CONTEXT_CHECKPOINTS_MAGIC,
     CONTEXT_CHECKPOINTS_VERSION,
-    Cells,
     ContextCheckpoint,
+    FoundSection,
     Reader,
     Section,
     StateFile,
@@ -139,8 +139,9 @@ def _layout(file: BinaryIO, point: ContextCheckpoint, version: int) -> tuple[Sec
 
     They are the last ones of the state: a window, a recurrent state, or both.
     """
-    reader = Reader(file, point.state_offset + point.state_bytes[0])
-    reader.position = point.state_offset
+    begin = point.offset + 16 + 8  # behind its three numbers and the length of the model's state
+    reader = Reader(file, begin + point.state_bytes[0])
+    reader.position = begin
     try:
         magic, _ = reader.numbers("II")
         sections = read_sections(reader, version, point.n_tokens)
@@ -213,61 +214,62 @@ def repair_window(path: Path) -> bool:
     Raises StateFileMalformed if it is not a state file, OSError if it cannot be read or written.
     """
     state = read_state_file(path)
-    cells = _cut_window(state)
-    if cells is None:
+    window = _cut_window(state)
+    if window is None:
         return False
     with path.open("r+b") as file:
-        insertions = _extra_cell(file, cells, len(state.tokens))
+        insertions = _extra_cell(file, window, len(state.tokens))
         if insertions:
             _insert(file, insertions)
-            _write(file, cells.offset - 4, struct.pack("<I", cells.n_cells + 1))
+            _write(file, window.offset - 4, struct.pack("<I", window.n_cells + 1))
     return bool(insertions)
 
 
-def _cut_window(state: StateFile) -> Cells | None:
-    """Return the cells of a sliding window that does not reach back to the first token.
+def _cut_window(state: StateFile) -> FoundSection | None:
+    """Return the section of a sliding window that does not reach back to the first token.
 
     It is the second attention section; nothing or a recurrent one follows (llama-kv-cache-iswa.cpp,
     llama-memory-hybrid-iswa.cpp).
     """
-    kinds = [found.section.kind for found in state.sections or ()]
+    sections = state.sections or ()
+    kinds = [found.section.kind for found in sections]
     if kinds[:2] != ["attention"] * 2 or kinds[2:] not in ([], ["recurrent"]):
         return None
-    whole, window = state.n_cells[:2]
-    is_cut = whole == len(state.tokens) and window < whole
-    return state.sections[1].cells if is_cut and state.sections else None
+    whole, window = sections[:2]
+    is_cut = whole.n_cells == len(state.tokens) and 0 < window.n_cells < whole.n_cells
+    return window if is_cut else None
 
 
-def _extra_cell(file: BinaryIO, cells: Cells, n_tokens: int) -> list[tuple[int, bytes]]:
+def _extra_cell(file: BinaryIO, window: FoundSection, n_tokens: int) -> list[tuple[int, bytes]]:
     """Return what adds a cell below the lowest one: bytes to come before offsets, in file order.
 
     Nothing is returned if there must not be such a cell.
     """
-    numbers = array("i", _read(file, cells.offset, cells.n_cells * cells.cell_bytes))
-    positions = numbers[:: cells.cell_bytes // 4].tolist()
-    lowest = n_tokens - cells.n_cells
+    numbers = array("i", _read(file, window.offset, window.n_cells * window.cell_bytes))
+    positions = numbers[:: window.cell_bytes // 4].tolist()
+    lowest = n_tokens - window.n_cells
     is_whole = sorted(positions) == list(range(lowest, n_tokens))
-    if lowest < _LOWEST_REPAIRED or cells.n_cells < _LEAST_CELLS or not is_whole:
+    if lowest < _LOWEST_REPAIRED or window.n_cells < _LEAST_CELLS or not is_whole:
         return []
     index = positions.index(lowest)
-    values = _values(file, cells, index)
-    if values == _values(file, cells, positions.index(lowest + 1)):
+    values = _values(file, window, index)
+    if values == _values(file, window, positions.index(lowest + 1)):
         return []  # the lowest one is a copy already
-    what = _read(file, cells.offset + index * cells.cell_bytes, cells.cell_bytes)
-    ends = [end for end, _ in _strips(cells)]
-    return [(cells.end, struct.pack("<i", lowest - 1) + what[4:]), *zip(ends, values, strict=True)]
+    what = _read(file, window.offset + index * window.cell_bytes, window.cell_bytes)
+    ends = [end for end, _ in _strips(window)]
+    return [(window.end, struct.pack("<i", lowest - 1) + what[4:]), *zip(ends, values, strict=True)]
 
 
-def _values(file: BinaryIO, cells: Cells, index: int) -> list[bytes]:
+def _values(file: BinaryIO, window: FoundSection, index: int) -> list[bytes]:
     """Return a cell's element of every strip, in file order."""
-    n_behind = cells.n_cells - index
-    return [_read(file, end - n_behind * n_bytes, n_bytes) for end, n_bytes in _strips(cells)]
+    n_behind = window.n_cells - index
+    return [_read(file, end - n_behind * n_bytes, n_bytes) for end, n_bytes in _strips(window)]
 
 
-def _strips(cells: Cells) -> Iterator[tuple[int, int]]:
+def _strips(window: FoundSection) -> Iterator[tuple[int, int]]:
     """Yield where each strip of the section ends, and how long its elements are."""
-    for block in cells.blocks:
-        n_bytes = cells.n_cells * block.element_bytes
+    for block in window.blocks:
+        n_bytes = window.n_cells * block.element_bytes
         for n in range(1, block.n_strips + 1):
             yield block.offset + n_bytes * n, block.element_bytes
 

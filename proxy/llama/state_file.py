@@ -62,30 +62,25 @@ class TensorBlock(msgspec.Struct, frozen=True):
     n_strips: int
 
 
-class Cells(msgspec.Struct, frozen=True):
-    """Where the cells of an attention section lie: their count (u32) and, behind it, what each one is.
-
-    A cell's own `cell_bytes` are its position (i32), the number of its sequences (u32), M-RoPE
-    coordinates where the model has them, and the sequence (i32). `blocks` are in file order.
-    """
-
-    offset: int
-    n_cells: int
-    cell_bytes: int
-    blocks: tuple[TensorBlock, ...]
-
-    @property
-    def end(self) -> int:
-        """Where the section goes on behind what each cell is."""
-        return self.offset + self.n_cells * self.cell_bytes
-
-
 class FoundSection(msgspec.Struct, frozen=True):
-    """A section and what a file has in it; `cells` is None of recurrent and of empty sections."""
+    """A section, and where a file has it.
+
+    Of an attention section that is not empty `offset` is where its cells begin, right behind their count
+    (u32). Each cell takes `cell_bytes`: its position (i32), the number of its sequences (u32), M-RoPE
+    coordinates where the model has them, and the sequence (i32). `blocks` are in file order, and none of a
+    recurrent or empty section.
+    """
 
     section: Section
     n_cells: int
-    cells: Cells | None = None
+    offset: int = 0
+    cell_bytes: int = 0
+    blocks: tuple[TensorBlock, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Where the section goes on behind its cells."""
+        return self.offset + self.n_cells * self.cell_bytes
 
 
 class Reader:
@@ -165,7 +160,7 @@ def _read_attention(reader: Reader, version: int, *, extra_bytes: int, has_v: bo
     found = FoundSection(Section("attention", n_streams, False, 0, (), ()), 0)
     for _ in range(n_streams):
         n_cells = reader.number()
-        require(not n_cells or not found.cells, "has more than one sequence")
+        require(not n_cells or not found.n_cells, "has more than one sequence")
         if n_cells:
             found = _read_stream(reader, version, n_streams, n_cells, 12 + extra_bytes, has_v)
     return found
@@ -190,11 +185,9 @@ def _read_stream(
         by_columns = bool(v_transposed)
         tensors += [_skip_tensor(reader, n_cells, by_columns=by_columns) for _ in range(n_layers)]
     rows = tuple((ggml_type, b.element_bytes * b.n_strips) for ggml_type, b in tensors)
-    return FoundSection(
-        Section("attention", n_streams, bool(v_transposed), n_layers, rotations, rows),
-        n_cells,
-        Cells(offset, n_cells, cell_bytes, tuple(block for _, block in tensors)),
-    )
+    section = Section("attention", n_streams, bool(v_transposed), n_layers, rotations, rows)
+    blocks = tuple(block for _, block in tensors)
+    return FoundSection(section, n_cells, offset, cell_bytes, blocks)
 
 
 def _skip_tensor(
@@ -252,11 +245,6 @@ class ContextCheckpoint:
         return min(self.n_tokens, max(self.pos_min + 1, self.pos_max))
 
     @property
-    def state_offset(self) -> int:
-        """Where the state of the model begins."""
-        return self.offset + 16 + 8
-
-    @property
     def size_bytes(self) -> int:
         return 16 + sum(8 + n_bytes for n_bytes in self.state_bytes)
 
@@ -302,11 +290,6 @@ class StateFile:
     def layout(self) -> tuple[Section, ...] | None:
         """What of the sections does not depend on the tokens, None if it was not understood."""
         return None if self.sections is None else tuple(f.section for f in self.sections)
-
-    @property
-    def n_cells(self) -> tuple[int, ...]:
-        """How many cells each section has."""
-        return tuple(found.n_cells for found in self.sections or ())
 
     @property
     def has_every_position(self) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 
 from proxy.core.cuts import SLACK_TOKENS
+from proxy.core.messages import Route
 from proxy.core.model import Checkpoint, CheckpointKind, Prompt, Rule
 from proxy.core.plan import most_useful
 from proxy.core.slots import Content, Known, Unknown
@@ -25,7 +26,6 @@ from proxy.explain.report import Keep
 from proxy.llama.answers import AnswerReader
 from proxy.llama.bodies import tokens_request
 from proxy.llama.client import LlamaServer
-from proxy.llama.routes import Route
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
 from proxy.serving.cache import EXAMINATION_SECONDS, WillBeRefused

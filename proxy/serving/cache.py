@@ -8,6 +8,7 @@ from functools import partial
 
 import xxhash
 
+from proxy.core.messages import Route
 from proxy.errors import NotConvertible, UpstreamFault, UpstreamRefused
 from proxy.explain.report import TOKENIZED_OTHERWISE
 from proxy.llama.bodies import (
@@ -18,7 +19,7 @@ from proxy.llama.bodies import (
     is_too_deep,
     n_completions,
 )
-from proxy.llama.routes import Route, honours_id_slot, reads_forms
+from proxy.llama.routes import honours_id_slot, reads_forms
 from proxy.serving.cached import CachedRequest
 from proxy.serving.placement import SimilarRequest, UncachedRequest
 from proxy.serving.process import Process

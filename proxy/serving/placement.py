@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import Stop
+from proxy.core.messages import Route
 from proxy.core.model import CheckpointKind, SlotId
 from proxy.core.plan import MAX_LOST_TOKENS, StartOption
 from proxy.core.residency import is_similar_enough, rivals
@@ -23,7 +24,7 @@ from proxy.core.slots import (
 from proxy.core.tokens import Namespace
 from proxy.errors import UpstreamFault
 from proxy.llama.bodies import GenerationBody, n_completions, pin, taints_slot, without_reuse
-from proxy.llama.routes import Route, is_task_for_each_input
+from proxy.llama.routes import is_task_for_each_input
 from proxy.serving.cached import CachedRequest
 from proxy.serving.launches import outlast
 from proxy.serving.process import Process

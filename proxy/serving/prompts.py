@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import xxhash
 from cachetools import LRUCache
 
-from proxy.core.messages import SYSTEM_ROLES
+from proxy.core.messages import SYSTEM_ROLES, Route
 from proxy.core.model import NO_CUTS, Cuts, Prompt, Rule, RuleKind
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.errors import UpstreamRefused
@@ -29,7 +29,6 @@ from proxy.llama.bodies import (
     with_messages,
 )
 from proxy.llama.client import LlamaServer
-from proxy.llama.routes import Route
 
 _N_REMEMBERED = 256
 _OTHER_TEXTS = ("1 header", "Zheader")
@@ -242,7 +241,10 @@ class PromptReader:
         for index in range(len(tokens) - 1, max(-1, len(tokens) - 1 - _SEARCHED_TOKENS), -1):
             piece = pieces[index]
             if isinstance(piece.piece, str) and len(piece.piece) > 2:
-                if await self._upstream.tokenize_plain(piece.piece, headers) != [piece.id]:
+                plain = await self._upstream.tokenize(
+                    piece.piece, headers, add_special=False, parse_special=False
+                )
+                if plain.tolist() != [piece.id]:
                     return index + 1
         return 0
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from proxy.core.messages import Route
 from proxy.core.model import Outcome, Prompt
 from proxy.core.plan import Plan, Restore, StartOption
 from proxy.core.rates import Rates
@@ -15,7 +16,6 @@ from proxy.explain.causes import Cause
 from proxy.llama.answers import CallMade
 from proxy.llama.bodies import GenerationBody, parse_body
 from proxy.llama.client import LlamaServer, Timings
-from proxy.llama.routes import Route
 
 
 @dataclass(frozen=True, slots=True)

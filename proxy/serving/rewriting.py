@@ -18,10 +18,11 @@ from proxy.core.cuts import (
     room_for_prompt,
     step_of,
 )
+from proxy.core.messages import CONVERSATIONS
 from proxy.errors import CacheFault, StoreFault, UpstreamFault, UpstreamRefused
 from proxy.llama.bodies import GenerationBody
 from proxy.llama.client import LlamaServer
-from proxy.llama.routes import Route, Target
+from proxy.llama.routes import Target
 from proxy.serving.process import Process
 from proxy.serving.request import Request
 from proxy.serving.shared import Shared
@@ -33,7 +34,7 @@ from proxy.stabilize.drops import (
     shortened,
     wanted_tokens,
 )
-from proxy.stabilize.model import Form, Json, Memory, Name, RequestFacts, UnknownShape
+from proxy.stabilize.model import Json, Memory, Name, RequestFacts, UnknownShape
 from proxy.stabilize.run import stabilize
 from proxy.stabilize.template import BODIES, inlined_body, keeps_inlined, read_facts
 
@@ -43,12 +44,6 @@ from proxy.stabilize.template import BODIES, inlined_body, keeps_inlined, read_f
 # requests, which outlives this process in the index. What cannot be rewritten goes on as it came.
 
 
-FORMS = {
-    Route.CHAT: Form.CHAT,
-    Route.MESSAGES: Form.ANTHROPIC,
-    Route.RESPONSES: Form.RESPONSES,
-}
-"""The API forms that stabilizers know, by route."""
 _ASK_SECONDS = 2.0
 """So long a request waits for what the template does; after that it goes on as if nothing were known."""
 _VALUE_NAME = "stabilizers"
@@ -70,13 +65,13 @@ class Stabilizing:
 
     async def rewrite(self, process: Process, request: Request) -> None:
         """Rewrite a request as it is to be served; it stays as it is if nothing applies."""
-        form, body = FORMS.get(request.route), request.body
-        if form is None or body is None or not self._switches:
+        route, body = request.route, request.body
+        if route not in CONVERSATIONS or body is None or not self._switches:
             return
         session = request.session or _cache_key(body)
         facts = await self._facts_of(process)
         facts = replace(facts, session=session, tenant=request.tenant.hex())
-        result = stabilize(form, body.fields, self._memory, self._switches, facts)
+        result = stabilize(route, body.fields, self._memory, self._switches, facts)
         for failed, reason in result.failures:
             self._services.faults.record("stabilize", CacheFault(f"{failed}: {reason}"))
         self._memory.learn(result.lessons)
@@ -174,18 +169,18 @@ class Overflow:
 
         *read* reads the prompt of a shortened request.
         """
-        form, n_ctx = FORMS.get(request.route), process.n_ctx
-        if not self._is_on or form is None or request.body is None or request.prompt is None:
+        n_ctx, is_conversation = process.n_ctx, request.route in CONVERSATIONS
+        if not self._is_on or not is_conversation or not request.body or not request.prompt:
             return False
         n_room = room_for_prompt(n_ctx, wanted_tokens(request.body.fields))
         if request.prompt.n_tokens <= n_room:
             return False
         try:
-            conversation = conversation_of(form, request.body.fields)
+            conversation = conversation_of(request.route, request.body.fields)
             parts = await self._count(process.upstream, conversation, request)
             places = places_to_cut(parts, step_of(n_ctx, n_room))
             key = _key_of(process.upstream, request, conversation)
-            return await self._shorten(form, request, read, places, key, n_room)
+            return await self._shorten(request, read, places, key, n_room)
         except UpstreamFault as fault:
             self._services.faults.record("stabilize", fault)
         except UnknownShape as fault:
@@ -204,7 +199,6 @@ class Overflow:
 
     async def _shorten(
         self,
-        form: Form,
         request: Request,
         read: Read,
         places: list[ContextCut],
@@ -213,11 +207,12 @@ class Overflow:
     ) -> bool:
         assert request.body is not None and request.prompt is not None
         n_whole = request.prompt.n_tokens
-        first = first_to_try(places, n_whole - n_room, self._reached.get(key, 0))
-        for index in range(first, len(places)):
+        start = first_to_try(places, n_whole - n_room, self._reached.get(key, 0))
+        for index in range(start, len(places)):
             shorter = copy(request)
-            place = places[index]
-            shorter.rewrite(shortened(form, request.body.fields, place.first, place.asked), REWRITE)
+            first, asked = places[index].first, places[index].asked
+            fields = shortened(request.route, request.body.fields, first, asked)
+            shorter.rewrite(fields, REWRITE)
             await read(shorter)
             if shorter.prompt is None:
                 return False

@@ -10,6 +10,7 @@ import msgspec
 
 from proxy.core.messages import (
     REMINDER_TAG,
+    Route,
     has_reminder,
     is_system,
     list_of,
@@ -19,7 +20,6 @@ from proxy.core.messages import (
 )
 from proxy.stabilize.model import (
     Draft,
-    Form,
     Json,
     Marks,
     UnknownShape,
@@ -115,11 +115,11 @@ def _is_reminder(part: Any) -> bool:
 def _append_to_last_result(blocks: list[Any], text: str) -> list[Any]:
     """Return the blocks of a message with *text* behind its last tool result; raises UnknownShape."""
     index = max(i for i, block in enumerate(blocks) if _is_result(block))
-    result = _with_text_behind(Form.ANTHROPIC, blocks[index], "content", text)
+    result = _with_text_behind(Route.MESSAGES, blocks[index], "content", text)
     return [*blocks[:index], result, *blocks[index + 1 :]]
 
 
-def _with_text_behind(form: Form, holder: Json, key: str, text: str) -> Json:
+def _with_text_behind(route: Route, holder: Json, key: str, text: str) -> Json:
     """Return an object with *text* behind a content, in the same string where that ends in a string.
 
     Clients change between a string and a list with one text; both must be rendered alike.
@@ -134,12 +134,12 @@ def _with_text_behind(form: Form, holder: Json, key: str, text: str) -> Json:
     *others, last = content
     if is_text(last):
         return {**holder, key: [*others, {**last, "text": f"{last['text']}\n\n{text}"}]}
-    return {**holder, key: [*content, _new_text(form, text)]}
+    return {**holder, key: [*content, _new_text(route, text)]}
 
 
-def _new_text(form: Form, text: str) -> Json:
+def _new_text(route: Route, text: str) -> Json:
     """Return a part of a user message."""
-    return {"type": "input_text" if form is Form.RESPONSES else "text", "text": text}
+    return {"type": "input_text" if route is Route.RESPONSES else "text", "text": text}
 
 
 def tool_reference_text(draft: Draft) -> None:
@@ -177,8 +177,8 @@ def hoist_system_message(draft: Draft) -> None:
 
     Move the system messages behind the first user message in front of its text.
     """
-    form = draft.form
-    if form is not Form.ANTHROPIC and draft.facts.accepts_late_system is not False:
+    route = draft.route
+    if route is not Route.MESSAGES and draft.facts.accepts_late_system is not False:
         return
     messages = draft.messages
     first = n_leading_system(messages)
@@ -190,10 +190,10 @@ def hoist_system_message(draft: Draft) -> None:
         return
     texts = [_as_reminder(_text_at(draft, i, messages[i])) + "\n" for i in range(first + 1, end)]
     content = user["content"]
-    own = [_new_text(form, content)] if isinstance(content, str) else content
+    own = [_new_text(route, content)] if isinstance(content, str) else content
     if not isinstance(own, list):
         raise UnknownShape("the first user message's content is neither text nor a list")
-    hoisted = {**user, "content": [*(_new_text(form, text) for text in texts), *own]}
+    hoisted = {**user, "content": [*(_new_text(route, text) for text in texts), *own]}
     draft.messages = [*messages[:first], hoisted, *messages[end:]]
 
 
@@ -203,7 +203,7 @@ def fold_system_messages(draft: Draft) -> None:
     Make all but the first system message part of what stands before it.
     """
     accepts, name = draft.facts.accepts_late_system, draft.system_field
-    if accepts or (accepts is None and draft.form is not Form.ANTHROPIC):
+    if accepts or (accepts is None and draft.route is not Route.MESSAGES):
         return
     folded: list[Json] = []
     body, has_first = draft.body, name in draft.body
@@ -211,9 +211,9 @@ def fold_system_messages(draft: Draft) -> None:
         if not is_system(message) or (not folded and not has_first):
             folded.append(message)
         elif folded:
-            folded[-1:] = _followed_by(draft.form, folded[-1], _text_at(draft, i, message))
+            folded[-1:] = _followed_by(draft.route, folded[-1], _text_at(draft, i, message))
         elif name is not None:
-            body = _with_text_behind(draft.form, body, name, _text_at(draft, i, message))
+            body = _with_text_behind(draft.route, body, name, _text_at(draft, i, message))
     draft.body = with_list(body, draft.list_name, folded)
 
 
@@ -232,16 +232,16 @@ def _as_reminder(text: str) -> str:
     return text if text.startswith(REMINDER_TAG) else f"{REMINDER_TAG}\n{text}\n</system-reminder>"
 
 
-def _followed_by(form: Form, message: Json, text: str) -> list[Json]:
+def _followed_by(route: Route, message: Json, text: str) -> list[Json]:
     """Return a message with a system text behind it: part of it, unless the model wrote it."""
     if is_system(message):
-        return [_with_text_behind(form, message, "content", text)]
+        return [_with_text_behind(route, message, "content", text)]
     reminder = _as_reminder(text)
     if _has_results(message):
         return [{**message, "content": _append_to_last_result(message["content"], reminder)}]
     key = "output" if message.get("type") == "function_call_output" else "content"
     if message.get("role") in ("user", "tool") or key == "output":
-        return [_with_text_behind(form, message, key, reminder)]
+        return [_with_text_behind(route, message, key, reminder)]
     return [message, {"role": "user", "content": reminder}]
 
 
@@ -266,7 +266,7 @@ def inline_reasoning(draft: Draft) -> None:
     messages = draft.messages
     newest = max((i for i, m in enumerate(messages) if _asks(m)), default=0)
     draft.messages = [
-        _inlined(m, draft.form, marks) if i < newest and m.get("role") == "assistant" else m
+        _inlined(m, draft.route, marks) if i < newest and m.get("role") == "assistant" else m
         for i, m in enumerate(messages)
     ]
 
@@ -277,8 +277,8 @@ def _asks(message: Json) -> bool:
     return message.get("role") == "user" and not is_all_results
 
 
-def _inlined(given: Json, form: Form, marks: Marks) -> Json:
-    message = _as_chat(given) if form is Form.ANTHROPIC else given
+def _inlined(given: Json, route: Route, marks: Marks) -> Json:
+    message = _as_chat(given) if route is Route.MESSAGES else given
     reasoning = message.get("reasoning_content") or ""
     if not isinstance(reasoning, str) or reasoning == _NO_REASONING:
         return given
@@ -332,9 +332,9 @@ _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predic
 _RENDERED = ("content", "text", "output", "name", "arguments", "function", "tool_calls")
 
 
-def conversation_of(form: Form, body: Json) -> list[Json]:
+def conversation_of(route: Route, body: Json) -> list[Json]:
     """Return the messages behind the system prompt; raises UnknownShape."""
-    messages = messages_of(form, body)
+    messages = messages_of(route, body)
     return messages[n_leading_system(messages) :]
 
 
@@ -369,9 +369,9 @@ def wanted_tokens(body: Json) -> int | None:
     return next((n for n in limits if isinstance(n, int) and not isinstance(n, bool)), None)
 
 
-def shortened(form: Form, body: Json, first: int, asked: int | None) -> Json:
+def shortened(route: Route, body: Json, first: int, asked: int | None) -> Json:
     """Return the body with the conversation from its message *first* on, behind message *asked*."""
-    messages = messages_of(form, body)
+    messages = messages_of(route, body)
     header = messages[: n_leading_system(messages)]
     conversation = messages[len(header) :]
     kept = conversation[first:]
@@ -380,9 +380,9 @@ def shortened(form: Form, body: Json, first: int, asked: int | None) -> Json:
     if asked != 0 and first != 0 and kept and begins_turn(kept[0]):
         if surroundings := _surroundings(conversation[0]):
             content = kept[0].get("content")
-            own = content if isinstance(content, list) else [_new_text(form, str(content or ""))]
+            own = content if isinstance(content, list) else [_new_text(route, str(content or ""))]
             kept[0] = {**kept[0], "content": [*surroundings, *own]}
-    return {**body, list_name(form): [*header, *kept]}
+    return {**body, list_name(route): [*header, *kept]}
 
 
 def _surroundings(first: Json) -> list[Json]:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import xxhash
 
-from proxy.core.messages import list_of, n_leading_system, text_of, without_reminders
+from proxy.core.messages import Route, list_of, n_leading_system, text_of, without_reminders
 
 
 class Name(StrEnum):
@@ -156,16 +156,8 @@ def _size_bytes(key: str, encoded: bytes) -> int:
 Json = dict[str, Any]
 
 
-class Form(StrEnum):
-    """The API whose form a body has."""
-
-    ANTHROPIC = "anthropic"
-    CHAT = "chat"
-    RESPONSES = "responses"
-
-
-_SYSTEM_FIELDS = {Form.ANTHROPIC: "system", Form.RESPONSES: "instructions"}
-"""Where forms keep the system prompt, if it is not the first message."""
+_SYSTEM_FIELDS = {Route.MESSAGES: "system", Route.RESPONSES: "instructions"}
+"""Where the bodies of a route keep the system prompt, if it is not the first message."""
 
 
 class UnknownShape(Exception):
@@ -227,17 +219,17 @@ def with_items(holder: Json, key: str, change: Callable[[Any], Any]) -> Json:
     return with_list(holder, key, [change(item) for item in list_of(holder.get(key))])
 
 
-def list_name(form: Form) -> str:
+def list_name(route: Route) -> str:
     """Return the field that holds the messages."""
-    return "input" if form is Form.RESPONSES else "messages"
+    return "input" if route is Route.RESPONSES else "messages"
 
 
-def messages_of(form: Form, body: Json) -> list[Json]:
+def messages_of(route: Route, body: Json) -> list[Json]:
     """Return the messages, or the items of a Responses body; raises UnknownShape."""
-    messages = body.get(list_name(form), [])
-    if form is Form.RESPONSES and isinstance(messages, str):
+    messages = body.get(list_name(route), [])
+    if route is Route.RESPONSES and isinstance(messages, str):
         return []
-    return _objects(messages, list_name(form))
+    return _objects(messages, list_name(route))
 
 
 def is_text(part: Any) -> bool:
@@ -279,19 +271,19 @@ DATE = re.compile(
 class Draft:
     """A request in the making: stabilizers read and set `body`, and add to `lessons`."""
 
-    def __init__(self, form: Form, body: Json, memory: Memory, facts: RequestFacts) -> None:
-        self.form = form
+    def __init__(self, route: Route, body: Json, memory: Memory, facts: RequestFacts) -> None:
+        self.route = route
         self.body = body
         self.memory = memory
         self.facts = facts
         self.lessons: dict[str, Any] = {}
-        self.list_name = list_name(form)
-        self.system_field = _SYSTEM_FIELDS.get(form)
+        self.list_name = list_name(route)
+        self.system_field = _SYSTEM_FIELDS.get(route)
 
     @property
     def messages(self) -> list[Json]:
         """The messages, or the items of a Responses body; raises UnknownShape."""
-        return messages_of(self.form, self.body)
+        return messages_of(self.route, self.body)
 
     @messages.setter
     def messages(self, messages: list[Json]) -> None:
@@ -332,7 +324,7 @@ class Draft:
     @cached_property
     def header(self) -> str:
         """The key of all conversations with the same system prompt."""
-        return key_of("header", self.facts.tenant, self.form, self._dateless_system)
+        return key_of("header", self.facts.tenant, self.route, self._dateless_system)
 
     @cached_property
     def _conversation(self) -> str:

@@ -6,10 +6,10 @@ giving the result again changes nothing. Nothing is raised: what a stabilizer do
 
 from collections.abc import Callable, Collection
 
+from proxy.core.messages import CONVERSATIONS, Route
 from proxy.stabilize import drops, sticky
 from proxy.stabilize.model import (
     Draft,
-    Form,
     Json,
     Memory,
     Name,
@@ -38,30 +38,30 @@ STABILIZERS: dict[Name, Callable[[Draft], None]] = {
 How a conversation is recognised depends on what those before the sticky ones change, and must not depend
 on what the others do. Reasoning comes last because its messages no longer look Anthropic.
 """
-_FORMS: dict[Name, Collection[Form]] = {
-    Name.DROP_CACHE_CONTROL: (Form.ANTHROPIC, Form.CHAT),
-    Name.TOOL_REFERENCE_TEXT: (Form.ANTHROPIC,),
-    Name.GLUE_TEXT_TO_RESULTS: (Form.ANTHROPIC,),
-    Name.TOOL_RESULTS_FIRST: (Form.ANTHROPIC,),
-    Name.INLINE_REASONING: (Form.ANTHROPIC, Form.CHAT),
+_ROUTES: dict[Name, Collection[Route]] = {
+    Name.DROP_CACHE_CONTROL: (Route.MESSAGES, Route.CHAT),
+    Name.TOOL_REFERENCE_TEXT: (Route.MESSAGES,),
+    Name.GLUE_TEXT_TO_RESULTS: (Route.MESSAGES,),
+    Name.TOOL_RESULTS_FIRST: (Route.MESSAGES,),
+    Name.INLINE_REASONING: (Route.MESSAGES, Route.CHAT),
 }
-"""The forms of the stabilizers that are not for every form."""
+"""The routes of the stabilizers that are not for every route."""
 NO_FACTS = RequestFacts()
 
 
 def stabilize(
-    form: Form,
+    route: Route,
     body: Json,
     memory: Memory,
     switches: Collection[Name],
     facts: RequestFacts = NO_FACTS,
 ) -> Stabilized:
     """Return the body with the stabilizers of *switches* applied, and which of them changed it."""
-    draft = Draft(form, body, memory, facts)
+    draft = Draft(route, body, memory, facts)
     changed_by: list[Name] = []
     failures: list[tuple[Name, str]] = []
     for name, apply in STABILIZERS.items():
-        if name not in switches or form not in _FORMS.get(name, Form):
+        if name not in switches or route not in _ROUTES.get(name, CONVERSATIONS):
             continue
         before, lessons = draft.body, dict(draft.lessons)
         try:

@@ -10,11 +10,10 @@ from typing import Any
 
 import msgspec
 
-from proxy.core.messages import has_reminder, member, text_of, without_reminders
+from proxy.core.messages import Route, has_reminder, member, object_in, text_of, without_reminders
 from proxy.stabilize.model import (
     DATE,
     Draft,
-    Form,
     Json,
     UnknownShape,
     call_key,
@@ -159,12 +158,12 @@ def restore_tool_arguments(draft: Draft) -> None:
         return _restored(draft, block, block.get("id")) if is_call else block
 
     def restored_message(message: Json) -> Json:
-        if draft.form is Form.RESPONSES:
+        if draft.route is Route.RESPONSES:
             is_call = message.get("type") == "function_call"
             return _restored(draft, message, message.get("call_id")) if is_call else message
         if message.get("role") != "assistant":
             return message
-        if draft.form is Form.ANTHROPIC:
+        if draft.route is Route.MESSAGES:
             return with_items(message, "content", restored_block)
         return with_items(message, "tool_calls", restored_call)
 
@@ -176,7 +175,7 @@ def _restored(draft: Draft, holder: Json, call_id: Any) -> Json:
 
     Anthropic's arguments are an object, all others' are a text.
     """
-    key = "input" if draft.form is Form.ANTHROPIC else "arguments"
+    key = "input" if draft.route is Route.MESSAGES else "arguments"
     name, arguments = holder.get("name"), holder.get(key)
     if not isinstance(call_id, str) or not isinstance(name, str):
         return holder
@@ -190,7 +189,7 @@ def _restored(draft: Draft, holder: Json, call_id: Any) -> Json:
         return holder
     if chosen is None:
         return holder
-    written = _decode_object(chosen[1]) if key == "input" else chosen[1]
+    written = object_in(chosen[1]) if key == "input" else chosen[1]
     restored = {**holder, "name": chosen[0], key: written}
     return holder if _encode(restored) == _encode(holder) else restored
 
@@ -202,10 +201,10 @@ def choose_call(
 
     Where only spaces and escapes differ the values decide before the known changes do.
     """
-    returned = _decode_object(raw_arguments)
+    returned = object_in(raw_arguments)
     if returned is None or (name, raw_arguments) in made:
         return None
-    values = {call: value for call in made if (value := _decode_object(call[1])) is not None}
+    values = {call: value for call in made if (value := object_in(call[1])) is not None}
     exact = [c for c, v in values.items() if c[0] == name and _encode(v) == _encode(returned)]
     alike = [c for c, v in values.items() if _came_back_as(c[0], v, name, returned)]
     candidates = exact or alike
@@ -249,13 +248,6 @@ def _is_written_out(text: str, value: Any) -> bool:
         return text == str(value).lower()
     is_number = isinstance(value, int | float) and _NUMBER.fullmatch(text) is not None
     return is_number and float(text) == float(value)
-
-
-def _decode_object(raw: str) -> Json | None:
-    try:
-        return msgspec.json.decode(raw, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        return None
 
 
 def _encode(value: Any) -> bytes:

@@ -7,8 +7,9 @@ a body that llama-server refuses has no rendering.
 from collections.abc import Mapping
 from typing import Any
 
+from proxy.core.messages import Route
 from proxy.stabilize.drops import inline_reasoning
-from proxy.stabilize.model import Draft, Form, Json, Marks, Memory, RequestFacts
+from proxy.stabilize.model import Draft, Json, Marks, Memory, RequestFacts
 
 _ASKS, _ASKS_AGAIN, _COMMANDS, _RETURNS = (
     "Zaq asks",
@@ -76,7 +77,7 @@ def read_facts(renderings: Mapping[str, str | None]) -> RequestFacts:
 def inlined_body(facts: RequestFacts) -> dict[str, Any] | None:
     """Return a body whose rendering shows whether the reasoning marks hold, if there are any."""
     old = {"messages": [*_old(""), *_old(_TEXT), *_old(_TEXT, "")], "tools": [_TOOL]}
-    draft = Draft(Form.CHAT, old, Memory(), facts)
+    draft = Draft(Route.CHAT, old, Memory(), facts)
     inline_reasoning(draft)
     return None if draft.body is old else draft.body
 

@@ -22,6 +22,7 @@ from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from proxy.core.eviction import Present, Removal
+from proxy.core.messages import Route
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.slots import state_of
 from proxy.core.tokens import Namespace
@@ -29,7 +30,7 @@ from proxy.errors import CacheFault, ProxyError, StoreFault
 from proxy.explain import views
 from proxy.health import Degradation
 from proxy.llama.bodies import header_request, parse_body, route_path
-from proxy.llama.routes import Aliases, Route, generation_route, with_alias
+from proxy.llama.routes import Aliases, generation_route, with_alias
 from proxy.metrics import POSITION_LABELS
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server

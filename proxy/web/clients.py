@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import xxhash
 from aiohttp import web
 
+from proxy.core.messages import Route
 from proxy.errors import CacheFault, ProxyError, ServerAway, TooManyRequests
 from proxy.explain.report import Report
 from proxy.llama.bodies import parse_body
-from proxy.llama.routes import Aliases, Route, changes_server_state, counts_tokens, with_alias
+from proxy.llama.routes import Aliases, changes_server_state, counts_tokens, with_alias
 from proxy.log import get_logger
 from proxy.servers.pool import Pool
 from proxy.serving.request import Request

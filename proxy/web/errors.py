@@ -11,9 +11,10 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from proxy.core.messages import Route
 from proxy.errors import ProxyError
 from proxy.llama.answers import MAX_BUFFERED_BYTES, TrueUsage
-from proxy.llama.routes import Route, generation_route, is_anthropic
+from proxy.llama.routes import generation_route, is_anthropic
 
 HOP = "llama-prefix-cache"
 RETRY_AFTER_SECONDS = 2

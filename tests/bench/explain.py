@@ -13,6 +13,7 @@ from typing import Any, cast
 import msgspec
 import structlog
 
+from proxy.core.messages import Route
 from proxy.core.model import Prompt, Rule, RuleKind, SlotId
 from proxy.core.plan import Plan, StartOption
 from proxy.core.slots import UseLive
@@ -22,7 +23,6 @@ from proxy.explain.explanation import Judgement
 from proxy.explain.report import Inquiry, Journal, Report
 from proxy.llama.bodies import GenerationBody
 from proxy.llama.client import Timings
-from proxy.llama.routes import Route
 from proxy.metrics import Metrics
 from proxy.serving.process import Process
 from proxy.serving.request import Account, Answer, Request

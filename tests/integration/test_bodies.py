@@ -6,7 +6,7 @@ import json
 import pytest
 
 from proxy import app
-from proxy.stabilize.model import Form
+from proxy.core.messages import Route
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION
 from tests.lab.clients.catalogue import ROWS
@@ -170,7 +170,7 @@ async def test_clients_bodies_are_forwarded_as_sent_with_all_stabilizers_off(
 ) -> None:
     async with start_rig(n_slots=1, stabilizers="none") as rig:
         for row in ROWS:
-            is_chat = row.mutation.form is Form.CHAT
+            is_chat = row.mutation.form is Route.CHAT
             for body in row.mutation.requests:
                 # No writer of JSON would write it like this again.
                 raw = json.dumps({**body, "stream": False}, indent=1, ensure_ascii=True).encode()

@@ -24,8 +24,8 @@ def to_version_3(path: Path) -> None:
         raise ValueError(f"{path} is not a readable file of version 4")
     data = bytearray(path.read_bytes())
     for found in reversed(state.sections):
-        if found.cells:
-            start = found.cells.end + _BEFORE_ROTATIONS
+        if found.blocks:
+            start = found.end + _BEFORE_ROTATIONS
             del data[start : start + _ROTATION_BYTES]
     struct.pack_into("<I", data, _VERSION_OFFSET, 3)
     path.write_bytes(data)

@@ -31,10 +31,10 @@ def spoil(path: Path) -> None:
     own and aborts at the next evaluation (server-context.cpp, "pos_min == -1, but n_past > 0").
     """
     state = read_state_file(path)
-    assert state.sections is not None and state.sections[0].cells is not None
-    cells = state.sections[0].cells
+    assert state.sections is not None and state.sections[0].blocks
+    found = state.sections[0]
     with path.open("r+b") as file:
-        file.seek(cells.offset + cells.cell_bytes)
+        file.seek(found.offset + found.cell_bytes)
         file.write(struct.pack("<i", -1))
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from proxy.stabilize.model import SAFE, Form, RequestFacts
+from proxy.core.messages import Route
+from proxy.stabilize.model import SAFE, RequestFacts
 from tests.lab.clients import claude_code_mutations as claude_code
 from tests.lab.clients.catalogue import ROWS, Row
 from tests.lab.clients.rendering import (
@@ -59,7 +60,7 @@ def test_stabilizers_keep_of_a_prompt_what_can_be_kept(
     without = kept_share(server, row.mutation, frozenset(), facts)
     kept = kept_share(server, row.mutation, row.mutation.switches, facts)
     assert kept is not None and kept >= row.least_with[column]
-    if row.mutation.form is Form.ANTHROPIC and template in REFUSING and has_late_system(row):
+    if row.mutation.form is Route.MESSAGES and template in REFUSING and has_late_system(row):
         assert without is None
         return
     assert without is not None
@@ -74,13 +75,13 @@ def has_late_system(row: Row) -> bool:
 
 
 @pytest.mark.parametrize(
-    "row", [r for r in ROWS if r.mutation.form is Form.ANTHROPIC], ids=lambda r: r.mutation.name
+    "row", [r for r in ROWS if r.mutation.form is Route.MESSAGES], ids=lambda r: r.mutation.name
 )
 def test_stabilized_messages_body_is_counted_as_it_is_rendered_here(
     server: LlamaServer, facts: RequestFacts, row: Row
 ) -> None:
     for body in stabilized(row.mutation, row.mutation.switches, facts):
-        prompt = render(server, Form.ANTHROPIC, body)
+        prompt = render(server, Route.MESSAGES, body)
         status, counted = server.request("POST", "/v1/messages/count_tokens", body)
         assert prompt is not None and status == 200
         assert counted["input_tokens"] == len(tokenize(server, prompt))
@@ -90,7 +91,7 @@ def test_late_system_text_stands_in_the_tool_result_it_followed(
     server: LlamaServer, facts: RequestFacts, template: str
 ) -> None:
     mutation = claude_code.m3_system_message_in_a_tool_loop()
-    prompt = render(server, Form.ANTHROPIC, stabilized(mutation, SAFE, facts)[-1])
+    prompt = render(server, Route.MESSAGES, stabilized(mutation, SAFE, facts)[-1])
     assert prompt is not None
     before, after = prompt.split("The date has changed. It is now 2026-11-22.")
     if template in REFUSING:
@@ -105,7 +106,7 @@ def test_users_text_beside_a_tool_result_is_rendered_behind_it_as_a_users(
 ) -> None:
     mutation = claude_code.m13_text_beside_a_tool_result()
     raw, ordered = (
-        render(server, Form.ANTHROPIC, stabilized(mutation, switches, RequestFacts(False))[-1])
+        render(server, Route.MESSAGES, stabilized(mutation, switches, RequestFacts(False))[-1])
         for switches in (SAFE - {"tool_results_first"}, SAFE)
     )
     assert raw is not None and ordered is not None
@@ -121,6 +122,6 @@ def test_loaded_tool_is_named_in_the_result_of_the_search(
     server: LlamaServer, facts: RequestFacts
 ) -> None:
     mutation = claude_code.m9_tool_loaded_in_mid_conversation()
-    prompt = render(server, Form.ANTHROPIC, stabilized(mutation, SAFE, facts)[-1])
+    prompt = render(server, Route.MESSAGES, stabilized(mutation, SAFE, facts)[-1])
     assert prompt is not None
     assert "<tool_response>\nThe tool NotebookEdit is now available.\n" in prompt

@@ -56,15 +56,15 @@ class Attention:
 
     def require_found(self, data: bytes, found: FoundSection) -> None:
         """Check that the parser says where everything lies."""
-        assert found.cells is not None
-        assert struct.unpack_from("<I", data, found.cells.offset - 4) == (len(self.cells),)
-        step = found.cells.cell_bytes
+        assert found.blocks
+        assert struct.unpack_from("<I", data, found.offset - 4) == (len(self.cells),)
+        step = found.cell_bytes
         positions = [
-            struct.unpack_from("<i", data, found.cells.offset + i * step)[0]
+            struct.unpack_from("<i", data, found.offset + i * step)[0]
             for i in range(len(self.cells))
         ]
         assert positions == [cell.position for cell in self.cells]
-        for tensor, block in enumerate(found.cells.blocks):
+        for tensor, block in enumerate(found.blocks):
             n_bytes = block.element_bytes
             expected = b"".join(
                 value(tensor, strip, cell, n_bytes)
@@ -92,7 +92,7 @@ class Recurrent:
         return replace(self, last_position=n_tokens - 1)
 
     def require_found(self, data: bytes, found: FoundSection) -> None:
-        assert (found.n_cells, found.cells) == (1, None)
+        assert (found.n_cells, found.blocks) == (1, ())
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.core.messages import Route
 from proxy.core.model import SlotId
 from proxy.llama.bodies import (
     GenerationBody,
@@ -21,7 +22,6 @@ from proxy.llama.bodies import (
     taints_slot,
     with_messages,
 )
-from proxy.llama.routes import Route
 
 SLOT = SlotId(3)
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

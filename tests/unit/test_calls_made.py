@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from proxy.core.messages import Route
 from proxy.llama.answers import AnswerReader, CallMade
-from proxy.llama.routes import Route
 
 RAW = '{"path": "a.py", "limit": 1.0}'
 CALL = CallMade("c1", "read", RAW)

@@ -122,6 +122,7 @@ MESSAGES = {
     "tools": [{"input_schema": {}}],
 }
 RESPONSES = {"instructions": "i", "input": [DEVELOPER, USER, USER], "max_output_tokens": 99}
+ONE_TOKEN = {"max_tokens": 1, "max_output_tokens": 1, "n_predict": 1}
 COMPLETION = {"prompt": [1, 2], "n_predict": 99, "max_tokens": 99}
 
 
@@ -139,16 +140,16 @@ def test_body_is_cut_to_its_header_and_one_token() -> None:
     other = {"role": "user", "content": "."}
     path, fields = warmed(CHAT)
     assert path == "/v1/chat/completions"
-    assert fields == {"messages": [SYSTEM, other], "tools": CHAT["tools"], "max_tokens": 1}
+    assert fields == {"messages": [SYSTEM, other], "tools": CHAT["tools"], **ONE_TOKEN}
     path, fields = warmed(MESSAGES)
     assert path == "/v1/messages"
-    assert fields == {**MESSAGES, "messages": [other], "max_tokens": 1}
+    assert fields == {**MESSAGES, "messages": [other], **ONE_TOKEN}
     path, fields = warmed(RESPONSES)
     assert path == "/v1/responses"
-    assert fields == {**RESPONSES, "input": [DEVELOPER, other], "max_output_tokens": 1}
+    assert fields == {**RESPONSES, "input": [DEVELOPER, other], **ONE_TOKEN}
     assert warmed({"input": "text"})[1]["input"] == [other]
     path, fields = warmed(COMPLETION)
-    assert (path, fields) == ("/completion", {"prompt": [1, 2], "n_predict": 1, "max_tokens": 1})
+    assert (path, fields) == ("/completion", {"prompt": [1, 2], **ONE_TOKEN})
     assert warmed(CHAT, is_whole=True)[1]["messages"] == CHAT["messages"]
     assert warmed({"messages": [USER]})[0] == "/v1/chat/completions"
     nothing = parse_body(b'{"nothing": 1}')

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.core.messages import Route
 from proxy.errors import NotConvertible
 from proxy.llama.bodies import GenerationBody, as_chat_body, leading_system, parse_body
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
-from proxy.llama.routes import Route
 from tests.lab import messages_bodies, responses_bodies
 from tests.lab.generated_bodies import values
 

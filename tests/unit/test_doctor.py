@@ -1,8 +1,10 @@
-"""doctor's judgement: from facts to severity, words and cure. No server, no directory."""
+"""doctor's judgement: from facts to severity, words and cure. No real server."""
 
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
+import aiohttp
 import msgspec
 import pytest
 from rich.console import Console
@@ -10,11 +12,15 @@ from rich.console import Console
 from proxy.cli.common import console
 from proxy.cli.doctor import json_report, report
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import Rule, RuleKind
+from proxy.core.model import Rule, RuleKind, SlotId
+from proxy.core.tokens import TokenIds, common_prefix_length
 from proxy.doctor.facts import HostFacts, LlamaServerFacts, Setup
 from proxy.doctor.findings import Finding, Severity, exit_status, findings_of, summary
+from proxy.doctor.probes import ProbedServer, ProbeFiles, has_ram_cache
 from proxy.health import Degradation
+from proxy.llama.client import Headers, LlamaServer, Timings
 from proxy.llama.hosts import HostedFlags
+from proxy.llama.routes import Target
 from proxy.llama.state_file import Section
 from proxy.servers.attach import ModelIdentity
 from proxy.settings import Settings
@@ -274,6 +280,39 @@ def test_what_could_not_be_told_is_said_and_no_problem() -> None:
     assert problems(facts) == []
     for topic in ("RAM cache", "similarity"):
         assert "Could not be told" in told[topic]
+
+
+class ServerWithoutRamCache(ProbedServer):
+    """A slot continues what it holds, and a displaced prompt stays away."""
+
+    def __init__(self, directory: Path) -> None:
+        any_server = LlamaServer(cast(aiohttp.ClientSession, None), Target(""), None)
+        super().__init__(any_server, ProbeFiles(directory))
+        self.empty = [SlotId(0)]
+        self.n_vocab = 100
+        self._held = TokenIds("i")
+
+    async def evaluate(
+        self, slot_id: SlotId, tokens: TokenIds, headers: Headers | None = None
+    ) -> Timings:
+        n_reused = common_prefix_length(self._held, tokens)
+        self._held = tokens
+        return Timings(n_reused, len(tokens) - n_reused)
+
+    async def erase(self, slot_id: SlotId) -> None:
+        self._held = TokenIds("i")
+
+
+@pytest.mark.parametrize(
+    ("prefers_similar", "has"),
+    [(True, False), (False, None), (None, None)],
+    ids=["similarity on", "-sps 0", "one slot"],
+)
+async def test_ram_cache_is_called_off_only_where_similarity_is_on(
+    tmp_path: Path, prefers_similar: bool | None, has: bool | None
+) -> None:
+    found = await has_ram_cache(ServerWithoutRamCache(tmp_path), prefers_similar=prefers_similar)
+    assert found is has
 
 
 def test_own_checkpoints_beside_foreign_ones_are_no_problem() -> None:

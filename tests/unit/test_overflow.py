@@ -15,6 +15,7 @@ from proxy.core.cuts import (
     room_for_prompt,
     step_of,
 )
+from proxy.core.messages import Route
 from proxy.stabilize.drops import (
     begins_step,
     begins_turn,
@@ -23,7 +24,7 @@ from proxy.stabilize.drops import (
     shortened,
     wanted_tokens,
 )
-from proxy.stabilize.model import Form, Json
+from proxy.stabilize.model import Json
 from tests.lab.apis import RESPONSES
 from tests.lab.clients import claude_code as cc
 from tests.lab.clients import opencode as oc
@@ -144,9 +145,9 @@ def responses_body() -> Json:
 BODIES = pytest.mark.parametrize(
     ("form", "body"),
     [
-        (Form.ANTHROPIC, claude_code_body()),
-        (Form.CHAT, opencode_body()),
-        (Form.RESPONSES, responses_body()),
+        (Route.MESSAGES, claude_code_body()),
+        (Route.CHAT, opencode_body()),
+        (Route.RESPONSES, responses_body()),
     ],
     ids=["messages", "chat", "responses"],
 )
@@ -154,7 +155,7 @@ BODIES = pytest.mark.parametrize(
 
 @BODIES
 def test_every_cut_of_a_body_leaves_header_question_and_paired_calls(
-    form: Form, body: Json
+    form: Route, body: Json
 ) -> None:
     conversation = conversation_of(form, body)
     before = [None, *conversation]
@@ -195,11 +196,11 @@ def blocks_of(conversation: list[Json]) -> list[Json]:
 def test_what_stands_before_the_first_question_moves_to_the_first_that_is_kept() -> None:
     body = claude_code_body()
     (docs,) = (i for i, m in enumerate(body["messages"]) if m["content"] == "Now the docs.")
-    cut = shortened(Form.ANTHROPIC, body, docs, None)["messages"]
+    cut = shortened(Route.MESSAGES, body, docs, None)["messages"]
     surroundings = body["messages"][0]["content"][:-1]
     assert cut[0]["content"] == [*surroundings, cc.text("Now the docs.")]
-    assert shortened(Form.ANTHROPIC, body, docs + 1, docs)["messages"] == cut
-    in_first_turn = shortened(Form.ANTHROPIC, body, 3, 0)["messages"]
+    assert shortened(Route.MESSAGES, body, docs + 1, docs)["messages"] == cut
+    in_first_turn = shortened(Route.MESSAGES, body, 3, 0)["messages"]
     assert in_first_turn == [body["messages"][0], *body["messages"][3:]]
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from proxy.core.messages import Route
 from proxy.llama.routes import (
-    Route,
     changes_server_state,
     generation_route,
     is_anthropic,

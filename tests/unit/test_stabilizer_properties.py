@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.stabilize.model import Form, Marks, Memory, Name, RequestFacts, Stabilized
+from proxy.core.messages import CONVERSATIONS, Route
+from proxy.stabilize.model import Marks, Memory, Name, RequestFacts, Stabilized
 from proxy.stabilize.run import STABILIZERS, stabilize
 from tests.lab.clients.catalogue import ROWS, Row
 
@@ -111,10 +112,10 @@ BODY = st.fixed_dictionaries(
         **MARK,
     },
 )
-FORMS = st.sampled_from(Form)
+FORMS = st.sampled_from(CONVERSATIONS)
 
 
-def taught(form: Form, bodies: list[Any], facts: RequestFacts) -> Memory:
+def taught(form: Route, bodies: list[Any], facts: RequestFacts) -> Memory:
     """Return a memory that has seen some requests and calls."""
     memory = Memory()
     for call_id in ("c1", "c2"):
@@ -127,14 +128,14 @@ def taught(form: Form, bodies: list[Any], facts: RequestFacts) -> Memory:
 
 @given(FORMS, BODY, st.lists(BODY, max_size=2), st.sampled_from(FACTS))
 def test_stabilizing_raises_nothing_mutates_nothing_and_is_done_once(
-    form: Form, body: Any, earlier: list[Any], facts: RequestFacts
+    form: Route, body: Any, earlier: list[Any], facts: RequestFacts
 ) -> None:
     memory = taught(form, [*earlier, body], facts)
     check(form, body, memory, ALL, facts)
 
 
 def check(
-    form: Form, body: Any, memory: Memory, switches: frozenset[Name], facts: RequestFacts
+    form: Route, body: Any, memory: Memory, switches: frozenset[Name], facts: RequestFacts
 ) -> Stabilized:
     as_given, known = copy.deepcopy(body), memory.to_bytes()
     once = stabilize(form, body, memory, switches, facts)
@@ -165,7 +166,7 @@ REMINDERS = st.sampled_from(["", "plan", "build"])
 REQUESTS = st.lists(st.tuples(TOOL_ORDERS, DATES, REMINDERS, REMINDERS), min_size=1, max_size=5)
 
 
-def conversation_request(form: Form, n_turns: int, request: Any) -> Any:
+def conversation_request(form: Route, n_turns: int, request: Any) -> Any:
     """Return the request of a conversation after some turns, as a client would write it."""
     names, date, plan, mode = request
     system = f"Be brief.\nToday's date: {date}\nThat is all."
@@ -184,15 +185,15 @@ def conversation_request(form: Form, n_turns: int, request: Any) -> Any:
                 "tool_calls": [{"id": "c1", "function": {"name": "read", "arguments": "{}"}}],
             }
         )
-    if form is Form.ANTHROPIC:
+    if form is Route.MESSAGES:
         return {"system": system, "messages": messages[:-1], "tools": tools}
-    name = "input" if form is Form.RESPONSES else "messages"
+    name = "input" if form is Route.RESPONSES else "messages"
     return {name: [{"role": "system", "content": system}, *messages[:-1]], "tools": tools}
 
 
 @given(FORMS, REQUESTS, st.sets(st.sampled_from(Name)), st.sampled_from(FACTS))
 def test_every_request_of_a_conversation_is_stabilized_once_and_for_all(
-    form: Form, requests: list[Any], switches: set[Name], facts: RequestFacts
+    form: Route, requests: list[Any], switches: set[Name], facts: RequestFacts
 ) -> None:
     memory = Memory()
     for n_turns, request in enumerate(requests):
@@ -211,7 +212,7 @@ def test_stabilizing_a_clients_requests_is_done_once(row: Row, facts: RequestFac
 
 
 @given(FORMS, BODY)
-def test_with_all_off_the_very_body_comes_back(form: Form, body: Any) -> None:
+def test_with_all_off_the_very_body_comes_back(form: Route, body: Any) -> None:
     result = stabilize(form, body, taught(form, [body], FACTS[0]), frozenset())
     assert result.body is body
     assert result == Stabilized(body)
@@ -237,5 +238,5 @@ def test_numbers_and_letters_survive_where_nothing_is_changed() -> None:
         b'[{"type":"tool_use","id":"c","name":"n","input":{"z":20000.0,"a":12345678901234567890}}]}]}'
     )
     body = msgspec.json.decode(raw)
-    result = stabilize(Form.ANTHROPIC, body, Memory(), ALL)
+    result = stabilize(Route.MESSAGES, body, Memory(), ALL)
     assert encoded(result.body) == raw.replace(b"x-anthropic-billing-header: a\\n", b"")

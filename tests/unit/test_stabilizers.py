@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from proxy.stabilize.model import Form, Marks, Memory, Name, RequestFacts, Stabilized
+from proxy.core.messages import Route
+from proxy.stabilize.model import Marks, Memory, Name, RequestFacts, Stabilized
 from proxy.stabilize.run import NO_FACTS, stabilize
 
 REFUSES = RequestFacts(accepts_late_system=False)
@@ -16,7 +17,7 @@ def run(
     name: Name,
     body: dict[str, Any],
     *,
-    form: Form = Form.ANTHROPIC,
+    form: Route = Route.MESSAGES,
     facts: RequestFacts = NO_FACTS,
     memory: Memory | None = None,
 ) -> Stabilized:
@@ -71,7 +72,7 @@ def test_billing_header_is_dropped(before: Any, after: Any) -> None:
 
 def test_billing_header_is_dropped_from_a_chat_bodys_system_message() -> None:
     body = {"messages": [system(f"{HEADER}\nBe brief."), user("hi")]}
-    result = run(Name.DROP_BILLING_HEADER, body, form=Form.CHAT)
+    result = run(Name.DROP_BILLING_HEADER, body, form=Route.CHAT)
     assert result.body["messages"] == [system("Be brief."), user("hi")]
 
 
@@ -207,8 +208,8 @@ def test_prompt_as_a_string_and_as_a_list_are_hoisted_before_alike() -> None:
 def test_chat_body_is_hoisted_only_where_the_template_refuses_late_system_messages() -> None:
     body = {"messages": [system("S"), user("Fix it."), system("E"), ANSWER]}
     for facts in (NO_FACTS, ACCEPTS):
-        assert run(Name.HOIST_SYSTEM_MESSAGE, body, form=Form.CHAT, facts=facts).body is body
-    result = run(Name.HOIST_SYSTEM_MESSAGE, body, form=Form.CHAT, facts=REFUSES)
+        assert run(Name.HOIST_SYSTEM_MESSAGE, body, form=Route.CHAT, facts=facts).body is body
+    result = run(Name.HOIST_SYSTEM_MESSAGE, body, form=Route.CHAT, facts=REFUSES)
     assert result.body["messages"] == [
         system("S"),
         user(text(note("E") + "\n"), text("Fix it.")),
@@ -219,7 +220,7 @@ def test_chat_body_is_hoisted_only_where_the_template_refuses_late_system_messag
 def test_system_message_with_more_than_text_is_left_alone_and_reported() -> None:
     body = {"messages": [user("Fix it."), system([{"type": "image"}])]}
     for name in (Name.HOIST_SYSTEM_MESSAGE, Name.FOLD_SYSTEM_MESSAGES):
-        result = stabilize(Form.ANTHROPIC, body, Memory(), {name})
+        result = stabilize(Route.MESSAGES, body, Memory(), {name})
         assert result.body is body
         assert result.failures == ((name, "messages[1].content is not text"),)
 
@@ -257,14 +258,14 @@ def test_late_system_messages_become_part_of_what_stands_before_them() -> None:
 def test_late_system_messages_stay_where_the_template_accepts_them() -> None:
     body = {"messages": [user("Fix it."), ANSWER, system("One.")]}
     assert run(Name.FOLD_SYSTEM_MESSAGES, body, facts=ACCEPTS).body is body
-    for form in (Form.CHAT, Form.RESPONSES):
+    for form in (Route.CHAT, Route.RESPONSES):
         assert run(Name.FOLD_SYSTEM_MESSAGES, body, form=form).body is body
 
 
 def test_chat_body_is_folded_where_the_template_refuses() -> None:
     tool = {"role": "tool", "tool_call_id": "a", "content": "done"}
     body = {"messages": [system("S"), system("T"), user("Fix it."), tool, system("One.")]}
-    result = run(Name.FOLD_SYSTEM_MESSAGES, body, form=Form.CHAT, facts=REFUSES)
+    result = run(Name.FOLD_SYSTEM_MESSAGES, body, form=Route.CHAT, facts=REFUSES)
     assert result.body["messages"] == [
         system("S\n\nT"),
         user("Fix it."),
@@ -280,7 +281,7 @@ def test_responses_body_is_folded_where_the_template_refuses() -> None:
         "content": [{"type": "input_text", "text": "D"}],
     }
     body = {"instructions": "S", "input": [user("Fix it."), output, late]}
-    result = run(Name.FOLD_SYSTEM_MESSAGES, body, form=Form.RESPONSES, facts=REFUSES)
+    result = run(Name.FOLD_SYSTEM_MESSAGES, body, form=Route.RESPONSES, facts=REFUSES)
     assert result.body["input"] == [user("Fix it."), {**output, "output": f"done\n\n{note('D')}"}]
 
 
@@ -304,7 +305,7 @@ def test_reasoning_of_earlier_turns_becomes_text() -> None:
     result = run(
         Name.INLINE_REASONING,
         {"messages": messages},
-        form=Form.CHAT,
+        form=Route.CHAT,
         facts=RequestFacts(reasoning_marks=MARKS),
     )
     changed = result.body["messages"]

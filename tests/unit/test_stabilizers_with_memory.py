@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from proxy.stabilize.model import Form, Memory, Name, RequestFacts, Stabilized
+from proxy.core.messages import Route
+from proxy.stabilize.model import Memory, Name, RequestFacts, Stabilized
 from proxy.stabilize.run import NO_FACTS, stabilize
 from proxy.stabilize.sticky import choose_call, means_the_same
 
@@ -15,7 +16,7 @@ ANSWER = {"role": "assistant", "content": "Done."}
 class Sender:
     """Sends the requests of a conversation, one after the other."""
 
-    def __init__(self, name: Name, *, form: Form = Form.CHAT) -> None:
+    def __init__(self, name: Name, *, form: Route = Route.CHAT) -> None:
         self.name = name
         self.form = form
         self.memory = Memory()
@@ -49,7 +50,7 @@ def order(body: dict[str, Any]) -> str:
 
 
 def test_tool_that_comes_later_goes_to_the_end_and_stays_there() -> None:
-    sender = Sender(Name.KEEP_TOOL_ORDER, form=Form.ANTHROPIC)
+    sender = Sender(Name.KEEP_TOOL_ORDER, form=Route.MESSAGES)
     assert order(sender.send(with_tools(*"ace", n_answers=0))) == "ace"
     assert order(sender.send(with_tools(*"acde"))) == "aced"
     assert order(sender.send(with_tools(*"abcde"))) == "acedb"
@@ -58,7 +59,7 @@ def test_tool_that_comes_later_goes_to_the_end_and_stays_there() -> None:
 
 
 def test_fresh_conversation_begins_with_the_tools_that_the_first_had() -> None:
-    sender = Sender(Name.KEEP_TOOL_ORDER, form=Form.ANTHROPIC)
+    sender = Sender(Name.KEEP_TOOL_ORDER, form=Route.MESSAGES)
     sender.send(with_tools(*"ace", n_answers=0))
     sender.send(with_tools(*"acde"))
     assert order(sender.send(with_tools(*"ace", n_answers=0, prompt="Another."))) == "ace"
@@ -66,7 +67,7 @@ def test_fresh_conversation_begins_with_the_tools_that_the_first_had() -> None:
 
 
 def test_conversations_that_begin_alike_are_told_apart_by_their_sessions() -> None:
-    sender = Sender(Name.KEEP_TOOL_ORDER, form=Form.ANTHROPIC)
+    sender = Sender(Name.KEEP_TOOL_ORDER, form=Route.MESSAGES)
     for session, loaded in (("s1", "ab"), ("s2", "ac")):
         sender.send(with_tools("a", n_answers=0), RequestFacts(session=session))
         sender.send(with_tools(*loaded), RequestFacts(session=session))
@@ -75,7 +76,7 @@ def test_conversations_that_begin_alike_are_told_apart_by_their_sessions() -> No
 
 
 def test_order_is_never_learned_from_another_tenant() -> None:
-    sender = Sender(Name.KEEP_TOOL_ORDER, form=Form.ANTHROPIC)
+    sender = Sender(Name.KEEP_TOOL_ORDER, form=Route.MESSAGES)
     sender.send(with_tools(*"cba", n_answers=0), RequestFacts(tenant="one"))
     assert order(sender.send(with_tools(*"abc", n_answers=0), RequestFacts(tenant="two"))) == "abc"
 
@@ -85,7 +86,7 @@ def test_order_is_never_learned_from_another_tenant() -> None:
 )
 def test_tools_of_unknown_shape_are_left_alone_and_reported(tools: Any) -> None:
     body = {"messages": [user("Fix it.")], "tools": tools}
-    result = stabilize(Form.CHAT, body, Memory(), {Name.KEEP_TOOL_ORDER})
+    result = stabilize(Route.CHAT, body, Memory(), {Name.KEEP_TOOL_ORDER})
     assert result.body is body and result.lessons == {}
     assert [name for name, _ in result.failures] == [Name.KEEP_TOOL_ORDER]
 
@@ -185,7 +186,7 @@ def test_number_that_is_no_time_stays_what_it_is(text: str) -> None:
 
 
 def test_date_in_the_users_text_is_left_alone() -> None:
-    sender = Sender(Name.STICKY_DATE, form=Form.ANTHROPIC)
+    sender = Sender(Name.STICKY_DATE, form=Route.MESSAGES)
     for day in ("21", "22"):
         body = {"system": "S", "messages": [user(f"Today's date: Nov {day} 2026"), ANSWER]}
         assert sender.send(body) is body
@@ -286,7 +287,7 @@ def test_call_is_chosen_only_if_it_is_certain() -> None:
     assert choose_call([], "run", "{}") is None
 
 
-def restored(form: Form, body: dict[str, Any], *made: tuple[str, str, str]) -> Stabilized:
+def restored(form: Route, body: dict[str, Any], *made: tuple[str, str, str]) -> Stabilized:
     memory = Memory()
     for call in made:
         memory.remember_call(*call)
@@ -297,7 +298,7 @@ def test_anthropic_call_is_restored_as_the_model_wrote_it() -> None:
     call = {"type": "tool_use", "id": "c1", "name": "Bash", "input": {"command": "make", "t": 1}}
     body = {"messages": [user("Fix it."), {"role": "assistant", "content": [call]}]}
     raw = '{"t": 1.0, "command": "cd /work && make"}'
-    result = restored(Form.ANTHROPIC, body, ("c1", "Bash", raw))
+    result = restored(Route.MESSAGES, body, ("c1", "Bash", raw))
     arguments = result.body["messages"][1]["content"][0]["input"]
     assert json.dumps(arguments) == raw
     assert result.changed_by == (Name.RESTORE_TOOL_ARGUMENTS,)
@@ -306,14 +307,14 @@ def test_anthropic_call_is_restored_as_the_model_wrote_it() -> None:
 def test_chat_call_is_restored_to_the_letter() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": '{"a":1}'}}
     body = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
-    result = restored(Form.CHAT, body, ("c1", "read", '{"a": 1}'))
+    result = restored(Route.CHAT, body, ("c1", "read", '{"a": 1}'))
     function = result.body["messages"][0]["tool_calls"][0]["function"]
     assert function == {"name": "read", "arguments": '{"a": 1}'}
 
 
 def test_responses_call_is_restored_to_the_letter() -> None:
     item = {"type": "function_call", "call_id": "c1", "name": "read", "arguments": '{"a":1}'}
-    result = restored(Form.RESPONSES, {"input": [item]}, ("c1", "read", '{"a": 1}'))
+    result = restored(Route.RESPONSES, {"input": [item]}, ("c1", "read", '{"a": 1}'))
     assert result.body["input"] == [{**item, "arguments": '{"a": 1}'}]
 
 
@@ -327,7 +328,7 @@ def test_call_that_the_client_refused_is_restored_if_it_is_json(
     function = {"name": "invalid", "arguments": '{"tool":"reed","error":"No such tool."}'}
     call = {"id": "c1", "type": "function", "function": function}
     body = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
-    result = restored(Form.CHAT, body, ("c1", made_name, raw))
+    result = restored(Route.CHAT, body, ("c1", made_name, raw))
     sent = result.body["messages"][0]["tool_calls"][0]["function"]
     assert sent == ({"name": made_name, "arguments": raw} if is_restored else function)
 
@@ -339,8 +340,8 @@ def test_call_of_another_tenant_is_not_looked_at() -> None:
     call = {"id": "c1", "type": "function", "function": function}
     body = {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]}
     switches = {Name.RESTORE_TOOL_ARGUMENTS}
-    assert stabilize(Form.CHAT, body, memory, switches, RequestFacts(tenant="two")).body is body
-    assert stabilize(Form.CHAT, body, memory, switches, RequestFacts(tenant="one")).changed_by
+    assert stabilize(Route.CHAT, body, memory, switches, RequestFacts(tenant="two")).body is body
+    assert stabilize(Route.CHAT, body, memory, switches, RequestFacts(tenant="one")).changed_by
 
 
 # the memory
@@ -379,5 +380,5 @@ def test_calls_that_a_conversation_still_sends_are_not_forgotten() -> None:
     memory = Memory(max_bytes=2000)
     for i in range(30):
         memory.remember_call(f"c{i}", "read", "{}")
-        memory.learn(stabilize(Form.CHAT, body, memory, {Name.RESTORE_TOOL_ARGUMENTS}).lessons)
+        memory.learn(stabilize(Route.CHAT, body, memory, {Name.RESTORE_TOOL_ARGUMENTS}).lessons)
     assert memory.calls("c0") and not memory.calls("c1")

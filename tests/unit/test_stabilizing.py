@@ -6,10 +6,11 @@ from typing import Any, cast
 
 import pytest
 
+from proxy.core.messages import Route
 from proxy.errors import UpstreamRefused
 from proxy.health import Faults
 from proxy.llama.answers import CallMade
-from proxy.llama.routes import Route, Target
+from proxy.llama.routes import Target
 from proxy.metrics import Metrics
 from proxy.serving.process import Process
 from proxy.serving.request import Answer, Request

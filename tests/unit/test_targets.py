@@ -5,7 +5,7 @@ import json
 import pytest
 
 from proxy.llama.hosts import Models, Router, Swap
-from proxy.llama.routes import RouterTarget, SwapTarget, Target
+from proxy.llama.routes import Target
 
 BASE = "http://10.0.0.1:8080/prefix"
 MODELS = Models(frozenset(), frozenset({"qwen", "author/model", "author"}), {"nick": "qwen"})
@@ -18,7 +18,7 @@ def test_llama_server_of_its_own_is_asked_as_it_is() -> None:
 
 
 def test_router_is_told_the_model_and_never_to_load_it() -> None:
-    target = RouterTarget(BASE, "a b&c")
+    target = Target(BASE, "a b&c", "router")
     assert target.path("GET", "/props") == "/props?model=a%20b%26c&autoload=false"
     assert target.path("POST", "/slots/0?action=save") == "/slots/0?action=save&autoload=false"
     body = target.body(b'{"model": "other", "filename": "x", "n": 1.0}')
@@ -35,11 +35,11 @@ UNREACHED = b"proxy error: Could not establish connection"
     [
         (Target(BASE), 500, UNREACHED, False),
         (Target(BASE), 502, b"", False),
-        (RouterTarget(BASE, "qwen"), 500, UNREACHED, True),
-        (RouterTarget(BASE, "qwen"), 502, b"", False),
-        (SwapTarget(BASE, "qwen"), 502, b"", True),
-        (SwapTarget(BASE, "qwen"), 502, b"upstream command exited prematurely", False),
-        (SwapTarget(BASE, "qwen"), 500, b"", False),
+        (Target(BASE, "qwen", "router"), 500, UNREACHED, True),
+        (Target(BASE, "qwen", "router"), 502, b"", False),
+        (Target(BASE, "qwen", "llama-swap"), 502, b"", True),
+        (Target(BASE, "qwen", "llama-swap"), 502, b"upstream command exited prematurely", False),
+        (Target(BASE, "qwen", "llama-swap"), 500, b"", False),
     ],
 )
 def test_host_that_cannot_reach_llama_server_is_understood(
@@ -49,7 +49,7 @@ def test_host_that_cannot_reach_llama_server_is_understood(
 
 
 def test_llama_swap_is_asked_by_path() -> None:
-    target = SwapTarget(BASE, "author/a model?")
+    target = Target(BASE, "author/a model?", "llama-swap")
     assert target.path("GET", "/props") == "/upstream/author/a%20model%3F/props"
     assert target.body(b"{}") == b"{}"
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import aiohttp
 
-from proxy.stabilize.model import Form
+from proxy.core.messages import Route
 from tests.bench.traces.trace import Message
 
 REQUEST_SECONDS = 600.0
-PATHS = {Form.CHAT: "/v1/chat/completions", Form.ANTHROPIC: "/v1/messages"}
+PATHS = {Route.CHAT: "/v1/chat/completions", Route.MESSAGES: "/v1/messages"}
 
 
 class ChatFailed(Exception):
@@ -31,7 +31,7 @@ class Reply:
 
 
 async def chat(
-    client: aiohttp.ClientSession, base_url: str, body: dict[str, Any], form: Form = Form.CHAT
+    client: aiohttp.ClientSession, base_url: str, body: dict[str, Any], form: Route = Route.CHAT
 ) -> Reply:
     """Stream one answer to its end; raises ChatFailed."""
     began = time.monotonic()
@@ -94,4 +94,4 @@ def read_events(chunks: Iterable[bytes]) -> tuple[Message, dict[str, Any]]:
     return {**said, "reasoning_content": texts["thinking"]}, timings
 
 
-READ = {Form.CHAT: read_chunks, Form.ANTHROPIC: read_events}
+READ = {Route.CHAT: read_chunks, Route.MESSAGES: read_events}

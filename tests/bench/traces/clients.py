@@ -3,7 +3,7 @@
 All rows of the table in docs/stabilizers.md, one after the other, as if by one user in one repository.
 """
 
-from proxy.stabilize.model import Form
+from proxy.core.messages import Route
 from tests.bench.traces.trace import Message, Request, Trace, one_client
 from tests.lab.clients.catalogue import ROWS
 from tests.lab.clients.mutation import Mutation
@@ -11,15 +11,15 @@ from tests.lab.clients.mutation import Mutation
 
 def claude_code() -> Trace:
     """Claude Code's requests, in the form of Anthropic's API."""
-    return _trace("claude-code", Form.ANTHROPIC)
+    return _trace("claude-code", Route.MESSAGES)
 
 
 def opencode() -> Trace:
     """OpenCode's requests, chat completions."""
-    return _trace("opencode", Form.CHAT)
+    return _trace("opencode", Route.CHAT)
 
 
-def _trace(name: str, form: Form) -> Trace:
+def _trace(name: str, form: Route) -> Trace:
     mutations = [row.mutation for row in ROWS if row.mutation.form is form]
     requests = [request for mutation in mutations for request in _requests(mutation)]
     return Trace(name, (one_client(requests),), slots=(2,))

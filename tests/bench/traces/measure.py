@@ -7,8 +7,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from proxy.core.messages import Route
 from proxy.llama.state_file import read_state_file
-from proxy.stabilize.model import Form
 from tests.bench.processes import Setup, Stack
 from tests.bench.traces.catalogue import TRACES
 from tests.bench.traces.exact import Exchange, exact_new_tokens
@@ -92,7 +92,7 @@ def _lines_of(
     sent: Sent, exchange: Exchange, lines: dict[int, deque[dict[str, Any]]]
 ) -> deque[dict[str, Any]]:
     """Return the lines of prompts as long as this one: none if stabilizers may have changed it."""
-    return lines[len(exchange.prompt)] if sent.request.form is Form.CHAT else deque()
+    return lines[len(exchange.prompt)] if sent.request.form is Route.CHAT else deque()
 
 
 def _setup(case: Case, n_ctx: int, folder: Path) -> Setup:

@@ -2,9 +2,10 @@
 
 from typing import Any
 
+from proxy.core.messages import Route
 from proxy.core.tokens import TokenIds, token_ids
 from proxy.llama.conversions import chat_of_messages
-from proxy.stabilize.model import Form, Memory, Name
+from proxy.stabilize.model import Memory, Name
 from proxy.stabilize.run import stabilize
 from tests.bench.traces.exact import Exchange
 from tests.bench.traces.play import Sent
@@ -25,7 +26,7 @@ def _read_exchange(server: LlamaServer, sent: Sent) -> Exchange:
 
 def _rendered(server: LlamaServer, request: Request, body: dict[str, Any]) -> str:
     """Return a prompt as the client wrote it; folded where the template refuses it otherwise."""
-    if request.form is Form.CHAT:
+    if request.form is Route.CHAT:
         return str(_post(server, "/apply-template", body)["prompt"])
     status, reply = server.request("POST", "/apply-template", chat_of_messages(body))
     if status == 200:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from proxy.stabilize.model import Form
+from proxy.core.messages import Route
 
 Message = dict[str, Any]
 MAX_ANSWER_TOKENS = 8
@@ -39,8 +39,8 @@ class Request:
     system: tuple[dict[str, Any], ...] = ()
 
     @property
-    def form(self) -> Form:
-        return Form.ANTHROPIC if self.system else Form.CHAT
+    def form(self) -> Route:
+        return Route.MESSAGES if self.system else Route.CHAT
 
     def body(self, answers: dict[str, Message] | None = None, **fields: Any) -> dict[str, Any]:
         """Return the body of a deterministic chat completion; *answers* are real ones by label."""

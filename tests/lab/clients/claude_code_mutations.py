@@ -2,8 +2,9 @@
 
 import json
 
+from proxy.core.messages import Route
 from proxy.llama.answers import CallMade
-from proxy.stabilize.model import Form, Name
+from proxy.stabilize.model import Name
 from tests.lab.clients import claude_code as cc
 from tests.lab.clients.mutation import Body, Mutation
 from tests.lab.conversation import prose
@@ -14,7 +15,7 @@ DATE_CHANGE = {"role": "system", "content": "The date has changed. It is now 202
 
 
 def _row(name: str, *requests: Body, **more: object) -> Mutation:
-    return Mutation(name, Form.ANTHROPIC, requests, **more)  # type: ignore[arg-type]
+    return Mutation(name, Route.MESSAGES, requests, **more)  # type: ignore[arg-type]
 
 
 def _without_billing(body: Body) -> Body:

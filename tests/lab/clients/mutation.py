@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from proxy.core.messages import Route
 from proxy.llama.answers import CallMade
-from proxy.stabilize.model import SAFE, Form, Name
+from proxy.stabilize.model import SAFE, Name
 
 Body = dict[str, Any]
 
@@ -14,7 +15,7 @@ class Mutation:
     """Requests in their order; what counts is how much of the last but one the last one keeps."""
 
     name: str
-    form: Form
+    form: Route
     requests: tuple[Body, ...]
     opt_in: frozenset[Name] = frozenset()
     calls_made: tuple[CallMade, ...] = ()

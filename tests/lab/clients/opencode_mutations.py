@@ -1,7 +1,8 @@
 """What OpenCode changes in what it has already sent: rows O1 to O11."""
 
+from proxy.core.messages import Route
 from proxy.llama.answers import CallMade
-from proxy.stabilize.model import Form, Name
+from proxy.stabilize.model import Name
 from tests.lab.clients import opencode as oc
 from tests.lab.clients.mutation import Body, Mutation
 from tests.lab.conversation import prose
@@ -10,7 +11,7 @@ ASKED = oc.user("Make the tests of the shop pass.")
 
 
 def _row(name: str, *requests: Body, **more: object) -> Mutation:
-    return Mutation(name, Form.CHAT, requests, **more)  # type: ignore[arg-type]
+    return Mutation(name, Route.CHAT, requests, **more)  # type: ignore[arg-type]
 
 
 def _turn(n_steps: int = 4, seed: int = 20) -> list[oc.Message]:

@@ -1,8 +1,9 @@
 """Prompts of clients' requests as tokens of a real llama-server, and how much of one another keeps."""
 
+from proxy.core.messages import Route
 from proxy.core.tokens import common_prefix_length, token_ids
 from proxy.llama.conversions import chat_of_messages
-from proxy.stabilize.model import Form, Memory, Name, RequestFacts
+from proxy.stabilize.model import Memory, Name, RequestFacts
 from proxy.stabilize.run import stabilize
 from proxy.stabilize.template import BODIES, inlined_body, keeps_inlined, read_facts
 from tests.lab.clients.mutation import Body, Mutation
@@ -27,17 +28,17 @@ def server_with(template: str) -> LlamaServer:
 
 def template_facts(server: LlamaServer) -> RequestFacts:
     """Return what the server's template does with late system messages and old reasoning."""
-    renderings = {probe: render(server, Form.CHAT, body) for probe, body in BODIES.items()}
+    renderings = {probe: render(server, Route.CHAT, body) for probe, body in BODIES.items()}
     facts = read_facts(renderings)
     inlined = inlined_body(facts)
     if inlined is not None:
-        assert keeps_inlined(render(server, Form.CHAT, inlined), renderings)
+        assert keeps_inlined(render(server, Route.CHAT, inlined), renderings)
     return facts
 
 
-def render(server: LlamaServer, form: Form, body: Body) -> str | None:
+def render(server: LlamaServer, form: Route, body: Body) -> str | None:
     """Return the prompt, or None if the template refuses the request."""
-    chat = chat_of_messages(body) if form is Form.ANTHROPIC else body
+    chat = chat_of_messages(body) if form is Route.MESSAGES else body
     status, reply = server.request("POST", "/apply-template", chat)
     if status == 200:
         return str(reply["prompt"])
