@@ -214,11 +214,7 @@ class SlotTable:
         """Give a slot back; it stays released if it was."""
         slot = self._slots[slot_id]
         self._slots[slot_id] = Slot(
-            slot.id,
-            slot.content,
-            used_at=now,
-            sources=slot.sources,
-            has_answered=slot.has_answered,
+            slot.id, slot.content, used_at=now, sources=slot.sources, has_answered=slot.has_answered
         )
 
     def close_lease(self, slot_id: SlotId) -> None:

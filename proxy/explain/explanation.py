@@ -15,12 +15,7 @@ from proxy.explain.compare import Divergence
 from proxy.explain.known import SLACK_TOKENS, Loss
 
 UNANSWERED = "unanswered"
-_CHEAPER = (
-    Why.NOTHING_WORTH_IT,
-    Why.LIVE_CHEAPER,
-    Why.RESTORE_SHORTER,
-    Why.NOTHING_DISPLACED,
-)
+_CHEAPER = (Why.NOTHING_WORTH_IT, Why.LIVE_CHEAPER, Why.RESTORE_SHORTER, Why.NOTHING_DISPLACED)
 
 
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):

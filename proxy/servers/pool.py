@@ -29,12 +29,7 @@ from proxy.llama.client import LlamaServer
 from proxy.llama.hosts import recognise
 from proxy.llama.routes import unloads_models
 from proxy.log import get_logger
-from proxy.servers.background import (
-    drain,
-    remember_rates,
-    save_idle_slots,
-    verify_stored,
-)
+from proxy.servers.background import drain, remember_rates, save_idle_slots, verify_stored
 from proxy.servers.fatal import FatalRequests, key_of
 from proxy.servers.models import HostedModels
 from proxy.servers.server import ArrivalOrder, Phase, Server

@@ -74,10 +74,7 @@ class Phase(StrEnum):
     UNLOADED = "unloaded"
 
 
-_PHASE_OF = {
-    DegradationKind.UNREACHABLE: Phase.UNREACHABLE,
-    DegradationKind.LOADING: Phase.LOADING,
-}
+_PHASE_OF = {DegradationKind.UNREACHABLE: Phase.UNREACHABLE, DegradationKind.LOADING: Phase.LOADING}
 
 
 class Watched:

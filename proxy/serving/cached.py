@@ -27,12 +27,7 @@ from proxy.core.slots import (
     must_be_erased,
     shared_tokens,
 )
-from proxy.errors import (
-    ServerAway,
-    StoreFault,
-    UpstreamFault,
-    UpstreamLost,
-)
+from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost
 from proxy.explain.causes import Cause
 from proxy.explain.explanation import Judgement
 from proxy.explain.report import Inquiry

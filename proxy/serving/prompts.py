@@ -62,12 +62,7 @@ class PromptReader:
         self._tails: LRUCache[str, TokenIds] = LRUCache(_N_REMEMBERED)
 
     async def read(
-        self,
-        route: Route,
-        body: GenerationBody,
-        headers: Headers,
-        namespace: Namespace,
-        rule: Rule,
+        self, route: Route, body: GenerationBody, headers: Headers, namespace: Namespace, rule: Rule
     ) -> Prompt:
         """Return a prompt, that of a *body* in the chat form if it has messages; raises UpstreamFault."""
         if route is Route.COMPLETION:

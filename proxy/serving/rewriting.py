@@ -198,12 +198,7 @@ class Overflow:
         return False
 
     async def _shorten(
-        self,
-        request: Request,
-        read: Read,
-        places: list[ContextCut],
-        key: bytes,
-        n_room: int,
+        self, request: Request, read: Read, places: list[ContextCut], key: bytes, n_room: int
     ) -> bool:
         assert request.body is not None and request.prompt is not None
         n_whole = request.prompt.n_tokens

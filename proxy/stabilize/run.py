@@ -8,15 +8,7 @@ from collections.abc import Callable, Collection
 
 from proxy.core.messages import CONVERSATIONS, Route
 from proxy.stabilize import drops, sticky
-from proxy.stabilize.model import (
-    Draft,
-    Json,
-    Memory,
-    Name,
-    RequestFacts,
-    Stabilized,
-    UnknownShape,
-)
+from proxy.stabilize.model import Draft, Json, Memory, Name, RequestFacts, Stabilized, UnknownShape
 
 STABILIZERS: dict[Name, Callable[[Draft], None]] = {
     Name.DROP_BILLING_HEADER: drops.drop_billing_header,

@@ -15,14 +15,7 @@ from typing import Any
 
 from cachetools import LRUCache
 
-from proxy.core.eviction import (
-    Gone,
-    Lineage,
-    Present,
-    Removal,
-    choose_victims,
-    value_seconds,
-)
+from proxy.core.eviction import Gone, Lineage, Present, Removal, choose_victims, value_seconds
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.saving import Claim, Written, scarcity, why_refused
 from proxy.core.tokens import Namespace, PrefixHash, TokenIds, hash_prefixes

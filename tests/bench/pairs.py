@@ -7,15 +7,7 @@ from statistics import median
 
 import aiohttp
 
-from tests.bench.moving import (
-    N_CTX,
-    Cost,
-    Turn,
-    conversation,
-    lengths,
-    new_folder,
-    worst,
-)
+from tests.bench.moving import N_CTX, Cost, Turn, conversation, lengths, new_folder, worst
 from tests.bench.play import stream_first_token
 from tests.bench.processes import ProxyProcess, Setup
 from tests.bench.progress import tell

@@ -17,12 +17,7 @@ from typing import Any
 import aiohttp
 
 from tests.lab.models import model_path
-from tests.lab.server import (
-    DEFAULT_MODEL_FOLDER,
-    REPOSITORY,
-    LlamaServer,
-    find_free_port,
-)
+from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer, find_free_port
 
 READY_SECONDS = 300.0
 STOP_SECONDS = 120.0

@@ -261,10 +261,7 @@ def _size(path: Path) -> int:
 async def run(arguments: argparse.Namespace, leftovers: ExitStack) -> int:
     """Soak and print; return the exit status."""
     soak = Soak(
-        leftovers,
-        seconds=60 * arguments.minutes,
-        n_clients=arguments.clients,
-        seed=arguments.seed,
+        leftovers, seconds=60 * arguments.minutes, n_clients=arguments.clients, seed=arguments.seed
     )
     sections = await soak.run()
     for section in sections:

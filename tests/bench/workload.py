@@ -70,9 +70,7 @@ def tool_loop(n_calls: int) -> list[Request]:
     return [Request(label, messages) for label, messages in _accumulate(parts)]
 
 
-def _accumulate(
-    parts: list[tuple[str, list[Message]]],
-) -> Iterator[tuple[str, list[Message]]]:
+def _accumulate(parts: list[tuple[str, list[Message]]]) -> Iterator[tuple[str, list[Message]]]:
     messages = list(HEADER)
     for label, added in parts:
         messages = [*messages, *added]

@@ -22,11 +22,7 @@ templates = pytest.mark.parametrize("template", ["strict", "thinking"])
 
 
 async def ask(
-    lab: Lab,
-    prompt: str,
-    *flags: str,
-    environment: dict[str, str] | None = None,
-    **limits: int,
+    lab: Lab, prompt: str, *flags: str, environment: dict[str, str] | None = None, **limits: int
 ) -> Outcome:
     client = lab.opencode(**limits)
     return await client.ask(prompt, lab.repository, *flags, environment=environment)

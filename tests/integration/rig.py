@@ -57,10 +57,7 @@ def with_image(messages: Messages) -> Messages:
     ]
 
 
-KEYS: dict[str, Any] = {
-    "api_keys": ("own", "alice", "bob", "carol"),
-    "upstream_api_key": "own",
-}
+KEYS: dict[str, Any] = {"api_keys": ("own", "alice", "bob", "carol"), "upstream_api_key": "own"}
 """Options of a rig whose llama-server asks for a key; without, all clients are one tenant."""
 
 MESSAGES_FORMS = pytest.mark.parametrize("form", [list, with_image], ids=["read", "not read"])

@@ -174,10 +174,7 @@ async def test_address_where_nothing_ever_answered_is_not_waited_for(
                 assert (
                     (await asked).status,
                     f"llama-server at {upstream}" in str(await asked),
-                ) == (
-                    502,
-                    True,
-                )
+                ) == (502, True)
             await waiting(rig, 0)
         await rig.start_proxy()
 

@@ -229,9 +229,5 @@ async def test_what_changes_between_listing_and_deleting_is_told(start_rig: Star
             await asyncio.to_thread(access.delete, checkpoint, with_pinned=False)
             for checkpoint in (gone, pinned, left)
         ]
-        assert replies == [
-            Deleted(0, 0),
-            Deleted(0, 0, n_pinned=1),
-            Deleted(1, left.size_bytes),
-        ]
+        assert replies == [Deleted(0, 0), Deleted(0, 0, n_pinned=1), Deleted(1, left.size_bytes)]
         assert [c["id"] for c in await listed(rig)] == [pinned.id]

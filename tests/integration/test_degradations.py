@@ -153,9 +153,7 @@ async def test_slots_that_are_not_shown_are_named(start_rig: StartRig, form: For
         assert await rig.reasons() == []
 
 
-async def test_directory_that_others_can_read_is_noted_and_cached_in(
-    start_rig: StartRig,
-) -> None:
+async def test_directory_that_others_can_read_is_noted_and_cached_in(start_rig: StartRig) -> None:
     async with start_rig() as rig:
         await rig.stop_proxy()
         os.chmod(rig.server.directory, 0o755)

@@ -101,9 +101,7 @@ async def test_requests_in_the_queue_of_a_dead_server_are_told_so(start_rig: Sta
         assert rig.sample("unanswered_requests_total", reason="llama-server gone") == 2
 
 
-async def test_process_dying_while_it_is_attached_is_left_for_the_next(
-    start_rig: StartRig,
-) -> None:
+async def test_process_dying_while_it_is_attached_is_left_for_the_next(start_rig: StartRig) -> None:
     async with start_rig() as rig:
         gate = rig.server.hold("lora-adapters")
         rig.server.replace_process()
@@ -219,10 +217,7 @@ REFUSED_ATTACHMENTS: dict[str, tuple[Callable[[Faults], Any], str]] = {
     "disk full": (lambda faults: faults.refuse.update(save=500), "attaching failed"),
     "no models": (lambda faults: faults.refuse.update(models=404), "attaching failed"),
     "no restores": (lambda faults: faults.refuse.update(restore=400), "self-test failed"),
-    "wrong file": (
-        lambda faults: setattr(faults, "saves_other_tokens", True),
-        "attaching failed",
-    ),
+    "wrong file": (lambda faults: setattr(faults, "saves_other_tokens", True), "attaching failed"),
     "no slots": (lambda faults: faults.props.update(total_slots=0), "not a llama-server"),
 }
 

@@ -264,9 +264,7 @@ async def test_stop_that_fails_costs_only_speed(start_rig: StartRig) -> None:
         assert rig.sample("requests_total", outcome="degraded") == 1
 
 
-async def test_leaving_during_a_stop_holds_the_slot_until_it_has_ended(
-    start_rig: StartRig,
-) -> None:
+async def test_leaving_during_a_stop_holds_the_slot_until_it_has_ended(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1, memory=Memory.END_ONLY) as rig:
         gate = rig.server.hold("evaluate", n_calls=1)
         asked = rig.begin_chat("a")

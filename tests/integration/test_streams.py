@@ -62,9 +62,7 @@ async def test_broken_answer_is_not_taken_for_a_whole_one(start_rig: StartRig) -
         assert (await rig.chat("a")).status == 200
 
 
-async def test_broken_stream_leaves_the_slot_to_be_learned_from_a_save(
-    start_rig: StartRig,
-) -> None:
+async def test_broken_stream_leaves_the_slot_to_be_learned_from_a_save(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1) as rig:
         rig.server.faults.dies_after_chunks = 3
         await events(rig, CHAT)

@@ -14,11 +14,7 @@ import yaml
 
 from tests.lab.model_host import ModelHost
 from tests.lab.models import model_path
-from tests.lab.server import (
-    DEFAULT_MODEL_FOLDER,
-    LlamaServer,
-    read_evaluated_tokens,
-)
+from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer, read_evaluated_tokens
 
 START_SECONDS = 20
 

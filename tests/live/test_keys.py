@@ -21,10 +21,7 @@ from tests.live.conftest import StartRig
 from tests.live.test_commands import asked, command
 
 CHAT = "/v1/chat/completions"
-KEYED: dict[str, Any] = {
-    "extra_args": ("--api-key", "own,ann,bob"),
-    "upstream_api_key": "own",
-}
+KEYED: dict[str, Any] = {"extra_args": ("--api-key", "own,ann,bob"), "upstream_api_key": "own"}
 """Options of a rig whose llama-server asks for a key."""
 TOOLS = tools(4)
 HEADER = [system(200)]

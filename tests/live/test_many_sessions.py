@@ -72,8 +72,7 @@ async def test_conversations_by_turns_on_one_slot_evaluate_only_what_is_new(
 
 
 @pytest.mark.parametrize(
-    ("kind", "context_checkpoints"),
-    [("swa", 8), ("recurrent", 8), ("hybrid", 8), ("hybrid", 32)],
+    ("kind", "context_checkpoints"), [("swa", 8), ("recurrent", 8), ("hybrid", 8), ("hybrid", 32)]
 )
 async def test_start_of_a_turn_outlives_a_tool_loop_that_llama_server_forgets_it_in(
     start_rig: StartRig, kind: str, context_checkpoints: int

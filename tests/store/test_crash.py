@@ -50,11 +50,7 @@ COMMIT_STEPS: list[tuple[Any, str]] = [
     (Index, "put"),
     (Index, "update"),
 ]
-REMOVE_STEPS: list[tuple[Any, str]] = [
-    (Index, "tokens"),
-    (Index, "delete"),
-    (StateFiles, "remove"),
-]
+REMOVE_STEPS: list[tuple[Any, str]] = [(Index, "tokens"), (Index, "delete"), (StateFiles, "remove")]
 
 
 def named(step: Any) -> str:

@@ -498,9 +498,7 @@ async def test_files_are_readable_by_their_owner_only(store: CheckpointStore) ->
     assert stat.S_IMODE((directory / "index").stat().st_mode) == 0o700
 
 
-def test_file_in_a_directory_shared_by_a_group_is_readable_by_the_group(
-    tmp_path: Path,
-) -> None:
+def test_file_in_a_directory_shared_by_a_group_is_readable_by_the_group(tmp_path: Path) -> None:
     tmp_path.chmod(0o2770)
     with opened(tmp_path) as store:
         checkpoint = asyncio.run(store.commit(*new_state(store, run_of(300))))

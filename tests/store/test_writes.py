@@ -48,9 +48,7 @@ async def test_file_that_was_not_kept_is_counted(tmp_path: Path) -> None:
         assert store.writes.last_day_bytes == 100, "nothing was written"
 
 
-async def test_budget_refuses_what_would_exceed_it_and_makes_no_room_for_it(
-    tmp_path: Path,
-) -> None:
+async def test_budget_refuses_what_would_exceed_it_and_makes_no_room_for_it(tmp_path: Path) -> None:
     with opened(tmp_path, limits(3)) as store:
         for mark in range(3):
             await save(store, mark)

@@ -8,12 +8,7 @@ from click import BadParameter
 
 from proxy.cli.access import named
 from proxy.cli.common import age_in_words, age_seconds, checkpoints_in_words
-from proxy.cli.look import (
-    explanation_text,
-    read_samples,
-    server_rows,
-    summary,
-)
+from proxy.cli.look import explanation_text, read_samples, server_rows, summary
 from proxy.cli.serve import for_model
 from proxy.core.model import CheckpointId, Family
 from proxy.explain.causes import Cause
@@ -171,11 +166,7 @@ def record(server: str | None, confirmed: int, evaluated: int) -> RequestRecord:
 
 
 def test_llama_servers_are_told_each_with_its_requests() -> None:
-    attached = {
-        "llama_server": "attached",
-        "rule": "any prefix",
-        "slots": {"known": 1, "empty": 1},
-    }
+    attached = {"llama_server": "attached", "rule": "any prefix", "slots": {"known": 1, "empty": 1}}
     both = {"llama_servers": {"full": attached, "hybrid": {"llama_server": "not attached"}}}
     records = [record("full", 90, 10), record("full", 90, 10), record("gone", 5, 5)]
     full = "full: rule: any prefix; slots: 1 empty, 1 known; 2 of the last requests, 90% reused"

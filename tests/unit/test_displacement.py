@@ -154,12 +154,7 @@ N_KEPT = st.one_of(st.none(), st.integers(0, 2000))
 
 @given(HELD, LONG_TOKENS, N_KEPT, MEASURED_RULES, SIZES, STEADY_RATES)
 def test_displace_of_anything_saves_only_what_a_save_can_bring_back(
-    content: Known,
-    tokens: TokenIds,
-    n_kept: int | None,
-    rule: Rule,
-    size_bytes: int,
-    rates: Rates,
+    content: Known, tokens: TokenIds, n_kept: int | None, rule: Rule, size_bytes: int, rates: Rates
 ) -> None:
     made = displaced(content, Prompt(tokens, NAMESPACE), n_kept, rule, rates, size_bytes)
     assert made.saves <= (rule.can_restore and is_write_back_due(rule, content))
@@ -179,15 +174,7 @@ def test_displace_of_a_conversation_that_moves_on_costs_nothing(
     assert made == NOTHING_DISPLACED
 
 
-@given(
-    HELD,
-    LONG_TOKENS,
-    N_KEPT,
-    MEASURED_RULES,
-    SIZES,
-    STEADY_RATES,
-    *[st.floats(0, 1e6)] * 2,
-)
+@given(HELD, LONG_TOKENS, N_KEPT, MEASURED_RULES, SIZES, STEADY_RATES, *[st.floats(0, 1e6)] * 2)
 def test_displace_of_what_has_been_idle_longer_never_costs_more(
     content: Known,
     tokens: TokenIds,

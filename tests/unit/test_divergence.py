@@ -6,12 +6,7 @@ import msgspec
 import pytest
 
 from proxy.explain.causes import Cause, PromptPart
-from proxy.explain.compare import (
-    Rendering,
-    find_change,
-    is_alike_without_reminders,
-    is_date,
-)
+from proxy.explain.compare import Rendering, find_change, is_alike_without_reminders, is_date
 from proxy.llama.bodies import GenerationBody, contents_of, sketch_of
 
 LONG = "Check the return value before it is used. " * 12

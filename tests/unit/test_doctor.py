@@ -182,14 +182,8 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
             server(save_seconds=109.0),
             *(LIMIT, "cost", "stops all slots for 109.00 s", "faster disk"),
         ),
-        (
-            stored(3),
-            *(LIMIT, "checkpoints", "they are of another model", "delete /states/index"),
-        ),
-        (
-            stored(3),
-            *(LIMIT, "checkpoints", "another cache layout", "-np, -kvu, -fa"),
-        ),
+        (stored(3), *(LIMIT, "checkpoints", "they are of another model", "delete /states/index")),
+        (stored(3), *(LIMIT, "checkpoints", "another cache layout", "-np, -kvu, -fa")),
         (
             directory(index_problem="it cannot be read"),
             *(BLOCKER, "store not open", "it cannot be read", "as its owner"),
@@ -478,10 +472,7 @@ def pair(**changes: Any) -> Setup:
         (pair(model="c3d4"), BLOCKER, "a and b serve different models", "the same model"),
         (pair(n_params=7), BLOCKER, "different models", "a proxy for each"),
         (pair(adapters=((0, "x", 1.0),)), LIMIT, "different adapters", "--lora"),
-        (
-            pair(model="/b.gguf 2"),
-            *(LIMIT, "under paths that differ", "the same -m"),
-        ),
+        (pair(model="/b.gguf 2"), *(LIMIT, "under paths that differ", "the same -m")),
         (pair(layout=(4, SLIDING)), LIMIT, "in different forms", "-ctk"),
         (pair(canary=((7, -0.7),)), LIMIT, "predict differently", "--rope-*"),
         (pair(n_ctx=4096), LIMIT, "slots of different lengths", "the same -c"),

@@ -3,14 +3,7 @@
 import pytest
 
 from proxy.core.model import Rule
-from proxy.core.slots import (
-    Content,
-    Empty,
-    Known,
-    Origin,
-    Unknown,
-    must_be_erased,
-)
+from proxy.core.slots import Content, Empty, Known, Origin, Unknown, must_be_erased
 from tests.unit.builders import (
     ANY_PREFIX,
     END_ONLY,

@@ -20,13 +20,7 @@ from proxy.core.eviction import (
 )
 from proxy.core.model import Checkpoint, CheckpointId, CheckpointKind
 from proxy.core.tokens import TokenIds, hash_prefixes, token_ids
-from tests.unit.builders import (
-    NAMESPACE,
-    OTHER_NAMESPACE,
-    checkpoint,
-    run_of,
-    steady,
-)
+from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, checkpoint, run_of, steady
 
 NOW = 1_000_000.0
 

@@ -34,10 +34,7 @@ NEW = Cause.FIRST_SIGHT, Divergence(PromptPart.USER, 1)
 
 
 def cause(
-    account: Account,
-    past: Past = KNOWN,
-    change: Change | None = None,
-    rule: Rule = POINTS,
+    account: Account, past: Past = KNOWN, change: Change | None = None, rule: Rule = POINTS
 ) -> Cause:
     return judge(account, rule, past, change).cause
 

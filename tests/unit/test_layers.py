@@ -13,13 +13,9 @@ MODULES = {
     for path in sorted(PROXY.rglob("*.py"))
     if path.name != "__init__.py"
 }
-_SERVES = {
-    "proxy.core",
-    "proxy.explain",
-    "proxy.llama",
-    "proxy.stabilize",
-    "proxy.store",
-} | {*("proxy.errors", "proxy.health", "proxy.log", "proxy.metrics", "proxy.tasks")}
+_SERVES = {"proxy.core", "proxy.explain", "proxy.llama", "proxy.stabilize", "proxy.store"} | {
+    *("proxy.errors", "proxy.health", "proxy.log", "proxy.metrics", "proxy.tasks")
+}
 MAY_IMPORT = {
     "proxy.core": {"proxy.core"},
     "proxy.stabilize": {"proxy.core.messages", "proxy.stabilize"},
@@ -33,12 +29,7 @@ MAY_IMPORT = {
         "proxy.servers",
         "proxy.store",
     },
-    "proxy.llama": {
-        "proxy.core",
-        "proxy.errors",
-        "proxy.explain.compare",
-        "proxy.llama",
-    },
+    "proxy.llama": {"proxy.core", "proxy.errors", "proxy.explain.compare", "proxy.llama"},
     "proxy.store": {"proxy.core", "proxy.errors", "proxy.store"},
     "proxy.store.directory": {"proxy.llama.state_file"},
     "proxy.store.offline": {"proxy.llama.state_file"},
@@ -49,13 +40,7 @@ MAY_IMPORT = {
     "proxy.doctor": _SERVES | {"proxy.doctor", "proxy.servers", "proxy.serving", "proxy.settings"},
     "proxy.run": {"proxy.core", "proxy.errors", "proxy.log", "proxy.run"},
     "proxy.run.guard": set(),
-    "proxy.cli": {
-        "proxy.app",
-        "proxy.cli",
-        "proxy.core",
-        "proxy.errors",
-        "proxy.explain",
-    }
+    "proxy.cli": {"proxy.app", "proxy.cli", "proxy.core", "proxy.errors", "proxy.explain"}
     | {"proxy.llama", "proxy.log", "proxy.run", "proxy.settings", "proxy.store"},
     "proxy.cli.doctor": {"proxy.doctor", "proxy.servers", "proxy.serving"},
     "proxy.settings": {"proxy.errors", "proxy.stabilize.model"},
@@ -68,17 +53,7 @@ MAY_IMPORT = {
     "proxy.__main__": {"proxy"},
 }
 CORE_PACKAGES = (sys.stdlib_module_names | {"xxhash", "msgspec", "proxy"}) - {
-    *(
-        "asyncio",
-        "datetime",
-        "io",
-        "logging",
-        "os",
-        "pathlib",
-        "random",
-        "socket",
-        "time",
-    )
+    *("asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "socket", "time")
 }
 
 

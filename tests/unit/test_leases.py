@@ -7,16 +7,7 @@ import pytest
 from proxy.core.slots import TAINTED
 from proxy.errors import ServerAway, TooManyRequests
 from proxy.serving.queue import Choice, Lease, SlotQueue
-from tests.unit.queues import (
-    ONE,
-    TWO,
-    any_slot,
-    both_slots,
-    join,
-    n_free,
-    queue_of,
-    soon,
-)
+from tests.unit.queues import ONE, TWO, any_slot, both_slots, join, n_free, queue_of, soon
 
 
 async def test_lease_of_a_free_slot_is_granted_at_once() -> None:

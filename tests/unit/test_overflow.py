@@ -127,10 +127,7 @@ def claude_code_body() -> Json:
     body = cc.request("Mend it.", *later)
     surroundings = cc.reminder("Where all this happens.")
     first, _, *rest = body["messages"]
-    return {
-        **body,
-        "messages": [{**first, "content": [surroundings, *first["content"]]}, *rest],
-    }
+    return {**body, "messages": [{**first, "content": [surroundings, *first["content"]]}, *rest]}
 
 
 def opencode_body() -> Json:

@@ -9,12 +9,7 @@ from hypothesis import strategies as st
 from proxy.core.cuts import SLACK_TOKENS
 from proxy.core.model import CheckpointId, CheckpointKind
 from proxy.core.rates import Rates
-from proxy.core.saving import (
-    OLDER_PLACE_SHARE,
-    places_of,
-    points_of_others,
-    select_points,
-)
+from proxy.core.saving import OLDER_PLACE_SHARE, places_of, points_of_others, select_points
 from proxy.core.slots import Known
 from tests.unit.builders import NAMESPACE, candidate, run_of, steady
 

@@ -49,11 +49,7 @@ RECURRENT = [
 ]
 STRIPPED = [probe(64, 64, 0), probe(2200, 2200, 0), probe(4400, 4400)]
 REPAIRED_SWA = [probe(64, 0, 0), probe(2200, 2200, 0), probe(4400, 4400)]
-FORGETFUL_SWA = [
-    probe(64, 0, 0, has_every_position=True),
-    probe(2200, 0, 0),
-    probe(4400, 0),
-]
+FORGETFUL_SWA = [probe(64, 0, 0, has_every_position=True), probe(2200, 0, 0), probe(4400, 0)]
 
 
 @pytest.mark.parametrize(

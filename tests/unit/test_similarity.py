@@ -7,12 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.model import SlotId
-from proxy.core.residency import (
-    MIN_SIMILARITY,
-    is_similar_enough,
-    rivals,
-    shared_at_most,
-)
+from proxy.core.residency import MIN_SIMILARITY, is_similar_enough, rivals, shared_at_most
 from proxy.core.slots import LOADING, TAINTED, Content, Empty, Known, Slot, Unknown, shared_tokens
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from tests.unit.builders import NAMESPACE, branch, run_of

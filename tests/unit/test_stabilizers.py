@@ -191,10 +191,7 @@ def test_system_message_behind_the_first_prompt_goes_in_front_of_it(facts: Reque
     body = {"messages": [first, system("# Environment"), ANSWER]}
     result = run(Name.HOIST_SYSTEM_MESSAGE, body, facts=facts)
     hoisted = text(note("# Environment") + "\n")
-    assert result.body["messages"] == [
-        user(hoisted, text(note("git")), text("Fix it.")),
-        ANSWER,
-    ]
+    assert result.body["messages"] == [user(hoisted, text(note("git")), text("Fix it.")), ANSWER]
 
 
 def test_prompt_as_a_string_and_as_a_list_are_hoisted_before_alike() -> None:

@@ -205,7 +205,7 @@ def test_reminder_stays_with_the_message_it_came_with() -> None:
     assert sender.send(body)["messages"] == [user("One.", PLAN), ANSWER, user("Two.", PLAN)]
     body = {"messages": [user("One."), ANSWER, user("Two."), ANSWER, user("Three.", BUILD)]}
     assert sender.send(body)["messages"] == [
-        *(user("One.", PLAN), ANSWER, user("Two.", PLAN), ANSWER, user("Three.", BUILD)),
+        *(user("One.", PLAN), ANSWER, user("Two.", PLAN), ANSWER, user("Three.", BUILD))
     ]
 
 

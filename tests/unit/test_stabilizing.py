@@ -36,10 +36,7 @@ class Upstream:
 def stabilizing(switches: str = "safe") -> tuple[Stabilizing, Shared, Upstream]:
     metrics, upstream = Metrics(), Upstream()
     services = SimpleNamespace(
-        opened_store=None,
-        metrics=metrics,
-        faults=Faults(metrics),
-        tasks=Tasks(),
+        opened_store=None, metrics=metrics, faults=Faults(metrics), tasks=Tasks()
     )
     known = cast(Shared, services)
     return Stabilizing(known, parse_switches(switches)), known, upstream

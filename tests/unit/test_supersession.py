@@ -11,14 +11,7 @@ from proxy.core.cuts import SLACK_TOKENS
 from proxy.core.eviction import SMALL_LOSS_TOKENS, superseded
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, Rule, RuleKind
 from proxy.core.rule import usable_tokens
-from tests.unit.builders import (
-    ANY_PREFIX,
-    END_ONLY,
-    NOTHING,
-    RESTORE_POINTS,
-    candidate,
-    checkpoint,
-)
+from tests.unit.builders import ANY_PREFIX, END_ONLY, NOTHING, RESTORE_POINTS, candidate, checkpoint
 
 NEWER = CheckpointId(99)
 RULES = (ANY_PREFIX, RESTORE_POINTS, END_ONLY)

@@ -140,8 +140,7 @@ def test_subagents_never_cost_more_than_alone(n_evaluated: int, is_met: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("n_evaluated", "seconds", "met"),
-    [(1000, 5.0, [True, True]), (1001, 5.6, [False, False])],
+    ("n_evaluated", "seconds", "met"), [(1000, 5.0, [True, True]), (1001, 5.6, [False, False])]
 )
 def test_interleaved_on_the_small_model_saves_tokens_and_time(
     n_evaluated: int, seconds: float, met: list[bool]

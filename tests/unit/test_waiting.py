@@ -25,13 +25,7 @@ from tests.unit.builders import (
     run_of,
     steady,
 )
-from tests.unit.situations import (
-    MEASURED_RULES,
-    TINY_TOKENS,
-    found_for,
-    points_within,
-    situation,
-)
+from tests.unit.situations import MEASURED_RULES, TINY_TOKENS, found_for, points_within, situation
 
 
 def coming(tokens: TokenIds, seconds: float = 1.0, **changes: Any) -> ExpectedState:

@@ -105,10 +105,7 @@ def test_written_survives_being_written_down() -> None:
 
 SAVES = st.lists(
     st.tuples(
-        st.integers(1, 600),
-        st.none() | st.floats(0, 100),
-        st.floats(0, 8 * HOUR),
-        st.floats(0, 1),
+        st.integers(1, 600), st.none() | st.floats(0, 100), st.floats(0, 8 * HOUR), st.floats(0, 1)
     ),
     max_size=40,
 )

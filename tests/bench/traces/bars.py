@@ -116,9 +116,7 @@ def _times(result: Result) -> tuple[str, ...]:
 def failures_section(outcomes: Outcomes) -> Section:
     """Return the cases that could not be played."""
     section = Section(
-        "Traces that failed",
-        "none",
-        ("trace", "model", "slots", "variant", "reason"),
+        "Traces that failed", "none", ("trace", "model", "slots", "variant", "reason")
     )
     for failure in outcomes.failures:
         case = failure.case

@@ -87,11 +87,7 @@ ROWS = (
         (0.77, 0.64),
         (0.41, 0.3),
     ),
-    Row(
-        claude_code.m10_request_to_compact(),
-        "request to compact",
-        "100 %",
-    ),
+    Row(claude_code.m10_request_to_compact(), "request to compact", "100 %"),
     Row(
         claude_code.m10_conversation_after_compaction(),
         "conversation after compaction",
@@ -118,11 +114,7 @@ ROWS = (
         "rendered before the result; it begins a new turn",
         (0.9, 0.9),
     ),
-    Row(
-        claude_code.m13_text_glued(),
-        "the same, glued to the result",
-        "100 %",
-    ),
+    Row(claude_code.m13_text_glued(), "the same, glued to the result", "100 %"),
     Row(claude_code.tool_loop(), "Claude Code: next step of a tool loop", "100 % (45 of 45)"),
     Row(
         opencode.o1_date_at_midnight(),

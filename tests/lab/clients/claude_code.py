@@ -104,11 +104,7 @@ def request(prompt: str, *later: Message, **more: Any) -> Body:
 
 
 def request_with(
-    messages: list[Message],
-    *,
-    prompt: str,
-    tools: list[Message] | None = None,
-    **of_system: Any,
+    messages: list[Message], *, prompt: str, tools: list[Message] | None = None, **of_system: Any
 ) -> Body:
     """Return a request with these messages; the last block of the last carries the moving mark."""
     return {
