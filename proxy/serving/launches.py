@@ -1,4 +1,4 @@
-"""Requests on their way: in arrival order, to a slot that starts, to a state that is about to be saved."""
+"""What requests wait for before they start: a state about to be saved, a turn to start, a slot to end."""
 
 import asyncio
 import time
@@ -14,11 +14,9 @@ from proxy.serving.process import Process
 from proxy.serving.queue import SlotQueue, Turn, Turns
 from proxy.serving.request import Answer, OnStart, Request, do_nothing
 
-# States that requests on their way are about to save, for others to wait for.
-#
-# Two requests with the same new header come at the same moment: the first evaluates and saves it, the
-# second waits for that instead of evaluating it again beside the first. Or a slot is being saved for one
-# request just when the next one of its conversation comes.
+# States that are about to be saved. When two requests with the same new header come at the same moment,
+# the first evaluates and saves the header, and the second waits for that state. The same holds for a
+# conversation whose slot is being saved when its next request comes.
 
 
 class Arrivals:
@@ -47,13 +45,10 @@ class Arrivals:
         return tuple(self._arrivals)
 
 
-# Servers on which a slot that starts to run empties all idle ones, as with llama-server's default flags.
-#
-# What a slot holds lasts only until another one starts. So one request at a time is on its way to its
-# start: it has the turn from the choice of its slot until llama-server runs it, nobody else starts
-# anything meanwhile, and what other free slots hold is saved before. Running slots are left alone by
-# llama-server, so as many requests generate at once as there are slots. On other servers nothing of this
-# happens.
+# With llama-server's default flags, a slot that starts to run empties all idle slots. There one request at a
+# time is on its way to its start: it has the turn from the choice of its slot until llama-server runs the
+# request, and the content of the other free slots is saved before. llama-server leaves running slots alone,
+# so as many requests generate at once as there are slots. On other servers a turn excludes nobody.
 
 
 _FIRST_LOOK_SECONDS = 0.005
@@ -64,7 +59,7 @@ _CLOSING_LOOK_SECONDS = 0.01
 def note_emptied(table: SlotTable, statuses: list[SlotStatus]) -> bool:
     """Note the free slots that llama-server says are empty; return whether any was thought to be full.
 
-    Of a slot that has never run a task it does not say what it holds.
+    llama-server does not say what a slot holds that has never run a task.
     """
     emptied = [SlotId(s.id) for s in statuses if s.id_task >= 0 and s.n_held == 0]
     full = [

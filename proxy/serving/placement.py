@@ -215,11 +215,9 @@ class UncachedRequest:
         return [slot_id for slot_id in after if self._before.get(slot_id) != after[slot_id]]
 
 
-# A cached request whose slot llama-server chooses by similarity: /v1/messages drops id_slot.
-#
-# Owns: making the prepared slot the most similar one that is idle, and finding out which one was chosen.
-# One such request is placed at a time, and nothing is granted between the last look at what slots hold
-# and the choice.
+# Cached requests whose slot llama-server chooses by similarity, because /v1/messages drops id_slot. The
+# prepared slot is made the most similar idle slot. One such request is placed at a time, and no lease is
+# granted between the last look at the slots and llama-server's choice.
 
 
 _FIRST_SIMILAR_LOOK_SECONDS = 0.005

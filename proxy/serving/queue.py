@@ -1,16 +1,15 @@
-"""Who may use which slot: requests wait in order of arrival, and a lease is granted and reserved in one
-step.
+"""The queue for slots: requests wait in order of arrival; a lease is granted and reserved in one step.
 
 A waiting request brings a function that chooses among the slots as they are at that moment. There are
 four cases:
 
-1. The request chooses free slots. They are its lease.
-2. It declines the free slots, because a better slot will soon be free. Up to MAX_OVERTAKES later
-requests may take a lease first; then everybody waits for it.
-3. It would empty a slot that a request behind it goes on with. That request takes the slot first, with
-the same limit.
-4. It is a *placement*: llama-server itself chooses the slot. Until the choice is known any idle slot may be
-   the one, so nothing else is granted, and slots that come free join the lease.
+1. The request chooses free slots. These slots are its lease.
+2. The request declines the free slots, because a better slot will soon be free. At most MAX_OVERTAKES
+   later requests may take a lease before it.
+3. The request would empty a slot that already holds the prefix of a request behind it. The request behind
+   takes that slot first, with the same limit.
+4. The request is a *placement*: llama-server itself chooses the slot. Until that choice is known it may be
+   any idle slot, so no other lease is granted, and slots that come free join the lease.
 """
 
 import asyncio

@@ -45,7 +45,7 @@ none.
 
 
 def do_nothing() -> None:
-    """Be called when llama-server starts a request, where nobody wants to know."""
+    """Do nothing when llama-server starts a request."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -57,9 +57,9 @@ class Request:
     say. `arrived_at` is of the monotonic clock, `at` in seconds since 1970. `raw` is the body as it is
     to be sent, `body` the same decoded, None if it is no JSON object.
 
-    What follows is for the llama-server that serves the request, and begins anew with each: `server` is
-    its name, empty if there is only one, `rewrites` are the stabilizers that changed the body, `chat`
-    is the body in the chat form. Without a `prompt`, `why` says why the request is not cached. The
+    The fields from `server` on are set anew for each llama-server that tries to serve the request.
+    `server` is its name, empty if there is only one; `rewrites` are the stabilizers that changed the body;
+    `chat` is the body in the chat form. Without a `prompt`, `why` says why the request is not cached. The
     request joined its first queue at `queued_at` of the monotonic clock, 0 if it has joined none yet.
     """
 

@@ -38,14 +38,8 @@ from proxy.stabilize.model import Json, Memory, Name, RequestFacts, UnknownShape
 from proxy.stabilize.run import stabilize
 from proxy.stabilize.template import BODIES, inlined_body, keeps_inlined, read_facts
 
-# The stabilizers at work: requests are rewritten before anything else looks at them.
-#
-# Owns: what each llama-server's template does (asked once for each process), and the memory of earlier
-# requests, which outlives this process in the index. What cannot be rewritten goes on as it came.
-
-
 _ASK_SECONDS = 2.0
-"""So long a request waits for what the template does; after that it goes on as if nothing were known."""
+"""How long a request waits until the template was examined; then the request goes on without the result."""
 _VALUE_NAME = "stabilizers"
 _N_PROCESSES = 64
 _CACHE_KEYS = ("prompt_cache_key", "promptCacheKey")
@@ -141,10 +135,8 @@ def _cache_key(body: GenerationBody) -> str:
     return next((key for key in keys if isinstance(key, str)), "")
 
 
-# Conversations that have outgrown the context, made to fit: the setting context_overflow.
-#
-# Owns: what each message counts, how far each conversation is cut. Without it llama-server refuses such a
-# prompt, which clients know how to answer.
+# The setting context_overflow: a conversation that has outgrown the context is shortened. Without the
+# setting llama-server refuses its prompt, and clients know what to do then.
 
 
 REWRITE = "context_overflow"
