@@ -45,10 +45,11 @@ class Arrivals:
         return tuple(self._arrivals)
 
 
-# With llama-server's default flags, a slot that starts to run empties all idle slots. There one request at a
-# time is on its way to its start: it has the turn from the choice of its slot until llama-server runs the
-# request, and the content of the other free slots is saved before. llama-server leaves running slots alone,
-# so as many requests generate at once as there are slots. On other servers a turn excludes nobody.
+# With llama-server's default flags, a slot that starts to run empties all idle slots. There one request
+# at a time is on its way to its start: it has the turn from the choice of its slot until llama-server
+# runs the request, and the content of the other free slots is saved before. llama-server leaves running
+# slots alone, so as many requests generate at once as there are slots. On other servers a turn excludes
+# nobody.
 
 
 _FIRST_LOOK_SECONDS = 0.005
