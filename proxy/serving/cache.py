@@ -133,8 +133,7 @@ class Cache:
         Nothing else proves a key: a prompt of token ids is not tokenized, and a request without a key is
         tokenized with the proxy's own. A key that llama-server took is asked about once.
         """
-        digest = _key_digest(request)
-        if not process.asks_for_key or digest in process.accepted_keys:
+        if not process.asks_for_key or (digest := _key_digest(request)) in process.accepted_keys:
             return
         try:
             is_taken = await process.upstream.takes_key(request.headers)

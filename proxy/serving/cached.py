@@ -7,7 +7,7 @@ its next use.
 """
 
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 
 import msgspec
@@ -22,7 +22,6 @@ from proxy.core.slots import (
     Content,
     Known,
     Unknown,
-    after_evaluation,
     believed_after_shortfall,
     must_be_erased,
     shared_tokens,
@@ -343,15 +342,8 @@ class CachedRequest:
             # At the end of the context it may have been shifted: such states are not exact.
             return TAINTED
         process.learn_evaluation(timings)
-        return after_evaluation(
-            before,
-            prompt.tokens,
-            prompt.namespace,
-            cuts=account.plan.cuts,
-            n_generated=timings.predicted_n,
-            shape=prompt.shape,
-            n_believed=process.n_believed_points,
-            stride_tokens=process.stride_tokens,
+        return process.content_after(
+            before, prompt.tokens, prompt, account.plan.cuts, timings.predicted_n
         )
 
     def _disagree(self, n_really: int) -> None:
@@ -391,9 +383,7 @@ class CachedRequest:
         process.n_contradictions += 1
         if not process.queue.is_closed:
             process.store.quarantine(checkpoint)
-            with suppress(StoreFault):  # only an explanation would be the poorer
-                tokens = process.store.index.tokens(checkpoint.id)
-                process.journal.note_loss(self._prompt.namespace, tokens, Cause.RESTORE_NOT_REUSED)
+            process.note_loss(checkpoint, Cause.RESTORE_NOT_REUSED)
         get_logger("cache").warning(
             "a restore was not reused: the checkpoint is quarantined",
             id=self._request.id,

@@ -165,9 +165,10 @@ class Launches:
 
 # Slots of requests whose clients went away: held until llama-server has really let go of them.
 #
-# llama-server looks once a second whether a client is still there (server-queue.cpp, recv with timeout),
-# and a request that was still being parsed when its client left starts in its slot all the same. A slot
-# given back too early would be restored by us and then overwritten by the dead request.
+# llama-server looks once a second whether a client is still there (server-queue.cpp, recv with timeout).
+# A request that was still being parsed when its client left starts in its slot all the same. If the
+# slot were given back too early, the proxy would restore a state there and the dead request would
+# overwrite it.
 
 
 DISCONNECT_SECONDS = 1.3

@@ -21,6 +21,7 @@ from proxy.core.cuts import Stop
 from proxy.core.eviction import Removal
 from proxy.core.model import (
     NO_RULE,
+    Checkpoint,
     CheckpointKind,
     Cuts,
     Prompt,
@@ -45,7 +46,7 @@ from proxy.core.slots import (
     Unknown,
     after_evaluation,
 )
-from proxy.core.tokens import Namespace
+from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import (
     CacheFault,
     NoRoom,
@@ -278,6 +279,21 @@ class Process(Services):
         """Return how large the state of a slot will be at most; 0 while nothing like it was saved."""
         return state_bytes(self.sizes, content)
 
+    def content_after(
+        self, before: Content, tokens: TokenIds, prompt: Prompt, cuts: Cuts, n_generated: int = 0
+    ) -> Known:
+        """Return what a slot holds once the first *tokens* of a prompt were evaluated in it."""
+        return after_evaluation(
+            before,
+            tokens,
+            prompt.namespace,
+            cuts=cuts,
+            n_generated=n_generated,
+            shape=prompt.shape,
+            n_believed=self.n_believed_points,
+            stride_tokens=self.stride_tokens,
+        )
+
     # What llama-server says of its slots.
 
     async def slot_states(self) -> list[SlotStatus]:
@@ -418,15 +434,7 @@ class Process(Services):
             await self.quarantine_suspects(slot_id)
             raise
         self.learn_evaluation(timings)
-        content = after_evaluation(
-            before,
-            tokens,
-            prompt.namespace,
-            cuts=cuts,
-            shape=prompt.shape,
-            n_believed=self.n_believed_points,
-            stride_tokens=self.stride_tokens,
-        )
+        content = self.content_after(before, tokens, prompt, cuts)
         self.slots.set_content(slot_id, replace(content, last_cut=stop.n_tokens))
         return timings
 
@@ -445,14 +453,17 @@ class Process(Services):
         try:
             quarantine = Quarantine(ENDED_LLAMA_SERVER, time.time())
             await self.store.quarantine_for_good(suspects, quarantine)
-        except (
-            StoreFault
-        ) as fault:  # this process of the proxy does not offer the suspects any more
+        except StoreFault as fault:
+            # This process of the proxy does not offer the suspects any more.
             self.faults.record("quarantine", fault)
         finally:
             note_quarantined(self.everywhere, self.store)
-        with suppress(StoreFault):  # only an explanation would be the poorer
-            for checkpoint in suspects:
-                tokens = self.store.index.tokens(checkpoint.id)
-                self.journal.note_loss(checkpoint.namespace, tokens, Cause.ENDED_LLAMA_SERVER)
+        for checkpoint in suspects:
+            self.note_loss(checkpoint, Cause.ENDED_LLAMA_SERVER)
         return True
+
+    def note_loss(self, checkpoint: Checkpoint, cause: Cause) -> None:
+        """Note why a checkpoint is not offered any more, for the requests that miss it."""
+        with suppress(StoreFault):  # only an explanation would be the poorer
+            tokens = self.store.index.tokens(checkpoint.id)
+            self.journal.note_loss(checkpoint.namespace, tokens, cause)

@@ -157,10 +157,13 @@ def import_checkpoints(
                     "it is of another model, quantization, adapter or slot file version than those "
                     "that this directory was used with, or its model answers differently here"
                 )
-            _require_free_space(store, manifest, min_free_bytes)
+            # Read once: nobody else writes while the directory is locked.
+            there = store.checkpoints()
+            _require_free_space(store, there, manifest, min_free_bytes)
             for record in manifest.checkpoints:
-                if checkpoint := _enter(store, manifest.owner, record, tar):
+                if checkpoint := _enter(store, there, manifest.owner, record, tar):
                     entered.append(checkpoint)
+                    there.append(checkpoint)
                 note(record.size_bytes)
     except (tarfile.TarError, BundleRefused, StoreFault, OSError) as error:
         is_refused = isinstance(error, tarfile.TarError | BundleRefused)
@@ -191,11 +194,13 @@ def _next(tar: tarfile.TarFile, name: str, n_bytes: int | None = None) -> IO[byt
     return file
 
 
-def _require_free_space(store: StoreDirectory, manifest: Manifest, min_free_bytes: int) -> None:
+def _require_free_space(
+    store: StoreDirectory, there: list[Checkpoint], manifest: Manifest, min_free_bytes: int
+) -> None:
     namespace = namespace_of(store.index, manifest.owner)
-    ours = [c for c in store.checkpoints() if c.namespace == namespace]
-    there = {checkpoint.content for checkpoint in ours if store.has_file(checkpoint)}
-    missing = [record for record in manifest.checkpoints if record.content not in there]
+    ours = [c for c in there if c.namespace == namespace]
+    kept = {checkpoint.content for checkpoint in ours if store.has_file(checkpoint)}
+    missing = [record for record in manifest.checkpoints if record.content not in kept]
     needed_bytes = sum(record.size_bytes for record in missing)
     free_bytes = store.files.free_bytes()
     if missing and needed_bytes > free_bytes - min_free_bytes:
@@ -206,9 +211,13 @@ def _require_free_space(store: StoreDirectory, manifest: Manifest, min_free_byte
 
 
 def _enter(
-    store: StoreDirectory, owner: Owner, record: Checkpoint, tar: tarfile.TarFile
+    store: StoreDirectory,
+    there: list[Checkpoint],
+    owner: Owner,
+    record: Checkpoint,
+    tar: tarfile.TarFile,
 ) -> Checkpoint | None:
-    """Enter the next checkpoint of the tar; None if the store has one of the same tokens."""
+    """Enter the next checkpoint of the tar; None if one of those *there* has the same tokens."""
     tokens_name, state_name = _member_names(record)
     try:
         tokens = tokens_from_bytes(_next(tar, tokens_name).read())
@@ -216,7 +225,7 @@ def _enter(
         raise BundleRefused(f"{tokens_name}: {error}") from error
     state = _next(tar, state_name, record.size_bytes)
     before = namespace_of(store.index, owner), len(tokens)
-    same = [c for c in store.checkpoints() if (c.namespace, c.n_tokens) == before]
+    same = [c for c in there if (c.namespace, c.n_tokens) == before]
     same = [c for c in same if store.index.tokens(c.id) == tokens]
     if any(store.has_file(checkpoint) for checkpoint in same):
         return None

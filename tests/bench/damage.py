@@ -11,10 +11,11 @@ import argparse
 import asyncio
 import sys
 from contextlib import ExitStack
+from functools import partial
 
 from proxy.log import configure_logging
 from proxy.store.files import Verification
-from tests.bench.interrupts import run_to_the_end
+from tests.bench.interrupts import run_section
 from tests.bench.progress import tell
 from tests.bench.rigs import open_rig
 from tests.bench.section import Section
@@ -78,12 +79,7 @@ def main() -> int:
     if arguments.unverified:
         _trust_every_file()
 
-    async def run(leftovers: ExitStack) -> int:
-        section = await measure_damage(arguments.files, leftovers)
-        print(section.markdown(), flush=True)
-        return 1 if section.n_missed else 0
-
-    return run_to_the_end(run)
+    return run_section(partial(measure_damage, arguments.files))
 
 
 if __name__ == "__main__":

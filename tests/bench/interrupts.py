@@ -12,7 +12,20 @@ from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
+from tests.bench.section import Section
+
 Program = Callable[[ExitStack], Coroutine[Any, Any, int]]
+
+
+def run_section(measure: Callable[[ExitStack], Coroutine[Any, Any, Section]]) -> int:
+    """Run what measures one table to its end and print it; return 1 if a bar is missed."""
+
+    async def program(leftovers: ExitStack) -> int:
+        section = await measure(leftovers)
+        print(section.markdown(), flush=True)
+        return 1 if section.n_missed else 0
+
+    return run_to_the_end(program)
 
 
 def run_to_the_end(program: Program) -> int:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -22,7 +23,7 @@ from proxy.core.model import Checkpoint
 from proxy.llama.state_file import read_state_file
 from proxy.store.catalogue import Limits
 from proxy.store.store import CheckpointStore
-from tests.bench.interrupts import run_to_the_end
+from tests.bench.interrupts import run_section
 from tests.bench.progress import tell
 from tests.bench.section import Section
 from tests.lab.models import build_model
@@ -131,12 +132,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=N_ROUNDS, metavar="N")
     arguments = parser.parse_args()
 
-    async def run(leftovers: ExitStack) -> int:
-        section = await measure_verification(arguments.rounds, leftovers)
-        print(section.markdown(), flush=True)
-        return 1 if section.n_missed else 0
-
-    return run_to_the_end(run)
+    return run_section(partial(measure_verification, arguments.rounds))
 
 
 if __name__ == "__main__":
