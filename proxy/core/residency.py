@@ -19,20 +19,31 @@ Which of several llama-servers with the same model serves a request (`best_offer
 Which slot llama-server chooses for a request that cannot name one (`rivals`; server-context.cpp,
 get_available_slot): among the idle slots the one whose tokens share the longest prefix with the prompt, the
 lowest id on ties, if that prefix is more than a tenth of the prompt; else the one used longest ago.
+
+Which slot a request goes on in so plainly that nothing has to be planned (`slot_to_extend`): the slot holds
+the prompt of the same messages but the newest, no other slot holds as much of it, and neither a restore nor
+a stop could gain more than a short message's tokens.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isinf
 
-from proxy.core.model import Prompt, SlotId
+from proxy.core.cuts import is_near
+from proxy.core.model import Conversation, Prompt, Rule, RuleKind, SlotId
 from proxy.core.plan import STEADY_TOKENS, Situation, plan_request, promised_tokens
 from proxy.core.saving import STEADY_SECONDS, state_bytes
-from proxy.core.slots import Known, Slot, Unknown, shared_tokens
-from proxy.core.tokens import TokenIds, common_prefix_length
+from proxy.core.slots import Known, Slot, Unknown, must_be_erased, shared_tokens
+from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 
 MIN_SIMILARITY = 0.1
 """llama-server's default of --slot-prompt-similarity."""
+
+SHORT_MESSAGE_BYTES = 400
+"""About 100 tokens. llama-server itself makes a context checkpoint where the newest user message begins, so
+that a stop at the end of a short one gains hardly anything."""
+_FRAME_TOKENS = 64
+"""What a template writes around a message, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,3 +195,59 @@ def rivals(target: Slot, slots: Iterable[Slot], tokens: TokenIds) -> list[SlotId
 def is_similar_enough(target: Slot, tokens: TokenIds) -> bool:
     """Return whether llama-server chooses by similarity at all."""
     return shared_tokens(target.content, tokens) > MIN_SIMILARITY * len(tokens)
+
+
+def slot_to_extend(
+    conversation: Conversation, slots: Iterable[Slot], rule: Rule, namespace: Namespace, n_ctx: int
+) -> Slot | None:
+    """Return the free slot that a request plainly goes on in; None if the request has to be planned.
+
+    Judged by messages alone, before the prompt is rendered. llama-server compares the tokens in any case,
+    so that a wrong judgement costs tokens, never an answer.
+    """
+    if rule.kind not in (RuleKind.ANY_PREFIX, RuleKind.RESTORE_POINTS):
+        return None  # a prompt is evaluated to its last cut there, so that a save can serve anybody
+    slots = list(slots)
+    for slot in slots:
+        content = slot.content
+        if slot.is_leased or not isinstance(content, Known):
+            continue
+        n_new = conversation.n_behind(content.conversation)
+        if not n_new or must_be_erased(rule, content, namespace):
+            continue
+        others = (s.content for s in slots if s.id != slot.id)
+        n_tokens = content.n_tokens + _tokens_at_most(conversation, n_new)
+        is_only = all(shared_tokens(o, content.tokens) < len(content.tokens) for o in others)
+        if (
+            n_tokens < n_ctx
+            and is_only
+            and _gains_nothing_elsewhere(conversation, n_new, content, rule)
+        ):
+            return slot
+    return None
+
+
+def _tokens_at_most(conversation: Conversation, n_new: int) -> int:
+    """Return how many tokens the newest messages are at most: no token is shorter than a byte."""
+    return sum(conversation.sizes_bytes[-n_new:]) + (n_new + 1) * _FRAME_TOKENS
+
+
+def _gains_nothing_elsewhere(
+    conversation: Conversation, n_new: int, content: Known, rule: Rule
+) -> bool:
+    """Return whether neither a stop nor a restore can help a request with so many new messages.
+
+    They are an answer and what came back from its tools, so that the turn goes on; or an answer and a short
+    message of the user. Templates then drop the reasoning of the turn before, so that the prompt leaves the
+    slot's tokens at the turn start: it must not be a file alone that can be continued there.
+    """
+    answer, *others = conversation.roles[-n_new:]
+    if answer != "assistant" or not others or others[-1] not in ("tool", "user"):
+        return False
+    if "user" not in others or rule.kind is RuleKind.ANY_PREFIX:
+        return True
+    size_bytes = sum(conversation.sizes_bytes[1 - n_new :])
+    is_only_in_file = is_near(content.saved_points, content.turn_start) and not is_near(
+        content.restore_points, content.turn_start
+    )
+    return size_bytes <= SHORT_MESSAGE_BYTES and not is_only_in_file

@@ -65,7 +65,7 @@ class Known:
     `last_cut` its prompt was last cut (0: nowhere). `marks` are other cuts, ascending, to which requests
     may come back: where turns began, where prompts branched. A checkpoint in the store covers `n_saved`
     tokens and can be continued at the `saved_points`. `shape` is the kind of request that the tokens were
-    predicted for.
+    predicted for, `conversation` that of the Prompt that the tokens begin with.
     """
 
     tokens: TokenIds
@@ -79,6 +79,7 @@ class Known:
     n_saved: int = 0
     saved_points: tuple[int, ...] = ()
     shape: str = ""
+    conversation: bytes = b""
     origin: Origin = EVALUATED
     n_points_at_most: int = MAX_CONTEXT_CHECKPOINTS
 
@@ -357,6 +358,7 @@ def cut_to(content: Known, n_tokens: int) -> Known:
         marks=tuple(mark for mark in content.marks if mark <= n_tokens),
         n_saved=min(content.n_saved, n_tokens),
         saved_points=tuple(p for p in content.saved_points if p <= n_tokens),
+        conversation=b"",
     )
 
 
@@ -396,6 +398,7 @@ def after_evaluation(
     cuts: Cuts = NO_CUTS,
     n_generated: int = 0,
     shape: str = "",
+    conversation: bytes = b"",
     n_believed: int = 10,
     stride_tokens: int = 1,
 ) -> Known:
@@ -434,6 +437,7 @@ def after_evaluation(
         n_saved=old.n_saved,
         saved_points=old.saved_points,
         shape=shape,
+        conversation=conversation,
         origin=Origin(n_restored, origin.ancestors),
         n_points_at_most=min(MAX_CONTEXT_CHECKPOINTS, n_points + CHECKPOINTS_PER_REQUEST),
     )

@@ -23,7 +23,7 @@ from proxy.core.messages import (
     object_in,
     text_of,
 )
-from proxy.core.model import SlotId
+from proxy.core.model import Conversation, SlotId
 from proxy.core.tokens import TokenIds
 from proxy.explain.compare import EMPTY, Sketch, digests
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
@@ -243,6 +243,17 @@ def rendering_key(body: GenerationBody, messages: list[dict[str, Any]]) -> bytes
     """Return bytes that are equal for two bodies if *messages* are rendered alike in both."""
     fields = {k: body.fields[k] for k in RENDERING_FIELDS if k in body.fields}
     return msgspec.json.encode([fields, messages])
+
+
+def conversation_of(body: GenerationBody) -> Conversation:
+    """Return the conversation of a body in the chat form that has messages."""
+    encoded = [msgspec.json.encode(message) for message in body.messages]
+    parts = [rendering_key(body, []), *encoded]
+    return Conversation(
+        b"".join(xxhash.xxh3_64_digest(part) for part in parts),
+        tuple(text_of(message, "role") for message in body.messages),
+        tuple(map(len, encoded)),
+    )
 
 
 # Requests that are made only for what they evaluate: one token is generated, and nobody reads it.

@@ -65,6 +65,7 @@ class FatalRequests:
 
 
 def key_of(request: Request) -> str:
-    """Return what tells a request from others: its prompt, or its body if that was not read."""
+    """Return what tells a request from others: its messages, its prompt, or its unread body."""
     content = request.raw if request.prompt is None else request.prompt.tokens.tobytes()
+    content = request.conversation.digests if request.conversation else content
     return blake2b(content, digest_size=16).hexdigest()

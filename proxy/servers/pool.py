@@ -24,7 +24,7 @@ from typing import Any
 
 from proxy.core.model import Checkpoint, Outcome
 from proxy.core.residency import Offer, best_offer
-from proxy.errors import ServerAway
+from proxy.errors import ServerAway, WillBeRefused
 from proxy.llama.client import LlamaServer
 from proxy.llama.hosts import recognise
 from proxy.llama.routes import unloads_models
@@ -33,7 +33,7 @@ from proxy.servers.background import drain, remember_rates, save_idle_slots, ver
 from proxy.servers.fatal import FatalRequests, key_of
 from proxy.servers.models import HostedModels
 from proxy.servers.server import ArrivalOrder, Phase, Server
-from proxy.serving.cache import Cache, WillBeRefused
+from proxy.serving.cache import Cache
 from proxy.serving.planning import offer
 from proxy.serving.process import Process
 from proxy.serving.queue import FreeElsewhere, SlotQueue

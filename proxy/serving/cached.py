@@ -6,15 +6,18 @@ is quarantined; if more was reused than the slot was known to hold (drift), the 
 its next use.
 """
 
+import asyncio
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack, suppress
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind, ExpectedState, RuleKind, SlotId
-from proxy.core.plan import Plan, Restore, most_useful, plan_request
+from proxy.core.plan import Plan, Restore, StartOption, Why, most_useful, plan_request
 from proxy.core.saving import at_savable_point, is_place_at_risk
 from proxy.core.slots import (
     LOADING,
@@ -22,11 +25,12 @@ from proxy.core.slots import (
     Content,
     Known,
     Unknown,
+    UseLive,
     believed_after_shortfall,
     must_be_erased,
     shared_tokens,
 )
-from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost
+from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost, WillBeRefused
 from proxy.explain.causes import Cause
 from proxy.explain.explanation import Judgement
 from proxy.explain.report import Inquiry
@@ -52,17 +56,29 @@ class CachedRequest:
 
     _account: Account
     _lease: Lease[Plan]
+    _reading: "asyncio.Task[None] | None" = None
 
-    def __init__(self, process: Process, request: Request, turn: Turn) -> None:
+    def __init__(
+        self,
+        process: Process,
+        request: Request,
+        turn: Turn,
+        read: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
+        """*read* reads the prompt of a request that extends what a slot holds."""
         assert request.prompt is not None and request.body is not None
         self._process = process
         self._request = request
         self._turn = turn
+        self._read = read
         self._prompt = request.prompt
         self._body = request.body
-        body = request.chat or request.body
-        self._inquiry = Inquiry(process.journal, process, self._prompt, body, process.opened_store)
+        self._inquiry = self._new_inquiry()
         self._kept = ExitStack()
+
+    def _new_inquiry(self) -> Inquiry:
+        process, body = self._process, self._request.chat or self._body
+        return Inquiry(process.journal, process, self._prompt, body, process.opened_store)
 
     @property
     def _plan(self) -> Plan:
@@ -71,12 +87,14 @@ class CachedRequest:
     async def serve(self) -> None:
         """Serve the request; raises what sending raises, and ServerAway before anything was sent."""
         process, joined_at = self._process, self._request.queued_at or time.monotonic()
-        self._note_asked()
+        if not self._request.extends:
+            self._note_asked()
         with self._kept, await process.queue.lease(self._choose, may_be_passed=True) as self._lease:
             self._account = Account(self._lease.reason, self._prompt.n_tokens)
             self._request.account = self._account
             process.slots.destine(self._plan.slot_id, self._prompt.tokens)
-            self._note_planned()
+            if not self._request.extends:
+                self._note_planned()
             self._account.queued_seconds = time.monotonic() - joined_at
             # A state that is restored into a dying process would be taken for what ended it.
             if self._account.queued_seconds > _LONG_WAIT_SECONDS or process.has_broken_off:
@@ -98,12 +116,10 @@ class CachedRequest:
                     ended = "llama-server ended before it answered"
                     raise ServerAway(ended, was_sent="no", has_ended=True) from error
                 raise
-            try:
-                self._settle(answer)
-            except Exception as error:
-                # The client has its answer; what the slot holds is not worth failing for.
-                process.faults.record("settle", error)
-                process.slots.set_content(self._plan.slot_id, TAINTED)
+            if self._request.extends:
+                self._settle_later(answer)
+            else:
+                self._settle_safely(answer)
 
     # The plan.
 
@@ -120,6 +136,8 @@ class CachedRequest:
         """Plan the request over the slots and checkpoints as they are now; None to go on waiting."""
         if self._process.launches.is_save_coming:
             return None  # it would find an empty slot
+        if self._request.extends:
+            return self._choose_extended(self._request.extends)
         began = time.perf_counter()
         self._kept.close()
         now = situation(self._process, self._prompt)
@@ -131,15 +149,31 @@ class CachedRequest:
         self._process.metrics.lookup_seconds.observe(time.perf_counter() - began)
         return Choice((plan.slot_id,), plan, plan.is_warm) if plan else None
 
+    def _choose_extended(self, content: Known) -> Choice[Plan] | None:
+        """Go on in the slot that holds *content*: nothing is looked up, restored or displaced."""
+        slot = next((s for s in self._process.slots.free() if s.content is content), None)
+        if slot is None:
+            return None
+        start = UseLive(len(content.tokens), content.n_tokens)
+        plan = Plan(StartOption(slot.id, start, 0.0), why=Why.LIVE_LONGEST)
+        return Choice((slot.id,), plan, is_warm=True)
+
     def _plan_again(self) -> None:
         """Plan the request anew in the slot that it has: what it was to restore is gone."""
-        now = situation(self._process, self._prompt)
-        mine = replace(now.slots[self._plan.slot_id], is_leased=False)
-        plan = plan_request(self._prompt, replace(now, slots=(mine,), expected=()))
-        assert plan is not None  # a slot is free, and nothing is waited for
+        plan = self._plan_here(may_restore=True)
         if isinstance(plan.start, Restore):
             self._keep(plan.start.checkpoint)
         self._account.move(plan)
+
+    def _plan_here(self, *, may_restore: bool) -> Plan:
+        """Return the plan of the request in the slot that it has."""
+        now = situation(self._process, self._prompt)
+        mine = replace(now.slots[self._plan.slot_id], is_leased=False)
+        candidates = now.candidates if may_restore else ()
+        here = replace(now, slots=(mine,), candidates=candidates, expected=())
+        plan = plan_request(self._prompt, here)
+        assert plan is not None  # a slot is free, and nothing is waited for
+        return plan
 
     def _keep_most_useful(self, candidates: tuple[Candidate, ...]) -> None:
         _, wanted = most_useful(self._process.rule, candidates, self._prompt.n_tokens)
@@ -267,9 +301,21 @@ class CachedRequest:
             self._turn,
             self._request,
             pin(self._body, slot_id, reuses=can_reuse),
-            lambda: process.queue.note_running(slot_id),
+            self._note_running,
             self._account.n_reused,
         )
+
+    def _note_running(self) -> None:
+        self._process.queue.note_running(self._plan.slot_id)
+        self._read_beside()
+
+    def _read_beside(self) -> None:
+        """Begin to read the prompt of a request that extends what its slot holds, if that is not done.
+
+        Not before llama-server works on the request: both would render the same messages at once.
+        """
+        if self._request.extends and self._reading is None:
+            self._reading = self._process.tasks.start(self._read())
 
     async def _has_ended(self, fault: Exception) -> bool:
         """Return whether a call has failed because llama-server ended; a look may have begun before."""
@@ -285,6 +331,8 @@ class CachedRequest:
 
     def _abandon(self) -> None:
         """Leave the slot to what may still run in it; a save will tell how far that came."""
+        if self._reading is not None:
+            self._reading.cancel()
         for slot_id in self._lease.held:
             origin = self._process.slots[slot_id].content.origin
             content = Unknown(self._prompt.namespace, likely=self._prompt.tokens, origin=origin)
@@ -293,6 +341,42 @@ class CachedRequest:
             self._lease.hand_over(self._process.tasks.start(winding_up))
 
     # The reply is held against the plan.
+
+    def _settle_later(self, answer: Answer) -> None:
+        """Settle a request that extends what its slot held once its prompt is read; keep the lease."""
+        process = self._process
+        assert self._request.conversation is not None
+        self._read_beside()
+        task = process.tasks.start(self._settle_extended(answer))
+        settling = self._request.conversation.digests, task
+        process.settling.append(settling)
+        task.add_done_callback(lambda _: process.settling.remove(settling))
+        self._lease.hand_over(task)
+
+    async def _settle_extended(self, answer: Answer) -> None:
+        process, request, slot_id = self._process, self._request, self._plan.slot_id
+        assert self._reading is not None
+        with suppress(ServerAway, WillBeRefused):
+            await self._reading
+        if request.prompt is None:
+            likely = Unknown(self._prompt.namespace, likely=self._prompt.tokens)
+            process.slots.set_content(slot_id, likely)
+            process.report.not_looked_up(request, request.why or "its prompt was not read in time")
+            return
+        self._prompt, self._inquiry = request.prompt, self._new_inquiry()
+        self._note_asked()
+        self._note_planned()
+        self._account.plan = replace(self._plan_here(may_restore=False), stops=())
+        self._account.n_prompt = self._prompt.n_tokens
+        self._settle_safely(answer)
+
+    def _settle_safely(self, answer: Answer) -> None:
+        try:
+            self._settle(answer)
+        except Exception as error:
+            # The client has its answer; what the slot holds is not worth failing for.
+            self._process.faults.record("settle", error)
+            self._process.slots.set_content(self._plan.slot_id, TAINTED)
 
     def _settle(self, answer: Answer) -> None:
         """Note what the reply says of the reuse and of the slot, and report the request."""

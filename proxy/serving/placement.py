@@ -260,7 +260,7 @@ class SimilarRequest(CachedRequest):
 
     async def _send_as_it_is(self, n_found: int | None = None) -> Answer:
         launches, raw = self._process.launches, self._body.raw
-        return await launches.send(self._turn, self._request, raw, do_nothing, n_found)
+        return await launches.send(self._turn, self._request, raw, self._read_beside, n_found)
 
     async def _send_to_be_refused(self) -> Answer:
         """Send a prompt that does not fit; the slot that is chosen runs nothing, and stays as it is."""

@@ -129,6 +129,8 @@ class Process(Services):
     n_contradictions: int = 0
     n_contradictions_allowed: int = 2
     sizes: deque[StateSize] = field(default_factory=lambda: deque(maxlen=_MAX_SIZES))
+    settling: "list[tuple[bytes, asyncio.Task[None]]]" = field(default_factory=list)
+    """The conversations whose answers are whole, and the tasks that find out what their slots hold now."""
     reader: "PromptReader" = field(init=False)
     room: "Room" = field(init=False)
     saves: "SlotSaves" = field(init=False)
@@ -150,6 +152,11 @@ class Process(Services):
     @property
     def is_caching(self) -> bool:
         return self.can_cache and self.rule.can_restore
+
+    def can_extend(self, content: Known) -> bool:
+        """Return whether a request may go on at once in the slot that still holds exactly *content*."""
+        is_free = any(slot.content is content for slot in self.slots.free())
+        return is_free and self.queue.grants_at_once and not self.launches.is_save_coming
 
     def require_alive(self) -> None:
         """Raise UpstreamUnreachable if another process has taken this one's place."""
@@ -290,6 +297,7 @@ class Process(Services):
             cuts=cuts,
             n_generated=n_generated,
             shape=prompt.shape,
+            conversation=prompt.conversation if len(tokens) == prompt.n_tokens else b"",
             n_believed=self.n_believed_points,
             stride_tokens=self.stride_tokens,
         )
