@@ -71,6 +71,7 @@ class CachedRequest:
         self._request = request
         self._turn = turn
         self._read = read
+        self._extended = request.extends
         self._prompt = request.prompt
         self._body = request.body
         self._inquiry = self._new_inquiry()
@@ -87,13 +88,13 @@ class CachedRequest:
     async def serve(self) -> None:
         """Serve the request; raises what sending raises, and ServerAway before anything was sent."""
         process, joined_at = self._process, self._request.queued_at or time.monotonic()
-        if not self._request.extends:
+        if not self._extended:
             self._note_asked()
         with self._kept, await process.queue.lease(self._choose, may_be_passed=True) as self._lease:
             self._account = Account(self._lease.reason, self._prompt.n_tokens)
             self._request.account = self._account
             process.slots.destine(self._plan.slot_id, self._prompt.tokens)
-            if not self._request.extends:
+            if not self._extended:
                 self._note_planned()
             self._account.queued_seconds = time.monotonic() - joined_at
             # A state that is restored into a dying process would be taken for what ended it.
@@ -116,7 +117,7 @@ class CachedRequest:
                     ended = "llama-server ended before it answered"
                     raise ServerAway(ended, was_sent="no", has_ended=True) from error
                 raise
-            if self._request.extends:
+            if self._extended:
                 self._settle_later(answer)
             else:
                 self._settle_safely(answer)
@@ -136,8 +137,8 @@ class CachedRequest:
         """Plan the request over the slots and checkpoints as they are now; None to go on waiting."""
         if self._process.launches.is_save_coming:
             return None  # it would find an empty slot
-        if self._request.extends:
-            return self._choose_extended(self._request.extends)
+        if self._extended:
+            return self._choose_extended(self._extended)
         began = time.perf_counter()
         self._kept.close()
         now = situation(self._process, self._prompt)
@@ -314,7 +315,7 @@ class CachedRequest:
 
         Not before llama-server works on the request: both would render the same messages at once.
         """
-        if self._request.extends and self._reading is None:
+        if self._extended and self._reading is None:
             self._reading = self._process.tasks.start(self._read())
 
     async def _has_ended(self, fault: Exception) -> bool:
