@@ -202,6 +202,13 @@ def begins_with_reminder(message: dict[str, Any]) -> bool:
     return text_of(first, "text").startswith(REMINDER_TAG)
 
 
+def last_text(message: dict[str, Any]) -> str:
+    """Return what `with_last_text` replaces, empty if that is no text."""
+    if has_several_texts(message):
+        return text_of(message["content"][-1], "text")
+    return text_of(message, "content")
+
+
 def with_last_text(message: dict[str, Any], text: str) -> dict[str, Any]:
     """Return a message that says *text* instead of its own, or of its last part if it has several."""
     if has_several_texts(message):

@@ -433,9 +433,10 @@ class CachedRequest:
 
     def _disagree(self, n_really: int) -> None:
         self._process.metrics.tokenization_disagreements.inc()
-        self._process.disable_shape(self._prompt.shape)
+        if not self._process.reader.distrust():
+            self._process.disable_shape(self._prompt.shape)
         get_logger("cache").warning(
-            "tokenization disagreement: requests of this shape are served uncached",
+            "llama-server's prompt has another number of tokens than the proxy counted",
             id=self._request.id,
             shape=self._prompt.shape,
             n_predicted=self._prompt.n_tokens,
