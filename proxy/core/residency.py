@@ -39,8 +39,8 @@ from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 MIN_SIMILARITY = 0.1
 """llama-server's default of --slot-prompt-similarity."""
 
-SHORT_MESSAGE_BYTES = 400
-"""About 100 tokens. llama-server itself makes a context checkpoint where the newest user message begins, so
+SHORT_MESSAGE_BYTES = 160
+"""About 32 tokens. llama-server itself makes a context checkpoint where the newest user message begins, so
 that a stop at the end of a short one gains hardly anything."""
 _FRAME_TOKENS = 64
 """What a template writes around a message, at most."""
@@ -198,12 +198,19 @@ def is_similar_enough(target: Slot, tokens: TokenIds) -> bool:
 
 
 def slot_to_extend(
-    conversation: Conversation, slots: Iterable[Slot], rule: Rule, namespace: Namespace, n_ctx: int
+    conversation: Conversation,
+    slots: Iterable[Slot],
+    rule: Rule,
+    namespace: Namespace,
+    n_ctx: int,
+    *,
+    is_pinned: bool,
 ) -> Slot | None:
     """Return the free slot that a request plainly goes on in; None if the request has to be planned.
 
     Judged by messages alone, before the prompt is rendered. llama-server compares the tokens in any case,
-    so that a wrong judgement costs tokens, never an answer.
+    so that a wrong judgement costs tokens, never an answer. A request that is not *is_pinned* runs in a
+    slot of llama-server's choice.
     """
     if rule.kind not in (RuleKind.ANY_PREFIX, RuleKind.RESTORE_POINTS):
         return None  # a prompt is evaluated to its last cut there, so that a save can serve anybody
@@ -215,14 +222,15 @@ def slot_to_extend(
         n_new = conversation.n_behind(content.conversation)
         if not n_new or must_be_erased(rule, content, namespace):
             continue
-        others = (s.content for s in slots if s.id != slot.id)
-        n_tokens = content.n_tokens + _tokens_at_most(conversation, n_new)
-        is_only = all(shared_tokens(o, content.tokens) < len(content.tokens) for o in others)
-        if (
-            n_tokens < n_ctx
-            and is_only
-            and _gains_nothing_elsewhere(conversation, n_new, content, rule)
-        ):
+        tokens, n_tokens = content.tokens, content.n_tokens + _tokens_at_most(conversation, n_new)
+        is_only = all(
+            (shared_tokens(s.content, tokens) if is_pinned else shared_at_most(s, tokens))
+            < len(tokens)
+            for s in slots
+            if s.id != slot.id
+        )
+        goes_on = _gains_nothing_elsewhere(conversation, n_new, content, rule)
+        if n_tokens < n_ctx and is_only and goes_on:
             return slot
     return None
 
@@ -237,12 +245,13 @@ def _gains_nothing_elsewhere(
 ) -> bool:
     """Return whether neither a stop nor a restore can help a request with so many new messages.
 
-    They are an answer and what came back from its tools, so that the turn goes on; or an answer and a short
-    message of the user. Templates then drop the reasoning of the turn before, so that the prompt leaves the
-    slot's tokens at the turn start: it must not be a file alone that can be continued there.
+    They are one answer and what came back from its tools, so that the turn goes on; or an answer and a
+    short message of the user. Templates then drop the reasoning of the turn before, so that the prompt
+    leaves the slot's tokens at the turn start: it must not be a file alone that can be continued there.
     """
     answer, *others = conversation.roles[-n_new:]
-    if answer != "assistant" or not others or others[-1] not in ("tool", "user"):
+    is_step = answer == "assistant" and "assistant" not in others
+    if not is_step or not others or others[-1] not in ("tool", "user"):
         return False
     if "user" not in others or rule.kind is RuleKind.ANY_PREFIX:
         return True

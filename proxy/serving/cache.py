@@ -73,9 +73,19 @@ class Cache:
             await asyncio.wait(ending)
         namespace = process.tenant_namespace(request.tenant)
         n_room = self._overflow.n_room(process, request)
-        slot = slot_to_extend(conversation, process.slots, process.rule, namespace, n_room)
+        slot = slot_to_extend(
+            conversation,
+            process.slots,
+            process.rule,
+            namespace,
+            n_room,
+            is_pinned=honours_id_slot(request.route),
+        )
         if slot is None or not isinstance(slot.content, Known):
             return False
+        # A stream can be withdrawn as long as llama-server has not answered.
+        if not request.wants_stream and not await process.is_current():
+            raise replaced()
         request.extends = slot.content
         request.prompt = Prompt(slot.content.tokens, namespace, shape=request.shape)
         return True

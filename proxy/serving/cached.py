@@ -57,6 +57,7 @@ class CachedRequest:
     _account: Account
     _lease: Lease[Plan]
     _reading: "asyncio.Task[None] | None" = None
+    _is_replaced = False
 
     def __init__(
         self,
@@ -110,6 +111,8 @@ class CachedRequest:
                 self._account.prepared_seconds = time.monotonic() - joined_at
                 answer = await self._send(can_reuse=can_reuse)
             except BaseException as error:
+                if self._is_replaced and isinstance(error, ServerAway):
+                    raise replaced() from error
                 slot_id = self._plan.slot_id
                 self._abandon()
                 if await self._may_be_our_fault(slot_id, error):
@@ -317,6 +320,13 @@ class CachedRequest:
         """
         if self._extended and self._reading is None:
             self._reading = self._process.tasks.start(self._read())
+            self._reading.add_done_callback(self._note_read)
+
+    def _note_read(self, reading: "asyncio.Task[None]") -> None:
+        """Take the request back if another process got it, in which a restore may spare everything."""
+        if not reading.cancelled() and isinstance(reading.exception(), ServerAway):
+            self._is_replaced = True
+            self._request.withdraw()
 
     async def _has_ended(self, fault: Exception) -> bool:
         """Return whether a call has failed because llama-server ended; a look may have begun before."""
@@ -433,7 +443,7 @@ class CachedRequest:
 
     def _disagree(self, n_really: int) -> None:
         self._process.metrics.tokenization_disagreements.inc()
-        if not self._process.reader.distrust():
+        if not self._process.reader.distrust(self._prompt):
             self._process.disable_shape(self._prompt.shape)
         get_logger("cache").warning(
             "llama-server's prompt has another number of tokens than the proxy counted",

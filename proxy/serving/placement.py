@@ -400,6 +400,8 @@ class SimilarRequest(CachedRequest):
     async def _tasks_before(self, slot_id: SlotId) -> LastTasks | None:
         """Return the last tasks of the slots that nothing but our request can begin to run in now."""
         table = self._process.slots
+        if len(table) == 1:
+            return None
         quiet = [s.id for s in table if not s.is_leased or s.is_running or s.id == slot_id]
         before = await self._process.last_tasks()
         return None if before is None else {other: before.get(other, -1) for other in quiet}

@@ -53,6 +53,7 @@ def do_nothing() -> None:
 class Request:
     """A client's request on a generation route, from its arrival until its answer is whole.
 
+    `withdraw` ends a `relay` of which the client has no token yet: that raises ServerAway then.
     `headers` are those with the client's API key, `tenant` a digest of that key, empty without one.
     `model` is what the client calls the model, `session` its session; each empty if the client does not
     say. `arrived_at` is of the monotonic clock, `at` in seconds since 1970. `raw` is the body as it is
@@ -71,6 +72,7 @@ class Request:
     route: Route
     headers: Mapping[str, str]
     relay: Relay
+    withdraw: OnStart = do_nothing
     tenant: bytes = b""
     session: str = ""
     model: str = ""
