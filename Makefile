@@ -23,7 +23,7 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
   { echo "$(PYTHON) with venv is missing: apt-get install python3.11-venv"; exit 1; }
 endef
 
-.PHONY: all setup llama-server older-builds models prometheus chromium demo test test-long test-clients live lint format type docs screenshots bench clean
+.PHONY: all setup llama-server older-builds models prometheus chromium demo test test-long test-clients live lint format type docs screenshots bench bench-overhead clean
 
 all: lint type test
 
@@ -123,6 +123,10 @@ else
 	  $(SIZE:%=--size %) $(SLOTS:%=--slots %) $(VARIANT:%=--variant %) $(TIMES:%=--times %) \
 	  $(AGAIN:%=--again) $(VERBOSE:%=--verbose)
 endif
+
+# What the proxy adds to a request, against llama-server alone; PINNED=1 gives llama-server a core to itself.
+bench-overhead: $(SETUP) llama-server models
+	@$(BIN)/python -m tests.bench.overhead --document $(PINNED:%=--pinned)
 
 # An environment of its own under PREFIX, the command, and as root systemd's units with their settings.
 install:
