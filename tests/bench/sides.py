@@ -119,7 +119,8 @@ def ask(
     sent = json.dumps({**body, "stream": True}).encode()
     connection = HTTPConnection(urlsplit(base_url).netloc, timeout=_REQUEST_SECONDS)
     connection.connect()
-    began, first, chunks = time.perf_counter(), 0.0, []
+    chunks: list[bytes] = []
+    began, first = time.perf_counter(), 0.0
     try:
         connection.request(
             "POST", "/v1/chat/completions", sent, {"Content-Type": "application/json"}
