@@ -16,7 +16,15 @@ from typing import Any
 import msgspec
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import Candidate, Checkpoint, CheckpointKind, ExpectedState, RuleKind, SlotId
+from proxy.core.model import (
+    Candidate,
+    Checkpoint,
+    CheckpointKind,
+    ExpectedState,
+    Prompt,
+    RuleKind,
+    SlotId,
+)
 from proxy.core.plan import Plan, Restore, StartOption, Why, most_useful, plan_request
 from proxy.core.saving import at_savable_point, is_place_at_risk
 from proxy.core.slots import (
@@ -358,28 +366,36 @@ class CachedRequest:
         process = self._process
         assert self._request.conversation is not None
         self._read_beside()
-        task = process.tasks.start(self._settle_extended(answer))
+        slot_id, prompt = self._plan.slot_id, self._prompt
+        before = process.slots[slot_id].content
+        held = Unknown(prompt.namespace, likely=prompt.tokens, origin=before.origin)
+        process.slots.set_content(slot_id, held)
+        task = process.tasks.start(self._settle_extended(answer, before))
         settling = self._request.conversation.digests, task
         process.settling.append(settling)
         task.add_done_callback(lambda _: process.settling.remove(settling))
         self._lease.hand_over(task)
 
-    async def _settle_extended(self, answer: Answer) -> None:
-        process, request, slot_id = self._process, self._request, self._plan.slot_id
+    async def _settle_extended(self, answer: Answer, before: Content) -> None:
+        process, request = self._process, self._request
         assert self._reading is not None
         with suppress(ServerAway, WillBeRefused):
             await self._reading
         if request.prompt is None:
-            likely = Unknown(self._prompt.namespace, likely=self._prompt.tokens)
-            process.slots.set_content(slot_id, likely)
             process.report.not_looked_up(request, request.why or "its prompt was not read in time")
             return
-        self._prompt, self._inquiry = request.prompt, self._new_inquiry()
+        process.slots.set_content(self._plan.slot_id, before)
+        self._take_prompt(request.prompt)
+        self._settle_safely(answer)
+
+    def _take_prompt(self, prompt: Prompt) -> None:
+        """Go on with the prompt that was read, in the slot whose content the request extends."""
+        self._prompt, self._extended = prompt, None
+        self._inquiry = self._new_inquiry()
         self._note_asked()
         self._note_planned()
         self._account.plan = replace(self._plan_here(may_restore=False), stops=())
-        self._account.n_prompt = self._prompt.n_tokens
-        self._settle_safely(answer)
+        self._account.n_prompt = prompt.n_tokens
 
     def _settle_safely(self, answer: Answer) -> None:
         try:
@@ -443,15 +459,21 @@ class CachedRequest:
 
     def _disagree(self, n_really: int) -> None:
         self._process.metrics.tokenization_disagreements.inc()
-        if not self._process.reader.distrust(self._prompt):
-            self._process.disable_shape(self._prompt.shape)
+        self._process.disable_shape(self._prompt.shape)
+        self._process.tasks.start(self._enable_if_misread())
         get_logger("cache").warning(
-            "llama-server's prompt has another number of tokens than the proxy counted",
+            "tokenization disagreement: requests of this shape are served uncached",
             id=self._request.id,
             shape=self._prompt.shape,
             n_predicted=self._prompt.n_tokens,
             n_really=n_really,
         )
+
+    async def _enable_if_misread(self) -> None:
+        """Serve requests of this shape from the cache again if the proxy itself was wrong."""
+        with suppress(UpstreamFault):
+            if await self._process.reader.was_wrong(self._prompt, self._request.headers):
+                self._process.enable_shape(self._prompt.shape)
 
     def _confirm(self) -> None:
         """Hold what was reused against what was promised."""

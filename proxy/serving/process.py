@@ -220,6 +220,12 @@ class Process(Services):
         self.disabled_shapes.add(shape)
         self.degrade(DegradationKind.TOKENIZED_OTHERWISE, f"last: {shape}")
 
+    def enable_shape(self, shape: str) -> None:
+        """Serve requests of this shape from the cache again."""
+        self.disabled_shapes.discard(shape)
+        if not self.disabled_shapes:
+            self.recover(DegradationKind.TOKENIZED_OTHERWISE)
+
     def note_tenants(self) -> None:
         """Look whether several keys are in use: llama-server's RAM cache does not tell them apart."""
         if self.asks_for_key and len(self.tenants - {b""}) > 1:

@@ -75,9 +75,11 @@ class PromptReader:
         self._endings: LRUCache[bytes, str] = LRUCache(_N_REMEMBERED)
         self._tails: LRUCache[str, TokenIds] = LRUCache(_N_REMEMBERED)
 
-    def distrust(self, prompt: Prompt) -> bool:
-        """Note that a prompt's tokens are wrong; return whether texts are read otherwise from now on."""
-        return self._known.distrust(prompt.text)
+    async def was_wrong(self, prompt: Prompt, headers: Headers) -> bool:
+        """Return whether a prompt was read wrongly, as none will be any more; raises UpstreamFault."""
+        return bool(prompt.text) and await self._known.was_wrong(
+            prompt.text, prompt.tokens, headers
+        )
 
     async def read(
         self, route: Route, body: GenerationBody, headers: Headers, namespace: Namespace, rule: Rule
@@ -308,40 +310,35 @@ class KnownTexts:
 
     def __init__(self, upstream: LlamaServer) -> None:
         self._upstream = upstream
-        self._texts: deque[tuple[str, TokenIds, bool]] = deque(maxlen=_N_TEXTS)
-        """With the tokens, and whether these come from several calls."""
+        self._texts: deque[tuple[str, TokenIds]] = deque(maxlen=_N_TEXTS)
         self._mark: tuple[str, int] | None = None
         self._is_mark_sought = True
         self._n_spliced = 0
 
     async def tokenize(self, text: str, headers: Headers) -> TokenIds:
         """Return the tokens of a rendering; raises UpstreamFault."""
-        spliced = await self._splice(text, headers)
-        if (tokens := spliced) is None:
+        tokens = await self._splice(text, headers)
+        if tokens is None:
             tokens = await self._upstream.tokenize(text, headers, add_special=True)
         goes_on = [
             known for known in self._texts if text.startswith(known[0][:-_SEARCHED_CHARACTERS])
         ]
         if goes_on:
             self._texts.remove(goes_on[0])
-        self._texts.append((text, tokens, spliced is not None))
+        self._texts.append((text, tokens))
         if self._is_mark_sought:
             self._is_mark_sought = False
             with suppress(UpstreamFault):
                 await self._seek_mark(text[-_SEARCHED_CHARACTERS:], headers)
         return tokens
 
-    def distrust(self, text: str) -> bool:
-        """Forget a text whose tokens are wrong; return whether they were those of several calls.
-
-        Then every text is tokenized as a whole from now on.
-        """
-        known = [known for known in self._texts if known[0] == text]
-        for each in known:
-            self._texts.remove(each)
-        is_spliced = any(each[2] for each in known)
-        self._mark = None if is_spliced else self._mark
-        return is_spliced
+    async def was_wrong(self, text: str, tokens: TokenIds, headers: Headers) -> bool:
+        """Return whether a text was tokenized wrongly; then all are tokenized as a whole from now on."""
+        if await self._upstream.tokenize(text, headers, add_special=True) == tokens:
+            return False
+        self._texts.clear()
+        self._mark = None
+        return True
 
     async def _splice(self, text: str, headers: Headers) -> TokenIds | None:
         """Return the tokens of a text whose head is known; None if too little is."""
@@ -352,17 +349,15 @@ class KnownTexts:
         tokens = head + tail
         self._n_spliced += 1
         if self._n_spliced % _CHECKED == 1:
-            whole = await self._upstream.tokenize(text, headers, add_special=True)
-            if whole != tokens:
-                self._mark = None
-                return whole
+            if await self.was_wrong(text, tokens, headers):
+                return None
         return tokens
 
     def _known_head(self, text: str) -> tuple[int, TokenIds]:
         """Return how many characters of a text need not be tokenized again, and their tokens."""
         mark, mark_id = self._mark or ("", 0)
         n_best, best = 0, TokenIds("i")
-        for known, tokens, _ in self._texts if mark else ():
+        for known, tokens in self._texts if mark else ():
             begin = text.rfind(mark, 0, common_prefix_length(known, text))
             if begin > n_best:
                 backwards, at = tokens[::-1], -1
