@@ -125,6 +125,7 @@ class StartOption:
 class Why(StrEnum):
     """Why a plan is the cheapest."""
 
+    EXTENDS = "the slot holds all messages but the newest: nothing was looked up first"
     LIVE_LONGEST = "a free slot holds the longest usable prefix"
     LIVE_CHEAPER = "a checkpoint holds more, but costs more to restore than to evaluate the rest"
     RESTORE_LONGEST = "a checkpoint holds more than any free slot"

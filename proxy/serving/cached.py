@@ -65,7 +65,6 @@ class CachedRequest:
     _account: Account
     _lease: Lease[Plan]
     _reading: "asyncio.Task[None] | None" = None
-    _is_replaced = False
 
     def __init__(
         self,
@@ -119,8 +118,9 @@ class CachedRequest:
                 self._account.prepared_seconds = time.monotonic() - joined_at
                 answer = await self._send(can_reuse=can_reuse)
             except BaseException as error:
-                if self._is_replaced and isinstance(error, ServerAway):
-                    raise replaced() from error
+                is_away = isinstance(error, ServerAway) and not error.has_ended
+                if is_away and self._extended and process.queue.is_closed:
+                    raise replaced() from error  # it was withdrawn
                 slot_id = self._plan.slot_id
                 self._abandon()
                 if await self._may_be_our_fault(slot_id, error):
@@ -167,7 +167,7 @@ class CachedRequest:
         if slot is None:
             return None
         start = UseLive(len(content.tokens), content.n_tokens)
-        plan = Plan(StartOption(slot.id, start, 0.0), why=Why.LIVE_LONGEST)
+        plan = Plan(StartOption(slot.id, start, 0.0), why=Why.EXTENDS)
         return Choice((slot.id,), plan, is_warm=True)
 
     def _plan_again(self) -> None:
@@ -327,14 +327,8 @@ class CachedRequest:
         Not before llama-server works on the request: both would render the same messages at once.
         """
         if self._extended and self._reading is None:
+            self._process.extending.add(self._request)
             self._reading = self._process.tasks.start(self._read())
-            self._reading.add_done_callback(self._note_read)
-
-    def _note_read(self, reading: "asyncio.Task[None]") -> None:
-        """Take the request back if another process got it, in which a restore may spare everything."""
-        if not reading.cancelled() and isinstance(reading.exception(), ServerAway):
-            self._is_replaced = True
-            self._request.withdraw()
 
     async def _has_ended(self, fault: Exception) -> bool:
         """Return whether a call has failed because llama-server ended; a look may have begun before."""
@@ -394,7 +388,8 @@ class CachedRequest:
         self._inquiry = self._new_inquiry()
         self._note_asked()
         self._note_planned()
-        self._account.plan = replace(self._plan_here(may_restore=False), stops=())
+        plan = self._plan_here(may_restore=False)
+        self._account.plan = replace(plan, stops=(), why=Why.EXTENDS)
         self._account.n_prompt = prompt.n_tokens
 
     def _settle_safely(self, answer: Answer) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 from cachetools import LRUCache
 
@@ -67,6 +68,7 @@ from proxy.store.known_models import known_tenants
 if TYPE_CHECKING:
     from proxy.serving.launches import Arrivals, Launches
     from proxy.serving.prompts import PromptReader
+    from proxy.serving.request import Request
     from proxy.serving.saver import Room
     from proxy.serving.saves import SlotSaves
 
@@ -129,6 +131,8 @@ class Process(Services):
     n_contradictions: int = 0
     n_contradictions_allowed: int = 2
     sizes: deque[StateSize] = field(default_factory=lambda: deque(maxlen=_MAX_SIZES))
+    extending: "WeakSet[Request]" = field(default_factory=WeakSet)
+    """Requests that were sent before anybody looked whether this process still runs."""
     settling: "list[tuple[bytes, asyncio.Task[None]]]" = field(default_factory=list)
     """The conversations whose answers are whole, and the tasks that find out what their slots hold now."""
     reader: "PromptReader" = field(init=False)

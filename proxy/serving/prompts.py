@@ -313,7 +313,7 @@ class KnownTexts:
         self._texts: deque[tuple[str, TokenIds]] = deque(maxlen=_N_TEXTS)
         self._mark: tuple[str, int] | None = None
         self._is_mark_sought = True
-        self._n_spliced = 0
+        self.n_spliced = 0
 
     async def tokenize(self, text: str, headers: Headers) -> TokenIds:
         """Return the tokens of a rendering; raises UpstreamFault."""
@@ -347,8 +347,8 @@ class KnownTexts:
             return None
         tail = await self._upstream.tokenize(text[begin:], headers, add_special=False)
         tokens = head + tail
-        self._n_spliced += 1
-        if self._n_spliced % _CHECKED == 1:
+        self.n_spliced += 1
+        if self.n_spliced % _CHECKED == 1:
             if await self.was_wrong(text, tokens, headers):
                 return None
         return tokens
