@@ -14,11 +14,6 @@ import pytest
 from proxy.doctor.examination import examine
 from proxy.doctor.facts import Setup
 from proxy.doctor.findings import Severity, exit_status, findings_of, summary
-from proxy.doctor.gain import measure
-from proxy.errors import CacheFault
-from proxy.llama.client import LlamaServer as LlamaServerClient
-from proxy.llama.client import new_session
-from proxy.llama.routes import Target
 from proxy.settings import Settings
 from tests.documents.blocks import blocks_for
 from tests.lab.conversation import agent_requests, system, tools
@@ -60,7 +55,7 @@ def problems(setup: Setup) -> dict[str, str]:
     }
 
 
-async def test_doctor_and_bench_at_a_router_load_only_the_model_that_is_named(
+async def test_doctor_at_a_router_loads_only_the_model_that_is_named(
     router: Router, directory: Path
 ) -> None:
     with router:
@@ -75,17 +70,6 @@ async def test_doctor_and_bench_at_a_router_load_only_the_model_that_is_named(
         slots = router.request("GET", "/slots?model=hybrid")[1]
         assert [slot.get("n_prompt_tokens", 0) for slot in slots] == [0, 0]
         assert os.listdir(directory) == []
-        async with new_session() as session:
-            root = LlamaServerClient(session, Target(router.base_url), None)
-            measured = await measure(root, directory, [200], lambda _: None)
-            assert measured.model.endswith("hybrid.gguf")
-            assert router.statuses() == {"full": "unloaded", "hybrid": "loaded"}
-            measured = await measure(root, directory, [200], lambda _: None, "full")
-            assert measured.model.endswith("full.gguf")
-            assert router.statuses() == {"full": "loaded", "hybrid": "unloaded"}
-            assert all(gain.is_reused for gain in measured.gains)
-            with pytest.raises(CacheFault, match="give one of full, hybrid"):
-                await measure(root, directory, [200], lambda _: None, "nosuch")
 
 
 async def test_commands_before_a_router_say_which_model(
