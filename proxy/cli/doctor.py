@@ -38,7 +38,7 @@ _SHOWN = {
 @click.command()
 @setting_options(
     *("upstream", "slot_save_path", "upstream_api_key", "admin"),
-    *("max_store_bytes", "min_free_bytes", "idle_save_seconds"),
+    *("max_store_bytes", "min_free_bytes"),
 )
 @click.option(
     "--model", metavar="NAME", help="At a router or llama-swap: examine only this one, and load it."

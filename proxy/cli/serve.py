@@ -4,7 +4,6 @@ import asyncio
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,11 @@ from proxy.cli.common import (
     settings_of,
 )
 from proxy.core.conditions import PASSING
-from proxy.core.launch import Launch, Presets, given_to_all, heed_presets, plan_launch
+from proxy.core.launch import Launch, let_presets_win, plan_launch
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.errors import LlamaServerDied, SettingsError, StoreLocked
 from proxy.llama.client import LlamaServer, new_session
-from proxy.llama.flags import known_names, parse_help, read_given, read_presets, variables_of
+from proxy.llama.flags import known_names, parse_help, read_given, variables_of
 from proxy.llama.routes import Target
 from proxy.log import configure_logging, get_logger
 from proxy.run.process import (
@@ -112,9 +111,6 @@ async def _serve_until_told(
 # `llama-prefix-cache run`: starts llama-server itself and serves in front of it.
 
 
-_PRESETS = "--models-preset"
-
-
 @click.command(context_settings={"allow_interspersed_args": False})
 @setting_options(*(name for name in NAMES if name != "upstream"))
 @click.option("--restart", is_flag=True, help="Start llama-server again when it dies.")
@@ -177,22 +173,18 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
 def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, Any]) -> Launch:
     options = parse_help(read_help(program))
     given = read_given(options, arguments, os.environ)
-    presets: Presets = {}
-    if _PRESETS in given:
-        with suppress(OSError, UnicodeDecodeError):  # llama-server complains if it is not there
-            presets = read_presets(Path(given[_PRESETS].value).read_text(), options)
     own_path = merged.get("slot_save_path")
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     launch = plan_launch(
-        given_to_all(given, presets),
+        given,
         known_names(options),
         own_path=str(Path(own_path).expanduser().absolute()) if own_path else None,
         default_path=str(Path(cache, "llama-prefix-cache").absolute()),
         free_port=find_free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
     )
-    if _PRESETS in given:
-        heed_presets(launch, given, presets, variables_of(options), str(Path.cwd()))
+    if "--models-preset" in given:
+        let_presets_win(launch, variables_of(options))
     return launch
 
 

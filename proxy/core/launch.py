@@ -234,55 +234,17 @@ def restart_delay_seconds(n_failures: int) -> float:
     return min(MAX_RESTART_DELAY_SECONDS, 2.0**n_doublings)
 
 
-# A router and its presets, the flags for single models. A router holds its own command line above the
-# presets, and the presets above environment variables (server-models.cpp). So what the proxy adds becomes
-# environment variables, and overrides nothing.
-
-Presets = Mapping[str, Mapping[str, Given]]
-"""What each section sets, under every name of an option."""
-
-ALL_MODELS = "*"
-_CHECKPOINTS = "--ctx-checkpoints"
-_OF_MODELS = frozenset(
-    (_SAVE_PATH, _CHECKPOINTS, "--swa-checkpoints", "--parallel", "--kv-unified", "--cache-ram")
-    + ("--cache-idle-slots", "--metrics", "--slots", "--no-slots", "--sleep-idle-seconds")
-)
-"""What a launch looks at that is a matter of models, not of the router."""
+# A router holds its own command line above its presets, the flags for single models, and the presets above
+# environment variables (server-models.cpp).
 
 
-def given_to_all(given: Mapping[str, Given], presets: Presets) -> dict[str, Given]:
-    """Return what holds for every model of which no preset says otherwise."""
-    preset = {n: value for n, value in presets.get(ALL_MODELS, {}).items() if n in _OF_MODELS}
-    return {**given, **preset, **_flags(given)}
+def let_presets_win(launch: Launch, variables: Mapping[str, str]) -> None:
+    """Turn additions into environment variables, as far as *variables* has any for them.
 
-
-def heed_presets(
-    launch: Launch,
-    given: Mapping[str, Given],
-    presets: Presets,
-    variables: Mapping[str, str],
-    working_directory: str,
-) -> None:
-    """Make a launch leave the presets what they are; *variables* are those that stand for options."""
-    flags = _flags(given)
-    for section, preset in presets.items():
-        path, checkpoints = preset.get(_SAVE_PATH), preset.get(_CHECKPOINTS)
-        if path and _SAVE_PATH not in flags and section != ALL_MODELS:
-            if _absolute(path, working_directory) != launch.slot_save_path:
-                launch.conflicts.append(
-                    f"{path} is not {launch.slot_save_path}, where the proxy keeps the states of all "
-                    "models: leave it out"
-                )
-        if checkpoints and _CHECKPOINTS not in flags and checkpoints.value.isdecimal():
-            least = min(launch.n_context_checkpoints, int(checkpoints.value))
-            launch.n_context_checkpoints = least
-    for name, *values in launch.additions:
-        if name in variables and name != "--port":
+    The directory stays a flag: it is the same for all models.
+    """
+    for name, *values in launch.additions.copy():
+        if name in variables and name not in ("--port", _SAVE_PATH):
+            launch.additions.remove((name, *values))
             switched = OFF if name.startswith("--no-") else ON
             launch.environment[variables[name]] = values[0] if values else switched
-    left = [a for a in launch.additions if a[0] not in variables or a[0] == "--port"]
-    launch.additions = left
-
-
-def _flags(given: Mapping[str, Given]) -> dict[str, Given]:
-    return {name: value for name, value in given.items() if value.is_flag}

@@ -25,7 +25,7 @@ from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup
 from proxy.doctor.probes import ProbedServer, Scratch, has_ram_cache, prefers_similar_slot, scratch
 from proxy.errors import IndexDamaged, StoreFault, StoreLocked, UpstreamFault, UpstreamRefused
 from proxy.llama.client import LlamaServer, Props, new_session
-from proxy.llama.hosts import HostedFlags, ModelHost, Models, recognise
+from proxy.llama.hosts import ModelHost, Models, recognise
 from proxy.llama.routes import Target
 from proxy.servers import self_test
 from proxy.servers.attach import attach, read_identity
@@ -154,11 +154,10 @@ async def reach(
         if facts.asked_for and may_load and facts.asked_for not in models.loaded:
             await _load(host, models, facts)
         models = await host.models()
-        flags = {each.model: each for each in await host.flags()}
     except UpstreamFault as fault:
         facts.problem = str(fault)
         return [], facts
-    facts.models = tuple(flags.get(model, HostedFlags(model)) for model in sorted(models.known))
+    facts.models = tuple(sorted(models.known))
     wanted = models.loaded & {facts.asked_for} if asked_for else models.loaded
     return [root.at(host.target(model)) for model in sorted(wanted)], facts
 

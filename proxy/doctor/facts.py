@@ -10,7 +10,6 @@ from typing import Any
 from proxy.core.conditions import State
 from proxy.core.model import Rule
 from proxy.health import Degradation
-from proxy.llama.hosts import HostedFlags
 from proxy.llama.state_file import Section
 from proxy.servers.attach import ModelIdentity
 from proxy.settings import Settings
@@ -74,14 +73,14 @@ class LlamaServerFacts:
 class HostFacts:
     """A host of models: llama-server's router, or llama-swap; `n_at_most` may be loaded at once.
 
-    `models` are all of them, by what the host says. `asked_for` is the one to be examined alone, `loaded`
+    `models` are the names of all. `asked_for` is the one to be examined alone, `loaded`
     the one that was loaded for that, and `unloaded` are those that had to make room.
     """
 
     url: str
     kind: str
     n_at_most: int | None = None
-    models: tuple[HostedFlags, ...] = ()
+    models: tuple[str, ...] = ()
     asked_for: str = ""
     loaded: str = ""
     unloaded: tuple[str, ...] = ()
@@ -123,11 +122,3 @@ class Setup:
     @property
     def is_proxy_caching(self) -> bool:
         return self.health is not None and self.health["state"] != State.FORWARDING
-
-    @property
-    def proxy_rule(self) -> str:
-        """The rule of the running proxy's only llama-server, or that of each."""
-        health = self.health or {}
-        servers = sorted(health.get("llama_servers", {}).items())
-        rules = (f"{name}: {each.get('rule', 'not attached')}" for name, each in servers)
-        return health.get("rule") or ", ".join(rules) or "none yet, no model was loaded"

@@ -88,7 +88,7 @@ def findings_of(setup: Setup) -> list[Finding]:
     for host in setup.hosts:
         findings += [replace(each, about=host.name) for each in _host_findings(host, setup)]
     if setup.asked_for and not any(host.asked_for or host.problem for host in setup.hosts):
-        known = _listed({flags.model for host in setup.hosts for flags in host.models})
+        known = _listed({model for host in setup.hosts for model in host.models})
         cure = f"Give --model one of these: {known}." if known else "Leave --model out."
         find = blocker if setup.hosts else limit
         findings.append(find("models", f"There is no model {setup.asked_for} to choose.", cure))
@@ -303,26 +303,14 @@ def _permission_finding(setup: Setup) -> Finding:
 
 
 def _space_finding(setup: Setup, free_bytes: int) -> Finding:
-    """Return how many states fit on the disk, and whether the budget does."""
+    """Return whether another state fits on the disk."""
     needed = max([facts.state_bytes for facts in setup.llama_servers] + [LEAST_FREE_BYTES])
-    budget_left = max(0, setup.settings.max_store_bytes - setup.used_bytes)
     usable = free_bytes - setup.settings.min_free_bytes
-    free, left = size_in_words(free_bytes), size_in_words(budget_left)
+    text = f"{size_in_words(free_bytes)} free; a state may need {size_in_words(needed)}"
+    kept = f", {size_in_words(setup.settings.min_free_bytes)} are left free (--min-free-bytes)."
     if usable < needed:
-        kept = size_in_words(setup.settings.min_free_bytes)
-        text = (
-            f"The disk is nearly full: {free} free; a state may need {size_in_words(needed)}, {kept} are"
-            " left free (--min-free-bytes)."
-        )
-        return blocker("disk space", text, "Free some space, or use another disk.")
-    if usable < budget_left:
-        can_have = (setup.used_bytes + usable * 9 // 10) >> 20
-        text = (
-            f"{free} free, but --max-store-bytes allows {left} more: the disk would fill up first."
-        )
-        cure = f"Give serve --max-store-bytes {can_have}MiB, or free some space."
-        return limit("disk space", text, cure)
-    return ok("disk space", f"{free} free; the budget allows {left} more.")
+        return blocker("disk space", text + kept, "Free some space, or use another disk.")
+    return ok("disk space", text + kept)
 
 
 def _proxy_finding(setup: Setup) -> Finding:
@@ -333,43 +321,26 @@ def _proxy_finding(setup: Setup) -> Finding:
         return limit(topic, text, "Give its --admin HOST:PORT, or stop it and run doctor again.")
     # Who may read the directory is looked at here, too.
     reasons = [r for r in setup.health["reasons"] if r["kind"] != _K.DIRECTORY_IS_OPEN]
-    says = " ".join(reason["reason"] for reason in reasons)
-    cures = " ".join(reason["cure"] for reason in reasons)
-    if setup.is_proxy_caching:
-        text = f"It caches; memory rule: {setup.proxy_rule}. Its slots were left alone. {says}"
-        return limit(topic, text, cures) if reasons else ok(topic, text.strip())
-    if all(reason["kind"] in PASSING for reason in reasons):
-        cure = f"Look again in a minute: curl http://{setup.settings.admin}/health"
-        return limit(topic, f"It does not cache yet. {says}", cure)
+    says = " ".join([f"It is {setup.health['state']}.", *(each["reason"] for each in reasons)])
+    if not reasons:
+        return ok(topic, f"{says} Its slots were left alone.")
+    cures = " ".join(each["cure"] for each in reasons)
     cure = f"{cures} For the exact step, stop the proxy and run doctor again."
-    return blocker(topic, f"It only forwards: {says}", cure)
+    will_pass = all(each["kind"] in PASSING for each in reasons)
+    return (limit if setup.is_proxy_caching or will_pass else blocker)(topic, says, cure)
 
 
 # Hosts of models, and whether several llama-servers with one model can share states.
 
 
 def _host_findings(host: HostFacts, setup: Setup) -> Iterator[Finding]:
-    """Yield which models there are, which were looked at, and what their flags say."""
+    """Yield which models there are, and which were looked at."""
     if host.problem:
         cure = f"See what the log of the {host.kind} says of it."
         yield blocker("models", f"{host.problem}.", cure)
     elif host.asked_for or not setup.asked_for:
         ours = [f for f in setup.llama_servers if (f.url, f.host) == (host.url, host.kind)]
         yield _models_finding(host, {facts.name for facts in ours})
-    save_seconds = setup.settings.idle_save_seconds
-    for flags in host.models:
-        for idle_seconds, what, cure in (
-            (flags.unload_seconds, "is unloaded", "its ttl in llama-swap's configuration"),
-            (flags.sleep_seconds, "falls asleep", "its --sleep-idle-seconds"),
-        ):
-            if 0 < idle_seconds <= save_seconds:
-                text = (
-                    f"{flags.model} {what} when it was idle for {idle_seconds:g} s, and its slots are saved"
-                    f" after {save_seconds:g} s (--idle-save-seconds): too late."
-                )
-                least = max(1, idle_seconds // 4)
-                cure = f"Raise {cure}, or give serve --idle-save-seconds {least:g}"
-                yield limit("idle models", text, cure)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -382,7 +353,7 @@ def _models_finding(host: HostFacts, examined: set[str]) -> Finding:
     there_are = f"A {host.kind} with {len(host.models)} model{'s' * (len(host.models) != 1)}"
     if host.n_at_most is not None and host.n_at_most < len(host.models):
         there_are += f", of which {host.n_at_most} at once"
-    others = _listed({flags.model for flags in host.models} - examined)
+    others = _listed(set(host.models) - examined)
     if examined:
         gone = f"; {_listed(host.unloaded)} had to go for it" if host.unloaded else ""
         loaded = f" {host.loaded} was loaded for this, and stays{gone}." if host.loaded else ""
@@ -426,15 +397,18 @@ def _between(left: LlamaServerFacts, right: LlamaServerFacts) -> Finding | None:
         text = f"{names} serve different models ({left.model} and {right.model})."
         cure = "Start all with the same model; for several use a router, llama-swap, or a proxy for each."
         return blocker("sharing", text, cure)
-    forms = "-fa, -ctk, -ctv, -kvu and --swa-full, from the same build"
-    for is_same, why, cure in (
-        (a.adapters == b.adapters, "have different adapters", "--lora"),
-        (a.model == b.model, "have their model under paths that differ and cannot be read", "-m"),
-        (left.layout == right.layout, "keep their states in different forms", forms),
-        (is_same_answer, "predict differently with one model", "--rope-* and --override-kv"),
-        (left.n_ctx == right.n_ctx, "have slots of different lengths", "-c and -np"),
-    ):
-        if not is_same:
-            text = f"{names} {why}: they cannot continue all states of each other."
-            return limit("sharing", text, f"Start both with the same {cure}")
-    return None
+    differing = [
+        flag
+        for is_same, flag in (
+            (a.adapters == b.adapters, "--lora"),
+            (a.model == b.model, "-m (a path that can be read)"),
+            (left.layout == right.layout, "-fa, -ctk, -ctv, -kvu, --swa-full, and build"),
+            (is_same_answer, "--rope-* and --override-kv"),
+            (left.n_ctx == right.n_ctx, "-c and -np"),
+        )
+        if not is_same
+    ]
+    if not differing:
+        return None
+    text = f"{names} cannot continue all states of each other."
+    return limit("sharing", text, f"Start both with the same {'; '.join(differing)}")

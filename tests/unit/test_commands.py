@@ -15,7 +15,6 @@ from proxy.explain.causes import Cause
 from proxy.explain.explanation import Explanation, RequestRecord
 from proxy.explain.views import ListedCheckpoint, NodeId, Selection, list_checkpoint, select
 from proxy.llama.bodies import header_request, parse_body, route_path
-from proxy.llama.hosts import HostedFlags, read_flags
 from proxy.llama.routes import generation_route
 from proxy.settings import size_in_words
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, checkpoint
@@ -192,10 +191,3 @@ def test_body_to_warm_is_for_the_model_that_was_named() -> None:
     assert for_model(body, None) == body
     assert for_model(body, "b") == b'{"model":"b","messages":[{"n": 1.50}]}'
     assert for_model(b"no JSON", "b") == b"no JSON"
-
-
-def test_flags_of_a_hosted_model_are_found_wherever_they_stand() -> None:
-    words = "docker run x --sleep_idle_seconds 5 -m a --sleep-idle-seconds 60".split()
-    assert read_flags("m", words, 5.0) == HostedFlags("m", 5.0, 60.0)
-    assert read_flags("m", ["--sleep-idle-seconds", "-1"], -1.0) == HostedFlags("m")
-    assert read_flags("m", ["--sleep-idle-seconds"]) == HostedFlags("m")
