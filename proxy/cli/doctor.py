@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from proxy.cli.common import (
-    EXIT_CUT_SHORT,
+    Exit,
     answer,
     console,
     fail,
@@ -75,7 +75,7 @@ def _until_interrupted(work: Callable[[Note], Coroutine[Any, Any, Setup]]) -> Se
     try:
         return asyncio.run(run())
     except (KeyboardInterrupt, asyncio.CancelledError):
-        fail("interrupted; the probes are cleaned up", EXIT_CUT_SHORT)
+        fail("interrupted; the probes are cleaned up", Exit.CUT_SHORT)
 
 
 def report(setup: Setup, shown: Console) -> str:

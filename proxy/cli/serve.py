@@ -12,18 +12,7 @@ import msgspec
 
 from proxy.app import run_proxy
 from proxy.cli.access import RunningProxy, with_proxy
-from proxy.cli.common import (
-    EXIT_CUT_SHORT,
-    EXIT_LLAMA_SERVER_DIED,
-    EXIT_UNAVAILABLE,
-    EXIT_USAGE,
-    Stopping,
-    answer,
-    fail,
-    progress,
-    setting_options,
-    settings_of,
-)
+from proxy.cli.common import Exit, Stopping, answer, fail, progress, setting_options, settings_of
 from proxy.core.conditions import PASSING
 from proxy.core.launch import Launch, let_presets_win, plan_launch
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
@@ -67,11 +56,11 @@ def _serve(
     try:
         asyncio.run(_serve_until_told(settings, supervisor, n_context_checkpoints))
     except LlamaServerDied as error:
-        fail(error, EXIT_LLAMA_SERVER_DIED)
+        fail(error, Exit.LLAMA_SERVER_DIED)
     except (StoreLocked, OSError) as error:
-        fail(error, EXIT_UNAVAILABLE)
+        fail(error, Exit.UNAVAILABLE)
     except asyncio.CancelledError:
-        fail("stopped before everything was saved", EXIT_CUT_SHORT)
+        fail("stopped before everything was saved", Exit.CUT_SHORT)
 
 
 async def _serve_until_told(
@@ -142,13 +131,13 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
         launch = _plan(program, arguments, merged)
         if launch.conflicts:
             told = ["llama-server cannot be run like this:", *launch.conflicts]
-            fail("\n  ".join(told), EXIT_USAGE)
+            fail("\n  ".join(told), Exit.USAGE)
         settings = _settings(merged, launch)
         require_free_port(launch.host, launch.port)
     except SettingsError as error:
-        fail(error, EXIT_USAGE)
+        fail(error, Exit.USAGE)
     except OSError as error:
-        fail(error, EXIT_UNAVAILABLE)
+        fail(error, Exit.UNAVAILABLE)
     configure_logging(settings.log_level, settings.log_format)
     log = get_logger("run")
     variables = [f"{name}={value}" for name, value in launch.environment.items()]

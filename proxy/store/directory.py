@@ -141,13 +141,6 @@ class StoreDirectory:
     def checkpoints(self) -> list[Checkpoint]:
         return self.index.all()
 
-    def get(self, checkpoint_id: str) -> Checkpoint:
-        """Return a checkpoint by its id in hex; raises StoreFault if it is not there."""
-        for checkpoint in self.checkpoints():
-            if checkpoint.id == int(checkpoint_id, 16):
-                return checkpoint
-        raise StoreFault(f"there is no checkpoint {checkpoint_id}")
-
     # One checkpoint: entered, changed, removed.
 
     def commit(
@@ -185,9 +178,6 @@ class StoreDirectory:
         """Replace records where they must not be lost: beside their files, then as `Index.update` does."""
         self.write_sidecars(checkpoints)
         self.index.update(checkpoints, old, new)
-
-    def pin(self, checkpoint: Checkpoint, *, is_pinned: bool) -> None:
-        self.update([replace(checkpoint, is_pinned=is_pinned)])
 
     def remove(self, checkpoint: Checkpoint) -> TokenIds | None:
         """Delete a checkpoint, its entry first; return its tokens if the index had them."""
