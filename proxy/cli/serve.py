@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import msgspec
 from proxy.app import run_proxy
 from proxy.cli.access import RunningProxy, with_proxy
 from proxy.cli.common import Exit, Stopping, answer, fail, progress, setting_options, settings_of
-from proxy.core.conditions import PASSING
 from proxy.core.launch import Launch, let_presets_win, plan_launch
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.errors import LlamaServerDied, SettingsError, StoreLocked
@@ -202,9 +200,6 @@ def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
 # `llama-prefix-cache warm`: a header is evaluated and kept before the first user needs it.
 
 
-_LOOK_SECONDS = 0.5
-
-
 @click.command()
 @click.argument("file", type=click.File("rb"), required=False)
 @click.option(
@@ -260,12 +255,13 @@ def warm(
     query = {name: value for name, value in given.items() if value}
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     body = for_model(file.read(), model) if file else b""
-    while "warmed" not in (last := _follow(proxy, body, query, headers)):
-        # A model that was just loaded for it may have to be examined first: that is waited for.
-        reasons = proxy.ask("GET", "/health", dict[str, Any]).get("reasons", [])
-        if not any(reason["kind"] in PASSING for reason in reasons):
-            fail(last.get("error", "the proxy went away"))
-        time.sleep(_LOOK_SECONDS)
+    last: dict[str, Any] = {}
+    with progress("evaluating", None) as update:
+        for last in proxy.lines("/warm", body, query, headers):
+            if "n_done" in last:
+                update(completed=last["n_done"], total=last["n_tokens"])
+    if "warmed" not in last:
+        fail(last.get("error", "the proxy went away"))
     warmed = last["warmed"]
     if pin:
         proxy.pin(warmed["id"], is_pinned=True)
@@ -287,15 +283,3 @@ def for_model(body: bytes, model: str | None) -> bytes:
     except msgspec.DecodeError:
         return body
     return msgspec.json.encode({**fields, "model": model})
-
-
-def _follow(
-    proxy: RunningProxy, body: bytes, query: dict[str, str], headers: dict[str, str]
-) -> dict[str, Any]:
-    """Have a body warmed, showing progress on a terminal; return the last thing that was said."""
-    last: dict[str, Any] = {}
-    with progress("evaluating", None) as update:
-        for last in proxy.lines("/warm", body, query, headers):
-            if "n_done" in last:
-                update(completed=last["n_done"], total=last["n_tokens"])
-    return last
