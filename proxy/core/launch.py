@@ -110,7 +110,6 @@ def plan_launch(
     _limit_checkpoints(launch, given, known)
     if "--metrics" not in given or given["--metrics"].value == OFF:
         _add(launch, known, "--metrics")
-    _warn(launch, given)
     return launch
 
 
@@ -184,7 +183,7 @@ def _keep_idle_slots(launch: Launch, given: Mapping[str, Given], known: Collecti
     """See to it that idle slots keep their content.
 
     With a RAM cache llama-server puts idle slots aside whenever another one runs, and clears them if
-    they share one cache (server-context.cpp, --cache-idle-slots).
+    they share one cache (server-context.cpp, --cache-idle-slots). The proxy copes with that, but slower.
     """
     ram = given.get("--cache-ram")
     if ram is None:
@@ -195,14 +194,8 @@ def _keep_idle_slots(launch: Launch, given: Mapping[str, Given], known: Collecti
         f"{ram}: llama-server moves prompts between slots and its RAM cache behind the proxy's back, "
         "and for any API key; what that costs is counted as drift; --cache-ram 0 avoids it"
     )
-    idle = given.get("--cache-idle-slots")
-    if idle is None:
+    if "--cache-idle-slots" not in given:
         _add(launch, known, "--no-cache-idle-slots")
-    elif idle.value == ON and (unified := _unified_by(given)):
-        launch.conflicts.append(
-            f"{idle} with {ram} and {unified} clears idle slots before they can be saved: "
-            "leave one of them out"
-        )
 
 
 def _limit_checkpoints(launch: Launch, given: Mapping[str, Given], known: Collection[str]) -> None:
@@ -214,18 +207,6 @@ def _limit_checkpoints(launch: Launch, given: Mapping[str, Given], known: Collec
         if _add(launch, known, name, str(N_CONTEXT_CHECKPOINTS)):
             launch.n_context_checkpoints = N_CONTEXT_CHECKPOINTS
             return
-
-
-def _warn(launch: Launch, given: Mapping[str, Given]) -> None:
-    slots = given.get("--slots") or given.get("--no-slots")
-    if slots and slots.value == OFF:
-        launch.warnings.append(
-            f"{slots}: the proxy cannot see which slot a request got; where llama-server chooses it, "
-            "all slots are unknown afterwards"
-        )
-    sleep = given.get("--sleep-idle-seconds")
-    if sleep and not sleep.value.startswith("-"):
-        launch.warnings.append(f"{sleep}: all slots are empty after a sleep; files remain")
 
 
 def restart_delay_seconds(n_failures: int) -> float:

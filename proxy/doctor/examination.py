@@ -22,10 +22,10 @@ from proxy.core.saving import expected_bytes
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.core.tokens import Namespace
 from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup
-from proxy.doctor.probes import ProbedServer, Scratch, has_ram_cache, prefers_similar_slot, scratch
-from proxy.errors import IndexDamaged, StoreFault, StoreLocked, UpstreamFault, UpstreamRefused
+from proxy.doctor.probes import ProbedServer, Scratch, has_ram_cache, scratch
+from proxy.errors import IndexDamaged, StoreFault, StoreLocked, UpstreamFault
 from proxy.llama.client import LlamaServer, Props, new_session
-from proxy.llama.hosts import ModelHost, Models, recognise
+from proxy.llama.hosts import recognise
 from proxy.llama.routes import Target
 from proxy.servers import self_test
 from proxy.servers.attach import attach, read_identity
@@ -143,16 +143,11 @@ async def reach(
     try:
         models = await host.models()
         facts.n_at_most = models.n_at_most
-        if asked_for and may_load:
-            note(f"having {asked_for} loaded, if it is not")
         facts.asked_for = models.named(asked_for) or ""
-        if asked_for and not facts.asked_for and host.hides_names:
-            # To ask whether this is a model's name would load it.
-            with suppress(UpstreamRefused):
-                resolved = await host.resolve(asked_for) if may_load else asked_for
-                facts.asked_for = resolved or ""
         if facts.asked_for and may_load and facts.asked_for not in models.loaded:
-            await _load(host, models, facts)
+            note(f"having {facts.asked_for} loaded")
+            await host.load(facts.asked_for)
+            facts.loaded = facts.asked_for
         models = await host.models()
     except UpstreamFault as fault:
         facts.problem = str(fault)
@@ -160,19 +155,6 @@ async def reach(
     facts.models = tuple(sorted(models.known))
     wanted = models.loaded & {facts.asked_for} if asked_for else models.loaded
     return [root.at(host.target(model)) for model in sorted(wanted)], facts
-
-
-async def _load(host: ModelHost, before: Models, facts: HostFacts) -> None:
-    """Have the model loaded that was asked for, and note what that has cost; raises UpstreamFault."""
-    name = facts.asked_for
-    try:
-        if name not in (await host.models()).loaded:  # asking whose name it is may have loaded it
-            await host.load(name)
-    except UpstreamRefused as refusal:
-        facts.problem = f"{name} could not be loaded ({refusal})"
-        return
-    after = await host.models()
-    facts.loaded, facts.unloaded = name, tuple(sorted(before.loaded - after.loaded))
 
 
 # One llama-server: the real attach on a scratch store, and the probes beside it.
@@ -248,12 +230,10 @@ async def _examine_slots(
     facts.layout = probing.layout
     _note_cost(facts, server, process)
     _find_usable(facts, probing, stored)
-    note(f"{name}trying out similarity and the RAM cache")
+    note(f"{name}trying out the RAM cache")
     try:
         server.n_vocab = facts.identity.n_vocab
-        similar = await prefers_similar_slot(server, facts.layout[0])
-        facts.prefers_similar_slot = similar
-        facts.has_ram_cache = await has_ram_cache(server, prefers_similar=similar)
+        facts.has_ram_cache = await has_ram_cache(server)
     except UpstreamFault as fault:
         facts.failures.append(f"slot behaviour could not be examined: {fault}")
         with suppress(UpstreamFault):

@@ -60,7 +60,6 @@ class LlamaServerFacts:
     evaluate_seconds: float = 0.0
     n_usable: int = 0
     usable_bytes: int = 0
-    prefers_similar_slot: bool | None = None
     has_ram_cache: bool | None = None
 
     @property
@@ -73,8 +72,8 @@ class LlamaServerFacts:
 class HostFacts:
     """A host of models: llama-server's router, or llama-swap; `n_at_most` may be loaded at once.
 
-    `models` are the names of all. `asked_for` is the one to be examined alone, `loaded`
-    the one that was loaded for that, and `unloaded` are those that had to make room.
+    `models` are the names of all. `asked_for` is the one to be examined alone, and `loaded`
+    the same if it was loaded for that.
     """
 
     url: str
@@ -83,7 +82,6 @@ class HostFacts:
     models: tuple[str, ...] = ()
     asked_for: str = ""
     loaded: str = ""
-    unloaded: tuple[str, ...] = ()
     problem: str = ""
 
     @property

@@ -132,7 +132,7 @@ def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]
         text = "It was asleep: whenever it falls asleep, its slots lose what they hold."
         yield limit("llama-server", text, "Start llama-server without --sleep-idle-seconds")
     if facts.layout is not None:
-        yield from _behaviour_findings(facts)
+        yield _ram_cache_finding(facts)
         yield from _memory_findings(facts, facts.layout[0])
         yield _checkpoints_finding(facts, setup)
     if facts.probe_name and not setup.problem:
@@ -188,24 +188,17 @@ def _slots_finding(facts: LlamaServerFacts) -> Finding:
     )
 
 
-def _behaviour_findings(facts: LlamaServerFacts) -> Iterator[Finding]:
-    """Yield what llama-server does to slots behind the proxy's back."""
-    ram, similarity = facts.has_ram_cache, facts.prefers_similar_slot
-    text = "It is off (--cache-ram 0)."
-    if ram is None:
+def _ram_cache_finding(facts: LlamaServerFacts) -> Finding:
+    """Return whether llama-server moves prompts between slots behind the proxy's back."""
+    text = "It brings back no prompt that was displaced."
+    if facts.has_ram_cache is None:
         text = "Could not be told; llama-server should run with --cache-ram 0."
-    elif ram:
+    elif facts.has_ram_cache:
         text = (
             "It is on: llama-server swaps prompts in slots by itself, for clients of any API key."
         )
-    yield fine_unless(bool(ram), "RAM cache", text, "Start llama-server with --cache-ram 0")
-    text = "Off: requests that cannot name a slot (/v1/messages) do not find their prefix."
-    if similarity is None:
-        text = "Could not be told: too few slots are empty, or there is only one."
-    elif similarity:
-        text = "On: requests that name no slot find the one with their prefix."
-    cure = "Start llama-server without -sps 0"
-    yield fine_unless(similarity is False, "similarity", text, cure)
+    cure = "Start llama-server with --cache-ram 0"
+    return fine_unless(bool(facts.has_ram_cache), "RAM cache", text, cure)
 
 
 def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]:
@@ -355,8 +348,7 @@ def _models_finding(host: HostFacts, examined: set[str]) -> Finding:
         there_are += f", of which {host.n_at_most} at once"
     others = _listed(set(host.models) - examined)
     if examined:
-        gone = f"; {_listed(host.unloaded)} had to go for it" if host.unloaded else ""
-        loaded = f" {host.loaded} was loaded for this, and stays{gone}." if host.loaded else ""
+        loaded = f" {host.loaded} was loaded for this, and stays." if host.loaded else ""
         rest = f" Not examined: {others} (--model NAME)." if others else ""
         return ok("models", f"{there_are}; examined: {_listed(examined)}.{loaded}{rest}")
     if host.asked_for:

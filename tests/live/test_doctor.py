@@ -121,7 +121,7 @@ async def test_healthy_server_is_approved_and_left_as_it_was(
     assert facts.rule is not None and facts.rule.kind is rule
     assert facts.state_bytes > 0
     assert min(facts.save_seconds, facts.restore_seconds, facts.evaluate_seconds) > 0
-    assert (facts.prefers_similar_slot, facts.has_ram_cache) == (True, False)
+    assert facts.has_ram_cache is False
 
 
 async def test_server_with_one_slot_is_approved(new_server: NewServer, directory: Path) -> None:
@@ -231,14 +231,6 @@ async def test_cleared_slots_are_seen_with_one_empty_slot_too(
         found = await diagnose(server, directory)
     assert found.exit_status == 1
     assert "--no-cache-idle-slots" in found.problems()["idle slots are cleared"]
-
-
-async def test_similarity_that_is_off_is_named(new_server: NewServer, directory: Path) -> None:
-    with new_server("hybrid", "-sps", "0") as server:
-        found = await diagnose(server, directory)
-    assert found.exit_status == 1
-    assert list(found.problems()) == ["similarity"]
-    assert "without -sps 0" in found.problems()["similarity"]
 
 
 async def test_slots_that_are_not_shown_are_named(new_server: NewServer, directory: Path) -> None:

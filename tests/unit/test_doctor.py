@@ -1,10 +1,8 @@
 """doctor's judgement: from facts to severity, words and cure. No real server."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 from rich.console import Console
@@ -12,14 +10,10 @@ from rich.console import Console
 from proxy.cli.common import console
 from proxy.cli.doctor import json_report, report
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import Rule, RuleKind, SlotId
-from proxy.core.tokens import TokenIds, common_prefix_length
+from proxy.core.model import Rule, RuleKind
 from proxy.doctor.facts import HostFacts, LlamaServerFacts, Setup
 from proxy.doctor.findings import Finding, Severity, exit_status, findings_of, summary
-from proxy.doctor.probes import ProbedServer, ProbeFiles, has_ram_cache
 from proxy.health import Degradation
-from proxy.llama.client import Headers, LlamaServer, Timings
-from proxy.llama.routes import Target
 from proxy.llama.state_file import Section
 from proxy.servers.attach import ModelIdentity
 from proxy.settings import Settings
@@ -52,7 +46,6 @@ HEALTHY = LlamaServerFacts(
     save_seconds=0.11,
     restore_seconds=0.05,
     evaluate_seconds=20.0,
-    prefers_similar_slot=True,
     has_ram_cache=False,
 )
 UNTOUCHED = LlamaServerFacts(
@@ -112,7 +105,7 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
     findings = findings_of(alone(HEALTHY))
     assert problems(HEALTHY) == []
     assert [f.topic for f in findings] == [
-        *("llama-server", "slots", "RAM cache", "similarity", "slot files"),
+        *("llama-server", "slots", "RAM cache", "slot files"),
         *("memory rule", "cost", "checkpoints", "directory", "permissions", "disk space"),
     ]
     assert exit_status(findings) == 0
@@ -160,7 +153,6 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
         ),
         (server(is_asleep=True), LIMIT, "llama-server", "asleep", "--sleep-idle-seconds"),
         (server(has_ram_cache=True), LIMIT, "RAM cache", "is on", "--cache-ram 0"),
-        (server(prefers_similar_slot=False), LIMIT, "similarity", "Off", "without -sps 0"),
         (
             memory(END_ONLY, version=3, sections=(ATTENTION, RECURRENT)),
             *(LIMIT, "memory rule", "End only", "llama.cpp 0.7.0 or later"),
@@ -259,44 +251,10 @@ def test_proxy_that_caches_is_proof_enough() -> None:
 
 
 def test_what_could_not_be_told_is_said_and_no_problem() -> None:
-    facts = server(prefers_similar_slot=None, has_ram_cache=None)
+    facts = server(has_ram_cache=None)
     told = {f.topic: f.text for f in findings_of(alone(facts))}
     assert problems(facts) == []
-    for topic in ("RAM cache", "similarity"):
-        assert "Could not be told" in told[topic]
-
-
-class ServerWithoutRamCache(ProbedServer):
-    """A slot continues what it holds, and a displaced prompt stays away."""
-
-    def __init__(self, directory: Path) -> None:
-        any_server = LlamaServer(cast(aiohttp.ClientSession, None), Target(""), None)
-        super().__init__(any_server, ProbeFiles(directory))
-        self.empty = [SlotId(0)]
-        self.n_vocab = 100
-        self._held = TokenIds("i")
-
-    async def evaluate(
-        self, slot_id: SlotId, tokens: TokenIds, headers: Headers | None = None
-    ) -> Timings:
-        n_reused = common_prefix_length(self._held, tokens)
-        self._held = tokens
-        return Timings(n_reused, len(tokens) - n_reused)
-
-    async def erase(self, slot_id: SlotId) -> None:
-        self._held = TokenIds("i")
-
-
-@pytest.mark.parametrize(
-    ("prefers_similar", "has"),
-    [(True, False), (False, None), (None, None)],
-    ids=["similarity on", "-sps 0", "one slot"],
-)
-async def test_ram_cache_is_called_off_only_where_similarity_is_on(
-    tmp_path: Path, prefers_similar: bool | None, has: bool | None
-) -> None:
-    found = await has_ram_cache(ServerWithoutRamCache(tmp_path), prefers_similar=prefers_similar)
-    assert found is has
+    assert "Could not be told" in told["RAM cache"]
 
 
 def test_own_checkpoints_beside_foreign_ones_are_no_problem() -> None:
@@ -388,8 +346,8 @@ def test_host_is_approved_with_what_was_examined_and_says_whom_findings_are_abou
     assert "3 in all" in store and "0 (0 bytes) fit" in store
     about = [f.about for f in findings]
     assert list(dict.fromkeys(about)) == ["router at 127.0.0.1:8080", "full (router)", ""]
-    loaded = hosted(at_host(), loaded=FULL, unloaded=("hybrid",))
-    assert "full was loaded for this, and stays; hybrid had to go" in text_of_all(loaded)
+    loaded = hosted(at_host(), loaded=FULL)
+    assert "full was loaded for this, and stays." in text_of_all(loaded)
     text = report(setup, console())
     assert "\nfull (router)\nok" in text and "\nall\nok" in text
 

@@ -109,8 +109,6 @@ def test_plan_launch_follows_llama_server_to_where_it_listens(
         ({"host": "/run/llama.sock"}, "--host /run/llama.sock"),
         ({"port": "http"}, "--port http"),
         ({"ssl_cert_file": "c.pem"}, "--ssl-cert-file c.pem"),
-        ({"cache_ram": "512", "cache_idle_slots": "on", "kv_unified": "on"}, "--cache-idle-slots"),
-        ({"cache_ram": "-1", "cache_idle_slots": "on", "parallel": "-1"}, "--parallel -1"),
     ],
 )
 def test_plan_launch_names_what_cannot_work(given: dict[str, str], named: str) -> None:
@@ -124,8 +122,6 @@ def test_plan_launch_names_what_cannot_work(given: dict[str, str], named: str) -
         ({"cache_ram": "512"}, "--cache-ram 512"),
         ({"kv_unified": "on"}, "--kv-unified"),
         ({"parallel": "-1"}, "--parallel -1"),
-        ({"slots": "off"}, "--slots"),
-        ({"sleep_idle_seconds": "60"}, "--sleep-idle-seconds 60"),
     ],
 )
 def test_plan_launch_warns_of_what_costs(given: dict[str, str], named: str) -> None:
