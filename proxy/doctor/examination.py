@@ -28,7 +28,7 @@ from proxy.llama.client import LlamaServer, Props, new_session
 from proxy.llama.hosts import recognise
 from proxy.llama.routes import Target
 from proxy.servers import self_test
-from proxy.servers.attach import attach, read_identity
+from proxy.servers.attach import attach
 from proxy.servers.server import kind_of
 from proxy.serving.process import Process
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
@@ -225,14 +225,13 @@ async def _examine_slots(
     if not process.can_cache:
         return
     facts.rule = process.rule if process.self_test else None
-    facts.identity = await read_identity(server, props)
     assert probing.layout is not None, "an attach that can cache has saved a state"
     facts.layout = probing.layout
     _note_cost(facts, server, process)
     _find_usable(facts, probing, stored)
     note(f"{name}trying out the RAM cache")
     try:
-        server.n_vocab = facts.identity.n_vocab
+        server.n_vocab = (await server.model_meta()).n_vocab
         facts.has_ram_cache = await has_ram_cache(server)
     except UpstreamFault as fault:
         facts.failures.append(f"slot behaviour could not be examined: {fault}")
@@ -265,12 +264,12 @@ async def _attach(probing: Scratch, props: Props) -> Process:
 def _find_usable(facts: LlamaServerFacts, probing: Scratch, stored: Stored) -> None:
     """Note which of the directory's checkpoints are of the model that the attach found."""
     _, owner = next(owners(probing.services.store.index))
-    facts.canary = tuple(owner.known.canary)
+    facts.owner = owner
     checkpoints, known = stored
     ours = {
         namespace
         for namespace, other in known.items()
-        if other.static == owner.static and is_same_canary(other.known.canary, facts.canary)
+        if other.static == owner.static and is_same_canary(other.known.canary, owner.known.canary)
     }
     sizes = [c.size_bytes for c in checkpoints if c.namespace in ours]
     facts.n_usable, facts.usable_bytes = len(sizes), sum(sizes)

@@ -11,8 +11,8 @@ from proxy.core.conditions import State
 from proxy.core.model import Rule
 from proxy.health import Degradation
 from proxy.llama.state_file import Section
-from proxy.servers.attach import ModelIdentity
 from proxy.settings import Settings
+from proxy.store.known_models import Owner
 
 USUAL_TOKENS = 10_000
 Layout = tuple[int, tuple[Section, ...] | None]
@@ -25,8 +25,8 @@ class LlamaServerFacts:
 
     `name` is its model at a host, or its address among several; `host` is the kind of that host.
     `n_ctx` is one slot's context in tokens. The `probe` fields tell of the first save of an empty slot:
-    `probe_problem` says why its file is of no use. `layout`, `identity` and `canary` say whose its states
-    are, and in which form. `state_bytes` is what a state of USUAL_TOKENS takes at most, 0 if that was not
+    `probe_problem` says why its file is of no use. `layout` and `owner` say in which form its states
+    are, and whose. `state_bytes` is what a state of USUAL_TOKENS takes at most, 0 if that was not
     measured; the seconds are what its save, its restore, and the evaluation of its tokens take. `usable`
     checkpoints of the directory are of the model that runs now.
     """
@@ -51,8 +51,7 @@ class LlamaServerFacts:
     probe_mode: int = 0
     probe_owner_uid: int | None = None
     layout: Layout | None = None
-    identity: ModelIdentity | None = None
-    canary: tuple[tuple[int, float], ...] = ()
+    owner: Owner | None = None
     rule: Rule | None = None
     state_bytes: int = 0
     save_seconds: float = 0.0

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import groupby
+from pathlib import PurePath
 
 from proxy.core.conditions import PASSING, DegradationKind, State
 from proxy.core.model import RuleKind, is_same_canary
@@ -378,29 +379,20 @@ def _sharing_findings(setup: Setup) -> Iterator[Finding]:
 
 
 def _between(left: LlamaServerFacts, right: LlamaServerFacts) -> Finding | None:
-    """Return the first thing that keeps two llama-servers from continuing each other's states."""
-    names, a, b = f"{left.name} and {right.name}", left.identity, right.identity
+    """Return whether something keeps two llama-servers from continuing each other's states."""
+    a, b = left.owner, right.owner
     if a is None or b is None:
         return None
-    is_same_answer = is_same_canary(left.canary, right.canary)
-    # A model file that cannot be read is named by its path.
-    is_same_file = a.model == b.model or (is_same_answer and " " in a.model + b.model)
-    if not (is_same_file and (a.n_vocab, a.n_params) == (b.n_vocab, b.n_params)):
-        text = f"{names} serve different models ({left.model} and {right.model})."
-        cure = "Start all with the same model; for several use a router, llama-swap, or a proxy for each."
-        return blocker("sharing", text, cure)
-    differing = [
-        flag
-        for is_same, flag in (
-            (a.adapters == b.adapters, "--lora"),
-            (a.model == b.model, "-m (a path that can be read)"),
-            (left.layout == right.layout, "-fa, -ctk, -ctv, -kvu, --swa-full, and build"),
-            (is_same_answer, "--rope-* and --override-kv"),
-            (left.n_ctx == right.n_ctx, "-c and -np"),
-        )
-        if not is_same
-    ]
-    if not differing:
+    is_same = a.static == b.static and is_same_canary(a.known.canary, b.known.canary)
+    if is_same and left.n_ctx == right.n_ctx:
         return None
-    text = f"{names} cannot continue all states of each other."
-    return limit("sharing", text, f"Start both with the same {'; '.join(differing)}")
+    text = (
+        f"{left.name} and {right.name} cannot continue all states of each other: they serve {left.model}"
+        f" and {right.model} in slots of {left.n_ctx:,} and {right.n_ctx:,} tokens."
+    )
+    cure = (
+        "Start both with the same model, --lora, -c, -np, -fa, -ctk, -ctv, -kvu, --swa-full and --rope-*,"
+        " from the same build; for several models use a router, llama-swap, or a proxy for each."
+    )
+    are_models_different = PurePath(left.model).name != PurePath(right.model).name
+    return (blocker if are_models_different else limit)("sharing", text, cure)

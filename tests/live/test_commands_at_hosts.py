@@ -141,7 +141,7 @@ async def test_doctor_names_llama_servers_that_cannot_share(
     found = problems(setup)
     assert exit_status(findings_of(setup)) == 2
     assert set(found) == {"sharing", "another slot save path"}
-    assert "-ctk" in found["sharing"] and servers[1].base_url[7:] in found["sharing"]
+    assert "cannot continue" in found["sharing"] and servers[1].base_url[7:] in found["sharing"]
     assert found["another slot save path"].startswith(f"{servers[2].base_url[7:]}: ")
     assert "not into slot_save_path" in found["another slot save path"]
 

@@ -10,13 +10,13 @@ from rich.console import Console
 from proxy.cli.common import console
 from proxy.cli.doctor import json_report, report
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import Rule, RuleKind
+from proxy.core.model import KnownNamespace, Rule, RuleKind
 from proxy.doctor.facts import HostFacts, LlamaServerFacts, Setup
 from proxy.doctor.findings import Finding, Severity, exit_status, findings_of, summary
 from proxy.health import Degradation
 from proxy.llama.state_file import Section
-from proxy.servers.attach import ModelIdentity
 from proxy.settings import Settings
+from proxy.store.known_models import Owner
 from tests.unit.builders import ANY_PREFIX, END_ONLY, RESTORE_POINTS
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -317,9 +317,6 @@ def test_json_report_says_the_same() -> None:
     assert facts["rule"]["kind"] == "any prefix"
 
 
-IDENTITY = ModelIdentity(
-    model="a1b2", n_vocab=4096, n_params=1, size_bytes=2, modalities={}, adapters=()
-)
 HYBRID, FULL = "/models/hybrid", "full"
 
 
@@ -386,36 +383,31 @@ def test_slot_of_a_hosted_model_is_emptied_at_the_hosts_address() -> None:
     assert f"/upstream/{HYBRID}/slots/N?action=erase'" in finding.cure
 
 
+def owner(static: str = "a1b2", log_probability: float = -0.5) -> Owner:
+    return Owner(static, KnownNamespace(b"id", [(7, log_probability)]), b"")
+
+
 def pair(**changes: Any) -> Setup:
     """Return the setup of two llama-servers at addresses of their own, the second one changed."""
-    names = changes.keys() & set(ModelIdentity.__struct_fields__)
-    of_identity = {name: changes.pop(name) for name in names}
-    first, second = (
-        server(name=name, identity=IDENTITY, canary=((7, -0.5),)) for name in ("a", "b")
-    )
-    identity = msgspec.structs.replace(IDENTITY, **of_identity)
-    second = replace(second, identity=identity, **changes)
-    return replace(DIRECTORY, llama_servers=[first, second])
+    first, second = (server(name=name, owner=owner()) for name in ("a", "b"))
+    return replace(DIRECTORY, llama_servers=[first, replace(second, **changes)])
 
 
 @pytest.mark.parametrize(
-    ("setup", "severity", "said", "cure"),
+    ("setup", "severity", "said"),
     [
-        (pair(model="c3d4"), BLOCKER, "a and b serve different models", "the same model"),
-        (pair(n_params=7), BLOCKER, "different models", "a proxy for each"),
-        (pair(adapters=((0, "x", 1.0),)), LIMIT, "a and b cannot", "the same --lora"),
-        (pair(model="/b.gguf 2"), *(LIMIT, "cannot continue", "the same -m")),
-        (pair(layout=(4, SLIDING)), LIMIT, "cannot continue", "-ctk"),
-        (pair(canary=((7, -0.7),)), LIMIT, "cannot continue", "--rope-*"),
-        (pair(n_ctx=4096), LIMIT, "cannot continue", "the same -c"),
+        (pair(owner=owner("c3d4"), model="/models/b.gguf"), BLOCKER, "and /models/b.gguf in slots"),
+        (pair(owner=owner("c3d4")), LIMIT, "a and b cannot continue"),
+        (pair(owner=owner(log_probability=-0.7)), LIMIT, "a and b cannot continue"),
+        (pair(n_ctx=4096), LIMIT, "and 4,096 tokens"),
     ],
 )
 def test_llama_servers_that_share_no_states_are_named(
-    setup: Setup, severity: Severity, said: str, cure: str
+    setup: Setup, severity: Severity, said: str
 ) -> None:
     (finding,) = problems(setup)
     assert (finding.severity, finding.topic) == (severity, "sharing")
-    assert said in finding.text and cure in finding.cure
+    assert said in finding.text and "-ctk" in finding.cure and "a proxy for each" in finding.cure
 
 
 def test_llama_servers_that_share_states_are_approved() -> None:
@@ -425,7 +417,7 @@ def test_llama_servers_that_share_states_are_approved() -> None:
         "A state of any of them can be continued by the others: a, b."
     ]
     first, second = setup.llama_servers
-    unknown = replace(setup, llama_servers=[first, replace(second, layout=None, identity=None)])
+    unknown = replace(setup, llama_servers=[first, replace(second, layout=None, owner=None)])
     assert not [f for f in findings_of(unknown) if f.topic == "sharing"]
     two_models = hosted(at_host(), at_host(name="b", n_ctx=1))
     assert not [f for f in findings_of(two_models) if f.topic == "sharing"]
