@@ -23,7 +23,7 @@ from proxy.core.model import Outcome
 from proxy.core.residency import Offer, best_offer
 from proxy.errors import ServerAway
 from proxy.servers.addresses import Addresses
-from proxy.servers.fatal import FatalRequests, key_of
+from proxy.servers.fatal import FatalRequests
 from proxy.servers.server import Server
 from proxy.serving.cache import Cache, WillBeRefused
 from proxy.serving.planning import offer
@@ -140,8 +140,6 @@ class Pool(Addresses):
 
     async def _serve_by(self, server: Server, process: Process, request: Request) -> bool:
         """Serve a request that was read; return False if it has to begin again."""
-        key = key_of(request)
-        self._fatal.require_harmless(key)
 
         async def turn() -> None:
             await server.order.turn(request)
@@ -149,12 +147,11 @@ class Pool(Addresses):
             server.on_way.discard(request)
 
         try:
-            await self._watched(server, request, self.cache.serve(process, request, turn))
+            async with self._fatal.watching(request):
+                await self._watched(server, request, self.cache.serve(process, request, turn))
         except FreeElsewhere:
             return False
         except ServerAway as away:
-            if away.has_ended:
-                await self._fatal.note_death(key)
             server.poke()
             if away.was_sent == "yes":
                 raise
@@ -164,7 +161,6 @@ class Pool(Addresses):
                 raise
             await server.is_lost()
             return False
-        await self._fatal.note_answer(key)
         return True
 
     async def _serve_unplaced(self, server: Server, request: Request, may_be_lost: bool) -> bool:
