@@ -210,7 +210,7 @@ class Addresses:
     async def _find(self, model: str, keys: Mapping[str, str]) -> tuple[HostedModels | None, str]:
         """Return a host that has a model, and its name there: if possible one that has loaded it."""
         hosts = list(self._hosts.values()) if model else []
-        found = [(hosted, name) for hosted in hosts if (name := hosted.known(model))]
+        found = [(hosted, name) for hosted in hosts if (name := hosted.models.named(model))]
         if not found:
             asked = [(hosted, await hosted.named(model, keys)) for hosted in hosts]
             found = [(hosted, name) for hosted, name in asked if name]
@@ -226,8 +226,9 @@ class Addresses:
 
         *model* is what its query says.
         """
-        split = [(hosted, *hosted.split_path(path, model)) for hosted in self._hosts.values()]
-        known = (found for found in split if found[0].known(found[1]))
+        hosts = [(hosted.host, hosted.models) for hosted in self._hosts.values()]
+        split = [(models, *host.split_path(path, model, models)) for host, models in hosts]
+        known = (found for found in split if found[0].named(found[1]))
         shortest = sorted(split, key=lambda found: len(found[2]))
         _, named, rest = next(known, next(iter(shortest), (None, "", path)))
         return named, rest
