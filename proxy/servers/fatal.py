@@ -36,7 +36,7 @@ class FatalRequests:
 
         Raises ProxyError at once for a request that llama-server has ended over twice in a row.
         """
-        key = _key_of(request)
+        key = key_of(request)
         if (n_deaths := self._n_deaths(key)) >= MAX_DEATHS:
             self._deaths[key] = n_deaths, time.time()
             raise ProxyError(
@@ -72,7 +72,7 @@ class FatalRequests:
                 await self._store.put_value(_NAME, self._deaths)
 
 
-def _key_of(request: Request) -> str:
+def key_of(request: Request) -> str:
     """Return what tells a request from others: its prompt, or its body if that was not read."""
     content = request.raw if request.prompt is None else request.prompt.tokens.tobytes()
     return blake2b(content, digest_size=16).hexdigest()
