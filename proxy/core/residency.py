@@ -33,7 +33,7 @@ from proxy.core.cuts import is_near
 from proxy.core.model import Conversation, Prompt, Rule, RuleKind, SlotId
 from proxy.core.plan import STEADY_TOKENS, Situation, plan_request, promised_tokens
 from proxy.core.saving import STEADY_SECONDS, state_bytes
-from proxy.core.slots import Known, Slot, Unknown, must_be_erased, shared_tokens
+from proxy.core.slots import Known, Slot, Unknown, must_be_erased, n_busy, shared_tokens
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 
 MIN_SIMILARITY = 0.1
@@ -141,8 +141,7 @@ def make_offer(prompt: Prompt, now: Situation, n_waiting: int, *, may_start: boo
     else:
         shared = (shared_tokens(s.content, prompt.tokens, prompt.namespace) for s in now.slots)
         n_reused, seconds = max(shared, default=0), inf
-    n_busy = sum(slot.is_leased and not slot.is_closing for slot in now.slots)
-    return Offer(seconds, n_reused, n_busy, n_waiting, len(now.slots))
+    return Offer(seconds, n_reused, n_busy(now.slots), n_waiting, len(now.slots))
 
 
 def best_offer(offers: Sequence[Offer]) -> int:

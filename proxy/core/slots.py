@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeAlias
 
+from proxy.core.cuts import MIN_BRANCH_TOKENS
 from proxy.core.model import NO_CUTS, Checkpoint, CheckpointId, Cuts, Rule, RuleKind, SlotId
 from proxy.core.rule import highest_point
 from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace, TokenIds, common_prefix_length
@@ -180,6 +181,11 @@ def state_of(slot: Slot) -> SlotState:
     if isinstance(slot.content, Known):
         return SlotState.KNOWN
     return SlotState.EMPTY if isinstance(slot.content, Empty) else SlotState.UNKNOWN
+
+
+def n_busy(slots: Iterable[Slot]) -> int:
+    """Return how many slots serve a request."""
+    return sum(slot.is_leased and not slot.is_closing for slot in slots)
 
 
 class SlotTable:
@@ -408,19 +414,22 @@ def after_evaluation(
     the old content are gone; one is new, shortly before the prompt's end, if it lies *stride_tokens*
     behind the last. Only the newest *n_believed* are counted on.
     """
-    old, origin = Known(tokens[:0], namespace), before.origin
+    old, origin, n_edit = Known(tokens[:0], namespace), before.origin, 0
     n_restored = min(origin.n_restored, len(tokens))
     if isinstance(before, Known) and before.namespace == namespace:
         n_kept = common_prefix_length(before.tokens, tokens)
         old, n_restored = cut_to(before, n_kept), _within(n_kept, origin.n_restored)
         origin = origin if n_kept else EVALUATED
+        is_edit = n_kept < min(before.turn_start, len(tokens))
+        if is_edit and n_kept >= max(old.header, *old.marks, 0) + MIN_BRANCH_TOKENS:
+            n_edit = n_kept
     points, newest = old.restore_points, len(tokens) - CONTEXT_CHECKPOINT_MARGIN
     if newest > 0 and (not points or newest >= points[-1] + stride_tokens):
         points += (newest,)
     # A conversation forks where a user message begins: a summary or a title is asked for, a subagent takes
     # over, the user goes back and edits. What lies before it is then asked for again. Other sessions share
     # an agent's surroundings.
-    forks = (cuts.branch, cuts.last_turn_end, cuts.surroundings)
+    forks = (cuts.branch, cuts.last_turn_end, cuts.surroundings, n_edit)
     marks = {fork for fork in forks if fork <= len(tokens)} | {*old.marks, old.turn_start}
     n_points = MAX_CONTEXT_CHECKPOINTS if isinstance(before, Unknown) else 0
     if isinstance(before, Known):
