@@ -28,7 +28,7 @@ from proxy.llama.bodies import tokens_request
 from proxy.llama.client import LlamaServer
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
-from proxy.serving.cache import EXAMINATION_SECONDS, WillBeRefused
+from proxy.serving.cache import WillBeRefused
 from proxy.serving.process import Process
 from proxy.serving.request import Answer, OnStart, Request
 from proxy.serving.shared import Shared
@@ -112,8 +112,6 @@ class Warming:
             if not servers:
                 raise NotWarmed(f"there is no model {request.model!r}")
             _, process = await self._pool.ready(servers, began)
-            if process is not None:
-                await process.examination(EXAMINATION_SECONDS)
             if process is None or not process.is_caching:
                 raise NotWarmed("nothing is cached now: /health says why")
             prompt = await self._read(process, request)
