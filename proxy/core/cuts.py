@@ -126,14 +126,7 @@ def _is_far(rule: Rule, n_cut: int, n_other: int) -> bool:
 
 
 def _saved(rule: Rule, cuts: Cuts, *, shares_header: bool) -> Iterator[tuple[int, CheckpointKind]]:
-    """Yield the cuts at which the slot is saved, the most important first.
-
-    Until the rule is known, those that other sessions share: either may be the one that serves them.
-    """
-    if not rule.is_known:
-        yield cuts.header, CheckpointKind.HEADER
-        yield cuts.surroundings, CheckpointKind.CONVERSATION
-        return
+    """Yield the cuts at which the slot is saved, the most important first."""
     if rule.kind is not RuleKind.END_ONLY and shares_header and cuts.surroundings > cuts.header:
         # The header is a place of that state, and of the conversation's that will supersede it.
         yield cuts.surroundings, CheckpointKind.CONVERSATION

@@ -46,17 +46,12 @@ _N_POINTS_AHEAD = 3
 
 
 def at_savable_point(rule: Rule, content: Known) -> Known | None:
-    """Return *content* cut back to where a save of it helps, or None if nowhere.
-
-    Until the rule is known only a slot that was just stopped at a cut is saved: the rest can wait.
-    """
+    """Return *content* cut back to where a save of it helps, or None if nowhere."""
     if rule.kind is RuleKind.NOTHING:
         return None
     if rule.kind is not RuleKind.END_ONLY:
         return content
-    if not content.last_cut or not (rule.is_known or content.last_cut == content.n_tokens):
-        return None
-    return cut_to(content, content.last_cut)
+    return cut_to(content, content.last_cut) if content.last_cut else None
 
 
 def is_write_back_due(rule: Rule, content: Content) -> bool:
@@ -229,11 +224,15 @@ def _is_kept(likelihood: float, n_before: int, point: int, size_bytes: int, rate
 
 @dataclass(frozen=True, slots=True)
 class StateSize:
-    """The size of one state that was saved, with its context checkpoints, draft and all."""
+    """The size of one state that was saved, with its context checkpoints, draft and all.
+
+    Of it `fixed_bytes` are recurrent states, as large for one token as for any number of tokens.
+    """
 
     n_tokens: int
     n_points: int
     size_bytes: int
+    fixed_bytes: int = 0
 
 
 def expected_bytes(seen: Iterable[StateSize], n_tokens: int, n_points: int) -> int | None:
@@ -242,16 +241,20 @@ def expected_bytes(seen: Iterable[StateSize], n_tokens: int, n_points: int) -> i
     None if nothing like it was *seen*. A state is a fixed part, so much a token and so much a context
     checkpoint, and none of these is larger than the fixed part they are copied from (the recurrent
     state, the window). So a state seen bounds every smaller one by its size and every larger one in
-    proportion; the lowest of these bounds is taken.
+    proportion, its recurrent states in proportion to the context checkpoints; the lowest of these bounds
+    is taken.
     """
     sizes = [s for s in seen if s.n_tokens > 0]
     if not any(s.n_points for s in sizes):  # full attention makes none
         n_points = 0
-    bounds = (
-        s.size_bytes * max(1.0, n_tokens / s.n_tokens, (n_points + 1) / (s.n_points + 1))
-        for s in sizes
-    )
-    return min((int(bound) + 1 for bound in bounds), default=None)
+
+    def bound(size: StateSize) -> float:
+        by_points = max(1.0, (n_points + 1) / (size.n_points + 1))
+        growing_bytes = size.size_bytes - size.fixed_bytes
+        by_tokens = max(by_points, n_tokens / size.n_tokens)
+        return size.fixed_bytes * by_points + growing_bytes * by_tokens
+
+    return min((int(bound(size)) + 1 for size in sizes), default=None)
 
 
 def extent_of(content: Content) -> tuple[int, int] | None:

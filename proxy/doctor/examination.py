@@ -19,11 +19,11 @@ import msgspec
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import Checkpoint, is_same_canary
 from proxy.core.saving import expected_bytes
-from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
+from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Empty
 from proxy.core.tokens import Namespace
 from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup
 from proxy.doctor.probes import ProbedServer, Scratch, has_ram_cache, scratch
-from proxy.errors import IndexDamaged, StoreFault, StoreLocked, UpstreamFault
+from proxy.errors import CacheFault, IndexDamaged, StoreFault, StoreLocked, UpstreamFault
 from proxy.llama.client import LlamaServer, Props, new_session
 from proxy.llama.hosts import recognise
 from proxy.llama.routes import Target
@@ -224,7 +224,7 @@ async def _examine_slots(
     process = await _attach(probing, props)
     if not process.can_cache:
         return
-    facts.rule = process.rule if process.self_test else None
+    await _measure_rule(facts, process)
     assert probing.layout is not None, "an attach that can cache has saved a state"
     facts.layout = probing.layout
     _note_cost(facts, server, process)
@@ -240,7 +240,7 @@ async def _examine_slots(
 
 
 async def _attach(probing: Scratch, props: Props) -> Process:
-    """Attach as the proxy does, and wait for the self-test; raises UpstreamFault."""
+    """Attach as the proxy does; raises UpstreamFault."""
     services, server, saver = probing.services, probing.server, probing.saver
     process = await attach(
         services,
@@ -256,9 +256,18 @@ async def _attach(probing: Scratch, props: Props) -> Process:
         # One empty slot was run: what the others held before must be there still.
         statuses = [status for status in await server.slots() if server.held.get(status.id)]
         process.note_clearing(clears=any(not status.n_held for status in statuses))
-    self_test.begin(process)
-    await process.examination(None)
     return process
+
+
+async def _measure_rule(facts: LlamaServerFacts, process: Process) -> None:
+    """Run the self-test; the proxy itself runs it only where requests contradict the rule."""
+    slot_id = next(slot.id for slot in process.slots if isinstance(slot.content, Empty))
+    try:
+        await self_test.measure(process, slot_id)
+    except CacheFault as fault:
+        facts.failures.append(f"what a restored state is good for could not be measured: {fault}")
+    else:
+        facts.rule = process.rule
 
 
 def _find_usable(facts: LlamaServerFacts, probing: Scratch, stored: Stored) -> None:

@@ -31,7 +31,6 @@ _RULES = {
     RuleKind.END_ONLY: "End only: a saved state can be continued at its very end and nowhere before, so"
     " prompts that were rewritten near their end start over.",
 }
-_MAY_PASS = {_K.ATTACH_FAILED, _K.SELF_TEST_FAILED}
 """A disturbance by other requests may be all that was wrong."""
 _AGAIN = "Run doctor again while nobody else uses llama-server."
 
@@ -79,7 +78,7 @@ def degradation(kind: DegradationKind, detail: str, here: str = "") -> Finding:
     """Return what the proxy would say of a degradation, by its name; *here* is its cure on this server."""
     text = f"{kind.reason} ({detail})" if detail else kind.reason
     cure = f"{kind.cure} Here: {here}" if here else kind.cure
-    is_blocker = kind.leads_to is State.FORWARDING and kind not in _MAY_PASS
+    is_blocker = kind.leads_to is State.FORWARDING and kind is not _K.ATTACH_FAILED
     return (blocker if is_blocker else limit)(kind.value, text, cure)
 
 
@@ -166,7 +165,7 @@ def _cures_here(facts: LlamaServerFacts, path: str) -> dict[DegradationKind, str
         _K.OTHER_DIRECTORY: f"start llama-server with --slot-save-path {path}. {probe}",
         _K.FILES_UNREADABLE: f"{files}; {_share(path)}. Start llama-server with umask 007.",
         _K.IDLE_SLOTS_CLEARED: f"-np {facts.n_slots} --cache-ram 0",
-        **dict.fromkeys(_MAY_PASS, _AGAIN),
+        _K.ATTACH_FAILED: _AGAIN,
     }
 
 

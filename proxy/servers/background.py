@@ -12,7 +12,7 @@ from proxy.core.saving import is_worth_saving, is_write_back_due
 from proxy.core.slots import Known, Slot, SlotTable, n_busy
 from proxy.errors import ServerAway, StoreFault, TooManyRequests
 from proxy.log import get_logger
-from proxy.serving.process import RATES, Process
+from proxy.serving.process import RATES, SIZES, Process
 from proxy.serving.queue import Choice, FreeElsewhere
 from proxy.serving.shared import Shared
 
@@ -31,7 +31,7 @@ Current = Callable[[], Process | None]
 
 
 async def remember_rates(current: Current) -> None:
-    """Write the learned rates to the index every minute, and once more when cancelled.
+    """Write the learned rates and sizes to the index every minute, and once more when cancelled.
 
     The next start begins with them.
     """
@@ -47,6 +47,7 @@ async def remember_rates(current: Current) -> None:
             return
         try:
             await process.remember(RATES, rates)
+            await process.remember(SIZES, list(process.sizes))
             written = rates
         except StoreFault as fault:
             process.faults.record("remember", fault)

@@ -422,7 +422,6 @@ class Server(Watched):
         process.note_tenants()
         process.is_current = partial(self.is_still, process)
         self._outlast_strangers(process)
-        self_test.begin(process)
         self._degradations.end(*before)
         self.services.served.note(self.upstream.target, process)
         self._attached_at = time.monotonic()

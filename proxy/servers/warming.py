@@ -111,8 +111,6 @@ class Warming:
             if not servers:
                 raise NotWarmed(f"there is no model {request.model!r}")
             _, process = await self._pool.ready(servers, began)
-            if process is not None:
-                await process.examination(None)
             if process is None or not process.is_caching:
                 raise NotWarmed("nothing is cached now: /health says why")
             prompt = await self._read(process, request)

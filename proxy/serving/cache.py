@@ -32,10 +32,6 @@ from proxy.serving.request import Request
 from proxy.serving.rewriting import Overflow, Stabilizing
 from proxy.store.known_models import tenants_name
 
-EXAMINATION_SECONDS = 10.0
-"""So long a request waits for the first self-test of a model that was loaded for it: a prompt that begins
-without a rule is not cut, and may be evaluated again as a whole."""
-
 
 class Cache:
     """Serves generation requests by a llama-server process, from the cache where that helps."""
@@ -52,8 +48,6 @@ class Cache:
         """
         request.begin(process.where)
         await self._require_key(process, request)
-        if process.upstream.target.model:
-            await process.examination(EXAMINATION_SECONDS)
         await self._stabilizing.rewrite(process, request)
         if request.path in process.unsupported_paths:
             raise WillBeRefused("llama-server does not support it")

@@ -13,8 +13,6 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import (
     Candidate,
@@ -47,7 +45,7 @@ from proxy.llama.client import Timings
 from proxy.log import get_logger
 from proxy.serving.launches import wind_up
 from proxy.serving.planning import look_up, situation
-from proxy.serving.process import SELF_TEST, Process
+from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease, Turn, replaced
 from proxy.serving.request import Account, Answer, Request
 
@@ -285,8 +283,9 @@ class CachedRequest:
             return None
         size_bytes = process.state_bytes(saved)
         expected_at = time.monotonic() + process.rates.save_seconds(size_bytes)
+        points, is_whole = saved.restore_points, process.rule.kind is RuleKind.ANY_PREFIX
         return ExpectedState(
-            saved.tokens, saved.namespace, expected_at, size_bytes, saved.restore_points
+            saved.tokens, saved.namespace, expected_at, size_bytes, points, is_whole
         )
 
     def _first_save(self) -> ExpectedState | None:
@@ -302,7 +301,8 @@ class CachedRequest:
         seconds += rates.evaluation_seconds(plan.start.n_reused, stop.n_tokens)
         tokens = self._prompt.tokens[: stop.n_tokens]
         expected_at = time.monotonic() + seconds
-        return ExpectedState(tokens, self._prompt.namespace, expected_at, size_bytes, points)
+        namespace, is_whole = self._prompt.namespace, self._process.rule.kind is RuleKind.ANY_PREFIX
+        return ExpectedState(tokens, namespace, expected_at, size_bytes, points, is_whole)
 
     # The request is sent, and may fail.
 
@@ -510,11 +510,9 @@ class CachedRequest:
         process = self._process
         n_short = self._plan.start.n_reused - (self._account.n_reused or 0)
         rule = process.rule.after_shortfall(n_short)
-        if rule == process.rule or process.self_test is None or process.clears_idle_slots:
-            return
-        process.rule = rule
-        process.self_test = msgspec.structs.replace(process.self_test, rule=rule)
-        process.tasks.start(process.remember(SELF_TEST, process.self_test))
+        if rule != process.rule and not process.clears_idle_slots:
+            process.rule = rule
+            process.tasks.start(process.learn_rule(rule))
 
     def _save_if_at_risk(self, slot_id: SlotId) -> None:
         """Save the slot if llama-server is about to drop a place that the conversation comes back to."""

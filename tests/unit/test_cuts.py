@@ -18,7 +18,7 @@ from proxy.core.cuts import (
     is_covered,
     places_in_message,
 )
-from proxy.core.model import CAREFUL_RULE, CheckpointKind, Cuts, Rule, RuleKind
+from proxy.core.model import CheckpointKind, Cuts, Rule, RuleKind
 from tests.unit.builders import ANY_PREFIX, END_ONLY, NOTHING, RESTORE_POINTS, candidate
 
 CUTS = Cuts(header=1000, turn_start=2000, message_end=3000)
@@ -132,15 +132,6 @@ def test_rule_after_a_shortfall_keeps_context_checkpoints_as_far_apart_as_a_buil
     assert END_ONLY.after_shortfall(600).stride_tokens == 8192
     assert END_ONLY.after_shortfall(9000) is END_ONLY
     assert RESTORE_POINTS.after_shortfall(99) is RESTORE_POINTS
-
-
-def test_choose_stops_until_the_rule_is_known_saves_what_other_sessions_share() -> None:
-    cuts = replace(CUTS, surroundings=1500, branch=1800)
-    assert choose_stops(CAREFUL_RULE, cuts, (), 0) == (
-        Stop(1000, CheckpointKind.HEADER),
-        Stop(1500, CheckpointKind.CONVERSATION),
-        Stop(3000),
-    )
 
 
 def test_choose_stops_within_the_window_plants_only_what_prompts_share() -> None:

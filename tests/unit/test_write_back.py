@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from proxy.core.cuts import SLACK_TOKENS
-from proxy.core.model import CAREFUL_RULE, Rule, RuleKind
+from proxy.core.model import Rule, RuleKind
 from proxy.core.saving import (
     N_RETURNS,
     STEADY_SECONDS,
@@ -82,13 +82,6 @@ def test_savable_point_under_end_only_is_the_last_cut_without_a_tail() -> None:
     content = at_savable_point(END_ONLY, held(1000, n_tail=7, last_cut=900))
     assert content is not None
     assert content.tokens == run_of(900) and content.n_tokens == 900
-
-
-def test_savable_point_until_the_rule_is_known_is_only_where_the_slot_was_stopped() -> None:
-    stopped = held(900, last_cut=900)
-    assert at_savable_point(CAREFUL_RULE, stopped) == stopped
-    assert at_savable_point(CAREFUL_RULE, held(1000, last_cut=900)) is None
-    assert at_savable_point(CAREFUL_RULE, held(900, n_tail=7, last_cut=900)) is None
 
 
 def test_savable_point_elsewhere_is_the_slot_as_it_stands() -> None:
