@@ -58,7 +58,20 @@ async def test_stream_that_a_new_process_got_is_withdrawn_and_restored(start_rig
 
 async def test_known_texts_are_tokenized_as_if_they_were_whole(start_rig: StartRig) -> None:
     rng = random.Random(1)
-    pieces = ["word", " ", "\n", "é", "日本", "<|im_end|>", "<|im_start|>", "<", "|", "0", "\t", "🙂"]
+    pieces = [
+        "word",
+        " ",
+        "\n",
+        "é",
+        "日本",
+        "<|im_end|>",
+        "<|im_start|>",
+        "<",
+        "|",
+        "0",
+        "\t",
+        "🙂",
+    ]
     async with start_rig("full") as rig:
         upstream = rig.running.server.upstream
         known, messages, n_spliced = KnownTexts(upstream), [*HEADER], 0

@@ -68,7 +68,10 @@ def test_only_one_answer_and_what_follows_it_is_an_extension(roles: tuple[str, .
 
 def test_other_messages_or_settings_are_planned() -> None:
     assert found(replace(STEP, digests=b"settings" + STEP.digests[8:]), HELD) is None
-    assert found(replace(STEP, digests=STEP.digests[:8] + b"earlier." + STEP.digests[16:]), HELD) is None
+    assert (
+        found(replace(STEP, digests=STEP.digests[:8] + b"earlier." + STEP.digests[16:]), HELD)
+        is None
+    )
 
 
 @pytest.mark.parametrize("kind", [RuleKind.END_ONLY, RuleKind.NOTHING])
