@@ -23,18 +23,13 @@ def body(conversation: int, index: int, **fields: Any) -> dict[str, Any]:
     return {"messages": messages, "tools": TOOLS, "temperature": 0, "max_tokens": 12, **fields}
 
 
-def sample(rig: Rig, name: str, **labels: str) -> float:
-    value = rig.running.metrics.registry.get_sample_value
-    return value(f"llama_prefix_cache_{name}", labels) or 0.0
-
-
 def nothing_is_wrong(rig: Rig) -> bool:
     counts = (
         *("drift_total", "restore_ineffective_total", "live_reuse_short_total"),
         *("tokenization_disagreements_total",),
     )
-    return not sample(rig, "saves_total", result="failed") and not any(
-        sample(rig, name) for name in counts
+    return not rig.sample("saves_total", result="failed") and not any(
+        rig.sample(name) for name in counts
     )
 
 
@@ -99,8 +94,8 @@ async def test_conversations_at_once_are_answered_and_go_on(start_rig: StartRig,
 
         n_reused = await asyncio.gather(*(converse(i) for i in range(len(CONVERSATIONS))))
         assert min(n_reused) > 1000  # at least the header
-        assert sample(rig, "restore_ineffective_total") == 0
-        assert sample(rig, "drift_total") == 0
+        assert rig.sample("restore_ineffective_total") == 0
+        assert rig.sample("drift_total") == 0
         await rig.settled()
 
 
@@ -126,7 +121,7 @@ async def test_stream_goes_on_while_others_start_beside_it(start_rig: StartRig) 
         assert b'"predicted_n":200' in streamed
         again = await rig.post(CHAT, body(0, 1))
         assert again["timings"]["cache_n"] > again["usage"]["prompt_tokens"] / 2
-        assert sample(rig, "restore_ineffective_total") == 0
+        assert rig.sample("restore_ineffective_total") == 0
 
 
 async def test_server_that_saves_nothing_is_left_to_its_ram_cache(start_rig: StartRig) -> None:

@@ -18,6 +18,7 @@ from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import MEMORIES
 from tests.lab.processes import is_alive
 from tests.lab.rig import Rig
+from tests.lab.waiting import until
 from tests.live.conftest import StartRig
 
 MESSAGES = agent_requests(2, 1, header=[system(150)])
@@ -78,12 +79,10 @@ async def test_damaged_index_is_made_anew_while_requests_are_served(
         await rig.start_proxy()
         assert rig.running.store is not None
         await rig.chat([{"role": "user", "content": "something else"}])
-        async with asyncio.timeout(60):
-            while DegradationKind.INDEX_REBUILDING in rig.running.degradations:  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: DegradationKind.INDEX_REBUILDING not in rig.running.degradations)
         assert len(rig.running.store) >= n_states
         assert await ask(rig, 1) > 0
-        assert sample(rig, "restores_total", result="done") == 1
+        assert rig.sample("restores_total", result="done") == 1
 
 
 async def test_second_proxy_on_the_directory_is_refused(start_rig: StartRig) -> None:
@@ -108,9 +107,9 @@ async def test_file_that_is_cut_short_never_reaches_llama_server(
         await asyncio.to_thread(rig.server.start)
         pid = rig.server.pid
         await ask(rig, 1)
-        assert sample(rig, "restores_total", result="done") == 0
-        assert sample(rig, "damaged_checkpoints_total") > 0
-        assert sample(rig, "requests_total", outcome="degraded") == 0
+        assert rig.sample("restores_total", result="done") == 0
+        assert rig.sample("damaged_checkpoints_total") > 0
+        assert rig.sample("requests_total", outcome="degraded") == 0
         await rig.settled()
         assert await ask(rig, 2) > 0
         assert rig.server.pid == pid and is_alive(pid)
@@ -130,11 +129,6 @@ def unnoticed(path: Path) -> Iterator[None]:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def sample(rig: Rig, name: str, **labels: str) -> float:
-    value = rig.running.metrics.registry.get_sample_value
-    return value(f"llama_prefix_cache_{name}", labels) or 0.0
-
-
 async def test_deleted_file_costs_only_speed(start_rig: StartRig, tmp_path: Path) -> None:
     async with start_rig("hybrid") as rig:
         await ask(rig)
@@ -146,7 +140,7 @@ async def test_deleted_file_costs_only_speed(start_rig: StartRig, tmp_path: Path
         assert await ask(rig, 1) == 0
         assert await ask(rig, 1) > 0
         await rig.settled()
-        assert sample(rig, "live_reuse_short_total") == 1
+        assert rig.sample("live_reuse_short_total") == 1
 
 
 async def test_restarted_server_is_noticed_and_the_conversation_restored(
@@ -159,10 +153,7 @@ async def test_restarted_server_is_noticed_and_the_conversation_restored(
         await asyncio.to_thread(rig.server.kill)
         await asyncio.to_thread(rig.server.start)
         assert await ask(rig, 1) > 0
-        for _ in range(100):
-            if rig.running.server.process not in (None, first):
-                break
-            await asyncio.sleep(0.05)
+        await until(lambda: rig.running.server.process not in (None, first))
         await rig.settled()
         assert await ask(rig, 2) > 0
         assert rig.running.server.process is not first
@@ -266,9 +257,7 @@ async def test_client_that_leaves_the_queue_frees_its_place(start_rig: StartRig)
 
 async def waiting(rig: Rig, n_requests: int) -> None:
     """Wait until so many requests are in the queue."""
-    async with asyncio.timeout(60):
-        while (await rig.health())["waiting"] != n_requests:  # noqa: ASYNC110 - no event for it
-            await asyncio.sleep(0.01)
+    await until(lambda: rig.running.server.n_queued == n_requests)
 
 
 async def test_tenants_share_nothing(start_rig: StartRig) -> None:
@@ -310,4 +299,4 @@ async def test_client_that_hangs_up_at_the_end_of_the_stream_was_served(
                         break
         await rig.settled()
         outcomes = ("hit", "partial", "miss")
-        assert sum(sample(rig, "requests_total", outcome=o) for o in outcomes) == 12
+        assert sum(rig.sample("requests_total", outcome=o) for o in outcomes) == 12

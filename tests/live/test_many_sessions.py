@@ -17,6 +17,7 @@ from tests.lab.conversation import (
 )
 from tests.lab.models import MEMORIES
 from tests.lab.rig import Rig
+from tests.lab.waiting import until
 from tests.live.conftest import StartRig
 from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
 
@@ -35,9 +36,7 @@ async def chat(rig: Rig, messages: list[Message], **fields: Any) -> None:
 
 async def evaluated(rig: Rig) -> int:
     """Return llama-server's count once no slot is leased; some stay dirty."""
-    async with asyncio.timeout(300):
-        while any(s.is_leased for s in rig.running.server.process.slots):  # type: ignore[union-attr] # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until(lambda: not any(slot.is_leased for slot in rig.running.server.process.slots))  # type: ignore[union-attr]
     return await asyncio.to_thread(rig.server.evaluated_tokens)
 
 

@@ -22,6 +22,7 @@ from tests.lab.rig import Rig
 from tests.lab.router import Router, link_models
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 from tests.lab.swap import Swap
+from tests.lab.waiting import HANG_SECONDS, until
 
 SLACK_TOKENS = 32
 CANARY_TOKENS = 128
@@ -46,23 +47,16 @@ class Models:
         """Have each model loaded once, so that its rule is known."""
         for model in MEMORIES:
             await self.ask(model, [{"role": "user", "content": "hello"}], max_tokens=1)
-            await self.healthy()
-
-    async def healthy(self) -> None:
-        """Return once /health names nothing any more."""
-        async with asyncio.timeout(30):
-            while (await self.rig.health())["reasons"]:  # noqa: ASYNC110 - there is no event
-                await asyncio.sleep(0.02)
+            await self.rig.reasons_are()
 
     async def attached(self, names: set[str]) -> None:
         """Return once /health names exactly these models as attached."""
-        async with asyncio.timeout(30):
-            while {  # noqa: ASYNC110 - there is no event
-                name
-                for name, told in (await self.rig.health()).get("llama_servers", {}).items()
-                if told["llama_server"] == "attached"
-            } != names:
-                await asyncio.sleep(0.02)
+
+        async def are_attached() -> bool:
+            told = (await self.rig.health()).get("llama_servers", {})
+            return {n for n in told if told[n]["llama_server"] == "attached"} == names
+
+        await until(are_attached)
 
     async def n_new(self, model: str, messages: list[Message]) -> int:
         """Return how many tokens of a prompt no earlier one of the model began with."""
@@ -126,9 +120,7 @@ class Models:
                 f"{self.rig.base_url}/api/models/unload/{model}"
             ) as reply:
                 assert reply.status == 200
-        async with asyncio.timeout(30):
-            while model in self.loaded():  # noqa: ASYNC110 - there is no event
-                await asyncio.sleep(0.02)
+        await until(lambda: model not in self.loaded())
 
     def kill(self, model: str) -> None:
         """Kill the process of a model."""
@@ -273,7 +265,7 @@ async def test_what_happens_to_models_behind_the_proxys_back(start_models: Start
             models.kill("hybrid")
             *_, last = (await reply.read()).strip().split(b"\n\n")
             assert last.startswith(b"data: {") and b'"unavailable_error"' in last, last
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_SECONDS):
             several = ("hybrid", "swa", "hybrid", "full", "hybrid")
             await asyncio.gather(*(models.ask(model, second, max_tokens=1) for model in several))
         # Nobody has a model of this name, and the host says so in its own words.
@@ -288,7 +280,7 @@ async def test_what_happens_to_models_behind_the_proxys_back(start_models: Start
             "/v1/messages/count_tokens", {"model": "full", "messages": first[1:]}
         )
         assert counted["input_tokens"] > 0 and models.loaded() == {"full"}
-        await models.healthy()
+        await models.rig.reasons_are()
 
 
 async def test_death_that_a_swap_has_not_noticed_is_waited_out(
@@ -304,7 +296,7 @@ async def test_death_that_a_swap_has_not_noticed_is_waited_out(
     async with Rig(host, directory) as rig:
         models = Models(rig, host)
         await models.ask("full", first)
-        await models.healthy()
+        await models.rig.reasons_are()
         await rig.settled()
         (wrapper,) = child_pids(host.pid)
         (pid,) = child_pids(wrapper)
@@ -312,13 +304,10 @@ async def test_death_that_a_swap_has_not_noticed_is_waited_out(
         await asyncio.to_thread(await_end, [pid])
         assert await models.refusal("full", CHAT, host.base_url) == (502, "")
         asked = asyncio.ensure_future(models.ask("full", second))
-        async with asyncio.timeout(60):
-            while not (reasons := (await rig.health())["reasons"]):  # noqa: ASYNC110 - there is no event
-                await asyncio.sleep(0.02)
-        assert [reason["kind"] for reason in reasons] == ["llama-server unreachable"]
+        await rig.reasons_are("llama-server unreachable")
         await asked
         assert (await models.last_request())["chosen"] == "restore"
-        await models.healthy()
+        await models.rig.reasons_are()
 
 
 async def test_models_seen_together_do_not_wait_for_each_other(
@@ -334,7 +323,7 @@ async def test_models_seen_together_do_not_wait_for_each_other(
         for model in kinds:
             await models.ask_host(model, question)
         await models.attached({"full", "hybrid"})
-        await models.healthy()
+        await models.rig.reasons_are()
         async with models.answering("full", question):
             host.request("POST", "/api/models/unload/hybrid", {})
             await models.attached({"full"})
@@ -355,7 +344,7 @@ async def test_names_and_idleness_at_a_swap(tmp_path: Path) -> None:
     async with Rig(host, slots) as rig:
         models = Models(rig, host)
         await models.ask("full", first)
-        await models.healthy()
+        await models.rig.reasons_are()
         await models.ask("gpt", second)
         record = await models.last_request()
         assert (record["server"], record["chosen"]) == ("full", "live")
@@ -364,9 +353,7 @@ async def test_names_and_idleness_at_a_swap(tmp_path: Path) -> None:
         record = await models.last_request()
         assert (record["path"], record["chosen"]) == (CHAT, "live")
         # Nobody asks, and the proxy's own looks do not keep it loaded.
-        async with asyncio.timeout(20):
-            while models.loaded():  # noqa: ASYNC110 - there is no event
-                await asyncio.sleep(0.1)
+        await until(lambda: not models.loaded())
         await models.ask("gpt", second)
         assert (await models.last_request())["chosen"] == "restore"
 

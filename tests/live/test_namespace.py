@@ -69,8 +69,7 @@ def n_stopped(rig: Rig) -> int:
 
 
 def restores(rig: Rig) -> float:
-    value = rig.running.metrics.registry.get_sample_value
-    return value("llama_prefix_cache_restores_total", {"result": "done"}) or 0.0
+    return rig.sample("restores_total", result="done")
 
 
 async def test_changed_context_size_keeps_what_fits(start_rig: StartRig) -> None:

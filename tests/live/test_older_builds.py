@@ -90,13 +90,8 @@ async def test_restored_state_is_never_continued_at_anothers_context_checkpoint(
         next_one = [*mine, 5, 6, 7]
         live = await complete(rig, next_one)
         cold = await complete(rig, next_one, cache_prompt=False)
-        assert sample(rig, "restores_total", result="done") == 1
+        assert rig.sample("restores_total", result="done") == 1
         assert distance(live, cold) <= LOGPROB_BAR
-
-
-def sample(rig: Rig, name: str, **labels: str) -> float:
-    value = rig.running.metrics.registry.get_sample_value
-    return value(f"llama_prefix_cache_{name}", labels) or 0.0
 
 
 async def complete(rig: Rig, tokens: list[int], **fields: Any) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from proxy.serving.saver import keep_as_saved
 from tests.lab.conversation import prose
 from tests.lab.older_builds import strip_context_checkpoints
 from tests.lab.older_server import OLDEST, binary_of
-from tests.lab.rig import SETTLE_SECONDS, Rig
+from tests.lab.rig import Rig
+from tests.lab.waiting import until
 from tests.live.conftest import KINDS, StartRig
 
 MOST_TOKENS = 10_000
@@ -67,9 +68,7 @@ async def test_rule_that_restores_contradict_is_learned_again(start_rig: StartRi
             await rig.settled()
             text = f"{name} {prose(len(name), 60)}" + " and so on" * times
             await rig.post("/completion", {"prompt": text, "n_predict": 1, "temperature": 0})
-        async with asyncio.timeout(SETTLE_SECONDS):
-            while process.rule == wrong:  # noqa: ASYNC110 - the next look finds out
-                await asyncio.sleep(0.05)
+        await until(lambda: process.rule != wrong)  # the next look finds out
         assert process.rule == right
         await rig.restart()
         assert attachment_of(rig).rule == right
@@ -90,9 +89,7 @@ async def test_session_that_begins_before_the_rule_is_known_leaves_its_header(
     options = {"n_slots": n_slots, "n_ctx": 8192 * n_slots, "binary": binary, "settles": False}
     async with start_rig("hybrid", **options) as rig:
         first = asyncio.ensure_future(begin_session(rig, prose(2, 300)))
-        async with asyncio.timeout(SETTLE_SECONDS):
-            while rig.running.server.process is None:  # noqa: ASYNC110 - there is no event for it
-                await asyncio.sleep(0.001)
+        await until(lambda: rig.running.server.process)
         assert not attachment_of(rig).rule.is_known
         await first
         await rig.settled()
