@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import settings
 
 # Few examples by default, many in `make test-long`; no deadline, for machines are busy.
-settings.register_profile("quick", max_examples=40, deadline=None)
+settings.register_profile("quick", max_examples=25, deadline=None)
 settings.register_profile("long", max_examples=600, deadline=None)
 settings.load_profile("quick")
 

@@ -10,7 +10,7 @@ from tests.lab.apis import CHAT, MESSAGES, RESPONSES, Api
 from tests.lab.conversation import Message, answer, system, tool_call, tool_result, user
 from tests.lab.rig import Rig
 from tests.lab.waiting import until
-from tests.live.conftest import StartRig
+from tests.live.conftest import StartRig, in_long
 from tests.live.ledger import SLACK_TOKENS, TOOLS, ApiLedger
 
 HEADER = [system(450)]
@@ -85,12 +85,10 @@ class Confirmed:
 @pytest.mark.parametrize(
     ("api", "kind", "stream", "n_slots"),
     [
-        (MESSAGES, "full", False, 1),
-        (RESPONSES, "swa", True, 2),
-        (MESSAGES, "recurrent", True, 2),
-        (MESSAGES, "hybrid", False, 1),
         (MESSAGES, "hybrid", True, 2),
         (RESPONSES, "hybrid", False, 1),
+        *in_long((MESSAGES, "full", False, 1), (RESPONSES, "swa", True, 2)),
+        *in_long((MESSAGES, "recurrent", True, 2), (MESSAGES, "hybrid", False, 1)),
     ],
 )
 async def test_conversations_by_turns_and_a_restart_evaluate_only_what_is_new(
@@ -109,11 +107,9 @@ async def test_conversations_by_turns_and_a_restart_evaluate_only_what_is_new(
 @pytest.mark.parametrize(
     ("api", "kind", "n_slots"),
     [
-        (MESSAGES, "full", 2),
-        (RESPONSES, "swa", 2),
-        (MESSAGES, "recurrent", 2),
         (RESPONSES, "hybrid", 1),
         (MESSAGES, "hybrid", 4),
+        *in_long((MESSAGES, "full", 2), (RESPONSES, "swa", 2), (MESSAGES, "recurrent", 2)),
     ],
 )
 async def test_conversations_at_once_evaluate_only_what_is_new(
@@ -135,7 +131,7 @@ async def test_conversations_at_once_evaluate_only_what_is_new(
 
 @pytest.mark.parametrize(
     ("api", "kind", "n_slots"),
-    [(MESSAGES, "full", 4), (MESSAGES, "hybrid", 2), (RESPONSES, "hybrid", 4)],
+    [(MESSAGES, "hybrid", 2), *in_long((MESSAGES, "full", 4), (RESPONSES, "hybrid", 4))],
 )
 async def test_equal_prompts_at_once_are_all_served_where_they_should(
     start_rig: StartRig, api: Api, kind: str, n_slots: int
@@ -167,7 +163,7 @@ async def test_prompt_that_another_slot_is_answering_is_placed_beside_it(
             await assert_as_foreseen(rig)
 
 
-@pytest.mark.parametrize("kind", ["full", "hybrid"])
+@pytest.mark.parametrize("kind", ["hybrid", *in_long("full")])
 async def test_requests_of_all_apis_at_once_do_not_take_each_others_slots(
     start_rig: StartRig, kind: str
 ) -> None:
@@ -188,10 +184,8 @@ async def test_requests_of_all_apis_at_once_do_not_take_each_others_slots(
 @pytest.mark.parametrize(
     ("api", "kind", "n_words"),
     [
-        (MESSAGES, "full", 2500),
-        (RESPONSES, "swa", 3000),
-        (MESSAGES, "recurrent", 6000),
         (RESPONSES, "hybrid", 4500),
+        *in_long((MESSAGES, "full", 2500), (RESPONSES, "swa", 3000), (MESSAGES, "recurrent", 6000)),
     ],
 )
 async def test_request_sent_again_after_it_was_left_finds_what_was_evaluated(

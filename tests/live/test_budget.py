@@ -11,7 +11,7 @@ from tests.lab.conversation import Message, prose, system, user
 from tests.lab.older_builds import strip_context_checkpoints
 from tests.lab.rig import Rig
 from tests.lab.sampler import SizeSampler
-from tests.live.conftest import StartRig
+from tests.live.conftest import StartRig, in_long
 
 BUDGET = 4 << 20
 N_CONVERSATIONS = 33
@@ -52,7 +52,10 @@ async def header_tokens(rig: Rig) -> int:
 
 @pytest.mark.parametrize(
     ("kind", "rewrite"),
-    [("hybrid", keep_as_saved), ("full", keep_as_saved), ("hybrid", strip_context_checkpoints)],
+    [
+        ("hybrid", keep_as_saved),
+        *in_long(("full", keep_as_saved), ("hybrid", strip_context_checkpoints)),
+    ],
 )
 async def test_budget_holds_at_every_moment_and_headers_survive(
     start_rig: StartRig, tmp_path: Path, kind: str, rewrite: Any

@@ -9,7 +9,7 @@ import pytest
 
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.rig import Rig
-from tests.live.conftest import StartRig
+from tests.live.conftest import StartRig, in_long
 
 N_REQUESTS = 250
 N_AT_ONCE = 6
@@ -45,7 +45,7 @@ async def visit(rig: Rig, client: aiohttp.ClientSession, chance: random.Random) 
         return "left"
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "full"])
+@pytest.mark.parametrize("kind", ["hybrid", *in_long("full")])
 async def test_clients_that_leave_at_random_moments_leak_nothing(
     start_rig: StartRig, kind: str
 ) -> None:

@@ -1,6 +1,5 @@
 """docs/models.md, done as it stands: before a router, before llama-swap, before two llama-servers."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from tests.lab.models import model_path
 from tests.lab.reader import Reader
 from tests.lab.router import link_models
 from tests.lab.server import DEFAULT_MODEL_FOLDER, find_free_ports, request
+from tests.lab.waiting import wait_until
 
 MODELS = {"coder": "hybrid", "small": "full"}
 TOOLS = tools(3)
@@ -51,8 +51,7 @@ class Host:
         """Say hello to each model, as the page advises, and wait for the self-test."""
         for model in models:
             self.ask(model, [{"role": "user", "content": "hello"}])
-            while self.health()["reasons"]:
-                time.sleep(0.05)
+            wait_until(lambda: not self.health()["reasons"])
 
     def health(self) -> dict[str, Any]:
         return dict(self.get("8082", "GET", "/health")[1])

@@ -12,7 +12,7 @@ from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER
-from tests.live.conftest import StartRig
+from tests.live.conftest import StartRig, in_long
 
 MESSAGES = agent_requests(1, 1, header=[system(200)])
 TOOLS = tools(3)
@@ -42,8 +42,8 @@ async def fill(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("kind", "change"),
     [
-        *(("full", change) for change in ("KV types", "unified cache", "rope scale")),
-        *(("hybrid", change) for change in ("KV types", "slots", "flash attention")),
+        *(("full", "KV types"), ("full", "rope scale"), ("hybrid", "slots")),
+        *in_long(("full", "unified cache"), ("hybrid", "KV types"), ("hybrid", "flash attention")),
     ],
 )
 async def test_state_of_another_cache_is_not_restored(
