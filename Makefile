@@ -81,11 +81,11 @@ demo: $(SETUP) llama-server models
 	@$(BIN)/python -m tests.bench.demo
 
 test: $(SETUP) llama-server older-builds models prometheus chromium
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
-# The same with many more generated examples for each property.
+# The same with many more generated examples for each property, and on all kinds of memory.
 test-long: $(SETUP) llama-server older-builds models prometheus chromium
-	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile=long
+	$(BIN)/python -m pytest -n 4 --dist worksteal --hypothesis-profile=long -m ""
 
 # The real Claude Code and OpenCode, pinned in tests/clients/package.json; npm is only needed to fetch them.
 test-clients: $(SETUP) llama-server models $(CLIENTS)
@@ -101,7 +101,7 @@ $(CLIENTS): tests/clients/package.json
 	@touch $@
 
 live: $(SETUP) llama-server older-builds models prometheus chromium
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/live
+	$(BIN)/python -m pytest -n 4 --dist worksteal tests/live
 
 lint: $(SETUP)
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.waiting import until
 from tests.live.conftest import StartRig
 
 CHAT = "/v1/chat/completions"
@@ -121,8 +122,7 @@ async def lose_states(rig: Rig) -> None:
     session = rig.running.server.process
     await asyncio.to_thread(rig.server.stop)
     await asyncio.to_thread(rig.server.start)
-    while rig.running.server.process in (session, None):  # noqa: ASYNC110 - there is no event
-        await asyncio.sleep(0.02)
+    await until(lambda: rig.running.server.process not in (session, None))
 
 
 async def test_header_of_an_earlier_request_is_warmed_for_whoever_sent_it(

@@ -26,7 +26,7 @@ from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.older_builds import strip_context_checkpoints
 from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer
-from tests.live.conftest import StartRig
+from tests.live.conftest import StartRig, in_long
 
 NOBODY = 65534
 WIDE_WINDOW = ("--override-kv", "gemma3.attention.sliding_window=int:8192")
@@ -103,9 +103,8 @@ def hold(server: LlamaServer, slot_id: int, n_tokens: int = 300) -> None:
     ("kind", "rule"),
     [
         ("full", RuleKind.ANY_PREFIX),
-        ("swa", RuleKind.RESTORE_POINTS),
-        ("recurrent", RuleKind.RESTORE_POINTS),
         ("hybrid", RuleKind.RESTORE_POINTS),
+        *in_long(("swa", RuleKind.RESTORE_POINTS), ("recurrent", RuleKind.RESTORE_POINTS)),
     ],
 )
 async def test_healthy_server_is_approved_and_left_as_it_was(
@@ -212,7 +211,7 @@ async def test_directory_open_to_all_is_named(new_server: NewServer, directory: 
     assert f"chmod 700 {directory}" in found.problems()["directory is open to others"]
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "full"])
+@pytest.mark.parametrize("kind", ["hybrid", *in_long("full")])
 async def test_default_flags_that_clear_idle_slots_are_named(
     new_server: NewServer, directory: Path, kind: str
 ) -> None:

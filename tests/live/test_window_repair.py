@@ -19,7 +19,7 @@ from tests.lab.models import model_path
 from tests.lab.older_builds import strip_context_checkpoints, to_version_3
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
-from tests.live.conftest import KINDS, StartRig
+from tests.live.conftest import StartRig, in_long
 
 WINDOW = 512
 N_MORE = 300
@@ -100,7 +100,7 @@ def n_reused(reply: dict[str, Any]) -> int:
     return int(reply["timings"]["cache_n"])
 
 
-@pytest.mark.parametrize("n_tokens", [WINDOW + 2, 700, 2000, 3000])
+@pytest.mark.parametrize("n_tokens", [WINDOW + 2, 3000, *in_long(700, 2000)])
 def test_repaired_state_continues_at_its_end_with_equal_answers(
     bench: Bench, n_tokens: int
 ) -> None:
@@ -153,7 +153,9 @@ def test_window_without_flash_attention_is_repaired_in_every_strip(tmp_path: Pat
         server.stop()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["swa", "hybrid", *in_long("full", "recurrent", "hybrid_no_mrope")]
+)
 async def test_real_states_as_version_3_are_understood_and_windows_repaired(
     start_rig: StartRig, kind: str
 ) -> None:
@@ -216,7 +218,7 @@ LONGER_THAN_PROBED = ("--override-kv", "gemma3.attention.sliding_window=int:5000
 
 @pytest.mark.parametrize(
     ("extra_args", "n_tokens", "rule"),
-    [((), 2300, "end only"), (LONGER_THAN_PROBED, 6000, "any prefix")],
+    [((), 2300, "end only"), *in_long((LONGER_THAN_PROBED, 6000, "any prefix"))],
     ids=["window is probed", "window is longer than every probe"],
 )
 async def test_restored_window_is_never_cut_where_the_server_would(
