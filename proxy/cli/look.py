@@ -14,8 +14,7 @@ from proxy.cli.access import RunningProxy, Store, with_proxy, with_store
 from proxy.cli.common import age_in_words, answer, checkpoints_in_words, table_of
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
-from proxy.explain.explanation import Explanation, Nearest, RequestRecord
-from proxy.explain.views import ListedCheckpoint
+from proxy.explain.views import Explanation, ListedCheckpoint, Nearest, RequestRecord
 from proxy.settings import size_in_words
 
 # `llama-prefix-cache stats`: what is stored, how the llama-servers are doing, and what it has brought.

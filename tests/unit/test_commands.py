@@ -12,8 +12,15 @@ from proxy.cli.look import explanation_text, read_samples, server_rows, summary
 from proxy.cli.serve import for_model
 from proxy.core.model import CheckpointId, Family
 from proxy.explain.causes import Cause
-from proxy.explain.explanation import Explanation, RequestRecord
-from proxy.explain.views import ListedCheckpoint, NodeId, Selection, list_checkpoint, select
+from proxy.explain.views import (
+    Explanation,
+    ListedCheckpoint,
+    NodeId,
+    RequestRecord,
+    Selection,
+    list_checkpoint,
+    select,
+)
 from proxy.llama.bodies import header_request, parse_body, route_path
 from proxy.llama.hosts import HostedFlags, read_flags
 from proxy.llama.routes import generation_route
