@@ -13,7 +13,7 @@ from proxy.cli.access import RunningProxy, with_proxy
 from proxy.cli.common import answer, checkpoints_in_words, table_of
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
-from proxy.explain.explanation import Explanation, Nearest
+from proxy.explain.views import Explanation, Nearest
 from proxy.settings import size_in_words
 
 # `llama-prefix-cache stats`: how the proxy and its llama-servers are doing, and what reuse has brought.

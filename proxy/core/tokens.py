@@ -7,7 +7,7 @@ files or HTTP. A prefix hash only *finds* candidates; whether two prefixes are e
 
 from array import array
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NewType, TypeAlias
+from typing import TYPE_CHECKING, Any, NewType, TypeAlias
 
 import xxhash
 
@@ -70,9 +70,9 @@ def hash_prefixes(namespace: Namespace, tokens: TokenIds) -> list[PrefixHash]:
 
 
 def common_prefix_length(
-    left: TokenIds | str | memoryview, right: TokenIds | str | memoryview
+    left: TokenIds | str | memoryview | list[Any], right: TokenIds | str | memoryview | list[Any]
 ) -> int:
-    """Return how many leading tokens (characters, bytes) two sequences share, compared one by one."""
+    """Return how many leading tokens (characters, bytes, items) two sequences share, one by one."""
     limit = min(len(left), len(right))
     n_common, stride = 0, _STRIDE
     while stride:

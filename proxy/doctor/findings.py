@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import groupby
-from pathlib import PurePath
 
 from proxy.core.conditions import PASSING, DegradationKind, State
 from proxy.core.model import RuleKind, is_same_canary
@@ -393,5 +392,5 @@ def _between(left: LlamaServerFacts, right: LlamaServerFacts) -> Finding | None:
         "Start both with the same model, --lora, -c, -np, -fa, -ctk, -ctv, -kvu, --swa-full and --rope-*,"
         " from the same build; for several models use a router, llama-swap, or a proxy for each."
     )
-    are_models_different = PurePath(left.model).name != PurePath(right.model).name
+    are_models_different = left.model.rpartition("/")[2] != right.model.rpartition("/")[2]
     return (blocker if are_models_different else limit)("sharing", text, cure)

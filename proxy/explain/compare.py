@@ -5,20 +5,18 @@ texts, as far as they are kept, tell which words differ. What became of states i
 """
 
 import re
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import msgspec
 
-from proxy.core.tokens import Namespace, common_prefix_length
+from proxy.core.messages import list_of
+from proxy.core.tokens import common_prefix_length
 from proxy.explain.causes import Cause, PromptPart
+from proxy.explain.sketch import Sketch, first_difference, is_truncated, pieces_of, sketch_of
 
-Digests: TypeAlias = "array[int]"
-"""64-bit digests, eight bytes each."""
-
-_PARTS = {"s": PromptPart.SYSTEM, "a": PromptPart.ASSISTANT, "t": PromptPart.TOOL_RESULT}
 _ALIKE_SHARE = 0.5
 """A system prompt that shares this much of its text with the old one was changed; any other one is new."""
 _SHOWN_CHARACTERS = 80
@@ -27,102 +25,25 @@ _NEAR_CHARACTERS = 65536
 """The text of a message is searched for in the rendered prompt no farther behind the message before it."""
 
 
-def digests(values: list[int]) -> Digests:
-    return array("Q", values)
-
-
-@dataclass(frozen=True, slots=True)
-class Sketch:
-    """The digests of a chat request: its tools by name and whole, and its messages in the chat form.
-
-    `roles` has a letter for each message: s, u, a or t for system, user, assistant or tool, and A for an
-    answer so long that hardly two conversations have it. A prompt without messages has an empty sketch.
-    `n_system_chars` is the length of the leading system message's text.
-    """
-
-    names: Digests
-    tools: Digests
-    roles: str
-    messages: Digests
-    n_system_chars: int = 0
-
-    @property
-    def n_leading_system(self) -> int:
-        return len(self.roles) - len(self.roles.lstrip("s"))
-
-    def part(self, message: int) -> PromptPart:
-        """Return what part of a prompt a message is."""
-        return _PARTS.get(self.roles[message].lower(), PromptPart.USER)
-
-    def conversation_keys(self, namespace: Namespace) -> Iterator[int]:
-        """Yield keys that tell this conversation from others, the newest first.
-
-        A key is two messages in a row, behind the leading system messages, or a long answer. Any other
-        single message may be part of many conversations: a request for a title repeats the first one.
-        """
-        for index in range(len(self.messages) - 1, self.n_leading_system - 1, -1):
-            if index > self.n_leading_system:
-                yield hash((namespace, self.messages[index - 1], self.messages[index]))
-            if self.roles[index] == "A":
-                yield hash((namespace, self.messages[index]))
-
-
-EMPTY = Sketch(digests([]), digests([]), "", digests([]))
-
-
-def begin_alike(new: Sketch, old: Sketch) -> bool:
-    """Return whether two prompts have the same first message under about the same header.
-
-    A request for a title repeats the first message of its conversation, but under another header.
-    """
-    first, before = new.n_leading_system, old.n_leading_system
-    has_same_tools = len(new.tools) > 0 and new.tools == old.tools
-    has_same_header = first > 0 and new.messages[:first] == old.messages[:before]
-    return have_same_first_message(new, old) and (has_same_tools or has_same_header)
-
-
-def have_same_first_message(new: Sketch, old: Sketch) -> bool:
-    """Return whether the same message follows the leading system messages in both."""
-    first, before = new.n_leading_system, old.n_leading_system
-    return new.messages[first : first + 1] == old.messages[before : before + 1]
-
-
-def goes_on(new: Sketch, old: Sketch) -> bool:
-    """Return whether one of two prompts begins with all tools and messages of the other."""
-    return new.tools == old.tools and _first_difference(new, old) is None
-
-
-def _first_difference(new: Sketch, old: Sketch) -> int | None:
-    """Return the first message that differs; None if one prompt only has more of them."""
-    n_both = min(len(new.messages), len(old.messages))
-    return next((i for i in range(n_both) if new.messages[i] != old.messages[i]), None)
-
-
-def _is_truncated(new: Sketch, old: Sketch, message: int) -> bool:
-    """Return whether later messages of *old* stand in *new* at *message*, or soon behind it.
-
-    Two of them in a row must be there, because short messages repeat themselves. A summary of what was left
-    out may come before them.
-    """
-    indexes: dict[tuple[int, int], int] = {}
-    for index in range(message, len(old.messages) - 1):
-        indexes.setdefault((old.messages[index], old.messages[index + 1]), index)
-    last = min(message + 3, len(new.messages) - 1)
-    pairs = ((i, (new.messages[i], new.messages[i + 1])) for i in range(message, last))
-    return any(indexes.get(pair, i) > i for i, pair in pairs)
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Rendering:
-    """A prompt's text, and the sketch of the request that it was rendered from.
+    """A chat request, and the prompt's text that it was rendered to; empty where that is not kept."""
 
-    `text` is empty where it is not kept. `contents` returns the texts of a message, as the pieces that a
-    template renders; only a new prompt has it.
-    """
-
-    sketch: Sketch
+    fields: dict[str, Any]
     text: str = ""
-    contents: Callable[[int], Sequence[str]] = lambda message: ()
+
+    @cached_property
+    def sketch(self) -> Sketch:
+        return sketch_of(self.fields)
+
+    def reduce(self) -> None:
+        """Keep the sketch in place of the request."""
+        self.sketch, self.fields = self.sketch, {}
+
+    def contents(self, message: int) -> list[str]:
+        """Return the texts of a message, as the pieces that a template renders; none once reduced."""
+        messages = list_of(self.fields.get("messages"))
+        return list(pieces_of(messages[message])) if messages else []
 
     def message_at(self, at: int) -> int | None:
         """Return the first message that does not end before *at*; None if that is not known."""
@@ -193,7 +114,7 @@ def find_change(
     """Return why *new* leaves *old*, and where; the cause is first sight if that is to be expected."""
     at = common_prefix_length(new.text, old.text) if new.text and old.text else None
     if new.sketch.messages:
-        differing = _first_difference(new.sketch, old.sketch)
+        differing = first_difference(new.sketch, old.sketch)
         part, message = _where(new, old, differing, at)
         cause = _cause(_Pair(new, old, is_same_conversation, at, differing, part, message))
     else:
@@ -281,7 +202,7 @@ def _cause_in_messages(pair: _Pair) -> Cause:
             return Cause.REMINDER
     if message is None or message != pair.differing:
         return Cause.REASONING if pair.part is PromptPart.ASSISTANT else Cause.RENDERED_OTHERWISE
-    if _is_truncated(new.sketch, old.sketch, message):
+    if is_truncated(new.sketch, old.sketch, message):
         return Cause.TRUNCATED_HISTORY
     is_first = message <= new.sketch.n_leading_system
     return Cause.FIRST_SIGHT if is_first and not pair.is_same else Cause.EDITED_MESSAGE

@@ -6,20 +6,22 @@ conversation is kept.
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
-from proxy.core.model import Prompt
+from proxy.core.messages import list_of
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.explain.causes import Cause
-from proxy.explain.compare import Sketch, begin_alike, have_same_first_message
+from proxy.explain.compare import Rendering
+from proxy.explain.sketch import Sketch, begin_alike, have_same_first_message
 
 SLACK_TOKENS = 64
 """Fewer tokens than this are not worth an explanation: states end a few tokens before prompts do."""
 MAX_IDS = 100
 """The ids of so many requests are kept with a prompt: `warm --from-request` finds the prompt by them."""
-_OWN_BYTES, _KEY_BYTES = 2000, 320
-"""About what a known prompt takes besides its tokens and text, and what each of its keys takes."""
+_OWN_BYTES, _MESSAGE_BYTES = 2000, 480
+"""About what a known prompt takes besides its tokens and text, and what the keys of each message take."""
 
 
 class Loss(NamedTuple):
@@ -29,9 +31,9 @@ class Loss(NamedTuple):
     n_tokens: int = 0
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class KnownPrompt:
-    """A prompt that the llama-server process *process_id* has evaluated; `text` is empty if it is not kept.
+    """A prompt that was evaluated in a slot: the llama-server process and the slot's number.
 
     `ended_at` is when that request ended, by the monotonic clock. `ids` are those of the requests whose
     prompts this one begins with, the newest last. `loss` is what became of its state since.
@@ -39,25 +41,31 @@ class KnownPrompt:
 
     namespace: Namespace
     tokens: TokenIds
-    text: str
-    sketch: Sketch
-    process_id: str
+    rendering: Rendering
+    slot: tuple[str, int]
     ended_at: float
     ids: tuple[str, ...]
     loss: Loss = Loss()
-    keys: frozenset[int] = frozenset()
+    size_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.keys = frozenset(self.sketch.conversation_keys(self.namespace))
+        n_messages = len(list_of(self.rendering.fields.get("messages")))
+        prompt_bytes = sys.getsizeof(self.tokens) + sys.getsizeof(self.rendering.text)
+        self.size_bytes = prompt_bytes + _MESSAGE_BYTES * n_messages + _OWN_BYTES
 
     @property
     def id(self) -> str:
         return self.ids[-1]
 
     @property
-    def size_bytes(self) -> int:
-        prompt_bytes = sys.getsizeof(self.tokens) + sys.getsizeof(self.text)
-        return prompt_bytes + _KEY_BYTES * len(self.keys) + _OWN_BYTES
+    def sketch(self) -> Sketch:
+        return self.rendering.sketch
+
+    @cached_property
+    def keys(self) -> frozenset[int]:
+        """What tells its conversation from others; of the request no more than a sketch is kept then."""
+        self.rendering.reduce()
+        return frozenset(self.sketch.conversation_keys(self.namespace))
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +103,10 @@ class KnownPrompts:
         self._max_prompts = max_prompts
         self._known: list[KnownPrompt] = []
         self._by_key: dict[int, KnownPrompt] = {}
+        self._keyless: list[KnownPrompt] = []
+        self._last_in: dict[tuple[str, int], KnownPrompt] = {}
         self.size_bytes = 0
-        """About what all of it takes."""
+        """About what all of it takes, less the requests of the keyless: about one for each slot."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -105,8 +115,31 @@ class KnownPrompts:
         """Return all known prompts, the newest first; later changes do not change this list."""
         return self._known[::-1]
 
+    def continued(self, new: KnownPrompt, n_reused: int) -> Match | None:
+        """Return the last prompt of a slot if a new one goes on from it there, with all of it reused.
+
+        The first *n_reused* tokens were compared when the request was planned: only the last of them show
+        here that no other prompt was in the slot meanwhile. None if more may be known of the new prompt.
+        """
+        last, end = self._last_in.get(new.slot), n_reused + SLACK_TOKENS
+        if last is None or last.namespace != new.namespace or self._has_any(new.tokens, end):
+            return None
+        begin = max(0, min(n_reused, len(last.tokens)) - SLACK_TOKENS)
+        n_common = begin + common_prefix_length(last.tokens[begin:], new.tokens[begin:])
+        match = Match(last, n_common, is_same_conversation=True)
+        is_as_planned = n_common >= min(n_reused, len(last.tokens))
+        return match if is_as_planned and match.is_whole and len(last.tokens) <= end else None
+
+    def _has_any(self, tokens: TokenIds, end: int) -> bool:
+        """Return whether a known prompt has the same few tokens before *end* and behind that."""
+        some = tokens[end - SLACK_TOKENS : end + 1]
+        if len(tokens) <= end:
+            return False
+        longer = (known.tokens for known in self._known if len(known.tokens) > end)
+        return any(o[end] == some[-1] and o[end - SLACK_TOKENS : end + 1] == some for o in longer)
+
     def matches(
-        self, prompt: Prompt, sketch: Sketch, newest: list[KnownPrompt], planned_at: float
+        self, new: KnownPrompt, newest: list[KnownPrompt], planned_at: float
     ) -> tuple[Match | None, Match | None]:
         """Return the nearest known prompt, and the one that a new prompt is to be compared with.
 
@@ -117,35 +150,36 @@ class KnownPrompts:
            conversation again since, under a header more like the new one.
         4. No request of the conversation had ended: the nearest one is compared.
         """
+        self._read_keys()
         by_key, last = self._by_key, None
-        keys = sketch.conversation_keys(prompt.namespace)
+        keys = new.sketch.conversation_keys(new.namespace)
         key = next((key for key in keys if key in by_key), None)
         if key is not None and by_key[key].ended_at < planned_at:
-            n_common = common_prefix_length(by_key[key].tokens, prompt.tokens)
+            n_common = common_prefix_length(by_key[key].tokens, new.tokens)
             last = Match(by_key[key], n_common, is_same_conversation=True)
             if last.is_whole:
                 return last, last
-        nearest = _nearest(prompt, newest)
+        nearest = _nearest(new, newest)
         if nearest is None:
             return None, last
         is_same = key in nearest.known.keys
         if last is not None and not is_same:
-            is_begun_again = (
+            is_same = (
                 nearest.known.ended_at > last.known.ended_at
                 and nearest.n_common > last.n_common
-                and have_same_first_message(sketch, nearest.known.sketch)
+                and have_same_first_message(new.sketch, nearest.known.sketch)
             )
-            if not is_begun_again:
+            if not is_same:
                 return nearest, last
-            is_same = True
-        is_same = is_same or begin_alike(sketch, nearest.known.sketch)
+        is_same = is_same or begin_alike(new.sketch, nearest.known.sketch)
         return nearest, replace(nearest, is_same_conversation=is_same)
 
     def add(self, known: KnownPrompt, matches: Iterable[Match | None]) -> None:
         """Keep a prompt, in place of those of its *matches* that it replaces; the oldest may go."""
         self._known.append(known)
+        self._keyless.append(known)
         self.size_bytes += known.size_bytes
-        self._by_key.update(dict.fromkeys(known.keys, known))
+        self._last_in[known.slot] = known
         for match in matches:
             if match is not None and match.replaces and match.known in self._known:
                 known.ids = (*match.known.ids, *known.ids)[-MAX_IDS:]
@@ -166,24 +200,34 @@ class KnownPrompts:
                 if n_common > n_lost and known.namespace == namespace:
                     known.loss = Loss(cause, n_common)
 
+    def _read_keys(self) -> None:
+        """Make the keys that nothing has asked for since the prompts were added, the oldest first."""
+        for known in self._keyless:
+            self._by_key.update(dict.fromkeys(known.keys, known))
+        self._keyless.clear()
+
     def _forget(self, known: KnownPrompt) -> None:
         self._known.remove(known)
         self.size_bytes -= known.size_bytes
+        if self._last_in.get(known.slot) is known:
+            del self._last_in[known.slot]
+        if known in self._keyless:
+            return self._keyless.remove(known)
         for key in known.keys:
             if self._by_key[key] is known:
                 del self._by_key[key]
 
 
-def _nearest(prompt: Prompt, newest: list[KnownPrompt]) -> Match | None:
+def _nearest(new: KnownPrompt, newest: list[KnownPrompt]) -> Match | None:
     """Return the known prompt that shares the most first tokens; of several the newest."""
-    tokens = prompt.tokens
+    tokens = new.tokens
     nearest, n_common, next_token = None, 0, tokens[0]
     for known in newest:
         others = known.tokens
         # Most prompts are ruled out by the one token that a longer prefix in common has to have.
         if n_common < len(others) and others[n_common] == next_token:
             n_tokens = common_prefix_length(others, tokens)
-            if n_tokens > n_common and known.namespace == prompt.namespace:
+            if n_tokens > n_common and known.namespace == new.namespace:
                 nearest, n_common = known, n_tokens
                 if n_common == len(tokens):
                     break

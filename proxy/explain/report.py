@@ -16,25 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from proxy.core.model import Outcome, Prompt
+from proxy.core.model import Outcome, Prompt, Rule, RuleKind
+from proxy.core.plan import Plan, Why
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import ProxyError, ServerAway, TooManyRequests
 from proxy.explain.causes import MEANINGS, Cause, PromptPart
-from proxy.explain.compare import Divergence, Rendering, find_change, goes_on
-from proxy.explain.explanation import (
-    NOT_JUDGED,
-    UNANSWERED,
-    Explanation,
-    Judgement,
-    Nearest,
-    Past,
-    RequestRecord,
-    judge,
-    may_be_missed,
-)
-from proxy.explain.known import SLACK_TOKENS, KnownPrompt, KnownPrompts, Match
-from proxy.explain.views import Today
-from proxy.llama.bodies import GenerationBody, contents_of, sketch_of
+from proxy.explain.compare import Divergence, Rendering, find_change
+from proxy.explain.known import SLACK_TOKENS, KnownPrompt, KnownPrompts, Loss, Match
+from proxy.explain.sketch import goes_on
+from proxy.explain.views import Explanation, Nearest, RequestRecord, Today
+from proxy.llama.bodies import GenerationBody
 from proxy.log import get_logger
 from proxy.metrics import Metrics
 from proxy.store.store import CheckpointStore
@@ -49,6 +40,8 @@ MAX_PROMPTS = 500
 MAX_PROMPT_BYTES = 48 << 20
 LAST, MISS = "last", "miss"
 _N_IDS = 8
+UNANSWERED = "unanswered"
+_CHEAPER = (Why.NOTHING_WORTH_IT, Why.LIVE_CHEAPER, Why.RESTORE_SHORTER, Why.NOTHING_DISPLACED)
 
 
 class Keep(StrEnum):
@@ -57,6 +50,24 @@ class Keep(StrEnum):
     NONE = "none"
     TOKENS = "tokens"
     TEXT = "text"
+
+
+class Judgement(msgspec.Struct, frozen=True):
+    """Why a request reused no more, and the known prompt that its prompt was compared with.
+
+    `n_missed` tokens were evaluated because of `cause`. If a change of the prompt is the cause, `part` and
+    `message` say where it lies.
+    """
+
+    cause: Cause = Cause.NOT_LOOKED_UP
+    n_missed: int = 0
+    part: PromptPart = PromptPart.NOWHERE
+    message: int | None = None
+    nearest: Nearest | None = None
+    divergence: Divergence | None = None
+
+
+NOT_JUDGED = Judgement()
 
 
 def sums_at(today: Today, now: float) -> Today:
@@ -134,7 +145,7 @@ class Inquiry:
     """Finds out why one request reused no more; *body* is in the chat form if it has messages.
 
     Owns: when known prompts are looked up. What other requests evaluate while this one runs was not there
-    for this one.
+    for this one. A request that goes on in the slot of its conversation is compared with nothing.
     """
 
     _journal: Journal
@@ -154,30 +165,46 @@ class Inquiry:
         """Return why no more was reused, once that is known; the prompt is known from now on."""
         if account.n_reused is None:
             return NOT_JUDGED
-        prompt, known = self._prompt, self._journal.prompts
-        text = prompt.text if self._journal.keep is Keep.TEXT else ""
-        new = Rendering(sketch_of(self._body), text)
-        nearest, compared = known.matches(prompt, new.sketch, self._known, self._planned_at)
-        n_like = min(len(compared.known.tokens), prompt.n_tokens - 1) if compared else 0
+        prompt, known, plan = self._prompt, self._journal.prompts, account.plan
+        is_text_kept = self._journal.keep is Keep.TEXT
+        rendering = Rendering(self._body.fields, prompt.text if is_text_kept else "")
+        slot, now = (self._process.id, plan.slot_id), time.monotonic()
+        new = KnownPrompt(prompt.namespace, prompt.tokens, rendering, slot, now, (request_id,))
+        is_plain = account.failure is None and not account.n_restored
+        last: Match | None = None
+        if is_plain and plan.n_shared <= account.n_reused + SLACK_TOKENS:
+            last = known.continued(new, account.n_reused)
+        nearest, compared = last, last
+        if last is not None:
+            judgement = Judgement(Cause.HIT)
+        else:
+            nearest, compared = known.matches(new, self._known, self._planned_at)
+            judgement = self._compare(new, nearest, compared, account)
+        if account.failure is not Cause.TOKENIZED_OTHERWISE:
+            if not is_text_kept:
+                rendering.reduce()
+            known.add(new, (nearest, compared))
+        return msgspec.structs.replace(judgement, nearest=self._nearest(compared, plan.n_shared))
+
+    def _compare(
+        self, new: KnownPrompt, nearest: Match | None, compared: Match | None, account: "Account"
+    ) -> Judgement:
+        """Return why no more was reused than by the nearest known prompt, and the one to compare with."""
+        n_like = min(len(compared.known.tokens), len(new.tokens) - 1) if compared else 0
         past, change = Past(0, n_like), None
         if nearest is not None:
-            is_of_other = nearest.known.process_id != self._process.id
+            is_of_other = nearest.known.slot[0] != self._process.id
             past = Past(nearest.n_common, n_like, is_of_other, nearest.loss)
         if compared is not None and account.failure is None and may_be_missed(account, past):
-            change = self._change(new, compared)
+            change = _change(new, compared)
             if change is not None and change[1].message == len(new.sketch.messages) - 1:
                 # What follows a change in the newest message is new in any case.
                 past = replace(past, n_like=compared.n_common)
-        judgement = msgspec.structs.replace(
-            self._beside_others(judge(account, self._process.rule, past, change), account),
-            nearest=self._nearest(compared, account.plan.n_shared),
-            divergence=change[1] if change and change[1].part is not PromptPart.NOWHERE else None,
+        judgement = judge(account, self._process.rule, past, change)
+        divergence = change[1] if change and change[1].part is not PromptPart.NOWHERE else None
+        return msgspec.structs.replace(
+            self._beside_others(judgement, account), divergence=divergence
         )
-        if account.failure is not Cause.TOKENIZED_OTHERWISE:
-            ids, now, process_id = (request_id,), time.monotonic(), self._process.id
-            kept = (prompt.namespace, prompt.tokens, new.text, new.sketch, process_id, now, ids)
-            known.add(KnownPrompt(*kept), (nearest, compared))
-        return judgement
 
     def _beside_others(self, judgement: Judgement, account: "Account") -> Judgement:
         """Return the judgement, or that another API key's states have what is not known under this one."""
@@ -187,22 +214,6 @@ class Inquiry:
             return judgement
         n_missed = self._process.n_known_to_others(self._prompt) - n_reused
         return Judgement(Cause.OTHER_KEY, n_missed) if n_missed > SLACK_TOKENS else judgement
-
-    def _change(self, new: Rendering, compared: Match) -> tuple[Cause, Divergence] | None:
-        """Return why and where the prompt leaves a known one; None if one begins with the other."""
-        known = compared.known
-        n_ends = min(len(known.tokens), self._prompt.n_tokens) - SLACK_TOKENS
-        is_bare = not new.sketch.messages
-        if compared.n_common >= n_ends and (is_bare or goes_on(new.sketch, known.sketch)):
-            return None
-        cause, where = find_change(
-            replace(new, contents=contents_of(self._body)),
-            Rendering(known.sketch, known.text),
-            is_same_conversation=compared.is_same_conversation,
-        )
-        next_ids = slice(compared.n_common, compared.n_common + _N_IDS)
-        known_ids, now_ids = tuple(known.tokens[next_ids]), tuple(self._prompt.tokens[next_ids])
-        return cause, msgspec.structs.replace(where, known_ids=known_ids, now_ids=now_ids)
 
     def _nearest(self, compared: Match | None, n_shared: int) -> Nearest | None:
         if compared is None:
@@ -215,6 +226,92 @@ class Inquiry:
             n_tokens=len(known.tokens),
             age_seconds=round(self._planned_at - known.ended_at, 3),
         )
+
+
+def _change(new: KnownPrompt, compared: Match) -> tuple[Cause, Divergence] | None:
+    """Return why and where a prompt leaves a known one; None if one begins with the other."""
+    known = compared.known
+    n_ends = min(len(known.tokens), len(new.tokens)) - SLACK_TOKENS
+    is_bare = not new.sketch.messages
+    if compared.n_common >= n_ends and (is_bare or goes_on(new.sketch, known.sketch)):
+        return None
+    cause, where = find_change(
+        new.rendering, known.rendering, is_same_conversation=compared.is_same_conversation
+    )
+    next_ids = slice(compared.n_common, compared.n_common + _N_IDS)
+    known_ids, now_ids = tuple(known.tokens[next_ids]), tuple(new.tokens[next_ids])
+    return cause, msgspec.structs.replace(where, known_ids=known_ids, now_ids=now_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What known prompts tell of a new one.
+
+    Its first `n_common` tokens were evaluated before. `n_like` of them would have been the same but for a
+    change of the client. `is_of_other_process` says that the llama-server process that evaluated them has
+    been replaced since.
+    """
+
+    n_common: int = 0
+    n_like: int = 0
+    is_of_other_process: bool = False
+    loss: Loss = Loss()
+
+
+def may_be_missed(served: "Account", past: Past) -> bool:
+    """Return whether there may be anything to explain."""
+    return max(_n_known(served, past), past.n_like) - (served.n_reused or 0) > SLACK_TOKENS
+
+
+def judge(
+    served: "Account", rule: Rule, past: Past, change: tuple[Cause, Divergence] | None
+) -> Judgement:
+    """Return why *served* reused no more; *change* is why and where the client left an earlier prompt.
+
+    There are four kinds of causes, considered in this order: 1. what failed; 2. what was lost, so that no
+    slot and no file has it; 3. what the client or the template changed; 4. how the request was planned.
+    """
+    n_known, n_reused, plan = _n_known(served, past), served.n_reused or 0, served.plan
+    n_unused = n_known - n_reused
+    if served.failure is not None:
+        n_expected = max(n_known, plan.start.n_reused)
+        return Judgement(served.failure, max(0, n_expected - n_reused))
+    n_there = max(plan.n_shared, n_reused)
+    if n_unused > SLACK_TOKENS and n_there < n_known - SLACK_TOKENS:
+        return Judgement(_why_lost(rule, past, n_there), n_unused)
+    cause, where = change or (Cause.HIT, Divergence())
+    n_missed = max(n_unused, past.n_like - n_reused)
+    if cause.is_miss and n_missed > SLACK_TOKENS:
+        return Judgement(cause, n_missed, where.part, where.message)
+    if n_unused > SLACK_TOKENS:
+        return Judgement(_why_unused(plan, rule, n_reused), n_unused)
+    is_new = cause is Cause.FIRST_SIGHT or not n_reused
+    return Judgement(Cause.FIRST_SIGHT if is_new else Cause.HIT)
+
+
+def _n_known(served: "Account", past: Past) -> int:
+    """Return how many tokens were evaluated before; llama-server always evaluates the last one anew."""
+    return min(max(past.n_common, served.plan.n_shared), served.n_prompt - 1)
+
+
+def _why_lost(rule: Rule, past: Past, n_there: int) -> Cause:
+    """Return what became of the state of a prompt of which slots and files have *n_there* tokens."""
+    if past.loss.cause is not None and past.loss.n_tokens > n_there + SLACK_TOKENS:
+        return past.loss.cause
+    if past.is_of_other_process:
+        return Cause.RESTART
+    return Cause.NOT_KEPT if rule.can_restore else Cause.NOTHING_RESTORABLE
+
+
+def _why_unused(plan: Plan, rule: Rule, n_reused: int) -> Cause:
+    """Return why a state was not used that a slot or a file has."""
+    if plan.n_in_use > n_reused + SLACK_TOKENS:
+        return Cause.IN_USE
+    if plan.why in _CHEAPER:
+        return Cause.CHEAPER
+    if not rule.can_restore:
+        return Cause.NOTHING_RESTORABLE
+    return Cause.UNKNOWN if rule.kind is RuleKind.ANY_PREFIX else Cause.NO_STATE_THERE
 
 
 class Report:

@@ -13,7 +13,8 @@ import msgspec
 
 from proxy.core.model import Checkpoint, Quarantine
 from proxy.core.tokens import Namespace
-from proxy.explain.explanation import RequestRecord
+from proxy.explain.causes import Cause, PromptPart
+from proxy.explain.compare import Divergence
 
 # The tree: namespaces, their headers, the sessions of each, their checkpoints. What sessions share lies
 # under the header itself. Nothing is kept between two looks: one level is one pass over the records, so
@@ -242,7 +243,71 @@ def list_checkpoint(
     )
 
 
-# What the live page shows of the day: what was saved.
+# Requests that have ended, and what the live page shows of the day: what was saved.
+
+
+class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One generation request, once it has ended.
+
+    `at` is when it came, in seconds since 1970; the other times are since then. What is not known is null.
+    `n_missed` tokens were evaluated although they were known; `cause` says why, `part` and `message`
+    (counted from 0) where in the prompt. `server` says which llama-server, or model, served it where there
+    are several. `stops` and `cuts` are in tokens; the cuts are header, turn start and branch, 0 where there
+    is none. `alternatives` are the next best plans; what the chosen one was to cost stands before them.
+    """
+
+    id: str
+    at: float
+    path: str
+    outcome: str
+    cause: Cause
+    part: PromptPart = PromptPart.NOWHERE
+    message: int | None = None
+    status: int | None = None
+    why: str | None = None
+    chosen: str | None = None
+    server: str | None = None
+    slot: int | None = None
+    n_prompt: int | None = None
+    expected: int | None = None
+    confirmed: int | None = None
+    evaluated: int | None = None
+    n_missed: int = 0
+    saved_seconds: float | None = None
+    queued_seconds: float | None = None
+    prepared_seconds: float | None = None
+    first_token_seconds: float | None = None
+    seconds: float
+    expected_seconds: float | None = None
+    displaced_seconds: float | None = None
+    alternatives: tuple[str, ...] | None = None
+    stops: tuple[int, ...] | None = None
+    cuts: tuple[int, int, int] | None = None
+    rewrites: tuple[str, ...] | None = None
+
+
+class Nearest(msgspec.Struct, frozen=True, kw_only=True):
+    """The known prompt that the request is compared with, and how many first tokens they share.
+
+    `kind` is request, or state: one in a slot or file, from before the proxy was started. Then it has no
+    `id`, and `n_tokens` is not known.
+    """
+
+    kind: str
+    n_common: int
+    id: str | None = None
+    n_tokens: int | None = None
+    age_seconds: float | None = None
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a request reused what it did, and what would help."""
+
+    request: RequestRecord
+    says: str
+    cure: str
+    nearest: Nearest | None = None
+    divergence: Divergence | None = None
 
 
 class Today(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,6 @@ schemas in the order received. llama-server parses with nlohmann::json: of a rep
 a byte order mark is skipped, and a zero byte ends the text, as they do here.
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,6 @@ import xxhash
 from proxy.core.messages import (
     REMINDER_TAG,
     Route,
-    is_system,
     list_of,
     member,
     n_leading_system,
@@ -25,7 +23,6 @@ from proxy.core.messages import (
 )
 from proxy.core.model import Conversation, SlotId
 from proxy.core.tokens import TokenIds
-from proxy.explain.compare import EMPTY, Sketch, digests
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -307,63 +304,3 @@ def route_path(body: GenerationBody) -> str:
         is_anthropic = "system" in fields or any("input_schema" in tool for tool in tools)
         return "/v1/messages" if is_anthropic else "/v1/chat/completions"
     return "/completion" if "prompt" in fields else ""
-
-
-# Sketches of chat bodies: what their prompts are made of.
-
-
-_LETTERS = {"system": "s", "developer": "s", "user": "u", "assistant": "a", "tool": "t"}
-_SEEDS = {role: seed for seed, role in enumerate(_LETTERS, 1)}
-_LONG_BYTES = 200
-
-
-def sketch_of(body: GenerationBody) -> Sketch:
-    """Return the sketch of a body in the chat form; an empty one if it has no messages."""
-    messages = body.fields.get("messages")
-    if not isinstance(messages, list):
-        return EMPTY
-    tools = list_of(body.fields.get("tools"))
-    names = [text_of(member(tool, "function", {}), "name") for tool in tools]
-    leading = messages[0] if messages and is_system(messages[0]) else {}
-    parts = [_part(message) for message in messages]
-    return Sketch(
-        digests([xxhash.xxh3_64_intdigest(name.encode()) for name in names]),
-        digests([xxhash.xxh3_64_intdigest(msgspec.json.encode(tool)) for tool in tools]),
-        "".join(letter for letter, _ in parts),
-        digests([digest for _, digest in parts]),
-        sum(len(piece) for piece in _texts(leading.get("content"))),
-    )
-
-
-def _part(message: dict[str, Any]) -> tuple[str, int]:
-    """Return the letter and the digest of a message."""
-    role, content = text_of(message, "role"), message.get("content")
-    if len(message) == 2 and role in _SEEDS and isinstance(content, str):
-        # Most messages are no more than that, and to encode them would take as long as all the rest.
-        size_bytes, digest = len(content), xxhash.xxh3_64_intdigest(content.encode(), _SEEDS[role])
-    else:
-        encoded = msgspec.json.encode(message)
-        size_bytes, digest = len(encoded), xxhash.xxh3_64_intdigest(encoded)
-    letter = _LETTERS.get(role, "u")
-    return "A" if letter == "a" and size_bytes > _LONG_BYTES else letter, digest
-
-
-def contents_of(body: GenerationBody) -> Callable[[int], list[str]]:
-    """Return how to read the texts of a message of a body in the chat form, as templates write them."""
-    messages = list_of(body.fields.get("messages"))
-    return lambda message: list(_pieces(messages[message]))
-
-
-def _pieces(message: dict[str, Any]) -> Iterator[str]:
-    if reasoning := text_of(message, "reasoning_content").strip():
-        yield reasoning
-    yield from _texts(message.get("content"))
-    for call in list_of(message.get("tool_calls")):
-        if name := text_of(member(call, "function", {}), "name"):
-            yield name
-
-
-def _texts(content: Any) -> Iterator[str]:
-    parts = list_of(content)
-    texts = [content] if isinstance(content, str) else [text_of(part, "text") for part in parts]
-    yield from (text.strip() for text in texts if text.strip())

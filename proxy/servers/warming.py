@@ -21,8 +21,8 @@ from proxy.core.plan import most_useful
 from proxy.core.slots import Content, Known, Unknown
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import CacheFault, ServerAway, UpstreamFault, WillBeRefused
-from proxy.explain.explanation import Explanation
 from proxy.explain.report import Keep
+from proxy.explain.views import Explanation
 from proxy.llama.answers import AnswerReader
 from proxy.llama.bodies import tokens_request
 from proxy.llama.client import LlamaServer

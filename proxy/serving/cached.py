@@ -38,8 +38,7 @@ from proxy.core.slots import (
 )
 from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost, WillBeRefused
 from proxy.explain.causes import Cause
-from proxy.explain.explanation import Judgement
-from proxy.explain.report import Inquiry
+from proxy.explain.report import Inquiry, Judgement
 from proxy.llama.bodies import pin
 from proxy.llama.client import Timings
 from proxy.log import get_logger

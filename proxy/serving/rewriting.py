@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from copy import copy
 from dataclasses import replace
+from operator import itemgetter
 
 import msgspec
 import xxhash
@@ -18,7 +19,7 @@ from proxy.core.cuts import (
     room_for_prompt,
     step_of,
 )
-from proxy.core.messages import CONVERSATIONS
+from proxy.core.messages import CONVERSATIONS, list_of
 from proxy.errors import CacheFault, StoreFault, UpstreamFault, UpstreamRefused
 from proxy.llama.bodies import GenerationBody
 from proxy.llama.client import LlamaServer
@@ -34,14 +35,18 @@ from proxy.stabilize.drops import (
     shortened,
     wanted_tokens,
 )
-from proxy.stabilize.model import Json, Memory, Name, RequestFacts, UnknownShape
-from proxy.stabilize.run import stabilize
+from proxy.stabilize.model import Json, Memory, Name, RequestFacts, UnknownShape, list_name
+from proxy.stabilize.run import Seen, stabilize
 from proxy.stabilize.template import BODIES, inlined_body, keeps_inlined, read_facts
 
 _ASK_SECONDS = 2.0
 """How long a request waits until the template was examined; then the request goes on without the result."""
 _VALUE_NAME = "stabilizers"
 _N_PROCESSES = 64
+_SEEN_BYTES = 16 << 20
+"""The messages of so many bytes of bodies are remembered; decoded they take about twice that."""
+_N_FIRST_MESSAGES = 2
+"""A conversation is told from others by its first messages: most often a system prompt and a question."""
 _CACHE_KEYS = ("prompt_cache_key", "promptCacheKey")
 """OpenAI's name, and OpenCode's for other providers."""
 
@@ -53,6 +58,7 @@ class Stabilizing:
         self._services = services
         self._switches = switches
         self._memory = self._remembered()
+        self._seen = LRUCache[bytes, tuple[Seen, int]](_SEEN_BYTES, getsizeof=itemgetter(1))
         self._facts: LRUCache[tuple[Target, str], asyncio.Task[RequestFacts]] = LRUCache(
             _N_PROCESSES
         )
@@ -62,13 +68,18 @@ class Stabilizing:
         route, body = request.route, request.body
         if route not in CONVERSATIONS or body is None or not self._switches:
             return
-        session = request.session or _cache_key(body)
         facts = await self._facts_of(process)
+        session = request.session or _cache_key(body)
         facts = replace(facts, session=session, tenant=request.tenant.hex())
-        result = stabilize(route, body.fields, self._memory, self._switches, facts)
-        for failed, reason in result.failures:
+        begins = list_of(body.fields.get(list_name(route)))[:_N_FIRST_MESSAGES]
+        key = xxhash.xxh3_128_digest(msgspec.json.encode([route, request.tenant, session, begins]))
+        seen, _ = self._seen.get(key, (Seen(), 0))
+        result = stabilize(route, body.fields, self._memory, self._switches, facts, seen)
+        for failed, reason in result.failures.items():
             self._services.faults.record("stabilize", CacheFault(f"{failed}: {reason}"))
         self._memory.learn(result.lessons)
+        with suppress(ValueError):  # larger than all that is kept
+            self._seen[key] = result.seen, len(body.raw)
         if result.body is body.fields:
             return
         names = tuple(name.value for name in result.changed_by)
@@ -103,7 +114,8 @@ class Stabilizing:
         if key not in self._facts:
             self._facts[key] = self._services.tasks.start(self._ask(process.upstream))
         asked = self._facts[key]
-        await asyncio.wait({asked}, timeout=_ASK_SECONDS)
+        if not asked.done():
+            await asyncio.wait({asked}, timeout=_ASK_SECONDS)
         return asked.result() if asked.done() else RequestFacts()
 
     async def _ask(self, upstream: LlamaServer) -> RequestFacts:

@@ -4,16 +4,19 @@ The first line of a stabilizer's docstring says why the stabilizer exists, for t
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from proxy.core.messages import (
     REMINDER_TAG,
+    SYSTEM_ROLES,
     Route,
     has_reminder,
     is_system,
     list_of,
+    member,
     n_leading_system,
     text_of,
     without_reminders,
@@ -45,23 +48,28 @@ def drop_billing_header(draft: Draft) -> None:
     draft.rewrite_system(lambda text: _BILLING_HEADERS.sub("", text))
 
 
-def drop_cache_control(draft: Draft) -> None:
+def drop_cache_control(draft: Draft, message: Json) -> list[Json]:
     """Marks for another server's cache; they move with every request and mean nothing here.
 
     Marks stand at known places only: the same key inside a tool's schema or arguments is someone's data.
     """
+    return [_unmarked(message)]
 
-    def bare(part: Any) -> Any:
-        if not isinstance(part, dict):
-            return part
-        if _MARK in part:
-            part = {key: value for key, value in part.items() if key != _MARK}
-        return with_items(part, "content", bare)
 
-    body = bare(draft.body)
-    for name in ("system", "messages", "tools"):
-        body = with_items(body, name, bare)
+def drop_cache_control_of_request(draft: Draft) -> None:
+    """Take the marks out of everything but the messages."""
+    body: Json = _unmarked(draft.body)
+    for name in ("system", "tools"):
+        body = with_items(body, name, _unmarked)
     draft.body = body
+
+
+def _unmarked(part: Any) -> Any:
+    if not isinstance(part, dict):
+        return part
+    if _MARK in part:
+        part = {key: value for key, value in part.items() if key != _MARK}
+    return with_items(part, "content", _unmarked)
 
 
 # Text beside tool results in one Anthropic message. llama-server makes one user message of a message's
@@ -69,21 +77,21 @@ def drop_cache_control(draft: Draft) -> None:
 # (convert_anthropic_to_oai in server-chat.cpp).
 
 
-def tool_results_first(draft: Draft) -> None:
+def tool_results_first(draft: Draft, message: Json) -> list[Json]:
     """llama-server renders text beside tool results before them; the client wrote it after them.
 
     Text that is the user's follows the results as a message of its own; a reminder becomes part of the
     last result, so that the reminder begins no new turn.
     """
-    draft.messages = [m for message in draft.messages for m in _ordered(message, _is_reminder)]
+    return _ordered(message, _is_reminder)
 
 
-def glue_text_to_results(draft: Draft) -> None:
+def glue_text_to_results(draft: Draft, message: Json) -> list[Json]:
     """Text beside tool results begins a new turn, for which many templates drop old reasoning."""
-    draft.messages = [m for message in draft.messages for m in _ordered(message, is_text)]
+    return _ordered(message, is_text)
 
 
-def _ordered(message: Json, belongs_to_result: Any) -> list[Json]:
+def _ordered(message: Json, belongs_to_result: Callable[[Any], bool]) -> list[Json]:
     """Return the one or two messages that are rendered in the order in which a client wrote one."""
     if message.get("role") != "user" or not _has_results(message):
         return [message]
@@ -142,27 +150,29 @@ def _new_text(route: Route, text: str) -> Json:
     return {"type": "input_text" if route is Route.RESPONSES else "text", "text": text}
 
 
-def tool_reference_text(draft: Draft) -> None:
+def tool_reference_text(draft: Draft, message: Json) -> list[Json]:
     """llama-server drops tool_reference blocks, so the model is never told what was loaded.
 
-    llama-server makes nothing of such a block (convert_anthropic_to_oai in server-chat.cpp), so that the
-    result of a successful search is an empty text. The texts of a result are joined with nothing between.
+    llama-server makes nothing of such a block (convert_anthropic_to_oai in server-chat.cpp), so
+    that the result of a successful search is an empty text. The texts of a result are joined with nothing
+    between.
     """
 
-    def in_words(part: Any, *, is_first: bool) -> Any:
-        name = text_of(part, "tool_name")
-        if text_of(part, "type") != "tool_reference" or not isinstance(part.get("tool_name"), str):
+    def in_words(part: Any, line_break: str) -> Any:
+        name = member(part, "tool_name")
+        if text_of(part, "type") != "tool_reference" or not isinstance(name, str):
             return part
-        line_break = "" if is_first else "\n"
         return {"type": "text", "text": f"{line_break}The tool {name} is now available."}
 
     def in_result(block: Any) -> Any:
         if not _is_result(block):
             return block
-        parts = enumerate(list_of(block.get("content")))
-        return with_list(block, "content", [in_words(p, is_first=i == 0) for i, p in parts])
+        parts = list_of(block.get("content"))
+        return with_list(
+            block, "content", [in_words(p, "\n" if i else "") for i, p in enumerate(parts)]
+        )
 
-    draft.messages = [with_items(message, "content", in_result) for message in draft.messages]
+    return [with_items(message, "content", in_result)]
 
 
 # System messages inside a conversation. Claude Code puts a long text (environment, skills, agents) into a
@@ -208,11 +218,11 @@ def fold_system_messages(draft: Draft) -> None:
     folded: list[Json] = []
     body, has_first = draft.body, name in draft.body
     for i, message in enumerate(draft.messages):
-        if not is_system(message) or (not folded and not has_first):
+        if message.get("role") not in SYSTEM_ROLES or not (folded or has_first):
             folded.append(message)
         elif folded:
             folded[-1:] = _followed_by(draft.route, folded[-1], _text_at(draft, i, message))
-        elif name is not None:
+        else:
             body = _with_text_behind(draft.route, body, name, _text_at(draft, i, message))
     draft.body = with_list(body, draft.list_name, folded)
 

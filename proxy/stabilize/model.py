@@ -6,15 +6,16 @@ stabilizers work. `Memory` keeps what stabilizers learned from earlier requests 
 
 import operator
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import msgspec
 import xxhash
+from cachetools import FIFOCache
 
 from proxy.core.messages import Route, list_of, n_leading_system, text_of, without_reminders
 
@@ -61,9 +62,10 @@ def parse_switches(text: str) -> frozenset[Name]:
     return switched_on
 
 
-_OVERHEAD_BYTES = 200
-"""Two Python objects, and an entry in a dictionary."""
+_OVERHEAD_BYTES = 250
+"""The key, two Python objects, and an entry in two dictionaries."""
 _MAX_VARIANTS = 8
+_N_SYSTEM_PROMPTS = 64
 
 
 def key_of(kind: str, *parts: str) -> str:
@@ -83,12 +85,14 @@ class Memory:
     """
 
     def __init__(self, max_bytes: int = 32 << 20) -> None:
-        self.size_bytes = 0
-        self._max_bytes = max_bytes
-        self._values: OrderedDict[str, bytes] = OrderedDict()
+        self._values = FIFOCache[str, bytes](max_bytes, lambda value: len(value) + _OVERHEAD_BYTES)
 
     def __len__(self) -> int:
         return len(self._values)
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self._values.currsize)
 
     def get(self, key: str) -> Any:
         """Return what is known under a key, or None."""
@@ -114,38 +118,24 @@ class Memory:
 
     def calls(self, call_id: str, *, tenant: str = "") -> list[tuple[str, str]]:
         """Return name and raw arguments of the calls that were made under an id."""
-        known: list[list[str]] = self.get(call_key(call_id, tenant)) or []
-        return [(name, raw_arguments) for name, raw_arguments in known]
+        return [(name, raw) for name, raw in self.get(call_key(call_id, tenant)) or ()]
 
     def to_bytes(self) -> bytes:
         """Return everything, to be kept over a restart of the proxy. The bytes hold prompt text."""
         return msgspec.msgpack.encode(list(self._values.items()))
 
     @classmethod
-    def from_bytes(cls, data: bytes, max_bytes: int = 32 << 20) -> "Memory":
+    def from_bytes(cls, data: bytes) -> "Memory":
         """Return the memory that `to_bytes` wrote; raises msgspec.DecodeError."""
-        memory = cls(max_bytes)
+        memory = cls()
         for key, encoded in msgspec.msgpack.decode(data, type=list[tuple[str, bytes]]):
             memory._put(key, encoded)
         return memory
 
     def _put(self, key: str, encoded: bytes) -> None:
-        self._forget(key)
-        if _size_bytes(key, encoded) > self._max_bytes:
-            return
-        self._values[key] = encoded
-        self.size_bytes += _size_bytes(key, encoded)
-        while self.size_bytes > self._max_bytes:
-            self._forget(next(iter(self._values)))
-
-    def _forget(self, key: str) -> None:
-        encoded = self._values.pop(key, None)
-        if encoded is not None:
-            self.size_bytes -= _size_bytes(key, encoded)
-
-
-def _size_bytes(key: str, encoded: bytes) -> int:
-    return len(key) + len(encoded) + _OVERHEAD_BYTES
+        self._values.pop(key, None)
+        with suppress(ValueError):  # it is larger than all of the memory
+            self._values[key] = encoded
 
 
 # Bodies. A body is what a JSON object was decoded to, with its keys in the order received. Nothing
@@ -191,20 +181,6 @@ class RequestFacts:
     session: str = ""
     """The client's own name for the session, if it sent one."""
     tenant: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Stabilized:
-    """A request as it should be sent; `body` is the very object given if nothing was changed.
-
-    `failures` are the stabilizers that left the request alone because of what they met, each with a
-    reason that holds no prompt text. Give `lessons` to `Memory.learn` once the request is sent.
-    """
-
-    body: Json
-    changed_by: tuple[Name, ...] = ()
-    failures: tuple[tuple[Name, str], ...] = ()
-    lessons: dict[str, Any] = field(default_factory=dict)
 
 
 def with_list(holder: Json, key: str, items: list[Any]) -> Json:
@@ -269,7 +245,10 @@ DATE = re.compile(
 
 
 class Draft:
-    """A request in the making: stabilizers read and set `body`, and add to `lessons`."""
+    """A request in the making: stabilizers read and set `body`, and add to `lessons`.
+
+    Its messages must be as `messages_of` returns them.
+    """
 
     def __init__(self, route: Route, body: Json, memory: Memory, facts: RequestFacts) -> None:
         self.route = route
@@ -278,12 +257,12 @@ class Draft:
         self.facts = facts
         self.lessons: dict[str, Any] = {}
         self.list_name = list_name(route)
-        self.system_field = _SYSTEM_FIELDS.get(route)
+        self.system_field = _SYSTEM_FIELDS.get(route, "")
 
     @property
     def messages(self) -> list[Json]:
-        """The messages, or the items of a Responses body; raises UnknownShape."""
-        return messages_of(self.route, self.body)
+        """The messages, or the items of a Responses body."""
+        return list_of(self.body.get(self.list_name))
 
     @messages.setter
     def messages(self, messages: list[Json]) -> None:
@@ -297,12 +276,12 @@ class Draft:
 
     def rewrite_system(self, rewrite: Callable[[str], str]) -> None:
         """Rewrite every text of the system prompt; a text in a list goes if nothing is left of it."""
-        name, messages = self.system_field, self.messages
-        if name is not None and name in self.body:
-            self.body = _with_texts(self.body, name, rewrite)
-        n = n_leading_system(messages)
-        leading = [_with_texts(message, "content", rewrite) for message in messages[:n]]
-        self.messages = leading + messages[n:]
+        if self.system_field in self.body:
+            self.body = _with_texts(self.body, self.system_field, rewrite)
+        leading = self.messages[: n_leading_system(self.messages)]
+        rewritten = [_with_texts(message, "content", rewrite) for message in leading]
+        if not all(map(operator.is_, rewritten, leading)):
+            self.messages = rewritten + self.messages[len(leading) :]
 
     @property
     def system_text(self) -> str:
@@ -333,7 +312,7 @@ class Draft:
 
     @cached_property
     def _dateless_system(self) -> str:
-        return DATE.sub(r"\g<words>", self.system_text)
+        return _without_dates(self.system_text)
 
     @cached_property
     def begins(self) -> bool:
@@ -358,12 +337,17 @@ class Draft:
         return without_reminders(content)
 
 
+@lru_cache(_N_SYSTEM_PROMPTS)
+def _without_dates(text: str) -> str:
+    """Return a system prompt less its dates; a long one takes milliseconds, and requests repeat it."""
+    return DATE.sub(r"\g<words>", text)
+
+
 def _objects(value: Any, name: str) -> list[Json]:
     if not isinstance(value, list):
         raise UnknownShape(f"{name} is not a list")
-    for i, item in enumerate(value):
-        if not isinstance(item, dict):
-            raise UnknownShape(f"{name}[{i}] is not an object")
+    if not set(map(type, value)) <= {dict}:
+        raise UnknownShape(f"{name} has an item that is not an object")
     return value
 
 

@@ -4,32 +4,40 @@
 giving the result again changes nothing. Nothing is raised: what a stabilizer does not know it leaves alone.
 """
 
+import operator
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from proxy.core.messages import CONVERSATIONS, Route
+from proxy.core.tokens import common_prefix_length
 from proxy.stabilize import drops, sticky
-from proxy.stabilize.model import Draft, Json, Memory, Name, RequestFacts, Stabilized, UnknownShape
+from proxy.stabilize.model import Draft, Json, Memory, Name, RequestFacts, UnknownShape, messages_of
 
-STABILIZERS: dict[Name, Callable[[Draft], None]] = {
-    Name.DROP_BILLING_HEADER: drops.drop_billing_header,
+# How a conversation is recognised depends on what those before the sticky ones change, and must not depend
+# on what the others do. Reasoning comes last because its messages no longer look Anthropic.
+OfMessage = Callable[[Draft, Json], list[Json]]
+OfRequest = Callable[[Draft], None]
+OF_MESSAGES: dict[Name, OfMessage] = {
     Name.DROP_CACHE_CONTROL: drops.drop_cache_control,
     Name.TOOL_REFERENCE_TEXT: drops.tool_reference_text,
     Name.GLUE_TEXT_TO_RESULTS: drops.glue_text_to_results,
     Name.TOOL_RESULTS_FIRST: drops.tool_results_first,
+    Name.RESTORE_TOOL_ARGUMENTS: sticky.restore_tool_arguments,
+}
+"""What is applied first, to each message by itself, in this order."""
+OF_REQUESTS: dict[Name, OfRequest] = {
+    Name.DROP_CACHE_CONTROL: drops.drop_cache_control_of_request,
+    Name.DROP_BILLING_HEADER: drops.drop_billing_header,
     Name.HOIST_SYSTEM_MESSAGE: drops.hoist_system_message,
     Name.FOLD_SYSTEM_MESSAGES: drops.fold_system_messages,
-    Name.RESTORE_TOOL_ARGUMENTS: sticky.restore_tool_arguments,
     Name.KEEP_TOOL_ORDER: sticky.keep_tool_order,
     Name.STICKY_TOOL_TEXT: sticky.sticky_tool_text,
     Name.STICKY_DATE: sticky.sticky_date,
     Name.STICKY_REMINDERS: sticky.sticky_reminders,
     Name.INLINE_REASONING: drops.inline_reasoning,
 }
-"""In the order in which they are applied.
-
-How a conversation is recognised depends on what those before the sticky ones change, and must not depend
-on what the others do. Reasoning comes last because its messages no longer look Anthropic.
-"""
+"""What is then applied to the request as a whole, in this order."""
 _ROUTES: dict[Name, Collection[Route]] = {
     Name.DROP_CACHE_CONTROL: (Route.MESSAGES, Route.CHAT),
     Name.TOOL_REFERENCE_TEXT: (Route.MESSAGES,),
@@ -41,29 +49,113 @@ _ROUTES: dict[Name, Collection[Route]] = {
 NO_FACTS = RequestFacts()
 
 
+class Change(NamedTuple):
+    """What a message became, and by which stabilizers."""
+
+    made: list[Json]
+    changed_by: tuple[Name, ...]
+
+
+class Seen(NamedTuple):
+    """The messages of a request as they came, and which of them were changed by themselves, ascending.
+
+    Later requests of the conversation repeat them, so that only new messages are looked at.
+    """
+
+    messages: list[Json] = []
+    changes: dict[int, Change] = {}
+
+
+NOTHING_SEEN = Seen()
+
+
+@dataclass(slots=True)
+class Stabilized:
+    """A request as it should be sent; `body` is the very object given if nothing was changed.
+
+    `failures` tell which stabilizers left the request, or a message of it, alone because of what they met,
+    and why; they hold no prompt text. Give `lessons` to `Memory.learn` once the request is sent, and `seen`
+    to the conversation's next request.
+    """
+
+    body: Json
+    changed_by: tuple[Name, ...] = ()
+    failures: dict[Name, str] = field(default_factory=dict)
+    lessons: dict[str, Any] = field(default_factory=dict)
+    seen: Seen = NOTHING_SEEN
+
+    def note(self, name: Name, error: Exception) -> None:
+        """Note that a stabilizer failed; other errors' messages may quote the prompt."""
+        self.failures[name] = (
+            str(error) if isinstance(error, UnknownShape) else type(error).__name__
+        )
+
+
 def stabilize(
     route: Route,
     body: Json,
     memory: Memory,
     switches: Collection[Name],
     facts: RequestFacts = NO_FACTS,
+    seen: Seen = NOTHING_SEEN,
 ) -> Stabilized:
-    """Return the body with the stabilizers of *switches* applied, and which of them changed it."""
-    draft = Draft(route, body, memory, facts)
-    changed_by: list[Name] = []
-    failures: list[tuple[Name, str]] = []
-    for name, apply in STABILIZERS.items():
-        if name not in switches or route not in _ROUTES.get(name, CONVERSATIONS):
+    """Return the body with the stabilizers of *switches* applied, and which of them changed it.
+
+    *seen* is of an earlier request under the same switches, of the same tenant.
+    """
+    result, draft = Stabilized(body), Draft(route, body, memory, facts)
+    try:
+        messages = messages_of(route, body)
+    except UnknownShape:
+        return result  # llama-server will refuse it
+    names = [n for n in Name if n in switches and route in _ROUTES.get(n, CONVERSATIONS)]
+    n_seen = common_prefix_length(seen.messages, messages)
+    changes = {index: change for index, change in seen.changes.items() if index < n_seen}
+    for index in range(n_seen, len(messages)):
+        if change := _change_of(messages[index], draft, names, result):
+            changes[index] = change
+    if changes:
+        draft.messages = _joined(messages, changes)
+    changed_by = {name for change in changes.values() for name in change.changed_by}
+    for name, apply in OF_REQUESTS.items():
+        if name not in names:
             continue
         before, lessons = draft.body, dict(draft.lessons)
         try:
             apply(draft)
         except Exception as error:
             draft.body, draft.lessons = before, lessons
-            # Other errors' messages may quote the prompt.
-            is_ours = isinstance(error, UnknownShape)
-            failures.append((name, str(error) if is_ours else type(error).__name__))
-        else:
-            if draft.body is not before:
+            result.note(name, error)
+        if draft.body is not before:
+            changed_by.add(name)
+    result.body, result.lessons = draft.body, draft.lessons
+    result.changed_by = tuple(name for name in names if name in changed_by)
+    if not result.failures:
+        result.seen = Seen(messages, changes)
+    return result
+
+
+def _change_of(
+    message: Json, draft: Draft, names: Collection[Name], result: Stabilized
+) -> Change | None:
+    """Return what becomes of a message by itself, None if nothing does; note what fails in *result*."""
+    made, changed_by = [message], list[Name]()
+    for name, apply in OF_MESSAGES.items():
+        if name in names:
+            try:
+                new = [after for before in made for after in apply(draft, before)]
+            except Exception as error:
+                result.note(name, error)
+                continue
+            if len(new) != len(made) or not all(map(operator.is_, new, made)):
+                made = new
                 changed_by.append(name)
-    return Stabilized(draft.body, tuple(changed_by), tuple(failures), draft.lessons)
+    return Change(made, tuple(changed_by)) if changed_by else None
+
+
+def _joined(messages: list[Json], changes: dict[int, Change]) -> list[Json]:
+    joined, begin = list[Json](), 0
+    for index, change in changes.items():
+        joined += [*messages[begin:index], *change.made]
+        begin = index + 1
+    return joined + messages[begin:]

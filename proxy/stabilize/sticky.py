@@ -143,31 +143,27 @@ _REFUSED_BY_CLIENT = "invalid"
 """OpenCode's name for a call that it could not run; the arguments then name the tool and the error."""
 
 
-def restore_tool_arguments(draft: Draft) -> None:
+def restore_tool_arguments(draft: Draft, message: Json) -> list[Json]:
     """Clients send tool calls back with other keys, order or numbers than the model wrote."""
 
-    def restored_call(call: Any) -> Any:
+    def in_call(call: Any) -> Any:
         function = member(call, "function")
         if not isinstance(function, dict):
             return call
         restored = _restored(draft, function, call.get("id"))
         return call if restored is function else {**call, "function": restored}
 
-    def restored_block(block: Any) -> Any:
+    def in_block(block: Any) -> Any:
         is_call = text_of(block, "type") == "tool_use"
         return _restored(draft, block, block.get("id")) if is_call else block
 
-    def restored_message(message: Json) -> Json:
-        if draft.route is Route.RESPONSES:
-            is_call = message.get("type") == "function_call"
-            return _restored(draft, message, message.get("call_id")) if is_call else message
-        if message.get("role") != "assistant":
-            return message
-        if draft.route is Route.MESSAGES:
-            return with_items(message, "content", restored_block)
-        return with_items(message, "tool_calls", restored_call)
-
-    draft.messages = [restored_message(message) for message in draft.messages]
+    if message.get("type") == "function_call" and draft.route is Route.RESPONSES:
+        return [_restored(draft, message, message.get("call_id"))]
+    if message.get("role") != "assistant" or draft.route is Route.RESPONSES:
+        return [message]
+    is_anthropic = draft.route is Route.MESSAGES
+    key, restored = ("content", in_block) if is_anthropic else ("tool_calls", in_call)
+    return [with_items(message, key, restored)]
 
 
 def _restored(draft: Draft, holder: Json, call_id: Any) -> Json:

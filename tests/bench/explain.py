@@ -19,8 +19,7 @@ from proxy.core.plan import Plan, StartOption
 from proxy.core.slots import UseLive
 from proxy.core.tokens import Namespace, token_ids
 from proxy.explain.causes import Cause
-from proxy.explain.explanation import Judgement
-from proxy.explain.report import Inquiry, Journal, Report
+from proxy.explain.report import Inquiry, Journal, Judgement, Report
 from proxy.llama.bodies import GenerationBody
 from proxy.llama.client import Timings
 from proxy.metrics import Metrics
@@ -30,15 +29,17 @@ from proxy.serving.request import Account, Answer, Request
 SPACE = Namespace(b"n" * 16)
 PROCESS = cast(Process, SimpleNamespace(rule=Rule(RuleKind.RESTORE_POINTS), id="process"))
 CHARACTERS_A_TOKEN = 4
-MESSAGE_TOKENS = 250
-N_MISSES = 1000
+N_MISSES = 300
+SIZES = ((1_000, 250), (32_000, 250), (128_000, 250), (12_001, 1))
+"""Tokens of a prompt, and of each of its messages."""
 
 
 class Conversation:
     """Grows by a message a request; *seed* makes its words its own."""
 
-    def __init__(self, seed: int, n_tokens: int) -> None:
+    def __init__(self, seed: int, n_tokens: int, message_tokens: int = 250) -> None:
         self._random = random.Random(seed)
+        self.message_tokens = message_tokens
         self.messages: list[dict[str, Any]] = []
         self.tokens = token_ids(())
         self.text = ""
@@ -47,10 +48,11 @@ class Conversation:
 
     def grow(self) -> None:
         role = "user" if len(self.messages) % 2 else "assistant"
-        content = self._random.randbytes(MESSAGE_TOKENS * CHARACTERS_A_TOKEN // 2).hex()
+        n_tokens = self.message_tokens
+        content = self._random.randbytes(n_tokens * CHARACTERS_A_TOKEN // 2).hex()
         self.messages.append({"role": role if self.messages else "system", "content": content})
         self.text += content
-        self.tokens += token_ids(self._random.choices(range(150_000), k=MESSAGE_TOKENS))
+        self.tokens += token_ids(self._random.choices(range(150_000), k=n_tokens))
 
     def prompt(self) -> tuple[Prompt, GenerationBody]:
         fields = {"messages": list(self.messages)}
@@ -88,23 +90,23 @@ class Explainer:
         return 1000 * (time.thread_time() - began), judgement
 
 
-def time_of_hits(n_tokens: int) -> float:
+def time_of_hits(n_tokens: int, message_tokens: int) -> float:
     """Return the milliseconds of CPU for a request that goes on from the one before."""
-    explainer, conversation = Explainer(), Conversation(1, n_tokens)
+    explainer, conversation = Explainer(), Conversation(1, n_tokens, message_tokens)
     taken = []
     for _ in range(40):
-        n_before = len(conversation.tokens)
-        taken.append(explainer.serve(*conversation.prompt(), n_before - MESSAGE_TOKENS)[0])
+        n_before = len(conversation.tokens) - message_tokens
+        taken.append(explainer.serve(*conversation.prompt(), n_before)[0])
         conversation.grow()
     return median(taken[1:])
 
 
-def time_of_misses(n_tokens: int) -> tuple[float, float]:
+def time_of_misses(n_tokens: int, message_tokens: int) -> tuple[float, float]:
     """Return the milliseconds of CPU for a request whose system prompt has changed.
 
     First while the journal fills up, then once it is full: what it forgets makes room in warm memory.
     """
-    explainer, first, taken = Explainer(), Conversation(1, n_tokens), []
+    explainer, first, taken = Explainer(), Conversation(1, n_tokens, message_tokens), []
     for number in range(N_MISSES):
         stamp = f"It is 2026-11-21 {number // 3600:02}:{number // 60 % 60:02}:{number % 60:02}. "
         content = stamp + first.messages[0]["content"]
@@ -140,8 +142,9 @@ def memory_of(n_requests: int, n_tokens: int) -> tuple[float, float, int]:
 def main() -> None:
     """Measure and print."""
     structlog.configure(processors=[_drop])
-    for n_tokens in (10_000, 30_000):
-        hit, (miss, later_miss) = time_of_hits(n_tokens), time_of_misses(n_tokens)
+    for n_tokens, message_tokens in SIZES:
+        hit = time_of_hits(n_tokens, message_tokens)
+        miss, later_miss = time_of_misses(n_tokens, message_tokens)
         print(
             f"{n_tokens:,} tokens: {hit:.3f} ms of CPU for a hit, {miss:.3f} ms for a miss, "
             f"{later_miss:.3f} ms once the journal is full"

@@ -4,7 +4,7 @@ from proxy.core.conditions import DegradationKind
 from proxy.explain.causes import MEANINGS
 from proxy.metrics import Metrics
 from proxy.stabilize.model import SAFE, Name
-from proxy.stabilize.run import STABILIZERS
+from proxy.stabilize.run import OF_MESSAGES, OF_REQUESTS
 
 
 def metrics_table() -> str:
@@ -38,6 +38,6 @@ def stabilizers_table() -> str:
     """Return every stabilizer with its reason, as a Markdown table."""
     rows = ["| name | class | why |", "|---|---|---|"]
     for name in Name:
-        reason = (STABILIZERS[name].__doc__ or "").partition("\n")[0]
+        reason = ((OF_MESSAGES.get(name) or OF_REQUESTS[name]).__doc__ or "").partition("\n")[0]
         rows.append(f"| `{name}` | {'safe' if name in SAFE else 'opt-in'} | {reason} |")
     return "\n".join(rows) + "\n"

@@ -1,6 +1,5 @@
 """The rule on a real llama-server: what the first files tell of it, and what the self-test measures."""
 
-
 import pytest
 
 from proxy.core.model import CANARY_TOKENS, Rule, RuleKind

@@ -13,8 +13,16 @@ from proxy.cli.look import explanation_text, stats_rows
 from proxy.cli.serve import for_model
 from proxy.core.model import CheckpointId, Family
 from proxy.explain.causes import Cause
-from proxy.explain.explanation import Explanation, RequestRecord
-from proxy.explain.views import ListedCheckpoint, NodeId, Selection, Today, list_checkpoint, select
+from proxy.explain.views import (
+    Explanation,
+    ListedCheckpoint,
+    NodeId,
+    RequestRecord,
+    Selection,
+    Today,
+    list_checkpoint,
+    select,
+)
 from proxy.llama.bodies import header_request, parse_body, route_path
 from proxy.llama.routes import generation_route
 from proxy.settings import size_in_words

@@ -180,7 +180,8 @@ def test_choose_stops_of_anything_ascend_beyond_what_is_reused(
     assert lengths == sorted(set(lengths))
     assert all(n > n_reused + SLACK_TOKENS and n >= MIN_CUT_TOKENS for n in lengths)
     named = {cuts.header, cuts.turn_start, cuts.message_end, cuts.branch, cuts.last_turn_end}
-    assert set(lengths) <= named | {cuts.surroundings}
+    inside = set(places_in_message(0, cuts.turn_start))
+    assert set(lengths) <= named | inside | {cuts.surroundings}
     saved = {stop.save_as for stop in stops} - {None}
     assert (
         kind is RuleKind.END_ONLY

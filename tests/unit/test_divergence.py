@@ -7,7 +7,6 @@ import pytest
 
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Rendering, find_change, is_alike_without_reminders, is_date
-from proxy.llama.bodies import GenerationBody, contents_of, sketch_of
 
 LONG = "Check the return value before it is used. " * 12
 OTHER = "Sing of the sea, the sun and of old ships. " * 12
@@ -34,14 +33,13 @@ def seen(
 ) -> Rendering:
     """Return a prompt as a template renders it that has the system prompt first, then the tools."""
     fields = {"messages": [{"role": "system", "content": system}, *messages], "tools": [*tools]}
-    body = GenerationBody(msgspec.json.encode(fields), fields)
     listed = "".join(f"\n{msgspec.json.encode(each).decode()}" for each in tools)
     text = f"<|system|>{system}{listed}<|end|>"
     for message in messages:
         reasoning = message.get("reasoning_content") if has_reasoning else ""
         thought = f"<think>{reasoning}</think>" if reasoning else ""
         text += f"<|{message['role']}|>{thought}{message['content']}<|end|>"
-    return Rendering(sketch_of(body), text + "<|assistant|>", contents_of(body))
+    return Rendering(fields, text + "<|assistant|>")
 
 
 def change(
@@ -136,7 +134,7 @@ def test_reasoning_that_the_template_drops_is_named_where_it_was() -> None:
 
 def test_same_messages_that_are_rendered_otherwise_are_named() -> None:
     new, old = seen(LONG, *TALK), seen(LONG, *TALK)
-    told = Rendering(new.sketch, new.text.replace("<|user|>Two.", "<|user|>[2] Two."), new.contents)
+    told = Rendering(new.fields, new.text.replace("<|user|>Two.", "<|user|>[2] Two."))
     assert change(told, old) == (Cause.RENDERED_OTHERWISE, PromptPart.USER, 3)
 
 
@@ -150,7 +148,7 @@ def test_first_message_of_another_conversation_is_first_sight() -> None:
 
 def test_without_texts_the_message_is_told_but_not_what_is_in_it() -> None:
     def bare(one: Rendering) -> Rendering:
-        return Rendering(one.sketch)
+        return Rendering(one.fields)
 
     for old, new, _ in HEADERS:
         assert change(bare(seen(new, *TALK)), bare(seen(old, *TALK)))[0] is Cause.SYSTEM_TEXT
@@ -161,7 +159,7 @@ def test_without_texts_the_message_is_told_but_not_what_is_in_it() -> None:
 
 def test_bare_texts_are_compared_as_they_are() -> None:
     def text(content: str) -> Rendering:
-        return Rendering(sketch_of(GenerationBody(b"", {})), content)
+        return Rendering({}, content)
 
     assert change(text(LONG + "x" + OTHER), text(LONG + "y"))[0] is Cause.EDITED_MESSAGE
     assert change(text(OTHER), text(LONG)) == (Cause.FIRST_SIGHT, PromptPart.TEXT, None)

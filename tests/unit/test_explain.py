@@ -10,8 +10,8 @@ from proxy.core.plan import Plan, StartOption, Why
 from proxy.core.slots import UseLive
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
-from proxy.explain.explanation import Judgement, Past, judge, may_be_missed
 from proxy.explain.known import Loss
+from proxy.explain.report import Judgement, Past, judge, may_be_missed
 from proxy.serving.request import Account
 
 POINTS, ANY = Rule(RuleKind.RESTORE_POINTS), Rule(RuleKind.ANY_PREFIX)

@@ -1,8 +1,8 @@
 """The journal of requests: what it remembers and how it is asked."""
 
 from proxy.explain.causes import MEANINGS, Cause
-from proxy.explain.explanation import RequestRecord
 from proxy.explain.report import MAX_REQUESTS, Journal
+from proxy.explain.views import RequestRecord
 
 
 def record(request_id: str, cause: Cause = Cause.DATE) -> RequestRecord:

@@ -1,13 +1,16 @@
 """Known prompts: which of them a new prompt is compared with, and that they stay within their bounds."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.model import Prompt
 from proxy.core.tokens import Namespace, common_prefix_length, token_ids
 from proxy.explain.causes import Cause
-from proxy.explain.compare import EMPTY, Sketch, digests
+from proxy.explain.compare import Rendering
 from proxy.explain.known import MAX_IDS, KnownPrompt, KnownPrompts, Loss, Match
+from proxy.explain.sketch import EMPTY, Sketch, digests
 
 SPACE, OTHER = Namespace(b"n" * 16), Namespace(b"o" * 16)
 RUN = range(1000)
@@ -26,20 +29,23 @@ def kept(max_bytes: int = 1 << 20, max_prompts: int = 100) -> KnownPrompts:
 
 
 def known(name: str, new: Prompt, made_of: Sketch = EMPTY, ended_at: float = 1.0) -> KnownPrompt:
-    return KnownPrompt(new.namespace, new.tokens, "", made_of, "process", ended_at, (name,))
+    rendering = Rendering({})
+    rendering.sketch = made_of
+    return KnownPrompt(new.namespace, new.tokens, rendering, ("process", 0), ended_at, (name,))
 
 
 def add(
     prompts: KnownPrompts, name: str, new: Prompt, made_of: Sketch = EMPTY, ended_at: float = 1.0
 ) -> Match | None:
     """Look a prompt up and then keep it, as a request does; return what it was compared with."""
-    nearest, compared = prompts.matches(new, made_of, prompts.newest(), ended_at)
-    prompts.add(known(name, new, made_of, ended_at), (nearest, compared))
+    asked = known(name, new, made_of, ended_at)
+    nearest, compared = prompts.matches(asked, prompts.newest(), ended_at)
+    prompts.add(asked, (nearest, compared))
     return compared
 
 
 def nearest_of(prompts: KnownPrompts, new: Prompt) -> Match | None:
-    return prompts.matches(new, EMPTY, prompts.newest(), 2.0)[0]
+    return prompts.matches(known("new", new), prompts.newest(), 2.0)[0]
 
 
 @given(
@@ -76,7 +82,7 @@ def test_bounds_hold_and_the_oldest_prompts_are_forgotten() -> None:
         assert prompts.size_bytes <= 100_000
     assert 5 < len(prompts) < 20
     assert nearest_of(prompts, prompt(0, 1)) is None
-    assert prompts.matches(prompt(7), sketch(0, 1), [], 2.0) == (None, None)
+    assert prompts.matches(known("new", prompt(7), sketch(0, 1)), [], 2.0) == (None, None)
     none, few = kept(max_prompts=0), kept(max_prompts=3)
     for number in range(5):
         add(few, str(number), prompt(number))
@@ -132,7 +138,7 @@ def test_conversation_is_known_by_two_messages_or_a_long_answer_not_by_one_messa
     add(prompts, "b", prompt(3, 4), sketch(20, 21, 22, roles="uAu"))
 
     def conversation(made_of: Sketch) -> str | None:
-        found = prompts.matches(prompt(9), made_of, [], 2.0)[1]
+        found = prompts.matches(known("new", prompt(9), made_of), [], 2.0)[1]
         return found.known.id if found else None
 
     assert conversation(sketch(99, 11, 12)) == "a"
@@ -149,10 +155,10 @@ def test_conversation_that_others_continue_meanwhile_is_compared_as_it_was_when_
     add(prompts, "a", prompt(*RUN[:500]), sketch(10, 11, 12))
     then, planned_at = prompts.newest(), 2.0
     add(prompts, "b", prompt(*RUN[:600]), sketch(10, 11, 12, 13), ended_at=3.0)
-    new, made_of = prompt(*RUN[:400], 7), sketch(98, 11, 12)
-    _, found = prompts.matches(new, made_of, then, planned_at)
+    new = known("new", prompt(*RUN[:400], 7), sketch(98, 11, 12))
+    _, found = prompts.matches(new, then, planned_at)
     assert found is not None and found.known.id == "a"
-    assert prompts.matches(new, made_of, [], planned_at) == (None, None)
+    assert prompts.matches(new, [], planned_at) == (None, None)
 
 
 def test_conversation_begun_again_under_the_new_header_is_compared_with_that() -> None:
@@ -161,3 +167,40 @@ def test_conversation_begun_again_under_the_new_header_is_compared_with_that() -
     add(prompts, "again", prompt(2, *RUN[:300]), sketch(6, 10, roles="su"), ended_at=2.0)
     found = add(prompts, "new", prompt(2, *RUN), sketch(6, 10, 11, 12, roles="suAu"), ended_at=3.0)
     assert found is not None and found.known.id == "again" and found.is_same_conversation
+
+
+def test_prompt_that_goes_on_in_its_slot_is_found_without_its_messages() -> None:
+    prompts = kept()
+    add(prompts, "a", prompt(*RUN[:300], 7, 7))
+    longer = prompt(*RUN[:500])
+    for n_reused in (300, 298):
+        found = prompts.continued(known("b", longer), n_reused)
+        assert found is not None and (found.known.id, found.n_common) == ("a", 300)
+        assert found.is_same_conversation and found.replaces
+    # Less was reused, it was another prompt, another tenant's, or in another slot.
+    assert prompts.continued(known("b", longer), 200) is None
+    assert prompts.continued(known("b", prompt(*RUN[1:500])), 300) is None
+    assert prompts.continued(known("b", prompt(*RUN[:500], namespace=OTHER)), 300) is None
+    elsewhere = replace(known("b", longer), slot=("process", 1))
+    assert prompts.continued(elsewhere, 300) is None
+    lost = known("lost", prompt(*RUN[:480], 9))
+    prompts.add(replace(lost, slot=("process", 1)), ())
+    assert prompts.continued(known("b", longer), 300) is None, "180 more tokens were known"
+
+
+def test_conversation_that_went_on_unread_is_known_by_its_messages_once_they_are_asked_for() -> (
+    None
+):
+    prompts = kept()
+    for n_messages in range(2, 5):
+        messages = [{"role": "user", "content": str(i)} for i in range(n_messages)]
+        new = known("new", prompt(*RUN[: 100 * n_messages]))
+        new = replace(new, rendering=Rendering({"messages": messages}), ids=(str(n_messages),))
+        found = prompts.continued(new, 100 * n_messages - 100)
+        assert (found is None) is (n_messages == 2)
+        prompts.add(new, (found,))
+    assert len(prompts) == 1
+    asked = replace(known("asked", prompt(9)), rendering=Rendering({"messages": messages}))
+    compared = prompts.matches(asked, prompts.newest(), 2.0)[1]
+    assert compared is not None and compared.known.ids == ("2", "3", "4")
+    assert compared.known.rendering.fields == {}, "only digests are kept from now on"

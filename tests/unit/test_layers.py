@@ -18,7 +18,7 @@ _SERVES = {"proxy.core", "proxy.explain", "proxy.llama", "proxy.stabilize", "pro
 }
 MAY_IMPORT = {
     "proxy.core": {"proxy.core"},
-    "proxy.stabilize": {"proxy.core.messages", "proxy.stabilize"},
+    "proxy.stabilize": {"proxy.core.messages", "proxy.core.tokens", "proxy.stabilize"},
     "proxy.explain": {"proxy.core", "proxy.explain"},
     "proxy.explain.report": {
         "proxy.errors",
@@ -29,7 +29,7 @@ MAY_IMPORT = {
         "proxy.servers",
         "proxy.store",
     },
-    "proxy.llama": {"proxy.core", "proxy.errors", "proxy.explain.compare", "proxy.llama"},
+    "proxy.llama": {"proxy.core", "proxy.errors", "proxy.llama"},
     "proxy.store": {"proxy.core", "proxy.errors", "proxy.store"},
     "proxy.store.directory": {"proxy.llama.state_file"},
     "proxy.store.offline": {"proxy.llama.state_file"},
@@ -52,7 +52,7 @@ MAY_IMPORT = {
     "proxy.app": {"proxy"},
     "proxy.__main__": {"proxy"},
 }
-CORE_PACKAGES = (sys.stdlib_module_names | {"xxhash", "msgspec", "proxy"}) - {
+CORE_PACKAGES = (sys.stdlib_module_names | {"cachetools", "xxhash", "msgspec", "proxy"}) - {
     *("asyncio", "datetime", "io", "logging", "os", "pathlib", "random", "socket", "time")
 }
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from proxy.core.messages import Route
-from proxy.stabilize.model import Marks, Memory, Name, RequestFacts, Stabilized
-from proxy.stabilize.run import NO_FACTS, stabilize
+from proxy.stabilize.model import Marks, Memory, Name, RequestFacts
+from proxy.stabilize.run import NO_FACTS, Stabilized, stabilize
 
 REFUSES = RequestFacts(accepts_late_system=False)
 ACCEPTS = RequestFacts(accepts_late_system=True)
@@ -22,7 +22,7 @@ def run(
     memory: Memory | None = None,
 ) -> Stabilized:
     result = stabilize(form, body, memory or Memory(), {name}, facts)
-    assert result.failures == ()
+    assert result.failures == {}
     assert set(result.changed_by) <= {name}
     return result
 
@@ -219,7 +219,7 @@ def test_system_message_with_more_than_text_is_left_alone_and_reported() -> None
     for name in (Name.HOIST_SYSTEM_MESSAGE, Name.FOLD_SYSTEM_MESSAGES):
         result = stabilize(Route.MESSAGES, body, Memory(), {name})
         assert result.body is body
-        assert result.failures == ((name, "messages[1].content is not text"),)
+        assert result.failures == {name: "messages[1].content is not text"}
 
 
 # fold_system_messages

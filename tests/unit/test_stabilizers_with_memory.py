@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from proxy.core.messages import Route
-from proxy.stabilize.model import Memory, Name, RequestFacts, Stabilized
-from proxy.stabilize.run import NO_FACTS, stabilize
+from proxy.stabilize.model import Memory, Name, RequestFacts
+from proxy.stabilize.run import NO_FACTS, Stabilized, stabilize
 from proxy.stabilize.sticky import choose_call, means_the_same
 
 ANSWER = {"role": "assistant", "content": "Done."}
@@ -23,7 +23,7 @@ class Sender:
 
     def send(self, body: dict[str, Any], facts: RequestFacts = NO_FACTS) -> dict[str, Any]:
         result = stabilize(self.form, body, self.memory, {self.name}, facts)
-        assert result.failures == ()
+        assert result.failures == {}
         self.memory.learn(result.lessons)
         return result.body
 
@@ -88,7 +88,7 @@ def test_tools_of_unknown_shape_are_left_alone_and_reported(tools: Any) -> None:
     body = {"messages": [user("Fix it.")], "tools": tools}
     result = stabilize(Route.CHAT, body, Memory(), {Name.KEEP_TOOL_ORDER})
     assert result.body is body and result.lessons == {}
-    assert [name for name, _ in result.failures] == [Name.KEEP_TOOL_ORDER]
+    assert list(result.failures) == [Name.KEEP_TOOL_ORDER]
 
 
 # sticky_tool_text

@@ -3,9 +3,8 @@
 from datetime import datetime
 
 from proxy.explain.causes import Cause
-from proxy.explain.explanation import RequestRecord
 from proxy.explain.report import sums_at
-from proxy.explain.views import Today
+from proxy.explain.views import RequestRecord, Today
 
 NOON = datetime(2026, 11, 21, 12).timestamp()
 MIDNIGHT = datetime(2026, 11, 22).timestamp()

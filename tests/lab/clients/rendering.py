@@ -60,7 +60,7 @@ def stabilized(mutation: Mutation, switches: frozenset[Name], facts: RequestFact
     bodies = []
     for body in mutation.requests:
         result = stabilize(mutation.form, body, memory, switches, facts)
-        assert result.failures == ()
+        assert not result.failures
         memory.learn(result.lessons)
         bodies.append(result.body)
     return bodies

@@ -1,0 +1,151 @@
+"""What a chat request is made of, in digests: its tools and its messages."""
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import msgspec
+import xxhash
+
+from proxy.core.messages import is_system, list_of, member, text_of
+from proxy.core.tokens import Namespace
+from proxy.explain.causes import PromptPart
+
+Digests: TypeAlias = "array[int]"
+"""64-bit digests, eight bytes each."""
+
+_PARTS = {"s": PromptPart.SYSTEM, "a": PromptPart.ASSISTANT, "t": PromptPart.TOOL_RESULT}
+_LETTERS = {"system": "s", "developer": "s", "user": "u", "assistant": "a", "tool": "t"}
+_SEEDS = {role: seed for seed, role in enumerate(_LETTERS, 1)}
+_LONG_BYTES = 200
+
+
+def digests(values: list[int]) -> Digests:
+    return array("Q", values)
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """The digests of a chat request: its tools by name and whole, and its messages in the chat form.
+
+    `roles` has a letter for each message: s, u, a or t for system, user, assistant or tool, and A for an
+    answer so long that hardly two conversations have it. A prompt without messages has an empty sketch.
+    `n_system_chars` is the length of the leading system message's text.
+    """
+
+    names: Digests
+    tools: Digests
+    roles: str
+    messages: Digests
+    n_system_chars: int = 0
+
+    @property
+    def n_leading_system(self) -> int:
+        return len(self.roles) - len(self.roles.lstrip("s"))
+
+    def part(self, message: int) -> PromptPart:
+        """Return what part of a prompt a message is."""
+        return _PARTS.get(self.roles[message].lower(), PromptPart.USER)
+
+    def conversation_keys(self, namespace: Namespace) -> Iterator[int]:
+        """Yield keys that tell this conversation from others, the newest first.
+
+        A key is two messages in a row, behind the leading system messages, or a long answer. Any other
+        single message may be part of many conversations: a request for a title repeats the first one.
+        """
+        for index in range(len(self.messages) - 1, self.n_leading_system - 1, -1):
+            if index > self.n_leading_system:
+                yield hash((namespace, self.messages[index - 1], self.messages[index]))
+            if self.roles[index] == "A":
+                yield hash((namespace, self.messages[index]))
+
+
+EMPTY = Sketch(digests([]), digests([]), "", digests([]))
+
+
+def begin_alike(new: Sketch, old: Sketch) -> bool:
+    """Return whether two prompts have the same first message under about the same header.
+
+    A request for a title repeats the first message of its conversation, but under another header.
+    """
+    first, before = new.n_leading_system, old.n_leading_system
+    has_same_tools = len(new.tools) > 0 and new.tools == old.tools
+    has_same_header = first > 0 and new.messages[:first] == old.messages[:before]
+    return have_same_first_message(new, old) and (has_same_tools or has_same_header)
+
+
+def have_same_first_message(new: Sketch, old: Sketch) -> bool:
+    """Return whether the same message follows the leading system messages in both."""
+    first, before = new.n_leading_system, old.n_leading_system
+    return new.messages[first : first + 1] == old.messages[before : before + 1]
+
+
+def goes_on(new: Sketch, old: Sketch) -> bool:
+    """Return whether one of two prompts begins with all tools and messages of the other."""
+    return new.tools == old.tools and first_difference(new, old) is None
+
+
+def first_difference(new: Sketch, old: Sketch) -> int | None:
+    """Return the first message that differs; None if one prompt only has more of them."""
+    n_both = min(len(new.messages), len(old.messages))
+    return next((i for i in range(n_both) if new.messages[i] != old.messages[i]), None)
+
+
+def is_truncated(new: Sketch, old: Sketch, message: int) -> bool:
+    """Return whether later messages of *old* stand in *new* at *message*, or soon behind it.
+
+    Two of them in a row must be there, because short messages repeat themselves. A summary of what was left
+    out may come before them.
+    """
+    indexes: dict[tuple[int, int], int] = {}
+    for index in range(message, len(old.messages) - 1):
+        indexes.setdefault((old.messages[index], old.messages[index + 1]), index)
+    last = min(message + 3, len(new.messages) - 1)
+    pairs = ((i, (new.messages[i], new.messages[i + 1])) for i in range(message, last))
+    return any(indexes.get(pair, i) > i for i, pair in pairs)
+
+
+def sketch_of(fields: dict[str, Any]) -> Sketch:
+    """Return the sketch of a body in the chat form; an empty one if it has no messages."""
+    messages = list_of(fields.get("messages"))
+    tools = list_of(fields.get("tools")) if messages else []
+    names = [text_of(member(tool, "function", {}), "name") for tool in tools]
+    leading = messages[0] if messages and is_system(messages[0]) else {}
+    parts = [_part(message) for message in messages]
+    return Sketch(
+        digests([xxhash.xxh3_64_intdigest(name.encode()) for name in names]),
+        digests([xxhash.xxh3_64_intdigest(msgspec.json.encode(tool)) for tool in tools]),
+        "".join(letter for letter, _ in parts),
+        digests([digest for _, digest in parts]),
+        sum(len(piece) for piece in _texts(leading.get("content"))),
+    )
+
+
+def _part(message: dict[str, Any]) -> tuple[str, int]:
+    """Return the letter and the digest of a message."""
+    role, content = text_of(message, "role"), message.get("content")
+    if len(message) == 2 and role in _SEEDS and isinstance(content, str):
+        # Most messages are no more than that, and to encode them would take as long as all the rest.
+        size_bytes, digest = len(content), xxhash.xxh3_64_intdigest(content.encode(), _SEEDS[role])
+    else:
+        encoded = msgspec.json.encode(message)
+        size_bytes, digest = len(encoded), xxhash.xxh3_64_intdigest(encoded)
+    letter = _LETTERS.get(role, "u")
+    return "A" if letter == "a" and size_bytes > _LONG_BYTES else letter, digest
+
+
+def pieces_of(message: dict[str, Any]) -> Iterator[str]:
+    """Yield the texts of a message, as templates write them."""
+    if reasoning := text_of(message, "reasoning_content").strip():
+        yield reasoning
+    yield from _texts(message.get("content"))
+    for call in list_of(message.get("tool_calls")):
+        if name := text_of(member(call, "function", {}), "name"):
+            yield name
+
+
+def _texts(content: Any) -> Iterator[str]:
+    parts = list_of(content)
+    texts = [content] if isinstance(content, str) else [text_of(part, "text") for part in parts]
+    yield from (text.strip() for text in texts if text.strip())
