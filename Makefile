@@ -8,6 +8,7 @@ SERVER := $(LAB)/llama-server/llama-server
 MODELS := $(LAB)/models/.made
 CLIENTS := $(LAB)/clients/.installed
 PROMETHEUS := $(LAB)/prometheus/promtool
+NGINX := $(LAB)/nginx/nginx
 CHROMIUM := $(LAB)/chromium/chromium
 DEBIAN := $(LAB)/debian.tar
 # Where `make install` puts things; /etc and systemd's units only as root.
@@ -23,7 +24,7 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
   { echo "$(PYTHON) with venv is missing: apt-get install python3.11-venv"; exit 1; }
 endef
 
-.PHONY: all setup llama-server older-builds models prometheus chromium demo test test-long test-clients live lint format type docs screenshots bench clean
+.PHONY: all setup llama-server older-builds models prometheus nginx chromium demo test test-long test-clients live lint format type docs screenshots bench bench-overhead clean
 
 all: lint type test
 
@@ -52,6 +53,12 @@ prometheus:
 $(PROMETHEUS):
 	tests/lab/fetch_prometheus.sh $(abspath $(LAB)/prometheus)
 
+# To compare with: one on PATH wins, otherwise Debian's own is unpacked into .lab.
+nginx:
+	@if command -v nginx >/dev/null; then :; else $(MAKE) --no-print-directory $(NGINX); fi
+$(NGINX):
+	tests/lab/fetch_nginx.sh $(abspath $(LAB)/nginx)
+
 # For the live page: one in CHROMIUM_BIN or on PATH wins, otherwise Debian's own is unpacked into .lab.
 chromium:
 	@if [ -n "$$CHROMIUM_BIN" ] || command -v chromium >/dev/null; then :; \
@@ -70,11 +77,11 @@ demo: $(SETUP) llama-server models
 	@$(BIN)/python -m tests.bench.demo
 
 test: $(SETUP) llama-server older-builds models prometheus chromium
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 4 --dist worksteal
 
-# The same with many more generated examples for each property.
+# The same with many more generated examples for each property, and on all kinds of memory.
 test-long: $(SETUP) llama-server older-builds models prometheus chromium
-	$(BIN)/python -m pytest -n 2 --dist worksteal --hypothesis-profile=long
+	$(BIN)/python -m pytest -n 4 --dist worksteal --hypothesis-profile=long -m ""
 
 # The real Claude Code and OpenCode, pinned in tests/clients/package.json; npm is only needed to fetch them.
 test-clients: $(SETUP) llama-server models $(CLIENTS)
@@ -90,7 +97,7 @@ $(CLIENTS): tests/clients/package.json
 	@touch $@
 
 live: $(SETUP) llama-server older-builds models prometheus chromium
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests/live
+	$(BIN)/python -m pytest -n 4 --dist worksteal tests/live
 
 lint: $(SETUP)
 	$(BIN)/ruff check .
@@ -123,6 +130,10 @@ else
 	  $(SIZE:%=--size %) $(SLOTS:%=--slots %) $(VARIANT:%=--variant %) $(TIMES:%=--times %) \
 	  $(AGAIN:%=--again) $(VERBOSE:%=--verbose)
 endif
+
+# What the proxy adds to a request, against llama-server alone; PINNED=1 gives llama-server a core to itself.
+bench-overhead: $(SETUP) llama-server models nginx
+	@$(BIN)/python -m tests.bench.overhead --document $(PINNED:%=--pinned)
 
 # An environment of its own under PREFIX, the command, and as root systemd's units with their settings.
 install:

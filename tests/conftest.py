@@ -1,7 +1,31 @@
-"""Hypothesis: few examples by default, many in `make test-long`; no deadline, for machines are busy."""
+"""What all tests share: Hypothesis's profiles, folders in memory, Ctrl-C as commands know it."""
+
+import gc
+import os
+import shutil
+import signal
+from pathlib import Path
 
 from hypothesis import settings
 
-settings.register_profile("quick", max_examples=40, deadline=None)
+# Few examples by default, many in `make test-long`; no deadline, for machines are busy.
+settings.register_profile("quick", max_examples=25, deadline=None)
 settings.register_profile("long", max_examples=600, deadline=None)
 settings.load_profile("quick")
+
+MEMORY = Path("/dev/shm")
+LEAST_MEMORY_BYTES = 4 << 30
+
+
+def pytest_configure() -> None:
+    """Prepare the process of the tests and all that they start."""
+    # Disks need 10 to 40 ms for each sync.
+    if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > LEAST_MEMORY_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+    # Shells have what they start in the background ignore Ctrl-C, and commands under test inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of every later garbage collection; some tests ask for one each."""
+    gc.freeze()

@@ -222,7 +222,8 @@ NO_CUTS = Cuts()
 class Prompt:
     """A request's prompt as llama-server will see it; `shape` is the kind of request it came from.
 
-    `text` is what it was tokenized from; empty if that is not one text.
+    `text` is what it was tokenized from; empty if that is not one text. `conversation` are the digests of
+    a Conversation that renders this prompt; empty if there is none.
     """
 
     tokens: TokenIds
@@ -230,10 +231,34 @@ class Prompt:
     cuts: Cuts = NO_CUTS
     shape: str = ""
     text: str = ""
+    conversation: bytes = b""
 
     @property
     def n_tokens(self) -> int:
         return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A chat request by what its prompt is rendered from.
+
+    `digests` has eight bytes for everything that is no message, then eight for each message. So one
+    conversation goes on from another if its digests begin with those of the other. `sizes_bytes` are
+    those of the messages as JSON.
+    """
+
+    digests: bytes
+    roles: tuple[str, ...]
+    sizes_bytes: tuple[int, ...]
+
+    def n_behind(self, earlier: bytes) -> int:
+        """Return how many messages follow the *earlier* ones, 0 if the conversation does not go on from
+        them."""
+        is_longer = earlier and self.digests.startswith(earlier)
+        return (len(self.digests) - len(earlier)) // DIGEST_BYTES if is_longer else 0
+
+
+DIGEST_BYTES = 8
 
 
 class Outcome(StrEnum):

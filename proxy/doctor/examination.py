@@ -22,20 +22,13 @@ from proxy.core.saving import expected_bytes
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Empty
 from proxy.core.tokens import Namespace
 from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup
-from proxy.doctor.probes import ProbedServer, Scratch, has_ram_cache, prefers_similar_slot, scratch
-from proxy.errors import (
-    CacheFault,
-    IndexDamaged,
-    StoreFault,
-    StoreLocked,
-    UpstreamFault,
-    UpstreamRefused,
-)
+from proxy.doctor.probes import ProbedServer, Scratch, has_ram_cache, scratch
+from proxy.errors import CacheFault, IndexDamaged, StoreFault, StoreLocked, UpstreamFault
 from proxy.llama.client import LlamaServer, Props, new_session
-from proxy.llama.hosts import HostedFlags, ModelHost, Models, recognise
+from proxy.llama.hosts import recognise
 from proxy.llama.routes import Target
 from proxy.servers import self_test
-from proxy.servers.attach import attach, read_identity
+from proxy.servers.attach import attach
 from proxy.servers.server import kind_of
 from proxy.serving.process import Process
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
@@ -150,37 +143,18 @@ async def reach(
     try:
         models = await host.models()
         facts.n_at_most = models.n_at_most
-        if asked_for and may_load:
-            note(f"having {asked_for} loaded, if it is not")
         facts.asked_for = models.named(asked_for) or ""
-        if asked_for and not facts.asked_for and host.hides_names:
-            # To ask whether this is a model's name would load it.
-            with suppress(UpstreamRefused):
-                resolved = await host.resolve(asked_for) if may_load else asked_for
-                facts.asked_for = resolved or ""
         if facts.asked_for and may_load and facts.asked_for not in models.loaded:
-            await _load(host, models, facts)
+            note(f"having {facts.asked_for} loaded")
+            await host.load(facts.asked_for)
+            facts.loaded = facts.asked_for
         models = await host.models()
-        flags = {each.model: each for each in await host.flags()}
     except UpstreamFault as fault:
         facts.problem = str(fault)
         return [], facts
-    facts.models = tuple(flags.get(model, HostedFlags(model)) for model in sorted(models.known))
+    facts.models = tuple(sorted(models.known))
     wanted = models.loaded & {facts.asked_for} if asked_for else models.loaded
     return [root.at(host.target(model)) for model in sorted(wanted)], facts
-
-
-async def _load(host: ModelHost, before: Models, facts: HostFacts) -> None:
-    """Have the model loaded that was asked for, and note what that has cost; raises UpstreamFault."""
-    name = facts.asked_for
-    try:
-        if name not in (await host.models()).loaded:  # asking whose name it is may have loaded it
-            await host.load(name)
-    except UpstreamRefused as refusal:
-        facts.problem = f"{name} could not be loaded ({refusal})"
-        return
-    after = await host.models()
-    facts.loaded, facts.unloaded = name, tuple(sorted(before.loaded - after.loaded))
 
 
 # One llama-server: the real attach on a scratch store, and the probes beside it.
@@ -251,17 +225,14 @@ async def _examine_slots(
     if not process.can_cache:
         return
     await _measure_rule(facts, process)
-    facts.identity = await read_identity(server, props)
     assert probing.layout is not None, "an attach that can cache has saved a state"
     facts.layout = probing.layout
     _note_cost(facts, server, process)
     _find_usable(facts, probing, stored)
-    note(f"{name}trying out similarity and the RAM cache")
+    note(f"{name}trying out the RAM cache")
     try:
-        server.n_vocab = facts.identity.n_vocab
-        similar = await prefers_similar_slot(server, facts.layout[0])
-        facts.prefers_similar_slot = similar
-        facts.has_ram_cache = await has_ram_cache(server, prefers_similar=similar)
+        server.n_vocab = (await server.model_meta()).n_vocab
+        facts.has_ram_cache = await has_ram_cache(server)
     except UpstreamFault as fault:
         facts.failures.append(f"slot behaviour could not be examined: {fault}")
         with suppress(UpstreamFault):
@@ -302,12 +273,12 @@ async def _measure_rule(facts: LlamaServerFacts, process: Process) -> None:
 def _find_usable(facts: LlamaServerFacts, probing: Scratch, stored: Stored) -> None:
     """Note which of the directory's checkpoints are of the model that the attach found."""
     _, owner = next(owners(probing.services.store.index))
-    facts.canary = tuple(owner.known.canary)
+    facts.owner = owner
     checkpoints, known = stored
     ours = {
         namespace
         for namespace, other in known.items()
-        if other.static == owner.static and is_same_canary(other.known.canary, facts.canary)
+        if other.static == owner.static and is_same_canary(other.known.canary, owner.known.canary)
     }
     sizes = [c.size_bytes for c in checkpoints if c.namespace in ours]
     facts.n_usable, facts.usable_bytes = len(sizes), sum(sizes)

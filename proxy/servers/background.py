@@ -9,7 +9,7 @@ from functools import partial
 from proxy.core.model import CheckpointKind
 from proxy.core.rates import Rates
 from proxy.core.saving import is_worth_saving, is_write_back_due
-from proxy.core.slots import Known, Slot, SlotTable
+from proxy.core.slots import Known, Slot, SlotTable, n_busy
 from proxy.errors import ServerAway, StoreFault, TooManyRequests
 from proxy.log import get_logger
 from proxy.serving.process import RATES, SIZES, Process
@@ -134,14 +134,14 @@ def _is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:
         return False
     if idle_seconds is None:
         return True
-    if any(other.is_leased and not other.is_closing for other in process.slots):
+    if n_stalled := n_busy(process.slots):
         idle_seconds *= MAX_PUT_OFF
     if slot.used_at > time.monotonic() - idle_seconds:
         return False
     if not isinstance(content, Known):
         return True
     size_bytes = process.state_bytes(content)
-    return is_worth_saving(content, content.n_unsaved, size_bytes, process.rates)
+    return is_worth_saving(content, content.n_unsaved, size_bytes, process.rates, max(1, n_stalled))
 
 
 # Stored states are verified.

@@ -387,6 +387,8 @@ class Server(Watched):
     def _close(self) -> None:
         if self.process:
             self.process.queue.close()
+            for request in self.process.extending:
+                request.withdraw()  # where the next process got it, a restore may spare everything
             self.process = None
 
     async def _attach(

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 from cachetools import LRUCache
 
@@ -67,6 +68,7 @@ from proxy.store.known_models import known_tenants
 if TYPE_CHECKING:
     from proxy.serving.launches import Arrivals, Launches
     from proxy.serving.prompts import PromptReader
+    from proxy.serving.request import Request
     from proxy.serving.saver import Room
     from proxy.serving.saves import SlotSaves
 
@@ -128,6 +130,10 @@ class Process(Services):
     n_contradictions: int = 0
     n_contradictions_allowed: int = 2
     sizes: deque[StateSize] = field(default_factory=lambda: deque(maxlen=_MAX_SIZES))
+    extending: "WeakSet[Request]" = field(default_factory=WeakSet)
+    """Requests that were sent before anybody looked whether this process still runs."""
+    settling: "list[tuple[bytes, asyncio.Task[None]]]" = field(default_factory=list)
+    """The conversations whose answers are whole, and the tasks that find out what their slots hold now."""
     reader: "PromptReader" = field(init=False)
     room: "Room" = field(init=False)
     saves: "SlotSaves" = field(init=False)
@@ -148,6 +154,11 @@ class Process(Services):
     @property
     def is_caching(self) -> bool:
         return self.can_cache and self.rule.can_restore
+
+    def can_extend(self, content: Known) -> bool:
+        """Return whether a request may go on at once in the slot that still holds exactly *content*."""
+        is_free = any(slot.content is content for slot in self.slots.free())
+        return is_free and self.queue.grants_at_once and not self.launches.is_save_coming
 
     def require_alive(self) -> None:
         """Raise UpstreamUnreachable if another process has taken this one's place."""
@@ -211,6 +222,12 @@ class Process(Services):
         self.disabled_shapes.add(shape)
         self.degrade(DegradationKind.TOKENIZED_OTHERWISE, f"last: {shape}")
 
+    def enable_shape(self, shape: str) -> None:
+        """Serve requests of this shape from the cache again."""
+        self.disabled_shapes.discard(shape)
+        if not self.disabled_shapes:
+            self.recover(DegradationKind.TOKENIZED_OTHERWISE)
+
     def note_tenants(self) -> None:
         """Look whether several keys are in use: llama-server's RAM cache does not tell them apart."""
         if self.asks_for_key and len(self.tenants - {b""}) > 1:
@@ -272,6 +289,7 @@ class Process(Services):
             cuts=cuts,
             n_generated=n_generated,
             shape=prompt.shape,
+            conversation=prompt.conversation if len(tokens) == prompt.n_tokens else b"",
             n_believed=self.n_believed_points,
             stride_tokens=self.stride_tokens,
         )

@@ -15,6 +15,7 @@ from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind
 from proxy.core.rule import after_save
 from proxy.core.saving import (
     at_savable_point,
+    edit_places,
     is_write_back_due,
     places_of,
     points_of_others,
@@ -205,7 +206,8 @@ class SlotSaves:
             return saved, True
         places = places_of(content, kind)
         others = points_of_others(relatives)
-        selection = select_points(own, others, places, self._process.rates)
+        inside, state_bytes = edit_places(content), saved.state.state_end
+        selection = select_points(own, others, places, self._process.rates, inside, state_bytes)
         if selection.keys() == own.keys():
             return saved, True
         store, grafted = self._process.store, dict[int, Source]()

@@ -13,7 +13,7 @@ from rich.console import Console
 from tests.bench.demo_report import failures, results_table, summary
 from tests.bench.interrupts import run_to_the_end
 from tests.bench.play import Measured, Player, RequestFailed
-from tests.bench.processes import ProxyError, Stack
+from tests.bench.processes import ProxyError, Setup, Stack
 from tests.bench.workload import session
 from tests.lab.server import LlamaServerError
 
@@ -47,7 +47,10 @@ class Demo:
     async def _play(self, title: str, *, has_proxy: bool) -> list[Measured]:
         self._console.print(f"[bold]{title}[/]")
         with self._console.status("starting") as status:
-            stack = self._stack = Stack("hybrid", "small", self._leftovers, has_proxy=has_proxy)
+            # A second thread spins, which makes llama-server many times slower on a busy machine.
+            setup = Setup(n_threads=1)
+            stack = Stack("hybrid", "small", self._leftovers, has_proxy=has_proxy, setup=setup)
+            self._stack = stack
             await stack.start()
             player, results = Player(stack), []
             for request in session():

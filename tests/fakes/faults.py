@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.lab.waiting import HANG_SECONDS
+
 Retokenize = Callable[[dict[str, Any], list[int]], list[int]]
 
 
@@ -62,7 +64,7 @@ class Gate:
 
     async def reached(self) -> None:
         """Wait until a call has come to the gate."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_SECONDS):
             await self._reached.wait()
 
     def open(self) -> None:

@@ -20,17 +20,10 @@ from proxy.core.saving import is_write_back_due
 from proxy.serving.process import Process
 from proxy.settings import Settings
 from tests.fakes.llama_server import FakeLlamaServer, Seen
+from tests.lab.waiting import HANG_SECONDS, until
 
-SETTLE_SECONDS = 30.0
 CHAT = "/v1/chat/completions"
 COMPLETION = "/completion"
-
-
-async def until(is_so: Callable[[], object]) -> None:
-    """Wait until something is so; the test fails if it never is."""
-    async with asyncio.timeout(SETTLE_SECONDS):
-        while not is_so():  # noqa: ASYNC110 - there is no event for all of it
-            await asyncio.sleep(0.005)
 
 
 def text(name: str, n_words: int = 300) -> str:
@@ -110,7 +103,7 @@ class Rig:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.server)
             connector = aiohttp.TCPConnector(force_close=True, limit=0)
-            timeout = aiohttp.ClientTimeout(total=60)
+            timeout = aiohttp.ClientTimeout(total=HANG_SECONDS)
             self.client = await stack.enter_async_context(
                 aiohttp.ClientSession(timeout=timeout, connector=connector)
             )

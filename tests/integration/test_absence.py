@@ -9,9 +9,10 @@ from proxy.app import run_proxy
 from proxy.servers import server as lifecycle
 from proxy.settings import Settings
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, COMPLETION, KEYS, Reply, Rig, hang_up, question, until
+from tests.integration.rig import CHAT, COMPLETION, KEYS, Reply, Rig, hang_up, question
 from tests.integration.test_queue import occupy, served
 from tests.lab.server import find_free_port
+from tests.lab.waiting import HANG_SECONDS, until
 
 
 async def waiting(rig: Rig, n_requests: int) -> None:
@@ -145,7 +146,7 @@ async def test_waiting_requests_do_not_hold_up_the_end(start_rig: StartRig) -> N
         await rig.server.crash()
         asked = ask(rig, "a")
         await waiting(rig, 1)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANG_SECONDS):
             await rig.stop_proxy()
         assert (await asked).status == 503
         await rig.server.restart()

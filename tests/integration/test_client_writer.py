@@ -11,8 +11,8 @@ from aiohttp import web
 from proxy.metrics import Metrics
 from proxy.web import writer as client_writer
 from proxy.web.writer import ClientWriter, Unread
-from tests.integration.rig import until
 from tests.lab.raw_client import RawClient
+from tests.lab.waiting import until
 
 KIB = 1 << 10
 MIB = 1 << 20

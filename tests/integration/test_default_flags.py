@@ -8,16 +8,8 @@ import pytest
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
-from tests.integration.rig import (
-    CHAT,
-    COMPLETION,
-    Reply,
-    Rig,
-    hang_up,
-    next_question,
-    question,
-    until,
-)
+from tests.integration.rig import CHAT, COMPLETION, Reply, Rig, hang_up, next_question, question
+from tests.lab.waiting import until
 
 MEMORIES = [Memory.ANY_PREFIX, Memory.RESTORE_POINTS, Memory.END_ONLY]
 

@@ -20,8 +20,8 @@ from tests.integration.rig import (
     Rig,
     hang_up,
     question,
-    until,
 )
+from tests.lab.waiting import until
 
 
 async def test_healthy_proxy_has_no_reasons(start_rig: StartRig) -> None:

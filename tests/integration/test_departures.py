@@ -6,7 +6,8 @@ import pytest
 
 from tests.fakes.faults import Gate
 from tests.integration.conftest import StartRig
-from tests.integration.rig import COMPLETION, MESSAGES_FORMS, Form, Rig, hang_up, until
+from tests.integration.rig import COMPLETION, MESSAGES_FORMS, Form, Rig, hang_up
+from tests.lab.waiting import until
 
 
 async def leave_during(rig: Rig, place: str, name: str) -> Gate:

@@ -8,11 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from proxy.cli.common import EXIT_CUT_SHORT
+from proxy.cli.common import Exit
 from proxy.core.conditions import DegradationKind
 from proxy.doctor.examination import examine
 from proxy.doctor.facts import LlamaServerFacts
@@ -21,9 +20,9 @@ from proxy.settings import Settings
 from tests.fakes.faults import Faults
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.fakes.slots import Memory
+from tests.lab.waiting import until
 
 REPOSITORY = Path(__file__).parents[2]
-WAIT_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -166,20 +165,14 @@ async def test_interrupted_command_leaves_nothing_behind(
         env=_environment(),
         stderr=asyncio.subprocess.PIPE,
     )
-    async with asyncio.timeout(WAIT_SECONDS):
-        await asyncio.wait({asyncio.ensure_future(_reached(gate))})
-        process.send_signal(number)
-        server.release("restore")
-        _, said = await process.communicate()
-    assert process.returncode == EXIT_CUT_SHORT, said
+    await until(lambda: gate.n_reached)
+    process.send_signal(number)
+    server.release("restore")
+    _, said = await process.communicate()
+    assert process.returncode == Exit.CUT_SHORT, said
     assert b"interrupted" in said and b"Traceback" not in said
     assert [slot.tokens for slot in server.slots] == [[], []]
     assert os.listdir(server.directory) == []
-
-
-async def _reached(gate: Any) -> None:
-    while not gate.n_reached:  # noqa: ASYNC110 - Gate.reached is not that patient
-        await asyncio.sleep(0.01)
 
 
 def _environment() -> dict[str, str]:

@@ -11,7 +11,8 @@ import pytest
 
 from proxy.web.writer import COMMENT
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, COMPLETION, Rig, question, until
+from tests.integration.rig import CHAT, COMPLETION, Rig, question
+from tests.lab.waiting import until
 
 KEEP_SECONDS = 0.05
 BODIES: dict[str, dict[str, Any]] = {

@@ -9,7 +9,8 @@ from proxy.core.conditions import DegradationKind
 from proxy.servers.self_test import SelfTest
 from proxy.store.catalogue import Catalogue, Limits
 from tests.integration.conftest import StartRig
-from tests.integration.rig import question, until
+from tests.integration.rig import question
+from tests.lab.waiting import until
 
 
 def broken(*args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,8 @@ from yarl import URL
 from proxy.web import page as events_module
 from proxy.web.page import MAX_READERS, POLICY, LivePage
 from tests.integration.conftest import StartRig
-from tests.integration.rig import SETTLE_SECONDS, Rig, question, until
+from tests.integration.rig import Rig, question
+from tests.lab.waiting import HANG_SECONDS, until
 
 
 async def overviews(reply: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
@@ -66,7 +67,7 @@ async def test_more_pages_than_are_served_are_told_so_and_all_end_with_the_proxy
         async with rig.client.get(url) as reply:
             assert reply.status == 503
         readers.pop().close()
-        async with asyncio.timeout(SETTLE_SECONDS):
+        async with asyncio.timeout(HANG_SECONDS):
             while True:  # it makes room, once that is noticed
                 async with rig.client.get(url) as reply:
                     if reply.status == 200:

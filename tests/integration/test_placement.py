@@ -22,9 +22,9 @@ from tests.integration.rig import (
     Reply,
     Rig,
     question,
-    until,
     with_image,
 )
+from tests.lab.waiting import until
 
 MESSAGES = "/v1/messages"
 N_QUESTION = 309

@@ -18,7 +18,8 @@ from proxy.servers.server import Phase
 from proxy.settings import Settings
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.integration.conftest import StartRig
-from tests.integration.rig import Rig, until
+from tests.integration.rig import Rig
+from tests.lab.waiting import until
 
 
 def served_by(server: FakeLlamaServer) -> int:

@@ -12,7 +12,8 @@ from proxy.llama.client import Props
 from proxy.servers import server as lifecycle
 from tests.fakes.faults import Faults
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, COMPLETION, Rig, question, until
+from tests.integration.rig import CHAT, COMPLETION, Rig, question
+from tests.lab.waiting import until
 
 
 async def occupy(rig: Rig, name: str = "first") -> Any:

@@ -7,7 +7,8 @@ import pytest
 
 from tests.fakes.llama_server import Seen
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, MESSAGES_FORMS, Form, Rig, hang_up, question, until
+from tests.integration.rig import CHAT, MESSAGES_FORMS, Form, Rig, hang_up, question
+from tests.lab.waiting import until
 
 
 def who(request: Seen) -> str:

@@ -6,7 +6,8 @@ from proxy.llama import client as llama_server
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
-from tests.integration.rig import Rig, hang_up, question, until
+from tests.integration.rig import Rig, hang_up, question
+from tests.lab.waiting import until
 
 FULL_PROMPT = 309
 

@@ -13,7 +13,8 @@ from tests.fakes.slot_files import read_slot_file
 from tests.fakes.slots import WINDOW, Memory
 from tests.fakes.tokenizer import render, tokenize
 from tests.integration.conftest import StartRig
-from tests.integration.rig import COMPLETION, Rig, hang_up, next_question, question, text, until
+from tests.integration.rig import COMPLETION, Rig, hang_up, next_question, question, text
+from tests.lab.waiting import until
 
 HEADER = [{"role": "system", "content": text("rules", 400)}]
 

@@ -12,7 +12,8 @@ from proxy.llama import client as llama_server
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
-from tests.integration.rig import Rig, until
+from tests.integration.rig import Rig
+from tests.lab.waiting import until
 
 FAULTY_SAVES: dict[str, Callable[[Faults], Any]] = {
     "disk full": lambda faults: faults.refuse.update(save=500),

@@ -8,7 +8,8 @@ import pytest
 from proxy.servers import fatal as fatal_requests
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, Rig, question, text, until
+from tests.integration.rig import CHAT, Rig, question, text
+from tests.lab.waiting import until
 
 SUSPECT = "a state ended llama-server"
 

@@ -7,7 +7,8 @@ from structlog.testing import capture_logs
 
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
-from tests.integration.rig import COMPLETION, until
+from tests.integration.rig import COMPLETION
+from tests.lab.waiting import until
 
 QUESTION = [{"role": "user", "content": "".join(f" q{i}" for i in range(300))}]
 TOOL_LOOP: list[dict[str, Any]] = [

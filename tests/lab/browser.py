@@ -22,8 +22,8 @@ import aiohttp
 from tests.lab.server import REPOSITORY
 
 DEFAULT_BROWSER = REPOSITORY / ".lab" / "chromium" / "chromium"
-START_TIMEOUT_SECONDS = 120.0
-WAIT_SECONDS = 60.0
+START_TIMEOUT_SECONDS = 300.0
+WAIT_SECONDS = 300.0
 POLL_SECONDS = 0.05
 _FLAGS = (
     *("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0"),

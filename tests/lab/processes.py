@@ -1,12 +1,10 @@
 """The processes that a server has started: which they are, and that they end."""
 
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-END_TIMEOUT_SECONDS = 60.0
-_POLL_SECONDS = 0.02
+from tests.lab.waiting import wait_until
 
 
 def child_pids(pid: int) -> list[int]:
@@ -20,11 +18,7 @@ def child_pids(pid: int) -> list[int]:
 
 def await_end(pids: Sequence[int]) -> None:
     """Wait until none of the processes runs; raises TimeoutError if one goes on running."""
-    deadline = time.monotonic() + END_TIMEOUT_SECONDS
-    while any(map(is_alive, pids)):
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"some of the processes {pids} do not end")
-        time.sleep(_POLL_SECONDS)
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def is_alive(pid: int) -> bool:

@@ -15,7 +15,7 @@ import yaml
 from tests.lab.server import REPOSITORY, find_free_port, request
 
 FETCHED = REPOSITORY / ".lab" / "prometheus"
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 STOP_SECONDS = 60.0
 POLL_SECONDS = 0.05
 

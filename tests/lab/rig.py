@@ -14,8 +14,8 @@ from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.settings import Settings
 from tests.lab.server import LlamaServer, ServerProcess
+from tests.lab.waiting import until
 
-SETTLE_SECONDS = 300.0
 _DEFAULTS = {"min_free_bytes": 0, "idle_save_seconds": 0.05, "drain_seconds": 5.0}
 
 
@@ -95,9 +95,7 @@ class Rig(Generic[S]):
 
     async def settled(self) -> None:
         """Wait until llama-server is attached, no slot is leased and nothing waits to be saved."""
-        async with asyncio.timeout(SETTLE_SECONDS):
-            while not self._is_settled():  # noqa: ASYNC110 - there is no event for all of it
-                await asyncio.sleep(0.02)
+        await until(self._is_settled)
 
     def _is_settled(self) -> bool:
         pool = self.running.pool
@@ -119,11 +117,30 @@ class Rig(Generic[S]):
         async with self.client.post(self.base_url + path, json=body, **kwargs) as reply:
             content: dict[str, Any] = await reply.json()
             assert reply.status == 200, content
-            return content
+        await self.accounted()
+        return content
+
+    async def accounted(self) -> None:
+        """Wait until the prompts are read of which clients have the answers, so that all is recorded."""
+        while reading := [t for p in self.running.pool.processes for _, t in p.settling]:
+            await asyncio.wait(reading)
 
     async def chat(self, messages: list[Any], **fields: Any) -> dict[str, Any]:
         body = {"messages": messages, "max_tokens": 8, "temperature": 0, **fields}
         return await self.post("/v1/chat/completions", body)
+
+    def sample(self, name: str, **labels: str) -> float:
+        """Return a metric's value, 0 while it has none."""
+        value = self.running.metrics.registry.get_sample_value
+        return value(f"llama_prefix_cache_{name}", labels) or 0.0
+
+    async def reasons_are(self, *kinds: str) -> None:
+        """Wait until /health names exactly these; without any, until all is well."""
+
+        async def are_named() -> bool:
+            return [reason["kind"] for reason in (await self.health())["reasons"]] == [*kinds]
+
+        await until(are_named)
 
     async def health(self) -> dict[str, Any]:
         async with self.client.get(self.admin_url + "/health") as reply:

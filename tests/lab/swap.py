@@ -16,7 +16,7 @@ from tests.lab.model_host import ModelHost
 from tests.lab.models import model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer, read_evaluated_tokens
 
-START_SECONDS = 20
+START_SECONDS = 300
 
 
 def find_llama_swap() -> list[str]:

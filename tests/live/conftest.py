@@ -17,6 +17,16 @@ from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 
 KINDS = ("full", "swa", "recurrent", "hybrid", "hybrid_no_mrope")
 
+
+def in_long(*rows: Any) -> list[Any]:
+    """Return parameters for `make test-long` alone: other kinds of memory, other ways to the same code."""
+    of_several = (row if isinstance(row, tuple) else (row,) for row in rows)
+    return [pytest.param(*row, marks=pytest.mark.long) for row in of_several]
+
+
+ONE_KIND = pytest.mark.parametrize("kind", ["hybrid", *in_long("full", "swa", "recurrent")])
+"""What is the same for all kinds of memory: the one that can do least stands for all."""
+
 StartRig = Callable[..., AbstractAsyncContextManager[Rig]]
 
 

@@ -8,7 +8,7 @@ from tests.lab.clients import claude_code
 from tests.lab.conversation import prose
 from tests.lab.models import TEMPLATE_FOLDER
 from tests.lab.rig import Rig
-from tests.live.conftest import StartRig
+from tests.live.conftest import StartRig, in_long
 
 SLACK_TOKENS = 32
 MESSAGES = "/v1/messages"
@@ -30,7 +30,7 @@ def request(prompt: str, *later: Any) -> dict[str, Any]:
     return claude_code.request(prompt, *later, tools=FEW_TOOLS)
 
 
-@pytest.mark.parametrize("template", ["thinking", "strict", "tools_first"])
+@pytest.mark.parametrize("template", ["strict", *in_long("thinking", "tools_first")])
 async def test_second_session_in_a_repository_shares_the_first_ones_beginning(
     start_rig: StartRig, template: str
 ) -> None:

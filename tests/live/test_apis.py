@@ -9,7 +9,8 @@ from proxy.core.slots import TAINTED, Empty
 from tests.lab.apis import CHAT, MESSAGES, RESPONSES, Api
 from tests.lab.conversation import Message, answer, system, tool_call, tool_result, user
 from tests.lab.rig import Rig
-from tests.live.conftest import StartRig
+from tests.lab.waiting import until
+from tests.live.conftest import StartRig, in_long
 from tests.live.ledger import SLACK_TOKENS, TOOLS, ApiLedger
 
 HEADER = [system(450)]
@@ -38,26 +39,23 @@ all_apis = pytest.mark.parametrize(
 )
 
 
-def value(rig: Rig, name: str, **labels: str) -> float:
-    found = rig.running.metrics.registry.get_sample_value(f"llama_prefix_cache_{name}", labels)
-    return found or 0.0
-
-
 async def accounted(rig: Rig) -> None:
     """Wait until no slot is leased: clients have their answers a moment before they are counted."""
-    async with asyncio.timeout(300):
-        while "leased" in (await rig.health())["slots"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until(lambda: not is_leased(rig))
+
+
+def is_leased(rig: Rig) -> bool:
+    return any(slot.is_leased for process in rig.running.pool.processes for slot in process.slots)
 
 
 async def assert_as_foreseen(rig: Rig) -> None:
     """Everything was cached, confirmed, and ran in the slot that was made ready for it."""
     await accounted(rig)
-    assert value(rig, "drift_total") == 0
-    assert value(rig, "restore_ineffective_total") == 0
-    assert value(rig, "tokenization_disagreements_total") == 0
+    assert rig.sample("drift_total") == 0
+    assert rig.sample("restore_ineffective_total") == 0
+    assert rig.sample("tokenization_disagreements_total") == 0
     for outcome in ("bypass", "degraded"):
-        assert value(rig, "requests_total", outcome=outcome) == 0
+        assert rig.sample("requests_total", outcome=outcome) == 0
     health = await rig.health()
     assert (health["state"], health["reasons"]) == ("caching", [])
 
@@ -79,20 +77,18 @@ class Confirmed:
     def _counted(self) -> tuple[float, float]:
         rig = self._ledger.rig
         return (
-            value(rig, "prompt_tokens_total", source="reused"),
-            value(rig, "prompt_tokens_total", source="evaluated"),
+            rig.sample("prompt_tokens_total", source="reused"),
+            rig.sample("prompt_tokens_total", source="evaluated"),
         )
 
 
 @pytest.mark.parametrize(
     ("api", "kind", "stream", "n_slots"),
     [
-        (MESSAGES, "full", False, 1),
-        (RESPONSES, "swa", True, 2),
-        (MESSAGES, "recurrent", True, 2),
-        (MESSAGES, "hybrid", False, 1),
         (MESSAGES, "hybrid", True, 2),
         (RESPONSES, "hybrid", False, 1),
+        *in_long((MESSAGES, "full", False, 1), (RESPONSES, "swa", True, 2)),
+        *in_long((MESSAGES, "recurrent", True, 2), (MESSAGES, "hybrid", False, 1)),
     ],
 )
 async def test_conversations_by_turns_and_a_restart_evaluate_only_what_is_new(
@@ -111,11 +107,9 @@ async def test_conversations_by_turns_and_a_restart_evaluate_only_what_is_new(
 @pytest.mark.parametrize(
     ("api", "kind", "n_slots"),
     [
-        (MESSAGES, "full", 2),
-        (RESPONSES, "swa", 2),
-        (MESSAGES, "recurrent", 2),
         (RESPONSES, "hybrid", 1),
         (MESSAGES, "hybrid", 4),
+        *in_long((MESSAGES, "full", 2), (RESPONSES, "swa", 2), (MESSAGES, "recurrent", 2)),
     ],
 )
 async def test_conversations_at_once_evaluate_only_what_is_new(
@@ -127,17 +121,17 @@ async def test_conversations_at_once_evaluate_only_what_is_new(
         await ledger.send([*HEADER, user(9)])  # the header is known, and nothing else in common
         for requests in zip(*conversations, strict=True):
             n_new = sum([await ledger.enter(messages) for messages in requests])
-            before = value(rig, "prompt_tokens_total", source="evaluated")
+            before = rig.sample("prompt_tokens_total", source="evaluated")
             await asyncio.gather(*(ledger.send(messages) for messages in requests))
             await accounted(rig)
-            n_evaluated = value(rig, "prompt_tokens_total", source="evaluated") - before
+            n_evaluated = rig.sample("prompt_tokens_total", source="evaluated") - before
             assert n_evaluated <= n_new + SLACK_TOKENS * len(requests)
             await assert_as_foreseen(rig)
 
 
 @pytest.mark.parametrize(
     ("api", "kind", "n_slots"),
-    [(MESSAGES, "full", 4), (MESSAGES, "hybrid", 2), (RESPONSES, "hybrid", 4)],
+    [(MESSAGES, "hybrid", 2), *in_long((MESSAGES, "full", 4), (RESPONSES, "hybrid", 4))],
 )
 async def test_equal_prompts_at_once_are_all_served_where_they_should(
     start_rig: StartRig, api: Api, kind: str, n_slots: int
@@ -169,7 +163,7 @@ async def test_prompt_that_another_slot_is_answering_is_placed_beside_it(
             await assert_as_foreseen(rig)
 
 
-@pytest.mark.parametrize("kind", ["full", "hybrid"])
+@pytest.mark.parametrize("kind", ["hybrid", *in_long("full")])
 async def test_requests_of_all_apis_at_once_do_not_take_each_others_slots(
     start_rig: StartRig, kind: str
 ) -> None:
@@ -190,10 +184,8 @@ async def test_requests_of_all_apis_at_once_do_not_take_each_others_slots(
 @pytest.mark.parametrize(
     ("api", "kind", "n_words"),
     [
-        (MESSAGES, "full", 2500),
-        (RESPONSES, "swa", 3000),
-        (MESSAGES, "recurrent", 6000),
         (RESPONSES, "hybrid", 4500),
+        *in_long((MESSAGES, "full", 2500), (RESPONSES, "swa", 3000), (MESSAGES, "recurrent", 6000)),
     ],
 )
 async def test_request_sent_again_after_it_was_left_finds_what_was_evaluated(
@@ -205,17 +197,15 @@ async def test_request_sent_again_after_it_was_left_finds_what_was_evaluated(
         n_new = await ledger.enter(messages)
         before = await rig.evaluated()
         leaving = asyncio.ensure_future(ledger.send(messages))
-        async with asyncio.timeout(60):
-            while await asyncio.to_thread(rig.server.evaluated_tokens) - before < 2048:  # noqa: ASYNC110
-                assert not leaving.done()
-                await asyncio.sleep(0.02)
+        await until(lambda: rig.server.evaluated_tokens() - before >= 2048)
+        assert not leaving.done()
         leaving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await leaving
         await ledger.send(messages)
         n_evaluated = await rig.evaluated() - before
         assert n_evaluated <= n_new + SLACK_TOKENS
-        assert value(rig, "unanswered_requests_total", reason="client left") == 1
+        assert rig.sample("unanswered_requests_total", reason="client left") == 1
 
 
 async def test_slot_that_other_traffic_made_more_similar_is_told_and_erased(
@@ -235,7 +225,7 @@ async def test_slot_that_other_traffic_made_more_similar_is_told_and_erased(
         await accounted(rig)
         assert usage.n_cached > len(prompt) - SLACK_TOKENS
         assert [r["kind"] for r in (await rig.health())["reasons"]] == ["placed elsewhere"]
-        assert value(rig, "drift_total") == 1
+        assert rig.sample("drift_total") == 1
         assert table[other].content == TAINTED
         await ledger.send(after_call)
         await accounted(rig)
@@ -277,9 +267,7 @@ async def test_counting_takes_no_slot_and_waits_for_none(start_rig: StartRig) ->
         answering = asyncio.ensure_future(
             ApiLedger(rig, MESSAGES, n_generated=20_000).send(messages)
         )
-        async with asyncio.timeout(60):
-            while "leased" not in (await rig.health())["slots"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until(lambda: is_leased(rig))
         for api in (MESSAGES, RESPONSES, CHAT):
             body = api.ask(messages, TOOLS)
             counts = await asyncio.gather(*(rig.post(api.count_path, body) for _ in range(25)))
@@ -287,5 +275,5 @@ async def test_counting_takes_no_slot_and_waits_for_none(start_rig: StartRig) ->
         assert not answering.done()
         answering.cancel()
         await rig.settled()
-        assert value(rig, "requests_total", outcome="bypass") == 0
+        assert rig.sample("requests_total", outcome="bypass") == 0
         assert (await rig.health())["waiting"] == 0

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from proxy.settings import NAMES, load_settings
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer, find_free_port
+from tests.lab.waiting import wait_until
 
 EXAMPLE = REPOSITORY / "deploy" / "config.example.yaml"
 
@@ -38,7 +38,7 @@ def serving(
     with log.open("ab") as output:
         process = subprocess.Popen([*command, *more], stderr=output, cwd=REPOSITORY)
     try:
-        wait_for(lambda: get(f"http://{urls['admin']}/health").get("rule") == "restore points")
+        wait_until(lambda: get(f"http://{urls['admin']}/health").get("rule") == "restore points")
         yield {name: f"http://{address}" for name, address in urls.items()}
     finally:
         process.send_signal(signal.SIGTERM)
@@ -52,13 +52,6 @@ def get(url: str) -> dict[str, Any]:
             return content
     except urllib.error.URLError:
         return {}
-
-
-def wait_for(condition: Any) -> None:
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.fixture

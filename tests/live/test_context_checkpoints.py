@@ -9,10 +9,10 @@ import pytest
 from proxy.llama.state_file import read_state_file
 from tests.lab.models import model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.live.conftest import in_long
 from tests.live.test_window_repair import LOGPROB_BAR, Bench, distance, n_reused, prompt
 from tests.unit.state_files import select_points
 
-KINDS = ("swa", "recurrent", "hybrid", "hybrid_no_mrope")
 N_KEPT_BY_SERVER = 4
 OTHER_SHAPES = {
     "swa": ("swa", ("-ctk", "q8_0")),
@@ -25,7 +25,7 @@ LENGTHS = (900, 1500, 2100, 2700)
 END = 3000
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=["swa", "hybrid", *in_long("recurrent", "hybrid_no_mrope")])
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:

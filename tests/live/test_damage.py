@@ -2,15 +2,12 @@
 
 import asyncio
 
-import pytest
-
 from tests.lab.damage import Generations
-from tests.lab.models import MEMORIES
 from tests.lab.server import LlamaServer
-from tests.live.conftest import StartRig
+from tests.live.conftest import ONE_KIND, StartRig
 
 
-@pytest.mark.parametrize("kind", MEMORIES)
+@ONE_KIND
 async def test_conversations_go_on_from_damaged_states_as_if_they_were_not_there(
     start_rig: StartRig, kind: str
 ) -> None:

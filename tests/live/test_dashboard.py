@@ -4,7 +4,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ from tests.documents.files import DASHBOARD, REPOSITORY
 from tests.lab.conversation import system, tools, user
 from tests.lab.prometheus import Prometheus, promtool
 from tests.lab.rig import Rig
+from tests.lab.waiting import until
 from tests.live.conftest import StartRig
 
 CONFIG = REPOSITORY / "deploy" / "prometheus" / "prometheus.yml"
 BILLING = "x-anthropic-billing-header: cc_version=2.1.0; cch=00000;\n"
 TOOLS = tools(2, 30)
-SETTLE_SECONDS = 120.0
 N_REQUESTS = "sum(llama_prefix_cache_requests_total)"
 FAULT = 'llama_prefix_cache_degraded{kind="llama-server unreachable"} == 1'
 
@@ -64,19 +64,15 @@ def documented_queries() -> list[str]:
     return queries.replace("\n ", " ").splitlines()
 
 
-async def until(is_so: Callable[[], object]) -> None:
-    async with asyncio.timeout(SETTLE_SECONDS):
-        while not await asyncio.to_thread(is_so):  # noqa: ASYNC110 - Prometheus tells nobody
-            await asyncio.sleep(0.1)
-
-
 @asynccontextmanager
 async def scraping(rig: Rig, directory: Path) -> AsyncIterator[Prometheus]:
     """Run a Prometheus that has the proxy as it is before any request."""
     prometheus = Prometheus(CONFIG, directory, [f"127.0.0.1:{rig.running.admin_port}"])
     await asyncio.to_thread(prometheus.start)
     try:
-        await until(lambda: 0.0 in prometheus.instant(N_REQUESTS).values())
+        await until(
+            lambda: asyncio.to_thread(lambda: 0.0 in prometheus.instant(N_REQUESTS).values())
+        )
         yield prometheus
     finally:
         await asyncio.to_thread(prometheus.stop)
@@ -116,11 +112,13 @@ async def test_every_panel_has_data_under_traffic_and_every_alert_can_be_evaluat
         started_at = time.time()
         async with scraping(rig, tmp_path) as prometheus:
             await traffic(rig)
-            await until(lambda: 3.0 in prometheus.instant(N_REQUESTS).values())
+            await until(
+                lambda: asyncio.to_thread(lambda: 3.0 in prometheus.instant(N_REQUESTS).values())
+            )
             served_at = time.time()
             assert not promtool("check", "metrics", stdin=rig.running.metrics.exposition())
             await asyncio.to_thread(rig.server.kill)
-            await until(lambda: prometheus.instant(FAULT))
+            await until(lambda: asyncio.to_thread(prometheus.instant, FAULT))
             assert await asyncio.to_thread(without_data, prometheus, started_at, served_at) == []
-            await until(lambda: prometheus.instant("ALERTS"))
+            await until(lambda: asyncio.to_thread(prometheus.instant, "ALERTS"))
             await asyncio.to_thread(check_alerts, prometheus)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.lab.conversation import agent_requests, system, tools
+from tests.lab.conversation import agent_requests, system
 from tests.lab.rig import Rig
-from tests.live.conftest import StartRig
+from tests.live.conftest import ONE_KIND, StartRig, in_long
+from tests.live.ledger import TOOLS, Ledger
 
-TOOLS = tools(2)
 CHAT = "/v1/chat/completions"
 DEFAULT: dict[str, Any] = {"n_slots": -1, "extra_args": ("--cache-ram", "8192")}
 CONVERSATIONS = [agent_requests(2, 1, header=[system(150)], seed=100 * (i + 1)) for i in range(3)]
@@ -23,42 +23,29 @@ def body(conversation: int, index: int, **fields: Any) -> dict[str, Any]:
     return {"messages": messages, "tools": TOOLS, "temperature": 0, "max_tokens": 12, **fields}
 
 
-def sample(rig: Rig, name: str, **labels: str) -> float:
-    value = rig.running.metrics.registry.get_sample_value
-    return value(f"llama_prefix_cache_{name}", labels) or 0.0
-
-
 def nothing_is_wrong(rig: Rig) -> bool:
     counts = (
         *("drift_total", "restore_ineffective_total", "live_reuse_short_total"),
         *("tokenization_disagreements_total",),
     )
-    return not sample(rig, "saves_total", result="failed") and not any(
-        sample(rig, name) for name in counts
+    return not rig.sample("saves_total", result="failed") and not any(
+        rig.sample(name) for name in counts
     )
 
 
 async def new_tokens(rig: Rig) -> int:
     """Return how many tokens of all requests, in turn, no earlier prompt began with."""
-    n_new = 0
-    prompts: list[list[int]] = []
-    for index in range(N_REQUESTS):
-        for conversation in range(len(CONVERSATIONS)):
-            rendered = rig.server.request("POST", "/apply-template", body(conversation, index))[1]
-            text = {"content": rendered["prompt"], "add_special": True, "parse_special": True}
-            prompt = rig.server.request("POST", "/tokenize", text)[1]["tokens"]
-            known = [n_common(prompt, earlier) for earlier in prompts]
-            n_new += len(prompt) - max(known, default=0)
-            prompts.append(prompt)
-    return n_new
+    ledger = Ledger(rig)
+    return sum(
+        [
+            await ledger.enter(messages)
+            for turn in zip(*CONVERSATIONS, strict=True)
+            for messages in turn
+        ]
+    )
 
 
-def n_common(left: list[int], right: list[int]) -> int:
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(left), len(right)))
-
-
-@pytest.mark.parametrize("kind", ["hybrid", "full", "swa", "recurrent"])
+@ONE_KIND
 async def test_conversations_that_take_turns_cost_what_is_new(
     start_rig: StartRig, kind: str
 ) -> None:
@@ -87,7 +74,7 @@ async def test_conversations_that_take_turns_cost_what_is_new(
                 assert said == cold["choices"][0]["message"]
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "full"])
+@pytest.mark.parametrize("kind", ["hybrid", *in_long("full")])
 async def test_conversations_at_once_are_answered_and_go_on(start_rig: StartRig, kind: str) -> None:
     async with start_rig(kind, **DEFAULT) as rig:
 
@@ -99,8 +86,8 @@ async def test_conversations_at_once_are_answered_and_go_on(start_rig: StartRig,
 
         n_reused = await asyncio.gather(*(converse(i) for i in range(len(CONVERSATIONS))))
         assert min(n_reused) > 1000  # at least the header
-        assert sample(rig, "restore_ineffective_total") == 0
-        assert sample(rig, "drift_total") == 0
+        assert rig.sample("restore_ineffective_total") == 0
+        assert rig.sample("drift_total") == 0
         await rig.settled()
 
 
@@ -126,7 +113,7 @@ async def test_stream_goes_on_while_others_start_beside_it(start_rig: StartRig) 
         assert b'"predicted_n":200' in streamed
         again = await rig.post(CHAT, body(0, 1))
         assert again["timings"]["cache_n"] > again["usage"]["prompt_tokens"] / 2
-        assert sample(rig, "restore_ineffective_total") == 0
+        assert rig.sample("restore_ineffective_total") == 0
 
 
 async def test_server_that_saves_nothing_is_left_to_its_ram_cache(start_rig: StartRig) -> None:

@@ -17,7 +17,7 @@ from tests.lab.conversation import agent_requests, prose, system, tools, user
 from tests.lab.models import model_path
 from tests.lab.reader import Reader
 from tests.lab.server import DEFAULT_MODEL_FOLDER, request
-from tests.live.conftest import StartRig
+from tests.live.conftest import StartRig, in_long
 
 STARTS_SERVER = re.compile(r"^llama-server |^llama-prefix-cache (serve|run) ", re.M)
 KNOWN_ID = "5f0c1a2b"
@@ -162,7 +162,7 @@ def behind_the_users_back(messages: list[Any]) -> Iterator[list[Any]]:
         ]
 
 
-@pytest.mark.parametrize("n_slots", [1, 2])
+@pytest.mark.parametrize("n_slots", [1, *in_long(2)])
 async def test_chat_goes_on_after_its_title_tags_and_follow_ups(
     start_rig: StartRig, n_slots: int
 ) -> None:

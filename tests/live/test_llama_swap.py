@@ -16,6 +16,7 @@ import pytest
 from tests.lab.processes import await_end, child_pids
 from tests.lab.server import request
 from tests.lab.swap import Swap
+from tests.lab.waiting import wait_until
 
 HYBRID = "author/hybrid"  # a model's name may have a slash
 PROMPT = list(range(100, 150))
@@ -138,8 +139,7 @@ def test_a_process_that_died_is_started_again_by_the_next_request(swap: Swap) ->
     (pid,) = child_pids(swap.pid)
     os.kill(pid, signal.SIGKILL)
     await_end([pid])
-    while swap.states():
-        time.sleep(0.01)
+    wait_until(lambda: not swap.states())
     assert complete(swap, "full")["prompt_n"] == 50
 
 

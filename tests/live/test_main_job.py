@@ -8,16 +8,13 @@ from proxy.serving.saver import keep_as_saved
 from tests.lab.conversation import agent_requests, system
 from tests.lab.models import MEMORIES
 from tests.lab.older_builds import strip_context_checkpoints
-from tests.live.conftest import KINDS, StartRig
+from tests.live.conftest import ONE_KIND, StartRig, in_long
 from tests.live.ledger import SLACK_TOKENS, Ledger
 
 HEADER = [system(450)]
 
-all_kinds = pytest.mark.parametrize("kind", KINDS)
-all_memories = pytest.mark.parametrize("kind", MEMORIES)
 
-
-@all_kinds
+@pytest.mark.parametrize("kind", [*MEMORIES, *in_long("hybrid_no_mrope")])
 async def test_conversation_after_restart_evaluates_only_new_tokens(
     start_rig: StartRig, kind: str
 ) -> None:
@@ -34,7 +31,7 @@ async def test_conversation_after_restart_evaluates_only_new_tokens(
             assert n_evaluated <= n_new + SLACK_TOKENS
 
 
-@all_memories
+@ONE_KIND
 async def test_second_conversation_with_same_header_shares_it(
     start_rig: StartRig, kind: str
 ) -> None:
@@ -51,7 +48,9 @@ async def test_second_conversation_with_same_header_shares_it(
             assert n_new < n_prompt / 10
 
 
-@all_kinds
+@pytest.mark.parametrize(
+    "kind", ["hybrid", *in_long("full", "swa", "recurrent", "hybrid_no_mrope")]
+)
 async def test_older_builds_continue_at_the_end_of_the_state(
     start_rig: StartRig, kind: str
 ) -> None:
@@ -74,8 +73,10 @@ async def test_older_builds_continue_at_the_end_of_the_state(
 @pytest.mark.parametrize(
     ("kind", "rewrite"),
     [
-        *((kind, keep_as_saved) for kind in MEMORIES),
-        *((kind, strip_context_checkpoints) for kind in ("swa", "hybrid")),
+        ("hybrid", keep_as_saved),
+        ("hybrid", strip_context_checkpoints),
+        *in_long(*((kind, keep_as_saved) for kind in ("full", "swa", "recurrent"))),
+        *in_long(("swa", strip_context_checkpoints)),
     ],
 )
 async def test_turn_start_survives_a_long_tool_loop_and_a_restart(
@@ -92,7 +93,7 @@ async def test_turn_start_survives_a_long_tool_loop_and_a_restart(
         assert n_evaluated <= n_new + SLACK_TOKENS
 
 
-@all_memories
+@ONE_KIND
 async def test_slots_are_adopted_when_only_the_proxy_restarts(
     start_rig: StartRig, kind: str
 ) -> None:

@@ -15,9 +15,9 @@ from tests.lab.conversation import (
     tool_result,
     user,
 )
-from tests.lab.models import MEMORIES
 from tests.lab.rig import Rig
-from tests.live.conftest import StartRig
+from tests.lab.waiting import until
+from tests.live.conftest import ONE_KIND, StartRig, in_long
 from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
 
 HEADER = [system(450)]
@@ -35,9 +35,7 @@ async def chat(rig: Rig, messages: list[Message], **fields: Any) -> None:
 
 async def evaluated(rig: Rig) -> int:
     """Return llama-server's count once no slot is leased; some stay dirty."""
-    async with asyncio.timeout(300):
-        while any(s.is_leased for s in rig.running.server.process.slots):  # type: ignore[union-attr] # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until(lambda: not any(slot.is_leased for slot in rig.running.server.process.slots))  # type: ignore[union-attr]
     return await asyncio.to_thread(rig.server.evaluated_tokens)
 
 
@@ -62,7 +60,7 @@ class Counted:
                 assert n_evaluated <= n_new + SLACK_TOKENS
 
 
-@pytest.mark.parametrize("kind", MEMORIES)
+@ONE_KIND
 async def test_conversations_by_turns_on_one_slot_evaluate_only_what_is_new(
     start_rig: StartRig, kind: str
 ) -> None:
@@ -72,7 +70,8 @@ async def test_conversations_by_turns_on_one_slot_evaluate_only_what_is_new(
 
 
 @pytest.mark.parametrize(
-    ("kind", "context_checkpoints"), [("swa", 8), ("recurrent", 8), ("hybrid", 8), ("hybrid", 32)]
+    ("kind", "context_checkpoints"),
+    [("hybrid", 8), *in_long(("swa", 8), ("recurrent", 8), ("hybrid", 32))],
 )
 async def test_start_of_a_turn_outlives_a_tool_loop_that_llama_server_forgets_it_in(
     start_rig: StartRig, kind: str, context_checkpoints: int
@@ -87,7 +86,7 @@ async def test_start_of_a_turn_outlives_a_tool_loop_that_llama_server_forgets_it
             assert n_evaluated <= n_new + SLACK_TOKENS
 
 
-@pytest.mark.parametrize("kind", ["full", "swa", "recurrent", "hybrid"])
+@ONE_KIND
 async def test_conversation_keeps_one_file_with_the_few_points_that_are_worth_it(
     start_rig: StartRig, kind: str
 ) -> None:
@@ -103,7 +102,7 @@ async def test_conversation_keeps_one_file_with_the_few_points_that_are_worth_it
                 assert any(place - SLACK_TOKENS <= p <= place for p in only.restore_points)
 
 
-@pytest.mark.parametrize("kind", MEMORIES)
+@ONE_KIND
 async def test_header_that_changes_half_way_shares_its_stable_part(
     start_rig: StartRig, kind: str
 ) -> None:
@@ -120,7 +119,12 @@ async def test_header_that_changes_half_way_shares_its_stable_part(
 
 
 @pytest.mark.parametrize(
-    ("kind", "n_slots"), [*((kind, 1) for kind in MEMORIES), ("full", 2), ("hybrid", 2)]
+    ("kind", "n_slots"),
+    [
+        ("hybrid", 1),
+        ("full", 2),
+        *in_long(("full", 1), ("swa", 1), ("recurrent", 1), ("hybrid", 2)),
+    ],
 )
 async def test_titles_after_every_turn_cost_the_conversation_nothing(
     start_rig: StartRig, kind: str, n_slots: int
@@ -134,7 +138,7 @@ async def test_titles_after_every_turn_cost_the_conversation_nothing(
             await chat(rig, title, tools=[])
 
 
-@pytest.mark.parametrize("kind", MEMORIES)
+@ONE_KIND
 async def test_conversation_goes_on_after_a_fork_of_it_has_had_the_slot(
     start_rig: StartRig, kind: str
 ) -> None:
@@ -152,7 +156,7 @@ async def test_conversation_goes_on_after_a_fork_of_it_has_had_the_slot(
         assert n_evaluated <= n_new + SLACK_TOKENS
 
 
-@pytest.mark.parametrize("kind", MEMORIES)
+@ONE_KIND
 async def test_requests_with_the_same_new_header_at_once_evaluate_it_once(
     start_rig: StartRig, kind: str
 ) -> None:

@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,18 @@ from typing import Any
 import aiohttp
 import pytest
 
+from proxy.core.slots import Slot
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from tests.lab.conversation import Message, agent_requests, system, tools
-from tests.lab.models import MEMORIES, model_path
+from tests.lab.models import model_path
 from tests.lab.processes import await_end, child_pids
 from tests.lab.rig import Rig
 from tests.lab.router import Router, link_models
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 from tests.lab.swap import Swap
+from tests.lab.waiting import HANG_SECONDS, until
 
+KINDS = ("full", "hybrid")
 SLACK_TOKENS = 32
 CANARY_TOKENS = 128
 TOOLS = tools(6)
@@ -44,25 +47,18 @@ class Models:
 
     async def measure_all(self) -> None:
         """Have each model loaded once, so that its rule is known."""
-        for model in MEMORIES:
+        for model in KINDS:
             await self.ask(model, [{"role": "user", "content": "hello"}], max_tokens=1)
-            await self.healthy()
-
-    async def healthy(self) -> None:
-        """Return once /health names nothing any more."""
-        async with asyncio.timeout(30):
-            while (await self.rig.health())["reasons"]:  # noqa: ASYNC110 - there is no event
-                await asyncio.sleep(0.02)
+            await self.rig.reasons_are()
 
     async def attached(self, names: set[str]) -> None:
         """Return once /health names exactly these models as attached."""
-        async with asyncio.timeout(30):
-            while {  # noqa: ASYNC110 - there is no event
-                name
-                for name, told in (await self.rig.health()).get("llama_servers", {}).items()
-                if told["llama_server"] == "attached"
-            } != names:
-                await asyncio.sleep(0.02)
+
+        async def are_attached() -> bool:
+            told = (await self.rig.health()).get("llama_servers", {})
+            return {n for n in told if told[n]["llama_server"] == "attached"} == names
+
+        await until(are_attached)
 
     async def n_new(self, model: str, messages: list[Message]) -> int:
         """Return how many tokens of a prompt no earlier one of the model began with."""
@@ -126,9 +122,7 @@ class Models:
                 f"{self.rig.base_url}/api/models/unload/{model}"
             ) as reply:
                 assert reply.status == 200
-        async with asyncio.timeout(30):
-            while model in self.loaded():  # noqa: ASYNC110 - there is no event
-                await asyncio.sleep(0.02)
+        await until(lambda: model not in self.loaded())
 
     def kill(self, model: str) -> None:
         """Kill the process of a model."""
@@ -142,6 +136,10 @@ class Models:
         body = {"model": model, "messages": messages, "tools": TOOLS}
         async with self.rig.client.post(self.rig.admin_url + "/warm", json=body) as reply:
             return await reply.text()
+
+    def slots(self) -> Iterator[Slot]:
+        """Yield the slots of all models that are loaded, as the proxy knows them."""
+        return (slot for process in self.rig.running.pool.processes for slot in process.slots)
 
     def n_waiting(self) -> int:
         return self.rig.running.pool.n_waiting
@@ -167,7 +165,7 @@ def start_models(request: pytest.FixtureRequest, tmp_path: Path) -> StartModels:
     async def start(key: str = "", **settings: Any) -> AsyncIterator[Models]:
         slots = tmp_path / "slots"
         slots.mkdir(mode=0o700)
-        kinds = {kind: kind for kind in MEMORIES}
+        kinds = {kind: kind for kind in KINDS}
         host: Host
         if request.param == "router":
             models = link_models(tmp_path / "models", kinds)
@@ -192,12 +190,12 @@ async def test_conversation_goes_on_after_its_model_was_swapped_out(
     async with start_models() as models:
         await models.measure_all()
         for messages in requests[:2]:
-            for kind in MEMORIES:
+            for kind in KINDS:
                 await models.n_new(kind, messages)
                 reply = await models.ask(kind, messages)
                 assert reply["model"] and models.loaded() == {kind}
         for messages in requests[2:]:
-            for kind in MEMORIES:
+            for kind in KINDS:
                 reply = await models.ask(kind, messages)
                 record = await models.last_request()
                 n_counted = models.host.evaluated_tokens(kind)
@@ -219,16 +217,14 @@ async def test_clients_of_several_models_take_turns_and_get_right_answers(
             replies = [await models.ask(model, messages, max_tokens=4) for messages in requests]
             return [str(reply["choices"][0]["message"]) for reply in replies]
 
-        said = dict(zip(MEMORIES, await asyncio.gather(*map(converse, MEMORIES)), strict=True))
+        said = dict(zip(KINDS, await asyncio.gather(*map(converse, KINDS)), strict=True))
         # Warming keeps its model loaded, although the others want it to go.
-        others = [
-            models.ask(kind, requests[0], max_tokens=1) for kind in MEMORIES if kind != "full"
-        ]
+        others = [models.ask(kind, requests[0], max_tokens=1) for kind in KINDS if kind != "full"]
         told, *_ = await asyncio.gather(models.warm("full", requests[1]), *others)
         assert "warmed" in told, told
         assert models.n_waiting() == 0 and len(models.loaded()) == 1
         await models.rig.stop_proxy()
-        for kind in ("full", "hybrid"):
+        for kind in KINDS:
             for messages, answer in zip(requests, said[kind], strict=True):
                 assert str(await models.ask_host(kind, messages)) == answer
 
@@ -246,13 +242,11 @@ async def test_model_that_is_wanted_does_not_wait_for_all_who_come_later(
     async with start_models() as models:
         await models.measure_all()
         async with asyncio.TaskGroup() as group:
-            for name, model, n_tokens in (
-                ("long", "full", 600),
-                ("other", "hybrid", 2),
-                ("later", "full", 2),
-            ):
-                group.create_task(ask(models, name, model, n_tokens))
-                await asyncio.sleep(0.05)
+            group.create_task(ask(models, "long", "full", 1000))
+            await until(lambda: any(slot.is_leased for slot in models.slots()))
+            group.create_task(ask(models, "other", "hybrid", 2))
+            await until(lambda: models.n_waiting() or ended)
+            group.create_task(ask(models, "later", "full", 2))
         assert ended == ["long", "other", "later"]
 
 
@@ -273,8 +267,8 @@ async def test_what_happens_to_models_behind_the_proxys_back(start_models: Start
             models.kill("hybrid")
             *_, last = (await reply.read()).strip().split(b"\n\n")
             assert last.startswith(b"data: {") and b'"unavailable_error"' in last, last
-        async with asyncio.timeout(60):
-            several = ("hybrid", "swa", "hybrid", "full", "hybrid")
+        async with asyncio.timeout(HANG_SECONDS):
+            several = ("hybrid", "full", "hybrid")
             await asyncio.gather(*(models.ask(model, second, max_tokens=1) for model in several))
         # Nobody has a model of this name, and the host says so in its own words.
         refusal = await models.refusal("nobody", CHAT)
@@ -288,7 +282,7 @@ async def test_what_happens_to_models_behind_the_proxys_back(start_models: Start
             "/v1/messages/count_tokens", {"model": "full", "messages": first[1:]}
         )
         assert counted["input_tokens"] > 0 and models.loaded() == {"full"}
-        await models.healthy()
+        await models.rig.reasons_are()
 
 
 async def test_death_that_a_swap_has_not_noticed_is_waited_out(
@@ -304,7 +298,7 @@ async def test_death_that_a_swap_has_not_noticed_is_waited_out(
     async with Rig(host, directory) as rig:
         models = Models(rig, host)
         await models.ask("full", first)
-        await models.healthy()
+        await models.rig.reasons_are()
         await rig.settled()
         (wrapper,) = child_pids(host.pid)
         (pid,) = child_pids(wrapper)
@@ -312,13 +306,10 @@ async def test_death_that_a_swap_has_not_noticed_is_waited_out(
         await asyncio.to_thread(await_end, [pid])
         assert await models.refusal("full", CHAT, host.base_url) == (502, "")
         asked = asyncio.ensure_future(models.ask("full", second))
-        async with asyncio.timeout(60):
-            while not (reasons := (await rig.health())["reasons"]):  # noqa: ASYNC110 - there is no event
-                await asyncio.sleep(0.02)
-        assert [reason["kind"] for reason in reasons] == ["llama-server unreachable"]
+        await rig.reasons_are("llama-server unreachable")
         await asked
         assert (await models.last_request())["chosen"] == "restore"
-        await models.healthy()
+        await models.rig.reasons_are()
 
 
 async def test_models_seen_together_do_not_wait_for_each_other(
@@ -334,7 +325,7 @@ async def test_models_seen_together_do_not_wait_for_each_other(
         for model in kinds:
             await models.ask_host(model, question)
         await models.attached({"full", "hybrid"})
-        await models.healthy()
+        await models.rig.reasons_are()
         async with models.answering("full", question):
             host.request("POST", "/api/models/unload/hybrid", {})
             await models.attached({"full"})
@@ -355,7 +346,7 @@ async def test_names_and_idleness_at_a_swap(tmp_path: Path) -> None:
     async with Rig(host, slots) as rig:
         models = Models(rig, host)
         await models.ask("full", first)
-        await models.healthy()
+        await models.rig.reasons_are()
         await models.ask("gpt", second)
         record = await models.last_request()
         assert (record["server"], record["chosen"]) == ("full", "live")
@@ -364,9 +355,7 @@ async def test_names_and_idleness_at_a_swap(tmp_path: Path) -> None:
         record = await models.last_request()
         assert (record["path"], record["chosen"]) == (CHAT, "live")
         # Nobody asks, and the proxy's own looks do not keep it loaded.
-        async with asyncio.timeout(20):
-            while models.loaded():  # noqa: ASYNC110 - there is no event
-                await asyncio.sleep(0.1)
+        await until(lambda: not models.loaded())
         await models.ask("gpt", second)
         assert (await models.last_request())["chosen"] == "restore"
 

@@ -10,6 +10,7 @@ from tests.lab.conversation import agent_requests, system, tools, user
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER
+from tests.lab.waiting import until
 from tests.live.conftest import StartRig
 
 TOOLS = tools(2)
@@ -45,9 +46,7 @@ async def begin_endless_stream(rig: Rig) -> "asyncio.Task[bytes]":
 
 
 async def await_waiting(rig: Rig, n_requests: int) -> None:
-    async with asyncio.timeout(60):
-        while rig.running.server.n_queued != n_requests:  # noqa: ASYNC110 - no event for it
-            await asyncio.sleep(0.01)
+    await until(lambda: rig.running.server.n_queued == n_requests)
 
 
 async def queue(rig: Rig, *which: tuple[int, int]) -> list["asyncio.Task[dict[str, Any]]"]:
@@ -71,19 +70,12 @@ async def kill(rig: Rig, stream: "asyncio.Task[bytes]") -> None:
     n_waiting = rig.running.server.n_queued
     await asyncio.to_thread(rig.server.kill)
     assert b"llama-server went away" in (await stream).splitlines()[-2]
-    async with asyncio.timeout(60):
-        while rig.running.server.process is not None:  # noqa: ASYNC110 - no event for it
-            await asyncio.sleep(0.01)
+    await until(lambda: rig.running.server.process is None)
     await await_waiting(rig, n_waiting)
 
 
 def slots_of(rig: Rig) -> list[dict[str, Any]]:
     return list(rig.server.request("GET", "/slots")[1])
-
-
-def sample(rig: Rig, name: str, **labels: str) -> float:
-    value = rig.running.metrics.registry.get_sample_value
-    return value(f"llama_prefix_cache_{name}", labels) or 0.0
 
 
 async def test_queue_outlives_the_server_and_its_states_are_restored(start_rig: StartRig) -> None:
@@ -99,8 +91,8 @@ async def test_queue_outlives_the_server_and_its_states_are_restored(start_rig: 
         await asyncio.to_thread(rig.server.start)
         replies = await asyncio.gather(*asked)
         n_evaluated = await rig.evaluated()
-        assert sample(rig, "restores_total", result="done") >= 2
-        assert sample(rig, "unanswered_requests_total", reason="llama-server gone") == 1
+        assert rig.sample("restores_total", result="done") >= 2
+        assert rig.sample("unanswered_requests_total", reason="llama-server gone") == 1
         alone = [cold(rig, *which) for which in ((0, 1), (1, 1), (0, 2))]
         for reply, expected in zip(replies, alone, strict=True):
             assert reply["choices"] == expected["choices"]
@@ -118,12 +110,12 @@ async def test_other_model_on_the_same_port_has_states_of_its_own(start_rig: Sta
         stream = await begin_endless_stream(rig)
         asked = await queue(rig, (0, 1))
         await kill(rig, stream)
-        n_reused = sample(rig, "prompt_tokens_total", source="reused")
+        n_reused = rig.sample("prompt_tokens_total", source="reused")
         rig.server.model = model_path("full", "tiny", DEFAULT_MODEL_FOLDER)
         await asyncio.to_thread(rig.server.start)
         (reply,) = await asyncio.gather(*asked)
-        assert sample(rig, "restores_total", result="done") == 0
-        assert sample(rig, "prompt_tokens_total", source="reused") == n_reused
+        assert rig.sample("restores_total", result="done") == 0
+        assert rig.sample("prompt_tokens_total", source="reused") == n_reused
         await rig.settled()
         assert (await rig.health())["rule"] == "any prefix"
         assert reply["choices"] == cold(rig, 0, 1)["choices"]
@@ -136,7 +128,7 @@ async def test_other_model_on_the_same_port_has_states_of_its_own(start_rig: Sta
         rig.server.model = first
         await asyncio.to_thread(rig.server.start)
         (reply,) = await asyncio.gather(*asked)
-        assert sample(rig, "restores_total", result="done") >= 1
+        assert rig.sample("restores_total", result="done") >= 1
         n_new = reply["usage"]["prompt_tokens"] - reply["timings"]["cache_n"]
         assert n_new < reply["usage"]["prompt_tokens"] / 3
         await rig.settled()
@@ -170,7 +162,7 @@ async def test_client_that_leaves_while_the_server_is_away_frees_its_place(
             "chat.completion"
         ] * 2
         await rig.settled()
-        assert sample(rig, "unanswered_requests_total", reason="client left") == 2
+        assert rig.sample("unanswered_requests_total", reason="client left") == 2
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -189,9 +181,7 @@ async def test_server_that_is_told_to_end_does_not_wait_for_clients_it_will_not_
         # Nothing as short is ever restored: a request with a restored state would be sent again.
         endless: dict[str, Any] = {"tools": [], "stream": stream, "max_tokens": 50_000}
         running = [asyncio.ensure_future(ask(messages=[user(n)], **endless)) for n in range(2)]
-        async with asyncio.timeout(60):
-            while not all(map(is_answering, await asyncio.to_thread(slots_of, rig))):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: all(map(is_answering, slots_of(rig))))
         waiting = asyncio.ensure_future(ask())
         await await_waiting(rig, 1)
         # Now and then it goes on taking connections without answering, and has to be killed.

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from tests.lab.interleaved import HEADER, TOOLS, Conversations
-from tests.lab.models import MEMORIES, model_path
+from tests.lab.models import model_path
 from tests.lab.processes import await_end, is_alive
 from tests.lab.run import LLAMA_SERVER_ARGUMENTS, RunProcess
 from tests.lab.server import DEFAULT_MODEL_FOLDER, find_free_port
+from tests.live.conftest import ONE_KIND
 
 N_BEFORE = 3
 
@@ -66,7 +67,7 @@ def test_run_serves_a_cached_request_and_ctrl_c_leaves_nothing_running(
     assert "llama_server: listening on" in log  # llama-server's own
 
 
-@pytest.mark.parametrize("kind", MEMORIES)
+@ONE_KIND
 def test_three_conversations_on_one_slot_go_on_after_sigterm(new_run: StartRun, kind: str) -> None:
     run = new_run(kind)
     run.start_and_await_caching()
@@ -129,24 +130,22 @@ def test_llama_server_that_dies_is_started_again_with_restart(new_run: StartRun)
     assert not any(map(is_alive, run.server_pids()))
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-def test_proxy_that_is_killed_takes_llama_server_along(new_run: StartRun, hangs: bool) -> None:
+def test_proxy_that_is_killed_takes_llama_server_along(new_run: StartRun) -> None:
     run = new_run()
     run.start_and_await_caching()
     (pid,) = run.server_pids()
-    if hangs:
-        os.kill(pid, signal.SIGSTOP)  # answers no signal that it could handle itself
+    os.kill(pid, signal.SIGSTOP)  # answers no signal that it could handle itself
     assert is_alive(pid)
     run.kill()
     await_end(run.server_pids())
 
 
-def test_model_that_cannot_be_loaded_shows_the_last_lines(new_run: StartRun) -> None:
+def test_model_that_cannot_be_loaded_ends_the_run(new_run: StartRun) -> None:
     run = new_run(model=Path("/no/such/model.gguf"), options=("--restart",))
     run.start()
     assert run.ended() == 70
-    _, _, complaint = run.log_text().partition("died before it was ready: exit status 1")
-    assert "failed to load model" in complaint
+    said, complaint, _ = run.log_text().partition("died before it was ready: exit status 1")
+    assert complaint and "failed to load model" in said
     assert len(run.server_pids()) == 1
 
 

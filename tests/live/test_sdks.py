@@ -79,8 +79,7 @@ async def compared(
     async with Rig(server, folder / "slots", idle_save_seconds=3600.0) as rig:
         async with Clients(rig.base_url) as clients:
             yield Compared(alone, clients)
-        drift = rig.running.metrics.registry.get_sample_value("llama_prefix_cache_drift_total")
-        assert ((await rig.health())["reasons"], drift) == ([], 0)
+        assert ((await rig.health())["reasons"], rig.sample("drift_total")) == ([], 0)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -4,17 +4,10 @@ from typing import Any
 
 from proxy.llama.answers import AnswerReader
 from tests.lab.conversation import agent_requests, system, tools
-from tests.lab.rig import Rig
 from tests.live.conftest import StartRig
 
 MESSAGES = agent_requests(2, 1, header=[system(150)])
 TOOLS = tools(2)
-
-
-def sample(rig: Rig, name: str, **labels: str) -> float:
-    value = rig.running.metrics.registry.get_sample_value(f"llama_prefix_cache_{name}", labels)
-    assert value is not None
-    return value
 
 
 async def test_first_token_is_not_taken_for_a_report_of_progress(start_rig: StartRig) -> None:
@@ -34,7 +27,7 @@ async def test_first_token_is_not_taken_for_a_report_of_progress(start_rig: Star
         assert n_events > 2
         await rig.settled()
         outcomes = ("hit", "partial", "miss")
-        counts = [sample(rig, "first_token_seconds_count", outcome=o) for o in outcomes]
+        counts = [rig.sample("first_token_seconds_count", outcome=o) for o in outcomes]
         assert sum(counts) == 1
 
 
@@ -42,14 +35,14 @@ async def test_restored_conversation_is_seen_in_metrics_and_health(start_rig: St
     async with start_rig("hybrid") as rig:
         await rig.chat(MESSAGES[0], tools=TOOLS)
         await rig.settled()
-        assert sample(rig, "saved_bytes_total") == sample(rig, "checkpoint_bytes") > 0
+        assert rig.sample("saved_bytes_total") == rig.sample("checkpoint_bytes") > 0
         await rig.restart()
         reply = await rig.chat(MESSAGES[1], tools=TOOLS)
-        assert sample(rig, "restored_tokens_total") == reply["timings"]["cache_n"] > 0
-        assert sample(rig, "restored_bytes_total") > 0
-        assert sample(rig, "evaluation_seconds_total") > 0
-        assert sample(rig, "disk_free_bytes") > 0
-        assert sample(rig, "rule", rule="restore points") == 1
+        assert rig.sample("restored_tokens_total") == reply["timings"]["cache_n"] > 0
+        assert rig.sample("restored_bytes_total") > 0
+        assert rig.sample("evaluation_seconds_total") > 0
+        assert rig.sample("disk_free_bytes") > 0
+        assert rig.sample("rule", rule="restore points") == 1
         assert (await rig.health())["state"] == "caching"
         assert (await rig.health())["reasons"] == []
 
@@ -62,7 +55,7 @@ async def test_rates_are_learned_shown_and_remembered(start_rig: StartRig) -> No
         assert learned["evaluation_tokens_per_second"]["1024"] > 0
         assert learned["evaluation_tokens_per_second"]["none"] == 0  # nothing was that long
         assert learned["save_bytes_per_second"] > 0
-        shown = sample(rig, "evaluation_tokens_per_second", up_to="1024")
+        shown = rig.sample("evaluation_tokens_per_second", up_to="1024")
         assert round(shown, 1) == learned["evaluation_tokens_per_second"]["1024"]
         before = rig.running.server.process
         await rig.restart()

@@ -1,7 +1,5 @@
 """The rule on a real llama-server: what the first files tell of it, and what the self-test measures."""
 
-import asyncio
-
 import pytest
 
 from proxy.core.model import CANARY_TOKENS, Rule, RuleKind
@@ -11,7 +9,8 @@ from proxy.serving.process import RULE, Process
 from tests.lab.conversation import prose
 from tests.lab.older_builds import strip_context_checkpoints
 from tests.lab.older_server import BUILDS, OLDEST, binary_of
-from tests.lab.rig import SETTLE_SECONDS, Rig
+from tests.lab.rig import Rig
+from tests.lab.waiting import until
 from tests.live.conftest import KINDS, StartRig
 
 JUNE, SEPTEMBER = BUILDS[1:]
@@ -120,9 +119,7 @@ async def test_rule_that_restores_contradict_is_measured(start_rig: StartRig) ->
             await rig.settled()
             text = f"{name} {prose(len(name), 60)}" + " and so on" * times
             await rig.post("/completion", {"prompt": text, "n_predict": 1, "temperature": 0})
-        async with asyncio.timeout(SETTLE_SECONDS):
-            while process.rule == wrong:  # noqa: ASYNC110 - the next look finds out
-                await asyncio.sleep(0.05)
+        await until(lambda: process.rule != wrong)  # the next look finds out
         assert process.rule == right
         await rig.restart()
         assert process_of(rig).rule == right

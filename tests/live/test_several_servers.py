@@ -11,9 +11,10 @@ import pytest
 
 from proxy.core.rates import Rates, Transfer, UnitCost
 from tests.lab.conversation import Message, agent_requests, system
-from tests.lab.models import MEMORIES, model_path
+from tests.lab.models import model_path
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.live.conftest import ONE_KIND
 from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
 
 HEADER = [system(450)]
@@ -37,6 +38,7 @@ class Pair:
     async def ask(self, messages: list[Message], **fields: Any) -> dict[str, Any]:
         """Send a request; return its record."""
         await self.rig.chat(messages, tools=TOOLS, **fields)
+        await self.rig.accounted()
         return await self.last_request()
 
     def set_rates(self, *, restore_seconds: float) -> None:
@@ -101,7 +103,7 @@ def start_pair(tmp_path: Path) -> StartPair:
     return start
 
 
-@pytest.mark.parametrize("kind", MEMORIES)
+@ONE_KIND
 async def test_conversation_that_moves_evaluates_only_new_tokens(
     start_pair: StartPair, kind: str
 ) -> None:

@@ -16,7 +16,6 @@ from tests.lab.clients.rendering import (
     DROPPING_REASONING,
     REFUSING,
     SYSTEM_FIRST,
-    TEMPLATES,
     kept_share,
     render,
     server_with,
@@ -25,9 +24,10 @@ from tests.lab.clients.rendering import (
     tokenize,
 )
 from tests.lab.server import LlamaServer
+from tests.live.conftest import in_long
 
 
-@pytest.fixture(scope="module", params=TEMPLATES)
+@pytest.fixture(scope="module", params=["thinking", "tools_first", *in_long("plain", "strict")])
 def template(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -15,7 +15,7 @@ from tests.lab.rig import Rig
 from tests.lab.router import Router, link_models
 from tests.lab.run import LLAMA_SERVER_ARGUMENTS, RunProcess
 from tests.lab.server import DEFAULT_MODEL_FOLDER
-from tests.live.conftest import StartRig
+from tests.live.conftest import StartRig, in_long
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 FIRST = [user(1, 400)]
@@ -54,7 +54,7 @@ async def ask(rig: Rig[Any], path: str = CHAT, **fields: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("path", "stream"), [(CHAT, False), (CHAT, True), (MESSAGES, True)], ids=str
+    ("path", "stream"), [(CHAT, True), *in_long((CHAT, False), (MESSAGES, True))], ids=str
 )
 async def test_state_that_ends_llama_server_ends_it_once_and_no_request_fails(
     start_rig: StartRig, path: str, stream: bool

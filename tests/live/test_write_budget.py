@@ -9,7 +9,7 @@ import pytest
 from proxy.core.conditions import DegradationKind
 from tests.lab.conversation import Message, system, user
 from tests.lab.rig import Rig
-from tests.live.conftest import StartRig
+from tests.live.conftest import StartRig, in_long
 
 HEADER = [system(150)]
 MORE_BYTES = 3 << 20
@@ -51,7 +51,7 @@ async def set_budget(rig: Rig, n_bytes: int) -> None:
     await rig.restart()
 
 
-@pytest.mark.parametrize("kind", ["full", "hybrid"])
+@pytest.mark.parametrize("kind", ["hybrid", *in_long("full")])
 async def test_used_up_write_budget_stops_saves_and_requests_are_answered_right(
     start_rig: StartRig, kind: str
 ) -> None:

@@ -7,6 +7,7 @@ from typing import TypeVar
 from proxy.core.model import SlotId
 from proxy.core.slots import Empty, SlotTable
 from proxy.serving.queue import Choice, Lease, SlotQueue
+from tests.lab.waiting import HANG_SECONDS
 
 T = TypeVar("T")
 Choose = Callable[[], Choice[str] | None]
@@ -80,6 +81,6 @@ class Queue:
 
     async def order(self) -> list[str]:
         """Return the names of those who joined, in the order in which they had a slot."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(HANG_SECONDS):
             await asyncio.gather(*self._tasks)
         return self.so_far

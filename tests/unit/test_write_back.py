@@ -119,6 +119,13 @@ def test_is_worth_saving_for_the_first_time_if_a_single_return_makes_up_for_the_
     assert not is_worth_it(held(250), 0.6)
 
 
+def test_is_worth_saving_counts_the_save_for_each_request_that_it_stalls() -> None:
+    n_bytes = round(1e6 * (N_RETURNS * 0.5 + STEADY_SECONDS) / 2)
+    for n_stalled, is_worth in ((1, True), (2, True), (3, False)):
+        content = held(1000, n_saved=750)
+        assert is_worth_saving(content, 250, n_bytes, RATES, n_stalled) == is_worth
+
+
 def test_is_worth_saving_counts_no_more_than_the_slot_holds() -> None:
     assert is_worth_saving(held(1000), 5000, 2 * 10**6, RATES)
     assert not is_worth_saving(held(1000), 5000, 2 * 10**6 + 1, RATES)
