@@ -100,6 +100,7 @@ def test_presets_of_a_router(host: Host) -> None:
 def test_llama_swap(host: Host) -> None:
     host.do("llama-swap", more="    filters: {setParamsByID: {plain: {tools: []}}}\n")
     converse_by_turns(host, *MODELS)
+    host.ask("small", [{"role": "user", "content": "hello"}])
     titled = host.ask("titles", [{"role": "user", "content": "hello"}])
     assert titled["server"] == "small" and titled["outcome"] == "hit"
     # A filter that changes the prompt.
