@@ -8,6 +8,7 @@ SERVER := $(LAB)/llama-server/llama-server
 MODELS := $(LAB)/models/.made
 CLIENTS := $(LAB)/clients/.installed
 PROMETHEUS := $(LAB)/prometheus/promtool
+NGINX := $(LAB)/nginx/nginx
 CHROMIUM := $(LAB)/chromium/chromium
 DEBIAN := $(LAB)/debian.tar
 # Where `make install` puts things; /etc and systemd's units only as root.
@@ -23,7 +24,7 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
   { echo "$(PYTHON) with venv is missing: apt-get install python3.11-venv"; exit 1; }
 endef
 
-.PHONY: all setup llama-server older-builds models prometheus chromium demo test test-long test-clients live lint format type docs screenshots bench clean
+.PHONY: all setup llama-server older-builds models prometheus nginx chromium demo test test-long test-clients live lint format type docs screenshots bench bench-overhead clean
 
 all: lint type test
 
@@ -51,6 +52,12 @@ prometheus:
 	 else $(MAKE) --no-print-directory $(PROMETHEUS); fi
 $(PROMETHEUS):
 	tests/lab/fetch_prometheus.sh $(abspath $(LAB)/prometheus)
+
+# To compare with: one on PATH wins, otherwise Debian's own is unpacked into .lab.
+nginx:
+	@if command -v nginx >/dev/null; then :; else $(MAKE) --no-print-directory $(NGINX); fi
+$(NGINX):
+	tests/lab/fetch_nginx.sh $(abspath $(LAB)/nginx)
 
 # For the live page: one in CHROMIUM_BIN or on PATH wins, otherwise Debian's own is unpacked into .lab.
 chromium:
@@ -123,6 +130,10 @@ else
 	  $(SIZE:%=--size %) $(SLOTS:%=--slots %) $(VARIANT:%=--variant %) $(TIMES:%=--times %) \
 	  $(AGAIN:%=--again) $(VERBOSE:%=--verbose)
 endif
+
+# What the proxy adds to a request, against llama-server alone; PINNED=1 gives llama-server a core to itself.
+bench-overhead: $(SETUP) llama-server models nginx
+	@$(BIN)/python -m tests.bench.overhead --document $(PINNED:%=--pinned)
 
 # An environment of its own under PREFIX, the command, and as root systemd's units with their settings.
 install:

@@ -34,7 +34,7 @@ def main() -> None:
 
 for command in (
     *(serve.serve, serve.run, serve.warm),
-    *(doctor.doctor, doctor.bench),
+    doctor.doctor,
     *(look.explain, look.stats),
     *(store.ls, store.pin, store.unpin, store.rm, store.purge),
     *(store.check, store.export, store.import_),

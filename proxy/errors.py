@@ -80,6 +80,10 @@ class UpstreamRefused(UpstreamFault):
         self.message = message
 
 
+class WillBeRefused(CacheFault):
+    """llama-server will refuse a request before it comes to any slot; the message says why."""
+
+
 class NotConvertible(CacheFault):
     """A request body cannot be brought into the chat form; the message says which part of it."""
 

@@ -218,8 +218,8 @@ class Metrics:
         state=SlotState,
     )
     rule = _gauge(
-        "1 for what a restored state is good for on this model and build, as the self-test "
-        "learned it; 0 for the others.",
+        "1 for what a restored state is good for on this model and build, as was learned; "
+        "0 for the others.",
         rule=RuleKind,
     )
     rule_end_tokens = _gauge(

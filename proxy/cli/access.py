@@ -1,9 +1,9 @@
 """The store that a command works on: that of a running proxy, or a directory that no proxy uses."""
 
 import functools
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from itertools import accumulate
 from pathlib import Path
@@ -13,18 +13,9 @@ from urllib.parse import urlencode
 import click
 import msgspec
 
-from proxy.cli.common import (
-    EXIT_FAILED,
-    EXIT_UNAVAILABLE,
-    EXIT_USAGE,
-    Command,
-    config_option,
-    fail,
-    json_option,
-    settings_of,
-)
+from proxy.cli.common import Command, Exit, config_option, fail, json_option, settings_of
 from proxy.errors import StoreFault, StoreLocked
-from proxy.explain.views import Deleted, ListedCheckpoint, Selection, list_checkpoint, select
+from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint
 from proxy.settings import Settings, reachable
 from proxy.store.directory import StoreDirectory
 from proxy.store.known_models import model_names
@@ -47,22 +38,13 @@ class RunningProxy:
         return listed["checkpoints"]
 
     def pin(self, checkpoint_id: str, *, is_pinned: bool) -> None:
-        self.raw("PUT" if is_pinned else "DELETE", f"/checkpoints/{checkpoint_id}/pin")
+        method = "PUT" if is_pinned else "DELETE"
+        self.ask(method, f"/checkpoints/{checkpoint_id}/pin", dict[str, Any])
 
     def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> Deleted:
         """Delete a checkpoint; it may have been pinned, used or deleted since it was listed."""
         path, query = f"/checkpoints/{checkpoint.id}", {"pinned": str(with_pinned)}
         return self.ask("DELETE", path, Deleted, query, refusals=(404, 409))
-
-    def purge(self, selection: Selection, *, is_dry_run: bool) -> Deleted:
-        query = {
-            "under": str(selection.node),
-            "unused_seconds": str(round(selection.unused_seconds)),
-            "pinned": str(selection.with_pinned),
-            "dry_run": str(is_dry_run),
-            "all": "true",
-        }
-        return self.ask("DELETE", "/checkpoints", Deleted, query)
 
     def ask(
         self,
@@ -75,11 +57,6 @@ class RunningProxy:
         """Return the answer to a request; an error exits unless its status is one of *refusals*."""
         with self._reply(method, path, query, refusals=refusals) as reply:
             return self._decode(reply.read(), type_)
-
-    def raw(self, method: str, path: str) -> bytes:
-        """Return an answer's body."""
-        with self._reply(method, path) as reply:
-            return reply.read()
 
     def lines(
         self, path: str, body: bytes, query: Mapping[str, str], headers: Mapping[str, str]
@@ -109,7 +86,7 @@ class RunningProxy:
                 connection.request(method, target, body, headers or {})
                 reply = connection.getresponse()
                 if reply.status not in (200, *refusals):
-                    status = EXIT_UNAVAILABLE if reply.status == 503 else EXIT_FAILED
+                    status = Exit.UNAVAILABLE if reply.status == 503 else Exit.FAILED
                     fail(_complaint(reply.read()), status)
                 yield reply
         except (HTTPException, OSError) as error:
@@ -117,7 +94,7 @@ class RunningProxy:
                 f"no proxy answers at http://{self.address} ({error}). If one runs with another `admin`,"
                 " give --admin http://HOST:PORT; if none runs, most commands take --slot-save-path"
                 " DIRECTORY",
-                EXIT_UNAVAILABLE,
+                Exit.UNAVAILABLE,
             )
 
     def _decode(self, body: bytes, type_: type[T]) -> T:
@@ -127,7 +104,7 @@ class RunningProxy:
             self.fail_foreign()
 
     def fail_foreign(self) -> NoReturn:
-        fail(f"what answers at http://{self.address} is not llama-prefix-cache", EXIT_UNAVAILABLE)
+        fail(f"what answers at http://{self.address} is not llama-prefix-cache", Exit.UNAVAILABLE)
 
 
 def _complaint(body: bytes) -> str:
@@ -143,24 +120,21 @@ class DirectoryStore:
 
     def __init__(self, store: StoreDirectory) -> None:
         self._store = store
+        # Nobody else writes while the directory is locked.
+        self._records = {f"{c.id:016x}": c for c in store.checkpoints()}
 
     def checkpoints(self) -> list[ListedCheckpoint]:
         names = model_names(self._store.index)
-        return [list_checkpoint(checkpoint, names) for checkpoint in self._store.checkpoints()]
+        return [list_checkpoint(checkpoint, names) for checkpoint in self._records.values()]
 
     def pin(self, checkpoint_id: str, *, is_pinned: bool) -> None:
-        self._store.pin(self._store.get(checkpoint_id), is_pinned=is_pinned)
+        record = replace(self._records[checkpoint_id], is_pinned=is_pinned)
+        self._store.update([record])
+        self._records[checkpoint_id] = record
 
     def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> Deleted:
-        self._store.remove(self._store.get(checkpoint.id))
+        self._store.remove(self._records.pop(checkpoint.id))
         return Deleted(1, checkpoint.size_bytes)
-
-    def purge(self, selection: Selection, *, is_dry_run: bool) -> Deleted:
-        selected, n_pinned = select(selection, self._store.checkpoints(), time.time())
-        for checkpoint in () if is_dry_run else selected:
-            self._store.remove(checkpoint)
-        n_bytes = sum(c.size_bytes for c in selected)
-        return Deleted(len(selected), n_bytes, n_pinned, is_dry_run=is_dry_run)
 
 
 Store = RunningProxy | DirectoryStore
@@ -193,7 +167,7 @@ def with_proxy(command: Command) -> Command:
             command(RunningProxy(reachable(settings.admin)), **arguments)
             return
         if admin is not None:
-            fail("--admin and --slot-save-path are two stores: give one", EXIT_USAGE)
+            fail("--admin and --slot-save-path are two stores: give one", Exit.USAGE)
         with opened(slot_save_path.expanduser()) as store:
             command(DirectoryStore(store), **arguments)
 
@@ -235,7 +209,7 @@ def opened(
         fail(
             f"a proxy uses {directory}: stop it first, or leave --slot-save-path out where the command can"
             " ask it (--admin)",
-            EXIT_UNAVAILABLE,
+            Exit.UNAVAILABLE,
         )
     except (StoreFault, OSError) as fault:
         fail(fault)

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, get_args
@@ -29,19 +30,23 @@ from proxy.settings import (
     size_in_words,
 )
 
-EXIT_USAGE = 2
-"""A setting or a flag is wrong, or two contradict each other."""
-EXIT_FAILED = 1
-"""What was asked for is not there, was refused, or is not as it should be."""
-EXIT_UNAVAILABLE = 69
-"""A port or the directory is taken, or no proxy answers (EX_UNAVAILABLE of sysexits.h)."""
-EXIT_LLAMA_SERVER_DIED = 70
-"""The llama-server that `run` started has ended by itself (EX_SOFTWARE)."""
-EXIT_CUT_SHORT = 130
-"""A signal cut the work, or the end of it, short."""
+
+class Exit(IntEnum):
+    """The exit statuses of all commands; `doctor` and `explain` say what else theirs mean."""
+
+    FAILED = 1
+    """What was asked for is not there, was refused, or is not as it should be."""
+    USAGE = 2
+    """A setting or a flag is wrong, or two contradict each other."""
+    UNAVAILABLE = 69
+    """A port or the directory is taken, or no proxy answers (EX_UNAVAILABLE of sysexits.h)."""
+    LLAMA_SERVER_DIED = 70
+    """The llama-server that `run` started has ended by itself (EX_SOFTWARE)."""
+    CUT_SHORT = 130
+    """A signal cut the work, or the end of it, short."""
 
 
-def fail(complaint: object, exit_status: int = EXIT_FAILED) -> NoReturn:
+def fail(complaint: object, exit_status: int = Exit.FAILED) -> NoReturn:
     """Say on stderr what is wrong, and exit."""
     click.echo(f"llama-prefix-cache: {complaint}", err=True)
     sys.exit(exit_status)
@@ -52,7 +57,7 @@ def settings_of(flags: Mapping[str, Any], config: Path | None) -> Settings:
     try:
         return load_settings(flags, os.environ, config)
     except SettingsError as error:
-        fail(error, EXIT_USAGE)
+        fail(error, Exit.USAGE)
 
 
 # What commands print: tables for people, JSON for programs.

@@ -1,147 +1,61 @@
 """`llama-prefix-cache stats` and `explain`: what the cache has brought, and why a request missed."""
 
-import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 from urllib.parse import quote
 
 import click
-from prometheus_client.parser import text_string_to_metric_families
 from rich.text import Text
 
-from proxy.cli.access import RunningProxy, Store, with_proxy, with_store
-from proxy.cli.common import age_in_words, answer, checkpoints_in_words, table_of
+from proxy.cli.access import RunningProxy, with_proxy
+from proxy.cli.common import answer, checkpoints_in_words, table_of
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
-from proxy.explain.explanation import Explanation, Nearest, RequestRecord
-from proxy.explain.views import ListedCheckpoint
+from proxy.explain.explanation import Explanation, Nearest
 from proxy.settings import size_in_words
 
-# `llama-prefix-cache stats`: what is stored, how the llama-servers are doing, and what it has brought.
-
-
-_PREFIX = "llama_prefix_cache_"
-_Facts = dict[str, Any]
-Row = tuple[str, str]
-Samples = dict[str, dict[str, float]]
+# `llama-prefix-cache stats`: how the proxy and its llama-servers are doing, and what reuse has brought.
 
 
 @click.command()
-@with_store
-def stats(store: Store, as_json: bool) -> None:
-    """Say what is stored, and what it has brought.
+@with_proxy
+def stats(proxy: RunningProxy, as_json: bool) -> None:
+    """Say how the proxy is doing, and what it has brought today.
 
     \b
     llama-prefix-cache stats
-    llama-prefix-cache stats --json | jq .since_start.prompt_tokens_total.reused
-    llama-prefix-cache stats --slot-save-path /var/lib/llama-prefix-cache     only what is stored
+    llama-prefix-cache stats --json | jq .today.n_reused
+
+    Today began at midnight, or when the proxy was started. `ls` says what is stored, /metrics has all
+    numbers.
     """
-    max_bytes, health, samples, rows = None, None, Samples(), list[Row]()
-    if isinstance(store, RunningProxy):
-        try:
-            samples = read_samples(store.raw("GET", "/metrics").decode())
-            max_bytes = int(samples["checkpoint_limit_bytes"][""])
-            health, query = store.ask("GET", "/health", _Facts), {"limit": "1000000"}
-            requests = store.ask("GET", "/requests", dict[str, list[RequestRecord]], query)
-            rows = [*server_rows(health, requests["requests"]), ("", "")]
-            rows += [("since start", f"the proxy is {health['state']}"), *_brought_rows(samples)]
-        except (ValueError, KeyError):
-            store.fail_foreign()
-    stored = summary(store.checkpoints(), max_bytes)
-    brought = {name: values.get("", values) for name, values in samples.items()} or None
-    content = {"store": stored, "health": health, "since_start": brought}
-    answer(content, table_of([*_stored_rows(stored), *rows]), as_json=as_json)
+    overview = proxy.ask("GET", "/overview", dict[str, Any])
+    try:
+        answer(overview, table_of(stats_rows(overview)), as_json=as_json)
+    except KeyError:
+        proxy.fail_foreign()
 
 
-def summary(checkpoints: Sequence[ListedCheckpoint], max_bytes: int | None) -> _Facts:
-    """Return what a list of checkpoints amounts to."""
-    pinned = [c for c in checkpoints if c.is_pinned]
-    return {
-        "n_checkpoints": len(checkpoints),
-        "size_bytes": sum(c.size_bytes for c in checkpoints),
-        "max_store_bytes": max_bytes,
-        "n_pinned": len(pinned),
-        "pinned_bytes": sum(c.size_bytes for c in pinned),
-        "n_namespaces": len({c.parent.split("/")[0] for c in checkpoints}),
-        "n_sessions": len({c.parent for c in checkpoints if c.parent.count("/") == 2}),
-        "n_restores": sum(c.n_restores for c in checkpoints),
-        "last_used_at": max((c.last_used_at for c in checkpoints), default=None),
-        "kinds": dict(Counter(c.kind for c in checkpoints)),
-    }
-
-
-def _stored_rows(stored: _Facts) -> Iterator[Row]:
-    max_bytes = stored["max_store_bytes"]
-    kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(stored["kinds"].items()))
-    yield "checkpoints", f"{stored['n_checkpoints']:,} ({kinds or 'nothing is stored'})"
-    limit = f" of {size_in_words(max_bytes)}" if max_bytes else ""
-    yield "on disk", size_in_words(stored["size_bytes"]) + limit
-    yield "pinned", checkpoints_in_words(stored["n_pinned"], stored["pinned_bytes"])
-    yield "sessions", f"{stored['n_sessions']}, of {stored['n_namespaces']} models or API keys"
-    if stored["last_used_at"] is not None:
-        yield "last used", age_in_words(time.time() - stored["last_used_at"])
-    yield "restored", f"{stored['n_restores']}x in all"
-
-
-def server_rows(health: _Facts, requests: Sequence[RequestRecord]) -> Iterator[Row]:
-    """Yield a line on each llama-server that *health* tells of, with its share of the last *requests*.
-
-    The requests of the only llama-server at one address are not told apart.
-    """
-    servers = health.get("llama_servers", {"": health})
-    title = "llama-server" if "" in servers else "llama-servers"
-    for name, about in sorted(servers.items()):
-        slots = ", ".join(f"{n} {state}" for state, n in sorted(about.get("slots", {}).items()))
-        is_attached = about["llama_server"] == "attached"
-        words = f"rule: {about.get('rule')}; slots: {slots}" if is_attached else "not attached"
-        if own := [request for request in requests if name and request.server == name]:
-            n_reused = sum(request.confirmed or 0 for request in own)
-            share = _share(n_reused, sum(request.evaluated or 0 for request in own))
-            words += f"; {len(own):,} of the last requests, {share} reused"
-        yield title, f"{name}: {words}" if name else words
-        title = ""
-
-
-def _share(n_reused: float, n_evaluated: float) -> str:
-    n_tokens = n_reused + n_evaluated
-    return f"{100 * n_reused / n_tokens:.0f}%" if n_tokens else "none"
-
-
-def read_samples(exposition: str) -> Samples:
-    """Return the proxy's samples by name and the value of their only label, "" if there is none."""
-    samples: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    for family in text_string_to_metric_families(exposition):
-        for sample in family.samples:
-            if len(sample.labels) <= 1 and not sample.name.endswith("_bucket"):
-                label = next(iter(sample.labels.values()), "")
-                samples[sample.name.removeprefix(_PREFIX)][label] = sample.value
-    return dict(samples)
-
-
-def _brought_rows(samples: Samples) -> Iterator[Row]:
-    """Yield what became of requests since the proxy started."""
-
-    def total(name: str) -> float:
-        return sum(samples[name].values())
-
-    requests, tokens = samples["requests_total"], samples["prompt_tokens_total"]
-    outcomes = ", ".join(f"{n:.0f} {outcome}" for outcome, n in requests.items() if n)
-    yield "requests", f"{total('requests_total'):,.0f} ({outcomes or 'none yet'})"
-    reused = f"{tokens['reused']:,.0f} reused ({_share(tokens['reused'], tokens['evaluated'])})"
-    seconds = total("evaluation_seconds_total")
-    yield "prompt tokens", f"{reused}, {tokens['evaluated']:,.0f} evaluated in {seconds:.1f} s"
-    n_restores, n_tokens = samples["restores_total"]["done"], total("restored_tokens_total")
-    seconds = total("restore_seconds_sum")
-    yield "restores", f"{n_restores:.0f} in {seconds:.1f} s: {n_tokens:,.0f} tokens"
-    # Restores may have cost more than they spared.
-    seconds = total("saved_seconds_total") - total("lost_seconds_total")
-    yield "time saved", f"{seconds:.1f} s of evaluation"
-    missed = sorted(((n, cause) for cause, n in samples["missed_tokens_total"].items() if n))
-    causes = ", ".join(f"{n:,.0f} tokens by {cause}" for n, cause in reversed(missed))
-    yield "missed", causes or "nothing"
-    yield "written", size_in_words(total("written_bytes_total"))
-    yield "deleted", f"{total('evictions_total'):.0f} checkpoints"
+def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield what the live page shows above its requests, line by line."""
+    yield "the proxy", f"is {overview['state']} since {overview['since']}"
+    if store := overview["store"]:
+        stored = checkpoints_in_words(store["n_checkpoints"], store["size_bytes"])
+        yield "stored", f"{stored} of {size_in_words(store['max_bytes'])}"
+    for server in overview["servers"]:
+        states = Counter(slot["state"] for slot in server["slots"])
+        slots = ", ".join(f"{n} {state}" for state, n in sorted(states.items()))
+        yield f"llama-server {server['name']}".strip(), f"rule: {server['rule']}; slots: {slots}"
+    today = overview["today"]
+    yield "today", f"since {datetime.fromtimestamp(today['since']):%Y-%m-%d %H:%M}"
+    yield "requests", f"{today['n_requests']:,}, of which {today['n_reusing']:,} reused something"
+    share = f"{today['n_reused'] / max(1, today['n_prompt']):.0%}"
+    yield "prompt tokens", f"{today['n_prompt']:,}, of which {today['n_reused']:,} reused ({share})"
+    yield "restored", f"{today['n_restored']:,} of the reused tokens"
+    yield "missed", f"{today['n_missed']:,} tokens: `explain miss` says why"
+    yield "time saved", f"{today['saved_seconds'] or 0:.1f} s of evaluation"
 
 
 # An explanation as people read it, with what has changed in colour.

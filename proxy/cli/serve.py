@@ -2,9 +2,7 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +11,12 @@ import msgspec
 
 from proxy.app import run_proxy
 from proxy.cli.access import RunningProxy, with_proxy
-from proxy.cli.common import (
-    EXIT_CUT_SHORT,
-    EXIT_LLAMA_SERVER_DIED,
-    EXIT_UNAVAILABLE,
-    EXIT_USAGE,
-    Stopping,
-    answer,
-    fail,
-    progress,
-    setting_options,
-    settings_of,
-)
-from proxy.core.conditions import PASSING
-from proxy.core.launch import Launch, Presets, given_to_all, heed_presets, plan_launch
+from proxy.cli.common import Exit, Stopping, answer, fail, progress, setting_options, settings_of
+from proxy.core.launch import Launch, let_presets_win, plan_launch
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.errors import LlamaServerDied, SettingsError, StoreLocked
 from proxy.llama.client import LlamaServer, new_session
-from proxy.llama.flags import known_names, parse_help, read_given, read_presets, variables_of
+from proxy.llama.flags import known_names, parse_help, read_given, variables_of
 from proxy.llama.routes import Target
 from proxy.log import configure_logging, get_logger
 from proxy.run.process import (
@@ -68,11 +54,11 @@ def _serve(
     try:
         asyncio.run(_serve_until_told(settings, supervisor, n_context_checkpoints))
     except LlamaServerDied as error:
-        fail(error, EXIT_LLAMA_SERVER_DIED)
+        fail(error, Exit.LLAMA_SERVER_DIED)
     except (StoreLocked, OSError) as error:
-        fail(error, EXIT_UNAVAILABLE)
+        fail(error, Exit.UNAVAILABLE)
     except asyncio.CancelledError:
-        fail("stopped before everything was saved", EXIT_CUT_SHORT)
+        fail("stopped before everything was saved", Exit.CUT_SHORT)
 
 
 async def _serve_until_told(
@@ -112,9 +98,6 @@ async def _serve_until_told(
 # `llama-prefix-cache run`: starts llama-server itself and serves in front of it.
 
 
-_PRESETS = "--models-preset"
-
-
 @click.command(context_settings={"allow_interspersed_args": False})
 @setting_options(*(name for name in NAMES if name != "upstream"))
 @click.option("--restart", is_flag=True, help="Start llama-server again when it dies.")
@@ -146,13 +129,13 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
         launch = _plan(program, arguments, merged)
         if launch.conflicts:
             told = ["llama-server cannot be run like this:", *launch.conflicts]
-            fail("\n  ".join(told), EXIT_USAGE)
+            fail("\n  ".join(told), Exit.USAGE)
         settings = _settings(merged, launch)
         require_free_port(launch.host, launch.port)
     except SettingsError as error:
-        fail(error, EXIT_USAGE)
+        fail(error, Exit.USAGE)
     except OSError as error:
-        fail(error, EXIT_UNAVAILABLE)
+        fail(error, Exit.UNAVAILABLE)
     configure_logging(settings.log_level, settings.log_format)
     log = get_logger("run")
     variables = [f"{name}={value}" for name, value in launch.environment.items()]
@@ -177,22 +160,18 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
 def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, Any]) -> Launch:
     options = parse_help(read_help(program))
     given = read_given(options, arguments, os.environ)
-    presets: Presets = {}
-    if _PRESETS in given:
-        with suppress(OSError, UnicodeDecodeError):  # llama-server complains if it is not there
-            presets = read_presets(Path(given[_PRESETS].value).read_text(), options)
     own_path = merged.get("slot_save_path")
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     launch = plan_launch(
-        given_to_all(given, presets),
+        given,
         known_names(options),
         own_path=str(Path(own_path).expanduser().absolute()) if own_path else None,
         default_path=str(Path(cache, "llama-prefix-cache").absolute()),
         free_port=find_free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
     )
-    if _PRESETS in given:
-        heed_presets(launch, given, presets, variables_of(options), str(Path.cwd()))
+    if "--models-preset" in given:
+        let_presets_win(launch, variables_of(options))
     return launch
 
 
@@ -219,9 +198,6 @@ def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
 
 
 # `llama-prefix-cache warm`: a header is evaluated and kept before the first user needs it.
-
-
-_LOOK_SECONDS = 0.5
 
 
 @click.command()
@@ -279,12 +255,13 @@ def warm(
     query = {name: value for name, value in given.items() if value}
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     body = for_model(file.read(), model) if file else b""
-    while "warmed" not in (last := _follow(proxy, body, query, headers)):
-        # A model that was just loaded for it may have to be examined first: that is waited for.
-        reasons = proxy.ask("GET", "/health", dict[str, Any]).get("reasons", [])
-        if not any(reason["kind"] in PASSING for reason in reasons):
-            fail(last.get("error", "the proxy went away"))
-        time.sleep(_LOOK_SECONDS)
+    last: dict[str, Any] = {}
+    with progress("evaluating", None) as update:
+        for last in proxy.lines("/warm", body, query, headers):
+            if "n_done" in last:
+                update(completed=last["n_done"], total=last["n_tokens"])
+    if "warmed" not in last:
+        fail(last.get("error", "the proxy went away"))
     warmed = last["warmed"]
     if pin:
         proxy.pin(warmed["id"], is_pinned=True)
@@ -306,15 +283,3 @@ def for_model(body: bytes, model: str | None) -> bytes:
     except msgspec.DecodeError:
         return body
     return msgspec.json.encode({**fields, "model": model})
-
-
-def _follow(
-    proxy: RunningProxy, body: bytes, query: dict[str, str], headers: dict[str, str]
-) -> dict[str, Any]:
-    """Have a body warmed, showing progress on a terminal; return the last thing that was said."""
-    last: dict[str, Any] = {}
-    with progress("evaluating", None) as update:
-        for last in proxy.lines("/warm", body, query, headers):
-            if "n_done" in last:
-                update(completed=last["n_done"], total=last["n_tokens"])
-    return last

@@ -7,23 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import click
-import msgspec
 from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
-from proxy.cli.access import (
-    DirectoryStore,
-    Store,
-    all_named,
-    named,
-    opened,
-    with_directory,
-    with_store,
-)
+from proxy.cli.access import DirectoryStore, Store, all_named, opened, with_directory, with_store
 from proxy.cli.common import (
-    EXIT_FAILED,
-    EXIT_USAGE,
+    Exit,
     age_in_words,
     age_seconds,
     answer,
@@ -32,7 +22,7 @@ from proxy.cli.common import (
     progress,
     table_of,
 )
-from proxy.explain.views import STORE, Deleted, ListedCheckpoint, NodeId, Selection, parse_node_id
+from proxy.explain.views import Deleted, ListedCheckpoint
 from proxy.settings import Settings, size_in_words
 from proxy.store.offline import ProblemKind, examine, mend
 from proxy.store.transfer import BundleRefused, export_checkpoints, import_checkpoints
@@ -198,24 +188,14 @@ def rm(store: Store, names: tuple[str, ...], yes: bool, pinned: bool, as_json: b
     ID is the beginning of what ls shows: a checkpoint, or all of a session, header or namespace; or the
     name of a model, for all of it. Pinned ones stay, unless --pinned. What slots hold stays too.
     """
-    found = all_named(store, names)
-    going = [checkpoint for checkpoint in found if pinned or not checkpoint.is_pinned]
-    if len(going) > 1 and not yes:
-        _confirm(_sum(going))
-    replies = [store.delete(checkpoint, with_pinned=pinned) for checkpoint in going]
-    deleted = Deleted(
-        sum(reply.n_deleted for reply in replies),
-        sum(reply.deleted_bytes for reply in replies),
-        len(found) - len(going) + sum(reply.n_pinned for reply in replies),
-        sum(reply.n_in_use for reply in replies),
-    )
+    deleted = _delete(store, all_named(store, names), is_sure=yes, with_pinned=pinned)
     _tell_deleted(deleted, as_json=as_json)
     if deleted.n_pinned or deleted.n_in_use:
-        sys.exit(EXIT_FAILED)
+        sys.exit(Exit.FAILED)
 
 
 @click.command()
-@click.option("--namespace", metavar="ID", help="Only of this namespace or model, as ls shows it.")
+@click.option("--namespace", metavar="ID", help="Only what this names, as ls shows it, or a model.")
 @click.option(
     "--unused-for",
     metavar="AGE",
@@ -249,31 +229,37 @@ def purge(
     as well.
     """
     if everything == bool(namespace or unused_for):
-        fail("give --namespace and/or --unused-for, or --everything", EXIT_USAGE)
-    node = _namespace(store, namespace) if namespace else STORE
-    selection = Selection(node, unused_for, pinned)
-    deleted = store.purge(selection, is_dry_run=True)
-    if deleted.n_deleted and not dry_run:
-        if not yes:
-            _confirm(checkpoints_in_words(deleted.n_deleted, deleted.deleted_bytes))
-        deleted = store.purge(selection, is_dry_run=False)
-    _tell_deleted(msgspec.structs.replace(deleted, is_dry_run=dry_run), as_json=as_json)
+        fail("give --namespace and/or --unused-for, or --everything", Exit.USAGE)
+    unused_since = time.time() - unused_for
+    chosen = all_named(store, [namespace]) if namespace else store.checkpoints()
+    chosen = [checkpoint for checkpoint in chosen if checkpoint.last_used_at <= unused_since]
+    deleted = _delete(store, chosen, is_sure=yes, with_pinned=pinned, is_dry_run=dry_run)
+    _tell_deleted(deleted, as_json=as_json)
 
 
-def _namespace(store: Store, name: str) -> NodeId:
-    found = named(name, store.checkpoints())
-    parent, *others = {c.parent.split("/")[0] for c in found}
-    if others:
-        fail(f"{name!r} has {1 + len(others)} namespaces: give the id of one")
-    if not parent.startswith(name.lower()) and found[0].model != name:
-        fail(f"{name!r} is not a namespace: see the first level of ls")
-    return parse_node_id(parent)
+def _delete(
+    store: Store, chosen: Checkpoints, *, is_sure: bool, with_pinned: bool, is_dry_run: bool = False
+) -> Deleted:
+    """Delete checkpoints, of which pinned ones only *with_pinned*; ask first unless *is_sure*."""
+    going = [checkpoint for checkpoint in chosen if with_pinned or not checkpoint.is_pinned]
+    if is_dry_run:
+        n_bytes = sum(checkpoint.size_bytes for checkpoint in going)
+        return Deleted(len(going), n_bytes, len(chosen) - len(going), is_dry_run=True)
+    if len(going) > 1 and not is_sure:
+        _confirm(_sum(going))
+    replies = [store.delete(checkpoint, with_pinned=with_pinned) for checkpoint in going]
+    return Deleted(
+        sum(reply.n_deleted for reply in replies),
+        sum(reply.deleted_bytes for reply in replies),
+        len(chosen) - len(going) + sum(reply.n_pinned for reply in replies),
+        sum(reply.n_in_use for reply in replies),
+    )
 
 
 def _confirm(what: str) -> None:
     """Ask whether to delete *what*; where nobody can be asked, --yes is needed."""
     if not sys.stdin.isatty():
-        fail(f"would delete {what}: give --yes", EXIT_USAGE)
+        fail(f"would delete {what}: give --yes", Exit.USAGE)
     if not click.confirm(f"Delete {what}?", err=True):
         fail("nothing was deleted")
 
@@ -329,7 +315,7 @@ def check(settings: Settings, fix: bool, as_json: bool) -> None:
     content = {**of_all, "problems": problems, "is_mended": is_mended}
     answer(content, Group(table_of(rows), total) if rows else total, as_json=as_json)
     if problems and not is_mended:
-        sys.exit(EXIT_FAILED)
+        sys.exit(Exit.FAILED)
 
 
 # `llama-prefix-cache export` and `import`: checkpoints as one file, from one store to another.
@@ -358,7 +344,7 @@ def export(settings: Settings, names: tuple[str, ...], file: Path, as_json: bool
     """
     with opened(Path(settings.slot_save_path)) as store:
         ids = sorted(checkpoint.id for checkpoint in all_named(DirectoryStore(store), names))
-        chosen = [store.get(checkpoint_id) for checkpoint_id in ids]
+        chosen = [c for c in store.checkpoints() if f"{c.id:016x}" in ids]
         n_bytes = sum(checkpoint.size_bytes for checkpoint in chosen)
         with progress("exporting", n_bytes) as update:
             export_checkpoints(store, chosen, file, lambda n: update(advance=n))

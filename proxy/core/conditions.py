@@ -128,33 +128,12 @@ class DegradationKind(StrEnum):
         "Look at the error; the proxy tries again every 15 seconds.",
     )
 
-    SELF_TEST_PENDING = (
-        "self-test pending",
-        "The self-test measures what a restored state is good for; once per model and build.",
-        _WAIT,
-    )
-    NO_SLOT_FOR_SELF_TEST = (
-        "no slot for the self-test",
-        "No slot is empty, so the self-test has not run.",
-        "Restart the proxy, or llama-server, while it is idle.",
-    )
-    SELF_TEST_FAILED = (
-        "self-test failed",
-        "The self-test broke off, so it is not known what a restored state is good for.",
-        "Look at the error, mend it, and restart the proxy.",
-    )
     RULE_IS_NOTHING = (
         "nothing can be restored",
         "The self-test found that this model on this llama-server reuses nothing of a restored state.",
         "With a sliding window, start llama-server with --swa-full (it takes more memory), or use "
         "llama.cpp 0.7.0 or later without --ctx-checkpoints 0. Otherwise restart it; if it stays so, this "
         "build cannot do it.",
-    )
-    RESTORES_DISTURB = (
-        "restores disturb each other",
-        "The self-test found that two slots that restore a state at once do not both continue from it.",
-        "None needed: nothing wrong is answered. Report it, with the model and llama-server's flags.",
-        State.DEGRADED,
     )
 
     SAVES_FAIL = (
@@ -231,8 +210,8 @@ class DegradationKind(StrEnum):
 
 _K = DegradationKind
 
-PASSING = frozenset((_K.ATTACHING, _K.SELF_TEST_PENDING))
-"""These belong to every start, and end by themselves."""
+PASSING = frozenset((_K.ATTACHING,))
+"""This belongs to every start, and ends by itself."""
 _OF_STORE = {_K.STORE_NOT_OPEN, _K.INDEX_REBUILDING, _K.DIRECTORY_IS_OPEN, _K.STATE_ENDED_SERVER}
 OF_PROCESS = frozenset(_K) - _OF_STORE
 """These end with the llama-server process that they were noticed on."""

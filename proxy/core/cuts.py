@@ -33,6 +33,9 @@ MIN_STRIDE_TOKENS = 32
 MIN_BRANCH_TOKENS = 64
 """If two prompts share this many tokens more than can be reused, a stop is made for the next prompt."""
 
+MESSAGE_STOP_TOKENS = 256
+"""A stop inside a user message lies at least so many tokens behind its beginning and before its end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stop:
@@ -64,6 +67,18 @@ def branch_of(rule: Rule, n_shared: int, n_prompt: int, n_reused: int) -> int:
     needs_point = rule.kind in (RuleKind.RESTORE_POINTS, RuleKind.END_ONLY)
     is_inside = MIN_CUT_TOKENS <= n_shared < n_prompt - 1
     return n_shared if needs_point and is_inside and n_shared > n_reused + MIN_BRANCH_TOKENS else 0
+
+
+def places_in_message(n_begin: int, n_end: int) -> Iterator[int]:
+    """Yield places in a user message from *n_begin* to *n_end*: 256, 512, 1,024 ... tokens before its end.
+
+    Users go back and change the end of a long message. With a context checkpoint at each place, the tokens
+    that are evaluated again before the change are no more than those behind it, or 256.
+    """
+    n_back = MESSAGE_STOP_TOKENS
+    while n_end - n_back > n_begin:
+        yield n_end - n_back
+        n_back *= 2
 
 
 def choose_stops(
@@ -111,14 +126,7 @@ def _is_far(rule: Rule, n_cut: int, n_other: int) -> bool:
 
 
 def _saved(rule: Rule, cuts: Cuts, *, shares_header: bool) -> Iterator[tuple[int, CheckpointKind]]:
-    """Yield the cuts at which the slot is saved, the most important first.
-
-    Until the rule is known, those that other sessions share: either may be the one that serves them.
-    """
-    if not rule.is_known:
-        yield cuts.header, CheckpointKind.HEADER
-        yield cuts.surroundings, CheckpointKind.CONVERSATION
-        return
+    """Yield the cuts at which the slot is saved, the most important first."""
     if rule.kind is not RuleKind.END_ONLY and shares_header and cuts.surroundings > cuts.header:
         # The header is a place of that state, and of the conversation's that will supersede it.
         yield cuts.surroundings, CheckpointKind.CONVERSATION
@@ -138,13 +146,14 @@ def _planted(rule: Rule, cuts: Cuts) -> list[int]:
     """
     if rule.kind is RuleKind.ANY_PREFIX:
         return []
+    inside: Iterable[int] = ()
+    if cuts.turn_start == cuts.message_end:  # the prompt ends with a user message
+        n_begin = max(cuts.shared, cuts.last_turn_end)
+        inside = places_in_message(n_begin + MESSAGE_STOP_TOKENS - 1, cuts.turn_start)
     if rule.kind is RuleKind.END_ONLY:
-        return sorted({cuts.surroundings, cuts.last_turn_end} - {0})
-    in_turn = [
-        n
-        for n in (cuts.surroundings, cuts.last_turn_end, cuts.turn_start)
-        if n >= rule.end_holds_from
-    ]
+        return sorted({cuts.surroundings, cuts.last_turn_end, *inside} - {0})
+    marks = cuts.surroundings, cuts.last_turn_end, cuts.turn_start, *inside
+    in_turn = [n for n in marks if n >= rule.end_holds_from]
     return sorted({cuts.header, cuts.branch, *in_turn} - {0})
 
 

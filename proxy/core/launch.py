@@ -110,7 +110,6 @@ def plan_launch(
     _limit_checkpoints(launch, given, known)
     if "--metrics" not in given or given["--metrics"].value == OFF:
         _add(launch, known, "--metrics")
-    _warn(launch, given)
     return launch
 
 
@@ -184,7 +183,7 @@ def _keep_idle_slots(launch: Launch, given: Mapping[str, Given], known: Collecti
     """See to it that idle slots keep their content.
 
     With a RAM cache llama-server puts idle slots aside whenever another one runs, and clears them if
-    they share one cache (server-context.cpp, --cache-idle-slots).
+    they share one cache (server-context.cpp, --cache-idle-slots). The proxy copes with that, but slower.
     """
     ram = given.get("--cache-ram")
     if ram is None:
@@ -195,14 +194,8 @@ def _keep_idle_slots(launch: Launch, given: Mapping[str, Given], known: Collecti
         f"{ram}: llama-server moves prompts between slots and its RAM cache behind the proxy's back, "
         "and for any API key; what that costs is counted as drift; --cache-ram 0 avoids it"
     )
-    idle = given.get("--cache-idle-slots")
-    if idle is None:
+    if "--cache-idle-slots" not in given:
         _add(launch, known, "--no-cache-idle-slots")
-    elif idle.value == ON and (unified := _unified_by(given)):
-        launch.conflicts.append(
-            f"{idle} with {ram} and {unified} clears idle slots before they can be saved: "
-            "leave one of them out"
-        )
 
 
 def _limit_checkpoints(launch: Launch, given: Mapping[str, Given], known: Collection[str]) -> None:
@@ -216,73 +209,23 @@ def _limit_checkpoints(launch: Launch, given: Mapping[str, Given], known: Collec
             return
 
 
-def _warn(launch: Launch, given: Mapping[str, Given]) -> None:
-    slots = given.get("--slots") or given.get("--no-slots")
-    if slots and slots.value == OFF:
-        launch.warnings.append(
-            f"{slots}: the proxy cannot see which slot a request got; where llama-server chooses it, "
-            "all slots are unknown afterwards"
-        )
-    sleep = given.get("--sleep-idle-seconds")
-    if sleep and not sleep.value.startswith("-"):
-        launch.warnings.append(f"{sleep}: all slots are empty after a sleep; files remain")
-
-
 def restart_delay_seconds(n_failures: int) -> float:
     """Return how long to wait before a start that follows *n_failures* in a row."""
     n_doublings = min(10, max(0, n_failures - 1))
     return min(MAX_RESTART_DELAY_SECONDS, 2.0**n_doublings)
 
 
-# A router and its presets, the flags for single models. A router holds its own command line above the
-# presets, and the presets above environment variables (server-models.cpp). So what the proxy adds becomes
-# environment variables, and overrides nothing.
-
-Presets = Mapping[str, Mapping[str, Given]]
-"""What each section sets, under every name of an option."""
-
-ALL_MODELS = "*"
-_CHECKPOINTS = "--ctx-checkpoints"
-_OF_MODELS = frozenset(
-    (_SAVE_PATH, _CHECKPOINTS, "--swa-checkpoints", "--parallel", "--kv-unified", "--cache-ram")
-    + ("--cache-idle-slots", "--metrics", "--slots", "--no-slots", "--sleep-idle-seconds")
-)
-"""What a launch looks at that is a matter of models, not of the router."""
+# A router holds its own command line above its presets, the flags for single models, and the presets above
+# environment variables (server-models.cpp).
 
 
-def given_to_all(given: Mapping[str, Given], presets: Presets) -> dict[str, Given]:
-    """Return what holds for every model of which no preset says otherwise."""
-    preset = {n: value for n, value in presets.get(ALL_MODELS, {}).items() if n in _OF_MODELS}
-    return {**given, **preset, **_flags(given)}
+def let_presets_win(launch: Launch, variables: Mapping[str, str]) -> None:
+    """Turn additions into environment variables, as far as *variables* has any for them.
 
-
-def heed_presets(
-    launch: Launch,
-    given: Mapping[str, Given],
-    presets: Presets,
-    variables: Mapping[str, str],
-    working_directory: str,
-) -> None:
-    """Make a launch leave the presets what they are; *variables* are those that stand for options."""
-    flags = _flags(given)
-    for section, preset in presets.items():
-        path, checkpoints = preset.get(_SAVE_PATH), preset.get(_CHECKPOINTS)
-        if path and _SAVE_PATH not in flags and section != ALL_MODELS:
-            if _absolute(path, working_directory) != launch.slot_save_path:
-                launch.conflicts.append(
-                    f"{path} is not {launch.slot_save_path}, where the proxy keeps the states of all "
-                    "models: leave it out"
-                )
-        if checkpoints and _CHECKPOINTS not in flags and checkpoints.value.isdecimal():
-            least = min(launch.n_context_checkpoints, int(checkpoints.value))
-            launch.n_context_checkpoints = least
-    for name, *values in launch.additions:
-        if name in variables and name != "--port":
+    The directory stays a flag: it is the same for all models.
+    """
+    for name, *values in launch.additions.copy():
+        if name in variables and name not in ("--port", _SAVE_PATH):
+            launch.additions.remove((name, *values))
             switched = OFF if name.startswith("--no-") else ON
             launch.environment[variables[name]] = values[0] if values else switched
-    left = [a for a in launch.additions if a[0] not in variables or a[0] == "--port"]
-    launch.additions = left
-
-
-def _flags(given: Mapping[str, Given]) -> dict[str, Given]:
-    return {name: value for name, value in given.items() if value.is_flag}

@@ -19,7 +19,7 @@ SlotId = NewType("SlotId", int)
 
 
 class RuleKind(StrEnum):
-    """What a restored state is good for on this server, as its self-test measured it."""
+    """What a restored state is good for on this server."""
 
     ANY_PREFIX = "any prefix"
     RESTORE_POINTS = "restore points"
@@ -36,15 +36,23 @@ STRIDES_TOKENS = (64, 256, 8192)
 class Rule:
     """A learned rule; `end_holds_from` is the shortest state that can be continued at its very end.
 
-    A sliding-window state shorter than its window can only be continued at a context checkpoint. Until the
-    rule is known nothing is restored, but states are saved that may be useful later. Under *end only*
-    llama-server makes no context checkpoint within `stride_tokens` behind another one.
+    Where that is not 0 the model has a sliding window: a state that is shorter than the window can only be
+    continued at a context checkpoint, and has every position. Under *end only* llama-server makes no
+    context checkpoint within `stride_tokens` behind another one.
     """
 
     kind: RuleKind
     end_holds_from: int = 0
-    is_known: bool = True
     stride_tokens: int = STRIDES_TOKENS[0]
+
+    @property
+    def needs_repair(self) -> bool:
+        """Whether a window that was cut on saving lacks the position that a restored one must have.
+
+        The test that such a window fails is the one that a window which is not full fails
+        (server-context.cpp, `pos_min >= pos_min_thold`).
+        """
+        return self.end_holds_from > 0
 
     def after_shortfall(self, n_short: int) -> "Rule":
         """Return the rule once a live slot went *n_short* tokens further back than was believed."""
@@ -54,16 +62,13 @@ class Rule:
 
     @property
     def can_restore(self) -> bool:
-        return self.is_known and self.kind is not RuleKind.NOTHING
+        return self.kind is not RuleKind.NOTHING
 
     def __str__(self) -> str:
-        return self.kind.value if self.is_known else "not measured yet"
+        return self.kind.value
 
 
 NO_RULE = Rule(RuleKind.NOTHING)
-
-CAREFUL_RULE = Rule(RuleKind.END_ONLY, is_known=False)
-"""Until the rule is known: a state that is saved at a cut serves under every rule."""
 
 
 class CheckpointKind(StrEnum):
@@ -172,7 +177,7 @@ class Candidate:
 class ExpectedState:
     """A state of `tokens` that will be saved at about `expected_at` on the monotonic clock.
 
-    `has_every_position` only matters where the server's states can be cut anywhere.
+    `has_every_position` says that the server's states can be cut anywhere.
     """
 
     tokens: TokenIds
@@ -217,7 +222,8 @@ NO_CUTS = Cuts()
 class Prompt:
     """A request's prompt as llama-server will see it; `shape` is the kind of request it came from.
 
-    `text` is what it was tokenized from; empty if that is not one text.
+    `text` is what it was tokenized from; empty if that is not one text. `conversation` are the digests of
+    a Conversation that renders this prompt; empty if there is none.
     """
 
     tokens: TokenIds
@@ -225,10 +231,34 @@ class Prompt:
     cuts: Cuts = NO_CUTS
     shape: str = ""
     text: str = ""
+    conversation: bytes = b""
 
     @property
     def n_tokens(self) -> int:
         return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A chat request by what its prompt is rendered from.
+
+    `digests` has eight bytes for everything that is no message, then eight for each message. So one
+    conversation goes on from another if its digests begin with those of the other. `sizes_bytes` are
+    those of the messages as JSON.
+    """
+
+    digests: bytes
+    roles: tuple[str, ...]
+    sizes_bytes: tuple[int, ...]
+
+    def n_behind(self, earlier: bytes) -> int:
+        """Return how many messages follow the *earlier* ones, 0 if the conversation does not go on from
+        them."""
+        is_longer = earlier and self.digests.startswith(earlier)
+        return (len(self.digests) - len(earlier)) // DIGEST_BYTES if is_longer else 0
+
+
+DIGEST_BYTES = 8
 
 
 class Outcome(StrEnum):

@@ -38,6 +38,7 @@ from proxy.core.slots import (
     UseLive,
     live_reuse,
     must_be_erased,
+    n_busy,
     shared_tokens,
 )
 from proxy.core.tokens import common_prefix_length
@@ -125,6 +126,7 @@ class StartOption:
 class Why(StrEnum):
     """Why a plan is the cheapest."""
 
+    EXTENDS = "the slot holds all messages but the newest: nothing was looked up first"
     LIVE_LONGEST = "a free slot holds the longest usable prefix"
     LIVE_CHEAPER = "a checkpoint holds more, but costs more to restore than to evaluate the rest"
     RESTORE_LONGEST = "a checkpoint holds more than any free slot"
@@ -261,7 +263,7 @@ def displace(
     saves = (
         n_lost > MAX_LOST_TOKENS
         and is_write_back_due(now.rule, content)
-        and is_worth_saving(content, n_lost, size_bytes, rates)
+        and is_worth_saving(content, n_lost, size_bytes, rates, 1 + n_busy(now.slots))
     )
     delay_seconds = rates.save_seconds(size_bytes) if saves else 0.0
     remade_seconds = rates.evaluation_seconds(n_reused or 0, content.n_tokens)

@@ -19,20 +19,31 @@ Which of several llama-servers with the same model serves a request (`best_offer
 Which slot llama-server chooses for a request that cannot name one (`rivals`; server-context.cpp,
 get_available_slot): among the idle slots the one whose tokens share the longest prefix with the prompt, the
 lowest id on ties, if that prefix is more than a tenth of the prompt; else the one used longest ago.
+
+Which slot a request goes on in so plainly that nothing has to be planned (`slot_to_extend`): the slot holds
+the prompt of the same messages but the newest, no other slot holds as much of it, and neither a restore nor
+a stop could gain more than a short message's tokens.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isinf
 
-from proxy.core.model import Prompt, SlotId
+from proxy.core.cuts import is_near
+from proxy.core.model import Conversation, Prompt, Rule, RuleKind, SlotId
 from proxy.core.plan import STEADY_TOKENS, Situation, plan_request, promised_tokens
 from proxy.core.saving import STEADY_SECONDS, state_bytes
-from proxy.core.slots import Known, Slot, Unknown, shared_tokens
-from proxy.core.tokens import TokenIds, common_prefix_length
+from proxy.core.slots import Known, Slot, Unknown, must_be_erased, n_busy, shared_tokens
+from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 
 MIN_SIMILARITY = 0.1
 """llama-server's default of --slot-prompt-similarity."""
+
+SHORT_MESSAGE_BYTES = 160
+"""About 32 tokens. llama-server itself makes a context checkpoint where the newest user message begins, so
+that a stop at the end of a short one gains hardly anything."""
+_FRAME_TOKENS = 64
+"""What a template writes around a message, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +141,7 @@ def make_offer(prompt: Prompt, now: Situation, n_waiting: int, *, may_start: boo
     else:
         shared = (shared_tokens(s.content, prompt.tokens, prompt.namespace) for s in now.slots)
         n_reused, seconds = max(shared, default=0), inf
-    n_busy = sum(slot.is_leased and not slot.is_closing for slot in now.slots)
-    return Offer(seconds, n_reused, n_busy, n_waiting, len(now.slots))
+    return Offer(seconds, n_reused, n_busy(now.slots), n_waiting, len(now.slots))
 
 
 def best_offer(offers: Sequence[Offer]) -> int:
@@ -184,3 +194,68 @@ def rivals(target: Slot, slots: Iterable[Slot], tokens: TokenIds) -> list[SlotId
 def is_similar_enough(target: Slot, tokens: TokenIds) -> bool:
     """Return whether llama-server chooses by similarity at all."""
     return shared_tokens(target.content, tokens) > MIN_SIMILARITY * len(tokens)
+
+
+def slot_to_extend(
+    conversation: Conversation,
+    slots: Iterable[Slot],
+    rule: Rule,
+    namespace: Namespace,
+    n_ctx: int,
+    *,
+    is_pinned: bool,
+) -> Slot | None:
+    """Return the free slot that a request plainly goes on in; None if the request has to be planned.
+
+    Judged by messages alone, before the prompt is rendered. llama-server compares the tokens in any case,
+    so that a wrong judgement costs tokens, never an answer. A request that is not *is_pinned* runs in a
+    slot of llama-server's choice.
+    """
+    if rule.kind not in (RuleKind.ANY_PREFIX, RuleKind.RESTORE_POINTS):
+        return None  # a prompt is evaluated to its last cut there, so that a save can serve anybody
+    slots = list(slots)
+    for slot in slots:
+        content = slot.content
+        if slot.is_leased or not isinstance(content, Known):
+            continue
+        n_new = conversation.n_behind(content.conversation)
+        if not n_new or must_be_erased(rule, content, namespace):
+            continue
+        tokens, n_tokens = content.tokens, content.n_tokens + _tokens_at_most(conversation, n_new)
+        is_only = all(
+            (shared_tokens(s.content, tokens) if is_pinned else shared_at_most(s, tokens))
+            < len(tokens)
+            for s in slots
+            if s.id != slot.id
+        )
+        goes_on = _gains_nothing_elsewhere(conversation, n_new, content, rule)
+        if n_tokens < n_ctx and is_only and goes_on:
+            return slot
+    return None
+
+
+def _tokens_at_most(conversation: Conversation, n_new: int) -> int:
+    """Return how many tokens the newest messages are at most: no token is shorter than a byte."""
+    return sum(conversation.sizes_bytes[-n_new:]) + (n_new + 1) * _FRAME_TOKENS
+
+
+def _gains_nothing_elsewhere(
+    conversation: Conversation, n_new: int, content: Known, rule: Rule
+) -> bool:
+    """Return whether neither a stop nor a restore can help a request with so many new messages.
+
+    They are one answer and what came back from its tools, so that the turn goes on; or an answer and a
+    short message of the user. Templates then drop the reasoning of the turn before, so that the prompt
+    leaves the slot's tokens at the turn start: it must not be a file alone that can be continued there.
+    """
+    answer, *others = conversation.roles[-n_new:]
+    is_step = answer == "assistant" and "assistant" not in others
+    if not is_step or not others or others[-1] not in ("tool", "user"):
+        return False
+    if "user" not in others or rule.kind is RuleKind.ANY_PREFIX:
+        return True
+    size_bytes = sum(conversation.sizes_bytes[1 - n_new :])
+    is_only_in_file = is_near(content.saved_points, content.turn_start) and not is_near(
+        content.restore_points, content.turn_start
+    )
+    return size_bytes <= SHORT_MESSAGE_BYTES and not is_only_in_file

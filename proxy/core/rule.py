@@ -1,13 +1,14 @@
 """The learned rule: what a restored state is good for on this server.
 
-Owns: the one place that applies the rule (`usable_tokens`), and the judgement of a self-test's
-measurements (`judge`). Must never know where a checkpoint lies, which slot it goes to, or how a
-measurement was made. A caller of `usable_tokens` has compared the first n_common tokens, one by one.
+Owns: the one place that applies the rule (`usable_tokens`), what the first files tell of the rule
+(`derive`, `after_save`), and the judgement of a self-test's measurements (`judge`). Must never know where
+a checkpoint lies, which slot it goes to, or how a measurement was made. A caller of `usable_tokens` has
+compared the first n_common tokens, one by one.
 """
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 import msgspec
@@ -28,7 +29,9 @@ def usable_tokens(
         return 0
     if rule.kind is RuleKind.ANY_PREFIX and state.has_every_position:
         return reachable
-    if rule.end_holds_from <= state.n_tokens <= reachable:
+    # A window that has every position is not full, whatever its length.
+    is_within_window = rule.end_holds_from > 0 and state.has_every_position
+    if rule.end_holds_from <= state.n_tokens <= reachable and not is_within_window:
         return state.n_tokens
     if rule.kind is RuleKind.RESTORE_POINTS:
         return highest_point(state.restore_points, reachable)
@@ -39,6 +42,39 @@ def highest_point(points: tuple[int, ...], limit: int) -> int:
     """Return the highest of the ascending *points* that is not above *limit*, or 0."""
     index = bisect_right(points, limit)
     return points[index - 1] if index else 0
+
+
+FULL_WINDOW_TOKENS = 2200
+"""A state this long fills the sliding windows of most models; shorter states are not counted on."""
+
+
+def derive(
+    *, has_points: bool, has_every_position: bool, holds_at_end: bool, rewinds: bool
+) -> Rule:
+    """Return the rule of a model whose first saved state is shorter than a sliding window.
+
+    Its file tells whether the state has context checkpoints and every position. Only where it has every
+    position and no context checkpoint the state need be restored, to see whether it *holds_at_end* and
+    *rewinds*: whether requests continue it at its end, and where they leave it before. The four cases:
+
+    1. The file has context checkpoints: *restore points*. With every position it is a sliding window.
+    2. It lacks positions, or is not understood: *end only*.
+    3. The state rewinds: *any prefix*.
+    4. It does not: it is a sliding window, of which a short state may hold at its end.
+    """
+    if has_every_position and rewinds and not has_points:
+        return Rule(RuleKind.ANY_PREFIX)
+    kind = RuleKind.RESTORE_POINTS if has_points else RuleKind.END_ONLY
+    return Rule(kind, FULL_WINDOW_TOKENS if has_every_position and not holds_at_end else 0)
+
+
+def after_save(rule: Rule, *, has_every_position: bool) -> Rule:
+    """Return the rule once another state was saved: a file that lacks positions cannot be cut anywhere.
+
+    With --swa-full only such a file shows that there is a sliding window.
+    """
+    is_cut = rule.kind is RuleKind.ANY_PREFIX and not has_every_position
+    return replace(rule, kind=RuleKind.END_ONLY) if is_cut else rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +131,7 @@ def judge(probes: Sequence[RestoreProbe]) -> Rule:
     return Rule(RuleKind.RESTORE_POINTS if is_by_points else RuleKind.END_ONLY, end_holds_from)
 
 
-class SelfTestResult(msgspec.Struct, frozen=True):
-    """What a self-test found; None where no second slot was free to find it out.
-
-    `restores_beside`: two slots that restore a state at once both continue from it. `keeps_idle`: a
-    slot still holds its tokens after the other one has run. `repairs_windows`: where a window was cut on
-    saving, the file is repaired.
-    """
+class LearnedRule(msgspec.Struct, frozen=True):
+    """What the index remembers of a model on a build; older entries have more fields."""
 
     rule: Rule
-    restores_beside: bool | None = None
-    keeps_idle: bool | None = None
-    repairs_windows: bool = True

@@ -19,11 +19,11 @@ places: the header, the start of the turn, the end of the prompt, and, less and 
 turns began or prompts branched. Points that llama-server has dropped are taken from older files.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from operator import add
 
-from proxy.core.cuts import SLACK_TOKENS, is_near
+from proxy.core.cuts import SLACK_TOKENS, is_near, places_in_message
 from proxy.core.eviction import Present
 from proxy.core.model import Candidate, CheckpointId, CheckpointKind, Rule, RuleKind
 from proxy.core.rates import Rates
@@ -46,17 +46,12 @@ _N_POINTS_AHEAD = 3
 
 
 def at_savable_point(rule: Rule, content: Known) -> Known | None:
-    """Return *content* cut back to where a save of it helps, or None if nowhere.
-
-    Until the rule is known only a slot that was just stopped at a cut is saved: the rest can wait.
-    """
+    """Return *content* cut back to where a save of it helps, or None if nowhere."""
     if rule.kind is RuleKind.NOTHING:
         return None
     if rule.kind is not RuleKind.END_ONLY:
         return content
-    if not content.last_cut or not (rule.is_known or content.last_cut == content.n_tokens):
-        return None
-    return cut_to(content, content.last_cut)
+    return cut_to(content, content.last_cut) if content.last_cut else None
 
 
 def is_write_back_due(rule: Rule, content: Content) -> bool:
@@ -71,12 +66,15 @@ def is_write_back_due(rule: Rule, content: Content) -> bool:
     return is_long_enough and savable.n_unsaved > SLACK_TOKENS
 
 
-def is_worth_saving(content: Known, n_unsaved: int, size_bytes: int, rates: Rates) -> bool:
+def is_worth_saving(
+    content: Known, n_unsaved: int, size_bytes: int, rates: Rates, n_stalled: int = 1
+) -> bool:
     """Return whether a save of *size_bytes* pays for itself: it spares the *n_unsaved* last tokens.
 
+    llama-server does nothing else during a save, so that each of *n_stalled* requests takes so much longer.
     A conversation's first save must pay for itself at once, for the conversation may end there.
     """
-    save_seconds = rates.save_seconds(size_bytes)
+    save_seconds = rates.save_seconds(size_bytes) * n_stalled
     n_saved = max(0, content.n_tokens - n_unsaved)
     evaluation_seconds = rates.evaluation_seconds(n_saved, content.n_tokens)
     if content.n_saved == 0:
@@ -107,6 +105,12 @@ def is_place_at_risk(rule: Rule, content: Content, n_believed: int) -> bool:
 OLDER_PLACE_SHARE = 0.5
 """How likely a request comes back to the newest of the marks; to each one before it, half as likely."""
 
+EDIT_SHARE = 0.05
+"""How likely a conversation comes back from disk with a change between two places in its newest message."""
+
+MESSAGE_SHARE = 0.1
+"""Points inside a message make a file larger by no more than this, or by one point."""
+
 
 def places_of(content: Known, kind: CheckpointKind) -> dict[int, float]:
     """Return where requests may come back to in a conversation, ascending, and how likely each is.
@@ -124,6 +128,15 @@ def places_of(content: Known, kind: CheckpointKind) -> dict[int, float]:
     return {n: places[n] for n in sorted(places) if n < n_tokens + (not is_at_end)}
 
 
+def edit_places(content: Known) -> list[int]:
+    """Return where the newest user message may be changed, the nearest to its end first.
+
+    The message begins at the last cut before its end.
+    """
+    before = (mark for mark in content.marks if mark < content.turn_start)
+    return list(places_in_message(max(content.header, *before, 0), content.turn_start))
+
+
 def points_of_others(relatives: Iterable[Candidate]) -> dict[int, CheckpointId]:
     """Return the context checkpoints that older files can give, each with the file that has it."""
     return {
@@ -139,11 +152,15 @@ def select_points(
     others: Mapping[int, CheckpointId],
     places: Mapping[int, float],
     rates: Rates,
+    inside: Sequence[int] = (),
+    state_bytes: int = 0,
 ) -> dict[int, CheckpointId | None]:
     """Return which points a file is to have, each with the older file that gives it (None: its own).
 
     *own* are the points of the file with their sizes in bytes, *others* those that older files have.
-    A point of its own is preferred unless another is much better.
+    A point of its own is preferred unless another is much better. The places *inside* the newest user
+    message come last, the nearest to its end first. Their points take at most a tenth of the other bytes
+    (the *state_bytes* and the other points), or are a single one.
     """
     size_bytes = max(own.values(), default=0)
     mine, theirs = tuple(sorted(own)), tuple(sorted(others.keys() - own.keys()))
@@ -156,7 +173,36 @@ def select_points(
         if point > n_before and _is_kept(likelihood, n_before, point, size_bytes, rates):
             kept[point] = None if point in own else others[point]
             n_before = point
+    n_left_bytes = max(size_bytes, MESSAGE_SHARE * (state_bytes + len(kept) * size_bytes))
+    while n_left_bytes >= size_bytes and (
+        point := _best_inside(mine, kept, inside, size_bytes, rates)
+    ):
+        kept[point] = None
+        n_left_bytes -= size_bytes
     return kept
+
+
+def _best_inside(
+    points: tuple[int, ...],
+    kept: Collection[int],
+    places: Sequence[int],
+    size_bytes: int,
+    rates: Rates,
+) -> int:
+    """Return the point inside the newest message that is worth most beside those *kept*; 0 if none is.
+
+    A change is as likely to begin between any two neighbours of the *places*, the nearest to the end first.
+    """
+    best, most, likelihood = 0, 0.0, 0.0
+    for place in places:
+        point, likelihood = highest_point(points, place), likelihood + EDIT_SHARE
+        n_before = highest_point(tuple(sorted(kept)), place)
+        if n_before >= point:
+            likelihood = 0.0
+        elif likelihood * (point - n_before) > most:
+            if _is_kept(likelihood, n_before, point, size_bytes, rates):
+                best, most = point, likelihood * (point - n_before)
+    return best
 
 
 def _is_kept(likelihood: float, n_before: int, point: int, size_bytes: int, rates: Rates) -> bool:
@@ -178,11 +224,15 @@ def _is_kept(likelihood: float, n_before: int, point: int, size_bytes: int, rate
 
 @dataclass(frozen=True, slots=True)
 class StateSize:
-    """The size of one state that was saved, with its context checkpoints, draft and all."""
+    """The size of one state that was saved, with its context checkpoints, draft and all.
+
+    Of it `fixed_bytes` are recurrent states, as large for one token as for any number of tokens.
+    """
 
     n_tokens: int
     n_points: int
     size_bytes: int
+    fixed_bytes: int = 0
 
 
 def expected_bytes(seen: Iterable[StateSize], n_tokens: int, n_points: int) -> int | None:
@@ -191,16 +241,20 @@ def expected_bytes(seen: Iterable[StateSize], n_tokens: int, n_points: int) -> i
     None if nothing like it was *seen*. A state is a fixed part, so much a token and so much a context
     checkpoint, and none of these is larger than the fixed part they are copied from (the recurrent
     state, the window). So a state seen bounds every smaller one by its size and every larger one in
-    proportion; the lowest of these bounds is taken.
+    proportion, its recurrent states in proportion to the context checkpoints; the lowest of these bounds
+    is taken.
     """
     sizes = [s for s in seen if s.n_tokens > 0]
     if not any(s.n_points for s in sizes):  # full attention makes none
         n_points = 0
-    bounds = (
-        s.size_bytes * max(1.0, n_tokens / s.n_tokens, (n_points + 1) / (s.n_points + 1))
-        for s in sizes
-    )
-    return min((int(bound) + 1 for bound in bounds), default=None)
+
+    def bound(size: StateSize) -> float:
+        by_points = max(1.0, (n_points + 1) / (size.n_points + 1))
+        growing_bytes = size.size_bytes - size.fixed_bytes
+        by_tokens = max(by_points, n_tokens / size.n_tokens)
+        return size.fixed_bytes * by_points + growing_bytes * by_tokens
+
+    return min((int(bound(size)) + 1 for size in sizes), default=None)
 
 
 def extent_of(content: Content) -> tuple[int, int] | None:

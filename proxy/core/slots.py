@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, TypeAlias
 
+from proxy.core.cuts import MIN_BRANCH_TOKENS
 from proxy.core.model import NO_CUTS, Checkpoint, CheckpointId, Cuts, Rule, RuleKind, SlotId
 from proxy.core.rule import highest_point
 from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace, TokenIds, common_prefix_length
@@ -65,7 +66,7 @@ class Known:
     `last_cut` its prompt was last cut (0: nowhere). `marks` are other cuts, ascending, to which requests
     may come back: where turns began, where prompts branched. A checkpoint in the store covers `n_saved`
     tokens and can be continued at the `saved_points`. `shape` is the kind of request that the tokens were
-    predicted for.
+    predicted for, `conversation` that of the Prompt that the tokens begin with.
     """
 
     tokens: TokenIds
@@ -79,6 +80,7 @@ class Known:
     n_saved: int = 0
     saved_points: tuple[int, ...] = ()
     shape: str = ""
+    conversation: bytes = b""
     origin: Origin = EVALUATED
     n_points_at_most: int = MAX_CONTEXT_CHECKPOINTS
 
@@ -179,6 +181,11 @@ def state_of(slot: Slot) -> SlotState:
     if isinstance(slot.content, Known):
         return SlotState.KNOWN
     return SlotState.EMPTY if isinstance(slot.content, Empty) else SlotState.UNKNOWN
+
+
+def n_busy(slots: Iterable[Slot]) -> int:
+    """Return how many slots serve a request."""
+    return sum(slot.is_leased and not slot.is_closing for slot in slots)
 
 
 class SlotTable:
@@ -357,6 +364,7 @@ def cut_to(content: Known, n_tokens: int) -> Known:
         marks=tuple(mark for mark in content.marks if mark <= n_tokens),
         n_saved=min(content.n_saved, n_tokens),
         saved_points=tuple(p for p in content.saved_points if p <= n_tokens),
+        conversation=b"",
     )
 
 
@@ -396,6 +404,7 @@ def after_evaluation(
     cuts: Cuts = NO_CUTS,
     n_generated: int = 0,
     shape: str = "",
+    conversation: bytes = b"",
     n_believed: int = 10,
     stride_tokens: int = 1,
 ) -> Known:
@@ -405,19 +414,22 @@ def after_evaluation(
     the old content are gone; one is new, shortly before the prompt's end, if it lies *stride_tokens*
     behind the last. Only the newest *n_believed* are counted on.
     """
-    old, origin = Known(tokens[:0], namespace), before.origin
+    old, origin, n_edit = Known(tokens[:0], namespace), before.origin, 0
     n_restored = min(origin.n_restored, len(tokens))
     if isinstance(before, Known) and before.namespace == namespace:
         n_kept = common_prefix_length(before.tokens, tokens)
         old, n_restored = cut_to(before, n_kept), _within(n_kept, origin.n_restored)
         origin = origin if n_kept else EVALUATED
+        is_edit = n_kept < min(before.turn_start, len(tokens))
+        if is_edit and n_kept >= max(old.header, *old.marks, 0) + MIN_BRANCH_TOKENS:
+            n_edit = n_kept
     points, newest = old.restore_points, len(tokens) - CONTEXT_CHECKPOINT_MARGIN
     if newest > 0 and (not points or newest >= points[-1] + stride_tokens):
         points += (newest,)
     # A conversation forks where a user message begins: a summary or a title is asked for, a subagent takes
     # over, the user goes back and edits. What lies before it is then asked for again. Other sessions share
     # an agent's surroundings.
-    forks = (cuts.branch, cuts.last_turn_end, cuts.surroundings)
+    forks = (cuts.branch, cuts.last_turn_end, cuts.surroundings, n_edit)
     marks = {fork for fork in forks if fork <= len(tokens)} | {*old.marks, old.turn_start}
     n_points = MAX_CONTEXT_CHECKPOINTS if isinstance(before, Unknown) else 0
     if isinstance(before, Known):
@@ -434,6 +446,7 @@ def after_evaluation(
         n_saved=old.n_saved,
         saved_points=old.saved_points,
         shape=shape,
+        conversation=conversation,
         origin=Origin(n_restored, origin.ancestors),
         n_points_at_most=min(MAX_CONTEXT_CHECKPOINTS, n_points + CHECKPOINTS_PER_REQUEST),
     )

@@ -19,16 +19,16 @@ import msgspec
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import Checkpoint, is_same_canary
 from proxy.core.saving import expected_bytes
-from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
+from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Empty
 from proxy.core.tokens import Namespace
 from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup
-from proxy.doctor.probes import ProbedServer, Scratch, has_ram_cache, prefers_similar_slot, scratch
-from proxy.errors import IndexDamaged, StoreFault, StoreLocked, UpstreamFault, UpstreamRefused
+from proxy.doctor.probes import ProbedServer, Scratch, has_ram_cache, scratch
+from proxy.errors import CacheFault, IndexDamaged, StoreFault, StoreLocked, UpstreamFault
 from proxy.llama.client import LlamaServer, Props, new_session
-from proxy.llama.hosts import HostedFlags, ModelHost, Models, recognise
+from proxy.llama.hosts import recognise
 from proxy.llama.routes import Target
 from proxy.servers import self_test
-from proxy.servers.attach import attach, read_identity
+from proxy.servers.attach import attach
 from proxy.servers.server import kind_of
 from proxy.serving.process import Process
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
@@ -143,37 +143,18 @@ async def reach(
     try:
         models = await host.models()
         facts.n_at_most = models.n_at_most
-        if asked_for and may_load:
-            note(f"having {asked_for} loaded, if it is not")
         facts.asked_for = models.named(asked_for) or ""
-        if asked_for and not facts.asked_for and host.hides_names:
-            # To ask whether this is a model's name would load it.
-            with suppress(UpstreamRefused):
-                resolved = await host.resolve(asked_for) if may_load else asked_for
-                facts.asked_for = resolved or ""
         if facts.asked_for and may_load and facts.asked_for not in models.loaded:
-            await _load(host, models, facts)
+            note(f"having {facts.asked_for} loaded")
+            await host.load(facts.asked_for)
+            facts.loaded = facts.asked_for
         models = await host.models()
-        flags = {each.model: each for each in await host.flags()}
     except UpstreamFault as fault:
         facts.problem = str(fault)
         return [], facts
-    facts.models = tuple(flags.get(model, HostedFlags(model)) for model in sorted(models.known))
+    facts.models = tuple(sorted(models.known))
     wanted = models.loaded & {facts.asked_for} if asked_for else models.loaded
     return [root.at(host.target(model)) for model in sorted(wanted)], facts
-
-
-async def _load(host: ModelHost, before: Models, facts: HostFacts) -> None:
-    """Have the model loaded that was asked for, and note what that has cost; raises UpstreamFault."""
-    name = facts.asked_for
-    try:
-        if name not in (await host.models()).loaded:  # asking whose name it is may have loaded it
-            await host.load(name)
-    except UpstreamRefused as refusal:
-        facts.problem = f"{name} could not be loaded ({refusal})"
-        return
-    after = await host.models()
-    facts.loaded, facts.unloaded = name, tuple(sorted(before.loaded - after.loaded))
 
 
 # One llama-server: the real attach on a scratch store, and the probes beside it.
@@ -243,18 +224,15 @@ async def _examine_slots(
     process = await _attach(probing, props)
     if not process.can_cache:
         return
-    facts.rule = process.rule if process.self_test else None
-    facts.identity = await read_identity(server, props)
+    await _measure_rule(facts, process)
     assert probing.layout is not None, "an attach that can cache has saved a state"
     facts.layout = probing.layout
     _note_cost(facts, server, process)
     _find_usable(facts, probing, stored)
-    note(f"{name}trying out similarity and the RAM cache")
+    note(f"{name}trying out the RAM cache")
     try:
-        server.n_vocab = facts.identity.n_vocab
-        similar = await prefers_similar_slot(server, facts.layout[0])
-        facts.prefers_similar_slot = similar
-        facts.has_ram_cache = await has_ram_cache(server, prefers_similar=similar)
+        server.n_vocab = (await server.model_meta()).n_vocab
+        facts.has_ram_cache = await has_ram_cache(server)
     except UpstreamFault as fault:
         facts.failures.append(f"slot behaviour could not be examined: {fault}")
         with suppress(UpstreamFault):
@@ -262,7 +240,7 @@ async def _examine_slots(
 
 
 async def _attach(probing: Scratch, props: Props) -> Process:
-    """Attach as the proxy does, and wait for the self-test; raises UpstreamFault."""
+    """Attach as the proxy does; raises UpstreamFault."""
     services, server, saver = probing.services, probing.server, probing.saver
     process = await attach(
         services,
@@ -278,20 +256,29 @@ async def _attach(probing: Scratch, props: Props) -> Process:
         # One empty slot was run: what the others held before must be there still.
         statuses = [status for status in await server.slots() if server.held.get(status.id)]
         process.note_clearing(clears=any(not status.n_held for status in statuses))
-    self_test.begin(process)
-    await process.examination(None)
     return process
+
+
+async def _measure_rule(facts: LlamaServerFacts, process: Process) -> None:
+    """Run the self-test; the proxy itself runs it only where requests contradict the rule."""
+    slot_id = next(slot.id for slot in process.slots if isinstance(slot.content, Empty))
+    try:
+        await self_test.measure(process, slot_id)
+    except CacheFault as fault:
+        facts.failures.append(f"what a restored state is good for could not be measured: {fault}")
+    else:
+        facts.rule = process.rule
 
 
 def _find_usable(facts: LlamaServerFacts, probing: Scratch, stored: Stored) -> None:
     """Note which of the directory's checkpoints are of the model that the attach found."""
     _, owner = next(owners(probing.services.store.index))
-    facts.canary = tuple(owner.known.canary)
+    facts.owner = owner
     checkpoints, known = stored
     ours = {
         namespace
         for namespace, other in known.items()
-        if other.static == owner.static and is_same_canary(other.known.canary, facts.canary)
+        if other.static == owner.static and is_same_canary(other.known.canary, owner.known.canary)
     }
     sizes = [c.size_bytes for c in checkpoints if c.namespace in ours]
     facts.n_usable, facts.usable_bytes = len(sizes), sum(sizes)

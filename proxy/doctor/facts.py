@@ -10,10 +10,9 @@ from typing import Any
 from proxy.core.conditions import State
 from proxy.core.model import Rule
 from proxy.health import Degradation
-from proxy.llama.hosts import HostedFlags
 from proxy.llama.state_file import Section
-from proxy.servers.attach import ModelIdentity
 from proxy.settings import Settings
+from proxy.store.known_models import Owner
 
 USUAL_TOKENS = 10_000
 Layout = tuple[int, tuple[Section, ...] | None]
@@ -26,8 +25,8 @@ class LlamaServerFacts:
 
     `name` is its model at a host, or its address among several; `host` is the kind of that host.
     `n_ctx` is one slot's context in tokens. The `probe` fields tell of the first save of an empty slot:
-    `probe_problem` says why its file is of no use. `layout`, `identity` and `canary` say whose its states
-    are, and in which form. `state_bytes` is what a state of USUAL_TOKENS takes at most, 0 if that was not
+    `probe_problem` says why its file is of no use. `layout` and `owner` say in which form its states
+    are, and whose. `state_bytes` is what a state of USUAL_TOKENS takes at most, 0 if that was not
     measured; the seconds are what its save, its restore, and the evaluation of its tokens take. `usable`
     checkpoints of the directory are of the model that runs now.
     """
@@ -52,8 +51,7 @@ class LlamaServerFacts:
     probe_mode: int = 0
     probe_owner_uid: int | None = None
     layout: Layout | None = None
-    identity: ModelIdentity | None = None
-    canary: tuple[tuple[int, float], ...] = ()
+    owner: Owner | None = None
     rule: Rule | None = None
     state_bytes: int = 0
     save_seconds: float = 0.0
@@ -61,7 +59,6 @@ class LlamaServerFacts:
     evaluate_seconds: float = 0.0
     n_usable: int = 0
     usable_bytes: int = 0
-    prefers_similar_slot: bool | None = None
     has_ram_cache: bool | None = None
 
     @property
@@ -74,17 +71,16 @@ class LlamaServerFacts:
 class HostFacts:
     """A host of models: llama-server's router, or llama-swap; `n_at_most` may be loaded at once.
 
-    `models` are all of them, by what the host says. `asked_for` is the one to be examined alone, `loaded`
-    the one that was loaded for that, and `unloaded` are those that had to make room.
+    `models` are the names of all. `asked_for` is the one to be examined alone, and `loaded`
+    the same if it was loaded for that.
     """
 
     url: str
     kind: str
     n_at_most: int | None = None
-    models: tuple[HostedFlags, ...] = ()
+    models: tuple[str, ...] = ()
     asked_for: str = ""
     loaded: str = ""
-    unloaded: tuple[str, ...] = ()
     problem: str = ""
 
     @property
@@ -123,11 +119,3 @@ class Setup:
     @property
     def is_proxy_caching(self) -> bool:
         return self.health is not None and self.health["state"] != State.FORWARDING
-
-    @property
-    def proxy_rule(self) -> str:
-        """The rule of the running proxy's only llama-server, or that of each."""
-        health = self.health or {}
-        servers = sorted(health.get("llama_servers", {}).items())
-        rules = (f"{name}: {each.get('rule', 'not attached')}" for name, each in servers)
-        return health.get("rule") or ", ".join(rules) or "none yet, no model was loaded"

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import groupby
+from pathlib import PurePath
 
 from proxy.core.conditions import PASSING, DegradationKind, State
 from proxy.core.model import RuleKind, is_same_canary
@@ -30,7 +31,6 @@ _RULES = {
     RuleKind.END_ONLY: "End only: a saved state can be continued at its very end and nowhere before, so"
     " prompts that were rewritten near their end start over.",
 }
-_MAY_PASS = {_K.ATTACH_FAILED, _K.SELF_TEST_FAILED}
 """A disturbance by other requests may be all that was wrong."""
 _AGAIN = "Run doctor again while nobody else uses llama-server."
 
@@ -78,7 +78,7 @@ def degradation(kind: DegradationKind, detail: str, here: str = "") -> Finding:
     """Return what the proxy would say of a degradation, by its name; *here* is its cure on this server."""
     text = f"{kind.reason} ({detail})" if detail else kind.reason
     cure = f"{kind.cure} Here: {here}" if here else kind.cure
-    is_blocker = kind.leads_to is State.FORWARDING and kind not in _MAY_PASS
+    is_blocker = kind.leads_to is State.FORWARDING and kind is not _K.ATTACH_FAILED
     return (blocker if is_blocker else limit)(kind.value, text, cure)
 
 
@@ -88,7 +88,7 @@ def findings_of(setup: Setup) -> list[Finding]:
     for host in setup.hosts:
         findings += [replace(each, about=host.name) for each in _host_findings(host, setup)]
     if setup.asked_for and not any(host.asked_for or host.problem for host in setup.hosts):
-        known = _listed({flags.model for host in setup.hosts for flags in host.models})
+        known = _listed({model for host in setup.hosts for model in host.models})
         cure = f"Give --model one of these: {known}." if known else "Leave --model out."
         find = blocker if setup.hosts else limit
         findings.append(find("models", f"There is no model {setup.asked_for} to choose.", cure))
@@ -132,7 +132,7 @@ def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]
         text = "It was asleep: whenever it falls asleep, its slots lose what they hold."
         yield limit("llama-server", text, "Start llama-server without --sleep-idle-seconds")
     if facts.layout is not None:
-        yield from _behaviour_findings(facts)
+        yield _ram_cache_finding(facts)
         yield from _memory_findings(facts, facts.layout[0])
         yield _checkpoints_finding(facts, setup)
     if facts.probe_name and not setup.problem:
@@ -165,7 +165,7 @@ def _cures_here(facts: LlamaServerFacts, path: str) -> dict[DegradationKind, str
         _K.OTHER_DIRECTORY: f"start llama-server with --slot-save-path {path}. {probe}",
         _K.FILES_UNREADABLE: f"{files}; {_share(path)}. Start llama-server with umask 007.",
         _K.IDLE_SLOTS_CLEARED: f"-np {facts.n_slots} --cache-ram 0",
-        **dict.fromkeys(_MAY_PASS, _AGAIN),
+        _K.ATTACH_FAILED: _AGAIN,
     }
 
 
@@ -188,24 +188,17 @@ def _slots_finding(facts: LlamaServerFacts) -> Finding:
     )
 
 
-def _behaviour_findings(facts: LlamaServerFacts) -> Iterator[Finding]:
-    """Yield what llama-server does to slots behind the proxy's back."""
-    ram, similarity = facts.has_ram_cache, facts.prefers_similar_slot
-    text = "It is off (--cache-ram 0)."
-    if ram is None:
+def _ram_cache_finding(facts: LlamaServerFacts) -> Finding:
+    """Return whether llama-server moves prompts between slots behind the proxy's back."""
+    text = "It brings back no prompt that was displaced."
+    if facts.has_ram_cache is None:
         text = "Could not be told; llama-server should run with --cache-ram 0."
-    elif ram:
+    elif facts.has_ram_cache:
         text = (
             "It is on: llama-server swaps prompts in slots by itself, for clients of any API key."
         )
-    yield fine_unless(bool(ram), "RAM cache", text, "Start llama-server with --cache-ram 0")
-    text = "Off: requests that cannot name a slot (/v1/messages) do not find their prefix."
-    if similarity is None:
-        text = "Could not be told: too few slots are empty, or there is only one."
-    elif similarity:
-        text = "On: requests that name no slot find the one with their prefix."
-    cure = "Start llama-server without -sps 0"
-    yield fine_unless(similarity is False, "similarity", text, cure)
+    cure = "Start llama-server with --cache-ram 0"
+    return fine_unless(bool(facts.has_ram_cache), "RAM cache", text, cure)
 
 
 def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]:
@@ -303,26 +296,14 @@ def _permission_finding(setup: Setup) -> Finding:
 
 
 def _space_finding(setup: Setup, free_bytes: int) -> Finding:
-    """Return how many states fit on the disk, and whether the budget does."""
+    """Return whether another state fits on the disk."""
     needed = max([facts.state_bytes for facts in setup.llama_servers] + [LEAST_FREE_BYTES])
-    budget_left = max(0, setup.settings.max_store_bytes - setup.used_bytes)
     usable = free_bytes - setup.settings.min_free_bytes
-    free, left = size_in_words(free_bytes), size_in_words(budget_left)
+    text = f"{size_in_words(free_bytes)} free; a state may need {size_in_words(needed)}"
+    kept = f", {size_in_words(setup.settings.min_free_bytes)} are left free (--min-free-bytes)."
     if usable < needed:
-        kept = size_in_words(setup.settings.min_free_bytes)
-        text = (
-            f"The disk is nearly full: {free} free; a state may need {size_in_words(needed)}, {kept} are"
-            " left free (--min-free-bytes)."
-        )
-        return blocker("disk space", text, "Free some space, or use another disk.")
-    if usable < budget_left:
-        can_have = (setup.used_bytes + usable * 9 // 10) >> 20
-        text = (
-            f"{free} free, but --max-store-bytes allows {left} more: the disk would fill up first."
-        )
-        cure = f"Give serve --max-store-bytes {can_have}MiB, or free some space."
-        return limit("disk space", text, cure)
-    return ok("disk space", f"{free} free; the budget allows {left} more.")
+        return blocker("disk space", text + kept, "Free some space, or use another disk.")
+    return ok("disk space", text + kept)
 
 
 def _proxy_finding(setup: Setup) -> Finding:
@@ -333,43 +314,26 @@ def _proxy_finding(setup: Setup) -> Finding:
         return limit(topic, text, "Give its --admin HOST:PORT, or stop it and run doctor again.")
     # Who may read the directory is looked at here, too.
     reasons = [r for r in setup.health["reasons"] if r["kind"] != _K.DIRECTORY_IS_OPEN]
-    says = " ".join(reason["reason"] for reason in reasons)
-    cures = " ".join(reason["cure"] for reason in reasons)
-    if setup.is_proxy_caching:
-        text = f"It caches; memory rule: {setup.proxy_rule}. Its slots were left alone. {says}"
-        return limit(topic, text, cures) if reasons else ok(topic, text.strip())
-    if all(reason["kind"] in PASSING for reason in reasons):
-        cure = f"Look again in a minute: curl http://{setup.settings.admin}/health"
-        return limit(topic, f"It does not cache yet. {says}", cure)
+    says = " ".join([f"It is {setup.health['state']}.", *(each["reason"] for each in reasons)])
+    if not reasons:
+        return ok(topic, f"{says} Its slots were left alone.")
+    cures = " ".join(each["cure"] for each in reasons)
     cure = f"{cures} For the exact step, stop the proxy and run doctor again."
-    return blocker(topic, f"It only forwards: {says}", cure)
+    will_pass = all(each["kind"] in PASSING for each in reasons)
+    return (limit if setup.is_proxy_caching or will_pass else blocker)(topic, says, cure)
 
 
 # Hosts of models, and whether several llama-servers with one model can share states.
 
 
 def _host_findings(host: HostFacts, setup: Setup) -> Iterator[Finding]:
-    """Yield which models there are, which were looked at, and what their flags say."""
+    """Yield which models there are, and which were looked at."""
     if host.problem:
         cure = f"See what the log of the {host.kind} says of it."
         yield blocker("models", f"{host.problem}.", cure)
     elif host.asked_for or not setup.asked_for:
         ours = [f for f in setup.llama_servers if (f.url, f.host) == (host.url, host.kind)]
         yield _models_finding(host, {facts.name for facts in ours})
-    save_seconds = setup.settings.idle_save_seconds
-    for flags in host.models:
-        for idle_seconds, what, cure in (
-            (flags.unload_seconds, "is unloaded", "its ttl in llama-swap's configuration"),
-            (flags.sleep_seconds, "falls asleep", "its --sleep-idle-seconds"),
-        ):
-            if 0 < idle_seconds <= save_seconds:
-                text = (
-                    f"{flags.model} {what} when it was idle for {idle_seconds:g} s, and its slots are saved"
-                    f" after {save_seconds:g} s (--idle-save-seconds): too late."
-                )
-                least = max(1, idle_seconds // 4)
-                cure = f"Raise {cure}, or give serve --idle-save-seconds {least:g}"
-                yield limit("idle models", text, cure)
 
 
 def _listed(names: Iterable[str]) -> str:
@@ -382,10 +346,9 @@ def _models_finding(host: HostFacts, examined: set[str]) -> Finding:
     there_are = f"A {host.kind} with {len(host.models)} model{'s' * (len(host.models) != 1)}"
     if host.n_at_most is not None and host.n_at_most < len(host.models):
         there_are += f", of which {host.n_at_most} at once"
-    others = _listed({flags.model for flags in host.models} - examined)
+    others = _listed(set(host.models) - examined)
     if examined:
-        gone = f"; {_listed(host.unloaded)} had to go for it" if host.unloaded else ""
-        loaded = f" {host.loaded} was loaded for this, and stays{gone}." if host.loaded else ""
+        loaded = f" {host.loaded} was loaded for this, and stays." if host.loaded else ""
         rest = f" Not examined: {others} (--model NAME)." if others else ""
         return ok("models", f"{there_are}; examined: {_listed(examined)}.{loaded}{rest}")
     if host.asked_for:
@@ -415,26 +378,20 @@ def _sharing_findings(setup: Setup) -> Iterator[Finding]:
 
 
 def _between(left: LlamaServerFacts, right: LlamaServerFacts) -> Finding | None:
-    """Return the first thing that keeps two llama-servers from continuing each other's states."""
-    names, a, b = f"{left.name} and {right.name}", left.identity, right.identity
+    """Return whether something keeps two llama-servers from continuing each other's states."""
+    a, b = left.owner, right.owner
     if a is None or b is None:
         return None
-    is_same_answer = is_same_canary(left.canary, right.canary)
-    # A model file that cannot be read is named by its path.
-    is_same_file = a.model == b.model or (is_same_answer and " " in a.model + b.model)
-    if not (is_same_file and (a.n_vocab, a.n_params) == (b.n_vocab, b.n_params)):
-        text = f"{names} serve different models ({left.model} and {right.model})."
-        cure = "Start all with the same model; for several use a router, llama-swap, or a proxy for each."
-        return blocker("sharing", text, cure)
-    forms = "-fa, -ctk, -ctv, -kvu and --swa-full, from the same build"
-    for is_same, why, cure in (
-        (a.adapters == b.adapters, "have different adapters", "--lora"),
-        (a.model == b.model, "have their model under paths that differ and cannot be read", "-m"),
-        (left.layout == right.layout, "keep their states in different forms", forms),
-        (is_same_answer, "predict differently with one model", "--rope-* and --override-kv"),
-        (left.n_ctx == right.n_ctx, "have slots of different lengths", "-c and -np"),
-    ):
-        if not is_same:
-            text = f"{names} {why}: they cannot continue all states of each other."
-            return limit("sharing", text, f"Start both with the same {cure}")
-    return None
+    is_same = a.static == b.static and is_same_canary(a.known.canary, b.known.canary)
+    if is_same and left.n_ctx == right.n_ctx:
+        return None
+    text = (
+        f"{left.name} and {right.name} cannot continue all states of each other: they serve {left.model}"
+        f" and {right.model} in slots of {left.n_ctx:,} and {right.n_ctx:,} tokens."
+    )
+    cure = (
+        "Start both with the same model, --lora, -c, -np, -fa, -ctk, -ctv, -kvu, --swa-full and --rope-*,"
+        " from the same build; for several models use a router, llama-swap, or a proxy for each."
+    )
+    are_models_different = PurePath(left.model).name != PurePath(right.model).name
+    return (blocker if are_models_different else limit)("sharing", text, cure)

@@ -2,7 +2,7 @@
 
 Owns: which slots probes may use (those that were found empty), and that these slots are empty and no file
 of a probe is left afterwards, whatever happens. A slot that holds work looks busy from here, and the attach
-leaves busy slots alone. Requests that name no slot are sent only where they cannot land on anybody's work.
+leaves busy slots alone.
 """
 
 import asyncio
@@ -35,7 +35,6 @@ _LET_GO_SECONDS = 0.5
 _PROBE_TOKENS = 64
 """Short enough for a slow machine, long enough to tell from nothing."""
 _N_MORE = 8
-_FIRST_VERSION_THAT_PREFERS_EMPTY_SLOTS = 4
 
 
 class ProbeFiles(StateFiles):
@@ -222,29 +221,10 @@ async def scratch(
             store.close()
 
 
-async def prefers_similar_slot(server: ProbedServer, file_version: int) -> bool | None:
-    """Fill the last empty slot, send a longer prompt to no slot in particular, and see where it goes.
-
-    Without similarity it goes to the slot that was used longest ago: since 0.7.0 an empty one, before
-    that perhaps somebody's. Raises UpstreamFault.
-    """
-    is_all_empty = len(server.empty) == server.n_slots
-    knows_empty = len(server.empty) >= 2 and file_version >= _FIRST_VERSION_THAT_PREFERS_EMPTY_SLOTS
-    if server.n_slots == 1 or not (is_all_empty or knows_empty):
-        return None
-    text, slot_id = server.text(3, _PROBE_TOKENS + _N_MORE), server.empty[-1]
-    await server.evaluate(slot_id, text[:_PROBE_TOKENS])
-    chosen = await server.evaluate_anywhere(text)
-    await server.erase_all()
-    return chosen == slot_id
-
-
-async def has_ram_cache(server: ProbedServer, *, prefers_similar: bool | None) -> bool | None:
+async def has_ram_cache(server: ProbedServer) -> bool | None:
     """Displace a prompt, ask for it again, and see whether it is brought back; raises UpstreamFault.
 
-    A request that names its slot only consults the RAM cache while similarity is on (server-context.cpp,
-    get_available_slot). So a prompt that stays away proves nothing unless similarity is known to be on,
-    which a server with one slot never shows.
+    Returns None if the model continues no state that is so short, wherever it comes from.
     """
 
     async def is_reused(seed: int, n_tokens: int) -> bool:
@@ -257,6 +237,4 @@ async def has_ram_cache(server: ProbedServer, *, prefers_similar: bool | None) -
     await is_reused(5, _PROBE_TOKENS + _N_MORE)
     is_brought_back = await is_reused(4, _PROBE_TOKENS + 2 * _N_MORE)
     await server.erase_all()
-    # Some models continue no state that is so short, wherever it comes from.
-    can_tell = is_brought_back or (is_reused_live and prefers_similar is True)
-    return is_brought_back if can_tell else None
+    return is_brought_back if is_brought_back or is_reused_live else None

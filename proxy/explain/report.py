@@ -294,7 +294,7 @@ def _record(request: "Request", outcome: str, judgement: Judgement, **facts: Any
         part=judgement.part,
         message=judgement.message,
         n_missed=judgement.n_missed,
-        seconds=round(time.monotonic() - request.arrived_at, 4),
+        seconds=round((request.answered_at or time.monotonic()) - request.arrived_at, 4),
         **facts,
     )
 

@@ -23,7 +23,7 @@ from proxy.core.messages import (
     object_in,
     text_of,
 )
-from proxy.core.model import SlotId
+from proxy.core.model import Conversation, SlotId
 from proxy.core.tokens import TokenIds
 from proxy.explain.compare import EMPTY, Sketch, digests
 from proxy.llama.conversions import chat_of_messages, chat_of_responses
@@ -202,6 +202,13 @@ def begins_with_reminder(message: dict[str, Any]) -> bool:
     return text_of(first, "text").startswith(REMINDER_TAG)
 
 
+def last_text(message: dict[str, Any]) -> str:
+    """Return what `with_last_text` replaces, empty if that is no text."""
+    if has_several_texts(message):
+        return text_of(message["content"][-1], "text")
+    return text_of(message, "content")
+
+
 def with_last_text(message: dict[str, Any], text: str) -> dict[str, Any]:
     """Return a message that says *text* instead of its own, or of its last part if it has several."""
     if has_several_texts(message):
@@ -243,6 +250,17 @@ def rendering_key(body: GenerationBody, messages: list[dict[str, Any]]) -> bytes
     """Return bytes that are equal for two bodies if *messages* are rendered alike in both."""
     fields = {k: body.fields[k] for k in RENDERING_FIELDS if k in body.fields}
     return msgspec.json.encode([fields, messages])
+
+
+def conversation_of(body: GenerationBody) -> Conversation:
+    """Return the conversation of a body in the chat form that has messages."""
+    encoded = [msgspec.json.encode(message) for message in body.messages]
+    parts = [rendering_key(body, []), *encoded]
+    return Conversation(
+        b"".join(xxhash.xxh3_64_digest(part) for part in parts),
+        tuple(text_of(message, "role") for message in body.messages),
+        tuple(map(len, encoded)),
+    )
 
 
 # Requests that are made only for what they evaluate: one token is generated, and nobody reads it.

@@ -1,11 +1,10 @@
-"""llama-server's command line: which options a build knows, and what a command or a preset sets.
+"""llama-server's command line: which options a build knows, and what a command sets.
 
-Owns: the layout of --help, and how llama-server reads its arguments (common/arg.cpp) and presets
-(common/preset.cpp). Pure. Builds differ in their options, so that nothing is known but what --help says.
-What cannot be read is left for llama-server to complain about.
+Owns: the layout of --help, and how llama-server reads its arguments (common/arg.cpp). Pure. Builds differ
+in their options, so that nothing is known but what --help says. What cannot be read is for llama-server
+to complain about.
 """
 
-import configparser
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,11 +57,6 @@ def variables_of(options: Iterable[Flag]) -> dict[str, str]:
     return {name: o.environment for o in options if o.environment for name in o.names}
 
 
-def is_true(value: str) -> bool:
-    """Return whether llama-server takes a value for a yes."""
-    return value in _TRUE
-
-
 def known_names(options: Iterable[Flag]) -> frozenset[str]:
     return frozenset(name for option in options for name in option.names)
 
@@ -103,7 +97,7 @@ def _from_environment(option: Flag, environment: Mapping[str, str]) -> Given | N
         return None
     value = environment[name]
     if option.is_switch:
-        value = ON if is_true(value) else OFF
+        value = ON if value in _TRUE else OFF
         if value == OFF and not option.can_be_turned_off:
             return None
     return Given(name, value)
@@ -111,31 +105,3 @@ def _from_environment(option: Flag, environment: Mapping[str, str]) -> Given | N
 
 def _turns_off(name: str) -> bool:
     return name.startswith(("--no-", "-no"))
-
-
-# --models-preset: an INI file with flags for each model of a router.
-
-_BEFORE_ALL = "\0"
-
-
-def read_presets(text: str, options: Sequence[Flag]) -> dict[str, dict[str, Given]]:
-    """Return what each section sets; keys are flags without their dashes, or names of variables."""
-    parser = configparser.ConfigParser(
-        delimiters=("=",), interpolation=None, strict=False, default_section=_BEFORE_ALL
-    )
-    try:
-        lines = (line.strip() for line in text.splitlines())  # indented lines go on nothing
-        parser.read_string("\n".join((f"[{_BEFORE_ALL}]", *lines)))
-    except configparser.Error:
-        return {}
-    by_key = {name.lstrip("-"): option for option in options for name in option.names}
-    by_key |= {o.environment.lower(): o for o in options if o.environment}
-    presets: dict[str, dict[str, Given]] = {}
-    for section in parser.sections():
-        given = presets.setdefault(section, {})
-        for key, value in parser[section].items():
-            if (option := by_key.get(key)) and key not in parser.defaults():
-                switched = ON if is_true(value) != key.startswith("no-") else OFF
-                read = switched if option.is_switch else value
-                given |= dict.fromkeys(option.names, Given(f"[{section}] {key}", read))
-    return presets

@@ -2,11 +2,9 @@
 
 import asyncio
 import re
-import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, ClassVar
 from urllib.parse import quote
 
@@ -38,30 +36,6 @@ class Models:
         return name if name in self.known else self.aliases.get(name)
 
 
-@dataclass(frozen=True, slots=True)
-class HostedFlags:
-    """What of a model's command line decides over the model's slots; 0 if not given.
-
-    `unload_seconds` and `sleep_seconds` are the idle times after which the slots are gone: the host ends
-    its llama-server, or llama-server sleeps.
-    """
-
-    model: str
-    unload_seconds: float = 0.0
-    sleep_seconds: float = 0.0
-
-
-def read_flags(model: str, words: Sequence[str], unload_seconds: float = 0.0) -> HostedFlags:
-    """Return what a command line says; llama-server may be anywhere in it, behind docker or a shell."""
-    # The last value of a flag counts; --sleep_idle_seconds is the same to llama-server.
-    given = {name.replace("_", "-"): value for name, value in pairwise(words)}
-    try:
-        sleep_seconds = max(0.0, float(given.get("--sleep-idle-seconds", 0)))
-    except ValueError:
-        sleep_seconds = 0.0
-    return HostedFlags(model, max(0.0, unload_seconds), sleep_seconds)
-
-
 class ModelHost:
     """A host of several models.
 
@@ -81,13 +55,6 @@ class ModelHost:
         self._root = root
 
     async def models(self) -> Models:
-        raise NotImplementedError
-
-    async def flags(self) -> list[HostedFlags]:
-        """Return what the host tells of command lines, without what it hands on by environment variables.
-
-        Nothing is loaded for it. A router tells all of them, llama-swap those of what runs.
-        """
         raise NotImplementedError
 
     async def load(self, model: str) -> None:
@@ -149,12 +116,6 @@ class Router(ModelHost):
             n_at_most=self._n_at_most,
         )
 
-    async def flags(self) -> list[HostedFlags]:
-        return [
-            read_flags(text_of(entry, "id"), list_of(member(member(entry, "status"), "args")))
-            for entry in await self._root.models("/models")
-        ]
-
     async def load(self, model: str) -> None:
         await self._post("load", model)
         status = await self._once(model, lambda value: value != "unloaded", _BEGIN_SECONDS)
@@ -202,12 +163,10 @@ _NAME = re.compile(r"[\w:@+-][\w.:@+-]*(/[\w:@+-][\w.:@+-]*)*")
 
 
 class _Run(msgspec.Struct):
-    """An entry of llama-swap's GET /running; llama-server is ended after `ttl` seconds without use."""
+    """An entry of llama-swap's GET /running."""
 
     model: str
     state: str = "ready"
-    cmd: str = ""
-    ttl: float = 0.0
 
 
 class Swap(ModelHost):
@@ -229,9 +188,6 @@ class Swap(ModelHost):
         return await self._root.call(
             "GET", "/running", list[_Run], key="running", seconds=QUICK_SECONDS
         )
-
-    async def flags(self) -> list[HostedFlags]:
-        return [read_flags(r.model, _words(r.cmd), r.ttl) for r in await self.running()]
 
     async def models(self) -> Models:
         loaded = frozenset(run.model for run in await self.running() if run.state == "ready")
@@ -274,13 +230,6 @@ class Swap(ModelHost):
         unknown = (name for name in reversed(names) if is_known(_behind(path, name)))
         name = next(filter(models.named, names), None) or next(unknown, parts[0])
         return name, _behind(path, name)
-
-
-def _words(command: str) -> list[str]:
-    try:
-        return shlex.split(command, comments=True)
-    except ValueError:
-        return command.split()
 
 
 def _behind(path: str, name: str) -> str:

@@ -299,6 +299,13 @@ class StateFile:
             for found in self.sections or ()
         )
 
+    @property
+    def recurrent_bytes(self) -> int:
+        """How much of the file are recurrent states, those of its context checkpoints included."""
+        rows = (f.section.rows for f in self.sections or () if f.section.kind == "recurrent")
+        one = sum(row_bytes for section_rows in rows for _, row_bytes in section_rows)
+        return one * (1 + len(self.context_checkpoints))
+
 
 def read_state_file(path: Path) -> StateFile:
     """Read the state file at *path*.

@@ -24,7 +24,7 @@ def main() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != proxy_pid:  # it was killed before that
             sys.exit(1)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and exec would keep that
+    # Python ignores SIGPIPE, and exec keeps that: llama-server goes on when nobody reads its log any more.
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -1,7 +1,7 @@
 """llama-server as a child process: its build and port, its start and end, and its next start.
 
 llama-server leads a session of its own, so that Ctrl-C in a terminal reaches only the proxy, which saves
-first. Its output goes to our stderr as it comes. No llama-server outlives the proxy, whatever becomes of
+first. It writes to our stderr. No llama-server outlives the proxy, whatever becomes of
 the proxy.
 """
 
@@ -12,9 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -80,81 +78,31 @@ def _bind(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-# One process: its start, its output, its end.
+# One process: its start and its end.
 
 _GUARD = Path(__file__).with_name("guard.py")
-_N_TAIL_LINES = 15
-_CHUNK_BYTES = 1 << 16
-_LAST_OUTPUT_SECONDS = 1.0
-"""How long the output of an ended process is waited for: something it started may still have the pipe."""
-
-
-class Output:
-    """Passes a process's output through, and remembers how it ended.
-
-    A thread of its own, because a terminal that does not take it must not stop the proxy.
-    """
-
-    def __init__(self, source: int) -> None:
-        """Take over the readable descriptor *source*."""
-        self._lines: deque[bytes] = deque([b""], maxlen=_N_TAIL_LINES + 1)
-        self._thread = threading.Thread(target=self._pass_through, args=(source,), daemon=True)
-        self._thread.start()
-
-    def tail(self) -> str:
-        """Return the last lines."""
-        return b"\n".join(self._lines).decode(errors="replace").strip("\n")
-
-    async def ended(self) -> None:
-        """Wait a moment for the end of the output."""
-        await asyncio.to_thread(self._thread.join, _LAST_OUTPUT_SECONDS)
-
-    def _pass_through(self, source: int) -> None:
-        while chunk := os.read(source, _CHUNK_BYTES):
-            *whole, rest = (self._lines.pop() + chunk).split(b"\n")
-            self._lines.extend((*whole, rest))
-            # Whole lines only: our own go to the same place.
-            _write(b"".join(line + b"\n" for line in whole))
-        _write(self._lines[-1])
-        os.close(source)
-
-
-def _write(chunk: bytes) -> None:
-    with suppress(OSError):  # nobody reads our stderr; the process must not be stopped by that
-        while chunk:
-            chunk = chunk[os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, chunk) :]
 
 
 class LlamaProcess:
     """A running llama-server."""
 
-    def __init__(self, process: asyncio.subprocess.Process, output: Output) -> None:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
-        self.output = output
         self._is_over = False
 
     @classmethod
     async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> "LlamaProcess":
         """Start *command* with more *environment* than ours; raises OSError if nothing can be started."""
-        readable, writable = os.pipe()
         guard = (sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()))
-        try:
-            # Our own pipe: asyncio's would keep `wait` waiting for whoever else has it open.
-            process = await asyncio.create_subprocess_exec(
-                *guard,
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=writable,
-                stderr=writable,
-                start_new_session=True,
-                env={**os.environ, **environment},
-            )
-        except BaseException:
-            os.close(readable)
-            raise
-        finally:
-            os.close(writable)
-        return cls(process, Output(readable))
+        process = await asyncio.create_subprocess_exec(
+            *guard,
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=sys.__stderr__,
+            start_new_session=True,
+            env={**os.environ, **environment},
+        )
+        return cls(process)
 
     @property
     def pid(self) -> int:
@@ -165,7 +113,6 @@ class LlamaProcess:
         status = await self._process.wait()
         self._signal_all(signal.SIGKILL)  # what a wrapper script leaves behind
         self._is_over = True
-        await self.output.ended()
         return describe_end(status)
 
     async def stop(self, seconds: float) -> None:
@@ -254,11 +201,7 @@ class Supervisor:
             ended.cancel()
             await process.stop(STOP_SECONDS)
         if ready_at is None:
-            last_lines = process.output.tail()
-            return (
-                f"llama-server died before it was ready: {how}; it said last:\n{last_lines}",
-                None,
-            )
+            return f"llama-server died before it was ready: {how}; see what it said above", None
         return f"llama-server died: {how}", time.monotonic() - ready_at
 
     async def _await_ready(self, ended: "asyncio.Future[str]") -> float | None:

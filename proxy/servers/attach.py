@@ -1,8 +1,8 @@
 """First contact with a llama-server process: what it is, what its slots hold, what may be shared.
 
 The order matters: first the proxy saves what the slots hold, which may be hours of work. Then it finds an
-empty slot, asks the model for its canary there, and saves a probe to learn the cache's layout. Only then it
-can decide which namespace the saved states belong to.
+empty slot, asks the model for its canary there, and saves that as a probe. The probe tells the cache's
+layout, so that the proxy can decide which namespace the saved states belong to. It also tells the rule.
 """
 
 import asyncio
@@ -19,12 +19,14 @@ from proxy.core.eviction import family_of
 from proxy.core.model import (
     CANARY_TOKENS,
     CheckpointKind,
+    Rule,
     SlotId,
     choose_namespace,
     new_namespace,
     tenant_namespace,
 )
 from proxy.core.rates import Rates
+from proxy.core.rule import LearnedRule, derive
 from proxy.core.saving import StateSize
 from proxy.core.slots import (
     MAX_CONTEXT_CHECKPOINTS,
@@ -41,10 +43,9 @@ from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamFault, Upstre
 from proxy.health import CannotCache
 from proxy.llama.client import LlamaServer, Props
 from proxy.llama.model_file import fingerprint_model
-from proxy.llama.state_file import StateFile
 from proxy.log import get_logger
 from proxy.serving.launches import Arrivals, Launches, note_emptied
-from proxy.serving.process import RATES, SIZES, Process
+from proxy.serving.process import RATES, RULE, SIZES, Process
 from proxy.serving.prompts import PromptReader
 from proxy.serving.queue import SlotQueue
 from proxy.serving.saver import Room, SavedSlot, Saver
@@ -183,7 +184,7 @@ async def _identify(process: Process, props: Props, *, are_all_one: bool) -> Non
         pass  # --no-slots: a save of a busy slot just waits for it
     async with AsyncExitStack() as files:
         adopted = await _adopt_slots(process, files)
-        await _find_namespace(process, await _empty_slot(process, adopted), props)
+        await _examine(process, await _empty_slot(process, adopted), props)
         await _find_tenants(process, are_all_one=are_all_one)
         process.sizes.extend(process.known(SIZES, list[StateSize]) or [])
         process.rates = process.known(RATES, Rates) or Rates()
@@ -229,46 +230,77 @@ async def _empty_slot(process: Process, adopted: Adopted) -> SlotId:
     return candidates[0]
 
 
-async def _find_namespace(process: Process, slot_id: SlotId, props: Props) -> None:
-    """Ask the model for its canary in an empty slot, and leave that slot empty.
-
-    Another slot runs meanwhile: with llama-server's default flags, a slot that starts empties idle slots.
-    """
+async def _examine(process: Process, slot_id: SlotId, props: Props) -> None:
+    """Find the namespace and the rule of the model in an empty slot, and leave that slot empty."""
     upstream, table = process.upstream, process.slots
     identity = await read_identity(upstream, props)
     fixed = token_ids(token % max(1, identity.n_vocab) for token in CANARY_TOKENS)
     tokens = fixed[:-1]
     table.set_content(slot_id, TAINTED)
     canary = await upstream.canary(slot_id, tokens)
-    other_id = next((slot.id for slot in table if isinstance(slot.content, Empty)), None)
-    if other_id is not None:
-        await upstream.evaluate(other_id, fixed[-1:])
-        await upstream.erase(other_id)
-    probe = await _probe(process, slot_id, tokens)
-    has_emptied = False
-    with suppress(UpstreamRefused):
-        has_emptied = note_emptied(table, await upstream.slots())
-    if other_id is not None or has_emptied:
-        process.note_clearing(clears=not probe.tokens or other_id is None)
-    if not probe.tokens:
-        await upstream.evaluate(slot_id, tokens)
-        probe = await _probe(process, slot_id, tokens)
-    if probe.tokens[: len(tokens)] != tokens:
-        raise SaveRejected("a saved slot holds other tokens than were evaluated in it")
+    async with process.room.probe(slot_id, len(tokens)) as saved:
+        probe = saved.state
+        if probe.tokens[: len(tokens)] != tokens:
+            raise SaveRejected("a saved slot holds other tokens than were evaluated in it")
+        await _look_for_clearing(process, slot_id, fixed[-1:])
+        process.saves_context_checkpoints = bool(probe.restore_points)
+        static = msgspec.json.encode([identity, (probe.version, probe.layout)])
+        name = upstream.target.model or Path(props.model_path).name.removesuffix(".gguf")
+        process.model_namespace = await _namespace(
+            process, xxhash.xxh3_128_hexdigest(static), canary, name
+        )
+        known = process.known(RULE, LearnedRule)
+        await process.learn_rule(known.rule if known else await _derive(process, slot_id, saved))
     await upstream.erase(slot_id)
     table.set_content(slot_id, Empty())
-    process.saves_context_checkpoints = bool(probe.restore_points)
-    static = msgspec.json.encode([identity, (probe.version, probe.layout)])
-    name = upstream.target.model or Path(props.model_path).name.removesuffix(".gguf")
-    process.model_namespace = await _namespace(
-        process, xxhash.xxh3_128_hexdigest(static), canary, name
+
+
+async def _look_for_clearing(process: Process, slot_id: SlotId, tokens: TokenIds) -> None:
+    """Run another slot, if one is empty, and see whether *slot_id* still holds what was saved of it.
+
+    With llama-server's default flags, a slot that starts empties idle slots. Builds before June 2026 do not
+    tell what a slot holds: there a save does.
+    """
+    upstream, table = process.upstream, process.slots
+    other_id = next((slot.id for slot in table if isinstance(slot.content, Empty)), None)
+    if other_id is not None:
+        await upstream.evaluate(other_id, tokens)
+        await upstream.erase(other_id)
+    has_emptied, n_held = False, None
+    with suppress(UpstreamRefused):
+        statuses = await upstream.slots()
+        has_emptied = note_emptied(table, statuses)
+        n_held = next((s.n_held for s in statuses if s.id == slot_id), None)
+    if other_id is not None and n_held is None:
+        async with process.room.probe(slot_id, len(CANARY_TOKENS)) as saved:
+            has_emptied |= not saved.state.tokens
+    if other_id is not None or has_emptied:
+        process.note_clearing(clears=has_emptied)
+
+
+async def _derive(process: Process, slot_id: SlotId, saved: SavedSlot) -> Rule:
+    """Return the rule that the probe tells; where its file is not enough, restores of it tell the rest."""
+    state, holds_at_end, rewinds = saved.state, False, False
+    process.slots.set_content(slot_id, TAINTED)
+    if state.has_every_position and not state.restore_points:
+        again, n_common = state.tokens, len(state.tokens) // 2 + 1
+        leaving = again[:n_common] + again[:1]
+        holds_at_end = await _reused(process, slot_id, saved, again) == len(again) - 1
+        if holds_at_end:
+            rewinds = await _reused(process, slot_id, saved, leaving) == n_common
+    return derive(
+        has_points=bool(state.restore_points),
+        has_every_position=state.has_every_position,
+        holds_at_end=holds_at_end,
+        rewinds=rewinds,
     )
 
 
-async def _probe(process: Process, slot_id: SlotId, tokens: TokenIds) -> StateFile:
-    """Save a slot that holds *tokens*; return what is in the file."""
-    async with process.room.probe(slot_id, len(tokens)) as saved:
-        return saved.state
+async def _reused(process: Process, slot_id: SlotId, saved: SavedSlot, prompt: TokenIds) -> int:
+    """Return how many tokens of a prompt are reused of the probe, restored for it."""
+    await process.upstream.erase(slot_id)
+    await process.upstream.restore(slot_id, saved.file_name)
+    return (await process.upstream.evaluate(slot_id, prompt)).cache_n
 
 
 async def _namespace(

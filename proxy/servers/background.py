@@ -9,10 +9,10 @@ from functools import partial
 from proxy.core.model import CheckpointKind
 from proxy.core.rates import Rates
 from proxy.core.saving import is_worth_saving, is_write_back_due
-from proxy.core.slots import Known, Slot, SlotTable
+from proxy.core.slots import Known, Slot, SlotTable, n_busy
 from proxy.errors import ServerAway, StoreFault, TooManyRequests
 from proxy.log import get_logger
-from proxy.serving.process import RATES, Process
+from proxy.serving.process import RATES, SIZES, Process
 from proxy.serving.queue import Choice, FreeElsewhere
 from proxy.serving.shared import Shared
 
@@ -31,7 +31,7 @@ Current = Callable[[], Process | None]
 
 
 async def remember_rates(current: Current) -> None:
-    """Write the learned rates to the index every minute, and once more when cancelled.
+    """Write the learned rates and sizes to the index every minute, and once more when cancelled.
 
     The next start begins with them.
     """
@@ -47,6 +47,7 @@ async def remember_rates(current: Current) -> None:
             return
         try:
             await process.remember(RATES, rates)
+            await process.remember(SIZES, list(process.sizes))
             written = rates
         except StoreFault as fault:
             process.faults.record("remember", fault)
@@ -133,14 +134,14 @@ def _is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:
         return False
     if idle_seconds is None:
         return True
-    if any(other.is_leased and not other.is_closing for other in process.slots):
+    if n_stalled := n_busy(process.slots):
         idle_seconds *= MAX_PUT_OFF
     if slot.used_at > time.monotonic() - idle_seconds:
         return False
     if not isinstance(content, Known):
         return True
     size_bytes = process.state_bytes(content)
-    return is_worth_saving(content, content.n_unsaved, size_bytes, process.rates)
+    return is_worth_saving(content, content.n_unsaved, size_bytes, process.rates, max(1, n_stalled))
 
 
 # Stored states are verified.

@@ -5,10 +5,11 @@ them, because the proxy may be restarted with llama-server.
 """
 
 import time
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from hashlib import blake2b
 
-from proxy.errors import ProxyError, StoreFault
+from proxy.errors import ProxyError, ServerAway, StoreFault
 from proxy.serving.request import Request
 from proxy.store.store import CheckpointStore
 
@@ -29,8 +30,13 @@ class FatalRequests:
             with suppress(StoreFault):
                 self._deaths = store.index.value(_NAME, dict[str, tuple[int, float]]) or {}
 
-    def require_harmless(self, key: str) -> None:
-        """Raise ProxyError for a request that llama-server has ended over twice in a row."""
+    @asynccontextmanager
+    async def watching(self, request: Request) -> AsyncIterator[None]:
+        """Note whether llama-server ends while the block serves a request.
+
+        Raises ProxyError at once for a request that llama-server has ended over twice in a row.
+        """
+        key = key_of(request)
         if (n_deaths := self._n_deaths(key)) >= MAX_DEATHS:
             self._deaths[key] = n_deaths, time.time()
             raise ProxyError(
@@ -39,20 +45,22 @@ class FatalRequests:
                 f"{FORGET_SECONDS / 60:.0f} minutes",
                 422,
             )
+        try:
+            yield
+        except ServerAway as away:
+            if away.has_ended:
+                await self._note_death(key)
+            raise
+        if self._deaths.pop(key, None):  # the next death is not one in a row
+            await self._write()
 
-    async def note_death(self, key: str) -> None:
-        """Note that llama-server ended while it worked on a request that had no answer yet."""
+    async def _note_death(self, key: str) -> None:
         n_before = self._n_deaths(key)
         self._deaths.pop(key, None)
         self._deaths[key] = n_before + 1, time.time()
         while len(self._deaths) > _MAX_REMEMBERED:
             del self._deaths[next(iter(self._deaths))]
         await self._write()
-
-    async def note_answer(self, key: str) -> None:
-        """Note that llama-server has begun to answer a request: the next death is not one in a row."""
-        if self._deaths.pop(key, None):
-            await self._write()
 
     def _n_deaths(self, key: str) -> int:
         n_deaths, last_at = self._deaths.get(key, (0, 0.0))
@@ -65,6 +73,7 @@ class FatalRequests:
 
 
 def key_of(request: Request) -> str:
-    """Return what tells a request from others: its prompt, or its body if that was not read."""
+    """Return what tells a request from others: its messages, its prompt, or its unread body."""
     content = request.raw if request.prompt is None else request.prompt.tokens.tobytes()
+    content = request.conversation.digests if request.conversation else content
     return blake2b(content, digest_size=16).hexdigest()

@@ -49,7 +49,8 @@ class _WaitingForModel:
 class HostedModels(Watched):
     """Watches a host of models, and lets requests use its models; its phase is attached while it answers.
 
-    `servers` are those of the models that were loaded since the proxy started.
+    `models` are all that the host has, and `servers` those of the models that were loaded since the proxy
+    started.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class HostedModels(Watched):
         self._degradations = services.degradations
         self._tasks = services.tasks
         self._save_seconds = settings.drain_seconds
-        self._models = Models(frozenset(), frozenset())
+        self.models = Models(frozenset(), frozenset())
         self._users: Counter[str] = Counter()
         self._used_at: dict[str, float] = {}
         self._together: set[frozenset[str]] = set()
@@ -118,45 +119,37 @@ class HostedModels(Watched):
         """
         async with self._one_look:
             try:
-                self._models = await self.host.models()
+                self.models = await self.host.models()
             except (UpstreamSlow, UpstreamRefused):
                 return
             except UpstreamUnreachable as fault:
                 self.enter(Phase.UNREACHABLE)
                 self._degradations.begin(DegradationKind.UNREACHABLE, str(fault))
-                self._models = replace(self._models, loaded=frozenset())
+                self.models = replace(self.models, loaded=frozenset())
                 if self.is_long_unreachable:  # it will not go on with what it has begun to answer
                     for upstream in (self.root, *(s.upstream for s in self.servers.values())):
                         upstream.cut_silent(CUT_SECONDS)
             else:
                 self.enter(Phase.ATTACHED)
                 self._degradations.leave()
-                self._together.update(map(frozenset, combinations(self._models.loaded, 2)))
+                self._together.update(map(frozenset, combinations(self.models.loaded, 2)))
             self._note_loaded()
             self._advance()
 
     def _note_loaded(self) -> None:
-        for model in self._models.loaded - self._changing:
+        for model in self.models.loaded - self._changing:
             self.server(model).appear()
-        for model in self.loaded - self._models.loaded:
+        for model in self.loaded - self.models.loaded:
             self.servers[model].lose()
-
-    def known(self, name: str) -> str | None:
-        """Return the model that clients call *name*, as far as that is known."""
-        return self._models.named(name)
-
-    def split_path(self, path: str, model: str) -> tuple[str, str]:
-        """Return the model that a client's path or its query (*model*) names, and the path without it."""
-        return self.host.split_path(path, model, self._models)
 
     async def named(self, name: str, keys: Mapping[str, str]) -> str | None:
         """Return the model that clients call *name*, None if the host has none, or not for these *keys*.
 
         A host may have names that it does not list: it is asked for them, which may load a model.
         """
-        if (found := self.known(name)) is None:
+        if (found := self.models.named(name)) is None:
             await self.look()
-            found = self.known(name)
+            found = self.models.named(name)
         if found or not self.host.hides_names or name in self._unknown_names:
             return found
         if await self.host.accepts(keys):
@@ -226,7 +219,7 @@ class HostedModels(Watched):
             self.loaded,
             self._users,
             self._used_at,
-            self._models.n_at_most,
+            self.models.n_at_most,
             frozenset(self._together),
         )
         wanted = [waiting.model for waiting in self._waiting]

@@ -1,30 +1,26 @@
 """The self-test: it measures how much of a restored state this server reuses.
 
-One state grows through three lengths, because a probe that is shorter than a sliding window learns the
-wrong rule. At each length the state is saved, and restored for requests that go on from it, repeat it, stop
-before its end or leave it. Then two slots restore the longest state at once.
+It runs where requests contradict the rule that the first files tell, and in `doctor`. One state grows
+through three lengths, because a probe that is shorter than a sliding window learns the wrong rule. At each
+length the state is saved, and restored for requests that go on from it, repeat it, stop before its end or
+leave it.
 """
 
-import asyncio
-
-from msgspec.structs import replace
-
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import CAREFUL_RULE, CheckpointKind, Rule, RuleKind, SlotId
-from proxy.core.rule import RestoreProbe, SelfTestResult, judge
-from proxy.core.slots import Empty, Unknown, choose_slot_to_empty
+from proxy.core.model import CheckpointKind, Rule, SlotId
+from proxy.core.rule import FULL_WINDOW_TOKENS, RestoreProbe, judge
+from proxy.core.slots import Unknown, choose_slot_to_empty
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from proxy.errors import UpstreamRefused
 from proxy.llama.state_file import StateFile
 from proxy.log import get_logger
-from proxy.serving.process import SELF_TEST, SIZES, Process
-from proxy.serving.queue import Lease, Turn
+from proxy.serving.process import Process
 
 SHORT_TOKENS = 64
-PROBE_LENGTHS = (SHORT_TOKENS, 2200, 4400)
+PROBE_LENGTHS = (SHORT_TOKENS, FULL_WINDOW_TOKENS, 2 * FULL_WINDOW_TOKENS)
 _MORE_TOKENS = 8
 BACK_TOKENS = 20
-_DIVERGING_UP_TO_TOKENS = 2200
+_DIVERGING_UP_TO_TOKENS = FULL_WINDOW_TOKENS
 
 
 class SelfTest:
@@ -53,27 +49,6 @@ class SelfTest:
                 self._process.room.saver.repairs_windows = False
                 probes.append(await self._probe(slot_id, n_tokens))
         return judge(probes)
-
-    async def try_beside(self, slot_id: SlotId, other_id: SlotId) -> tuple[bool, bool]:
-        """Restore what *slot_id* holds into both slots and run them at once, then in turn.
-
-        Returns whether both continued from it, and whether each kept its tokens while the other ran.
-        """
-        pair = (slot_id, other_id)
-        async with self._process.room.probe(slot_id, PROBE_LENGTHS[-1] + _MORE_TOKENS) as saved:
-            n_tokens = len(saved.state.tokens)
-            try:
-                await asyncio.gather(*(self._restore(each, saved.file_name) for each in pair))
-            except UpstreamRefused:
-                return False, False
-        both = await asyncio.gather(*(self._extend(each, n_tokens, 1) for each in pair))
-        in_turn = [await self._extend(each, n_tokens, 2) for each in pair]
-        held = n_tokens + _MORE_TOKENS
-        return both == [n_tokens, n_tokens], in_turn == [held, held]
-
-    async def _extend(self, slot_id: SlotId, n_tokens: int, times: int) -> int:
-        text = self._text[: n_tokens + times * _MORE_TOKENS]
-        return (await self._upstream.evaluate(slot_id, text)).cache_n
 
     async def _probe(self, slot_id: SlotId, n_tokens: int) -> RestoreProbe:
         self._process.learn_evaluation(
@@ -112,30 +87,36 @@ class SelfTest:
         await self._upstream.restore(slot_id, name)
 
 
-# How a process gets its rule.
-#
-# The rule is measured once for a model and build. When restores are not reused as the rule says, the server
-# has changed (other flags, say), and the rule is measured again.
+async def measure(process: Process, slot_id: SlotId) -> None:
+    """Measure the rule in a leased slot, which is saved before and empty afterwards, and go by it.
 
-
-def begin(process: Process) -> None:
-    """Take the remembered rule; if there is none, lease an empty slot and measure the rule there.
-
-    Nothing is awaited, so that no request can take the slot first.
+    Raises CacheFault; the rule known before then stays.
     """
-    if not process.can_cache:
-        return process.note_examined()
-    if known := process.known(SELF_TEST, SelfTestResult):
-        _publish(process, known)
-    elif lease := _lease_empty(process):
-        _start(process, lease, process.launches.try_turn() or Turn(None))
-    else:
-        process.note_examined()
-        process.degrade(DegradationKind.NO_SLOT_FOR_SELF_TEST)
+    await process.launches.clear_others()
+    # Of an empty slot nothing is due.
+    await process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
+    await process.erase(slot_id)
+    process.slots.set_content(slot_id, Unknown(can_be_adopted=False))
+    process.queue.reconsider()  # no request need wait for what this slot held
+    test = SelfTest(process, (await process.upstream.model_meta()).n_vocab)
+    try:
+        rule = await test.learn_rule(slot_id)
+    finally:
+        process.room.saver.repairs_windows = process.rule.needs_repair
+    await process.erase(slot_id)  # raises if the process that was measured is gone
+    await process.learn_rule(rule)
+    process.recover(DegradationKind.RESTORES_NOT_REUSED)
+    process.metrics.self_tests.labels(rule.kind).inc()
+    get_logger("learning").info(
+        "self-test done", rule=rule.kind.value, end_holds_from=rule.end_holds_from
+    )
 
 
 def look_again(process: Process) -> None:
-    """Measure the rule again if requests contradict it; each time more contradictions are needed."""
+    """Measure the rule if requests contradict it; each time more contradictions are needed.
+
+    Then the rule is not what the first files told, or the server has changed (other flags, say).
+    """
     if process.n_contradictions < process.n_contradictions_allowed:
         return
     if (turn := process.launches.try_turn()) is None:
@@ -145,98 +126,20 @@ def look_again(process: Process) -> None:
     if lease is None:
         return turn.end()  # everything is busy: the next look may find a free slot
     get_logger("learning").warning(
-        "restores are not reused as the rule says: the self-test runs again",
+        "restores are not reused as the rule says: the self-test runs",
         rule=process.rule.kind.value,
         n_contradictions=process.n_contradictions,
     )
     process.n_contradictions = 0
     process.n_contradictions_allowed *= 2
-    _start(process, lease, turn)
-
-
-def _lease_empty(process: Process, without: SlotId | None = None) -> Lease[None] | None:
-    for slot in process.slots:
-        if slot.id != without and isinstance(slot.content, Empty):
-            if lease := process.queue.try_lease(slot.id):
-                return lease
-    return None
-
-
-def _start(process: Process, lease: Lease[None], turn: Turn) -> None:
-    if not process.is_caching:
-        process.rule = CAREFUL_RULE
-        process.degrade(DegradationKind.SELF_TEST_PENDING)
-    measuring = process.tasks.start(_measure(process, lease.slot_ids[0]))
+    measuring = process.tasks.start(_try_to_measure(process, lease.slot_ids[0]))
     measuring.add_done_callback(lambda _: turn.end())
     lease.hand_over(measuring)
 
 
-async def _measure(process: Process, slot_id: SlotId) -> None:
+async def _try_to_measure(process: Process, slot_id: SlotId) -> None:
     try:
-        result = await _run(process, slot_id)
-        # If nothing can be restored, that may have been a disturbance: the next start measures again.
-        await process.remember(SELF_TEST, result if result.rule.can_restore else None)
-        await process.remember(SIZES, list(process.sizes))
+        await measure(process, slot_id)
     except Exception as error:
         process.metrics.self_tests.labels("failed").inc()
-        if process.is_caching:  # by the rule known before, which stays
-            process.faults.record("self-test", error)
-        else:
-            process.faults.count("self-test")
-            process.fail_self_test(str(error) or type(error).__name__)
-        return
-    process.metrics.self_tests.labels(result.rule.kind).inc()
-    _publish(process, result)
-    get_logger("learning").info(
-        "self-test done",
-        rule=result.rule.kind.value,
-        end_holds_from=result.rule.end_holds_from,
-        restores_beside=result.restores_beside,
-        keeps_idle=result.keeps_idle,
-    )
-
-
-async def _run(process: Process, slot_id: SlotId) -> SelfTestResult:
-    await process.launches.clear_others()
-    # Of an empty slot nothing is due.
-    await process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
-    await process.erase(slot_id)
-    process.slots.set_content(slot_id, Unknown(can_be_adopted=False))
-    process.queue.reconsider()  # no request need wait for what this slot held
-    test = SelfTest(process, (await process.upstream.model_meta()).n_vocab)
-    rule = await test.learn_rule(slot_id)
-    result = SelfTestResult(rule, repairs_windows=process.room.saver.repairs_windows)
-    if rule.kind is not RuleKind.NOTHING:
-        result = await _try_beside(process, test, slot_id, result)
-    await process.erase(slot_id)  # raises if the process that was measured is gone
-    return result
-
-
-async def _try_beside(
-    process: Process, test: SelfTest, slot_id: SlotId, result: SelfTestResult
-) -> SelfTestResult:
-    """Try two slots at once if another slot is empty and no request wants it."""
-    if process.clears_idle_slots:
-        return replace(result, keeps_idle=False)  # each would empty the other
-    other = _lease_empty(process, without=slot_id)
-    if other is None:  # the result of an earlier test is still the best that is known
-        known = process.self_test or result
-        return replace(result, restores_beside=known.restores_beside, keeps_idle=known.keeps_idle)
-    with other:
-        (other_id,) = other.slot_ids
-        process.slots.set_content(other_id, Unknown(can_be_adopted=False))
-        restores_beside, keeps_idle = await test.try_beside(slot_id, other_id)
-        await process.erase(other_id)
-    return replace(result, restores_beside=restores_beside, keeps_idle=keeps_idle)
-
-
-def _publish(process: Process, result: SelfTestResult) -> None:
-    process.set_rule(result.rule)
-    process.self_test = result
-    process.room.saver.repairs_windows = result.repairs_windows
-    if process.clears_idle_slots is None and result.keeps_idle is not None:
-        process.note_clearing(clears=not result.keeps_idle)
-    if result.restores_beside:
-        process.recover(DegradationKind.RESTORES_DISTURB)
-    elif result.restores_beside is False and not process.clears_idle_slots:
-        process.degrade(DegradationKind.RESTORES_DISTURB)
+        process.faults.record("self-test", error)

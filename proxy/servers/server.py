@@ -387,6 +387,8 @@ class Server(Watched):
     def _close(self) -> None:
         if self.process:
             self.process.queue.close()
+            for request in self.process.extending:
+                request.withdraw()  # where the next process got it, a restore may spare everything
             self.process = None
 
     async def _attach(
@@ -420,7 +422,6 @@ class Server(Watched):
         process.note_tenants()
         process.is_current = partial(self.is_still, process)
         self._outlast_strangers(process)
-        self_test.begin(process)
         self._degradations.end(*before)
         self.services.served.note(self.upstream.target, process)
         self._attached_at = time.monotonic()

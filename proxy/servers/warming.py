@@ -20,7 +20,7 @@ from proxy.core.model import Checkpoint, CheckpointKind, Prompt, Rule
 from proxy.core.plan import most_useful
 from proxy.core.slots import Content, Known, Unknown
 from proxy.core.tokens import Namespace, TokenIds
-from proxy.errors import CacheFault, ServerAway, UpstreamFault
+from proxy.errors import CacheFault, ServerAway, UpstreamFault, WillBeRefused
 from proxy.explain.explanation import Explanation
 from proxy.explain.report import Keep
 from proxy.llama.answers import AnswerReader
@@ -28,7 +28,6 @@ from proxy.llama.bodies import tokens_request
 from proxy.llama.client import LlamaServer
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
-from proxy.serving.cache import EXAMINATION_SECONDS, WillBeRefused
 from proxy.serving.process import Process
 from proxy.serving.request import Answer, OnStart, Request
 from proxy.serving.shared import Shared
@@ -112,8 +111,6 @@ class Warming:
             if not servers:
                 raise NotWarmed(f"there is no model {request.model!r}")
             _, process = await self._pool.ready(servers, began)
-            if process is not None:
-                await process.examination(EXAMINATION_SECONDS)
             if process is None or not process.is_caching:
                 raise NotWarmed("nothing is cached now: /health says why")
             prompt = await self._read(process, request)
@@ -143,7 +140,7 @@ class Warming:
 
     async def _read(self, process: Process, request: Request) -> Prompt:
         try:
-            await self._pool.cache.read(process, request)
+            await self._pool.cache.read(process, request, may_extend=False)
         except (WillBeRefused, ServerAway) as why:
             raise NotWarmed(f"this request is not cached: {why}") from why
         if request.prompt is None:

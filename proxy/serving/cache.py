@@ -9,13 +9,17 @@ from functools import partial
 import xxhash
 
 from proxy.core.messages import Route
-from proxy.errors import NotConvertible, UpstreamFault, UpstreamRefused
+from proxy.core.model import Prompt
+from proxy.core.residency import slot_to_extend
+from proxy.core.slots import Known
+from proxy.errors import NotConvertible, UpstreamFault, UpstreamRefused, WillBeRefused
 from proxy.explain.report import TOKENIZED_OTHERWISE
 from proxy.llama.bodies import (
     GenerationBody,
     as_chat_body,
     bypass_reason,
     chat_reason,
+    conversation_of,
     is_too_deep,
     n_completions,
 )
@@ -28,14 +32,6 @@ from proxy.serving.request import Request
 from proxy.serving.rewriting import Overflow, Stabilizing
 from proxy.store.known_models import tenants_name
 
-EXAMINATION_SECONDS = 10.0
-"""So long a request waits for the first self-test of a model that was loaded for it: a prompt that begins
-without a rule is not cut, and may be evaluated again as a whole."""
-
-
-class WillBeRefused(Exception):
-    """llama-server will refuse a request before it comes to any slot; the message says why."""
-
 
 class Cache:
     """Serves generation requests by a llama-server process, from the cache where that helps."""
@@ -44,21 +40,53 @@ class Cache:
         self._stabilizing = stabilizing
         self._overflow = overflow
 
-    async def read(self, process: Process, request: Request) -> None:
+    async def read(self, process: Process, request: Request, *, may_extend: bool = True) -> None:
         """Rewrite a request as it is to be served, and read its prompt.
 
+        A request that *may_extend* what a slot holds, and plainly does, is read later, beside its answer.
         Raises WillBeRefused, or ServerAway if llama-server was replaced.
         """
         request.begin(process.where)
         await self._require_key(process, request)
-        if process.upstream.target.model:
-            await process.examination(EXAMINATION_SECONDS)
         await self._stabilizing.rewrite(process, request)
         if request.path in process.unsupported_paths:
             raise WillBeRefused("llama-server does not support it")
         is_unread = request.body is None and not reads_forms(request.path)
         if is_unread and not is_too_deep(request.raw):
             raise WillBeRefused("body is not a JSON object")
+        if not (may_extend and await self._extends(process, request)):
+            await self._read_now(process, request)
+
+    async def _extends(self, process: Process, request: Request) -> bool:
+        """Return whether a request plainly goes on with what a slot holds, and note with what."""
+        if not self._understand(process, request) or not (conversation := request.conversation):
+            return False
+        # The slot's last answer is whole; what the slot holds will be known sooner than our prompt.
+        ending = [t for digests, t in process.settling if conversation.n_behind(digests)]
+        if ending:
+            await asyncio.wait(ending)
+        namespace = process.tenant_namespace(request.tenant)
+        n_room = self._overflow.n_room(process, request)
+        slot = slot_to_extend(
+            conversation,
+            process.slots,
+            process.rule,
+            namespace,
+            n_room,
+            is_pinned=honours_id_slot(request.route),
+        )
+        if slot is None or not isinstance(slot.content, Known):
+            return False
+        # A stream can be withdrawn as long as llama-server has not answered.
+        if not request.wants_stream and not await process.is_current():
+            raise replaced()
+        request.extends = slot.content
+        request.prompt = Prompt(slot.content.tokens, namespace, shape=request.shape)
+        return True
+
+    async def _read_now(self, process: Process, request: Request) -> None:
+        """Read a prompt; raises WillBeRefused, or ServerAway if llama-server was replaced."""
+        request.extends = None
         _, is_current = await asyncio.gather(
             self._read_prompt(process, request), process.is_current()
         )
@@ -71,7 +99,7 @@ class Cache:
         The prompt is read again only where the namespace is another. Raises as `read` does.
         """
         prompt = request.prompt
-        is_same = (
+        is_same = request.extends is None and (
             prompt is None
             or prompt.namespace == process.tenant_namespace(request.tenant)
             and prompt.shape not in process.disabled_shapes
@@ -107,12 +135,15 @@ class Cache:
         2. Its prompt is not known, but llama-server honours `id_slot`: in a slot of the proxy's choice.
         3. Otherwise in a slot of llama-server's choice.
         """
+        if request.extends is not None and not process.can_extend(request.extends):
+            await self._read_now(process, request)
         # Of slots that are emptied all the time, llama-server's RAM cache makes more than the proxy can.
         is_left_alone = process.clears_idle_slots and not process.is_caching
         body = request.body
         if request.prompt is not None and not is_left_alone:
             serving = SimilarRequest if request.route is Route.MESSAGES else CachedRequest
-            return await serving(process, request, turn).serve()
+            read = partial(self._read_now, process, request)
+            return await serving(process, request, turn, read).serve()
         is_pinned = honours_id_slot(request.route) and not is_left_alone
         if body is None or not is_pinned or n_completions(body) > 1:
             await UncachedRequest(process, request, turn).serve_unpinned()
@@ -147,20 +178,12 @@ class Cache:
     async def _read_prompt(self, process: Process, request: Request) -> None:
         """Find what llama-server will evaluate; without a prompt `request.why` says why not."""
         request.prompt = None
-        chat, request.why = _chat_form(request.route, request.body)
-        if chat is None:
+        if not self._understand(process, request) or request.chat is None:
             return
-        request.chat = chat
         try:
-            shape = chat.shape(request.path)
-            if process.upstream.target.model:  # a host may change requests by the name they say
-                shape += f" {request.model}"
-            if shape in process.disabled_shapes:
-                request.why = TOKENIZED_OTHERWISE
-                return
             namespace = process.tenant_namespace(request.tenant)
             prompt = await process.reader.read(
-                request.route, chat, request.headers, namespace, process.rule
+                request.route, request.chat, request.headers, namespace, process.rule
             )
             await self._note_tenant(process, request.tenant)
         except Exception as fault:
@@ -173,7 +196,23 @@ class Cache:
         if not prompt.n_tokens:
             request.why = "empty prompt"
             return
-        request.prompt = replace(prompt, shape=shape)
+        digests = request.conversation.digests if request.conversation else b""
+        request.prompt = replace(prompt, shape=request.shape, conversation=digests)
+
+    def _understand(self, process: Process, request: Request) -> bool:
+        """Put a request into the chat form; return whether its prompt can be read, `why` says why not."""
+        request.chat, request.why = _chat_form(request.route, request.body)
+        if request.chat is None:
+            return False
+        request.shape = request.chat.shape(request.path)
+        if process.upstream.target.model:  # a host may change requests by the name they say
+            request.shape += f" {request.model}"
+        if request.shape in process.disabled_shapes:
+            request.why = TOKENIZED_OTHERWISE
+            return False
+        if request.route is not Route.COMPLETION:
+            request.conversation = conversation_of(request.chat)
+        return True
 
     async def _note_tenant(self, process: Process, tenant: bytes) -> None:
         """Note whose key llama-server has taken."""

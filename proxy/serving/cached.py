@@ -6,15 +6,24 @@ is quarantined; if more was reused than the slot was known to hold (drift), the 
 its next use.
 """
 
+import asyncio
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack, suppress
 from dataclasses import replace
-
-import msgspec
+from typing import Any
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import Candidate, Checkpoint, CheckpointKind, ExpectedState, RuleKind, SlotId
-from proxy.core.plan import Plan, Restore, most_useful, plan_request
+from proxy.core.model import (
+    Candidate,
+    Checkpoint,
+    CheckpointKind,
+    ExpectedState,
+    Prompt,
+    RuleKind,
+    SlotId,
+)
+from proxy.core.plan import Plan, Restore, StartOption, Why, most_useful, plan_request
 from proxy.core.saving import at_savable_point, is_place_at_risk
 from proxy.core.slots import (
     LOADING,
@@ -22,11 +31,12 @@ from proxy.core.slots import (
     Content,
     Known,
     Unknown,
+    UseLive,
     believed_after_shortfall,
     must_be_erased,
     shared_tokens,
 )
-from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost
+from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost, WillBeRefused
 from proxy.explain.causes import Cause
 from proxy.explain.explanation import Judgement
 from proxy.explain.report import Inquiry
@@ -35,7 +45,7 @@ from proxy.llama.client import Timings
 from proxy.log import get_logger
 from proxy.serving.launches import wind_up
 from proxy.serving.planning import look_up, situation
-from proxy.serving.process import SELF_TEST, Process
+from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease, Turn, replaced
 from proxy.serving.request import Account, Answer, Request
 
@@ -52,17 +62,30 @@ class CachedRequest:
 
     _account: Account
     _lease: Lease[Plan]
+    _reading: "asyncio.Task[None] | None" = None
 
-    def __init__(self, process: Process, request: Request, turn: Turn) -> None:
+    def __init__(
+        self,
+        process: Process,
+        request: Request,
+        turn: Turn,
+        read: Callable[[], Coroutine[Any, Any, None]],
+    ) -> None:
+        """*read* reads the prompt of a request that extends what a slot holds."""
         assert request.prompt is not None and request.body is not None
         self._process = process
         self._request = request
         self._turn = turn
+        self._read = read
+        self._extended = request.extends
         self._prompt = request.prompt
         self._body = request.body
-        body = request.chat or request.body
-        self._inquiry = Inquiry(process.journal, process, self._prompt, body, process.opened_store)
+        self._inquiry = self._new_inquiry()
         self._kept = ExitStack()
+
+    def _new_inquiry(self) -> Inquiry:
+        process, body = self._process, self._request.chat or self._body
+        return Inquiry(process.journal, process, self._prompt, body, process.opened_store)
 
     @property
     def _plan(self) -> Plan:
@@ -71,12 +94,14 @@ class CachedRequest:
     async def serve(self) -> None:
         """Serve the request; raises what sending raises, and ServerAway before anything was sent."""
         process, joined_at = self._process, self._request.queued_at or time.monotonic()
-        self._note_asked()
+        if not self._extended:
+            self._note_asked()
         with self._kept, await process.queue.lease(self._choose, may_be_passed=True) as self._lease:
             self._account = Account(self._lease.reason, self._prompt.n_tokens)
             self._request.account = self._account
             process.slots.destine(self._plan.slot_id, self._prompt.tokens)
-            self._note_planned()
+            if not self._extended:
+                self._note_planned()
             self._account.queued_seconds = time.monotonic() - joined_at
             # A state that is restored into a dying process would be taken for what ended it.
             if self._account.queued_seconds > _LONG_WAIT_SECONDS or process.has_broken_off:
@@ -91,6 +116,9 @@ class CachedRequest:
                 self._account.prepared_seconds = time.monotonic() - joined_at
                 answer = await self._send(can_reuse=can_reuse)
             except BaseException as error:
+                is_away = isinstance(error, ServerAway) and not error.has_ended
+                if is_away and self._extended and process.queue.is_closed:
+                    raise replaced() from error  # it was withdrawn
                 slot_id = self._plan.slot_id
                 self._abandon()
                 if await self._may_be_our_fault(slot_id, error):
@@ -98,12 +126,10 @@ class CachedRequest:
                     ended = "llama-server ended before it answered"
                     raise ServerAway(ended, was_sent="no", has_ended=True) from error
                 raise
-            try:
-                self._settle(answer)
-            except Exception as error:
-                # The client has its answer; what the slot holds is not worth failing for.
-                process.faults.record("settle", error)
-                process.slots.set_content(self._plan.slot_id, TAINTED)
+            if self._extended:
+                self._settle_later(answer)
+            else:
+                self._settle_safely(answer)
 
     # The plan.
 
@@ -120,6 +146,8 @@ class CachedRequest:
         """Plan the request over the slots and checkpoints as they are now; None to go on waiting."""
         if self._process.launches.is_save_coming:
             return None  # it would find an empty slot
+        if self._extended:
+            return self._choose_extended(self._extended)
         began = time.perf_counter()
         self._kept.close()
         now = situation(self._process, self._prompt)
@@ -131,15 +159,31 @@ class CachedRequest:
         self._process.metrics.lookup_seconds.observe(time.perf_counter() - began)
         return Choice((plan.slot_id,), plan, plan.is_warm) if plan else None
 
+    def _choose_extended(self, content: Known) -> Choice[Plan] | None:
+        """Go on in the slot that holds *content*: nothing is looked up, restored or displaced."""
+        slot = next((s for s in self._process.slots.free() if s.content is content), None)
+        if slot is None:
+            return None
+        start = UseLive(len(content.tokens), content.n_tokens)
+        plan = Plan(StartOption(slot.id, start, 0.0), why=Why.EXTENDS)
+        return Choice((slot.id,), plan, is_warm=True)
+
     def _plan_again(self) -> None:
         """Plan the request anew in the slot that it has: what it was to restore is gone."""
-        now = situation(self._process, self._prompt)
-        mine = replace(now.slots[self._plan.slot_id], is_leased=False)
-        plan = plan_request(self._prompt, replace(now, slots=(mine,), expected=()))
-        assert plan is not None  # a slot is free, and nothing is waited for
+        plan = self._plan_here(may_restore=True)
         if isinstance(plan.start, Restore):
             self._keep(plan.start.checkpoint)
         self._account.move(plan)
+
+    def _plan_here(self, *, may_restore: bool) -> Plan:
+        """Return the plan of the request in the slot that it has."""
+        now = situation(self._process, self._prompt)
+        mine = replace(now.slots[self._plan.slot_id], is_leased=False)
+        candidates = now.candidates if may_restore else ()
+        here = replace(now, slots=(mine,), candidates=candidates, expected=())
+        plan = plan_request(self._prompt, here)
+        assert plan is not None  # a slot is free, and nothing is waited for
+        return plan
 
     def _keep_most_useful(self, candidates: tuple[Candidate, ...]) -> None:
         _, wanted = most_useful(self._process.rule, candidates, self._prompt.n_tokens)
@@ -239,8 +283,9 @@ class CachedRequest:
             return None
         size_bytes = process.state_bytes(saved)
         expected_at = time.monotonic() + process.rates.save_seconds(size_bytes)
+        points, is_whole = saved.restore_points, process.rule.kind is RuleKind.ANY_PREFIX
         return ExpectedState(
-            saved.tokens, saved.namespace, expected_at, size_bytes, saved.restore_points
+            saved.tokens, saved.namespace, expected_at, size_bytes, points, is_whole
         )
 
     def _first_save(self) -> ExpectedState | None:
@@ -256,7 +301,8 @@ class CachedRequest:
         seconds += rates.evaluation_seconds(plan.start.n_reused, stop.n_tokens)
         tokens = self._prompt.tokens[: stop.n_tokens]
         expected_at = time.monotonic() + seconds
-        return ExpectedState(tokens, self._prompt.namespace, expected_at, size_bytes, points)
+        namespace, is_whole = self._prompt.namespace, self._process.rule.kind is RuleKind.ANY_PREFIX
+        return ExpectedState(tokens, namespace, expected_at, size_bytes, points, is_whole)
 
     # The request is sent, and may fail.
 
@@ -267,9 +313,22 @@ class CachedRequest:
             self._turn,
             self._request,
             pin(self._body, slot_id, reuses=can_reuse),
-            lambda: process.queue.note_running(slot_id),
+            self._note_running,
             self._account.n_reused,
         )
+
+    def _note_running(self) -> None:
+        self._process.queue.note_running(self._plan.slot_id)
+        self._read_beside()
+
+    def _read_beside(self) -> None:
+        """Begin to read the prompt of a request that extends what its slot holds, if that is not done.
+
+        Not before llama-server works on the request: both would render the same messages at once.
+        """
+        if self._extended and self._reading is None:
+            self._process.extending.add(self._request)
+            self._reading = self._process.tasks.start(self._read())
 
     async def _has_ended(self, fault: Exception) -> bool:
         """Return whether a call has failed because llama-server ended; a look may have begun before."""
@@ -285,6 +344,8 @@ class CachedRequest:
 
     def _abandon(self) -> None:
         """Leave the slot to what may still run in it; a save will tell how far that came."""
+        if self._reading is not None:
+            self._reading.cancel()
         for slot_id in self._lease.held:
             origin = self._process.slots[slot_id].content.origin
             content = Unknown(self._prompt.namespace, likely=self._prompt.tokens, origin=origin)
@@ -293,6 +354,51 @@ class CachedRequest:
             self._lease.hand_over(self._process.tasks.start(winding_up))
 
     # The reply is held against the plan.
+
+    def _settle_later(self, answer: Answer) -> None:
+        """Settle a request that extends what its slot held once its prompt is read; keep the lease."""
+        process = self._process
+        assert self._request.conversation is not None
+        self._read_beside()
+        slot_id, prompt = self._plan.slot_id, self._prompt
+        before = process.slots[slot_id].content
+        held = Unknown(prompt.namespace, likely=prompt.tokens, origin=before.origin)
+        process.slots.set_content(slot_id, held)
+        task = process.tasks.start(self._settle_extended(answer, before))
+        settling = self._request.conversation.digests, task
+        process.settling.append(settling)
+        task.add_done_callback(lambda _: process.settling.remove(settling))
+        self._lease.hand_over(task)
+
+    async def _settle_extended(self, answer: Answer, before: Content) -> None:
+        process, request = self._process, self._request
+        assert self._reading is not None
+        with suppress(ServerAway, WillBeRefused):
+            await self._reading
+        if request.prompt is None:
+            process.report.not_looked_up(request, request.why or "its prompt was not read in time")
+            return
+        process.slots.set_content(self._plan.slot_id, before)
+        self._take_prompt(request.prompt)
+        self._settle_safely(answer)
+
+    def _take_prompt(self, prompt: Prompt) -> None:
+        """Go on with the prompt that was read, in the slot whose content the request extends."""
+        self._prompt, self._extended = prompt, None
+        self._inquiry = self._new_inquiry()
+        self._note_asked()
+        self._note_planned()
+        plan = self._plan_here(may_restore=False)
+        self._account.plan = replace(plan, stops=(), why=Why.EXTENDS)
+        self._account.n_prompt = prompt.n_tokens
+
+    def _settle_safely(self, answer: Answer) -> None:
+        try:
+            self._settle(answer)
+        except Exception as error:
+            # The client has its answer; what the slot holds is not worth failing for.
+            self._process.faults.record("settle", error)
+            self._process.slots.set_content(self._plan.slot_id, TAINTED)
 
     def _settle(self, answer: Answer) -> None:
         """Note what the reply says of the reuse and of the slot, and report the request."""
@@ -349,6 +455,7 @@ class CachedRequest:
     def _disagree(self, n_really: int) -> None:
         self._process.metrics.tokenization_disagreements.inc()
         self._process.disable_shape(self._prompt.shape)
+        self._process.tasks.start(self._enable_if_misread())
         get_logger("cache").warning(
             "tokenization disagreement: requests of this shape are served uncached",
             id=self._request.id,
@@ -356,6 +463,12 @@ class CachedRequest:
             n_predicted=self._prompt.n_tokens,
             n_really=n_really,
         )
+
+    async def _enable_if_misread(self) -> None:
+        """Serve requests of this shape from the cache again if the proxy itself was wrong."""
+        with suppress(UpstreamFault):
+            if await self._process.reader.was_wrong(self._prompt, self._request.headers):
+                self._process.enable_shape(self._prompt.shape)
 
     def _confirm(self) -> None:
         """Hold what was reused against what was promised."""
@@ -397,11 +510,9 @@ class CachedRequest:
         process = self._process
         n_short = self._plan.start.n_reused - (self._account.n_reused or 0)
         rule = process.rule.after_shortfall(n_short)
-        if rule == process.rule or process.self_test is None or process.clears_idle_slots:
-            return
-        process.rule = rule
-        process.self_test = msgspec.structs.replace(process.self_test, rule=rule)
-        process.tasks.start(process.remember(SELF_TEST, process.self_test))
+        if rule != process.rule and not process.clears_idle_slots:
+            process.rule = rule
+            process.tasks.start(process.learn_rule(rule))
 
     def _save_if_at_risk(self, slot_id: SlotId) -> None:
         """Save the slot if llama-server is about to drop a place that the conversation comes back to."""

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
@@ -10,7 +11,7 @@ from proxy.core.cuts import Stop
 from proxy.core.messages import Route
 from proxy.core.model import CheckpointKind, SlotId
 from proxy.core.plan import MAX_LOST_TOKENS, StartOption
-from proxy.core.residency import is_similar_enough, rivals
+from proxy.core.residency import is_similar_enough, rivals, shared_at_most
 from proxy.core.slots import (
     TAINTED,
     Known,
@@ -22,7 +23,7 @@ from proxy.core.slots import (
     shared_tokens,
 )
 from proxy.core.tokens import Namespace
-from proxy.errors import UpstreamFault
+from proxy.errors import UpstreamFault, WillBeRefused
 from proxy.llama.bodies import GenerationBody, n_completions, pin, taints_slot, without_reuse
 from proxy.llama.routes import is_task_for_each_input
 from proxy.serving.cached import CachedRequest
@@ -260,7 +261,7 @@ class SimilarRequest(CachedRequest):
 
     async def _send_as_it_is(self, n_found: int | None = None) -> Answer:
         launches, raw = self._process.launches, self._body.raw
-        return await launches.send(self._turn, self._request, raw, do_nothing, n_found)
+        return await launches.send(self._turn, self._request, raw, self._read_beside, n_found)
 
     async def _send_to_be_refused(self) -> Answer:
         """Send a prompt that does not fit; the slot that is chosen runs nothing, and stays as it is."""
@@ -276,6 +277,10 @@ class SimilarRequest(CachedRequest):
         began, pause = time.monotonic(), _FIRST_SIMILAR_LOOK_SECONDS
         while True:
             hold = await queue.hold()
+            if self._extended and self._may_be_passed_over(slot_id):
+                hold.end()
+                await self._read_first()
+                continue
             try:
                 stands_out = self._stands_out(slot_id)
                 is_late = time.monotonic() - began > _RIVAL_SECONDS
@@ -292,6 +297,22 @@ class SimilarRequest(CachedRequest):
                 continue
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_SIMILAR_LOOK_SECONDS)
+
+    def _may_be_passed_over(self, slot_id: SlotId) -> bool:
+        """Return whether another slot may be as similar to a prompt that is not read yet."""
+        table, tokens = self._process.slots, self._prompt.tokens
+        others = (slot for slot in table if slot.id != slot_id)
+        return any(shared_at_most(slot, tokens) == len(tokens) for slot in others)
+
+    async def _read_first(self) -> None:
+        """Read the prompt before it is sent; if it cannot be read, what is known has to do."""
+        self._read_beside()
+        assert self._reading is not None
+        with suppress(WillBeRefused):
+            await self._reading
+        if self._request.prompt is not None:
+            self._take_prompt(self._request.prompt)
+        self._extended = None
 
     def _stands_out(self, slot_id: SlotId) -> bool:
         """Return whether the slot is as similar as it can be, or as it must be."""
@@ -400,6 +421,8 @@ class SimilarRequest(CachedRequest):
     async def _tasks_before(self, slot_id: SlotId) -> LastTasks | None:
         """Return the last tasks of the slots that nothing but our request can begin to run in now."""
         table = self._process.slots
+        if len(table) == 1:
+            return None
         quiet = [s.id for s in table if not s.is_leased or s.is_running or s.id == slot_id]
         before = await self._process.last_tasks()
         return None if before is None else {other: before.get(other, -1) for other in quiet}

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 from cachetools import LRUCache
 
@@ -33,7 +34,7 @@ from proxy.core.model import (
 )
 from proxy.core.plan import Restore, most_useful
 from proxy.core.rates import Rates
-from proxy.core.rule import SelfTestResult
+from proxy.core.rule import LearnedRule
 from proxy.core.saving import StateSize, expected_bytes, state_bytes
 from proxy.core.slots import (
     LOADING,
@@ -67,12 +68,13 @@ from proxy.store.known_models import known_tenants
 if TYPE_CHECKING:
     from proxy.serving.launches import Arrivals, Launches
     from proxy.serving.prompts import PromptReader
+    from proxy.serving.request import Request
     from proxy.serving.saver import Room
     from proxy.serving.saves import SlotSaves
 
 T = TypeVar("T")
 
-SELF_TEST = "self-test {model} {points} context checkpoints {build}"
+RULE = "self-test {model} {points} context checkpoints {build}"
 """A llama-server that saves context checkpoints has another rule than one that does not: --swa-full and
 --ctx-checkpoints decide which, on the same build."""
 SIZES = "sizes {model}"
@@ -95,8 +97,8 @@ class Process(Services):
     """One llama-server process, and everything that lives as long as that process does.
 
     `id` is the process's own mark in /props. `model_namespace` is None where nothing may be saved or
-    restored; `obstacle` then says why. `rule` is unknown until the self-test is done; since then
-    `n_contradictions` restores were reused less than `rule` says. `disabled_shapes` are kinds of
+    restored; `obstacle` then says why. Since `rule` was learned, `n_contradictions` restores were reused
+    less than `rule` says. `disabled_shapes` are kinds of
     requests whose tokens the proxy predicted wrongly. The plan counts on the newest `n_believed_points`
     context checkpoints of a live slot. `asks_for_key` says that llama-server refuses requests without an
     API key, `accepted_keys` are digests of keys that llama-server has taken. `is_one_tenant` says that
@@ -116,7 +118,6 @@ class Process(Services):
     saves_context_checkpoints: bool = False
     clears_idle_slots: bool | None = None
     rule: Rule = NO_RULE
-    self_test: SelfTestResult | None = None
     rates: Rates = field(default_factory=Rates)
     has_broken_off: bool = False
     """Whether an answer broke off since the process was last known to run."""
@@ -129,6 +130,10 @@ class Process(Services):
     n_contradictions: int = 0
     n_contradictions_allowed: int = 2
     sizes: deque[StateSize] = field(default_factory=lambda: deque(maxlen=_MAX_SIZES))
+    extending: "WeakSet[Request]" = field(default_factory=WeakSet)
+    """Requests that were sent before anybody looked whether this process still runs."""
+    settling: "list[tuple[bytes, asyncio.Task[None]]]" = field(default_factory=list)
+    """The conversations whose answers are whole, and the tasks that find out what their slots hold now."""
     reader: "PromptReader" = field(init=False)
     room: "Room" = field(init=False)
     saves: "SlotSaves" = field(init=False)
@@ -136,7 +141,6 @@ class Process(Services):
     arrivals: "Arrivals" = field(init=False)
     is_current: Callable[[], Awaitable[bool]] = _is_always
     """Looks at llama-server now; returns whether this process is still the one that answers."""
-    _is_examined: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def slots(self) -> SlotTable:
@@ -150,6 +154,11 @@ class Process(Services):
     @property
     def is_caching(self) -> bool:
         return self.can_cache and self.rule.can_restore
+
+    def can_extend(self, content: Known) -> bool:
+        """Return whether a request may go on at once in the slot that still holds exactly *content*."""
+        is_free = any(slot.content is content for slot in self.slots.free())
+        return is_free and self.queue.grants_at_once and not self.launches.is_save_coming
 
     def require_alive(self) -> None:
         """Raise UpstreamUnreachable if another process has taken this one's place."""
@@ -170,11 +179,11 @@ class Process(Services):
     # What the index remembers of this model from one process to the next.
 
     def known(self, name: str, value_type: type[T]) -> T | None:
-        """Return what is remembered under SELF_TEST, SIZES or RATES."""
+        """Return what is remembered under RULE, SIZES or RATES."""
         return self.store.index.value(self._name_here(name), value_type)
 
     async def remember(self, name: str, value: object) -> None:
-        """Remember the self-test, the sizes or the rates; None forgets them. Raises StoreFault."""
+        """Remember the rule, the sizes or the rates; None forgets them. Raises StoreFault."""
         await self.store.put_value(self._name_here(name), value)
 
     def _name_here(self, name: str) -> str:
@@ -213,6 +222,12 @@ class Process(Services):
         self.disabled_shapes.add(shape)
         self.degrade(DegradationKind.TOKENIZED_OTHERWISE, f"last: {shape}")
 
+    def enable_shape(self, shape: str) -> None:
+        """Serve requests of this shape from the cache again."""
+        self.disabled_shapes.discard(shape)
+        if not self.disabled_shapes:
+            self.recover(DegradationKind.TOKENIZED_OTHERWISE)
+
     def note_tenants(self) -> None:
         """Look whether several keys are in use: llama-server's RAM cache does not tell them apart."""
         if self.asks_for_key and len(self.tenants - {b""}) > 1:
@@ -230,36 +245,20 @@ class Process(Services):
 
     # The rule, sizes and rates of this process.
 
-    async def examination(self, seconds: float | None) -> None:
-        """Wait until the self-test is over, for at most *seconds* unless that is None."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._is_examined.wait()
+    async def learn_rule(self, rule: Rule) -> None:
+        """Go by *rule* from now on, and remember it for this model and build; raises StoreFault.
 
-    def note_examined(self) -> None:
-        """Note that nothing more will be known soon."""
-        self._is_examined.set()
-
-    def fail_self_test(self, detail: str) -> None:
-        """Note that the rule could not be measured; without a rule nothing is restored."""
-        self.rule = NO_RULE
-        self.note_examined()
-        self.degrade(DegradationKind.SELF_TEST_FAILED, detail)
-        self.recover(DegradationKind.SELF_TEST_PENDING)
-
-    def set_rule(self, rule: Rule) -> None:
-        """Go by *rule* from now on: it was measured on this model and build."""
+        If nothing can be restored, that may have been a disturbance: it is not remembered.
+        """
         self.rule = rule
-        self.note_examined()
-        if not rule.can_restore:
-            self.degrade(DegradationKind.RULE_IS_NOTHING)
-        else:
+        self.room.saver.repairs_windows = rule.needs_repair
+        if rule.can_restore:
             self.recover(DegradationKind.RULE_IS_NOTHING)
-        self.recover(
-            DegradationKind.SELF_TEST_PENDING,
-            DegradationKind.SELF_TEST_FAILED,
-            DegradationKind.RESTORES_NOT_REUSED,
-        )
+        else:
+            self.degrade(DegradationKind.RULE_IS_NOTHING)
+        learned = LearnedRule(rule) if rule.can_restore else None
+        if self.known(RULE, LearnedRule) != learned:
+            await self.remember(RULE, learned)
 
     @property
     def stride_tokens(self) -> int:
@@ -290,6 +289,7 @@ class Process(Services):
             cuts=cuts,
             n_generated=n_generated,
             shape=prompt.shape,
+            conversation=prompt.conversation if len(tokens) == prompt.n_tokens else b"",
             n_believed=self.n_believed_points,
             stride_tokens=self.stride_tokens,
         )

@@ -1,26 +1,30 @@
 """From a request to its tokens and stable cuts, by asking llama-server to render and tokenize.
 
-Owns: how a cut is found. The renderings are llama-server's own, so that every template is covered;
-what does not change between the requests of a conversation is remembered, and checked against the
-tokens at hand before it is used.
+Owns: how a cut is found, and how little is tokenized. The renderings are llama-server's own, so that every
+template is covered; what does not change between the requests of a conversation is remembered, and checked
+against the text and the tokens at hand before it is used.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import xxhash
 from cachetools import LRUCache
 
-from proxy.core.messages import SYSTEM_ROLES, Route
+from proxy.core.messages import SYSTEM_ROLES, Route, text_of
 from proxy.core.model import NO_CUTS, Cuts, Prompt, Rule, RuleKind
-from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
-from proxy.errors import UpstreamRefused
+from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
+from proxy.errors import UpstreamFault, UpstreamRefused
 from proxy.llama.bodies import (
     GenerationBody,
     begins_with_reminder,
     has_several_texts,
     is_first_message,
+    last_text,
     last_user_index,
     leading_system,
     rendering_key,
@@ -28,14 +32,22 @@ from proxy.llama.bodies import (
     with_last_text,
     with_messages,
 )
-from proxy.llama.client import LlamaServer
+from proxy.llama.client import LlamaServer, TokenPiece
 
 _N_REMEMBERED = 256
 _OTHER_TEXTS = ("1 header", "Zheader")
 """What users may write otherwise: no text begins like both."""
 
 _SEARCHED_TOKENS = 24
-"""How far back from the end of a shared header its last special token is looked for."""
+"""How far back from the end of a text its last special token is looked for."""
+
+_SEARCHED_CHARACTERS = 400
+"""Where a special token is looked for at the end of a text: templates begin each message with one."""
+
+_REMEMBERED_CHARACTERS = 4096
+_N_TEXTS = 16
+_CHECKED = 64
+"""One in so many texts is tokenized as a whole besides."""
 
 Headers = Mapping[str, str]
 
@@ -58,8 +70,16 @@ class PromptReader:
         """With *shares_headers* a header is found whatever the rule: other slots may want its state."""
         self._upstream = upstream
         self._shares_headers = shares_headers
+        self._known = KnownTexts(upstream)
         self._cuts: LRUCache[bytes, TokenIds] = LRUCache(_N_REMEMBERED)
+        self._endings: LRUCache[bytes, str] = LRUCache(_N_REMEMBERED)
         self._tails: LRUCache[str, TokenIds] = LRUCache(_N_REMEMBERED)
+
+    async def was_wrong(self, prompt: Prompt, headers: Headers) -> bool:
+        """Return whether a prompt was read wrongly, as none will be any more; raises UpstreamFault."""
+        return bool(prompt.text) and await self._known.was_wrong(
+            prompt.text, prompt.tokens, headers
+        )
 
     async def read(
         self, route: Route, body: GenerationBody, headers: Headers, namespace: Namespace, rule: Rule
@@ -75,7 +95,7 @@ class PromptReader:
             cuts = Cuts(message_end=len(tokens) - 1) if rule.kind is RuleKind.END_ONLY else NO_CUTS
             return Prompt(tokens, namespace, cuts, text=prompt if isinstance(prompt, str) else "")
         text = await self._upstream.apply_template(body.raw, headers)
-        tokens = await self._upstream.tokenize(text, headers, add_special=True)
+        tokens = await self._known.tokenize(text, headers)
         rendering = _RenderedPrompt(text, tokens, body, headers)
         cuts = NO_CUTS
         if rule.kind is RuleKind.ANY_PREFIX and self._shares_headers:
@@ -117,7 +137,7 @@ class PromptReader:
             )
         if key not in self._cuts:  # a turn that began before the proxy did, or whose prompt was cut
             head = with_messages(body, messages, generation_prompt=False)
-            self._cuts[key] = tokens[: await self._cut_before(rendering, head)]
+            self._cuts[key] = tokens[: (await self._cut_before(rendering, head))[0]]
         return Cuts(header, self._remembered(key, tokens), message_end)
 
     def _remembered(self, key: bytes, tokens: TokenIds) -> int:
@@ -138,7 +158,9 @@ class PromptReader:
         if is_first_message(body, newest) and not has_several_texts(message):
             return 0
         others = [with_last_text(message, text) for text in _OTHER_TEXTS]
-        return await self._shared_with(rendering, newest, others)
+        find = partial(self._shared_with, rendering, newest, others)
+        own = last_text(message)
+        return await self._cut_at_ending(rendering, own, find) if own else (await find())[0]
 
     async def _surroundings(self, rendering: _RenderedPrompt, newest: int | None) -> int:
         """Return where the first reminder of the first user message ends, 0 if that is not its beginning.
@@ -153,12 +175,12 @@ class PromptReader:
         if message.get("role") != "user" or not begins_with_reminder(message):
             return 0
         others = [with_first_text_and(message, text) for text in _OTHER_TEXTS]
-        return await self._shared_with(rendering, newest, others)
+        return (await self._shared_with(rendering, newest, others))[0]
 
     async def _shared_with(
         self, rendering: _RenderedPrompt, index: int, others: list[dict[str, object]]
-    ) -> int:
-        """Return how many tokens a prompt shares with renderings that have another message at *index*."""
+    ) -> tuple[int, int]:
+        """Return what a prompt shares with renderings that have another message at *index*."""
         body = rendering.body
         before, behind = body.messages[:index], body.messages[index + 1 :]
         bodies = [
@@ -172,25 +194,55 @@ class PromptReader:
         if not is_wanted:
             return 0
         plain = with_messages(rendering.body, rendering.body.messages, generation_prompt=False)
-        return min(await self._cut_before(rendering, plain), len(rendering.tokens) - 1)
+        find = partial(self._cut_before, rendering, plain)
+        return min(await self._cut_at_ending(rendering, "", find), len(rendering.tokens) - 1)
 
-    async def _cut_before(self, rendering: _RenderedPrompt, other: bytes) -> int:
-        """Return how many tokens the prompt shares with the rendering of the body *other*."""
-        text, tokens, headers = rendering.text, rendering.tokens, rendering.headers
+    async def _cut_at_ending(
+        self, rendering: _RenderedPrompt, own: str, find: Callable[[], Awaitable[tuple[int, int]]]
+    ) -> int:
+        """Return how many tokens stand before a prompt's ending: *own* text, and the template's behind it.
+
+        The template's text is learned from the other renderings that *find* makes, as `_cut_before` does;
+        after that nothing is rendered for requests that end alike.
+        """
+        text, messages = rendering.text, rendering.body.messages
+        role = text_of(messages[-1], "role").encode()
+        key = _digest(b"own" if own else b"end", role + rendering_key(rendering.body, []))
+        if key in self._endings and text.endswith(own + self._endings[key]):
+            n_characters = len(text) - len(own) - len(self._endings[key])
+            if n_cut := await self._tokens_before(rendering, n_characters):
+                return n_cut
+        n_cut, n_characters = await find()
+        if n_characters and text.startswith(own, n_characters):
+            self._endings[key] = text[n_characters + len(own) :]
+        return n_cut
+
+    async def _cut_before(self, rendering: _RenderedPrompt, other: bytes) -> tuple[int, int]:
+        """Return how many tokens and characters the prompt shares with the rendering of the body *other*.
+
+        0 characters if a token straddles the place where the two differ.
+        """
         try:
-            other_text = await self._upstream.apply_template(other, headers)
+            other_text = await self._upstream.apply_template(other, rendering.headers)
         except UpstreamRefused:
-            return 0
-        end = common_prefix_length(text, other_text)
-        tail = text[end:]
-        if tail not in self._tails:
-            self._tails[tail] = await self._upstream.tokenize(tail, headers, add_special=False)
-        n_cut = len(tokens) - len(self._tails[tail])
-        if tokens[n_cut:] == self._tails[tail]:
-            return n_cut
-        # A token straddles the cut: go by what the two renderings' tokens share.
-        other_tokens = await self._upstream.tokenize(other_text, headers, add_special=True)
-        return common_prefix_length(tokens, other_tokens)
+            return 0, 0
+        end = common_prefix_length(rendering.text, other_text)
+        if n_cut := await self._tokens_before(rendering, end):
+            return n_cut, end
+        # Go by what the two renderings' tokens share.
+        other_tokens = await self._known.tokenize(other_text, rendering.headers)
+        return common_prefix_length(rendering.tokens, other_tokens), 0
+
+    async def _tokens_before(self, rendering: _RenderedPrompt, n_characters: int) -> int:
+        """Return how many tokens the first characters of a prompt are; 0 if a token straddles their end."""
+        tail = rendering.text[n_characters:]
+        tokens = self._tails.get(tail)
+        if tokens is None:
+            tokens = await self._upstream.tokenize(tail, rendering.headers, add_special=False)
+            if len(tail) <= _REMEMBERED_CHARACTERS:
+                self._tails[tail] = tokens
+        n_cut = len(rendering.tokens) - len(tokens)
+        return n_cut if rendering.tokens[n_cut:] == tokens else 0
 
     async def _header(self, rendering: _RenderedPrompt) -> int:
         """Return the end of tools and system prompt.
@@ -224,24 +276,102 @@ class PromptReader:
             )
         )
         shared = texts[0][: common_prefix_length(*texts)]
-        tokens = await self._upstream.tokenize(shared, headers, add_special=True)
-        return tokens[: await self._last_special_token(shared, tokens, headers)]
+        pieces = await self._upstream.pieces(shared, headers)
+        special = await last_special_token(self._upstream, pieces, headers)
+        return token_ids(piece.id for piece in pieces[: special + 1])
 
-    async def _last_special_token(self, text: str, tokens: TokenIds, headers: Headers) -> int:
-        """Return how many of *tokens* end with the last special one.
 
-        Special is what becomes something else when special tokens are read as ordinary text.
-        """
-        pieces = await self._upstream.pieces(text, headers)
-        for index in range(len(tokens) - 1, max(-1, len(tokens) - 1 - _SEARCHED_TOKENS), -1):
-            piece = pieces[index]
-            if isinstance(piece.piece, str) and len(piece.piece) > 2:
-                plain = await self._upstream.tokenize(
-                    piece.piece, headers, add_special=False, parse_special=False
-                )
-                if plain.tolist() != [piece.id]:
-                    return index + 1
-        return 0
+async def last_special_token(
+    upstream: LlamaServer, pieces: Sequence[TokenPiece], headers: Headers
+) -> int:
+    """Return which of the *pieces* is the last special token, -1 if none of the last ones is.
+
+    Special is what becomes something else when special tokens are read as ordinary text.
+    """
+    for index in range(len(pieces) - 1, max(-1, len(pieces) - 1 - _SEARCHED_TOKENS), -1):
+        piece = pieces[index]
+        if isinstance(piece.piece, str) and len(piece.piece) > 2:
+            plain = await upstream.tokenize(
+                piece.piece, headers, add_special=False, parse_special=False
+            )
+            if plain.tolist() != [piece.id]:
+                return index
+    return -1
+
+
+class KnownTexts:
+    """Tokenizes the renderings of one llama-server, each part of a conversation only once.
+
+    Special tokens split a text: what stands before one is tokenized alike whatever follows it. So the
+    tokens of the newest texts are remembered, and only what follows the last mark that a new text has in
+    common with one of them is tokenized. The mark is a special token that the template writes again and
+    again. Some texts are tokenized as a whole to check that.
+    """
+
+    def __init__(self, upstream: LlamaServer) -> None:
+        self._upstream = upstream
+        self._texts: deque[tuple[str, TokenIds]] = deque(maxlen=_N_TEXTS)
+        self._mark: tuple[str, int] | None = None
+        self._is_mark_sought = True
+        self.n_spliced = 0
+
+    async def tokenize(self, text: str, headers: Headers) -> TokenIds:
+        """Return the tokens of a rendering; raises UpstreamFault."""
+        tokens = await self._splice(text, headers)
+        if tokens is None:
+            tokens = await self._upstream.tokenize(text, headers, add_special=True)
+        goes_on = [
+            known for known in self._texts if text.startswith(known[0][:-_SEARCHED_CHARACTERS])
+        ]
+        if goes_on:
+            self._texts.remove(goes_on[0])
+        self._texts.append((text, tokens))
+        if self._is_mark_sought:
+            self._is_mark_sought = False
+            with suppress(UpstreamFault):
+                await self._seek_mark(text[-_SEARCHED_CHARACTERS:], headers)
+        return tokens
+
+    async def was_wrong(self, text: str, tokens: TokenIds, headers: Headers) -> bool:
+        """Return whether a text was tokenized wrongly; then all are tokenized as a whole from now on."""
+        if await self._upstream.tokenize(text, headers, add_special=True) == tokens:
+            return False
+        self._texts.clear()
+        self._mark = None
+        return True
+
+    async def _splice(self, text: str, headers: Headers) -> TokenIds | None:
+        """Return the tokens of a text whose head is known; None if too little is."""
+        begin, head = self._known_head(text)
+        if self._mark is None or not begin:
+            return None
+        tail = await self._upstream.tokenize(text[begin:], headers, add_special=False)
+        tokens = head + tail
+        self.n_spliced += 1
+        if self.n_spliced % _CHECKED == 1:
+            if await self.was_wrong(text, tokens, headers):
+                return None
+        return tokens
+
+    def _known_head(self, text: str) -> tuple[int, TokenIds]:
+        """Return how many characters of a text need not be tokenized again, and their tokens."""
+        mark, mark_id = self._mark or ("", 0)
+        n_best, best = 0, TokenIds("i")
+        for known, tokens in self._texts if mark else ():
+            begin = text.rfind(mark, 0, common_prefix_length(known, text))
+            if begin > n_best:
+                backwards, at = tokens[::-1], -1
+                with suppress(ValueError):  # fewer tokens than marks in the text
+                    for _ in range(known.count(mark, begin)):
+                        at = backwards.index(mark_id, at + 1)
+                    n_best, best = begin, tokens[: len(tokens) - 1 - at]
+        return n_best, best
+
+    async def _seek_mark(self, ending: str, headers: Headers) -> None:
+        pieces = await self._upstream.pieces(ending, headers)
+        index = await last_special_token(self._upstream, pieces, headers)
+        if index >= 0 and isinstance(piece := pieces[index].piece, str) and piece in ending:
+            self._mark = piece, pieces[index].id
 
 
 def _digest(kind: bytes, data: bytes) -> bytes:

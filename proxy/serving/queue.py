@@ -212,6 +212,11 @@ class SlotQueue:
         """Whether llama-server may be about to run a request in any slot that is idle to it."""
         return self._placement is not None or self._is_held
 
+    @property
+    def grants_at_once(self) -> bool:
+        """Whether a request that finds its slot free gets the slot without waiting."""
+        return not (self._is_closed or self._waiting or self.is_placing)
+
     async def hold(self) -> Turn:
         """Grant nothing until the turn ends: llama-server is choosing a slot by what the slots hold."""
         choosing = await self._choosing.take()
@@ -247,7 +252,7 @@ class SlotQueue:
         """
         if self._is_closed:
             raise replaced()
-        if not self._waiting and not self.is_placing and (choice := choose()):
+        if self.grants_at_once and (choice := choose()):
             return self._reserve(choice, is_placement=is_placement)
         if len(self._waiting) >= self._max_waiting:
             raise TooManyRequests(f"{self._max_waiting} requests are waiting for a slot already")
@@ -264,7 +269,7 @@ class SlotQueue:
 
     def try_lease(self, slot_id: SlotId) -> Lease[None] | None:
         """Lease one slot if it is free and nobody waits."""
-        if self._is_closed or self._waiting or self.is_placing or self.table[slot_id].is_leased:
+        if not self.grants_at_once or self.table[slot_id].is_leased:
             return None
         return self._reserve(Choice((slot_id,), None))
 

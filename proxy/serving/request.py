@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 
 from proxy.core.messages import Route
-from proxy.core.model import Outcome, Prompt
+from proxy.core.model import Conversation, Outcome, Prompt
 from proxy.core.plan import Plan, Restore, StartOption
 from proxy.core.rates import Rates
+from proxy.core.slots import Known
 from proxy.explain.causes import Cause
 from proxy.llama.answers import CallMade
 from proxy.llama.bodies import GenerationBody, parse_body
@@ -52,6 +53,7 @@ def do_nothing() -> None:
 class Request:
     """A client's request on a generation route, from its arrival until its answer is whole.
 
+    `withdraw` ends a `relay` of which the client has no token yet: that raises ServerAway then.
     `headers` are those with the client's API key, `tenant` a digest of that key, empty without one.
     `model` is what the client calls the model, `session` its session; each empty if the client does not
     say. `arrived_at` is of the monotonic clock, `at` in seconds since 1970. `raw` is the body as it is
@@ -59,14 +61,18 @@ class Request:
 
     The fields from `server` on are set anew for each llama-server that tries to serve the request.
     `server` is its name, empty if there is only one; `rewrites` are the stabilizers that changed the body;
-    `chat` is the body in the chat form. Without a `prompt`, `why` says why the request is not cached. The
-    request joined its first queue at `queued_at` of the monotonic clock, 0 if it has joined none yet.
+    `chat` is the body in the chat form, of that `shape`, `conversation` what the chat renders. Without a
+    `prompt`, `why` says why the request is not cached. If the request plainly goes on with what a slot
+    holds, that is in `extends`, and `prompt` has these tokens until the real one has been read. The
+    request joined its first queue at `queued_at` of the monotonic clock, 0 if it has joined none yet, and
+    its answer was whole at `answered_at`.
     """
 
     path: str
     route: Route
     headers: Mapping[str, str]
     relay: Relay
+    withdraw: OnStart = do_nothing
     tenant: bytes = b""
     session: str = ""
     model: str = ""
@@ -79,10 +85,14 @@ class Request:
     server: str = ""
     rewrites: tuple[str, ...] = ()
     chat: GenerationBody | None = None
+    shape: str = ""
+    conversation: Conversation | None = None
+    extends: Known | None = None
     prompt: Prompt | None = None
     why: str | None = None
     account: "Account | None" = None
     answer: Answer | None = None
+    answered_at: float = 0.0
     _received: tuple[bytes, GenerationBody | None] = (b"", None)
 
     def receive(self, raw: bytes) -> "Request":
@@ -97,6 +107,8 @@ class Request:
         """Begin anew with the body that the client sent, at the llama-server of that name."""
         (self.raw, self.body), self.server = self._received, server
         self.rewrites, self.chat, self.prompt, self.why, self.account = (), None, None, None, None
+        self.answered_at = 0.0
+        self.conversation, self.extends = None, None
 
     def rewrite(self, fields: dict[str, Any], *names: str) -> None:
         """Send these fields instead, which the named rewrites have changed."""
@@ -123,6 +135,7 @@ class Request:
         """Send a body and relay the answer, as Relay says; raises what `relay` raises."""
         self.answer = None
         self.answer = await self.relay(upstream, raw, on_start, n_found)
+        self.answered_at = time.monotonic()
         return self.answer
 
 

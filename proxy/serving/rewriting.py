@@ -156,6 +156,12 @@ class Overflow:
         self._counts: LRUCache[bytes, int] = LRUCache(_N_MESSAGES)
         self._reached: LRUCache[bytes, int] = LRUCache(_N_CONVERSATIONS)
 
+    def n_room(self, process: Process, request: Request) -> int:
+        """Return how many tokens a prompt may have without being shortened."""
+        if not self._is_on or not request.body:
+            return process.n_ctx
+        return room_for_prompt(process.n_ctx, wanted_tokens(request.body.fields))
+
     async def fit(self, process: Process, request: Request, read: Read) -> bool:
         """Shorten a request that does not fit; return whether that was needed and could be done.
 
@@ -164,7 +170,7 @@ class Overflow:
         n_ctx, is_conversation = process.n_ctx, request.route in CONVERSATIONS
         if not self._is_on or not is_conversation or not request.body or not request.prompt:
             return False
-        n_room = room_for_prompt(n_ctx, wanted_tokens(request.body.fields))
+        n_room = self.n_room(process, request)
         if request.prompt.n_tokens <= n_room:
             return False
         try:

@@ -83,7 +83,7 @@ class Saver:
         self._services = services
         self._rewrite = rewrite
         self.repairs_windows = True
-        """Whether cut windows are repaired where the file's version may need it; the self-test knows."""
+        """Whether cut windows are repaired where the file's version may need it; the rule tells."""
 
     @asynccontextmanager
     async def saved(self, slot_id: SlotId) -> AsyncIterator[SavedSlot]:
@@ -201,7 +201,8 @@ class Room:
         saved = await self.saver.save(slot_id, name)
         state = saved.state
         n_bytes = max(saved.n_written, state.size_bytes)  # a repair makes a file longer
-        size = StateSize(len(state.tokens), len(state.restore_points), n_bytes)
+        fixed_bytes = min(n_bytes, state.recurrent_bytes)
+        size = StateSize(len(state.tokens), len(state.restore_points), n_bytes, fixed_bytes)
         self._process.sizes.append(size)
         self._process.rates = self._process.rates.after_save(saved.n_written, saved.seconds)
         with self._refusals_told():

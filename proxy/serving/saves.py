@@ -12,8 +12,10 @@ from dataclasses import replace
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Removal, family_of, superseded
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, RuleKind, SlotId
+from proxy.core.rule import after_save
 from proxy.core.saving import (
     at_savable_point,
+    edit_places,
     is_write_back_due,
     places_of,
     points_of_others,
@@ -176,6 +178,9 @@ class SlotSaves:
         checkpoint = await store.commit(new, state.tokens)
         self._table.note_save(slot_id, checkpoint)
         self._note_saved(slot_id, content, namespace, state, checkpoint)
+        rule = after_save(self._process.rule, has_every_position=checkpoint.has_every_position)
+        if rule != self._process.rule:
+            await self._process.learn_rule(rule)
         self._metrics.saves.labels("done").inc()
         self._metrics.saved_bytes.inc(checkpoint.size_bytes)
         for older in superseded(self._process.rule, checkpoint, relatives) if is_whole else ():
@@ -201,7 +206,8 @@ class SlotSaves:
             return saved, True
         places = places_of(content, kind)
         others = points_of_others(relatives)
-        selection = select_points(own, others, places, self._process.rates)
+        inside, state_bytes = edit_places(content), saved.state.state_end
+        selection = select_points(own, others, places, self._process.rates, inside, state_bytes)
         if selection.keys() == own.keys():
             return saved, True
         store, grafted = self._process.store, dict[int, Source]()

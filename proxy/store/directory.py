@@ -69,6 +69,23 @@ class Sidecar(msgspec.Struct, frozen=True):
     owner: Owner | None
 
 
+def encode_sidecar(sidecar: Sidecar) -> bytes:
+    """Return a record as it lies beside a state, with a checksum before it."""
+    record = msgspec.msgpack.encode(sidecar)
+    return xxhash.xxh3_128_digest(record) + record
+
+
+def decode_sidecar(data: bytes) -> Sidecar | None:
+    """Return what a record says, None if it is damaged."""
+    digest, record = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    if digest != xxhash.xxh3_128_digest(record):
+        return None
+    try:
+        return msgspec.msgpack.decode(record, type=Sidecar)
+    except msgspec.DecodeError:
+        return None
+
+
 class Lost(StrEnum):
     """Why a state cannot be entered again."""
 
@@ -141,13 +158,6 @@ class StoreDirectory:
     def checkpoints(self) -> list[Checkpoint]:
         return self.index.all()
 
-    def get(self, checkpoint_id: str) -> Checkpoint:
-        """Return a checkpoint by its id in hex; raises StoreFault if it is not there."""
-        for checkpoint in self.checkpoints():
-            if checkpoint.id == int(checkpoint_id, 16):
-                return checkpoint
-        raise StoreFault(f"there is no checkpoint {checkpoint_id}")
-
     # One checkpoint: entered, changed, removed.
 
     def commit(
@@ -186,9 +196,6 @@ class StoreDirectory:
         self.write_sidecars(checkpoints)
         self.index.update(checkpoints, old, new)
 
-    def pin(self, checkpoint: Checkpoint, *, is_pinned: bool) -> None:
-        self.update([replace(checkpoint, is_pinned=is_pinned)])
-
     def remove(self, checkpoint: Checkpoint) -> TokenIds | None:
         """Delete a checkpoint, its entry first; return its tokens if the index had them."""
         tokens = self.index.tokens(checkpoint.id)
@@ -197,7 +204,7 @@ class StoreDirectory:
         self.files.remove(checkpoint.file_name)
         return tokens
 
-    # The records beside the states. They begin with a checksum of the rest.
+    # The records beside the states.
 
     def write_sidecars(
         self, checkpoints: Iterable[Checkpoint], *, only_missing: bool = False
@@ -213,20 +220,16 @@ class StoreDirectory:
             if only_missing and (name not in there or beside in there):
                 continue
             sidecar = Sidecar(checkpoint, known.get(checkpoint.namespace))
-            record = msgspec.msgpack.encode(sidecar)
-            self.files.write_whole(beside, xxhash.xxh3_128_digest(record) + record)
+            self.files.write_whole(beside, encode_sidecar(sidecar))
 
     def read_sidecar(self, name: str) -> Sidecar | None:
         """Return what lies beside the state *name*, None if it is gone or damaged; raises OSError."""
         try:
             data = self.files.path(self.files.sidecar_name(name)).read_bytes()
-            digest, record = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-            if digest != xxhash.xxh3_128_digest(record):
-                return None
-            sidecar = msgspec.msgpack.decode(record, type=Sidecar)
-        except (FileNotFoundError, msgspec.DecodeError):
+        except FileNotFoundError:
             return None
-        return sidecar if sidecar.checkpoint.file_name == name else None
+        sidecar = decode_sidecar(data)
+        return sidecar if sidecar and sidecar.checkpoint.file_name == name else None
 
     # Index and files held against each other, and the index made anew.
 

@@ -1,8 +1,8 @@
 """Checkpoints as one file, from one store to another.
 
-Owns the layout of the file (docs/storage-format.md): a tar of a manifest, then the tokens and the state of
-each checkpoint, so that the file can be read as it comes. Nothing in a file is believed: a state must have
-its checksums and hold the tokens that it is entered for, since it will be restored for them.
+Owns the layout of the file (docs/storage-format.md): a tar of records and states as they lie in the store.
+Each record comes before its state, so that the file can be read as it comes. Nothing in a file is believed:
+a state must have its checksums, and is entered for the tokens that it holds.
 """
 
 import io
@@ -12,44 +12,24 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-import msgspec
-
 from proxy.core.model import Checkpoint
-from proxy.core.tokens import TokenIds, hash_prefixes, tokens_from_bytes
+from proxy.core.tokens import hash_prefixes
 from proxy.errors import CacheFault, StateFileMalformed, StoreFault
 from proxy.llama.state_file import read_state_file
-from proxy.store.directory import LOCK_NAME, StoreDirectory
+from proxy.store.directory import LOCK_NAME, Sidecar, StoreDirectory, decode_sidecar, encode_sidecar
 from proxy.store.files import final_name_of, id_of
 from proxy.store.known_models import Owner, introduce, knows_models, namespace_of, owners
 from proxy.store.offline import Note
 
-FORMAT_VERSION = 1
-MANIFEST = "manifest.json"
 _CHUNK_BYTES = 4 << 20
 
 
 class BundleRefused(CacheFault):
     """A file cannot be imported; the message says why."""
-
-
-class Manifest(msgspec.Struct, frozen=True):
-    """What lies in a file of checkpoints, and whose states they are."""
-
-    format: int
-    owner: Owner
-    checkpoints: tuple[Checkpoint, ...]
-
-
-def _member_names(checkpoint: Checkpoint) -> tuple[str, str]:
-    """Return the names of a checkpoint's tokens and of its state in the file."""
-    return f"{checkpoint.id:016x}.tokens", f"{checkpoint.id:016x}.state"
-
-
-# Writing checkpoints of one namespace into a file.
 
 
 def export_checkpoints(
@@ -60,15 +40,14 @@ def export_checkpoints(
     What *file* was is replaced, unless it is the store's own or no regular file.
     """
     _require_replaceable(store, file)
-    manifest = Manifest(FORMAT_VERSION, _owner_of(store, checkpoints), tuple(checkpoints))
+    known = dict(owners(store.index))
     # A file of its own, mode 0600 from the first byte: one that lies there may be open to others.
     descriptor, partial = tempfile.mkstemp(prefix=".export-", suffix=".part", dir=file.parent)
     try:
         with os.fdopen(descriptor, "wb") as output:
             with tarfile.open(fileobj=output, mode="w", format=tarfile.PAX_FORMAT) as tar:
-                _add(tar, MANIFEST, msgspec.json.encode(manifest))
                 for checkpoint in checkpoints:
-                    _write(tar, store, checkpoint)
+                    _write(tar, store, Sidecar(checkpoint, known.get(checkpoint.namespace)))
                     note(checkpoint.size_bytes)
             output.flush()
             os.fsync(output.fileno())
@@ -88,49 +67,31 @@ def _require_replaceable(store: StoreDirectory, file: Path) -> None:
         raise StoreFault(f"{file} is no regular file: choose another")
 
 
-def _owner_of(store: StoreDirectory, checkpoints: Sequence[Checkpoint]) -> Owner:
-    namespaces = {checkpoint.namespace for checkpoint in checkpoints}
-    if len(namespaces) != 1:
-        raise StoreFault("a file holds checkpoints of one namespace: choose those of one")
-    owner = dict(owners(store.index)).get(namespaces.pop())
-    if owner is None:
-        raise StoreFault("the store does not know any more which model these checkpoints are of")
-    return owner
+def _write(tar: tarfile.TarFile, store: StoreDirectory, sidecar: Sidecar) -> None:
+    name = sidecar.checkpoint.file_name
+    if sidecar.owner is None:
+        raise StoreFault(f"the store does not know any more which model {name} is of")
+    if not store.files.is_intact(name, sidecar.checkpoint.content):
+        raise StoreFault(f"{store.files.path(name)} is not what was saved: run check")
+    record = encode_sidecar(sidecar)
+    _add(tar, store.files.sidecar_name(name), io.BytesIO(record), len(record))
+    with store.files.path(name).open("rb") as state:
+        _add(tar, name, state, sidecar.checkpoint.size_bytes)
 
 
-def _write(tar: tarfile.TarFile, store: StoreDirectory, checkpoint: Checkpoint) -> None:
-    tokens_name, state_name = _member_names(checkpoint)
-    tokens, path = store.index.tokens(checkpoint.id), store.files.path(checkpoint.file_name)
-    if tokens is None:
-        raise StoreFault(f"the tokens of checkpoint {checkpoint.id:016x} are gone: run check")
-    _add(tar, tokens_name, tokens.tobytes())
-    if not store.files.is_intact(checkpoint.file_name, checkpoint.content):
-        raise StoreFault(f"{path} is not what was saved: run check")
-    with path.open("rb") as state:
-        tar.addfile(_member(state_name, checkpoint.size_bytes), state)
-
-
-def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
-    tar.addfile(_member(name, len(content)), io.BytesIO(content))
-
-
-def _member(name: str, n_bytes: int) -> tarfile.TarInfo:
-    """Return the head of a file in the tar; it tells nothing about who made it."""
-    head = tarfile.TarInfo(name)
+def _add(tar: tarfile.TarFile, name: str, content: IO[bytes], n_bytes: int) -> None:
+    head = tarfile.TarInfo(name)  # tells nothing about who made it
     head.size, head.mode = n_bytes, 0o600
-    return head
+    tar.addfile(head, content)
 
 
-# Entering the checkpoints of a file into a store.
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Imported:
     """What became of the checkpoints in a file."""
 
-    entered: tuple[Checkpoint, ...]
-    n_already_there: int
-    is_new_model: bool
+    entered: list[Checkpoint] = field(default_factory=list)
+    n_already_there: int = 0
+    is_new_model: bool = False
 
 
 def import_checkpoints(
@@ -144,136 +105,106 @@ def import_checkpoints(
     """Enter the checkpoints of *file*; BundleRefused and StoreFault say how many were entered before.
 
     A model that this store has not met is refused if it knows others, unless *may_be_other_model*. So is a
-    file that would leave less than *min_free_bytes* on the disk. What was entered before a fault stays:
+    state that would leave less than *min_free_bytes* on the disk. What was entered before a fault stays:
     each checkpoint is whole by itself.
     """
-    entered: list[Checkpoint] = []
+    imported = Imported()
+    # Read once: nobody else writes while the directory is locked.
+    there, may_be_new = store.checkpoints(), may_be_other_model or not knows_models(store.index)
     try:
         with tarfile.open(file, "r:") as tar:
-            manifest = _read_manifest(tar)
-            is_new = namespace_of(store.index, manifest.owner) is None
-            if is_new and not may_be_other_model and knows_models(store.index):
-                raise BundleRefused(
-                    "it is of another model, quantization, adapter or slot file version than those "
-                    "that this directory was used with, or its model answers differently here"
+            while (head := tar.next()) is not None:
+                sidecar = decode_sidecar(_open(tar, head).read())
+                if sidecar is None or sidecar.owner is None:
+                    raise BundleRefused(f"it is not what `export` writes: {head.name} is no record")
+                imported.is_new_model |= _is_new(store, sidecar.owner, may_be_new=may_be_new)
+                state = _open(tar, tar.next())
+                entered = _enter(
+                    store, there, sidecar.checkpoint, sidecar.owner, state, min_free_bytes
                 )
-            # Read once: nobody else writes while the directory is locked.
-            there = store.checkpoints()
-            _require_free_space(store, there, manifest, min_free_bytes)
-            for record in manifest.checkpoints:
-                if checkpoint := _enter(store, there, manifest.owner, record, tar):
-                    entered.append(checkpoint)
-                    there.append(checkpoint)
-                note(record.size_bytes)
+                if entered is None:
+                    imported.n_already_there += 1
+                else:
+                    imported.entered.append(entered)
+                    there.append(entered)
+                note(sidecar.checkpoint.size_bytes)
     except (tarfile.TarError, BundleRefused, StoreFault, OSError) as error:
         is_refused = isinstance(error, tarfile.TarError | BundleRefused)
         why = "it is not what `export` writes: " if isinstance(error, tarfile.TarError) else ""
-        stayed = f"{len(entered)} of its checkpoints were entered before that, and stay"
-        told = f"{why}{error}; {stayed if entered else 'nothing of it was entered'}"
+        stayed = f"{len(imported.entered)} of its checkpoints were entered before that, and stay"
+        told = f"{why}{error}; {stayed if imported.entered else 'nothing of it was entered'}"
         raise (BundleRefused if is_refused else StoreFault)(told) from error
-    return Imported(tuple(entered), len(manifest.checkpoints) - len(entered), is_new)
+    return imported
 
 
-def _read_manifest(tar: tarfile.TarFile) -> Manifest:
-    try:
-        manifest = msgspec.json.decode(_next(tar, MANIFEST).read(), type=Manifest)
-    except msgspec.DecodeError as error:
-        raise BundleRefused(f"its manifest cannot be read: {error}") from error
-    if manifest.format != FORMAT_VERSION:
-        raise BundleRefused(f"it has format {manifest.format}, this version reads {FORMAT_VERSION}")
-    return manifest
-
-
-def _next(tar: tarfile.TarFile, name: str, n_bytes: int | None = None) -> IO[bytes]:
-    head = tar.next()
-    file = tar.extractfile(head) if head and head.name == name and head.isreg() else None
-    if head is None or file is None:
-        raise BundleRefused(f"it is not what `export` writes: {name} is missing")
-    if n_bytes is not None and head.size != n_bytes:
-        raise BundleRefused("a state in it is damaged")
+def _open(tar: tarfile.TarFile, head: tarfile.TarInfo | None) -> IO[bytes]:
+    file = tar.extractfile(head) if head is not None and head.isreg() else None
+    if file is None:
+        raise BundleRefused("it is not what `export` writes: a state is missing")
     return file
 
 
-def _require_free_space(
-    store: StoreDirectory, there: list[Checkpoint], manifest: Manifest, min_free_bytes: int
-) -> None:
-    namespace = namespace_of(store.index, manifest.owner)
-    ours = [c for c in there if c.namespace == namespace]
-    kept = {checkpoint.content for checkpoint in ours if store.has_file(checkpoint)}
-    missing = [record for record in manifest.checkpoints if record.content not in kept]
-    needed_bytes = sum(record.size_bytes for record in missing)
-    free_bytes = store.files.free_bytes()
-    if missing and needed_bytes > free_bytes - min_free_bytes:
+def _is_new(store: StoreDirectory, owner: Owner, *, may_be_new: bool) -> bool:
+    """Return whether the store has not met a model; raises BundleRefused unless it *may be new*."""
+    is_new = namespace_of(store.index, owner) is None
+    if is_new and not may_be_new:
         raise BundleRefused(
-            f"there is no room for it: its states are {needed_bytes:,} bytes, {free_bytes:,} are free in "
-            f"{store.files.directory}, and {min_free_bytes:,} are to stay free"
+            "it is of another model, quantization, adapter or slot file version than those that this "
+            "directory was used with, or its model answers differently here"
         )
+    return is_new
 
 
 def _enter(
     store: StoreDirectory,
     there: list[Checkpoint],
-    owner: Owner,
     record: Checkpoint,
-    tar: tarfile.TarFile,
+    owner: Owner,
+    state: IO[bytes],
+    min_free_bytes: int,
 ) -> Checkpoint | None:
-    """Enter the next checkpoint of the tar; None if one of those *there* has the same tokens."""
-    tokens_name, state_name = _member_names(record)
-    try:
-        tokens = tokens_from_bytes(_next(tar, tokens_name).read())
-    except ValueError as error:
-        raise BundleRefused(f"{tokens_name}: {error}") from error
-    state = _next(tar, state_name, record.size_bytes)
-    before = namespace_of(store.index, owner), len(tokens)
-    same = [c for c in there if (c.namespace, c.n_tokens) == before]
-    same = [c for c in same if store.index.tokens(c.id) == tokens]
+    """Enter a checkpoint; None if one of those *there* has the same content."""
+    before = namespace_of(store.index, owner), record.content
+    same = [c for c in there if (c.namespace, c.content) == before]
     if any(store.has_file(checkpoint) for checkpoint in same):
         return None
+    free_bytes = store.files.free_bytes()
+    if record.size_bytes > free_bytes - min_free_bytes:
+        raise BundleRefused(
+            f"there is no room for it: a state is {record.size_bytes:,} bytes, {free_bytes:,} are free in "
+            f"{store.files.directory}, and {min_free_bytes:,} are to stay free"
+        )
     name = store.files.new_temporary_name()
     try:
         with store.files.path(name).open("xb") as target:
             shutil.copyfileobj(state, target, _CHUNK_BYTES)
         if not store.files.is_intact(name, record.content):
             raise BundleRefused("a state in it is damaged")
-        entered = _as_entered(store, name, record, tokens)
+        found = read_state_file(store.files.path(name))
         for dead in same:
             store.remove(dead)
         # Only now: a file that is refused must not leave a directory that knows its model.
-        namespace, is_pinned = introduce(store.index, owner), any(dead.is_pinned for dead in same)
-        entered = replace(entered, namespace=namespace, is_pinned=is_pinned)
-        store.commit(entered, tokens, hash_prefixes(namespace, tokens))
+        namespace, now = introduce(store.index, owner), time.time()
+        entered = replace(
+            record,
+            id=id_of(name),
+            namespace=namespace,
+            n_tokens=len(found.tokens),
+            restore_points=found.restore_points,
+            has_every_position=found.has_every_position,
+            file_name=final_name_of(name),
+            size_bytes=found.size_bytes,
+            created_at=now,
+            last_used_at=now,
+            is_pinned=any(dead.is_pinned for dead in same),
+            n_restores=0,
+            parts=record.content,
+            verified_at=now,
+            ancestors=(),
+        )
+        store.commit(entered, found.tokens, hash_prefixes(namespace, found.tokens))
         return entered
-    finally:
-        store.files.remove(name)
-
-
-def _as_entered(
-    store: StoreDirectory, name: str, record: Checkpoint, tokens: TokenIds
-) -> Checkpoint:
-    """Return the record of a file that is to be entered, as far as the file itself bears it out."""
-    try:
-        state = read_state_file(store.files.path(name))
     except StateFileMalformed as error:
         raise BundleRefused(f"a state in it is none: {error}") from error
-    if state.tokens != tokens or not tokens:
-        raise BundleRefused("a state in it holds other tokens than it says")
-    now = time.time()
-    return Checkpoint(
-        id=id_of(name),
-        namespace=record.namespace,
-        kind=record.kind,
-        n_tokens=len(tokens),
-        restore_points=state.restore_points,
-        has_every_position=state.has_every_position,
-        file_name=final_name_of(name),
-        size_bytes=state.size_bytes,
-        created_at=now,
-        last_used_at=now,
-        header=record.header,
-        turn_start=record.turn_start,
-        n_prompt=record.n_prompt,
-        marks=record.marks,
-        family=record.family,
-        parts=record.content,
-        verified_at=now,
-    )
+    finally:
+        store.files.remove(name)

@@ -117,6 +117,7 @@ class Front:
             route=route,
             headers=keys,
             relay=exchange.send,
+            withdraw=exchange.withdraw,
             tenant=tenant_of(keys),
             session=" ".join(filter(None, map(headers.get, _SESSION_HEADERS))),
             model=model,

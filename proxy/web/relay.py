@@ -55,6 +55,12 @@ class Exchange:
         self.writer = ClientWriter(client, unread)
         self.is_answered = False
         self._has_begun = False
+        self._has_token = False
+
+    def withdraw(self) -> None:
+        """Give up the answer that is relayed, if no token of it has come; `send` raises ServerAway then."""
+        if not self._has_token:
+            self._heard.cut()
 
     async def send(
         self,
@@ -139,7 +145,7 @@ class Exchange:
                 heard.note()
                 reader.feed(chunk)
                 if first_token_at is None and reader.has_token:
-                    first_token_at = heard.heard_at
+                    first_token_at, self._has_token = heard.heard_at, True
                 if passed_on:
                     await self.writer.write(passed_on)
             if self.route is not None and _is_stream(answer) and not reader.is_complete:

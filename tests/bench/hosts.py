@@ -96,7 +96,7 @@ async def _measure(
     bench = _Bench(name, sizes, leftovers, has_proxy=has_proxy)
     costs: dict[str, list[Cost]] = {kind: [] for kind in sizes}
     await bench.start()
-    for kind in sizes:  # the self-test runs when a model is loaded for the first time
+    for kind in sizes:  # the rule is learned when a model is loaded for the first time
         await stream_first_token(bench.base_url, Turn("hello", [user(9)], model=kind))
         await bench.n_evaluated(kind)
     for i in range(1 + N_MEASURED):
@@ -146,7 +146,7 @@ class _Bench:
     async def n_evaluated(self, model: str) -> int:
         """Return what a model has evaluated since it was loaded, but for the canary of the proxy."""
         if self._proxy:
-            await self._proxy.ready()  # the self-test is over
+            await self._proxy.ready()
             await self._proxy.settled()
         n_evaluated = await asyncio.to_thread(self._host.evaluated_tokens, model)
         return n_evaluated - N_CANARY if self._proxy else n_evaluated

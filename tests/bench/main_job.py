@@ -17,14 +17,13 @@ from tests.bench.document import document
 from tests.bench.first_contact import measure_first_contact
 from tests.bench.first_token import measure_first_token
 from tests.bench.interrupts import run_to_the_end
-from tests.bench.overhead import measure_overhead
 from tests.bench.progress import tell
 from tests.bench.request_log import RequestLog
 from tests.bench.restarts import measure_restarts
 from tests.bench.reuse import ReuseBenchmark
 from tests.bench.section import Section
 
-PARTS = ("reuse", "first-token", "correctness", "overhead", "first-contact", "run", "budget")
+PARTS = ("reuse", "first-token", "correctness", "first-contact", "run", "budget")
 
 
 async def measure(part: str, leftovers: ExitStack, log: RequestLog) -> list[Section]:
@@ -40,10 +39,8 @@ async def measure(part: str, leftovers: ExitStack, log: RequestLog) -> list[Sect
             return [await measure_first_contact(leftovers)]
         case "run":
             return [await measure_restarts(leftovers)]
-        case "budget":
-            return [await measure_budget(leftovers)]
         case _:
-            return [await measure_overhead(leftovers, log)]
+            return [await measure_budget(leftovers)]
 
 
 async def run(parts: list[str], leftovers: ExitStack, *, documents: bool) -> int:

@@ -92,15 +92,27 @@ class _Pair:
     async def _move_alone(
         self, turns: list[Turn], n_before: int, known: list[tuple[int, int]]
     ) -> Cost:
-        """Ask the second llama-server what the first one has been asked before."""
+        """Ask the second llama-server what the first one has been asked before, while that one decodes."""
         first, second = self._servers
         await asyncio.to_thread(second.stop)
         await asyncio.to_thread(second.start)
         for turn in turns[:2]:
             await stream_first_token(first.base_url, turn)
-        seconds = await stream_first_token(second.base_url, turns[2])
+        async with aiohttp.ClientSession() as client:
+            reply = await self._begin_long(client, first.base_url, OTHERS[0])
+            seconds = await stream_first_token(second.base_url, turns[2])
+            reply.close()
         n_evaluated = await asyncio.to_thread(second.evaluated_tokens)
         return Cost(*known[4 * n_before + 2], n_evaluated, seconds)
+
+    async def _begin_long(
+        self, client: aiohttp.ClientSession, base_url: str, seed: int
+    ) -> aiohttp.ClientResponse:
+        """Return an answer that has begun and goes on until it is closed."""
+        body = conversation(self._kind, seed)[0].body(**LONG)
+        reply = await client.post(base_url + "/v1/chat/completions", json=body)
+        await reply.content.readany()
+        return reply
 
     async def _move(
         self, turns: list[Turn], n_before: int, known: list[tuple[int, int]]
@@ -149,10 +161,7 @@ class _Pair:
         async with aiohttp.ClientSession() as client:
             answering: dict[LlamaServer, aiohttp.ClientResponse] = {}
             for seed in OTHERS:
-                body = conversation(self._kind, seed)[0].body(**LONG)
-                url = self._proxy.base_url + "/v1/chat/completions"
-                reply = await client.post(url, json=body)
-                await reply.content.readany()
+                reply = await self._begin_long(client, self._proxy.base_url, seed)
                 (server,) = await self._busy() - set(answering)
                 answering[server] = reply
             (there,) = set(self._servers) - {here}

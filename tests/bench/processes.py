@@ -39,7 +39,10 @@ def proxy_environment() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How the processes are started; `launcher` is the Python module that serves, with its arguments."""
+    """How the processes are started; `launcher` is the Python module that serves, with its arguments.
+
+    `server_core` is the only core that llama-server runs on, if it is given one.
+    """
 
     n_slots: int = 2
     n_ctx: int = 65536
@@ -47,6 +50,7 @@ class Setup:
     server_arguments: tuple[str, ...] = ()
     launcher: tuple[str, ...] = ("proxy", "serve")
     proxy_options: tuple[str, ...] = ()
+    server_core: int | None = None
 
 
 class ProxyProcess:
@@ -167,6 +171,7 @@ class Stack:
         folder = Path(leftovers.enter_context(tempfile.TemporaryDirectory(prefix="prefix-cache-")))
         self.slots = folder / "slots"
         self.slots.mkdir(mode=0o700)
+        self._server_core = setup.server_core
         self.server = LlamaServer(
             model_path(kind, size, DEFAULT_MODEL_FOLDER),
             self.slots,
@@ -190,11 +195,20 @@ class Stack:
 
     async def start(self) -> None:
         """Start llama-server, then the proxy, and wait until both are ready."""
-        await asyncio.to_thread(self.server.start)
+        await asyncio.to_thread(self._start_server)
         if self.proxy:
             self.proxy.start()
             await self.proxy.ready()
             await self.proxy.settled()
+
+    def _start_server(self) -> None:
+        mine = os.sched_getaffinity(0)
+        if self._server_core is not None:
+            os.sched_setaffinity(0, {self._server_core})  # of this thread: the process inherits it
+        try:
+            self.server.start()
+        finally:
+            os.sched_setaffinity(0, mine)
 
     async def stop(self) -> None:
         """Stop the proxy, then llama-server."""

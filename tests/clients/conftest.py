@@ -20,7 +20,7 @@ from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 from tests.lab.vocabulary import END_OF_TURN, train_vocabulary
 
 N_CTX = 131072
-SELF_TEST_SECONDS = 300.0
+ATTACH_SECONDS = 300.0
 END_BIAS = 60.0
 """Makes a random model end its turn after some words; without it, only at the limit of tokens."""
 
@@ -91,7 +91,7 @@ def start_scripted(tmp_path: Path) -> StartLab:
 
 
 async def _lab(rig: Rig, folder: Path) -> Lab:
-    async with asyncio.timeout(SELF_TEST_SECONDS):
+    async with asyncio.timeout(ATTACH_SECONDS):
         while (await rig.health())["state"] != "caching":  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     return Lab(rig, folder, make_repository(folder / "shop"), await rig.evaluated())

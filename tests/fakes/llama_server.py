@@ -75,7 +75,7 @@ class FakeLlamaServer:
         self.directory = directory
         self.memory = memory
         self.n_slots = n_slots
-        # The self-test evaluates what fits: only of these it must see a long state.
+        # What a window or context checkpoints are good for shows only in a long state.
         needs_long = memory in (Memory.RESTORE_POINTS, Memory.CUT_WINDOW)
         self.n_ctx = n_ctx or (4096 if needs_long else 2048)
         self.file_version = file_version

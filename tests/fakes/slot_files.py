@@ -1,14 +1,22 @@
 """Slot state files as the scripted llama-server writes and reads them.
 
 Real files, laid out as in tests/unit/state_files.py: the header, the tokens, one attention
-section, a sliding window where the model has one, and context checkpoints where the build writes them.
+section, a sliding window or a recurrent state where the model has one, and context checkpoints where the
+build writes them.
 """
 
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.unit.state_files import MAGIC, attention, context_checkpoints, state_file, words
+from tests.unit.state_files import (
+    MAGIC,
+    attention,
+    context_checkpoints,
+    recurrent,
+    state_file,
+    words,
+)
 
 
 class StateFileRefused(Exception):
@@ -22,6 +30,7 @@ class SlotState:
     tokens: list[int]
     points: list[int]
     window_from: int | None = None
+    is_recurrent: bool = False
 
 
 def write_slot_file(path: Path, state: SlotState, version: int) -> int:
@@ -32,6 +41,8 @@ def write_slot_file(path: Path, state: SlotState, version: int) -> int:
         n_window = n_tokens - state.window_from
         window = attention(n_window, first=state.window_from, version=min(version, 4))
         sections.append(window)
+    if state.is_recurrent and n_tokens:
+        sections.append(recurrent(n_tokens - 1))
     if state.points and version >= 4:
         # Of recurrent kind: one position, so llama-server continues exactly there.
         sections.append(context_checkpoints(*((p, p - 1, p - 1) for p in state.points)))
@@ -62,6 +73,8 @@ def _parse(content: bytes, version: int, has_window: bool) -> SlotState:
         positions = struct.iter_unpack("<i8x", content[end + 8 : end + 8 + 12 * n_cells])
         window_from = min((position for (position,) in positions), default=0)
         end += len(attention(n_cells, version=min(version, 4)))
+    if n_tokens and content.startswith(recurrent(n_tokens - 1), end):
+        end += len(recurrent(n_tokens - 1))
     if len(content) < end:
         raise StateFileRefused("the file ends too early")
     return SlotState(tokens, _points(content[end:]), window_from)

@@ -12,13 +12,19 @@ MAX_POINTS = 32
 
 
 class Memory(StrEnum):
-    """What a restored state is good for; a live one always has its context checkpoints."""
+    """What a restored state is good for; a live one always has its context checkpoints.
+
+    Those that are neither full attention nor a window are hybrid.
+    """
 
     ANY_PREFIX = "full attention"
     RESTORE_POINTS = "context checkpoints are saved"
     END_ONLY = "context checkpoints are not saved"
     NOTHING = "a restored state is never continued"
     CUT_WINDOW = "a saved window reaches one position less far back than a restored one must"
+
+
+_HYBRID = {Memory.RESTORE_POINTS, Memory.END_ONLY, Memory.NOTHING}
 
 
 @dataclass(eq=False)
@@ -70,7 +76,7 @@ class Slot:
         points = list(self.points) if saves_points else []
         if self.memory is Memory.CUT_WINDOW:
             return SlotState(list(self.tokens), points, max(0, len(self.tokens) - WINDOW))
-        return SlotState(list(self.tokens), points)
+        return SlotState(list(self.tokens), points, is_recurrent=self.memory in _HYBRID)
 
     def load(self, state: SlotState) -> None:
         self.tokens, self.points = list(state.tokens), list(state.points)

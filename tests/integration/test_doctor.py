@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from proxy.cli.common import EXIT_CUT_SHORT
+from proxy.cli.common import Exit
 from proxy.core.conditions import DegradationKind
 from proxy.doctor.examination import examine
 from proxy.doctor.facts import LlamaServerFacts
@@ -169,7 +169,7 @@ async def test_interrupted_command_leaves_nothing_behind(
     process.send_signal(number)
     server.release("restore")
     _, said = await process.communicate()
-    assert process.returncode == EXIT_CUT_SHORT, said
+    assert process.returncode == Exit.CUT_SHORT, said
     assert b"interrupted" in said and b"Traceback" not in said
     assert [slot.tokens for slot in server.slots] == [[], []]
     assert os.listdir(server.directory) == []

@@ -116,7 +116,7 @@ async def test_process_dying_while_it_is_attached_is_left_for_the_next(start_rig
         assert (await rig.health())["state"] == "caching"
 
 
-async def test_process_dying_in_the_self_test_is_tested_by_the_next(start_rig: StartRig) -> None:
+async def test_process_dying_at_first_contact_leaves_it_to_the_next(start_rig: StartRig) -> None:
     async with start_rig() as rig:
         await rig.stop_proxy()
         shutil.rmtree(rig.server.directory / "index")  # and with it the rule of this build
@@ -217,7 +217,7 @@ REFUSED_ATTACHMENTS: dict[str, tuple[Callable[[Faults], Any], str]] = {
     ),
     "disk full": (lambda faults: faults.refuse.update(save=500), "attaching failed"),
     "no models": (lambda faults: faults.refuse.update(models=404), "attaching failed"),
-    "no restores": (lambda faults: faults.refuse.update(restore=400), "self-test failed"),
+    "no restores": (lambda faults: faults.refuse.update(restore=400), "attaching failed"),
     "wrong file": (lambda faults: setattr(faults, "saves_other_tokens", True), "attaching failed"),
     "no slots": (lambda faults: faults.props.update(total_slots=0), "not a llama-server"),
 }

@@ -28,6 +28,21 @@ apt_complaint() {
     grep -m 1 -E '^[EW]:' "$staging/log" || echo "see apt"
 }
 
+# Downloads packages, not what they depend on, from the machine's own sources into the staging folder.
+# apt gets a state of its own: the machine's package lists may be old or missing.
+download_packages() {
+    mkdir -p "$staging/state/lists/partial" "$staging/cache/archives/partial"
+    (machine_apt update && cd "$staging" && machine_apt download "$@") >"$staging/log" 2>&1 ||
+        die "cannot download $*: $(apt_complaint)"
+}
+
+machine_apt() {
+    apt-get -q \
+        -o Dir::State="$staging/state" -o Dir::Cache="$staging/cache" \
+        -o Dir::State::status=/dev/null \
+        -o Acquire::Languages=none -o Acquire::Retries=3 -o APT::Sandbox::User=root "$@"
+}
+
 require_running() {
     "$1" --version >"$staging/log" 2>&1 ||
         die "the unpacked $(basename "$1") does not run: $(tail -n 1 "$staging/log")"

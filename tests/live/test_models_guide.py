@@ -12,7 +12,6 @@ from tests.lab.models import model_path
 from tests.lab.reader import Reader
 from tests.lab.router import link_models
 from tests.lab.server import DEFAULT_MODEL_FOLDER, find_free_ports, request
-from tests.lab.waiting import wait_until
 
 MODELS = {"coder": "hybrid", "small": "full"}
 TOOLS = tools(3)
@@ -47,12 +46,6 @@ class Host:
         (record,) = self.get("8082", "GET", "/requests?limit=1")[1]["requests"]
         return dict(record)
 
-    def learn(self, *models: str) -> None:
-        """Say hello to each model, as the page advises, and wait for the self-test."""
-        for model in models:
-            self.ask(model, [{"role": "user", "content": "hello"}])
-            wait_until(lambda: not self.health()["reasons"])
-
     def health(self) -> dict[str, Any]:
         return dict(self.get("8082", "GET", "/health")[1])
 
@@ -83,14 +76,12 @@ def converse_by_turns(host: Host, *models: str) -> None:
 
 def test_run_before_a_router(host: Host) -> None:
     host.do("run")
-    host.learn(*MODELS)
     converse_by_turns(host, *MODELS)
 
 
 def test_router(host: Host) -> None:
     told = host.do("router")
     assert '"coder"' in told and '"error"' not in told and '"llama_server":"attached"' in told
-    host.learn(*MODELS)
     converse_by_turns(host, *MODELS)
     # Not handled: an answer of the router's own.
     body = {"messages": [{"role": "user", "content": "hello"}]}
@@ -108,7 +99,6 @@ def test_presets_of_a_router(host: Host) -> None:
 
 def test_llama_swap(host: Host) -> None:
     host.do("llama-swap", more="    filters: {setParamsByID: {plain: {tools: []}}}\n")
-    host.learn(*MODELS)
     converse_by_turns(host, *MODELS)
     titled = host.ask("titles", [{"role": "user", "content": "hello"}])
     assert titled["server"] == "small" and titled["outcome"] == "hit"

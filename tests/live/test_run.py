@@ -140,12 +140,12 @@ def test_proxy_that_is_killed_takes_llama_server_along(new_run: StartRun) -> Non
     await_end(run.server_pids())
 
 
-def test_model_that_cannot_be_loaded_shows_the_last_lines(new_run: StartRun) -> None:
+def test_model_that_cannot_be_loaded_ends_the_run(new_run: StartRun) -> None:
     run = new_run(model=Path("/no/such/model.gguf"), options=("--restart",))
     run.start()
     assert run.ended() == 70
-    _, _, complaint = run.log_text().partition("died before it was ready: exit status 1")
-    assert "failed to load model" in complaint
+    said, complaint, _ = run.log_text().partition("died before it was ready: exit status 1")
+    assert complaint and "failed to load model" in said
     assert len(run.server_pids()) == 1
 
 

@@ -1,68 +1,119 @@
-"""The self-test on a real llama-server: what it learns, what it costs, and what makes it run again."""
-
-import asyncio
+"""The rule on a real llama-server: what the first files tell of it, and what the self-test measures."""
 
 import pytest
 
 from proxy.core.model import CANARY_TOKENS, Rule, RuleKind
-from proxy.core.rule import SelfTestResult
-from proxy.serving.process import SELF_TEST, Process
-from proxy.serving.saver import keep_as_saved
+from proxy.core.rule import LearnedRule
+from proxy.servers import self_test
+from proxy.serving.process import RULE, Process
 from tests.lab.conversation import prose
 from tests.lab.older_builds import strip_context_checkpoints
-from tests.lab.older_server import OLDEST, binary_of
+from tests.lab.older_server import BUILDS, OLDEST, binary_of
 from tests.lab.rig import Rig
 from tests.lab.waiting import until
 from tests.live.conftest import KINDS, StartRig
 
-MOST_TOKENS = 10_000
+JUNE, SEPTEMBER = BUILDS[1:]
+MOST_TOKENS = 256
+"""Of first contact, the canary included."""
+MOST_MEASURED_TOKENS = 8_000
+ANY_PREFIX = Rule(RuleKind.ANY_PREFIX)
 POINTS = Rule(RuleKind.RESTORE_POINTS)
 END_ONLY = Rule(RuleKind.END_ONLY)
-WINDOW = 2200  # the shortest probed length beyond the tiny model's window
+WINDOW = 2200  # the shortest measured length beyond the tiny model's window
+SWA_POINTS, SWA_END = Rule(RuleKind.RESTORE_POINTS, WINDOW), Rule(RuleKind.END_ONLY, WINDOW)
+LONGER_THAN_A_WINDOW = 1500
 CASES = {
-    "full": (keep_as_saved, Rule(RuleKind.ANY_PREFIX)),
-    "swa": (keep_as_saved, Rule(RuleKind.RESTORE_POINTS, WINDOW)),
-    "recurrent": (keep_as_saved, POINTS),
-    "hybrid": (keep_as_saved, POINTS),
-    "hybrid_no_mrope": (keep_as_saved, POINTS),
-    "swa, older": (strip_context_checkpoints, Rule(RuleKind.END_ONLY, WINDOW)),
-    "recurrent, older": (strip_context_checkpoints, END_ONLY),
-    "hybrid, older": (strip_context_checkpoints, END_ONLY),
+    "full": (None, (), ANY_PREFIX),
+    "swa": (None, (), SWA_POINTS),
+    "recurrent": (None, (), POINTS),
+    "hybrid": (None, (), POINTS),
+    "hybrid_no_mrope": (None, (), POINTS),
+    "swa, --swa-full": (None, ("--swa-full",), END_ONLY),
+    "swa, without": (None, ("--ctx-checkpoints", "0"), SWA_END),
+    "recurrent, without": (None, ("--ctx-checkpoints", "0"), END_ONLY),
+    "hybrid, without": (None, ("--ctx-checkpoints", "0"), END_ONLY),
+    "full, April": (OLDEST, (), ANY_PREFIX),
+    "swa, April": (OLDEST, (), END_ONLY),  # it saves more than a window
+    "recurrent, April": (OLDEST, (), END_ONLY),
+    "hybrid, April": (OLDEST, (), END_ONLY),
+    "full, June": (JUNE, (), ANY_PREFIX),
+    "swa, June": (JUNE, (), SWA_END),
+    "swa, June, --swa-full": (JUNE, ("--swa-full",), END_ONLY),
+    "hybrid, June": (JUNE, (), END_ONLY),  # that build does not load the recurrent one
+    "full, September": (SEPTEMBER, (), ANY_PREFIX),
+    "swa, September": (SEPTEMBER, (), SWA_END),
+    "recurrent, September": (SEPTEMBER, (), END_ONLY),
+    "hybrid, September": (SEPTEMBER, (), END_ONLY),
 }
 assert set(KINDS) <= set(CASES)
 
 
-def attachment_of(rig: Rig) -> Process:
+def process_of(rig: Rig) -> Process:
     process = rig.running.server.process
     assert process is not None
     return process
 
 
+async def measure(rig: Rig) -> Rule:
+    """Return the rule as the self-test measures it; the process goes by that rule then."""
+    process = process_of(rig)
+    slot_id = next(iter(process.slots)).id
+    lease = process.queue.try_lease(slot_id)
+    assert lease is not None
+    with lease:
+        await self_test.measure(process, slot_id)
+    return process.rule
+
+
 @pytest.mark.parametrize("case", CASES)
-async def test_rule_is_learned_once_for_little(start_rig: StartRig, case: str) -> None:
-    rewrite, rule = CASES[case]
-    async with start_rig(case.partition(",")[0], rewrite=rewrite, is_new=True) as rig:
-        assert attachment_of(rig).self_test == SelfTestResult(rule, True, True)
-        assert await rig.evaluated() <= MOST_TOKENS + len(CANARY_TOKENS)
+async def test_rule_that_the_first_files_tell_is_the_measured_one(
+    start_rig: StartRig, case: str
+) -> None:
+    build, flags, rule = CASES[case]
+    binary = binary_of(build) if build else None
+    options = {"extra_args": flags, "binary": binary, "n_slots": 1, "is_new": True}
+    async with start_rig(case.partition(",")[0], **options) as rig:
+        assert await rig.evaluated() <= MOST_TOKENS
+        assert process_of(rig).rule in (rule, ANY_PREFIX)
+        await rig.chat([{"role": "user", "content": prose(1, LONGER_THAN_A_WINDOW)}])
+        await rig.settled()
+        assert process_of(rig).rule == rule
+        before = await rig.evaluated()
+        assert await measure(rig) == rule
+        assert await rig.evaluated() - before <= MOST_MEASURED_TOKENS
         await rig.restart()
-        assert attachment_of(rig).rule == rule
+        assert process_of(rig).rule == rule
+        assert await rig.evaluated() <= len(CANARY_TOKENS)
+
+
+@pytest.mark.parametrize("kind", ["swa", "recurrent", "hybrid"])
+async def test_rule_of_files_without_context_checkpoints_is_the_measured_one(
+    start_rig: StartRig, kind: str
+) -> None:
+    rule = SWA_END if kind == "swa" else END_ONLY
+    async with start_rig(kind, rewrite=strip_context_checkpoints, is_new=True) as rig:
+        assert process_of(rig).rule == rule
+        assert await measure(rig) == rule
+
+
+async def test_first_contact_is_over_before_the_first_request(start_rig: StartRig) -> None:
+    async with start_rig("hybrid", is_new=True) as rig:
         assert await rig.evaluated() == len(CANARY_TOKENS)
+        header = {"role": "system", "content": prose(1, 500)}
+        await rig.chat([header, {"role": "user", "content": prose(2, 300)}])
+        await rig.restart()
+        await rig.chat([header, {"role": "user", "content": "another task"}])
+        assert await rig.evaluated() <= len(CANARY_TOKENS) + 64
 
 
-@pytest.mark.parametrize("kind", ["swa", "hybrid"])
-async def test_only_slot_is_enough_to_learn_the_rule(start_rig: StartRig, kind: str) -> None:
-    async with start_rig(kind, n_slots=1, is_new=True) as rig:
-        assert attachment_of(rig).self_test == SelfTestResult(CASES[kind][1])
-        assert await rig.evaluated() <= MOST_TOKENS + len(CANARY_TOKENS)
-
-
-async def test_rule_that_restores_contradict_is_learned_again(start_rig: StartRig) -> None:
+async def test_rule_that_restores_contradict_is_measured(start_rig: StartRig) -> None:
     # A sliding-window state shorter than the window is not continued at its end: this rule is wrong.
-    wrong, right = Rule(RuleKind.RESTORE_POINTS, 0), CASES["swa"][1]
+    wrong, right = Rule(RuleKind.ANY_PREFIX), CASES["swa"][2]
     async with start_rig("swa", n_slots=1) as rig:
         assert rig.running.store is not None
-        process = attachment_of(rig)
-        await process.remember(SELF_TEST, SelfTestResult(wrong))
+        process = process_of(rig)
+        await process.remember(RULE, LearnedRule(wrong))
         process.rule = wrong
         for times, name in ((1, "first"), (1, "second"), (2, "first"), (2, "second")):
             await rig.settled()
@@ -71,29 +122,4 @@ async def test_rule_that_restores_contradict_is_learned_again(start_rig: StartRi
         await until(lambda: process.rule != wrong)  # the next look finds out
         assert process.rule == right
         await rig.restart()
-        assert attachment_of(rig).rule == right
-
-
-@pytest.mark.parametrize("n_slots", [1, 2])
-@pytest.mark.parametrize("build", [None, OLDEST])
-async def test_session_that_begins_before_the_rule_is_known_leaves_its_header(
-    start_rig: StartRig, n_slots: int, build: str | None
-) -> None:
-    """On the oldest build a context checkpoint in a slot is in no file: the header needs its own."""
-    binary = binary_of(build) if build else None
-    header = {"role": "system", "content": prose(1, 500)}
-
-    async def begin_session(rig: Rig, text: str) -> None:
-        await rig.chat([header, {"role": "user", "content": text}])
-
-    options = {"n_slots": n_slots, "n_ctx": 8192 * n_slots, "binary": binary, "settles": False}
-    async with start_rig("hybrid", **options) as rig:
-        first = asyncio.ensure_future(begin_session(rig, prose(2, 300)))
-        await until(lambda: rig.running.server.process)
-        assert not attachment_of(rig).rule.is_known
-        await first
-        await rig.settled()
-        assert attachment_of(rig).rule.is_known
-        await rig.restart()
-        await begin_session(rig, "another task")
-        assert await rig.evaluated() <= len(CANARY_TOKENS) + 64
+        assert process_of(rig).rule == right

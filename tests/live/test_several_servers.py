@@ -38,6 +38,7 @@ class Pair:
     async def ask(self, messages: list[Message], **fields: Any) -> dict[str, Any]:
         """Send a request; return its record."""
         await self.rig.chat(messages, tools=TOOLS, **fields)
+        await self.rig.accounted()
         return await self.last_request()
 
     def set_rates(self, *, restore_seconds: float) -> None:

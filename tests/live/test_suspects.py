@@ -80,7 +80,7 @@ async def test_state_that_ends_a_child_of_a_router_ends_it_once(tmp_path: Path) 
     router = Router(models, directory, n_slots=1, log_path=tmp_path / "router.log")
     poison = Poison()
     async with Rig(router, directory, rewrite=poison) as rig:
-        for messages, is_armed in (([user(3)], False), (FIRST, True)):  # the self-test comes first
+        for messages, is_armed in (([user(3)], False), (FIRST, True)):  # first contact comes first
             poison.is_armed = is_armed
             await rig.post(CHAT, body(CHAT, messages, model="full"))
             await rig.settled()

@@ -59,7 +59,7 @@ async def test_used_up_write_budget_stops_saves_and_requests_are_answered_right(
         await answer(rig, request(0))
         await rig.settled()
         before = written(rig)
-        assert before >= file_bytes(rig) > 0, "the self-test's states count as well"
+        assert before >= file_bytes(rig) > 0, "the states of first contact count as well"
         budget = before + MORE_BYTES
         await set_budget(rig, budget)
         assert written(rig) >= before

@@ -3,19 +3,19 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from click import BadParameter
 
 from proxy.cli.access import named
 from proxy.cli.common import age_in_words, age_seconds, checkpoints_in_words
-from proxy.cli.look import explanation_text, read_samples, server_rows, summary
+from proxy.cli.look import explanation_text, stats_rows
 from proxy.cli.serve import for_model
 from proxy.core.model import CheckpointId, Family
 from proxy.explain.causes import Cause
 from proxy.explain.explanation import Explanation, RequestRecord
-from proxy.explain.views import ListedCheckpoint, NodeId, Selection, list_checkpoint, select
+from proxy.explain.views import ListedCheckpoint, NodeId, Selection, Today, list_checkpoint, select
 from proxy.llama.bodies import header_request, parse_body, route_path
-from proxy.llama.hosts import HostedFlags, read_flags
 from proxy.llama.routes import generation_route
 from proxy.settings import size_in_words
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, checkpoint
@@ -93,20 +93,6 @@ def test_sizes_and_ages_in_words() -> None:
     assert checkpoints_in_words(2000, 0) == "2,000 checkpoints with 0 bytes"
 
 
-def test_summary_counts_sessions_and_pins() -> None:
-    stored = summary(LISTED, 1 << 30)
-    counts = ("n_checkpoints", "n_sessions", "n_namespaces")
-    assert [stored[name] for name in counts] == [3, 1, 2]
-    assert [stored[name] for name in ("n_pinned", "pinned_bytes", "last_used_at")] == [
-        *(1, 1000, 500.0)
-    ]
-    assert summary([], None)["last_used_at"] is None
-    samples = read_samples(
-        '# TYPE llama_prefix_cache_x counter\nllama_prefix_cache_x_total{a="b"} 2\n'
-    )
-    assert samples == {"x_total": {"b": 2.0}}
-
-
 SYSTEM, USER = {"role": "system", "content": "s"}, {"role": "user", "content": "u"}
 DEVELOPER = {"role": "developer", "content": "d"}
 CHAT = {"messages": [SYSTEM, USER, USER], "tools": [{"type": "function"}], "stream": True, "n": 2}
@@ -165,17 +151,21 @@ def record(server: str | None, confirmed: int, evaluated: int) -> RequestRecord:
     )
 
 
-def test_llama_servers_are_told_each_with_its_requests() -> None:
-    attached = {"llama_server": "attached", "rule": "any prefix", "slots": {"known": 1, "empty": 1}}
-    both = {"llama_servers": {"full": attached, "hybrid": {"llama_server": "not attached"}}}
-    records = [record("full", 90, 10), record("full", 90, 10), record("gone", 5, 5)]
-    full = "full: rule: any prefix; slots: 1 empty, 1 known; 2 of the last requests, 90% reused"
-    assert list(server_rows(both, records)) == [
-        *(("llama-servers", full), ("", "hybrid: not attached"))
+def test_stats_are_those_of_the_live_page_in_lines() -> None:
+    today = Today(since=0.0, n_requests=3, n_reusing=2, n_prompt=1000, n_reused=900)
+    slots = [{"state": "known"}, {"state": "empty"}, {"state": "known"}]
+    servers = [
+        {"name": name, "rule": "any prefix", "slots": slots[:n]} for name, n in (("", 3), ("b", 2))
     ]
-    assert list(server_rows(attached, [record(None, 90, 10)])) == [
-        ("llama-server", "rule: any prefix; slots: 1 empty, 1 known")
-    ]
+    overview = {"state": "caching", "since": "noon", "store": None, "servers": servers}
+    rows = list(stats_rows(overview | {"today": msgspec.to_builtins(today)}))
+    assert rows[0] == ("the proxy", "is caching since noon")
+    assert ("llama-server", "rule: any prefix; slots: 1 empty, 2 known") in rows
+    assert ("llama-server b", "rule: any prefix; slots: 1 empty, 1 known") in rows
+    assert ("prompt tokens", "1,000, of which 900 reused (90%)") in rows
+    store = {"n_checkpoints": 1, "size_bytes": 1536, "max_bytes": 2048}
+    rows = list(stats_rows(overview | {"store": store, "today": msgspec.to_builtins(today)}))
+    assert rows[1] == ("stored", "1 checkpoint with 1.5 KiB of 2.0 KiB")
 
 
 def test_explanation_names_the_llama_server_where_there_are_several() -> None:
@@ -192,10 +182,3 @@ def test_body_to_warm_is_for_the_model_that_was_named() -> None:
     assert for_model(body, None) == body
     assert for_model(body, "b") == b'{"model":"b","messages":[{"n": 1.50}]}'
     assert for_model(b"no JSON", "b") == b"no JSON"
-
-
-def test_flags_of_a_hosted_model_are_found_wherever_they_stand() -> None:
-    words = "docker run x --sleep_idle_seconds 5 -m a --sleep-idle-seconds 60".split()
-    assert read_flags("m", words, 5.0) == HostedFlags("m", 5.0, 60.0)
-    assert read_flags("m", ["--sleep-idle-seconds", "-1"], -1.0) == HostedFlags("m")
-    assert read_flags("m", ["--sleep-idle-seconds"]) == HostedFlags("m")

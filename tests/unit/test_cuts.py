@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.cuts import (
+    MESSAGE_STOP_TOKENS,
     MIN_BRANCH_TOKENS,
     MIN_CUT_TOKENS,
     MIN_STRIDE_TOKENS,
@@ -15,8 +16,9 @@ from proxy.core.cuts import (
     branch_of,
     choose_stops,
     is_covered,
+    places_in_message,
 )
-from proxy.core.model import CAREFUL_RULE, CheckpointKind, Cuts, Rule, RuleKind
+from proxy.core.model import CheckpointKind, Cuts, Rule, RuleKind
 from tests.unit.builders import ANY_PREFIX, END_ONLY, NOTHING, RESTORE_POINTS, candidate
 
 CUTS = Cuts(header=1000, turn_start=2000, message_end=3000)
@@ -86,6 +88,27 @@ def test_choose_stops_under_end_only_saves_a_branch_and_plants_where_the_turn_be
     )
 
 
+def test_choose_stops_in_a_long_new_user_message_plants_points_towards_its_end() -> None:
+    cuts = Cuts(header=1000, turn_start=4000, message_end=4000)
+    inside = (Stop(1952), Stop(2976), Stop(3488), Stop(3744))
+    assert choose_stops(RESTORE_POINTS, cuts, (), 0) == (Stop(1000), *inside, Stop(4000))
+    assert choose_stops(RESTORE_POINTS, cuts, (), 3490) == (Stop(3744), Stop(4000))
+    behind_a_turn = replace(cuts, last_turn_end=3300)
+    assert choose_stops(RESTORE_POINTS, behind_a_turn, (), 3300) == (Stop(3744), Stop(4000))
+    later_in_the_turn = replace(cuts, message_end=5000)
+    assert choose_stops(RESTORE_POINTS, later_in_the_turn, (), 0) == (Stop(1000), Stop(4000))
+
+
+@given(st.integers(0, 5000), st.integers(0, 5000), st.integers(1, 5000))
+def test_a_change_in_a_message_costs_at_most_as_many_tokens_before_it_as_behind_it(
+    n_begin: int, n_tokens: int, n_changed: int
+) -> None:
+    n_end = n_begin + n_tokens
+    begin = max(n_begin, n_end - n_changed)
+    nearest = max((n for n in places_in_message(n_begin, n_end) if n <= begin), default=n_begin)
+    assert begin - nearest <= max(n_end - begin, MESSAGE_STOP_TOKENS)
+
+
 def test_choose_stops_of_two_close_cuts_plants_the_lower_one() -> None:
     cuts = Cuts(header=1000, turn_start=1000 + MIN_STRIDE_TOKENS - 1)
     assert choose_stops(RESTORE_POINTS, cuts, (), 0) == (Stop(1000),)
@@ -109,15 +132,6 @@ def test_rule_after_a_shortfall_keeps_context_checkpoints_as_far_apart_as_a_buil
     assert END_ONLY.after_shortfall(600).stride_tokens == 8192
     assert END_ONLY.after_shortfall(9000) is END_ONLY
     assert RESTORE_POINTS.after_shortfall(99) is RESTORE_POINTS
-
-
-def test_choose_stops_until_the_rule_is_known_saves_what_other_sessions_share() -> None:
-    cuts = replace(CUTS, surroundings=1500, branch=1800)
-    assert choose_stops(CAREFUL_RULE, cuts, (), 0) == (
-        Stop(1000, CheckpointKind.HEADER),
-        Stop(1500, CheckpointKind.CONVERSATION),
-        Stop(3000),
-    )
 
 
 def test_choose_stops_within_the_window_plants_only_what_prompts_share() -> None:

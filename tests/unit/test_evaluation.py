@@ -95,6 +95,18 @@ def test_after_evaluation_of_a_longer_prompt_keeps_what_was_saved() -> None:
     assert (held.turn_start, held.last_cut, held.n_unsaved) == (150, 180, 100)
 
 
+@pytest.mark.parametrize(
+    ("n_kept", "marks"), [(1400, (1200, 1400)), (1210, (1200,)), (1600, (1200, 1500)), (330, ())]
+)
+def test_after_evaluation_marks_where_the_newest_user_message_was_changed(
+    n_kept: int, marks: tuple[int, ...]
+) -> None:
+    before = Known(run_of(2000), NAMESPACE, header=300, turn_start=1500, marks=(1200,))
+    cuts = Cuts(header=300, turn_start=1800)
+    held = after_evaluation(before, branch(n_kept, 1900), NAMESPACE, cuts=cuts)
+    assert held.marks == marks
+
+
 def test_after_evaluation_over_another_tenants_tokens_inherits_nothing() -> None:
     before = Known(run_of(200), OTHER_NAMESPACE, restore_points=(50,), n_saved=200)
     held = after_evaluation(before, run_of(200), NAMESPACE)

@@ -4,15 +4,7 @@ from typing import Any
 
 import pytest
 
-from proxy.core.launch import (
-    Given,
-    Launch,
-    given_to_all,
-    heed_presets,
-    plan_launch,
-    restart_delay_seconds,
-)
-from proxy.llama.flags import Flag, read_presets
+from proxy.core.launch import Given, Launch, let_presets_win, plan_launch, restart_delay_seconds
 
 KNOWN = frozenset(
     "--slot-save-path --port -np --parallel --cache-ram --cache-idle-slots --no-cache-idle-slots "
@@ -117,8 +109,6 @@ def test_plan_launch_follows_llama_server_to_where_it_listens(
         ({"host": "/run/llama.sock"}, "--host /run/llama.sock"),
         ({"port": "http"}, "--port http"),
         ({"ssl_cert_file": "c.pem"}, "--ssl-cert-file c.pem"),
-        ({"cache_ram": "512", "cache_idle_slots": "on", "kv_unified": "on"}, "--cache-idle-slots"),
-        ({"cache_ram": "-1", "cache_idle_slots": "on", "parallel": "-1"}, "--parallel -1"),
     ],
 )
 def test_plan_launch_names_what_cannot_work(given: dict[str, str], named: str) -> None:
@@ -132,8 +122,6 @@ def test_plan_launch_names_what_cannot_work(given: dict[str, str], named: str) -
         ({"cache_ram": "512"}, "--cache-ram 512"),
         ({"kv_unified": "on"}, "--kv-unified"),
         ({"parallel": "-1"}, "--parallel -1"),
-        ({"slots": "off"}, "--slots"),
-        ({"sleep_idle_seconds": "60"}, "--sleep-idle-seconds 60"),
     ],
 )
 def test_plan_launch_warns_of_what_costs(given: dict[str, str], named: str) -> None:
@@ -155,59 +143,16 @@ def test_plan_launch_takes_one_of_llama_servers_keys() -> None:
     assert launch().api_key is None
 
 
-ROUTER_OPTIONS = [
-    Flag(("--slot-save-path",), 1, "LLAMA_ARG_SLOT_SAVE_PATH"),
-    Flag(("-np", "--parallel"), 1, "LLAMA_ARG_N_PARALLEL"),
-    Flag(("--cache-ram",), 1, "LLAMA_ARG_CACHE_RAM"),
-    Flag(("--ctx-checkpoints",), 1, "LLAMA_ARG_CTX_CHECKPOINTS"),
-    Flag(("--metrics",), 0, "LLAMA_ARG_ENDPOINT_METRICS"),
-    Flag(("--cache-idle-slots", "--no-cache-idle-slots"), 0, "LLAMA_ARG_CACHE_IDLE_SLOTS"),
-]
-VARIABLES = {name: str(o.environment) for o in ROUTER_OPTIONS for name in o.names}
-
-
-def launch_router(text: str, *, own: str | None = None, **given: Given) -> Launch:
-    flags = {f"--{key.replace('_', '-')}": value for key, value in given.items()}
-    presets = read_presets(text, ROUTER_OPTIONS)
-    made = plan_launch(given_to_all(flags, presets), KNOWN, own_path=own, **WANTED)
-    heed_presets(made, flags, presets, VARIABLES, "/work")
-    return made
-
-
 def test_what_is_added_to_a_router_with_presets_overrides_none_of_them() -> None:
-    made = launch_router("version = 1\n[a]\n  np = 2\n[b]\nctx-checkpoints = 4 \nunknown = 1\n")
-    assert added(made) == "--port 50123"
+    variables = {name: f"VARIABLE_OF{name}" for name in KNOWN - {"--metrics"}}
+    made = launch(cache_ram="512")
+    let_presets_win(made, variables)
+    assert added(made) == "--slot-save-path /cache --port 50123 --metrics"
     assert made.environment == {
-        "LLAMA_ARG_SLOT_SAVE_PATH": "/cache",
-        "LLAMA_ARG_N_PARALLEL": "1",
-        "LLAMA_ARG_CACHE_RAM": "0",
-        "LLAMA_ARG_CTX_CHECKPOINTS": "8",
-        "LLAMA_ARG_ENDPOINT_METRICS": "on",
+        "VARIABLE_OF-np": "1",
+        "VARIABLE_OF--no-cache-idle-slots": "off",
+        "VARIABLE_OF--ctx-checkpoints": "8",
     }
-    assert (made.n_context_checkpoints, made.conflicts) == (4, [])
-    made = launch_router("[*]\nslot-save-path = all\nmetrics = 1\ncache-ram = 512\n[a]\nnp = 2")
-    assert made.slot_save_path == "/work/all" and made.conflicts == []
-    assert made.environment == {
-        "LLAMA_ARG_N_PARALLEL": "1",
-        "LLAMA_ARG_CACHE_IDLE_SLOTS": "off",
-        "LLAMA_ARG_CTX_CHECKPOINTS": "8",
-    }
-    assert "[*] cache-ram=512" in made.warnings[0]
-    assert launch_router("not = [an INI\n[[file").conflicts == []
-
-
-def test_preset_with_a_directory_of_its_own_is_a_conflict_unless_the_command_line_is_stronger() -> (
-    None
-):
-    text = "[a]\nslot-save-path = /elsewhere\nctx-checkpoints = 4"
-    (conflict,) = launch_router(text).conflicts
-    assert "[a] slot-save-path=/elsewhere" in conflict and "/cache" in conflict
-    assert launch_router(text, own="/elsewhere").conflicts == []
-    path, n = Given("--slot-save-path", "/mine"), Given("--ctx-checkpoints", "16")
-    made = launch_router(text, slot_save_path=path, ctx_checkpoints=n)
-    assert (made.slot_save_path, made.n_context_checkpoints, made.conflicts) == ("/mine", 16, [])
-    by_variable = Given("LLAMA_ARG_SLOT_SAVE_PATH", "/mine")
-    assert launch_router(text, slot_save_path=by_variable).conflicts
 
 
 def test_restart_delay_doubles_up_to_a_minute() -> None:

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from proxy.core.cuts import SLACK_TOKENS
 from proxy.core.model import CheckpointId, CheckpointKind
 from proxy.core.rates import Rates
-from proxy.core.saving import OLDER_PLACE_SHARE, places_of, points_of_others, select_points
+from proxy.core.saving import (
+    OLDER_PLACE_SHARE,
+    edit_places,
+    places_of,
+    points_of_others,
+    select_points,
+)
 from proxy.core.slots import Known
 from tests.unit.builders import NAMESPACE, candidate, run_of, steady
 
@@ -215,3 +221,34 @@ def test_select_points_that_cost_more_never_keeps_more_of_them(
     )
     if own:  # the sizes are those of its own
         assert len(costly) <= len(cheap)
+
+
+# Points inside the newest user message.
+
+MESSAGE_POINTS = own_points(1000, 3000, 3500, 3750, 4000)
+INSIDE = [3750, 3500, 3000]
+
+
+def test_edit_places_lie_in_the_newest_user_message_the_nearest_to_its_end_first() -> None:
+    content = Known(run_of(5000), NAMESPACE, header=1000, turn_start=4000, marks=(1500, 2500, 4500))
+    assert edit_places(content) == [3744, 3488, 2976]
+    assert edit_places(Known(run_of(5000), NAMESPACE)) == []
+
+
+def test_select_points_keeps_points_inside_a_message_within_a_tenth_of_the_file() -> None:
+    places, plenty = sure(1000, 4000), 100 * SMALL_BYTES
+    chosen = select_points(MESSAGE_POINTS, {}, places, RATES, INSIDE, plenty)
+    assert chosen.keys() == MESSAGE_POINTS.keys()
+    chosen = select_points(MESSAGE_POINTS, {}, places, RATES, INSIDE, 20 * SMALL_BYTES)
+    assert chosen.keys() == {1000, 3000, 3500, 4000}
+
+
+def test_select_points_of_a_small_state_keeps_the_point_inside_a_message_that_spares_most() -> None:
+    chosen = select_points(MESSAGE_POINTS, {}, sure(1000, 4000), RATES, INSIDE, SMALL_BYTES)
+    assert chosen.keys() == {1000, 3000, 4000}
+
+
+def test_select_points_keeps_none_inside_a_message_that_is_not_worth_its_bytes() -> None:
+    own = own_points(*MESSAGE_POINTS, size_bytes=10**6)
+    chosen = select_points(own, {}, sure(1000, 4000), RATES, INSIDE, 10**9)
+    assert chosen.keys() == {1000, 4000}

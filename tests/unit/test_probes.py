@@ -1,9 +1,10 @@
-"""The rule that measured probes bear out, for every kind of memory that was measured."""
+"""The rule that files and measured probes bear out, for every kind of memory that was measured."""
 
+import msgspec
 import pytest
 
 from proxy.core.model import NO_RULE, Rule, RuleKind
-from proxy.core.rule import RestoreProbe, judge
+from proxy.core.rule import LearnedRule, RestoreProbe, after_save, derive, judge
 
 N_BACK = 20
 
@@ -106,3 +107,40 @@ def test_judge_of_a_repeated_prompt_that_reuses_too_little_is_not_any_prefix() -
 def test_judge_of_a_repeated_prompt_that_misses_its_context_checkpoint_is_end_only() -> None:
     forgetful = probe(64, 64, points=(60,), reused_same=0)
     assert judge([forgetful, *RECURRENT[1:]]) == Rule(RuleKind.END_ONLY)
+
+
+@pytest.mark.parametrize(
+    ("has_points", "has_every_position", "holds_at_end", "rewinds", "rule"),
+    [
+        (False, True, True, True, Rule(RuleKind.ANY_PREFIX)),  # full, --swa-full
+        (True, True, False, False, Rule(RuleKind.RESTORE_POINTS, end_holds_from=2200)),  # swa
+        (True, False, False, False, Rule(RuleKind.RESTORE_POINTS)),  # recurrent, hybrid
+        (False, False, False, False, Rule(RuleKind.END_ONLY)),  # older, or not understood
+        (False, True, False, False, Rule(RuleKind.END_ONLY, end_holds_from=2200)),  # repaired swa
+        (False, True, True, False, Rule(RuleKind.END_ONLY)),  # swa before June 2026
+    ],
+)
+def test_derive_tells_the_rule_of_each_memory(
+    has_points: bool, has_every_position: bool, holds_at_end: bool, rewinds: bool, rule: Rule
+) -> None:
+    derived = derive(
+        has_points=has_points,
+        has_every_position=has_every_position,
+        holds_at_end=holds_at_end,
+        rewinds=rewinds,
+    )
+    assert derived == rule
+
+
+def test_rule_after_a_save_of_a_cut_window_is_no_longer_any_prefix() -> None:
+    full, end_only = Rule(RuleKind.ANY_PREFIX), Rule(RuleKind.END_ONLY)
+    assert after_save(full, has_every_position=True) == full
+    assert after_save(full, has_every_position=False) == end_only
+    assert after_save(end_only, has_every_position=False) == end_only
+
+
+def test_rule_that_an_earlier_version_remembered_is_read() -> None:
+    rule = {"kind": "end only", "end_holds_from": 2200, "is_known": True, "stride_tokens": 256}
+    old = {"rule": rule, "restores_beside": True, "keeps_idle": None, "repairs_windows": False}
+    learned = msgspec.msgpack.decode(msgspec.msgpack.encode(old), type=LearnedRule)
+    assert learned.rule == Rule(RuleKind.END_ONLY, 2200, 256)

@@ -45,6 +45,8 @@ def test_usable_tokens_of_a_state_within_the_window_does_not_use_its_end() -> No
     assert usable_tokens(rule, checkpoint(64, restore_points=(59,)), 64, 72) == 59
     assert usable_tokens(Rule(RuleKind.END_ONLY, 2200), checkpoint(64), 64, 72) == 0
     assert usable_tokens(rule, checkpoint(2200, restore_points=(2195,)), 2200, 2300) == 2200
+    in_a_longer_window = checkpoint(3000, restore_points=(2995,), has_every_position=True)
+    assert usable_tokens(rule, in_a_longer_window, 3000, 3100) == 2995
 
 
 @given(RULES, st.integers(1, 60), POINTS, st.booleans(), st.integers(0, 60), st.integers(1, 80))

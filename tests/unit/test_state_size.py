@@ -30,13 +30,23 @@ def test_expected_bytes_of_a_model_without_context_checkpoints_does_not_count_th
     assert expected_bytes([StateSize(1000, 0, 5000)], 2000, 32) == 10_001
 
 
+def test_expected_bytes_of_a_recurrent_state_do_not_grow_with_the_tokens() -> None:
+    probe = StateSize(127, 1, 2_000_000 + 127_000, fixed_bytes=2_000_000)
+    assert expected_bytes([probe], 12_700, 1) == 2_000_000 + 12_700_000 + 1
+    assert expected_bytes([probe], 127, 3) == 2 * (2_000_000 + 127_000) + 1
+
+
 @given(
     st.lists(EXTENTS, min_size=1, max_size=6),
     EXTENTS,
     st.tuples(st.integers(0, 10**7), st.integers(0, 10**5), st.integers(0, 10**6)),
+    st.booleans(),
 )
 def test_expected_bytes_is_an_upper_bound(
-    seen: list[tuple[int, int]], wanted: tuple[int, int], parts: tuple[int, int, int]
+    seen: list[tuple[int, int]],
+    wanted: tuple[int, int],
+    parts: tuple[int, int, int],
+    is_recurrent: bool,
 ) -> None:
     extra, per_token, per_point = parts
 
@@ -46,7 +56,8 @@ def test_expected_bytes_is_an_upper_bound(
 
     has_points = any(n_points for _, n_points in seen)
     n_tokens, n_points = wanted if has_points else (wanted[0], 0)
-    sizes = [StateSize(*extent, really(*extent)) for extent in seen]
+    fixed = [per_point * (1 + n) * is_recurrent for _, n in seen]
+    sizes = [StateSize(*e, really(*e), f) for e, f in zip(seen, fixed, strict=True)]
     expected = expected_bytes(sizes, n_tokens, n_points)
     assert expected is not None and expected >= really(n_tokens, n_points)
 

@@ -102,7 +102,8 @@ def test_usable_tokens_of_a_coming_state_that_diverges_are_those_up_to_a_point()
 
 
 def test_usable_tokens_of_a_coming_state_within_the_window_are_none_at_its_end() -> None:
-    state, prompt = coming(run_of(1000)), Prompt(run_of(2000), NAMESPACE)
+    state = replace(coming(run_of(1000)), has_every_position=False)
+    prompt = Prompt(run_of(2000), NAMESPACE)
     assert expected_tokens(prompt, Rule(RuleKind.END_ONLY, 1000), state) == 1000
     assert expected_tokens(prompt, Rule(RuleKind.END_ONLY, 1001), state) == 0
 

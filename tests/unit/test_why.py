@@ -51,7 +51,7 @@ CASES: dict[Why, tuple[Rule, tuple[Content, ...], tuple[Candidate, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("why", Why)
+@pytest.mark.parametrize("why", CASES)
 def test_plan_says_why(why: Why) -> None:
     rule, contents, candidates = CASES[why]
     slots = tuple(Slot(SlotId(i), content) for i, content in enumerate(contents))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from proxy.core.cuts import SLACK_TOKENS
-from proxy.core.model import CAREFUL_RULE, Rule, RuleKind
+from proxy.core.model import Rule, RuleKind
 from proxy.core.saving import (
     N_RETURNS,
     STEADY_SECONDS,
@@ -84,13 +84,6 @@ def test_savable_point_under_end_only_is_the_last_cut_without_a_tail() -> None:
     assert content.tokens == run_of(900) and content.n_tokens == 900
 
 
-def test_savable_point_until_the_rule_is_known_is_only_where_the_slot_was_stopped() -> None:
-    stopped = held(900, last_cut=900)
-    assert at_savable_point(CAREFUL_RULE, stopped) == stopped
-    assert at_savable_point(CAREFUL_RULE, held(1000, last_cut=900)) is None
-    assert at_savable_point(CAREFUL_RULE, held(900, n_tail=7, last_cut=900)) is None
-
-
 def test_savable_point_elsewhere_is_the_slot_as_it_stands() -> None:
     content = held(1000, n_tail=7, last_cut=900)
     assert at_savable_point(RESTORE_POINTS, content) is content
@@ -124,6 +117,13 @@ def test_is_worth_saving_if_the_save_is_made_up_for_when_the_conversation_comes_
 def test_is_worth_saving_for_the_first_time_if_a_single_return_makes_up_for_the_save() -> None:
     assert is_worth_it(held(250), 0.5)
     assert not is_worth_it(held(250), 0.6)
+
+
+def test_is_worth_saving_counts_the_save_for_each_request_that_it_stalls() -> None:
+    n_bytes = round(1e6 * (N_RETURNS * 0.5 + STEADY_SECONDS) / 2)
+    for n_stalled, is_worth in ((1, True), (2, True), (3, False)):
+        content = held(1000, n_saved=750)
+        assert is_worth_saving(content, 250, n_bytes, RATES, n_stalled) == is_worth
 
 
 def test_is_worth_saving_counts_no_more_than_the_slot_holds() -> None:

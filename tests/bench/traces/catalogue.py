@@ -6,7 +6,7 @@ from tests.bench.traces.agents import agent, fresh, grown, interleaved, reasonin
 from tests.bench.traces.clients import claude_code, opencode
 from tests.bench.traces.crowds import mixed, subagents, titles
 from tests.bench.traces.trace import Trace
-from tests.bench.traces.turns import branch, memory_store, short
+from tests.bench.traces.turns import branch, edits, memory_store, short
 
 TRACES: dict[str, Callable[[], Trace]] = {
     "agent": agent,
@@ -19,6 +19,7 @@ TRACES: dict[str, Callable[[], Trace]] = {
     "memory-store": memory_store,
     "short": short,
     "branch": branch,
+    "edits": edits,
     "titles": titles,
     "mixed": mixed,
     "claude-code": claude_code,

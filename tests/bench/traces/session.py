@@ -68,7 +68,11 @@ class Session:
 
     def ask(self, n_characters: int = USER_CHARACTERS) -> "Session":
         """Add a user message."""
-        return self._add({"role": "user", "content": self._text(n_characters)})
+        return self.say(self._text(n_characters))
+
+    def say(self, text: str) -> "Session":
+        """Add a user message of that text."""
+        return self._add({"role": "user", "content": text})
 
     def answer(self, n_characters: int = ANSWER_CHARACTERS) -> "Session":
         """Add the final answer to the last user message."""

@@ -1,8 +1,14 @@
-"""Traces of single users: short chats, branches, and a large store of facts."""
+"""Traces of single users: short chats, branches, edits, and a large store of facts."""
 
+from tests.bench.traces.agents import HEADER_CHARACTERS
 from tests.bench.traces.session import Session, header
 from tests.bench.traces.text import passage
 from tests.bench.traces.trace import NO_HEADER, Header, Request, Trace, one_client
+
+LONG_CHARACTERS = 11_000
+"""About 3,000 tokens."""
+EDITED_CHARACTERS = (700, 3500, 1400)
+"""How much of the end of a long message is written again: about 200, 1,000 and 400 tokens."""
 
 N_CHATS = 24
 STATIC_CHARACTERS = 366_000
@@ -52,6 +58,28 @@ def branch() -> Trace:
     requests += _turns(first, 1)
     requests += _turns(edited, 1)
     return Trace("branch", (one_client(requests),))
+
+
+def edits() -> Trace:
+    """Long user messages whose ends are written again, the last time after another session had the slot."""
+    agent_header = header(0, HEADER_CHARACTERS)
+    requests: list[Request] = []
+    for number in range(2):
+        session = Session(f"e{number + 1}", agent_header, 8000 + 1000 * number)
+        if number:  # the first session's long message is its first
+            requests += _turns(session, 1)
+        n_before, text = session.n_messages, passage(8500 + number, LONG_CHARACTERS)
+        requests.append(session.say(text).request())
+        requests.append(session.call(2000).request())
+        for edit, n_characters in enumerate(EDITED_CHARACTERS):
+            if edit == len(EDITED_CHARACTERS) - 1:
+                requests += _turns(Session(f"o{number + 1}", agent_header, 30_000 + number), 1)
+            session = session.fork(f"{session.name}e", n_before)
+            text = text[:-n_characters] + passage(8600 + 10 * number + edit, n_characters)
+            requests.append(session.say(text).request())
+        requests.append(session.call(2000).request())
+        requests += _turns(session.answer(), 1)
+    return Trace("edits", (one_client(requests),))
 
 
 def _turns(session: Session, n_turns: int) -> list[Request]:

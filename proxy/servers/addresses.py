@@ -1,0 +1,280 @@
+"""What answers at the addresses of `upstream`, and which llama-servers may serve a request.
+
+Each address is followed: a llama-server of its own, or a host, which starts a llama-server for each of its
+models. Which of the llama-servers serves a request is decided elsewhere (`servers/pool.py`).
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from typing import Any
+
+from proxy.core.model import Checkpoint
+from proxy.errors import ServerAway
+from proxy.llama.client import LlamaServer
+from proxy.llama.hosts import recognise
+from proxy.llama.routes import unloads_models
+from proxy.log import get_logger
+from proxy.servers.background import drain, remember_rates, save_idle_slots, verify_stored
+from proxy.servers.models import HostedModels
+from proxy.servers.server import ArrivalOrder, Phase, Server
+from proxy.serving.process import Process
+from proxy.serving.queue import SlotQueue
+from proxy.serving.saver import RewriteStateFile
+from proxy.serving.shared import Services, Shared
+from proxy.settings import Settings
+
+_RETRY_SECONDS = 1.0
+
+
+class Addresses:
+    """The llama-servers and hosts of models behind one proxy."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        shared: Shared,
+        roots: Sequence[LlamaServer],
+        rewrite: RewriteStateFile,
+        *,
+        is_coming: bool,
+        n_context_checkpoints: int,
+    ) -> None:
+        """*is_coming* says that llama-server is being started, so that the first requests wait for it.
+
+        *n_context_checkpoints* is how many a slot is believed to keep, until a save or a reply tells.
+        """
+        self._settings = settings
+        self._shared = shared
+        self._roots = list(roots)
+        self._rewrite = rewrite
+        self._is_coming = is_coming
+        self._n_context_checkpoints = n_context_checkpoints
+        self._running: list[asyncio.Task[None]] = []
+        self._plain: list[Server] = []
+        self._order = ArrivalOrder()
+        self._hosts: dict[LlamaServer, HostedModels] = {}
+
+    @asynccontextmanager
+    async def followed(self) -> AsyncIterator[None]:
+        """Watch all llama-servers, and verify stored states, while the block runs."""
+        is_single = len(self._roots) == 1
+        for root in self._roots:
+            where = "" if is_single else root.target.name
+            server = self._followed(
+                self._shared.of(root, where),
+                is_expected=self._is_coming,
+                is_host_of_models=self._is_host,
+            )
+            server.order = self._order
+            self._plain.append(server)
+            if not is_single:
+                server.on_attached = self._share_slots
+        if self._shared.opened_store is not None:
+            self._shared.opened_store.on_damage = self._note_damage
+        self._run(partial(verify_stored, self._shared, self._settings.verify_interval_seconds))
+        try:
+            yield
+        finally:
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    @property
+    def servers(self) -> list[Server]:
+        """All llama-servers: those at addresses, and models that were loaded since the proxy started."""
+        return [*self._plain, *(s for h in self._hosts.values() for s in h.servers.values())]
+
+    @property
+    def processes(self) -> list[Process]:
+        return [process for server in self.servers if (process := server.process)]
+
+    @property
+    def n_waiting(self) -> int:
+        """How many requests wait for a slot, for llama-server or for a model."""
+        n_for_models = sum(hosted.n_queued for hosted in self._hosts.values())
+        return n_for_models + sum(server.n_queued for server in self.servers)
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is one llama-server, at an address of its own."""
+        return len(self._plain) == 1 and not self._hosts
+
+    @property
+    def roots(self) -> list[LlamaServer]:
+        """What answers at the addresses, those first that are there."""
+        plain = {server.upstream: server.process is None for server in self._plain}
+        is_away = plain | {root: host.is_away for root, host in self._hosts.items()}
+        return sorted(self._roots, key=lambda root: is_away.get(root, True))
+
+    @property
+    def has_models(self) -> bool:
+        """Whether requests have to say which model they are for."""
+        return bool(self._hosts)
+
+    async def drain(self, seconds: float) -> None:
+        """Save every dirty slot now, in at most *seconds*."""
+        await drain(self.processes, seconds)
+
+    def give_up(self) -> None:
+        """Refuse all requests that wait for a llama-server: the proxy is about to stop."""
+        for each in (*self.servers, *self._hosts.values()):
+            each.give_up()
+
+    def _followed(self, services: Services, **options: Any) -> Server:
+        """Return a new Server with its background work; *options* are those of Server."""
+        n_points = self._n_context_checkpoints
+        server = Server(self._settings, services, self._rewrite, n_points, **options)
+        self._run(server.watch)
+        self._run(
+            partial(save_idle_slots, lambda: server.process, self._settings.idle_save_seconds)
+        )
+        self._run(partial(remember_rates, lambda: server.process))
+        return server
+
+    def _run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._running.append(asyncio.ensure_future(self._supervised(work)))
+
+    async def _supervised(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run background work until it ends; begin it again after any fault."""
+        while True:
+            try:
+                return await work()
+            except Exception as error:
+                self._shared.faults.record("lifecycle", error)
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    def _note_damage(self, damaged: Checkpoint, stemming: list[Checkpoint]) -> None:
+        """Tell of a damaged file, and taint the slots that hold what may stem from it."""
+        self._shared.metrics.damaged_checkpoints.inc()
+        get_logger("store").warning(
+            "state damaged: it is removed, and what may stem from it",
+            file=damaged.file_name,
+            n_tokens=damaged.n_tokens,
+            stemming=[checkpoint.file_name for checkpoint in stemming],
+        )
+        for process in self.processes:
+            process.slots.distrust([checkpoint.id for checkpoint in (damaged, *stemming)])
+
+    async def _is_host(self, server: Server) -> bool:
+        """Return whether a host of models answers at an address; if so, its models replace the server."""
+        root = server.upstream
+        if (host := await recognise(root)) is None:
+            return False
+        get_logger("pool").info("several models", address=root.target.base_url, kind=host.kind)
+        services = self._shared.of(root, root.target.name)
+        hosted = HostedModels(self._settings, services, host, self._new_model)
+        await hosted.look()
+        self._plain.remove(server)
+        self._hosts[root] = hosted
+        self._run(hosted.watch)
+        return True
+
+    def _new_model(self, hosted: HostedModels, model: str) -> Server:
+        upstream = hosted.root.at(hosted.host.target(model))
+        return self._followed(self._shared.of(upstream, upstream.target.name), host=hosted)
+
+    def _share_slots(self, process: Process) -> None:
+        """Let requests that wait at another llama-server have the slots that come free here."""
+        queue = process.queue
+        queue.on_idle = self._call_away
+        for _ in queue.table.free():
+            self._call_away(queue)
+
+    def _call_away(self, idle: SlotQueue) -> None:
+        queues = [process.queue for server in self._plain if (process := server.process)]
+        fullest = max(queues, key=lambda queue: queue.n_waiting, default=idle)
+        if fullest is not idle:
+            fullest.let_go()
+
+    # Which llama-servers may serve a request.
+
+    @asynccontextmanager
+    async def lent(
+        self, model: str, since: float, keys: Mapping[str, str]
+    ) -> AsyncIterator[list[Server]]:
+        """Yield the llama-servers that may serve a request for *model*; it stays loaded in the block.
+
+        Yields an empty list if no host knows the model. Raises ServerAway if the host is away for too long;
+        the request has waited *since* that moment. *keys* are the headers with its client's key.
+        """
+        hosted, named = await self._find(model, keys)
+        if hosted is None:
+            yield list(self._plain)  # a host of models may turn out to be at one of the addresses
+            return
+        async with hosted.use(named, since, keys) as server:
+            yield [server]
+
+    async def _find(self, model: str, keys: Mapping[str, str]) -> tuple[HostedModels | None, str]:
+        """Return a host that has a model, and its name there: if possible one that has loaded it."""
+        hosts = list(self._hosts.values()) if model else []
+        found = [(hosted, name) for hosted in hosts if (name := hosted.models.named(model))]
+        if not found:
+            asked = [(hosted, await hosted.named(model, keys)) for hosted in hosts]
+            found = [(hosted, name) for hosted, name in asked if name]
+
+        def is_worse(each: tuple[HostedModels, str]) -> tuple[bool, bool]:
+            hosted, name = each
+            return hosted.is_away, name not in hosted.loaded
+
+        return min(found, key=is_worse, default=(None, ""))
+
+    def split_path(self, path: str, model: str) -> tuple[str, str]:
+        """Return the model that a client's path names, and the path as a llama-server would see it.
+
+        *model* is what its query says.
+        """
+        hosts = [(hosted.host, hosted.models) for hosted in self._hosts.values()]
+        split = [(models, *host.split_path(path, model, models)) for host, models in hosts]
+        known = (found for found in split if found[0].named(found[1]))
+        shortest = sorted(split, key=lambda found: len(found[2]))
+        _, named, rest = next(known, next(iter(shortest), (None, "", path)))
+        return named, rest
+
+    @asynccontextmanager
+    async def passing(
+        self, method: str, path: str, model: str, keys: Mapping[str, str]
+    ) -> AsyncIterator[Sequence[LlamaServer]]:
+        """Yield where to forward a request that is no generation; its model stays loaded in the block.
+
+        Each of the llama-servers may take the request; the next is for when the last cannot be reached.
+        """
+        if unloads_models(method, path):
+            await asyncio.gather(*(hosted.save_all(keys) for hosted in self._hosts.values()))
+        elif model:
+            hosted, named = await self._find(model, keys)
+            if hosted is not None:
+                async with hosted.use(named, time.monotonic(), keys):
+                    yield [hosted.root]
+                return
+        yield self.roots
+
+    async def ready(self, servers: Sequence[Server], since: float) -> tuple[Server, Process | None]:
+        """Return an attached llama-server and its process; if there is none, wait for the first.
+
+        The process is None if a llama-server is there, but not attached. Raises ServerAway if all are away
+        for too long; the request has waited *since* that moment of the monotonic clock.
+        """
+        attached = [server for server in servers if server.process]
+        if attached or len(servers) == 1:
+            server = min(attached or servers, key=lambda server: server.n_queued)
+            return server, await server.ready(since)
+        waits = {asyncio.ensure_future(server.ready(since)): server for server in servers}
+        try:
+            for wait in asyncio.as_completed(waits):
+                with suppress(ServerAway):
+                    await wait
+                if found := [(s, s.process) for s in servers if s.process]:
+                    return found[0]
+        finally:
+            for task in waits:
+                task.cancel()
+        # None is attached: one that is there comes before one that was waited for in vain.
+        is_there = (
+            t for t in waits if t.exception() is None and waits[t].phase is not Phase.UNREACHABLE
+        )
+        refused = (task for task in waits if task.exception() is not None)
+        last = next(is_there, None) or next(refused, None) or next(iter(waits))
+        return waits[last], last.result()

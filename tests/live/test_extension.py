@@ -1,0 +1,86 @@
+"""Requests that plainly go on with what a slot holds are sent at once, and read beside their answers."""
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from proxy.core.plan import Why
+from proxy.serving.prompts import KnownTexts
+from tests.lab.conversation import Message, agent_requests
+from tests.lab.models import MEMORIES
+from tests.lab.rig import Rig
+from tests.live.conftest import StartRig
+from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
+from tests.live.test_main_job import HEADER
+
+N_TEXTS = 60
+
+
+async def stream(rig: Rig, messages: list[Message]) -> dict[str, Any]:
+    """Have a request answered as a stream; return its record."""
+    body = {"messages": messages, "tools": TOOLS, "max_tokens": 8, "stream": True}
+    async with rig.client.post(rig.base_url + "/v1/chat/completions", json=body) as reply:
+        assert reply.status == 200 and b"[DONE]" in await reply.read()
+    await rig.accounted()
+    async with rig.client.get(rig.admin_url + "/requests?limit=1") as reply:
+        record: dict[str, Any] = (await reply.json())["requests"][0]
+        return record
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+async def test_steps_of_a_tool_loop_are_not_read_before_they_are_sent(
+    start_rig: StartRig, kind: str
+) -> None:
+    n_turns, n_calls = 2, 4
+    async with start_rig(kind) as rig:
+        ledger, why = Ledger(rig), []
+        for messages in agent_requests(n_turns, n_calls, header=HEADER):
+            n_new, before = await ledger.enter(messages), await rig.evaluated()
+            record = await stream(rig, messages)
+            assert await rig.evaluated() - before <= n_new + SLACK_TOKENS
+            assert record["n_prompt"] == len(ledger.sequences[-1])
+            why.append(record["why"])
+        assert why.count(Why.EXTENDS.value) >= n_turns * n_calls
+
+
+async def test_stream_that_a_new_process_got_is_withdrawn_and_restored(start_rig: StartRig) -> None:
+    first, second, *_ = agent_requests(1, 1, header=HEADER)
+    async with start_rig("hybrid") as rig:
+        await stream(rig, first)
+        await rig.settled()
+        await asyncio.to_thread(rig.server.stop)
+        await asyncio.to_thread(rig.server.start)
+        record = await stream(rig, second)
+        assert record["chosen"] == "restore" and record["evaluated"] < 0.2 * record["n_prompt"]
+
+
+async def test_known_texts_are_tokenized_as_if_they_were_whole(start_rig: StartRig) -> None:
+    rng = random.Random(1)
+    pieces = [
+        "word",
+        " ",
+        "\n",
+        "é",
+        "日本",
+        "<|im_end|>",
+        "<|im_start|>",
+        "<",
+        "|",
+        "0",
+        "\t",
+        "🙂",
+    ]
+    async with start_rig("full") as rig:
+        upstream = rig.running.server.upstream
+        known, messages, n_spliced = KnownTexts(upstream), [*HEADER], 0
+        for _ in range(N_TEXTS):
+            content = "".join(rng.choices(pieces, k=rng.randrange(1, 30)))
+            keep = rng.randrange(1, len(messages) + 1) if rng.random() < 0.2 else len(messages)
+            messages = [*messages[:keep], {"role": "user", "content": content}]
+            text = (await rig.post("/apply-template", {"messages": messages}))["prompt"]
+            whole = await upstream.tokenize(text, {}, add_special=True)
+            assert await known.tokenize(text, {}) == whole
+            n_spliced = known.n_spliced
+        assert n_spliced > N_TEXTS / 2
