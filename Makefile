@@ -24,11 +24,7 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
   { echo "$(PYTHON) with venv is missing: apt-get install python3.11-venv"; exit 1; }
 endef
 
-<<<<<<< HEAD
-.PHONY: all setup llama-server older-builds models prometheus chromium demo test test-long test-clients live lint format type docs screenshots bench bench-overhead clean
-=======
 .PHONY: all setup llama-server older-builds models prometheus nginx chromium demo test test-long test-clients live lint format type docs screenshots bench bench-overhead clean
->>>>>>> w-bench
 
 all: lint type test
 
@@ -136,11 +132,8 @@ else
 endif
 
 # What the proxy adds to a request, against llama-server alone; PINNED=1 gives llama-server a core to itself.
-<<<<<<< HEAD
 bench-overhead: $(SETUP) llama-server models
-=======
 bench-overhead: $(SETUP) llama-server models nginx
->>>>>>> w-bench
 	@$(BIN)/python -m tests.bench.overhead --document $(PINNED:%=--pinned)
 
 # An environment of its own under PREFIX, the command, and as root systemd's units with their settings.
