@@ -8,6 +8,7 @@ SERVER := $(LAB)/llama-server/llama-server
 MODELS := $(LAB)/models/.made
 CLIENTS := $(LAB)/clients/.installed
 PROMETHEUS := $(LAB)/prometheus/promtool
+PY_SPY := $(LAB)/py-spy/bin/py-spy
 NGINX := $(LAB)/nginx/nginx
 CHROMIUM := $(LAB)/chromium/chromium
 DEBIAN := $(LAB)/debian.tar
@@ -24,7 +25,7 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
   { echo "$(PYTHON) with venv is missing: apt-get install python3.11-venv"; exit 1; }
 endef
 
-.PHONY: all setup llama-server older-builds models prometheus nginx chromium demo test test-long test-clients live lint format type docs screenshots bench bench-overhead clean
+.PHONY: all setup llama-server older-builds models prometheus nginx chromium demo test test-long test-clients live lint format type docs screenshots bench bench-overhead flame clean
 
 all: lint type test
 
@@ -134,6 +135,12 @@ endif
 # What the proxy adds to a request, against llama-server alone; PINNED=1 gives llama-server a core to itself.
 bench-overhead: $(SETUP) llama-server models nginx
 	@$(BIN)/python -m tests.bench.overhead --document $(PINNED:%=--pinned)
+
+# docs/where-time-goes.md: a flame graph of the proxy on hot requests, and its table.
+flame: $(SETUP) llama-server models $(PY_SPY)
+	@$(BIN)/python -m tests.bench.flame
+$(PY_SPY): $(SETUP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(LAB)/py-spy py-spy==0.4.3
 
 # An environment of its own under PREFIX, the command, and as root systemd's units with their settings.
 install:

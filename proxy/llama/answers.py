@@ -25,6 +25,17 @@ MAX_BUFFERED_BYTES = 64 << 20
 """A JSON answer larger than this goes unread (and so unconfirmed); lines of a stream likewise."""
 _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "response.failed")
 """The types of the last events of streams; OpenAI's chat streams end with [DONE] instead."""
+_TEXT_EVENTS = (
+    *(b'"delta":{"content":"', b'"delta":{"reasoning_content":"'),
+    *(b'"type":"text_delta"', b'"type":"thinking_delta"', b'"type":"response.output_text.delta"'),
+    b'"stop":false',
+)
+"""What marks an event that brings text; quotes inside a JSON string are escaped."""
+_SAYS_MORE = (
+    *(b'"timings"', b'"usage"', b'"tool_calls"', b'"finish_reason":"', b'"prompt_progress"'),
+    *(b'"error"', b'"stop":true'),
+)
+"""What marks an event that is read although it brings text."""
 
 
 class _Usage(msgspec.Struct):
@@ -75,18 +86,26 @@ class AnswerReader:
         return self._has_ended if self._is_stream else self.timings() is not None
 
     def feed(self, chunk: bytes) -> None:
-        self._buffer += chunk
-        if len(self._buffer) > MAX_BUFFERED_BYTES:
+        if len(self._buffer) + len(chunk) > MAX_BUFFERED_BYTES:
             self._buffer.clear()
-        if not self._is_stream or b"\n" not in chunk:
+        elif not self._is_stream or b"\n" not in chunk:
+            self._buffer += chunk
+        else:
+            *lines, rest = (bytes(self._buffer) + chunk).split(b"\n")
+            self._buffer = bytearray(rest)
+            for line in lines:
+                if line.startswith(b"data:"):
+                    self._read_line(line)
+
+    def _read_line(self, line: bytes) -> None:
+        # Nearly all lines: reading them costs more than relaying them.
+        if any(mark in line for mark in _TEXT_EVENTS) and not any(m in line for m in _SAYS_MORE):
+            self.has_token = True
             return
-        *lines, self._buffer = self._buffer.split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                data = bytes(line[5:]).strip()
-                event = object_in(data) or {}
-                self.has_token = self.has_token or "prompt_progress" not in event
-                self._read_event(event, data)
+        data = line[5:].strip()
+        event = object_in(data) or {}
+        self.has_token = self.has_token or "prompt_progress" not in event
+        self._read_event(event, data)
 
     def _read_event(self, event: Json, data: bytes = b"") -> None:
         self._timings = _converted(event.get("timings"), Timings) or self._timings

@@ -1,4 +1,4 @@
-"""Puts what was measured into docs/benchmarks.md.
+"""Puts what was measured into docs/benchmarks.md, or another document.
 
 A measured part stands between `<!-- measured: NAME -->` and `<!-- end -->`; what stands outside is
 written by hand, and kept.
@@ -6,6 +6,7 @@ written by hand, and kept.
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from tests.bench.section import Section
 from tests.lab.server import REPOSITORY
@@ -13,10 +14,12 @@ from tests.lab.server import REPOSITORY
 DOCUMENT = REPOSITORY / "docs" / "benchmarks.md"
 
 
-def document(name: str, sections: Iterable[Section], *, level: int = 2) -> None:
+def document(
+    name: str, sections: Iterable[Section], *, level: int = 2, path: Path = DOCUMENT
+) -> None:
     """Write *sections* into the document, under headings of *level*; raises KeyError without a place."""
     measured = "\n\n".join(section.markdown(level) for section in sections)
-    DOCUMENT.write_text(put(DOCUMENT.read_text(), name, measured))
+    path.write_text(put(path.read_text(), name, measured))
 
 
 def put(text: str, name: str, measured: str) -> str:

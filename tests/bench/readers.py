@@ -63,9 +63,10 @@ async def wait_seconds(base_url: str, patience_seconds: float = GIVE_UP_SECONDS)
     return time.monotonic() - began
 
 
-def rss_bytes(pid: int) -> int:
+def rss_bytes(pid: int, name: str = "VmRSS") -> int:
+    """Return what a process has in memory; VmHWM is the most that it ever had."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
 class ReadersBenchmark:

@@ -19,6 +19,10 @@ from tests.bench.traces.chat import ChatFailed, Reply, read_chunks
 
 SERVER_CORE = 1
 OUR_CORE = 0
+N_HTTP_THREADS = 144
+"""Each takes one connection until its client closes it; by default there are few more than slots."""
+TRAINED_CONTEXT = 131072
+"""Of the hybrid model; llama-server gives no slot more."""
 _QUIET_SECONDS = 0.1
 _QUIET_CPU_SECONDS = 0.004
 """The proxy looks after its llama-server now and then; that much is still quiet."""
@@ -42,10 +46,14 @@ class Side:
     def __init__(
         self, leftovers: ExitStack, *, has_proxy: bool, n_slots: int, n_ctx: int, is_pinned: bool
     ) -> None:
+        arguments = ["--threads-http", str(N_HTTP_THREADS)]
+        if n_ctx > TRAINED_CONTEXT:
+            arguments += ["--override-kv", f"qwen35.context_length=int:{n_ctx}"]
         setup = Setup(
             n_slots=n_slots,
             n_ctx=n_ctx * n_slots,
             n_threads=1,
+            server_arguments=tuple(arguments),
             proxy_options=("--log-format", "json"),
             server_core=SERVER_CORE if is_pinned else None,
         )

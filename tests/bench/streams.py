@@ -15,13 +15,16 @@ from statistics import median
 from typing import Any
 from urllib.parse import urlsplit
 
+from tests.bench.hot import where
 from tests.bench.progress import tell
 from tests.bench.section import Section
 from tests.bench.sides import Cpu, Side, Sides
 from tests.lab.conversation import user
 
-N_TOKENS = {1: 600, 16: 150, 128: 50}
+N_TOKENS = {1: 600, 16: 300, 128: 100}
 """By the number of streams: how long each answer is."""
+MOST_EVENTS = 50_000
+"""Of one side: where a run takes long, there are fewer pairs."""
 MOST_RATIO = 1.02
 MOST_CPU_MICROSECONDS = 60.0
 _SLOT_TOKENS = 1024
@@ -102,29 +105,39 @@ def stream_all(side: Side, bodies: Sequence[dict[str, Any]]) -> Streamed:
     return Streamed(n_events, ended - began, after - before)
 
 
-async def measure_streams(leftovers: ExitStack, n_times: int, *, is_pinned: bool) -> list[Section]:
+async def measure_streams(
+    leftovers: ExitStack, numbers: Sequence[int], n_times: int, *, is_pinned: bool
+) -> list[Section]:
     """Return the table; each number of streams has processes of its own, with a slot for each stream."""
-    where = "llama-server has a core to itself" if is_pinned else "two cores for all"
     section = Section(
-        f"Streaming ({where})",
+        f"Streaming ({where(is_pinned)})",
         f"16 streams at most {MOST_RATIO} times as long as alone; at most {MOST_CPU_MICROSECONDS:.0f} µs "
-        f"of the proxy's CPU an event, medians of {n_times} pairs",
+        "of the proxy's CPU an event, medians",
         (
-            *("streams", "events", "an event alone, µs", "through the proxy, µs", "proxy / alone"),
+            *(
+                "streams",
+                "pairs",
+                "events",
+                "an event alone, µs",
+                "through the proxy, µs",
+                "proxy / alone",
+            ),
             *("added to a token of a stream, µs", "CPU of the proxy an event, µs"),
             "CPU seconds of the proxy for 1,000 tokens",
         ),
     )
-    for n_streams, n_tokens in N_TOKENS.items():
-        tell(f"{n_streams} streams, {where}")
+    for n_streams in numbers:
+        n_tokens = N_TOKENS.get(n_streams, min(N_TOKENS.values()))
+        n_pairs = min(n_times, max(3, MOST_EVENTS // (n_streams * n_tokens)))
+        tell(f"{n_streams} streams, {where(is_pinned)}")
         n_ctx = _SLOT_TOKENS
         async with Sides(leftovers, n_slots=n_streams, n_ctx=n_ctx, is_pinned=is_pinned) as sides:
-            alone, ours = await _play(sides, n_streams, n_tokens, n_times)
+            alone, ours = await _play(sides, n_streams, n_tokens, n_pairs)
         theirs, through = (median(each.microseconds for each in side) for side in (alone, ours))
         cpu = median(each.proxy_microseconds for each in ours)
         is_slow = n_streams == 16 and through > MOST_RATIO * theirs
         section.add(
-            *(n_streams, int(median(each.n_events for each in ours))),
+            *(n_streams, n_pairs, int(median(each.n_events for each in ours))),
             *(f"{theirs:.0f}", f"{through:.0f}", f"{through / theirs:.3f}"),
             *(f"{n_streams * (through - theirs):.0f}", f"{cpu:.0f}", f"{cpu / 1000:.3f}"),
             is_met=cpu <= MOST_CPU_MICROSECONDS and not is_slow,

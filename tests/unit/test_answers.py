@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.core.messages import Route
 from proxy.llama.answers import AnswerReader
 from proxy.llama.client import Timings
 
@@ -202,3 +203,25 @@ def test_messages_stream_without_its_start_confirms_nothing() -> None:
     """llama-server leaves it out when the first token is half a character."""
     cut = MESSAGES_STREAM.index(b"event: content_block_delta")
     assert read("text/event-stream", MESSAGES_STREAM[cut:]) is None
+
+
+def text_event(**more: Any) -> bytes:
+    """Return an event of a chat as llama-server writes nearly all of them, with more fields."""
+    choice = {"finish_reason": None, "index": 0, "delta": {"content": "a"}}
+    event = {"choices": [choice], "id": "chatcmpl-1", "object": "chat.completion.chunk", **more}
+    return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
+
+
+def test_event_that_brings_only_text_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[bytes] = []
+    monkeypatch.setattr("proxy.llama.answers.object_in", decoded.append)
+    reader = AnswerReader("text/event-stream", Route.CHAT)
+    reader.feed(text_event())
+    assert reader.has_token and decoded == []
+    reader.feed(text_event(timings=TIMINGS))
+    assert len(decoded) == 1
+
+
+def test_event_that_brings_text_and_timings_is_read() -> None:
+    timings = read("text/event-stream", text_event(), text_event(timings=TIMINGS), text_event())
+    assert timings == Timings(1996, 5, 1.5, 8)
