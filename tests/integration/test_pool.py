@@ -13,7 +13,7 @@ from proxy.app import run_proxy
 from proxy.llama.client import LlamaServer
 from proxy.llama.hosts import Models
 from proxy.llama.routes import Target
-from proxy.servers import models, pool
+from proxy.servers import models
 from proxy.servers.server import Phase
 from proxy.settings import Settings
 from tests.fakes.llama_server import FakeLlamaServer
@@ -174,7 +174,7 @@ async def hosted(
     async def refuse(request: web.BaseRequest) -> web.Response:
         return web.json_response({"error": {"message": "no such model"}}, status=404)
 
-    monkeypatch.setattr(pool, "recognise", recognise)
+    monkeypatch.setattr(addresses, "recognise", recognise)
     monkeypatch.setattr(models, "_LOOK_SECONDS", 0.03)
     runner = web.ServerRunner(web.Server(refuse))
     await runner.setup()

@@ -117,5 +117,5 @@ def test_usable_tokens_of_a_coming_state_are_those_of_the_checkpoint_it_becomes(
     saved = checkpoint(len(tokens), restore_points=points, has_every_position=has_every_position)
     [found] = found_for(asked, [(Candidate(saved, 0), tokens)])
     expected = usable_tokens(rule, saved, found.n_common, len(asked))
-    state = coming(tokens, restore_points=points)
+    state = coming(tokens, restore_points=points, has_every_position=has_every_position)
     assert expected_tokens(Prompt(asked, NAMESPACE), rule, state) == expected
