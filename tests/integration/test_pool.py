@@ -13,7 +13,7 @@ from proxy.app import run_proxy
 from proxy.llama.client import LlamaServer
 from proxy.llama.hosts import Models
 from proxy.llama.routes import Target
-from proxy.servers import models
+from proxy.servers import addresses, models
 from proxy.servers.server import Phase
 from proxy.settings import Settings
 from tests.fakes.llama_server import FakeLlamaServer
