@@ -306,11 +306,6 @@ class LlamaServer:
         fields = {"prompt": tokens.tolist(), "id_slot": slot_id, **_REUSES}
         return await self._complete(Timings, fields, headers, key="timings")
 
-    async def evaluate_anywhere(self, tokens: TokenIds) -> int:
-        """Evaluate *tokens* in an idle slot, or as soon as one is idle; return llama-server's choice."""
-        fields = {"prompt": tokens.tolist(), **_REUSES}
-        return await self._complete(int, fields, key="id_slot")
-
     async def overwrite(self, slot_id: SlotId) -> None:
         """Make a slot hold one token, and nothing of what it held."""
         await self._complete(msgspec.Raw, {"prompt": [0], "id_slot": slot_id, **_FROM_NOTHING})

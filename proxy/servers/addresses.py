@@ -91,6 +91,12 @@ class Addresses:
     def processes(self) -> list[Process]:
         return [process for server in self.servers if (process := server.process)]
 
+    async def accounted(self) -> None:
+        """Wait until all requests are recorded whose clients have their answers."""
+        reading = [task for process in self.processes for _, task in process.settling]
+        if reading:
+            await asyncio.wait(reading)
+
     @property
     def n_waiting(self) -> int:
         """How many requests wait for a slot, for llama-server or for a model."""

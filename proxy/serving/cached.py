@@ -14,17 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import (
-    Candidate,
-    Checkpoint,
-    CheckpointKind,
-    ExpectedState,
-    Prompt,
-    RuleKind,
-    SlotId,
-)
+from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt, RuleKind, SlotId
 from proxy.core.plan import Plan, Restore, StartOption, Why, most_useful, plan_request
-from proxy.core.saving import at_savable_point, is_place_at_risk
+from proxy.core.saving import is_place_at_risk
 from proxy.core.slots import (
     LOADING,
     TAINTED,
@@ -42,7 +34,7 @@ from proxy.explain.report import Inquiry, Judgement
 from proxy.llama.bodies import pin
 from proxy.llama.client import Timings
 from proxy.log import get_logger
-from proxy.serving.launches import wind_up
+from proxy.serving.launches import displaced_state, first_save, wind_up
 from proxy.serving.planning import look_up, situation
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease, Turn, replaced
@@ -109,7 +101,7 @@ class CachedRequest:
                 process.has_broken_off = False
             try:
                 await process.launches.clear_others()
-                with process.arrivals.announced(self._first_save()):
+                with process.arrivals.announced(first_save(process, self._prompt, self._plan)):
                     can_reuse = await self._prepare()
                 self._kept.close()
                 self._account.prepared_seconds = time.monotonic() - joined_at
@@ -206,7 +198,7 @@ class CachedRequest:
         process, slot_id = self._process, self._plan.slot_id
         if self._plan.option.displacement.saves:
             save = process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
-            with process.arrivals.announced(self._displaced()):
+            with process.arrivals.announced(displaced_state(process, slot_id)):
                 await process.finish(self._lease, save)
         await self._verify()
         # That save may have found what nobody may reuse.
@@ -272,36 +264,6 @@ class CachedRequest:
             if stop.save_as and not self._account.is_ineffective_restore:
                 save = process.saves.write_back(plan.slot_id, stop.save_as, is_just_predicted=True)
                 await process.finish(self._lease, save)
-
-    def _displaced(self) -> ExpectedState | None:
-        """Return the state that is saved before the plan takes its slot, for others to wait for."""
-        process = self._process
-        content = process.slots[self._plan.slot_id].content
-        saved = at_savable_point(process.rule, content) if isinstance(content, Known) else None
-        if saved is None:
-            return None
-        size_bytes = process.state_bytes(saved)
-        expected_at = time.monotonic() + process.rates.save_seconds(size_bytes)
-        points, is_whole = saved.restore_points, process.rule.kind is RuleKind.ANY_PREFIX
-        return ExpectedState(
-            saved.tokens, saved.namespace, expected_at, size_bytes, points, is_whole
-        )
-
-    def _first_save(self) -> ExpectedState | None:
-        """Return the first state that will be saved at a stop, for others to wait for."""
-        plan, rates = self._plan, self._process.rates
-        index = next((i for i, stop in enumerate(plan.stops) if stop.save_as), None)
-        if index is None:
-            return None
-        stop = plan.stops[index]
-        points = tuple(before.n_tokens for before in plan.stops[:index])
-        size_bytes = self._process.bytes_of(stop.n_tokens)
-        seconds = plan.option.displacement.delay_seconds + rates.save_seconds(size_bytes)
-        seconds += rates.evaluation_seconds(plan.start.n_reused, stop.n_tokens)
-        tokens = self._prompt.tokens[: stop.n_tokens]
-        expected_at = time.monotonic() + seconds
-        namespace, is_whole = self._prompt.namespace, self._process.rule.kind is RuleKind.ANY_PREFIX
-        return ExpectedState(tokens, namespace, expected_at, size_bytes, points, is_whole)
 
     # The request is sent, and may fail.
 

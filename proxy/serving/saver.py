@@ -85,23 +85,13 @@ class Saver:
         self.repairs_windows = True
         """Whether cut windows are repaired where the file's version may need it; the rule tells."""
 
-    @asynccontextmanager
-    async def saved(self, slot_id: SlotId) -> AsyncIterator[SavedSlot]:
-        """Save a slot; the file is deleted when the block is left, unless it was committed there.
+    async def save(self, slot_id: SlotId, name: str) -> SavedSlot:
+        """Save a slot to a file that the caller deletes or commits.
 
         Raises UpstreamFault, CannotCache if llama-server saves nothing that the proxy can read,
         SaveRejected if the file is not what the reply says, StateFileMalformed if it is no state file,
         StoreFault if there is no store.
         """
-        store = self._services.store
-        name = store.files.new_temporary_name()
-        try:
-            yield await self.save(slot_id, name)
-        finally:
-            await store.discard(name)
-
-    async def save(self, slot_id: SlotId, name: str) -> SavedSlot:
-        """Save a slot to a file that the caller deletes or commits; raises as `saved` does."""
         began = time.monotonic()
         try:
             reply = await self._services.upstream.save(slot_id, name)

@@ -168,11 +168,13 @@ class Admin:
     async def requests(self, request: web.Request) -> web.Response:
         """Return the last requests that have ended, the newest first."""
         limit = _whole_number(request, "limit", 50)
+        await self._pool.accounted()
         return json_response(requests=self._shared.journal.latest(limit))
 
     async def explain(self, request: web.Request) -> web.Response:
         """Return the explanation of one request by its id, or of the last one."""
         journal, request_id = self._shared.journal, request.match_info["id"]
+        await self._pool.accounted()
         if (explanation := journal.explain(request_id)) is None:
             raise _refused(web.HTTPNotFound, journal.why_unknown(request_id))
         return json_response(explanation)

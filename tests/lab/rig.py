@@ -14,7 +14,7 @@ from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.settings import Settings
 from tests.lab.server import LlamaServer, ServerProcess
-from tests.lab.waiting import HANG_SECONDS, until
+from tests.lab.waiting import until
 
 _DEFAULTS = {"min_free_bytes": 0, "idle_save_seconds": 0.05, "drain_seconds": 5.0}
 
@@ -122,8 +122,7 @@ class Rig(Generic[S]):
 
     async def accounted(self) -> None:
         """Wait until the prompts are read of which clients have the answers, so that all is recorded."""
-        while reading := [t for p in self.running.pool.processes for _, t in p.settling]:
-            await asyncio.wait(reading, timeout=HANG_SECONDS)
+        await self.running.pool.accounted()
 
     async def chat(self, messages: list[Any], **fields: Any) -> dict[str, Any]:
         body = {"messages": messages, "max_tokens": 8, "temperature": 0, **fields}
