@@ -40,6 +40,7 @@ from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease, Turn, replaced
 from proxy.serving.request import Account, Answer, Request
 
+_FIRST_TOKEN_SECONDS = 0.02
 _LONG_WAIT_SECONDS = 0.05
 """After waiting this long for a slot, llama-server may be another process."""
 
@@ -69,6 +70,7 @@ class CachedRequest:
         self._turn = turn
         self._read = read
         self._extended = request.extends
+        self._is_awaited = asyncio.Event()
         self._prompt = request.prompt
         self._body = request.body
         self._inquiry = self._new_inquiry()
@@ -289,7 +291,14 @@ class CachedRequest:
         """
         if self._extended and self._reading is None:
             self._process.extending.add(self._request)
-            self._reading = self._process.tasks.start(self._read())
+            self._reading = self._process.tasks.start(self._read_soon())
+
+    async def _read_soon(self) -> None:
+        """Read the prompt, but let a first token that comes at once pass before."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_TOKEN_SECONDS):
+                await self._is_awaited.wait()
+        await self._read()
 
     async def _has_ended(self, fault: Exception) -> bool:
         """Return whether a call has failed because llama-server ended; a look may have begun before."""
@@ -321,6 +330,7 @@ class CachedRequest:
         process = self._process
         assert self._request.conversation is not None
         self._read_beside()
+        self._is_awaited.set()
         slot_id, prompt = self._plan.slot_id, self._prompt
         before = process.slots[slot_id].content
         held = Unknown(prompt.namespace, likely=prompt.tokens, origin=before.origin)

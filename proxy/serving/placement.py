@@ -307,6 +307,7 @@ class SimilarRequest(CachedRequest):
     async def _read_first(self) -> None:
         """Read the prompt before it is sent; if it cannot be read, what is known has to do."""
         self._read_beside()
+        self._is_awaited.set()
         assert self._reading is not None
         with suppress(WillBeRefused):
             await self._reading
