@@ -95,7 +95,7 @@ class Models:
             yield reply
 
     async def ask_host(self, model: str, messages: list[Message]) -> dict[str, Any]:
-        """Return the message that a model answers without the proxy."""
+        """Return the message that a model answers without the proxy, once its host has loaded it."""
         body = {
             "model": model,
             "messages": messages,
@@ -103,7 +103,14 @@ class Models:
             "max_tokens": 4,
             "temperature": 0,
         }
-        _, reply = await asyncio.to_thread(self.host.request, "POST", CHAT, body)
+        reply: dict[str, Any] = {}
+
+        async def is_answered() -> bool:
+            nonlocal reply
+            _, reply = await asyncio.to_thread(self.host.request, "POST", CHAT, body)
+            return "choices" in reply
+
+        await until(is_answered)
         message: dict[str, Any] = reply["choices"][0]["message"]
         return message
 
