@@ -21,8 +21,8 @@ get_available_slot): among the idle slots the one whose tokens share the longest
 lowest id on ties, if that prefix is more than a tenth of the prompt; else the one used longest ago.
 
 Which slot a request goes on in so plainly that nothing has to be planned (`slot_to_extend`): the slot holds
-the prompt of the same messages but the newest, no other slot holds as much of it, and neither a restore nor
-a stop could gain more than a short message's tokens.
+the prompt of the same messages but the newest. No other slot holds as much of that prompt. Neither a
+restore nor a stop could gain more than a short message's tokens.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

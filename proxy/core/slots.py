@@ -208,6 +208,10 @@ class SlotTable:
         """Return the slots that nobody leases."""
         return [slot for slot in self._slots if not slot.is_leased]
 
+    def holder(self, content: Content) -> Slot | None:
+        """Return the free slot that still holds this very content."""
+        return next((slot for slot in self.free() if slot.content is content), None)
+
     def _change(self, slot_id: SlotId, **changes: Any) -> None:
         self._slots[slot_id] = replace(self._slots[slot_id], **changes)
 

@@ -201,17 +201,19 @@ class Cache:
 
     def _understand(self, process: Process, request: Request) -> bool:
         """Put a request into the chat form; return whether its prompt can be read, `why` says why not."""
-        request.chat, request.why = _chat_form(request.route, request.body)
-        if request.chat is None:
-            return False
-        request.shape = request.chat.shape(request.path)
-        if process.upstream.target.model:  # a host may change requests by the name they say
-            request.shape += f" {request.model}"
+        request.why = None
+        if request.chat is None:  # else the body is as it was when it was last put into that form
+            request.chat, request.why = _chat_form(request.route, request.body)
+            if request.chat is None:
+                return False
+            request.shape = request.chat.shape(request.path)
+            if process.upstream.target.model:  # a host may change requests by the name they say
+                request.shape += f" {request.model}"
+            if request.route is not Route.COMPLETION:
+                request.conversation = conversation_of(request.chat)
         if request.shape in process.disabled_shapes:
             request.why = TOKENIZED_OTHERWISE
             return False
-        if request.route is not Route.COMPLETION:
-            request.conversation = conversation_of(request.chat)
         return True
 
     async def _note_tenant(self, process: Process, tenant: bytes) -> None:

@@ -89,6 +89,8 @@ class CachedRequest:
         process, joined_at = self._process, self._request.queued_at or time.monotonic()
         if not self._extended:
             self._note_asked()
+            if process.queue.n_waiting:
+                self._keep_most_useful(look_up(process, self._prompt)[0])
         with self._kept, await process.queue.lease(self._choose, may_be_passed=True) as self._lease:
             self._account = Account(self._lease.reason, self._prompt.n_tokens)
             self._request.account = self._account
@@ -127,13 +129,11 @@ class CachedRequest:
     # The plan.
 
     def _note_asked(self) -> None:
-        """Tell the store what is asked for: a request that joins a queue is not planned at once."""
+        """Tell the store what is asked for."""
         try:
             self._process.store.note_asked(self._prompt.namespace, self._prompt.tokens)
         except StoreFault as fault:
             self._process.faults.record("lookup", fault)
-        if self._process.queue.n_waiting:
-            self._keep_most_useful(look_up(self._process, self._prompt)[0])
 
     def _choose(self) -> Choice[Plan] | None:
         """Plan the request over the slots and checkpoints as they are now; None to go on waiting."""
@@ -154,8 +154,7 @@ class CachedRequest:
 
     def _choose_extended(self, content: Known) -> Choice[Plan] | None:
         """Go on in the slot that holds *content*: nothing is looked up, restored or displaced."""
-        slot = next((s for s in self._process.slots.free() if s.content is content), None)
-        if slot is None:
+        if (slot := self._process.slots.holder(content)) is None:
             return None
         start = UseLive(len(content.tokens), content.n_tokens)
         plan = Plan(StartOption(slot.id, start, 0.0), why=Why.EXTENDS)

@@ -157,7 +157,7 @@ class Process(Services):
 
     def can_extend(self, content: Known) -> bool:
         """Return whether a request may go on at once in the slot that still holds exactly *content*."""
-        is_free = any(slot.content is content for slot in self.slots.free())
+        is_free = self.slots.holder(content) is not None
         return is_free and self.queue.grants_at_once and not self.launches.is_save_coming
 
     def require_alive(self) -> None:

@@ -114,6 +114,7 @@ class Request:
         """Send these fields instead, which the named rewrites have changed."""
         self.raw = msgspec.json.encode(fields)
         self.body = GenerationBody(self.raw, fields)
+        self.chat, self.conversation = None, None
         self.rewrites += names
 
     @property
