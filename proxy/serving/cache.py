@@ -34,6 +34,8 @@ from proxy.store.known_models import tenants_name
 
 MAX_BRIEF_BYTES = 768
 """The body of a chat of some 100 tokens."""
+_FAR_OVER_BYTES = 20
+"""Per token of the context. Few prompts have so many bytes a token, and once one has, none is judged so."""
 BRIEF = "too short: looking it up costs more than it could spare"
 
 
@@ -175,6 +177,7 @@ class Cache:
         answer = await request.send(process.upstream, request.raw)
         if answer.status < 400:  # then nobody knows where it ran, and the key is good
             process.slots.forget_free()
+            process.judges_by_size = False
             process.accepted_keys[_key_digest(request)] = True
         process.report.not_looked_up(request, str(why))
 
@@ -200,10 +203,13 @@ class Cache:
         request.prompt = None
         if not self._understand(process, request) or request.chat is None:
             return
+        is_far_over = len(request.raw) > _FAR_OVER_BYTES * process.n_ctx
+        if is_far_over and process.judges_by_size and not self._overflow.is_on:
+            raise WillBeRefused("the prompt is far over the context")
         try:
             namespace = process.tenant_namespace(request.tenant)
             prompt = await process.reader.read(
-                request.route, request.chat, request.headers, namespace, process.rule
+                request.route, request.chat, request.headers, namespace, process.rule, process.n_ctx
             )
             await self._note_tenant(process, request.tenant)
         except Exception as fault:
