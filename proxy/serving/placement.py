@@ -380,7 +380,10 @@ class SimilarRequest(CachedRequest):
         while before is not None and not self._is_placed:
             await _wait(is_over, pause)
             is_last_look = is_over.is_set()
-            self._find(before, await self._process.last_tasks())
+            after = await self._process.last_tasks()
+            if is_last_look and (settling := [task for _, task in self._process.settling]):
+                await asyncio.wait(settling)  # their slots are leased, but llama-server may choose them
+            self._find(before, after)
             if is_last_look:
                 break
             pause = min(2 * pause, _LAST_SIMILAR_LOOK_SECONDS)
