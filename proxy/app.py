@@ -30,12 +30,19 @@ from proxy.servers.server import Server
 from proxy.serving.process import Process
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.serving.shared import Shared, new_shared, note_quarantined
-from proxy.settings import Settings, parse_list, parse_urls, split_address
+from proxy.settings import (
+    Settings,
+    admin_token,
+    admin_token_path,
+    parse_list,
+    parse_urls,
+    split_address,
+)
 from proxy.store.catalogue import Limits
 from proxy.store.files import is_private
 from proxy.store.store import CheckpointStore
 from proxy.tasks import Tasks
-from proxy.web.admin import Admin, only_own_pages
+from proxy.web.admin import Admin, only_operators, only_own_pages
 from proxy.web.clients import MAX_BODY_BYTES, Front
 from proxy.web.page import LivePage, Looks
 from proxy.web.writer import Unread
@@ -80,7 +87,8 @@ async def run_proxy(
 
     *is_llama_server_coming* says that llama-server is being started: the first requests wait for it.
     *n_context_checkpoints* is how many llama-server keeps in a slot (--ctx-checkpoints) if known.
-    Raises StoreLocked if another proxy uses the directory, OSError if a port is taken.
+    Raises StoreLocked if another proxy uses the directory, OSError if a port is taken, SettingsError if a
+    file that was given has no token.
     """
     metrics = Metrics()
     metrics.build_info.labels(__version__).set(1)
@@ -153,7 +161,12 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
     connect_gauges(shared, pool)
     aliases, page = parse_aliases(settings.aliases), LivePage(Looks(shared, pool))
     own_hosts = (split_address(settings.admin)[0], *parse_list(settings.admin_hosts))
-    middlewares = [only_own_pages(*own_hosts)]
+    token, is_new = admin_token(settings)
+    if is_new:
+        path = str(admin_token_path(settings))
+        get_logger("main").info("the admin listener asks for a token", token=token, kept_in=path)
+    open_paths = [f"/{name}" for name in parse_list(settings.admin_open)]
+    middlewares = [only_own_pages(*own_hosts), only_operators(token, open_paths)]
     operators = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
     operators.add_routes([*Admin(shared, pool, aliases).routes(), *page.routes()])
     operators.on_shutdown.append(page.stop)

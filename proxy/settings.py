@@ -1,6 +1,10 @@
 """Settings: their names, types, defaults and limits, and where their values come from."""
 
+import ipaddress
+import os
+import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -12,6 +16,8 @@ from proxy.errors import SettingsError
 from proxy.stabilize.model import SWITCHES_PATTERN
 
 ENVIRONMENT_PREFIX = "LLAMA_PREFIX_CACHE_"
+ADMIN_TOKEN = "admin-token"
+"""File beside the states with a token that the proxy has made."""
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 _PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
@@ -62,7 +68,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Address,
         _about(
             "HOST:PORT for the live page, /health, /metrics, /checkpoints and /requests.",
-            "This listener is for operators, not for clients: it asks for no key.",
+            "This listener is for operators, not for clients. On an address that other machines reach, it "
+            "asks for a token; see admin_token_file.",
         ),
     ] = "127.0.0.1:8082"
     admin_hosts: Annotated[
@@ -74,6 +81,23 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "/metrics, because a page of another site could point a name of its own at this listener.",
             title="names, separated by commas",
             pattern=rf"^\s*({_NAMES})?$",
+        ),
+    ] = ""
+    admin_token_file: Annotated[
+        str,
+        _about(
+            "File with the token that the admin listener asks for.",
+            "Unset: none is asked for on a loopback address. On any other address the proxy makes a token, "
+            "prints it once and keeps it in slot_save_path/admin-token. See docs/security.md.",
+        ),
+    ] = ""
+    admin_open: Annotated[
+        str,
+        _about(
+            "What the admin listener answers without its token: health, metrics.",
+            "Neither has a word of any prompt. For probes and for Prometheus.",
+            title="`health`, `metrics` or both, separated by a comma",
+            pattern=r"^\s*((health|metrics)\s*(,\s*(health|metrics)\s*)?)?$",
         ),
     ] = ""
     upstream_api_key: Annotated[
@@ -249,6 +273,63 @@ def reachable(address: str) -> str:
     return f"127.0.0.1:{port}" if host in ("", "0.0.0.0", "[::]") else address
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches a listener at *host*."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def admin_token_path(settings: Settings) -> Path | None:
+    """Return where the token of the admin listener is kept; None if the listener asks for none."""
+    if settings.admin_token_file:
+        return Path(settings.admin_token_file).expanduser()
+    if is_loopback(split_address(settings.admin)[0]):
+        return None
+    return Path(settings.slot_save_path, ADMIN_TOKEN)
+
+
+def read_token(path: Path) -> str:
+    """Return the token in a file; raises SettingsError if there is none."""
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise SettingsError(f"admin_token_file: {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"admin_token_file: {path}: no token of plain letters") from error
+    if not token:
+        raise SettingsError(f"admin_token_file: {path} is empty")
+    return token
+
+
+def admin_token(settings: Settings) -> tuple[str | None, bool]:
+    """Return the token of the admin listener, None without, and whether it was made now.
+
+    Raises SettingsError if a file that was given has no token.
+    """
+    path = admin_token_path(settings)
+    if path is None or settings.admin_token_file or path.exists():
+        return (read_token(path) if path else None), False
+    token = secrets.token_urlsafe(24)
+    with suppress(OSError):  # a directory that cannot be written: this token ends with this proxy
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(token + "\n")
+    return token, True
+
+
+def token_for(settings: Settings) -> str | None:
+    """Return the token to show a proxy's admin listener: a file's, or that of the proxy on this machine.
+
+    Raises SettingsError if a file that was given has none.
+    """
+    path = Path(settings.slot_save_path, ADMIN_TOKEN)
+    if settings.admin_token_file:
+        return read_token(Path(settings.admin_token_file).expanduser())
+    is_here = is_loopback(split_address(reachable(settings.admin))[0])
+    return read_token(path) if is_here and path.exists() else None
+
+
 def describe(name: str) -> tuple[str, Any]:
     """Return a setting's description and its bare type."""
     annotation = next(f.type for f in msgspec.structs.fields(Settings) if f.name == name)
@@ -288,8 +369,14 @@ def merge_settings(
     return merged
 
 
-def complete_settings(merged: dict[str, Any]) -> Settings:
-    """Return the settings with their defaults; raises SettingsError without a directory."""
+def default_directory() -> Path:
+    """Return where `run` keeps states if it is told nothing."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "llama-prefix-cache").absolute()
+
+
+def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -> Settings:
+    """Return the settings with their defaults; raises SettingsError without a directory that is needed."""
     if "slot_save_path" not in merged:
         raise SettingsError("slot_save_path is missing: give llama-server's --slot-save-path")
     settings = _convert(merged, "settings", strict=False)
@@ -298,7 +385,7 @@ def complete_settings(merged: dict[str, Any]) -> Settings:
         is_directory = path.is_dir()
     except OSError as error:
         raise SettingsError(f"slot_save_path: {path}: {error.strerror}") from error
-    if not is_directory:
+    if needs_directory and not is_directory:
         raise SettingsError(
             f"slot_save_path: {path} is not a directory; create it and give it to llama-server too"
         )

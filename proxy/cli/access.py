@@ -14,9 +14,9 @@ import click
 import msgspec
 
 from proxy.cli.common import Command, Exit, config_option, fail, json_option, settings_of
-from proxy.errors import StoreFault, StoreLocked
+from proxy.errors import SettingsError, StoreFault, StoreLocked
 from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint
-from proxy.settings import Settings, reachable
+from proxy.settings import ADMIN_TOKEN, Settings, describe, reachable, token_for
 from proxy.store.directory import StoreDirectory
 from proxy.store.known_models import model_names
 from proxy.store.offline import open_offline
@@ -26,12 +26,19 @@ _CONNECT_SECONDS = 5.0
 _MIN_DIGITS = 4
 
 
+_ASKS_FOR_TOKEN = (
+    "the proxy at {} asks for its admin token: give --admin-token-file FILE. Unless its settings say"
+    f" otherwise, the file is {ADMIN_TOKEN} in its --slot-save-path"
+)
+
+
 class RunningProxy:
     """The admin listener of a proxy that runs; all methods exit with a plain word if it refuses."""
 
-    def __init__(self, address: str) -> None:
-        """*address* is HOST:PORT."""
+    def __init__(self, address: str, token: str | None = None) -> None:
+        """*address* is HOST:PORT, *token* what it asks for."""
         self.address = address
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def checkpoints(self) -> list[ListedCheckpoint]:
         listed = self.ask("GET", "/checkpoints", dict[str, list[ListedCheckpoint]])
@@ -83,8 +90,10 @@ class RunningProxy:
                 connection.connect()
                 connection.sock.settimeout(None)
                 target = f"{path}?{urlencode(query)}" if query else path
-                connection.request(method, target, body, headers or {})
+                connection.request(method, target, body, {**self._headers, **(headers or {})})
                 reply = connection.getresponse()
+                if reply.status == 401:
+                    fail(_ASKS_FOR_TOKEN.format(self.address), Exit.USAGE)
                 if reply.status not in (200, *refusals):
                     status = Exit.UNAVAILABLE if reply.status == 503 else Exit.FAILED
                     fail(_complaint(reply.read()), status)
@@ -148,23 +157,35 @@ _admin_option = click.option(
     metavar="URL",
     help=f"Admin listener of the running proxy. [http://{Settings(slot_save_path='.').admin}]",
 )
+_token_option = click.option(
+    "--admin-token-file", metavar="FILE", help=describe("admin_token_file")[0]
+)
 
 
 def with_proxy(command: Command) -> Command:
     """Give a command a running proxy as its first argument, and the options that say which."""
 
     @_admin_option
+    @_token_option
     @config_option
     @json_option
     @functools.wraps(command)
     def run(
-        admin: str | None, config: Path | None, slot_save_path: Path | None = None, **arguments: Any
+        admin: str | None,
+        admin_token_file: str | None,
+        config: Path | None,
+        slot_save_path: Path | None = None,
+        **arguments: Any,
     ) -> None:
         if slot_save_path is None:
-            given = {"admin": admin.removeprefix("http://").rstrip("/") if admin else None}
-            # A proxy is asked without its directory.
-            settings = settings_of({"slot_save_path": ".", **given}, config)
-            command(RunningProxy(reachable(settings.admin)), **arguments)
+            address = admin.removeprefix("http://").rstrip("/") if admin else None
+            given = {"admin": address, "admin_token_file": admin_token_file}
+            settings = settings_of(given, config, "any")
+            try:
+                token = token_for(settings)
+            except SettingsError as error:
+                fail(error, Exit.USAGE)
+            command(RunningProxy(reachable(settings.admin), token), **arguments)
             return
         if admin is not None:
             fail("--admin and --slot-save-path are two stores: give one", Exit.USAGE)
@@ -187,12 +208,14 @@ def with_store(command: Command) -> Command:
 def with_directory(command: Command) -> Command:
     """Give a command the settings as its first argument, of which it uses the directory."""
 
-    @click.option("--slot-save-path", metavar="PATH", help="Directory of the store.")
+    @click.option(
+        "--slot-save-path", metavar="PATH", help="Directory of the store. [that of `run`]"
+    )
     @config_option
     @json_option
     @functools.wraps(command)
     def run(slot_save_path: str | None, config: Path | None, **arguments: Any) -> None:
-        command(settings_of({"slot_save_path": slot_save_path}, config), **arguments)
+        command(settings_of({"slot_save_path": slot_save_path}, config, "known"), **arguments)
 
     return run
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import click
 import msgspec
@@ -24,9 +24,11 @@ from proxy.log import get_logger
 from proxy.settings import (
     ENVIRONMENT_PREFIX,
     Settings,
+    complete_settings,
+    default_directory,
     describe,
     is_size,
-    load_settings,
+    merge_settings,
     size_in_words,
 )
 
@@ -52,10 +54,20 @@ def fail(complaint: object, exit_status: int = Exit.FAILED) -> NoReturn:
     sys.exit(exit_status)
 
 
-def settings_of(flags: Mapping[str, Any], config: Path | None) -> Settings:
-    """Return the settings of flags, environment and file; exits if one is wrong."""
+def settings_of(
+    flags: Mapping[str, Any],
+    config: Path | None,
+    directory: Literal["given", "known", "any"] = "given",
+) -> Settings:
+    """Return the settings of flags, environment and file; exits if one is wrong.
+
+    If *directory* is not "given" by any of them, a "known" one is that of `run`; "any" may not exist.
+    """
     try:
-        return load_settings(flags, os.environ, config)
+        merged = merge_settings(flags, os.environ, config)
+        if directory == "any" or (directory == "known" and default_directory().is_dir()):
+            merged.setdefault("slot_save_path", str(default_directory()))
+        return complete_settings(merged, needs_directory=directory != "any")
     except SettingsError as error:
         fail(error, Exit.USAGE)
 

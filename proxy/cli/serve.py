@@ -30,6 +30,7 @@ from proxy.settings import (
     NAMES,
     Settings,
     complete_settings,
+    default_directory,
     merge_settings,
     size_in_words,
     split_address,
@@ -55,6 +56,8 @@ def _serve(
         asyncio.run(_serve_until_told(settings, supervisor, n_context_checkpoints))
     except LlamaServerDied as error:
         fail(error, Exit.LLAMA_SERVER_DIED)
+    except SettingsError as error:
+        fail(error, Exit.USAGE)
     except (StoreLocked, OSError) as error:
         fail(error, Exit.UNAVAILABLE)
     except asyncio.CancelledError:
@@ -161,12 +164,11 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
     options = parse_help(read_help(program))
     given = read_given(options, arguments, os.environ)
     own_path = merged.get("slot_save_path")
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     launch = plan_launch(
         given,
         known_names(options),
         own_path=str(Path(own_path).expanduser().absolute()) if own_path else None,
-        default_path=str(Path(cache, "llama-prefix-cache").absolute()),
+        default_path=str(default_directory()),
         free_port=find_free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
     )
@@ -253,7 +255,7 @@ def warm(
         raise click.UsageError("--path and --model are for FILE")
     given = {"path": path, "whole": "1" if whole else None, "request": request_id}
     query = {name: value for name, value in given.items() if value}
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = {"X-Api-Key": api_key} if api_key else {}
     body = for_model(file.read(), model) if file else b""
     last: dict[str, Any] = {}
     with progress("evaluating", None) as update:

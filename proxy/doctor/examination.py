@@ -33,7 +33,7 @@ from proxy.servers.server import kind_of
 from proxy.serving.process import Process
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.serving.shared import quarantined_in_words
-from proxy.settings import Settings, parse_urls, reachable
+from proxy.settings import Settings, parse_urls, reachable, token_for
 from proxy.store.directory import keep_proxies_out
 from proxy.store.files import StateFiles
 from proxy.store.known_models import Owner, owners, read_index
@@ -67,7 +67,7 @@ async def examine(
                 stack.enter_context(keep_proxies_out(Path(settings.slot_save_path)))
             except StoreLocked as lock:
                 setup.lock = str(lock)
-                setup.health = await _health(session, settings.admin)
+                setup.health = await _health(session, settings)
             note("asking llama-server what it is")
             found, urls = [], parse_urls(settings.upstream)
             for url in urls:
@@ -85,11 +85,16 @@ async def examine(
     return setup
 
 
-async def _health(session: aiohttp.ClientSession, admin: str) -> dict[str, Any] | None:
-    """Return what a proxy says of itself at *admin* (HOST:PORT), None if none answers there."""
-    url, limit = f"http://{reachable(admin)}/health", aiohttp.ClientTimeout(total=_HEALTH_SECONDS)
+async def _health(session: aiohttp.ClientSession, settings: Settings) -> dict[str, Any] | None:
+    """Return what a proxy says of itself on its admin listener, None if none answers there."""
+    url, limit = (
+        f"http://{reachable(settings.admin)}/health",
+        aiohttp.ClientTimeout(total=_HEALTH_SECONDS),
+    )
+    token = token_for(settings)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        async with session.get(url, timeout=limit) as reply:
+        async with session.get(url, timeout=limit, headers=headers) as reply:
             health = msgspec.json.decode(await reply.read(), type=dict[str, Any])
     except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
         return None
