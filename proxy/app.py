@@ -149,7 +149,8 @@ async def _rebuild(store: CheckpointStore, degradations: Degradations) -> None:
     log = get_logger("store")
     degradations.begin(DegradationKind.INDEX_REBUILDING, store.rebuild_reason)
     try:
-        log.info("index made anew", became=await store.rebuild())
+        became = await store.rebuild()
+        log.info("index made anew", became=became, says="the index is made anew")
     except StoreFault as fault:
         log.error("the index could not be made anew: the next start tries again", error=str(fault))
         return
@@ -164,7 +165,8 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
     token, is_new = admin_token(settings)
     if is_new:
         path = str(admin_token_path(settings))
-        get_logger("main").info("the admin listener asks for a token", token=token, kept_in=path)
+        says = f"the live page and the commands ask for a token: {token} (kept in {path})"
+        get_logger("admin").info("token made", token=token, kept_in=path, says=says)
     open_paths = [f"/{name}" for name in parse_list(settings.admin_open)]
     middlewares = [only_own_pages(*own_hosts), only_operators(token, open_paths)]
     operators = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)

@@ -32,6 +32,7 @@ from proxy.settings import (
     complete_settings,
     default_directory,
     merge_settings,
+    reachable,
     size_in_words,
     split_address,
 )
@@ -51,11 +52,12 @@ def _serve(
     supervisor: Supervisor | None = None,
     n_context_checkpoints: int = MAX_CONTEXT_CHECKPOINTS,
 ) -> None:
-    """Serve until told to stop, before the llama-server that *supervisor* runs if there is one."""
+    """Serve until told to stop, before the llama-server that *supervisor* runs if there is one.
+
+    Raises LlamaServerDied.
+    """
     try:
         asyncio.run(_serve_until_told(settings, supervisor, n_context_checkpoints))
-    except LlamaServerDied as error:
-        fail(error, Exit.LLAMA_SERVER_DIED)
     except SettingsError as error:
         fail(error, Exit.USAGE)
     except (StoreLocked, OSError) as error:
@@ -79,23 +81,30 @@ async def _serve_until_told(
             is_llama_server_coming=supervisor is not None,
             n_context_checkpoints=n_context_checkpoints,
         ):
-            log.info(
-                "serving", listen=settings.listen, admin=settings.admin, upstream=settings.upstream
-            )
+            of = {name: getattr(settings, name) for name in ("listen", "admin", "upstream")}
+            says = "" if supervisor else f"{_ready(settings)}, llama-server {settings.upstream}"
+            log.info("serving", **of, says=says)
             awaited: set[asyncio.Task[Any]] = {asyncio.ensure_future(stopping.told.wait())}
             if supervisor is not None:
                 running = asyncio.ensure_future(supervisor.run())
                 awaited.add(running)
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if stopping.told.is_set():
-                log.info("finishing requests and saving slots")
+                told = "finishing requests and saving slots"
+                log.info(told, says=told)
     finally:
         if running is not None:
             running.cancel()
             await asyncio.wait({running})
             if not running.cancelled():
                 running.result()  # raises LlamaServerDied if it had ended by itself
-    log.info("stopped")
+    log.info("stopped", says="stopped")
+
+
+def _ready(settings: Settings) -> str:
+    """Return where clients and people find what serves now."""
+    url, page = (f"http://{reachable(address)}" for address in (settings.listen, settings.admin))
+    return f"ready: clients {url}/v1 (Anthropic: {url}), live page {page}"
 
 
 # `llama-prefix-cache run`: starts llama-server itself and serves in front of it.
@@ -140,24 +149,40 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
     except OSError as error:
         fail(error, Exit.UNAVAILABLE)
     configure_logging(settings.log_level, settings.log_format)
-    log = get_logger("run")
-    variables = [f"{name}={value}" for name, value in launch.environment.items()]
-    log.info("llama-server gets these flags too", added=" ".join([*launch.added, *variables]))
-    if "upstream" in merged:
-        log.warning("upstream is ignored: it follows from llama-server's own flags")
-    for note in launch.notes:
-        log.info(note)
-    for warning in launch.warnings:
-        log.warning(warning)
+    _tell(launch, is_upstream_given="upstream" in merged)
 
     async def is_ready() -> bool:
         async with new_session() as client:
             target = Target(settings.upstream)
             return await LlamaServer(client, target, settings.upstream_api_key).is_ready()
 
-    whole_command = [*program, *arguments, *launch.added]
-    supervisor = Supervisor(whole_command, launch.environment, is_ready, restarts=restart)
-    _serve(settings, supervisor, launch.n_context_checkpoints)
+    supervisor = Supervisor(
+        [*program, *arguments, *launch.added],
+        launch.environment,
+        is_ready,
+        restarts=restart,
+        is_shown=settings.log_level == "debug",
+        says_ready=_ready(settings),
+    )
+    try:
+        _serve(settings, supervisor, launch.n_context_checkpoints)
+    except LlamaServerDied as error:
+        path = launch.model_path
+        is_missing = path and not Path(path).exists()
+        fail(f"there is no model file {path}" if is_missing else error, Exit.LLAMA_SERVER_DIED)
+
+
+def _tell(launch: Launch, *, is_upstream_given: bool) -> None:
+    """Log what is started, and what is wrong with it."""
+    log = get_logger("run")
+    variables = [f"{name}={value}" for name, value in launch.environment.items()]
+    added = " ".join([*launch.added, *variables])
+    says = f"starting llama-server: {launch.says}; added: {added}"
+    log.info("llama-server gets these flags too", added=added, says=says)
+    if is_upstream_given:
+        log.warning("upstream is ignored: it follows from llama-server's own flags")
+    for warning in launch.warnings:
+        log.warning(warning)
 
 
 def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, Any]) -> Launch:

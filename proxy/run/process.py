@@ -1,12 +1,13 @@
 """llama-server as a child process: its build and port, its start and end, and its next start.
 
 llama-server leads a session of its own, so that Ctrl-C in a terminal reaches only the proxy, which saves
-first. It writes to our stderr. No llama-server outlives the proxy, whatever becomes of
-the proxy.
+first. What it writes is shown at level debug; else only its end is kept, and shown if it dies. No
+llama-server outlives the proxy, whatever becomes of the proxy.
 """
 
 import asyncio
 import os
+import re
 import shutil
 import signal
 import socket
@@ -81,28 +82,67 @@ def _bind(host: str, port: int) -> int:
 # One process: its start and its end.
 
 _GUARD = Path(__file__).with_name("guard.py")
+_KEPT_BYTES = 1 << 16
+_N_LAST_LINES = 8
+_IS_ERROR = re.compile(r"[\d.]+ E |(error|terminate|GGML_ASSERT|Segmentation)|.*\berror:")
 
 
 class LlamaProcess:
     """A running llama-server."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, output: int | None) -> None:
+        """*output* is where what it writes can be read, None if that goes to our stderr."""
         self._process = process
         self._is_over = False
+        self._output = output
+        self._written = b""
+        if output is not None:
+            os.set_blocking(output, False)
+            asyncio.get_running_loop().add_reader(output, self._read)
 
     @classmethod
-    async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> "LlamaProcess":
+    async def start(
+        cls, command: Sequence[str], environment: Mapping[str, str], *, is_shown: bool
+    ) -> "LlamaProcess":
         """Start *command* with more *environment* than ours; raises OSError if nothing can be started."""
         guard = (sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()))
-        process = await asyncio.create_subprocess_exec(
-            *guard,
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=sys.__stderr__,
-            start_new_session=True,
-            env={**os.environ, **environment},
-        )
-        return cls(process)
+        output, theirs = (None, None) if is_shown else os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *guard,
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.__stderr__ if theirs is None else theirs,
+                stderr=theirs,
+                start_new_session=True,
+                env={**os.environ, **environment},
+            )
+        finally:
+            if theirs is not None:
+                os.close(theirs)
+        return cls(process, output)
+
+    def _read(self) -> None:
+        """Keep the end of what it has written."""
+        with suppress(BlockingIOError):
+            while self._output is not None and (data := os.read(self._output, 1 << 16)):
+                self._written = (self._written + data)[-_KEPT_BYTES:]
+            self.close()
+
+    def close(self) -> None:
+        """Read nothing more of what it writes."""
+        if self._output is not None:
+            asyncio.get_running_loop().remove_reader(self._output)
+            os.close(self._output)
+            self._output = None
+
+    @property
+    def last_words(self) -> str:
+        """What it said of errors, or its last lines; empty if that went to our stderr."""
+        self._read()
+        lines = self._written.decode(errors="replace").splitlines()
+        errors = [line for line in lines if _IS_ERROR.match(line)]
+        return "".join(f"\n  {line}" for line in (errors or lines)[-_N_LAST_LINES:])
 
     @property
     def pid(self) -> int:
@@ -163,12 +203,16 @@ class Supervisor:
         is_ready: Callable[[], Awaitable[bool]],
         *,
         restarts: bool,
+        is_shown: bool = True,
+        says_ready: str = "",
     ) -> None:
-        """*environment* is what the command gets beside ours."""
+        """*environment* is what the command gets beside ours; *is_shown* sends its output to our stderr."""
         self._command = command
         self._environment = environment
         self._is_ready = is_ready
         self._restarts = restarts
+        self._is_shown = is_shown
+        self._says_ready = says_ready
         self._log = get_logger("llama-server")
 
     async def run(self) -> None:
@@ -186,12 +230,15 @@ class Supervisor:
                 raise LlamaServerDied(end)
             n_failures = 1 if (ready_seconds or 0.0) >= _STEADY_SECONDS else n_failures + 1
             delay_seconds = restart_delay_seconds(n_failures)
-            self._log.error(end, restart_in_seconds=delay_seconds)
+            says = f"{end}\nIt is started again in {delay_seconds:.0f} s"
+            self._log.error(end, restart_in_seconds=delay_seconds, says=says)
             await asyncio.sleep(delay_seconds)
 
     async def _run_once(self) -> tuple[str, float | None]:
         """Return how a process ended, in words, and how long it had been ready; None if it never was."""
-        process = await LlamaProcess.start(self._command, self._environment)
+        process = await LlamaProcess.start(
+            self._command, self._environment, is_shown=self._is_shown
+        )
         self._log.info("started llama-server", pid=process.pid)
         ended = asyncio.ensure_future(process.wait())
         try:
@@ -200,9 +247,11 @@ class Supervisor:
         finally:
             ended.cancel()
             await process.stop(STOP_SECONDS)
+            said = process.last_words
+            process.close()
         if ready_at is None:
-            return f"llama-server died before it was ready: {how}; see what it said above", None
-        return f"llama-server died: {how}", time.monotonic() - ready_at
+            return f"llama-server died before it was ready: {how}{said}", None
+        return f"llama-server died: {how}{said}", time.monotonic() - ready_at
 
     async def _await_ready(self, ended: "asyncio.Future[str]") -> float | None:
         """Return when it was ready; None if it ended first. Loading a large model takes minutes."""
@@ -210,7 +259,8 @@ class Supervisor:
         while not ended.done():
             if await self._is_ready():
                 now = time.monotonic()
-                self._log.info("llama-server is ready", after_seconds=round(now - began, 1))
+                seconds, says = round(now - began, 1), self._says_ready
+                self._log.info("llama-server is ready", after_seconds=seconds, says=says)
                 return now
             await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
         return None

@@ -1,6 +1,7 @@
 """`llama-prefix-cache run` as users run it: it starts the real llama-server, and leaves none behind."""
 
 import os
+import re
 import signal
 import socket
 import stat
@@ -31,7 +32,7 @@ def new_run(tmp_path: Path) -> Iterator[StartRun]:
     def make(kind: str = "full", *, has_directory: bool = True, **options: Any) -> RunProcess:
         directory = tmp_path / "slots" if has_directory else None
         if directory:
-            directory.mkdir(exist_ok=True)
+            directory.mkdir(exist_ok=True, mode=0o700)
         model = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER)
         options = {"model": model, "slot_save_path": directory, **options}
         made.append(RunProcess(tmp_path / "run.log", **options))
@@ -144,9 +145,51 @@ def test_model_that_cannot_be_loaded_ends_the_run(new_run: StartRun) -> None:
     run = new_run(model=Path("/no/such/model.gguf"), options=("--restart",))
     run.start()
     assert run.ended() == 70
-    said, complaint, _ = run.log_text().partition("died before it was ready: exit status 1")
-    assert complaint and "failed to load model" in said
+    assert "there is no model file /no/such/model.gguf" in run.log_text()
     assert len(run.server_pids()) == 1
+
+
+AT_DEFAULT = {"LLAMA_PREFIX_CACHE_LOG_LEVEL": "info"}
+
+
+def test_healthy_run_looks_healthy(new_run: StartRun) -> None:
+    run = new_run(environment=AT_DEFAULT)
+    run.start_and_await_caching()
+    ask(run, "first")
+    ask(run, "second")
+    assert run.stop() == 0
+    lines = [line.split("  ", 1) for line in run.log_text().splitlines()]
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d", time) for time, _ in lines)
+    page, clients = run.admin_url, run.base_url
+    expected = (
+        r"starting llama-server: full-tiny.gguf, 1 slot of 16,384 tokens; added: --slot-save-path .*",
+        rf"ready: clients {clients}/v1 \(Anthropic: {clients}\), live page {page}",
+        r"chat  [\d,]+ tokens, 0 reused \(0.0 %\), answered in [\d.]+ m?s  slot 0  new",
+        r"chat  [\d,]+ tokens, [\d,]+ reused \(9\d.\d %\), answered in [\d.]+ m?s, saved .* slot 0.*",
+        r"finishing requests and saving slots",
+        r"stopped",
+    )
+    assert len(lines) == len(expected), run.log_text()
+    for (_, words), pattern in zip(lines, expected, strict=True):
+        assert re.fullmatch(pattern, words), words
+
+
+def test_model_that_is_missing_is_one_sentence(new_run: StartRun) -> None:
+    run = new_run(model=Path("/no/such/model.gguf"), environment=AT_DEFAULT)
+    run.start()
+    assert run.ended() == 70
+    _, *told = run.log_text().splitlines()
+    assert told == ["llama-prefix-cache: there is no model file /no/such/model.gguf"]
+
+
+def test_end_of_llama_server_is_told_with_its_last_words(new_run: StartRun, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"no model")
+    run = new_run(model=tmp_path / "model.gguf", environment=AT_DEFAULT)
+    run.start()
+    assert run.ended() == 70
+    said = run.log_text()
+    assert "died before it was ready: exit status 1" in said and "failed to load model" in said
+    assert len(said.splitlines()) <= 12
 
 
 @pytest.mark.parametrize(
