@@ -212,7 +212,10 @@ async def _listen(app: web.Application, address: str, drain_seconds: float) -> A
     try:
         host, port = split_address(address)
         site = web.TCPSite(runner, host or None, port)
-        await site.start()
+        try:
+            await site.start()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, address) from error
         yield int(runner.addresses[0][1])
     finally:
         await runner.cleanup()

@@ -2,22 +2,26 @@
 
 import ipaddress
 import os
+import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 import yaml
 from msgspec import Meta
 
-from proxy.errors import SettingsError
+from proxy.errors import SettingsError, in_words
 from proxy.stabilize.model import SWITCHES_PATTERN
 
 ENVIRONMENT_PREFIX = "LLAMA_PREFIX_CACHE_"
 ADMIN_TOKEN = "admin-token"
 """File beside the states with a token that the proxy has made."""
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 _PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
@@ -251,6 +255,16 @@ def size_in_words(n_bytes: float) -> str:
     return f"{n_bytes:.0f} bytes"
 
 
+def parse_size(text: str) -> int:
+    """Return a size such as 20GiB, 20GB or 500 in bytes; raises ValueError."""
+    found = re.fullmatch(r"([\d.]+)\s*([kmgt]?)(i?)(b?)", text.strip().lower())
+    if found is None:
+        raise ValueError(text)
+    number, prefix, binary, unit = found.groups()
+    base = 1000 if unit and not binary else 1024
+    return int(float(number) * base ** " kmgt".index(prefix or " "))
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Return host and port of HOST:PORT or [HOST]:PORT."""
     host, _, port = address.rpartition(":")
@@ -295,7 +309,7 @@ def read_token(path: Path) -> str:
     try:
         token = path.read_text(encoding="ascii").strip()
     except OSError as error:
-        raise SettingsError(f"admin_token_file: {path}: {error.strerror}") from error
+        raise SettingsError(f"admin_token_file: {in_words(error)}") from error
     except UnicodeDecodeError as error:
         raise SettingsError(f"admin_token_file: {path}: no token of plain letters") from error
     if not token:
@@ -330,15 +344,56 @@ def token_for(settings: Settings) -> str | None:
     return read_token(path) if is_here and path.exists() else None
 
 
+def metas_of(name: str) -> tuple[Any, list[Meta]]:
+    """Return a setting's bare type, and what is said of it."""
+    annotation = next(f.type for f in msgspec.structs.fields(Settings) if f.name == name)
+    metas: list[Meta] = []
+    while hasattr(annotation, "__metadata__"):
+        metas += annotation.__metadata__
+        annotation = get_args(annotation)[0]
+    return annotation, metas
+
+
 def describe(name: str) -> tuple[str, Any]:
     """Return a setting's description and its bare type."""
-    annotation = next(f.type for f in msgspec.structs.fields(Settings) if f.name == name)
-    description = ""
-    while hasattr(annotation, "__metadata__"):
-        for meta in annotation.__metadata__:  # a type's own pattern comes first
-            description = description or meta.description or ""
-        annotation = get_args(annotation)[0]
-    return description, annotation
+    type_, metas = metas_of(name)
+    return next((meta.description for meta in metas if meta.description), ""), type_
+
+
+def written(name: str, value: Any) -> str:
+    """Return a setting's value as people write it."""
+    if value in (None, ""):
+        return "null" if value is None else '""'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if is_size(name) and value:
+        unit = next((u for u, n_bytes in reversed(UNITS.items()) if value % n_bytes == 0), "")
+        return f"{value // UNITS.get(unit, 1)}{unit}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def allowed(name: str) -> str:
+    """Return in words what a setting may be."""
+    type_, metas = metas_of(name)
+    title = next((meta.title for meta in metas if meta.title), None)
+    bounds = [
+        f"{words} {written(name, bound)}"
+        for meta in metas
+        for key, words in _BOUNDS.items()
+        if (bound := getattr(meta, key)) is not None
+    ]
+    return ", ".join([title or _kind(name, type_), *bounds])
+
+
+def _kind(name: str, type_: Any) -> str:
+    if get_origin(type_) is Literal:
+        return " or ".join(f"`{value}`" for value in get_args(type_))
+    if isinstance(type_, UnionType):
+        kinds = [_kind(name, part) for part in get_args(type_) if part is not type(None)]
+        return " or ".join([*kinds, "nothing"])
+    if is_size(name):
+        return "bytes or a size such as 5GiB"
+    return {bool: "true or false", int: "whole number", float: "number"}.get(type_, "text")
 
 
 # Where values come from: flags beat the environment (LLAMA_PREFIX_CACHE_*), which beats the YAML file,
@@ -384,7 +439,7 @@ def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -
     try:
         is_directory = path.is_dir()
     except OSError as error:
-        raise SettingsError(f"slot_save_path: {path}: {error.strerror}") from error
+        raise SettingsError(f"slot_save_path: {in_words(error)}") from error
     if needs_directory and not is_directory:
         raise SettingsError(
             f"slot_save_path: {path} is not a directory; create it and give it to llama-server too"
@@ -395,9 +450,13 @@ def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -
 def _read_file(file: Path) -> dict[str, Any]:
     """Return the `name: value` lines of a YAML file; raises SettingsError."""
     try:
-        content = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SettingsError(f"{file}: {error}") from error
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(in_words(error)) from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise SettingsError(f"{file}{line}: expected `name: value` lines") from error
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
@@ -410,38 +469,43 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
     keys = {ENVIRONMENT_PREFIX + name.upper(): name for name in NAMES}
     for key in environment:
         if key.startswith(ENVIRONMENT_PREFIX) and key not in {*keys, ENVIRONMENT_PREFIX + "CONFIG"}:
-            raise SettingsError(f"environment: {key} is not a setting; allowed: {', '.join(NAMES)}")
+            raise SettingsError(f"environment: {_no_setting(key, list(keys))}")
     return {name: environment[key] for key, name in keys.items() if key in environment}
 
 
 def _convert(values: dict[str, Any], source: str, *, strict: bool) -> Settings:
-    sized = {name: _parse_size(source, name, value) for name, value in values.items()}
+    plain = {name: _plain(source, name, value) for name, value in values.items()}
     try:
-        return msgspec.convert(sized, Settings, strict=strict)
+        return msgspec.convert(plain, Settings, strict=strict)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{source}: {_complaint(str(error))}") from error
+        if unknown := [name for name in values if name not in NAMES]:
+            raise SettingsError(f"{source}: {_no_setting(unknown[0], NAMES)}") from error
+        name = str(error).partition(" - at `$.")[2].rstrip("`")
+        raise SettingsError(f"{source}: {_complaint(name, plain[name])}") from error
 
 
-def _parse_size(source: str, name: str, value: Any) -> Any:
-    """Return a size written as 20GiB in bytes; anything else as it is."""
+def _plain(source: str, name: str, value: Any) -> Any:
+    """Return a value in its plain form: 20GiB in bytes, a list with commas; anything else as it is."""
+    if name not in NAMES:
+        return value
+    if describe(name)[1] is str and isinstance(value, list | dict):
+        pairs = value.items() if isinstance(value, dict) else ((each,) for each in value)
+        return ", ".join(" = ".join(map(str, pair)) for pair in pairs)
     if not is_size(name) or not isinstance(value, str):
         return value
-    number, suffix = value.strip()[:-3], value.strip()[-3:]
     try:
-        return int(float(number) * UNITS[suffix]) if suffix in UNITS else int(value)
+        return parse_size(value)
     except (ValueError, OverflowError) as error:
-        raise SettingsError(
-            f"{source}: {value!r} is not a size, at `{name}`: write bytes, or such as 20GiB "
-            f"({', '.join(UNITS)})"
-        ) from error
+        raise SettingsError(f"{source}: {_complaint(name, value)}") from error
 
 
-def _complaint(message: str) -> str:
-    """Return msgspec's complaint about a setting, with what is allowed instead."""
-    if "unknown field" in message:
-        return f"{message.replace('Object contains u', 'U')}; allowed: {', '.join(NAMES)}"
-    complaint, _, place = message.partition(" - at `$.")
-    name = place.rstrip("`")
-    if "regex" in complaint:
-        complaint = "Not of the right form"
-    return f"{complaint}, at `{name}` ({describe(name)[0]})"
+def _complaint(name: str, value: Any) -> str:
+    """Return that a value is refused, and what is allowed instead."""
+    said = "what is given" if name.endswith("_key") else f"`{written('', value)}`"
+    return f"{said} is not allowed, at `{name}`. Allowed: {allowed(name)}. {describe(name)[0]}"
+
+
+def _no_setting(name: str, names: Sequence[str]) -> str:
+    near = get_close_matches(name, names, 1)
+    meant = f", perhaps {near[0]}" if near else ""
+    return f"{name} is no setting{meant}; settings: {', '.join(NAMES)}"

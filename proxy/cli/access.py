@@ -14,7 +14,7 @@ import click
 import msgspec
 
 from proxy.cli.common import Command, Exit, config_option, fail, json_option, settings_of
-from proxy.errors import SettingsError, StoreFault, StoreLocked
+from proxy.errors import SettingsError, StoreFault, StoreLocked, in_words
 from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint
 from proxy.settings import ADMIN_TOKEN, Settings, describe, reachable, token_for
 from proxy.store.directory import StoreDirectory
@@ -100,8 +100,8 @@ class RunningProxy:
                 yield reply
         except (HTTPException, OSError) as error:
             fail(
-                f"no proxy answers at http://{self.address} ({error}). If one runs with another `admin`,"
-                " give --admin http://HOST:PORT; if none runs, most commands take --slot-save-path"
+                f"no proxy answers at http://{self.address}: {in_words(error)}. If one runs with another"
+                " `admin`, give --admin http://HOST:PORT; if none runs, most commands take --slot-save-path"
                 " DIRECTORY",
                 Exit.UNAVAILABLE,
             )

@@ -19,7 +19,7 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from proxy.errors import SettingsError
+from proxy.errors import SettingsError, in_words
 from proxy.log import get_logger
 from proxy.settings import (
     ENVIRONMENT_PREFIX,
@@ -30,6 +30,7 @@ from proxy.settings import (
     is_size,
     merge_settings,
     size_in_words,
+    written,
 )
 
 
@@ -50,7 +51,8 @@ class Exit(IntEnum):
 
 def fail(complaint: object, exit_status: int = Exit.FAILED) -> NoReturn:
     """Say on stderr what is wrong, and exit."""
-    click.echo(f"llama-prefix-cache: {complaint}", err=True)
+    said = in_words(complaint) if isinstance(complaint, BaseException) else complaint
+    click.echo(f"llama-prefix-cache: {said}", err=True)
     sys.exit(exit_status)
 
 
@@ -167,7 +169,7 @@ def _setting_option(field: msgspec.structs.FieldInfo) -> Callable[[Command], Com
         metavar=None if is_flag else metavar,
         is_flag=is_flag,
         default=None,
-        help=description + (f" [{field.default}]" if has_default else ""),
+        help=description + (f" [{written(field.name, field.default)}]" if has_default else ""),
     )
 
 

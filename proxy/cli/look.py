@@ -11,6 +11,7 @@ from rich.text import Text
 
 from proxy.cli.access import RunningProxy, with_proxy
 from proxy.cli.common import answer, checkpoints_in_words, table_of
+from proxy.core.rates import seconds_in_words
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
 from proxy.explain.views import Explanation, Nearest
@@ -55,7 +56,7 @@ def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "prompt tokens", f"{today['n_prompt']:,}, of which {today['n_reused']:,} reused ({share})"
     yield "restored", f"{today['n_restored']:,} of the reused tokens"
     yield "missed", f"{today['n_missed']:,} tokens: `explain miss` says why"
-    yield "time saved", f"{today['saved_seconds'] or 0:.1f} s of evaluation"
+    yield "time saved", f"{seconds_in_words(today['saved_seconds'] or 0)} of evaluation"
 
 
 # An explanation as people read it, with what has changed in colour.
@@ -82,8 +83,8 @@ def explanation_text(explanation: Explanation) -> Text:
         reuse = f"{request.confirmed:,} of {request.n_prompt:,} tokens reused"
         if request.n_missed:
             reuse += f", {request.n_missed:,} evaluated again"
-        if (request.saved_seconds or 0) >= 0.005:
-            reuse += f"; {request.saved_seconds:.2f} s saved"
+        if (request.saved_seconds or 0) >= 0.0005:
+            reuse += f"; {seconds_in_words(request.saved_seconds or 0)} saved"
         lines.append(Text(reuse))
     if request.why:
         lines.append(Text(f"plan: {request.chosen or 'none'}, {request.why}", style="dim"))

@@ -13,8 +13,9 @@ from proxy.app import run_proxy
 from proxy.cli.access import RunningProxy, with_proxy
 from proxy.cli.common import Exit, Stopping, answer, fail, progress, setting_options, settings_of
 from proxy.core.launch import Launch, let_presets_win, plan_launch
+from proxy.core.rates import seconds_in_words
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
-from proxy.errors import LlamaServerDied, SettingsError, StoreLocked
+from proxy.errors import LlamaServerDied, SettingsError, StoreLocked, in_words
 from proxy.llama.client import LlamaServer, new_session
 from proxy.llama.flags import known_names, parse_help, read_given, variables_of
 from proxy.llama.routes import Target
@@ -22,6 +23,7 @@ from proxy.log import configure_logging, get_logger
 from proxy.run.process import (
     Supervisor,
     find_free_port,
+    port_refusal,
     read_help,
     require_free_port,
     split_command,
@@ -60,7 +62,16 @@ def _serve(
         asyncio.run(_serve_until_told(settings, supervisor, n_context_checkpoints))
     except SettingsError as error:
         fail(error, Exit.USAGE)
-    except (StoreLocked, OSError) as error:
+    except StoreLocked as error:
+        fail(error, Exit.UNAVAILABLE)
+    except OSError as error:
+        for flag, address in (("--listen", settings.listen), ("--admin", settings.admin)):
+            if error.filename == address:
+                error.filename = None
+                fail(
+                    f"cannot {port_refusal(*split_address(address), error)}: give another {flag}",
+                    Exit.UNAVAILABLE,
+                )
         fail(error, Exit.UNAVAILABLE)
     except asyncio.CancelledError:
         fail("stopped before everything was saved", Exit.CUT_SHORT)
@@ -214,7 +225,7 @@ def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
             lines = Path(launch.api_key_file).read_text(errors="replace").splitlines()
             api_key = next((line for line in lines if line and not line.startswith("#")), None)
     except OSError as error:
-        raise SettingsError(str(error)) from error
+        raise SettingsError(in_words(error)) from error
     own = {"upstream": launch.upstream, "upstream_api_key": api_key}
     settings = complete_settings({**merged, "slot_save_path": str(directory), **own})
     if launch.port in {split_address(address)[1] for address in (settings.listen, settings.admin)}:
@@ -292,7 +303,10 @@ def warm(
     warmed = last["warmed"]
     if pin:
         proxy.pin(warmed["id"], is_pinned=True)
-    how = "were kept already" if warmed["was_kept"] else f"took {warmed['seconds']:.1f} s"
+    pin = any(c.is_pinned for c in proxy.checkpoints() if c.id == warmed["id"])
+    how = (
+        "were kept already" if warmed["was_kept"] else f"took {seconds_in_words(warmed['seconds'])}"
+    )
     answer(
         {**warmed, "is_pinned": pin},
         f"{warmed['n_usable']:,} of {warmed['n_prompt_tokens']:,} tokens are in {warmed['id'][:8]} "

@@ -22,6 +22,7 @@ from proxy.cli.common import (
     progress,
     table_of,
 )
+from proxy.core.rates import seconds_in_words
 from proxy.explain.views import Deleted, ListedCheckpoint
 from proxy.settings import Settings, size_in_words
 from proxy.store.offline import ProblemKind, examine, mend
@@ -104,7 +105,7 @@ def _leaf(checkpoint: ListedCheckpoint) -> Text:
         f"restored {checkpoint.n_restores}x",
     ]
     if checkpoint.value_seconds is not None:
-        facts.append(f"worth {checkpoint.value_seconds:.1f} s")
+        facts.append(f"worth {seconds_in_words(checkpoint.value_seconds)}")
     if checkpoint.quarantine:
         facts.append(f"quarantined: {checkpoint.quarantine.why}")
     return _line(*facts, "pinned") if checkpoint.is_pinned else _line(*facts)

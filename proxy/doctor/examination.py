@@ -23,7 +23,7 @@ from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Empty
 from proxy.core.tokens import Namespace
 from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup
 from proxy.doctor.probes import ProbedServer, Scratch, has_ram_cache, scratch
-from proxy.errors import CacheFault, IndexDamaged, StoreFault, StoreLocked, UpstreamFault
+from proxy.errors import CacheFault, IndexDamaged, StoreFault, StoreLocked, UpstreamFault, in_words
 from proxy.llama.client import LlamaServer, Props, new_session
 from proxy.llama.hosts import recognise
 from proxy.llama.routes import Target
@@ -116,7 +116,8 @@ def _examine_directory(setup: Setup) -> Stored | None:
         os.listdir(directory)
         probe.unlink()
     except OSError as error:
-        setup.problem = error.strerror or str(error)
+        error.filename = None
+        setup.problem = in_words(error)
     if setup.problem or setup.lock:
         return None
     try:
@@ -185,7 +186,7 @@ async def _examine_server(
                 facts.failures.append(f"the slots could not be examined: {fault}")
             facts.degradations = tuple(probing.services.degradations.active)
     except (StoreFault, OSError) as fault:
-        facts.failures.append(f"no scratch store could be opened: {fault}")
+        facts.failures.append(f"no scratch store could be opened: {in_words(fault)}")
 
 
 async def _contact(facts: LlamaServerFacts, probing: Scratch) -> Props | None:

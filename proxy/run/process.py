@@ -6,6 +6,7 @@ llama-server outlives the proxy, whatever becomes of the proxy.
 """
 
 import asyncio
+import errno
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from proxy.core.launch import restart_delay_seconds
-from proxy.errors import LlamaServerDied, SettingsError
+from proxy.errors import LlamaServerDied, SettingsError, in_words
 from proxy.log import get_logger
 
 # Before the start: which build is this, and is its port free?
@@ -46,8 +47,11 @@ def read_help(program: Sequence[str]) -> str:
             stderr=subprocess.STDOUT,
             timeout=_HELP_SECONDS,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SettingsError(f"{program[0]} --help: {error}") from error
+    except OSError as error:
+        raise SettingsError(f"{program[0]} cannot be run: it is no program") from error
+    except subprocess.TimeoutExpired as error:
+        told = f"{program[0]} --help did not answer within {_HELP_SECONDS:.0f} s"
+        raise SettingsError(told) from error
     return done.stdout.decode(errors="replace")
 
 
@@ -64,9 +68,30 @@ def require_free_port(host: str, port: int) -> None:
     try:
         _bind(host, port)
     except OSError as error:
-        raise OSError(
-            f"llama-server cannot listen on {host}:{port}: {error.strerror or error}"
-        ) from error
+        raise OSError(f"llama-server cannot {port_refusal(host, port, error)}") from error
+
+
+def port_refusal(host: str, port: int, error: OSError) -> str:
+    """Return why nothing can listen on *port* of *host*, and what else listens there."""
+    who = _listener(port) if error.errno == errno.EADDRINUSE else ""
+    return f"listen on {host}:{port}: {in_words(error)}{f' by {who}' if who else ''}"
+
+
+def _listener(port: int) -> str:
+    """Return which process of this machine listens on *port*, empty if that cannot be told."""
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                _, local, _, state, *_, inode = line.split()[:10]
+                if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{inode}]")
+    for opened in Path("/proc").glob("[0-9]*/fd/*") if sockets else ():
+        with suppress(OSError):
+            if os.readlink(opened) in sockets:
+                name = Path(opened.parts[0], *opened.parts[1:3], "comm").read_text().strip()
+                return f"{name} (process {opened.parts[2]})"
+    return ""
 
 
 def _bind(host: str, port: int) -> int:

@@ -18,7 +18,7 @@ from typing import IO
 
 from proxy.core.model import Checkpoint
 from proxy.core.tokens import hash_prefixes
-from proxy.errors import CacheFault, StateFileMalformed, StoreFault
+from proxy.errors import CacheFault, StateFileMalformed, StoreFault, in_words
 from proxy.llama.state_file import read_state_file
 from proxy.store.directory import LOCK_NAME, Sidecar, StoreDirectory, decode_sidecar, encode_sidecar
 from proxy.store.files import final_name_of, id_of
@@ -130,9 +130,9 @@ def import_checkpoints(
                 note(sidecar.checkpoint.size_bytes)
     except (tarfile.TarError, BundleRefused, StoreFault, OSError) as error:
         is_refused = isinstance(error, tarfile.TarError | BundleRefused)
-        why = "it is not what `export` writes: " if isinstance(error, tarfile.TarError) else ""
+        why = "it is not what `export` writes" if isinstance(error, tarfile.TarError) else ""
         stayed = f"{len(imported.entered)} of its checkpoints were entered before that, and stay"
-        told = f"{why}{error}; {stayed if imported.entered else 'nothing of it was entered'}"
+        told = f"{why or in_words(error)}; {stayed if imported.entered else 'nothing of it was entered'}"
         raise (BundleRefused if is_refused else StoreFault)(told) from error
     return imported
 

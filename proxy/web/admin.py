@@ -327,8 +327,8 @@ class Admin:
                 lines.put_nowait({"warmed": warmed})
             except (CacheFault, ProxyError) as error:
                 lines.put_nowait({"error": str(error)})
-            except Exception as error:
-                lines.put_nowait({"error": f"{type(error).__name__}: {error}"})
+            except Exception:
+                lines.put_nowait({"error": "the proxy failed: its log says more"})
                 raise
 
         task = asyncio.ensure_future(warm())
@@ -347,8 +347,12 @@ class Admin:
         body = parse_body(raw)
         path = request.query.get("path") or (route_path(body) if body else "")
         route = generation_route("POST", path)
-        if body is None or route not in _CACHED:
-            raise _refused(web.HTTPBadRequest, "the body is no request whose prompt is cached")
+        if body is None:
+            raise _refused(web.HTTPBadRequest, "the body is no JSON object")
+        if route not in _CACHED:
+            nothing = "the body is no request: it has no messages, prompt or input"
+            why = f"{path} is no API whose prompts are cached" if path else nothing
+            raise _refused(web.HTTPBadRequest, why)
         try:
             wanted = header_request(route, body, is_whole=is_whole)
         except (KeyError, TypeError, AttributeError) as error:
