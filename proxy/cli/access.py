@@ -1,6 +1,7 @@
 """The store that a command works on: that of a running proxy, or a directory that no proxy uses."""
 
 import functools
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -16,7 +17,7 @@ import msgspec
 from proxy.cli.common import Command, Exit, config_option, fail, json_option, settings_of
 from proxy.errors import SettingsError, StoreFault, StoreLocked, in_words
 from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint
-from proxy.settings import ADMIN_TOKEN, Settings, describe, reachable, token_for
+from proxy.settings import ADMIN_TOKEN, Settings, describe, reachable, split_address, token_for
 from proxy.store.directory import StoreDirectory
 from proxy.store.known_models import model_names
 from proxy.store.offline import open_offline
@@ -112,6 +113,14 @@ class RunningProxy:
         except msgspec.DecodeError:
             self.fail_foreign()
 
+    def is_there(self) -> bool:
+        """Return whether anything listens at the address."""
+        try:
+            socket.create_connection(split_address(self.address), _CONNECT_SECONDS).close()
+        except OSError:
+            return False
+        return True
+
     def fail_foreign(self) -> NoReturn:
         fail(f"what answers at http://{self.address} is not llama-prefix-cache", Exit.UNAVAILABLE)
 
@@ -162,8 +171,11 @@ _token_option = click.option(
 )
 
 
-def with_proxy(command: Command) -> Command:
-    """Give a command a running proxy as its first argument, and the options that say which."""
+def with_proxy(command: Command, *, works_on_directories: bool = False) -> Command:
+    """Give a command a running proxy as its first argument, and the options that say which.
+
+    If it *works_on_directories*, and no proxy runs, it gets the store of a directory that is known.
+    """
 
     @_admin_option
     @_token_option
@@ -182,12 +194,17 @@ def with_proxy(command: Command) -> Command:
             given = {"admin": address, "admin_token_file": admin_token_file}
             settings = settings_of(given, config, "any")
             try:
-                token = token_for(settings)
+                proxy = RunningProxy(reachable(settings.admin), token_for(settings))
             except SettingsError as error:
                 fail(error, Exit.USAGE)
-            command(RunningProxy(reachable(settings.admin), token), **arguments)
-            return
-        if admin is not None:
+            known = Path(settings.slot_save_path)
+            has_store = works_on_directories and (known / "index").is_dir()
+            if admin is not None or not has_store or proxy.is_there():
+                command(proxy, **arguments)
+                return
+            slot_save_path = known
+            click.echo(f"no proxy answers at {proxy.address}: this is {known} itself", err=True)
+        elif admin is not None:
             fail("--admin and --slot-save-path are two stores: give one", Exit.USAGE)
         with opened(slot_save_path.expanduser()) as store:
             command(DirectoryStore(store), **arguments)
@@ -202,7 +219,7 @@ def with_store(command: Command) -> Command:
         type=click.Path(path_type=Path),
         help="Work on this directory itself, while no proxy uses it.",
     )
-    return option(with_proxy(command))
+    return option(with_proxy(command, works_on_directories=True))
 
 
 def with_directory(command: Command) -> Command:
@@ -226,7 +243,10 @@ def opened(
 ) -> Iterator[StoreDirectory]:
     """Yield the store of a directory; exits with a plain word if it, or the work on it, fails."""
     try:
-        with open_offline(directory, may_be_new=may_be_new, mends_index=mends_index) as store:
+        with (
+            told_plainly(),
+            open_offline(directory, may_be_new=may_be_new, mends_index=mends_index) as store,
+        ):
             yield store
     except StoreLocked:
         fail(
@@ -234,6 +254,15 @@ def opened(
             " ask it (--admin)",
             Exit.UNAVAILABLE,
         )
+
+
+@contextmanager
+def told_plainly() -> Iterator[None]:
+    """Exit with a plain word if the work on a directory fails; raises StoreLocked."""
+    try:
+        yield
+    except StoreLocked:
+        raise
     except (StoreFault, OSError) as fault:
         fail(fault)
 

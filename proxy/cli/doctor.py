@@ -51,12 +51,13 @@ def doctor(config: Path | None, model: str | None, as_json: bool, **flags: Any) 
     llama-prefix-cache doctor --upstream http://127.0.0.1:8080 --slot-save-path ~/slots
     llama-prefix-cache doctor --model qwen3 --slot-save-path ~/slots     at a router or llama-swap
 
-    Takes the settings of serve, so its flags, variables and configuration file do. Probes run in empty
+    Takes the settings of serve, so its flags, variables and configuration file do; without a directory it
+    is that of `run`. A proxy that uses the directory is asked what it stands before. Probes run in empty
     slots and leave nothing behind. Every llama-server of the upstream is examined; at a router or
     llama-swap the models that are loaded, or the one that is named, which is loaded if need be: another one
     may have to go for it. Exit status: 0 it will work, 1 with limits, 2 it will not.
     """
-    settings = settings_of(flags, config)
+    settings = settings_of(flags, config, "known")
     configure_logging("critical", "console")  # what an attach would log is reported
     setup = _until_interrupted(lambda note: examine(settings, model=model or "", note=note))
     answer(json_report(setup), report(setup, console()), as_json=as_json)

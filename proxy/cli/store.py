@@ -11,7 +11,15 @@ from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
-from proxy.cli.access import DirectoryStore, Store, all_named, opened, with_directory, with_store
+from proxy.cli.access import (
+    Store,
+    all_named,
+    named,
+    opened,
+    told_plainly,
+    with_directory,
+    with_store,
+)
 from proxy.cli.common import (
     Exit,
     age_in_words,
@@ -23,10 +31,11 @@ from proxy.cli.common import (
     table_of,
 )
 from proxy.core.rates import seconds_in_words
-from proxy.explain.views import Deleted, ListedCheckpoint
+from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint
 from proxy.settings import Settings, size_in_words
+from proxy.store.files import StateFiles
 from proxy.store.offline import ProblemKind, examine, mend
-from proxy.store.transfer import BundleRefused, export_checkpoints, import_checkpoints
+from proxy.store.transfer import BundleRefused, export_checkpoints, import_checkpoints, read_records
 
 # `llama-prefix-cache ls`: what is stored, as a tree.
 
@@ -340,15 +349,19 @@ def export(settings: Settings, names: tuple[str, ...], file: Path, as_json: bool
     llama-prefix-cache export 1b70c4d2 -o session.lpc --slot-save-path /var/lib/llama-prefix-cache
 
     ID is the beginning of what ls shows: a checkpoint, or all of a session, header or namespace. The file
-    says which model its states are of. It is as good as a transcript, and readable for you alone. No proxy
-    may run on the directory meanwhile.
+    says which model its states are of. It is as good as a transcript, and readable for you alone. A proxy
+    may be using the directory meanwhile.
     """
-    with opened(Path(settings.slot_save_path)) as store:
-        ids = sorted(checkpoint.id for checkpoint in all_named(DirectoryStore(store), names))
-        chosen = [c for c in store.checkpoints() if f"{c.id:016x}" in ids]
-        n_bytes = sum(checkpoint.size_bytes for checkpoint in chosen)
+    files = StateFiles(Path(settings.slot_save_path))
+    with told_plainly():
+        records = read_records(files)
+        models = {r.checkpoint.namespace: r.owner.known.name for r in records if r.owner}
+        listed = [list_checkpoint(record.checkpoint, models) for record in records]
+        ids = sorted({c.id for name in names for c in named(name, listed)})
+        chosen = [record for record in records if f"{record.checkpoint.id:016x}" in ids]
+        n_bytes = sum(record.checkpoint.size_bytes for record in chosen)
         with progress("exporting", n_bytes) as update:
-            export_checkpoints(store, chosen, file, lambda n: update(advance=n))
+            export_checkpoints(files, chosen, file, lambda n: update(advance=n))
     content = {"file": str(file), "exported": ids, "size_bytes": n_bytes}
     answer(content, f"{checkpoints_in_words(len(ids), n_bytes)} are in {file}", as_json=as_json)
 

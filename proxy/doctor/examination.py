@@ -68,6 +68,9 @@ async def examine(
             except StoreLocked as lock:
                 setup.lock = str(lock)
                 setup.health = await _health(session, settings)
+                # What it stands before, only it knows: under `run` the port is a random one.
+                upstream = (setup.health or {}).get("upstream") or settings.upstream
+                settings = msgspec.structs.replace(settings, upstream=upstream)
             note("asking llama-server what it is")
             found, urls = [], parse_urls(settings.upstream)
             for url in urls:
@@ -82,6 +85,8 @@ async def examine(
             stored = _examine_directory(setup)
             for upstream, facts in found:
                 await _examine_server(upstream, facts, setup, stored, rewrite, note)
+                if setup.is_proxy_caching:
+                    facts.degradations = ()  # the proxy has llama-server's key, and says what it met
     return setup
 
 

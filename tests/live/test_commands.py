@@ -62,14 +62,18 @@ async def test_session_is_carried_to_another_directory_and_served_from_there(
         assert sorted((await asked("pin", header[:8], *admin))["changed"]) == ids
         status, output = await command("rm", ids[0], *admin)
         assert status == 1 and "pinned" in output
-        for held in (("check",), ("ls",), ("export", header, "-o", file)):
+        for held in (("check",), ("ls",)):
             status, output = await command(*held, "--slot-save-path", first)
             assert status == 69 and f"a proxy uses {first}" in output
+        # The proxy runs, and a request is served, while its states are exported.
+        exported, _ = await asyncio.gather(
+            asked("export", header[:8], "-o", file, "--slot-save-path", first),
+            rig.chat(MESSAGES[1], tools=TOOLS),
+        )
+        assert exported["exported"] == ids and file.stat().st_mode & 0o077 == 0
         await rig.stop_proxy()
         assert (await command("ls", *admin))[0] == 69
         assert (await asked("check", "--slot-save-path", first))["problems"] == []
-        exported = await asked("export", header[:8], "-o", file, "--slot-save-path", first)
-        assert exported["exported"] == ids and file.stat().st_mode & 0o077 == 0
         await rig.start_proxy()
     second.mkdir(mode=0o700)
     imported = await asked("import", file, "--slot-save-path", second)

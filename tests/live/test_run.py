@@ -1,14 +1,18 @@
 """`llama-prefix-cache run` as users run it: it starts the real llama-server, and leaves none behind."""
 
+import json
 import os
 import re
 import signal
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -66,6 +70,44 @@ def test_run_serves_a_cached_request_and_ctrl_c_leaves_nothing_running(
     log = run.log_text()
     assert "-np 1 --cache-ram 0 --ctx-checkpoints 8 --metrics" in log
     assert "llama_server: listening on" in log  # llama-server's own
+
+
+def test_commands_know_where_run_keeps_states_and_what_it_stands_before(
+    new_run: StartRun, tmp_path: Path
+) -> None:
+    """Under `run` nobody has chosen the directory, llama-server's port or, here, its key."""
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    arguments = (*LLAMA_SERVER_ARGUMENTS, "--api-key", "a-key")
+    run = new_run(has_directory=False, environment=cache, arguments=arguments)
+
+    def command(*words: str, admin: bool = True) -> "subprocess.CompletedProcess[str]":
+        where = {"LLAMA_PREFIX_CACHE_ADMIN": run.admin_url.removeprefix("http://")}
+        return subprocess.run(
+            [sys.executable, "-m", "proxy", *words],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **cache, **where},
+        )
+
+    run.start_and_await_caching()
+    headers = {"Authorization": "Bearer a-key"}
+    body = {"messages": [*HEADER, {"role": "user", "content": "first"}], "max_tokens": 4}
+    data = json.dumps({**body, "tools": TOOLS}).encode()
+    with urlopen(Request(f"{run.base_url}/v1/chat/completions", data, headers)) as reply:
+        assert reply.status == 200
+    run.wait_for(lambda: run.health()["checkpoints"])
+    doctor = command("doctor")
+    assert doctor.returncode == 0, doctor.stdout
+    assert doctor.stdout.startswith("Caching will work.") and "It is caching" in doctor.stdout
+    (stored,) = json.loads(command("ls", "--json").stdout)["checkpoints"]
+    file = tmp_path / "out.lpc"
+    assert command("export", stored["id"], "-o", str(file)).returncode == 0 and file.exists()
+    assert run.stop() == 0
+    for words in (["ls"], ["check"], ["purge", "--unused-for", "7d", "--dry-run"]):
+        done = command(*words)
+        assert done.returncode == 0, done.stderr
+    assert "no proxy answers" in command("ls").stderr and "1 checkpoint" in command("ls").stdout
+    assert command("doctor").returncode == 2  # nothing runs
 
 
 @ONE_KIND
