@@ -45,6 +45,10 @@ class RunningProxy:
         listed = self.ask("GET", "/checkpoints", dict[str, list[ListedCheckpoint]])
         return listed["checkpoints"]
 
+    def told(self) -> dict[str, Any]:
+        """Return what the live page is told."""
+        return self.ask("GET", "/overview", dict[str, Any])
+
     def pin(self, checkpoint_id: str, *, is_pinned: bool) -> None:
         method = "PUT" if is_pinned else "DELETE"
         self.ask(method, f"/checkpoints/{checkpoint_id}/pin", dict[str, Any])
@@ -61,9 +65,11 @@ class RunningProxy:
         type_: type[T],
         query: Mapping[str, str] | None = None,
         refusals: tuple[int, ...] = (),
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> T:
         """Return the answer to a request; an error exits unless its status is one of *refusals*."""
-        with self._reply(method, path, query, refusals=refusals) as reply:
+        with self._reply(method, path, query, body, headers, refusals) as reply:
             return self._decode(reply.read(), type_)
 
     def lines(
@@ -128,7 +134,8 @@ class RunningProxy:
 def _complaint(body: bytes) -> str:
     """Return what an error body says."""
     try:
-        return str(msgspec.json.decode(body)["error"])
+        error = msgspec.json.decode(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
     except (msgspec.DecodeError, KeyError, TypeError):
         return body.decode(errors="replace").strip()
 

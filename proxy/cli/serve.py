@@ -39,6 +39,10 @@ from proxy.settings import (
     split_address,
 )
 
+_CONNECT = (
+    " " * 10 + "connect OpenCode, Claude Code and others: llama-prefix-cache connect opencode"
+)
+
 # `llama-prefix-cache serve`: in front of a llama-server that somebody else runs.
 
 
@@ -93,7 +97,7 @@ async def _serve_until_told(
             n_context_checkpoints=n_context_checkpoints,
         ):
             of = {name: getattr(settings, name) for name in ("listen", "admin", "upstream")}
-            says = "" if supervisor else f"{_ready(settings)}, llama-server {settings.upstream}"
+            says = "" if supervisor else f"llama-server {settings.upstream}; {_ready(settings)}"
             log.info("serving", **of, says=says)
             awaited: set[asyncio.Task[Any]] = {asyncio.ensure_future(stopping.told.wait())}
             if supervisor is not None:
@@ -115,7 +119,7 @@ async def _serve_until_told(
 def _ready(settings: Settings) -> str:
     """Return where clients and people find what serves now."""
     url, page = (f"http://{reachable(address)}" for address in (settings.listen, settings.admin))
-    return f"ready: clients {url}/v1 (Anthropic: {url}), live page {page}"
+    return f"ready: clients {url}/v1 (Anthropic: {url}), live page {page}\n{_CONNECT}"
 
 
 # `llama-prefix-cache run`: starts llama-server itself and serves in front of it.

@@ -83,9 +83,9 @@ class Addresses:
             await asyncio.gather(*self._running, return_exceptions=True)
 
     @property
-    def upstream(self) -> str:
-        """What the proxy stands before, as the setting says it."""
-        return self._settings.upstream
+    def ends(self) -> dict[str, str]:
+        """Where clients come in, and what the proxy stands before, as the settings say it."""
+        return {"listen": self._settings.listen, "upstream": self._settings.upstream}
 
     @property
     def servers(self) -> list[Server]:

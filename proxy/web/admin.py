@@ -188,7 +188,7 @@ class Admin:
             body |= _describe_server(self._pool.servers[0])
         else:
             body["llama_servers"] = {s.name: _describe_server(s) for s in self._pool.servers}
-        body["upstream"] = self._pool.upstream
+        body |= self._pool.ends
         body["waiting"] = self._pool.n_waiting
         body["background_tasks"] = len(self._shared.tasks)
         if store is not None:

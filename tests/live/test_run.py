@@ -200,12 +200,14 @@ def test_healthy_run_looks_healthy(new_run: StartRun) -> None:
     ask(run, "first")
     ask(run, "second")
     assert run.stop() == 0
-    lines = [line.split("  ", 1) for line in run.log_text().splitlines()]
+    text = run.log_text().replace("\n          ", "; ")
+    lines = [line.split("  ", 1) for line in text.splitlines()]
     assert all(re.fullmatch(r"\d\d:\d\d:\d\d", time) for time, _ in lines)
     page, clients = run.admin_url, run.base_url
     expected = (
         r"starting llama-server: full-tiny.gguf, 1 slot of 16,384 tokens; added: --slot-save-path .*",
-        rf"ready: clients {clients}/v1 \(Anthropic: {clients}\), live page {page}",
+        rf"ready: clients {clients}/v1 \(Anthropic: {clients}\), live page {page}; connect OpenCode, .*"
+        " connect opencode",
         r"chat  [\d,]+ tokens, 0 reused \(0.0 %\), answered in [\d.]+ m?s  slot 0  new",
         r"chat  [\d,]+ tokens, [\d,]+ reused \(9\d.\d %\), answered in [\d.]+ m?s, saved .* slot 0.*",
         r"finishing requests and saving slots",

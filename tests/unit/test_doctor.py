@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from proxy.cli.common import console
-from proxy.cli.doctor import json_report, report
+from proxy.cli.look import json_report, report
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import KnownNamespace, Rule, RuleKind
 from proxy.doctor.facts import HostFacts, LlamaServerFacts, Setup
