@@ -34,7 +34,7 @@ def main() -> None:
 
 for command in (
     *(serve.serve, serve.run, serve.warm),
-    *(look.doctor, connect.connect, look.explain, look.stats),
+    *(look.doctor, look.config_, connect.connect, look.explain, look.stats),
     *(store.ls, store.pin, store.unpin, store.rm, store.purge),
     *(store.check, store.export, store.import_),
 ):

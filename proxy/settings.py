@@ -367,7 +367,8 @@ def written(name: str, value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if is_size(name) and value:
-        unit = next((u for u, n_bytes in reversed(UNITS.items()) if value % n_bytes == 0), "")
+        units = [u for u, n in UNITS.items() if value % n == 0 and value < 10_000 * n]
+        unit = units[-1] if units else ""
         return f"{value // UNITS.get(unit, 1)}{unit}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -407,21 +408,27 @@ def load_settings(
     return complete_settings(merge_settings(flags, environment, file))
 
 
+def read_sources(
+    flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None
+) -> dict[str, dict[str, Any]]:
+    """Return what each source sets, the strongest one last; raises SettingsError."""
+    sources: dict[str, dict[str, Any]] = {
+        str(file): _read_file(file) if file else {},
+        "environment": _read_environment(environment),
+        "command line": {name: value for name, value in flags.items() if value is not None},
+    }
+    for source, values in sources.items():
+        # Each source is checked by itself, so that the complaint names where the value came from.
+        _convert({"slot_save_path": ".", **values}, source, strict=source == str(file))
+    return sources
+
+
 def merge_settings(
     flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None
 ) -> dict[str, Any]:
-    """Return what all sources set, each checked by itself; raises SettingsError."""
-    sources: list[tuple[str, dict[str, Any]]] = [
-        (str(file), _read_file(file) if file else {}),
-        ("environment", _read_environment(environment)),
-        ("command line", {name: value for name, value in flags.items() if value is not None}),
-    ]
-    merged: dict[str, Any] = {}
-    for source, values in sources:
-        # Each source is checked by itself, so that the complaint names where the value came from.
-        _convert({"slot_save_path": ".", **values}, source, strict=source == str(file))
-        merged |= values
-    return merged
+    """Return what all sources set together; raises SettingsError."""
+    sources = read_sources(flags, environment, file).values()
+    return {name: value for values in sources for name, value in values.items()}
 
 
 def default_directory() -> Path:
@@ -491,6 +498,8 @@ def _plain(source: str, name: str, value: Any) -> Any:
     if describe(name)[1] is str and isinstance(value, list | dict):
         pairs = value.items() if isinstance(value, dict) else ((each,) for each in value)
         return ", ".join(" = ".join(map(str, pair)) for pair in pairs)
+    if name in ("listen", "admin") and isinstance(value, str):
+        return value.removeprefix("http://").rstrip("/")
     if not is_size(name) or not isinstance(value, str):
         return value
     try:

@@ -108,7 +108,7 @@ class RunningProxy:
         except (HTTPException, OSError) as error:
             fail(
                 f"no proxy answers at http://{self.address}: {in_words(error)}. If one runs with another"
-                " `admin`, give --admin http://HOST:PORT; if none runs, most commands take --slot-save-path"
+                " `admin`, give --admin HOST:PORT; if none runs, most commands take --slot-save-path"
                 " DIRECTORY",
                 Exit.UNAVAILABLE,
             )
@@ -170,8 +170,8 @@ Store = RunningProxy | DirectoryStore
 
 _admin_option = click.option(
     "--admin",
-    metavar="URL",
-    help=f"Admin listener of the running proxy. [http://{Settings(slot_save_path='.').admin}]",
+    metavar="HOST:PORT",
+    help=f"Admin listener of the running proxy. [{Settings(slot_save_path='.').admin}]",
 )
 _token_option = click.option(
     "--admin-token-file", metavar="FILE", help=describe("admin_token_file")[0]
@@ -197,8 +197,7 @@ def with_proxy(command: Command, *, works_on_directories: bool = False) -> Comma
         **arguments: Any,
     ) -> None:
         if slot_save_path is None:
-            address = admin.removeprefix("http://").rstrip("/") if admin else None
-            given = {"admin": address, "admin_token_file": admin_token_file}
+            given = {"admin": admin, "admin_token_file": admin_token_file}
             settings = settings_of(given, config, "any")
             try:
                 proxy = RunningProxy(reachable(settings.admin), token_for(settings))

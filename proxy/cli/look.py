@@ -2,6 +2,7 @@
 whether caching will work here, how well, and what mends it."""
 
 import asyncio
+import os
 import signal
 import sys
 from collections import Counter
@@ -37,7 +38,7 @@ from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
 from proxy.explain.views import Explanation, Nearest
 from proxy.log import configure_logging
-from proxy.settings import size_in_words
+from proxy.settings import NAMES, read_sources, size_in_words, written
 
 # `llama-prefix-cache stats`: how the proxy and its llama-servers are doing, and what reuse has brought.
 
@@ -166,10 +167,40 @@ def explain(proxy: RunningProxy, request_id: str, as_json: bool) -> None:
       llama-prefix-cache explain
       llama-prefix-cache explain miss
       llama-prefix-cache explain 5f0c1a2b --json
-      llama-prefix-cache explain last --admin http://192.168.1.5:8082
+      llama-prefix-cache explain last --admin 192.168.1.5:8082
     """
     explanation = proxy.ask("GET", f"/requests/{quote(request_id, safe='')}", Explanation)
     answer(explanation, explanation_text(explanation), as_json=as_json)
+
+
+# `llama-prefix-cache config`: which settings are in force, and where each comes from.
+
+
+@click.command("config")
+@setting_options()
+@json_option
+def config_(config: Path | None, as_json: bool, **flags: Any) -> None:
+    """Print the settings in force, and where each value comes from.
+
+    \b
+    llama-prefix-cache config
+    llama-prefix-cache config --config /etc/llama-prefix-cache/config.yaml
+
+    Flags beat the environment (LLAMA_PREFIX_CACHE_*), which beats the file, which beats the defaults. A
+    proxy that runs has read them at its start. Keys are not printed.
+    """
+    settings = settings_of(flags, config, "any")
+    sources = read_sources(flags, os.environ, config)
+    rows = []
+    for name in NAMES:
+        value = written(name, getattr(settings, name))
+        origin = next(
+            (source for source in reversed(sources) if name in sources[source]), "default"
+        )
+        hidden = name.endswith("_key") and value != "null"
+        rows.append((name, "(not shown)" if hidden else value, origin))
+    content = {name: {"value": value, "from": origin} for name, value, origin in rows}
+    answer(content, table_of(rows), as_json=as_json)
 
 
 # `llama-prefix-cache doctor`: whether caching will work here, how well, and what mends it.

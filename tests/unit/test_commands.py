@@ -1,12 +1,16 @@
 """What commands are told in words: ids, ages, sizes, and the requests that only warm."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from click import BadParameter
+from click.testing import CliRunner
 
+from proxy.__main__ import main
 from proxy.cli.access import named
 from proxy.cli.common import age_in_words, age_seconds, checkpoints_in_words
 from proxy.cli.look import explanation_text, stats_rows
@@ -25,7 +29,7 @@ from proxy.explain.views import (
 )
 from proxy.llama.bodies import header_request, parse_body, route_path
 from proxy.llama.routes import generation_route
-from proxy.settings import size_in_words
+from proxy.settings import NAMES, size_in_words
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, checkpoint
 
 Capture = pytest.CaptureFixture[str]
@@ -190,3 +194,28 @@ def test_body_to_warm_is_for_the_model_that_was_named() -> None:
     assert for_model(body, None) == body
     assert for_model(body, "b") == b'{"model":"b","messages":[{"n": 1.50}]}'
     assert for_model(b"no JSON", "b") == b"no JSON"
+
+
+def test_config_says_what_is_in_force_and_where_it_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("max_requests: 7\nlog_level: debug\nstabilizers: [safe, sticky_date]\n")
+    environment = {
+        "LLAMA_PREFIX_CACHE_LOG_LEVEL": "error",
+        "LLAMA_PREFIX_CACHE_UPSTREAM_API_KEY": "secret",
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
+    flags = ["--config", str(file), "--admin", "http://127.0.0.1:9/", "--max-store-bytes", "20GB"]
+    result = CliRunner(env=environment).invoke(main, ["config", "--json", *flags])
+    told = {name: (row["value"], row["from"]) for name, row in json.loads(result.output).items()}
+    assert told.keys() == set(NAMES) and "secret" not in result.output
+    assert told["max_requests"] == ("7", str(file)) and told["log_level"] == (
+        "error",
+        "environment",
+    )
+    assert told["stabilizers"] == ("safe, sticky_date", str(file))
+    assert told["admin"] == ("127.0.0.1:9", "command line")
+    assert told["max_store_bytes"] == ("20000000000", "command line")
+    assert told["min_free_bytes"] == ("2GiB", "default")
+    assert told["slot_save_path"] == (str(tmp_path / "llama-prefix-cache"), "default")
+    shown = CliRunner(env=environment).invoke(main, ["config", *flags]).output
+    assert re.search(r"^log_level +error +environment *", shown, re.M)

@@ -44,7 +44,7 @@ SETTINGS = [  # lines of a settings file, each with what must be told of it
     ("listen: 8081", "HOST:PORT"),
     ("listen: ::1:8081", "HOST:PORT"),
     ("admin: 127.0.0.1:70000", "HOST:PORT"),
-    ("admin: http://127.0.0.1:8082", "HOST:PORT"),
+    ("admin: https://127.0.0.1:8082", "HOST:PORT"),
     ("admin_hosts: a b", "names, separated by commas"),
     ("admin_open: everything", "`health`, `metrics` or both"),
     ("admin_token_file: [a, b]", "admin_token_file"),
