@@ -77,7 +77,7 @@ def settings_of(
 # What commands print: tables for people, JSON for programs.
 
 
-_PIPED_COLUMNS = 110
+_PIPED_COLUMNS = 80
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _AGES = (("d", 86400.0, 2.0), ("h", 3600.0, 1.0), ("min", 60.0, 1.0), ("s", 1.0, 0.0))
 
