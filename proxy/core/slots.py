@@ -12,7 +12,16 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from proxy.core.cuts import MIN_BRANCH_TOKENS
-from proxy.core.model import NO_CUTS, Checkpoint, CheckpointId, Cuts, Rule, RuleKind, SlotId
+from proxy.core.model import (
+    NO_CUTS,
+    Checkpoint,
+    CheckpointId,
+    Conversation,
+    Cuts,
+    Rule,
+    RuleKind,
+    SlotId,
+)
 from proxy.core.rule import highest_point
 from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace, TokenIds, common_prefix_length
 
@@ -49,11 +58,13 @@ class Unknown:
     A slot that may hold anybody's tokens is erased before it is used again. If `can_be_adopted`, a save
     will tell the tokens, and they are worth keeping. `likely` are the tokens that a save may well find,
     such as the prompt of a request that was abandoned on its way, or the prompt that is being evaluated.
+    `brief` is the Conversation's digests of a brief chat that ended there.
     """
 
     tenant: Namespace | None = None
     can_be_adopted: bool = True
     likely: TokenIds | None = None
+    brief: bytes = b""
     origin: Origin = EVALUATED
 
 
@@ -304,6 +315,28 @@ def choose_slot_for_bypass(slots: Iterable[Slot], namespace: Namespace) -> Slot 
     used = [s for s in free if isinstance(s.content, Unknown) and s.content.tenant == namespace]
     newest = max(used, key=lambda slot: slot.used_at, default=None)
     return newest or choose_slot_to_empty(free)
+
+
+def choose_slot_for_brief(
+    slots: Iterable[Slot], conversation: Conversation, namespace: Namespace
+) -> Slot | None:
+    """Return the free slot for a chat that is too short to be looked up, or None if that costs anything.
+
+    First the slot that the chat goes on in, then an empty one, then the one of the oldest brief chat.
+    """
+
+    def order(slot: Slot) -> tuple[bool, bool, float]:
+        content = slot.content
+        goes_on = isinstance(content, Unknown) and conversation.n_behind(content.brief) > 0
+        return not goes_on, not isinstance(content, Empty), slot.used_at
+
+    def costs_nothing(content: Content) -> bool:
+        if isinstance(content, Unknown):
+            return bool(content.brief) and content.tenant == namespace
+        return isinstance(content, Empty)
+
+    free = (slot for slot in slots if not slot.is_leased and costs_nothing(slot.content))
+    return min(free, key=order, default=None)
 
 
 def choose_slot_to_empty(slots: Iterable[Slot]) -> Slot | None:

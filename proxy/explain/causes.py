@@ -67,7 +67,8 @@ hit: All that was known of the prompt was reused.
 first sight: What was evaluated had not been seen before.
     -> None needed.
 not looked up: The prompt was not looked up; the request's line says why.
-    -> See `why`: images, several completions and the like are forwarded as they are.
+    -> See `why`: images, several completions, chats of some 100 tokens and the like are forwarded as
+    they are.
 billing header: Claude Code's billing line, at the top of the system prompt, has other digits.
     -> Leave the stabilizer `drop_billing_header` on (it is one of the safe ones), or set
     CLAUDE_CODE_ATTRIBUTION_HEADER=0 for the client.

@@ -11,7 +11,7 @@ import xxhash
 from proxy.core.messages import Route
 from proxy.core.model import Prompt
 from proxy.core.residency import slot_to_extend
-from proxy.core.slots import Known
+from proxy.core.slots import Known, choose_slot_for_brief
 from proxy.errors import NotConvertible, UpstreamFault, UpstreamRefused, WillBeRefused
 from proxy.explain.report import TOKENIZED_OTHERWISE
 from proxy.llama.bodies import (
@@ -31,6 +31,12 @@ from proxy.serving.queue import Turn, replaced
 from proxy.serving.request import Request
 from proxy.serving.rewriting import Overflow, Stabilizing
 from proxy.store.known_models import tenants_name
+
+MAX_BRIEF_BYTES = 768
+"""The body of a chat of some 100 tokens."""
+_FAR_OVER_BYTES = 20
+"""Per token of the context. Few prompts have so many bytes a token, and once one has, none is judged so."""
+BRIEF = "too short: looking it up costs more than it could spare"
 
 
 class Cache:
@@ -54,8 +60,24 @@ class Cache:
         is_unread = request.body is None and not reads_forms(request.path)
         if is_unread and not is_too_deep(request.raw):
             raise WillBeRefused("body is not a JSON object")
-        if not (may_extend and await self._extends(process, request)):
+        if self._is_brief(process, request):
+            request.is_brief, request.why = True, BRIEF
+        elif not (may_extend and await self._extends(process, request)):
             await self._read_now(process, request)
+
+    def _is_brief(self, process: Process, request: Request) -> bool:
+        """Return whether a chat is so short that looking costs more than could be spared.
+
+        Such a chat takes a slot only where nothing is lost for it.
+        """
+        if len(request.raw) > MAX_BRIEF_BYTES or not honours_id_slot(request.route):
+            return False
+        if not self._understand(process, request) or not (conversation := request.conversation):
+            return False
+        if not process.is_one_tenant and request.tenant not in process.tenants:
+            return False  # reading its prompt notes whose it is
+        namespace = process.tenant_namespace(request.tenant)
+        return choose_slot_for_brief(process.slots, conversation, namespace) is not None
 
     async def _extends(self, process: Process, request: Request) -> bool:
         """Return whether a request plainly goes on with what a slot holds, and note with what."""
@@ -155,6 +177,7 @@ class Cache:
         answer = await request.send(process.upstream, request.raw)
         if answer.status < 400:  # then nobody knows where it ran, and the key is good
             process.slots.forget_free()
+            process.judges_by_size = False
             process.accepted_keys[_key_digest(request)] = True
         process.report.not_looked_up(request, str(why))
 
@@ -180,10 +203,13 @@ class Cache:
         request.prompt = None
         if not self._understand(process, request) or request.chat is None:
             return
+        is_far_over = len(request.raw) > _FAR_OVER_BYTES * process.n_ctx
+        if is_far_over and process.judges_by_size and not self._overflow.is_on:
+            raise WillBeRefused("the prompt is far over the context")
         try:
             namespace = process.tenant_namespace(request.tenant)
             prompt = await process.reader.read(
-                request.route, request.chat, request.headers, namespace, process.rule
+                request.route, request.chat, request.headers, namespace, process.rule, process.n_ctx
             )
             await self._note_tenant(process, request.tenant)
         except Exception as fault:

@@ -17,6 +17,7 @@ from proxy.core.slots import (
     Known,
     Slot,
     Unknown,
+    choose_slot_for_brief,
     choose_slot_for_bypass,
     live_reuse,
     must_be_erased,
@@ -71,8 +72,12 @@ class UncachedRequest:
     async def serve_pinned(self, body: GenerationBody) -> None:
         """Serve the request in one slot of the proxy's choice."""
 
+        brief = self._request.conversation if self._request.is_brief else None
+
         def choose() -> Choice[None] | None:
-            slot = choose_slot_for_bypass(self._process.slots, self._namespace)
+            slots, namespace = self._process.slots, self._namespace
+            slot = choose_slot_for_brief(slots, brief, namespace) if brief else None
+            slot = slot or choose_slot_for_bypass(slots, namespace)
             return Choice((slot.id,), None) if slot else None
 
         with await self._queue.lease(choose) as lease:
@@ -85,7 +90,8 @@ class UncachedRequest:
             except BaseException:
                 self._abandon(lease, is_tainted=is_tainted)
                 raise
-            self._mark_unknown(lease.slot_ids, is_tainted=is_tainted)
+            digests = brief.digests if brief else b""
+            self._mark_unknown(lease.slot_ids, is_tainted=is_tainted, brief=digests)
 
     async def serve_unpinned(self) -> None:
         """Serve the request in a slot of llama-server's choice, or in several."""
@@ -155,13 +161,15 @@ class UncachedRequest:
             process.faults.count("erase")
             return False
 
-    def _mark_unknown(self, slot_ids: Iterable[SlotId], *, is_tainted: bool = False) -> None:
+    def _mark_unknown(
+        self, slot_ids: Iterable[SlotId], *, is_tainted: bool = False, brief: bytes = b""
+    ) -> None:
         """Note that only llama-server knows what these slots hold; no lookup could find it in a file."""
         for slot_id in slot_ids:
             # A slot that joined a placement was never cleared: what it held may be part of what it holds.
             content = self._process.slots[slot_id].content
             is_unclear = must_be_erased(self._process.rule, content, self._namespace)
-            unknown = Unknown(self._namespace, can_be_adopted=False)
+            unknown = Unknown(self._namespace, can_be_adopted=False, brief=brief)
             self._process.slots.set_content(
                 slot_id, TAINTED if is_tainted or is_unclear else unknown
             )
@@ -372,7 +380,12 @@ class SimilarRequest(CachedRequest):
         while before is not None and not self._is_placed:
             await _wait(is_over, pause)
             is_last_look = is_over.is_set()
-            self._find(before, await self._process.last_tasks())
+            after = await self._process.last_tasks()
+            if is_last_look and (settling := [task for _, task in self._process.settling]):
+                await asyncio.wait(
+                    settling
+                )  # their slots are leased, but llama-server may choose them
+            self._find(before, after)
             if is_last_look:
                 break
             pause = min(2 * pause, _LAST_SIMILAR_LOOK_SECONDS)

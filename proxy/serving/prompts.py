@@ -82,9 +82,18 @@ class PromptReader:
         )
 
     async def read(
-        self, route: Route, body: GenerationBody, headers: Headers, namespace: Namespace, rule: Rule
+        self,
+        route: Route,
+        body: GenerationBody,
+        headers: Headers,
+        namespace: Namespace,
+        rule: Rule,
+        n_ctx: int,
     ) -> Prompt:
-        """Return a prompt, that of a *body* in the chat form if it has messages; raises UpstreamFault."""
+        """Return a prompt, that of a *body* in the chat form if it has messages; raises UpstreamFault.
+
+        No cut is sought in a prompt that does not fit into *n_ctx* tokens: llama-server will refuse it.
+        """
         if route is Route.COMPLETION:
             prompt = body.fields["prompt"]
             if isinstance(prompt, list) and all(type(part) is int for part in prompt):
@@ -98,6 +107,8 @@ class PromptReader:
         tokens = await self._known.tokenize(text, headers)
         rendering = _RenderedPrompt(text, tokens, body, headers)
         cuts = NO_CUTS
+        if len(tokens) >= n_ctx:
+            return Prompt(tokens, namespace, cuts, text=text)
         if rule.kind is RuleKind.ANY_PREFIX and self._shares_headers:
             # Other sessions share these; no other boundary needs a cut.
             newest = len(body.messages) - 1 if body.messages else None

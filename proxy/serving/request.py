@@ -63,9 +63,9 @@ class Request:
     `server` is its name, empty if there is only one; `rewrites` are the stabilizers that changed the body;
     `chat` is the body in the chat form, of that `shape`, `conversation` what the chat renders. Without a
     `prompt`, `why` says why the request is not cached. If the request plainly goes on with what a slot
-    holds, that is in `extends`, and `prompt` has these tokens until the real one has been read. The
-    request joined its first queue at `queued_at` of the monotonic clock, 0 if it has joined none yet, and
-    its answer was whole at `answered_at`.
+    holds, that is in `extends`, and `prompt` has these tokens until the real one has been read. One that
+    `is_brief` is too short to be looked up. The request joined its first queue at `queued_at` of the
+    monotonic clock, 0 if it has joined none yet, and its answer was whole at `answered_at`.
     """
 
     path: str
@@ -88,6 +88,7 @@ class Request:
     shape: str = ""
     conversation: Conversation | None = None
     extends: Known | None = None
+    is_brief: bool = False
     prompt: Prompt | None = None
     why: str | None = None
     account: "Account | None" = None
@@ -108,7 +109,7 @@ class Request:
         (self.raw, self.body), self.server = self._received, server
         self.rewrites, self.chat, self.prompt, self.why, self.account = (), None, None, None, None
         self.answered_at = 0.0
-        self.conversation, self.extends = None, None
+        self.conversation, self.extends, self.is_brief = None, None, False
 
     def rewrite(self, fields: dict[str, Any], *names: str) -> None:
         """Send these fields instead, which the named rewrites have changed."""

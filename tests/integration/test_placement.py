@@ -154,6 +154,30 @@ async def test_request_that_lands_in_a_slot_just_left_goes_on_there(start_rig: S
         assert await rig.reasons() == []
 
 
+async def test_request_that_lands_in_a_slot_whose_prompt_is_still_read_goes_on_there(
+    start_rig: StartRig,
+) -> None:
+    """The request before it was sent unread, and its lease outlasts its answer."""
+    async with start_rig(n_slots=2, idle_save_seconds=60.0) as rig:
+        answer = (await rig.chat("same")).content["choices"][0]["message"]
+        same = [*question("same"), answer, {"role": "user", "content": "go on"}]
+        rig.server.faults.chunk_seconds = 0.02
+        read = rig.server.hold("apply-template", n_calls=1)
+        streaming = await begin_stream(rig, same, "")
+        await read.reached()
+        looked = rig.server.hold("slots", n_calls=1)
+        asked = asyncio.ensure_future(rig.post(MESSAGES, claude(same)))
+        await looked.reached()
+        assert (await streaming).status == 200
+        looked.open()
+        await until(lambda: rig.server.seen_at("generate")[-1].path == MESSAGES)
+        read.open()
+        assert (await asked).status == 200
+        await until(lambda: rig.n_occupied() == 0)
+        assert rig.sample("drift_total") == 0
+        assert await rig.reasons() == []
+
+
 async def test_prompt_that_another_request_is_about_to_evaluate_is_waited_for(
     start_rig: StartRig,
 ) -> None:

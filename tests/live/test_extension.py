@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from proxy.core.plan import Why
+from proxy.serving.cache import BRIEF
 from proxy.serving.prompts import KnownTexts
 from tests.lab.conversation import Message, agent_requests
 from tests.lab.models import MEMORIES
@@ -43,6 +44,42 @@ async def test_steps_of_a_tool_loop_are_not_read_before_they_are_sent(
             assert record["n_prompt"] == len(ledger.sequences[-1])
             why.append(record["why"])
         assert why.count(Why.EXTENDS.value) >= n_turns * n_calls
+
+
+@pytest.mark.parametrize("kind", MEMORIES)
+async def test_brief_chats_are_not_looked_up_and_displace_nothing(
+    start_rig: StartRig, kind: str
+) -> None:
+    first, *_ = agent_requests(1, 1, header=HEADER)
+    question = [{"role": "user", "content": "What is a prefix?"}]
+    async with start_rig(kind, n_slots=2) as rig:
+        await rig.chat(first, tools=TOOLS)
+        answers, before = [], await rig.evaluated()
+        for _ in range(3):
+            answers.append((await rig.chat(question))["choices"][0]["message"]["content"])
+            question = [
+                *question,
+                {"role": "assistant", "content": answers[-1]},
+                {"role": "user", "content": "And then?"},
+            ]
+        n_chat = await rig.evaluated() - before
+        await rig.accounted()
+        async with rig.client.get(rig.admin_url + "/requests?limit=3") as reply:
+            records = (await reply.json())["requests"]
+        assert [record["why"] for record in records] == [BRIEF] * 3
+        await rig.chat(first, tools=TOOLS)
+        assert await rig.evaluated() - before - n_chat <= SLACK_TOKENS
+        assert answers == await alone(rig, question[:-1])
+
+
+async def alone(rig: Rig, chat: list[Message]) -> list[str]:
+    """Return what llama-server itself answers to each question of a chat."""
+    answers, url = [], rig.server.base_url + "/v1/chat/completions"
+    for n in range(1, len(chat) + 1, 2):
+        body = {"messages": chat[:n], "max_tokens": 8, "temperature": 0, "cache_prompt": False}
+        async with rig.client.post(url, json=body) as reply:
+            answers.append((await reply.json())["choices"][0]["message"]["content"])
+    return answers
 
 
 async def test_stream_that_a_new_process_got_is_withdrawn_and_restored(start_rig: StartRig) -> None:

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.model import SlotId
+from proxy.core.model import DIGEST_BYTES, Conversation, SlotId
 from proxy.core.slots import (
     Empty,
     Known,
     Slot,
     Unknown,
+    choose_slot_for_brief,
     choose_slot_for_bypass,
     choose_slot_to_empty,
 )
@@ -39,6 +40,41 @@ def test_choose_slot_for_bypass_among_known_slots_takes_the_least_unsaved() -> N
     held = slots(Known(run_of(500), NAMESPACE), Known(run_of(500), NAMESPACE, n_saved=490))
     chosen = choose_slot_for_bypass(held, NAMESPACE)
     assert chosen is not None and chosen.id == 1
+
+
+def test_brief_chat_goes_on_in_its_own_slot() -> None:
+    chosen = choose_slot_for_brief(BRIEF_SLOTS, chat("system", "a1", "a2"), NAMESPACE)
+    assert chosen is not None and chosen.id == 2
+
+
+def test_new_brief_chat_takes_an_empty_slot_before_that_of_another() -> None:
+    new = chat("system", "c1")
+    chosen = choose_slot_for_brief(BRIEF_SLOTS, new, NAMESPACE)
+    assert chosen is not None and chosen.id == 3
+    chosen = choose_slot_for_brief(BRIEF_SLOTS[:3], new, NAMESPACE)
+    assert chosen is not None and chosen.id == 1
+
+
+def test_brief_chat_displaces_nothing_that_was_looked_up_nor_another_tenants() -> None:
+    others = slots(
+        Known(run_of(9), NAMESPACE),
+        Unknown(NAMESPACE),
+        Unknown(OTHER_NAMESPACE, brief=chat("system", "c1").digests),
+    )
+    assert choose_slot_for_brief(others, chat("system", "c1", "c2"), NAMESPACE) is None
+
+
+def chat(*parts: str) -> Conversation:
+    digests = b"".join(part.encode().ljust(DIGEST_BYTES) for part in parts)
+    return Conversation(digests, ("user",) * (len(parts) - 1), (9,) * (len(parts) - 1))
+
+
+BRIEF_SLOTS = slots(
+    Known(run_of(500), NAMESPACE),
+    Unknown(NAMESPACE, brief=chat("system", "b1").digests),
+    Unknown(NAMESPACE, brief=chat("system", "a1").digests),
+    Empty(),
+)
 
 
 def test_choose_slot_to_empty_takes_the_one_with_least_unsaved_work() -> None:
