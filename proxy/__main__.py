@@ -6,7 +6,7 @@ from importlib import resources
 import click
 
 from proxy import __version__
-from proxy.cli import doctor, look, serve, store
+from proxy.cli import connect, look, serve, store
 from proxy.llama.state_file import SUPPORTED_VERSIONS
 from proxy.store.index import FORMAT_VERSION
 
@@ -34,8 +34,7 @@ def main() -> None:
 
 for command in (
     *(serve.serve, serve.run, serve.warm),
-    doctor.doctor,
-    *(look.explain, look.stats),
+    *(look.doctor, look.config_, connect.connect, look.explain, look.stats),
     *(store.ls, store.pin, store.unpin, store.rm, store.purge),
     *(store.check, store.export, store.import_),
 ):

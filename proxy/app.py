@@ -30,12 +30,19 @@ from proxy.servers.server import Server
 from proxy.serving.process import Process
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.serving.shared import Shared, new_shared, note_quarantined
-from proxy.settings import Settings, parse_list, parse_urls, split_address
+from proxy.settings import (
+    Settings,
+    admin_token,
+    admin_token_path,
+    parse_list,
+    parse_urls,
+    split_address,
+)
 from proxy.store.catalogue import Limits
 from proxy.store.files import is_private
 from proxy.store.store import CheckpointStore
 from proxy.tasks import Tasks
-from proxy.web.admin import Admin, only_own_pages
+from proxy.web.admin import Admin, only_operators, only_own_pages
 from proxy.web.clients import MAX_BODY_BYTES, Front
 from proxy.web.page import LivePage, Looks
 from proxy.web.writer import Unread
@@ -80,7 +87,8 @@ async def run_proxy(
 
     *is_llama_server_coming* says that llama-server is being started: the first requests wait for it.
     *n_context_checkpoints* is how many llama-server keeps in a slot (--ctx-checkpoints) if known.
-    Raises StoreLocked if another proxy uses the directory, OSError if a port is taken.
+    Raises StoreLocked if another proxy uses the directory, OSError if a port is taken, SettingsError if a
+    file that was given has no token.
     """
     metrics = Metrics()
     metrics.build_info.labels(__version__).set(1)
@@ -141,7 +149,8 @@ async def _rebuild(store: CheckpointStore, degradations: Degradations) -> None:
     log = get_logger("store")
     degradations.begin(DegradationKind.INDEX_REBUILDING, store.rebuild_reason)
     try:
-        log.info("index made anew", became=await store.rebuild())
+        became = await store.rebuild()
+        log.info("index made anew", became=became, says="the index is made anew")
     except StoreFault as fault:
         log.error("the index could not be made anew: the next start tries again", error=str(fault))
         return
@@ -153,7 +162,13 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
     connect_gauges(shared, pool)
     aliases, page = parse_aliases(settings.aliases), LivePage(Looks(shared, pool))
     own_hosts = (split_address(settings.admin)[0], *parse_list(settings.admin_hosts))
-    middlewares = [only_own_pages(*own_hosts)]
+    token, is_new = admin_token(settings)
+    if is_new:
+        path = str(admin_token_path(settings))
+        says = f"the live page and the commands ask for a token: {token} (kept in {path})"
+        get_logger("admin").info("token made", token=token, kept_in=path, says=says)
+    open_paths = [f"/{name}" for name in parse_list(settings.admin_open)]
+    middlewares = [only_own_pages(*own_hosts), only_operators(token, open_paths)]
     operators = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
     operators.add_routes([*Admin(shared, pool, aliases).routes(), *page.routes()])
     operators.on_shutdown.append(page.stop)
@@ -197,7 +212,10 @@ async def _listen(app: web.Application, address: str, drain_seconds: float) -> A
     try:
         host, port = split_address(address)
         site = web.TCPSite(runner, host or None, port)
-        await site.start()
+        try:
+            await site.start()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, address) from error
         yield int(runner.addresses[0][1])
     finally:
         await runner.cleanup()

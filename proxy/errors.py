@@ -5,7 +5,19 @@ Two trees that never meet: a `CacheFault` costs a request its speed and is never
 catches by its kind has a class of its own.
 """
 
+import os
+import socket
 from typing import Literal
+
+
+def in_words(error: BaseException) -> str:
+    """Return why something failed, without numbers and names that only programmers know."""
+    if not isinstance(error, OSError) or not (error.errno or error.strerror):
+        return str(error) or "it broke off"
+    is_known = error.errno and error.errno > 0 and not isinstance(error, socket.gaierror)
+    why = os.strerror(error.errno or 0) if is_known else error.strerror or "it broke off"
+    place = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+    return place + why[:1].lower() + why[1:]
 
 
 class SettingsError(Exception):

@@ -121,6 +121,7 @@ class Degradations:
             reason=begun.reason,
             cure=kind.cure,
             state=self.state.value,
+            says="" if kind in PASSING else f"{begun.reason} {kind.cure}",
         )
 
     def end(self, *kinds: DegradationKind) -> None:
@@ -139,6 +140,7 @@ class Degradations:
                     **({"where": self.where} if self.where else {}),
                     seconds=round(self._clock() - ended.since, 1),
                     state=self.state.value,
+                    says="" if kind in PASSING else f"over: {kind.value}",
                 )
 
     def leave(self) -> None:
@@ -180,4 +182,5 @@ class Faults:
         if len(self._seen) < _MAX_REMEMBERED:
             self._seen.add((stage, reason))
         trace = None if isinstance(error, CacheFault) else error
-        self._log.warning("cache fault", stage=stage, reason=reason, exc_info=trace)
+        says = f"the cache failed ({stage}: {reason}); the request was served without it"
+        self._log.warning("cache fault", stage=stage, reason=reason, says=says, exc_info=trace)

@@ -1,29 +1,55 @@
-"""structlog set-up. Prompt text is never logged; one canonical line tells each request's story."""
+"""structlog set-up. Prompt text is never logged; one canonical line tells each request's story.
+
+On a console, people read the `says` of an event, one sentence each, and no event without one that is not
+a warning. All fields of all events are in the form for machines, and on a console at level debug.
+"""
 
 import logging
 import sys
+from collections.abc import MutableMapping
+from typing import Any
 
 import structlog
+
+_NO_FACTS = ("event", "component", "level", "timestamp")
 
 
 def configure_logging(level: str, log_format: str) -> None:
     """Send log lines of *level* and above to stderr, as `console` or `json`."""
-    renderer: structlog.typing.Processor = (
+    renderers: list[structlog.typing.Processor] = [
+        _without_words,
         structlog.processors.JSONRenderer()
         if log_format == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-    )
+        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()),
+    ]
+    is_for_people = log_format == "console" and level != "debug"
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=False),
+            structlog.processors.TimeStamper(fmt="%H:%M:%S" if is_for_people else "iso", utc=False),
             structlog.processors.format_exc_info,
-            renderer,
+            *([_words] if is_for_people else renderers),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelName(level.upper())),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,
     )
+
+
+def _without_words(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    event.pop("says", None)
+    return event
+
+
+def _words(_: Any, __: str, event: MutableMapping[str, Any]) -> str:
+    """Return what an event says to people; raises DropEvent if that is nothing."""
+    says, level, trace = event.pop("says", ""), event["level"], event.pop("exception", "")
+    if level not in ("info", "debug"):
+        fields = [f"{name}: {value}" for name, value in event.items() if name not in _NO_FACTS]
+        says = f"{level}: {says or '; '.join([event.pop('event'), *fields])}"
+    if not says:
+        raise structlog.DropEvent
+    return "\n".join(filter(None, [f"{event['timestamp']}  {says}", trace]))
 
 
 def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:

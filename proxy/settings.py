@@ -1,17 +1,27 @@
 """Settings: their names, types, defaults and limits, and where their values come from."""
 
-from collections.abc import Mapping
+import ipaddress
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 import yaml
 from msgspec import Meta
 
-from proxy.errors import SettingsError
+from proxy.errors import SettingsError, in_words
 from proxy.stabilize.model import SWITCHES_PATTERN
 
 ENVIRONMENT_PREFIX = "LLAMA_PREFIX_CACHE_"
+ADMIN_TOKEN = "admin-token"
+"""File beside the states with a token that the proxy has made."""
+_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 _PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
@@ -62,7 +72,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         Address,
         _about(
             "HOST:PORT for the live page, /health, /metrics, /checkpoints and /requests.",
-            "This listener is for operators, not for clients: it asks for no key.",
+            "This listener is for operators, not for clients. On an address that other machines reach, it "
+            "asks for a token; see admin_token_file.",
         ),
     ] = "127.0.0.1:8082"
     admin_hosts: Annotated[
@@ -74,6 +85,23 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "/metrics, because a page of another site could point a name of its own at this listener.",
             title="names, separated by commas",
             pattern=rf"^\s*({_NAMES})?$",
+        ),
+    ] = ""
+    admin_token_file: Annotated[
+        str,
+        _about(
+            "File with the token that the admin listener asks for.",
+            "Unset: none is asked for on a loopback address. On any other address the proxy makes a token, "
+            "prints it once and keeps it in slot_save_path/admin-token. See docs/security.md.",
+        ),
+    ] = ""
+    admin_open: Annotated[
+        str,
+        _about(
+            "What the admin listener answers without its token: health, metrics.",
+            "Neither has a word of any prompt. For probes and for Prometheus.",
+            title="`health`, `metrics` or both, separated by a comma",
+            pattern=r"^\s*((health|metrics)\s*(,\s*(health|metrics)\s*)?)?$",
         ),
     ] = ""
     upstream_api_key: Annotated[
@@ -227,6 +255,16 @@ def size_in_words(n_bytes: float) -> str:
     return f"{n_bytes:.0f} bytes"
 
 
+def parse_size(text: str) -> int:
+    """Return a size such as 20GiB, 20GB or 500 in bytes; raises ValueError."""
+    found = re.fullmatch(r"([\d.]+)\s*([kmgt]?)(i?)(b?)", text.strip().lower())
+    if found is None:
+        raise ValueError(text)
+    number, prefix, binary, unit = found.groups()
+    base = 1000 if unit and not binary else 1024
+    return int(float(number) * base ** " kmgt".index(prefix or " "))
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Return host and port of HOST:PORT or [HOST]:PORT."""
     host, _, port = address.rpartition(":")
@@ -249,15 +287,114 @@ def reachable(address: str) -> str:
     return f"127.0.0.1:{port}" if host in ("", "0.0.0.0", "[::]") else address
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches a listener at *host*."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def admin_token_path(settings: Settings) -> Path | None:
+    """Return where the token of the admin listener is kept; None if the listener asks for none."""
+    if settings.admin_token_file:
+        return Path(settings.admin_token_file).expanduser()
+    if is_loopback(split_address(settings.admin)[0]):
+        return None
+    return Path(settings.slot_save_path, ADMIN_TOKEN)
+
+
+def read_token(path: Path) -> str:
+    """Return the token in a file; raises SettingsError if there is none."""
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except OSError as error:
+        raise SettingsError(f"admin_token_file: {in_words(error)}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"admin_token_file: {path}: no token of plain letters") from error
+    if not token:
+        raise SettingsError(f"admin_token_file: {path} is empty")
+    return token
+
+
+def admin_token(settings: Settings) -> tuple[str | None, bool]:
+    """Return the token of the admin listener, None without, and whether it was made now.
+
+    Raises SettingsError if a file that was given has no token.
+    """
+    path = admin_token_path(settings)
+    if path is None or settings.admin_token_file or path.exists():
+        return (read_token(path) if path else None), False
+    token = secrets.token_urlsafe(24)
+    with suppress(OSError):  # a directory that cannot be written: this token ends with this proxy
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(token + "\n")
+    return token, True
+
+
+def token_for(settings: Settings) -> str | None:
+    """Return the token to show a proxy's admin listener: a file's, or that of the proxy on this machine.
+
+    Raises SettingsError if a file that was given has none.
+    """
+    path = Path(settings.slot_save_path, ADMIN_TOKEN)
+    if settings.admin_token_file:
+        return read_token(Path(settings.admin_token_file).expanduser())
+    is_here = is_loopback(split_address(reachable(settings.admin))[0])
+    return read_token(path) if is_here and path.exists() else None
+
+
+def metas_of(name: str) -> tuple[Any, list[Meta]]:
+    """Return a setting's bare type, and what is said of it."""
+    annotation = next(f.type for f in msgspec.structs.fields(Settings) if f.name == name)
+    metas: list[Meta] = []
+    while hasattr(annotation, "__metadata__"):
+        metas += annotation.__metadata__
+        annotation = get_args(annotation)[0]
+    return annotation, metas
+
+
 def describe(name: str) -> tuple[str, Any]:
     """Return a setting's description and its bare type."""
-    annotation = next(f.type for f in msgspec.structs.fields(Settings) if f.name == name)
-    description = ""
-    while hasattr(annotation, "__metadata__"):
-        for meta in annotation.__metadata__:  # a type's own pattern comes first
-            description = description or meta.description or ""
-        annotation = get_args(annotation)[0]
-    return description, annotation
+    type_, metas = metas_of(name)
+    return next((meta.description for meta in metas if meta.description), ""), type_
+
+
+def written(name: str, value: Any) -> str:
+    """Return a setting's value as people write it."""
+    if value in (None, ""):
+        return "null" if value is None else '""'
+    if isinstance(value, bool):
+        return str(value).lower()
+    if is_size(name) and value:
+        units = [u for u, n in UNITS.items() if value % n == 0 and value < 10_000 * n]
+        unit = units[-1] if units else ""
+        return f"{value // UNITS.get(unit, 1)}{unit}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def allowed(name: str) -> str:
+    """Return in words what a setting may be."""
+    type_, metas = metas_of(name)
+    title = next((meta.title for meta in metas if meta.title), None)
+    bounds = [
+        f"{words} {written(name, bound)}"
+        for meta in metas
+        for key, words in _BOUNDS.items()
+        if (bound := getattr(meta, key)) is not None
+    ]
+    return ", ".join([title or _kind(name, type_), *bounds])
+
+
+def _kind(name: str, type_: Any) -> str:
+    if get_origin(type_) is Literal:
+        return " or ".join(f"`{value}`" for value in get_args(type_))
+    if isinstance(type_, UnionType):
+        kinds = [_kind(name, part) for part in get_args(type_) if part is not type(None)]
+        return " or ".join([*kinds, "nothing"])
+    if is_size(name):
+        return "bytes or a size such as 5GiB"
+    return {bool: "true or false", int: "whole number", float: "number"}.get(type_, "text")
 
 
 # Where values come from: flags beat the environment (LLAMA_PREFIX_CACHE_*), which beats the YAML file,
@@ -271,25 +408,37 @@ def load_settings(
     return complete_settings(merge_settings(flags, environment, file))
 
 
+def read_sources(
+    flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None
+) -> dict[str, dict[str, Any]]:
+    """Return what each source sets, the strongest one last; raises SettingsError."""
+    sources: dict[str, dict[str, Any]] = {
+        str(file): _read_file(file) if file else {},
+        "environment": _read_environment(environment),
+        "command line": {name: value for name, value in flags.items() if value is not None},
+    }
+    for source, values in sources.items():
+        # Each source is checked by itself, so that the complaint names where the value came from.
+        _convert({"slot_save_path": ".", **values}, source, strict=source == str(file))
+    return sources
+
+
 def merge_settings(
     flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None
 ) -> dict[str, Any]:
-    """Return what all sources set, each checked by itself; raises SettingsError."""
-    sources: list[tuple[str, dict[str, Any]]] = [
-        (str(file), _read_file(file) if file else {}),
-        ("environment", _read_environment(environment)),
-        ("command line", {name: value for name, value in flags.items() if value is not None}),
-    ]
-    merged: dict[str, Any] = {}
-    for source, values in sources:
-        # Each source is checked by itself, so that the complaint names where the value came from.
-        _convert({"slot_save_path": ".", **values}, source, strict=source == str(file))
-        merged |= values
-    return merged
+    """Return what all sources set together; raises SettingsError."""
+    sources = read_sources(flags, environment, file).values()
+    return {name: value for values in sources for name, value in values.items()}
 
 
-def complete_settings(merged: dict[str, Any]) -> Settings:
-    """Return the settings with their defaults; raises SettingsError without a directory."""
+def default_directory() -> Path:
+    """Return where `run` keeps states if it is told nothing."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "llama-prefix-cache").absolute()
+
+
+def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -> Settings:
+    """Return the settings with their defaults; raises SettingsError without a directory that is needed."""
     if "slot_save_path" not in merged:
         raise SettingsError("slot_save_path is missing: give llama-server's --slot-save-path")
     settings = _convert(merged, "settings", strict=False)
@@ -297,8 +446,8 @@ def complete_settings(merged: dict[str, Any]) -> Settings:
     try:
         is_directory = path.is_dir()
     except OSError as error:
-        raise SettingsError(f"slot_save_path: {path}: {error.strerror}") from error
-    if not is_directory:
+        raise SettingsError(f"slot_save_path: {in_words(error)}") from error
+    if needs_directory and not is_directory:
         raise SettingsError(
             f"slot_save_path: {path} is not a directory; create it and give it to llama-server too"
         )
@@ -308,9 +457,13 @@ def complete_settings(merged: dict[str, Any]) -> Settings:
 def _read_file(file: Path) -> dict[str, Any]:
     """Return the `name: value` lines of a YAML file; raises SettingsError."""
     try:
-        content = yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise SettingsError(f"{file}: {error}") from error
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(in_words(error)) from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise SettingsError(f"{file}{line}: expected `name: value` lines") from error
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
@@ -323,38 +476,45 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, str]:
     keys = {ENVIRONMENT_PREFIX + name.upper(): name for name in NAMES}
     for key in environment:
         if key.startswith(ENVIRONMENT_PREFIX) and key not in {*keys, ENVIRONMENT_PREFIX + "CONFIG"}:
-            raise SettingsError(f"environment: {key} is not a setting; allowed: {', '.join(NAMES)}")
+            raise SettingsError(f"environment: {_no_setting(key, list(keys))}")
     return {name: environment[key] for key, name in keys.items() if key in environment}
 
 
 def _convert(values: dict[str, Any], source: str, *, strict: bool) -> Settings:
-    sized = {name: _parse_size(source, name, value) for name, value in values.items()}
+    plain = {name: _plain(source, name, value) for name, value in values.items()}
     try:
-        return msgspec.convert(sized, Settings, strict=strict)
+        return msgspec.convert(plain, Settings, strict=strict)
     except msgspec.ValidationError as error:
-        raise SettingsError(f"{source}: {_complaint(str(error))}") from error
+        if unknown := [name for name in values if name not in NAMES]:
+            raise SettingsError(f"{source}: {_no_setting(unknown[0], NAMES)}") from error
+        name = str(error).partition(" - at `$.")[2].rstrip("`")
+        raise SettingsError(f"{source}: {_complaint(name, plain[name])}") from error
 
 
-def _parse_size(source: str, name: str, value: Any) -> Any:
-    """Return a size written as 20GiB in bytes; anything else as it is."""
+def _plain(source: str, name: str, value: Any) -> Any:
+    """Return a value in its plain form: 20GiB in bytes, a list with commas; anything else as it is."""
+    if name not in NAMES:
+        return value
+    if describe(name)[1] is str and isinstance(value, list | dict):
+        pairs = value.items() if isinstance(value, dict) else ((each,) for each in value)
+        return ", ".join(" = ".join(map(str, pair)) for pair in pairs)
+    if name in ("listen", "admin") and isinstance(value, str):
+        return value.removeprefix("http://").rstrip("/")
     if not is_size(name) or not isinstance(value, str):
         return value
-    number, suffix = value.strip()[:-3], value.strip()[-3:]
     try:
-        return int(float(number) * UNITS[suffix]) if suffix in UNITS else int(value)
+        return parse_size(value)
     except (ValueError, OverflowError) as error:
-        raise SettingsError(
-            f"{source}: {value!r} is not a size, at `{name}`: write bytes, or such as 20GiB "
-            f"({', '.join(UNITS)})"
-        ) from error
+        raise SettingsError(f"{source}: {_complaint(name, value)}") from error
 
 
-def _complaint(message: str) -> str:
-    """Return msgspec's complaint about a setting, with what is allowed instead."""
-    if "unknown field" in message:
-        return f"{message.replace('Object contains u', 'U')}; allowed: {', '.join(NAMES)}"
-    complaint, _, place = message.partition(" - at `$.")
-    name = place.rstrip("`")
-    if "regex" in complaint:
-        complaint = "Not of the right form"
-    return f"{complaint}, at `{name}` ({describe(name)[0]})"
+def _complaint(name: str, value: Any) -> str:
+    """Return that a value is refused, and what is allowed instead."""
+    said = "what is given" if name.endswith("_key") else f"`{written('', value)}`"
+    return f"{said} is not allowed, at `{name}`. Allowed: {allowed(name)}. {describe(name)[0]}"
+
+
+def _no_setting(name: str, names: Sequence[str]) -> str:
+    near = get_close_matches(name, names, 1)
+    meant = f", perhaps {near[0]}" if near else ""
+    return f"{name} is no setting{meant}; settings: {', '.join(NAMES)}"

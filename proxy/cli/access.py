@@ -1,6 +1,7 @@
 """The store that a command works on: that of a running proxy, or a directory that no proxy uses."""
 
 import functools
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -14,9 +15,9 @@ import click
 import msgspec
 
 from proxy.cli.common import Command, Exit, config_option, fail, json_option, settings_of
-from proxy.errors import StoreFault, StoreLocked
+from proxy.errors import SettingsError, StoreFault, StoreLocked, in_words
 from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint
-from proxy.settings import Settings, reachable
+from proxy.settings import ADMIN_TOKEN, Settings, describe, reachable, split_address, token_for
 from proxy.store.directory import StoreDirectory
 from proxy.store.known_models import model_names
 from proxy.store.offline import open_offline
@@ -26,16 +27,27 @@ _CONNECT_SECONDS = 5.0
 _MIN_DIGITS = 4
 
 
+_ASKS_FOR_TOKEN = (
+    "the proxy at {} asks for its admin token: give --admin-token-file FILE. Unless its settings say"
+    f" otherwise, the file is {ADMIN_TOKEN} in its --slot-save-path"
+)
+
+
 class RunningProxy:
     """The admin listener of a proxy that runs; all methods exit with a plain word if it refuses."""
 
-    def __init__(self, address: str) -> None:
-        """*address* is HOST:PORT."""
+    def __init__(self, address: str, token: str | None = None) -> None:
+        """*address* is HOST:PORT, *token* what it asks for."""
         self.address = address
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
     def checkpoints(self) -> list[ListedCheckpoint]:
         listed = self.ask("GET", "/checkpoints", dict[str, list[ListedCheckpoint]])
         return listed["checkpoints"]
+
+    def told(self) -> dict[str, Any]:
+        """Return what the live page is told."""
+        return self.ask("GET", "/overview", dict[str, Any])
 
     def pin(self, checkpoint_id: str, *, is_pinned: bool) -> None:
         method = "PUT" if is_pinned else "DELETE"
@@ -53,9 +65,11 @@ class RunningProxy:
         type_: type[T],
         query: Mapping[str, str] | None = None,
         refusals: tuple[int, ...] = (),
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> T:
         """Return the answer to a request; an error exits unless its status is one of *refusals*."""
-        with self._reply(method, path, query, refusals=refusals) as reply:
+        with self._reply(method, path, query, body, headers, refusals) as reply:
             return self._decode(reply.read(), type_)
 
     def lines(
@@ -83,16 +97,18 @@ class RunningProxy:
                 connection.connect()
                 connection.sock.settimeout(None)
                 target = f"{path}?{urlencode(query)}" if query else path
-                connection.request(method, target, body, headers or {})
+                connection.request(method, target, body, {**self._headers, **(headers or {})})
                 reply = connection.getresponse()
+                if reply.status == 401:
+                    fail(_ASKS_FOR_TOKEN.format(self.address), Exit.USAGE)
                 if reply.status not in (200, *refusals):
                     status = Exit.UNAVAILABLE if reply.status == 503 else Exit.FAILED
                     fail(_complaint(reply.read()), status)
                 yield reply
         except (HTTPException, OSError) as error:
             fail(
-                f"no proxy answers at http://{self.address} ({error}). If one runs with another `admin`,"
-                " give --admin http://HOST:PORT; if none runs, most commands take --slot-save-path"
+                f"no proxy answers at http://{self.address}: {in_words(error)}. If one runs with another"
+                " `admin`, give --admin HOST:PORT; if none runs, most commands take --slot-save-path"
                 " DIRECTORY",
                 Exit.UNAVAILABLE,
             )
@@ -103,6 +119,14 @@ class RunningProxy:
         except msgspec.DecodeError:
             self.fail_foreign()
 
+    def is_there(self) -> bool:
+        """Return whether anything listens at the address."""
+        try:
+            socket.create_connection(split_address(self.address), _CONNECT_SECONDS).close()
+        except OSError:
+            return False
+        return True
+
     def fail_foreign(self) -> NoReturn:
         fail(f"what answers at http://{self.address} is not llama-prefix-cache", Exit.UNAVAILABLE)
 
@@ -110,7 +134,8 @@ class RunningProxy:
 def _complaint(body: bytes) -> str:
     """Return what an error body says."""
     try:
-        return str(msgspec.json.decode(body)["error"])
+        error = msgspec.json.decode(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
     except (msgspec.DecodeError, KeyError, TypeError):
         return body.decode(errors="replace").strip()
 
@@ -145,28 +170,47 @@ Store = RunningProxy | DirectoryStore
 
 _admin_option = click.option(
     "--admin",
-    metavar="URL",
-    help=f"Admin listener of the running proxy. [http://{Settings(slot_save_path='.').admin}]",
+    metavar="HOST:PORT",
+    help=f"Admin listener of the running proxy. [{Settings(slot_save_path='.').admin}]",
+)
+_token_option = click.option(
+    "--admin-token-file", metavar="FILE", help=describe("admin_token_file")[0]
 )
 
 
-def with_proxy(command: Command) -> Command:
-    """Give a command a running proxy as its first argument, and the options that say which."""
+def with_proxy(command: Command, *, works_on_directories: bool = False) -> Command:
+    """Give a command a running proxy as its first argument, and the options that say which.
+
+    If it *works_on_directories*, and no proxy runs, it gets the store of a directory that is known.
+    """
 
     @_admin_option
+    @_token_option
     @config_option
     @json_option
     @functools.wraps(command)
     def run(
-        admin: str | None, config: Path | None, slot_save_path: Path | None = None, **arguments: Any
+        admin: str | None,
+        admin_token_file: str | None,
+        config: Path | None,
+        slot_save_path: Path | None = None,
+        **arguments: Any,
     ) -> None:
         if slot_save_path is None:
-            given = {"admin": admin.removeprefix("http://").rstrip("/") if admin else None}
-            # A proxy is asked without its directory.
-            settings = settings_of({"slot_save_path": ".", **given}, config)
-            command(RunningProxy(reachable(settings.admin)), **arguments)
-            return
-        if admin is not None:
+            given = {"admin": admin, "admin_token_file": admin_token_file}
+            settings = settings_of(given, config, "any")
+            try:
+                proxy = RunningProxy(reachable(settings.admin), token_for(settings))
+            except SettingsError as error:
+                fail(error, Exit.USAGE)
+            known = Path(settings.slot_save_path)
+            has_store = works_on_directories and (known / "index").is_dir()
+            if admin is not None or not has_store or proxy.is_there():
+                command(proxy, **arguments)
+                return
+            slot_save_path = known
+            click.echo(f"no proxy answers at {proxy.address}: this is {known} itself", err=True)
+        elif admin is not None:
             fail("--admin and --slot-save-path are two stores: give one", Exit.USAGE)
         with opened(slot_save_path.expanduser()) as store:
             command(DirectoryStore(store), **arguments)
@@ -181,18 +225,20 @@ def with_store(command: Command) -> Command:
         type=click.Path(path_type=Path),
         help="Work on this directory itself, while no proxy uses it.",
     )
-    return option(with_proxy(command))
+    return option(with_proxy(command, works_on_directories=True))
 
 
 def with_directory(command: Command) -> Command:
     """Give a command the settings as its first argument, of which it uses the directory."""
 
-    @click.option("--slot-save-path", metavar="PATH", help="Directory of the store.")
+    @click.option(
+        "--slot-save-path", metavar="PATH", help="Directory of the store. [that of `run`]"
+    )
     @config_option
     @json_option
     @functools.wraps(command)
     def run(slot_save_path: str | None, config: Path | None, **arguments: Any) -> None:
-        command(settings_of({"slot_save_path": slot_save_path}, config), **arguments)
+        command(settings_of({"slot_save_path": slot_save_path}, config, "known"), **arguments)
 
     return run
 
@@ -203,7 +249,10 @@ def opened(
 ) -> Iterator[StoreDirectory]:
     """Yield the store of a directory; exits with a plain word if it, or the work on it, fails."""
     try:
-        with open_offline(directory, may_be_new=may_be_new, mends_index=mends_index) as store:
+        with (
+            told_plainly(),
+            open_offline(directory, may_be_new=may_be_new, mends_index=mends_index) as store,
+        ):
             yield store
     except StoreLocked:
         fail(
@@ -211,6 +260,15 @@ def opened(
             " ask it (--admin)",
             Exit.UNAVAILABLE,
         )
+
+
+@contextmanager
+def told_plainly() -> Iterator[None]:
+    """Exit with a plain word if the work on a directory fails; raises StoreLocked."""
+    try:
+        yield
+    except StoreLocked:
+        raise
     except (StoreFault, OSError) as fault:
         fail(fault)
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import click
 import msgspec
@@ -19,15 +19,18 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from proxy.errors import SettingsError
+from proxy.errors import SettingsError, in_words
 from proxy.log import get_logger
 from proxy.settings import (
     ENVIRONMENT_PREFIX,
     Settings,
+    complete_settings,
+    default_directory,
     describe,
     is_size,
-    load_settings,
+    merge_settings,
     size_in_words,
+    written,
 )
 
 
@@ -48,14 +51,25 @@ class Exit(IntEnum):
 
 def fail(complaint: object, exit_status: int = Exit.FAILED) -> NoReturn:
     """Say on stderr what is wrong, and exit."""
-    click.echo(f"llama-prefix-cache: {complaint}", err=True)
+    said = in_words(complaint) if isinstance(complaint, BaseException) else complaint
+    click.echo(f"llama-prefix-cache: {said}", err=True)
     sys.exit(exit_status)
 
 
-def settings_of(flags: Mapping[str, Any], config: Path | None) -> Settings:
-    """Return the settings of flags, environment and file; exits if one is wrong."""
+def settings_of(
+    flags: Mapping[str, Any],
+    config: Path | None,
+    directory: Literal["given", "known", "any"] = "given",
+) -> Settings:
+    """Return the settings of flags, environment and file; exits if one is wrong.
+
+    If *directory* is not "given" by any of them, a "known" one is that of `run`; "any" may not exist.
+    """
     try:
-        return load_settings(flags, os.environ, config)
+        merged = merge_settings(flags, os.environ, config)
+        if directory == "any" or (directory == "known" and default_directory().is_dir()):
+            merged.setdefault("slot_save_path", str(default_directory()))
+        return complete_settings(merged, needs_directory=directory != "any")
     except SettingsError as error:
         fail(error, Exit.USAGE)
 
@@ -63,7 +77,7 @@ def settings_of(flags: Mapping[str, Any], config: Path | None) -> Settings:
 # What commands print: tables for people, JSON for programs.
 
 
-_PIPED_COLUMNS = 110
+_PIPED_COLUMNS = 80
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 _AGES = (("d", 86400.0, 2.0), ("h", 3600.0, 1.0), ("min", 60.0, 1.0), ("s", 1.0, 0.0))
 
@@ -155,7 +169,7 @@ def _setting_option(field: msgspec.structs.FieldInfo) -> Callable[[Command], Com
         metavar=None if is_flag else metavar,
         is_flag=is_flag,
         default=None,
-        help=description + (f" [{field.default}]" if has_default else ""),
+        help=description + (f" [{written(field.name, field.default)}]" if has_default else ""),
     )
 
 

@@ -1,20 +1,44 @@
-"""`llama-prefix-cache stats` and `explain`: what the cache has brought, and why a request missed."""
+"""`llama-prefix-cache stats`, `explain` and `doctor`: what the cache has brought, why a request missed, and
+whether caching will work here, how well, and what mends it."""
 
+import asyncio
+import os
+import signal
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from datetime import datetime
+from itertools import groupby
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import click
+import msgspec
+from rich.console import Console
 from rich.text import Text
 
 from proxy.cli.access import RunningProxy, with_proxy
-from proxy.cli.common import answer, checkpoints_in_words, table_of
+from proxy.cli.common import (
+    Exit,
+    answer,
+    checkpoints_in_words,
+    console,
+    fail,
+    json_option,
+    setting_options,
+    settings_of,
+    table_of,
+)
+from proxy.core.rates import seconds_in_words
+from proxy.doctor.examination import Note, examine
+from proxy.doctor.facts import Setup
+from proxy.doctor.findings import Finding, Severity, exit_status, findings_of, summary
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
 from proxy.explain.views import Explanation, Nearest
-from proxy.settings import size_in_words
+from proxy.log import configure_logging
+from proxy.settings import NAMES, read_sources, size_in_words, written
 
 # `llama-prefix-cache stats`: how the proxy and its llama-servers are doing, and what reuse has brought.
 
@@ -31,7 +55,7 @@ def stats(proxy: RunningProxy, as_json: bool) -> None:
     Today began at midnight, or when the proxy was started. `ls` says what is stored, /metrics has all
     numbers.
     """
-    overview = proxy.ask("GET", "/overview", dict[str, Any])
+    overview = proxy.told()
     try:
         answer(overview, table_of(stats_rows(overview)), as_json=as_json)
     except KeyError:
@@ -55,7 +79,7 @@ def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "prompt tokens", f"{today['n_prompt']:,}, of which {today['n_reused']:,} reused ({share})"
     yield "restored", f"{today['n_restored']:,} of the reused tokens"
     yield "missed", f"{today['n_missed']:,} tokens: `explain miss` says why"
-    yield "time saved", f"{today['saved_seconds'] or 0:.1f} s of evaluation"
+    yield "time saved", f"{seconds_in_words(today['saved_seconds'] or 0)} of evaluation"
 
 
 # An explanation as people read it, with what has changed in colour.
@@ -82,8 +106,8 @@ def explanation_text(explanation: Explanation) -> Text:
         reuse = f"{request.confirmed:,} of {request.n_prompt:,} tokens reused"
         if request.n_missed:
             reuse += f", {request.n_missed:,} evaluated again"
-        if (request.saved_seconds or 0) >= 0.005:
-            reuse += f"; {request.saved_seconds:.2f} s saved"
+        if (request.saved_seconds or 0) >= 0.0005:
+            reuse += f"; {seconds_in_words(request.saved_seconds or 0)} saved"
         lines.append(Text(reuse))
     if request.why:
         lines.append(Text(f"plan: {request.chosen or 'none'}, {request.why}", style="dim"))
@@ -143,7 +167,132 @@ def explain(proxy: RunningProxy, request_id: str, as_json: bool) -> None:
       llama-prefix-cache explain
       llama-prefix-cache explain miss
       llama-prefix-cache explain 5f0c1a2b --json
-      llama-prefix-cache explain last --admin http://192.168.1.5:8082
+      llama-prefix-cache explain last --admin 192.168.1.5:8082
     """
     explanation = proxy.ask("GET", f"/requests/{quote(request_id, safe='')}", Explanation)
     answer(explanation, explanation_text(explanation), as_json=as_json)
+
+
+# `llama-prefix-cache config`: which settings are in force, and where each comes from.
+
+
+@click.command("config")
+@setting_options()
+@json_option
+def config_(config: Path | None, as_json: bool, **flags: Any) -> None:
+    """Print the settings in force, and where each value comes from.
+
+    \b
+    llama-prefix-cache config
+    llama-prefix-cache config --config /etc/llama-prefix-cache/config.yaml
+
+    Flags beat the environment (LLAMA_PREFIX_CACHE_*), which beats the file, which beats the defaults. A
+    proxy that runs has read them at its start. Keys are not printed.
+    """
+    settings = settings_of(flags, config, "any")
+    sources = read_sources(flags, os.environ, config)
+    rows = []
+    for name in NAMES:
+        value = written(name, getattr(settings, name))
+        origin = next(
+            (source for source in reversed(sources) if name in sources[source]), "default"
+        )
+        hidden = name.endswith("_key") and value != "null"
+        rows.append((name, "(not shown)" if hidden else value, origin))
+    content = {name: {"value": value, "from": origin} for name, value, origin in rows}
+    answer(content, table_of(rows), as_json=as_json)
+
+
+# `llama-prefix-cache doctor`: whether caching will work here, how well, and what mends it.
+
+
+_SHOWN = {
+    Severity.OK: ("ok", "green"),
+    Severity.LIMIT: ("limit", "yellow"),
+    Severity.BLOCKER: ("STOP", "bold red"),
+}
+
+
+@click.command()
+@setting_options(
+    *("upstream", "slot_save_path", "upstream_api_key", "admin"),
+    *("max_store_bytes", "min_free_bytes"),
+)
+@click.option(
+    "--model", metavar="NAME", help="At a router or llama-swap: examine only this one, and load it."
+)
+@json_option
+def doctor(config: Path | None, model: str | None, as_json: bool, **flags: Any) -> None:
+    """Say whether caching will work here, how well, and what mends it.
+
+    \b
+    llama-prefix-cache doctor --upstream http://127.0.0.1:8080 --slot-save-path ~/slots
+    llama-prefix-cache doctor --model qwen3 --slot-save-path ~/slots     at a router or llama-swap
+
+    Takes the settings of serve, so its flags, variables and configuration file do; without a directory it
+    is that of `run`. A proxy that uses the directory is asked what it stands before. Probes run in empty
+    slots and leave nothing behind. Every llama-server of the upstream is examined; at a router or
+    llama-swap the models that are loaded, or the one that is named, which is loaded if need be: another one
+    may have to go for it. Exit status: 0 it will work, 1 with limits, 2 it will not.
+    """
+    settings = settings_of(flags, config, "known")
+    configure_logging("critical", "console")  # what an attach would log is reported
+    setup = _until_interrupted(lambda note: examine(settings, model=model or "", note=note))
+    answer(json_report(setup), report(setup, console()), as_json=as_json)
+    sys.exit(exit_status(findings_of(setup)))
+
+
+def _until_interrupted(work: Callable[[Note], Coroutine[Any, Any, Setup]]) -> Setup:
+    """Do the work, showing its notes; Ctrl-C and SIGTERM end it with its probes cleaned up."""
+
+    async def run() -> Setup:
+        if (task := asyncio.current_task()) is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        with Console(stderr=True).status("") as status:  # shows nothing but on a terminal
+            return await work(status.update)
+
+    try:
+        return asyncio.run(run())
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        fail("interrupted; the probes are cleaned up", Exit.CUT_SHORT)
+
+
+def report(setup: Setup, shown: Console) -> str:
+    """Return the verdict and every finding with its cure, as *shown* shows it.
+
+    In a pipe the lines are of the same length everywhere, without colours or trailing spaces.
+    """
+    findings = findings_of(setup)
+    has_headings = any(finding.about for finding in findings)
+    n_columns = max(len(finding.topic) for finding in findings)
+    with shown.capture() as captured:
+        shown.print(Text(summary(setup), style=_SHOWN[Severity(exit_status(findings))][1]))
+        for about, group in groupby(findings, key=lambda finding: finding.about):
+            shown.print()
+            if has_headings:
+                shown.print(Text(about or "all", style="bold underline"))
+            shown.print(table_of(_row(finding, n_columns) for finding in group))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+
+def _row(finding: Finding, n_columns: int) -> list[Text]:
+    mark, style = _SHOWN[finding.severity]
+    body = Text(finding.text)
+    if finding.cure:
+        body.append(f"\n-> {finding.cure}", style="bold")
+    topic = Text(finding.topic.ljust(n_columns), no_wrap=True)
+    return [Text(mark.ljust(5), style=style, no_wrap=True), topic, body]
+
+
+def json_report(setup: Setup) -> dict[str, object]:
+    """Return the same for a program: verdict, exit status, findings and facts."""
+    findings = findings_of(setup)
+    return {
+        "verdict": summary(setup),
+        "exit_status": exit_status(findings),
+        "findings": [
+            {**msgspec.to_builtins(each), "severity": each.severity.name.lower()}
+            for each in findings
+        ],
+        "facts": setup,
+    }

@@ -13,8 +13,9 @@ from proxy.app import run_proxy
 from proxy.cli.access import RunningProxy, with_proxy
 from proxy.cli.common import Exit, Stopping, answer, fail, progress, setting_options, settings_of
 from proxy.core.launch import Launch, let_presets_win, plan_launch
+from proxy.core.rates import seconds_in_words
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
-from proxy.errors import LlamaServerDied, SettingsError, StoreLocked
+from proxy.errors import LlamaServerDied, SettingsError, StoreLocked, in_words
 from proxy.llama.client import LlamaServer, new_session
 from proxy.llama.flags import known_names, parse_help, read_given, variables_of
 from proxy.llama.routes import Target
@@ -22,6 +23,7 @@ from proxy.log import configure_logging, get_logger
 from proxy.run.process import (
     Supervisor,
     find_free_port,
+    port_refusal,
     read_help,
     require_free_port,
     split_command,
@@ -30,9 +32,15 @@ from proxy.settings import (
     NAMES,
     Settings,
     complete_settings,
+    default_directory,
     merge_settings,
+    reachable,
     size_in_words,
     split_address,
+)
+
+_CONNECT = (
+    " " * 10 + "connect OpenCode, Claude Code and others: llama-prefix-cache connect opencode"
 )
 
 # `llama-prefix-cache serve`: in front of a llama-server that somebody else runs.
@@ -50,12 +58,24 @@ def _serve(
     supervisor: Supervisor | None = None,
     n_context_checkpoints: int = MAX_CONTEXT_CHECKPOINTS,
 ) -> None:
-    """Serve until told to stop, before the llama-server that *supervisor* runs if there is one."""
+    """Serve until told to stop, before the llama-server that *supervisor* runs if there is one.
+
+    Raises LlamaServerDied.
+    """
     try:
         asyncio.run(_serve_until_told(settings, supervisor, n_context_checkpoints))
-    except LlamaServerDied as error:
-        fail(error, Exit.LLAMA_SERVER_DIED)
-    except (StoreLocked, OSError) as error:
+    except SettingsError as error:
+        fail(error, Exit.USAGE)
+    except StoreLocked as error:
+        fail(error, Exit.UNAVAILABLE)
+    except OSError as error:
+        for flag, address in (("--listen", settings.listen), ("--admin", settings.admin)):
+            if error.filename == address:
+                error.filename = None
+                fail(
+                    f"cannot {port_refusal(*split_address(address), error)}: give another {flag}",
+                    Exit.UNAVAILABLE,
+                )
         fail(error, Exit.UNAVAILABLE)
     except asyncio.CancelledError:
         fail("stopped before everything was saved", Exit.CUT_SHORT)
@@ -76,23 +96,30 @@ async def _serve_until_told(
             is_llama_server_coming=supervisor is not None,
             n_context_checkpoints=n_context_checkpoints,
         ):
-            log.info(
-                "serving", listen=settings.listen, admin=settings.admin, upstream=settings.upstream
-            )
+            of = {name: getattr(settings, name) for name in ("listen", "admin", "upstream")}
+            says = "" if supervisor else f"llama-server {settings.upstream}; {_ready(settings)}"
+            log.info("serving", **of, says=says)
             awaited: set[asyncio.Task[Any]] = {asyncio.ensure_future(stopping.told.wait())}
             if supervisor is not None:
                 running = asyncio.ensure_future(supervisor.run())
                 awaited.add(running)
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             if stopping.told.is_set():
-                log.info("finishing requests and saving slots")
+                told = "finishing requests and saving slots"
+                log.info(told, says=told)
     finally:
         if running is not None:
             running.cancel()
             await asyncio.wait({running})
             if not running.cancelled():
                 running.result()  # raises LlamaServerDied if it had ended by itself
-    log.info("stopped")
+    log.info("stopped", says="stopped")
+
+
+def _ready(settings: Settings) -> str:
+    """Return where clients and people find what serves now."""
+    url, page = (f"http://{reachable(address)}" for address in (settings.listen, settings.admin))
+    return f"ready: clients {url}/v1 (Anthropic: {url}), live page {page}\n{_CONNECT}"
 
 
 # `llama-prefix-cache run`: starts llama-server itself and serves in front of it.
@@ -137,36 +164,51 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
     except OSError as error:
         fail(error, Exit.UNAVAILABLE)
     configure_logging(settings.log_level, settings.log_format)
-    log = get_logger("run")
-    variables = [f"{name}={value}" for name, value in launch.environment.items()]
-    log.info("llama-server gets these flags too", added=" ".join([*launch.added, *variables]))
-    if "upstream" in merged:
-        log.warning("upstream is ignored: it follows from llama-server's own flags")
-    for note in launch.notes:
-        log.info(note)
-    for warning in launch.warnings:
-        log.warning(warning)
+    _tell(launch, is_upstream_given="upstream" in merged)
 
     async def is_ready() -> bool:
         async with new_session() as client:
             target = Target(settings.upstream)
             return await LlamaServer(client, target, settings.upstream_api_key).is_ready()
 
-    whole_command = [*program, *arguments, *launch.added]
-    supervisor = Supervisor(whole_command, launch.environment, is_ready, restarts=restart)
-    _serve(settings, supervisor, launch.n_context_checkpoints)
+    supervisor = Supervisor(
+        [*program, *arguments, *launch.added],
+        launch.environment,
+        is_ready,
+        restarts=restart,
+        is_shown=settings.log_level == "debug",
+        says_ready=_ready(settings),
+    )
+    try:
+        _serve(settings, supervisor, launch.n_context_checkpoints)
+    except LlamaServerDied as error:
+        path = launch.model_path
+        is_missing = path and not Path(path).exists()
+        fail(f"there is no model file {path}" if is_missing else error, Exit.LLAMA_SERVER_DIED)
+
+
+def _tell(launch: Launch, *, is_upstream_given: bool) -> None:
+    """Log what is started, and what is wrong with it."""
+    log = get_logger("run")
+    variables = [f"{name}={value}" for name, value in launch.environment.items()]
+    added = " ".join([*launch.added, *variables])
+    says = f"starting llama-server: {launch.says}; added: {added}"
+    log.info("llama-server gets these flags too", added=added, says=says)
+    if is_upstream_given:
+        log.warning("upstream is ignored: it follows from llama-server's own flags")
+    for warning in launch.warnings:
+        log.warning(warning)
 
 
 def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, Any]) -> Launch:
     options = parse_help(read_help(program))
     given = read_given(options, arguments, os.environ)
     own_path = merged.get("slot_save_path")
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     launch = plan_launch(
         given,
         known_names(options),
         own_path=str(Path(own_path).expanduser().absolute()) if own_path else None,
-        default_path=str(Path(cache, "llama-prefix-cache").absolute()),
+        default_path=str(default_directory()),
         free_port=find_free_port("127.0.0.1"),
         working_directory=str(Path.cwd()),
     )
@@ -187,7 +229,7 @@ def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
             lines = Path(launch.api_key_file).read_text(errors="replace").splitlines()
             api_key = next((line for line in lines if line and not line.startswith("#")), None)
     except OSError as error:
-        raise SettingsError(str(error)) from error
+        raise SettingsError(in_words(error)) from error
     own = {"upstream": launch.upstream, "upstream_api_key": api_key}
     settings = complete_settings({**merged, "slot_save_path": str(directory), **own})
     if launch.port in {split_address(address)[1] for address in (settings.listen, settings.admin)}:
@@ -253,7 +295,7 @@ def warm(
         raise click.UsageError("--path and --model are for FILE")
     given = {"path": path, "whole": "1" if whole else None, "request": request_id}
     query = {name: value for name, value in given.items() if value}
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = {"X-Api-Key": api_key} if api_key else {}
     body = for_model(file.read(), model) if file else b""
     last: dict[str, Any] = {}
     with progress("evaluating", None) as update:
@@ -265,7 +307,10 @@ def warm(
     warmed = last["warmed"]
     if pin:
         proxy.pin(warmed["id"], is_pinned=True)
-    how = "were kept already" if warmed["was_kept"] else f"took {warmed['seconds']:.1f} s"
+    pin = any(c.is_pinned for c in proxy.checkpoints() if c.id == warmed["id"])
+    how = (
+        "were kept already" if warmed["was_kept"] else f"took {seconds_in_words(warmed['seconds'])}"
+    )
     answer(
         {**warmed, "is_pinned": pin},
         f"{warmed['n_usable']:,} of {warmed['n_prompt_tokens']:,} tokens are in {warmed['id'][:8]} "

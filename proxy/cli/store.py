@@ -11,7 +11,15 @@ from rich.console import Group
 from rich.text import Text
 from rich.tree import Tree
 
-from proxy.cli.access import DirectoryStore, Store, all_named, opened, with_directory, with_store
+from proxy.cli.access import (
+    Store,
+    all_named,
+    named,
+    opened,
+    told_plainly,
+    with_directory,
+    with_store,
+)
 from proxy.cli.common import (
     Exit,
     age_in_words,
@@ -22,10 +30,12 @@ from proxy.cli.common import (
     progress,
     table_of,
 )
-from proxy.explain.views import Deleted, ListedCheckpoint
+from proxy.core.rates import seconds_in_words
+from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint
 from proxy.settings import Settings, size_in_words
+from proxy.store.files import StateFiles
 from proxy.store.offline import ProblemKind, examine, mend
-from proxy.store.transfer import BundleRefused, export_checkpoints, import_checkpoints
+from proxy.store.transfer import BundleRefused, export_checkpoints, import_checkpoints, read_records
 
 # `llama-prefix-cache ls`: what is stored, as a tree.
 
@@ -56,9 +66,10 @@ def ls(store: Store, name: str | None, shows_all: bool, as_json: bool) -> None:
     session is one conversation.
     """
     checkpoints = store.checkpoints() if name is None else all_named(store, [name])
-    tree = Tree(Text(_sum(checkpoints), style="bold"))
+    tree = Tree("", hide_root=True)
     _grow(tree, checkpoints, 0, len(checkpoints) if shows_all else _N_SHOWN)
-    answer({"checkpoints": checkpoints}, tree, as_json=as_json)
+    shown = Group(Text(_sum(checkpoints), style="bold"), tree)
+    answer({"checkpoints": checkpoints}, shown, as_json=as_json)
 
 
 def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> None:
@@ -78,7 +89,8 @@ def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> Non
         node = tree  # what sessions share lies under the header itself
         if node_id:
             used = age_in_words(time.time() - max(c.last_used_at for c in group))
-            node = tree.add(_line(_title(level, node_id, group), _sum(group), f"used {used}"))
+            facts = f"{len(group)} with {size_in_words(sum(c.size_bytes for c in group))}, {used}"
+            node = tree.add(Text.assemble((_title(level, node_id, group), "bold"), f": {facts}"))
         _grow(node, group, level + 1, n_shown)
     if left_out := [c for _, group in ordered[n_shown:] for c in group]:
         tree.add(f"... and {len(ordered) - n_shown} more with {_sum(left_out)}: --all")
@@ -90,28 +102,23 @@ def _title(level: int, node_id: str, checkpoints: Checkpoints) -> str:
     words = f"{_TITLES[level]} {node_id[:_DIGITS]}"
     if level == 0:
         model = checkpoints[0].model
-        return f"{words} of {model}" if model else words
+        return f"{node_id[:_DIGITS]} {model}" if model else words
     lengths = [c.n_header_tokens if level == 1 else c.n_tokens for c in checkpoints]
     return f"{words} of {max(lengths):,} tokens"
 
 
 def _leaf(checkpoint: ListedCheckpoint) -> Text:
-    facts = [
-        f"{checkpoint.id[:_DIGITS]} {checkpoint.kind}",
-        f"{checkpoint.n_tokens:,} tokens",
-        size_in_words(checkpoint.size_bytes),
-        f"used {age_in_words(time.time() - checkpoint.last_used_at)}",
-        f"restored {checkpoint.n_restores}x",
-    ]
-    if checkpoint.value_seconds is not None:
-        facts.append(f"worth {checkpoint.value_seconds:.1f} s")
+    """Return a checkpoint in one line, which fits 80 columns under its tree; --json has all of it."""
+    kind = "" if checkpoint.kind == "conversation" else f" {checkpoint.kind}"
+    size, used = size_in_words(checkpoint.size_bytes), time.time() - checkpoint.last_used_at
+    facts = [f"{kind} {checkpoint.n_tokens:,} tokens {size}", age_in_words(used)]
+    if checkpoint.is_pinned:
+        facts.append("pinned")
+    elif checkpoint.value_seconds is not None:
+        facts.append(f"worth {seconds_in_words(checkpoint.value_seconds)}")
     if checkpoint.quarantine:
         facts.append(f"quarantined: {checkpoint.quarantine.why}")
-    return _line(*facts, "pinned") if checkpoint.is_pinned else _line(*facts)
-
-
-def _line(first: str, *others: str) -> Text:
-    return Text.assemble((first, "bold"), *(f"  {other}" for other in others))
+    return Text.assemble((checkpoint.id[:_DIGITS], "bold"), ", ".join(facts))
 
 
 def _sum(checkpoints: Checkpoints) -> str:
@@ -339,15 +346,19 @@ def export(settings: Settings, names: tuple[str, ...], file: Path, as_json: bool
     llama-prefix-cache export 1b70c4d2 -o session.lpc --slot-save-path /var/lib/llama-prefix-cache
 
     ID is the beginning of what ls shows: a checkpoint, or all of a session, header or namespace. The file
-    says which model its states are of. It is as good as a transcript, and readable for you alone. No proxy
-    may run on the directory meanwhile.
+    says which model its states are of. It is as good as a transcript, and readable for you alone. A proxy
+    may be using the directory meanwhile.
     """
-    with opened(Path(settings.slot_save_path)) as store:
-        ids = sorted(checkpoint.id for checkpoint in all_named(DirectoryStore(store), names))
-        chosen = [c for c in store.checkpoints() if f"{c.id:016x}" in ids]
-        n_bytes = sum(checkpoint.size_bytes for checkpoint in chosen)
+    files = StateFiles(Path(settings.slot_save_path))
+    with told_plainly():
+        records = read_records(files)
+        models = {r.checkpoint.namespace: r.owner.known.name for r in records if r.owner}
+        listed = [list_checkpoint(record.checkpoint, models) for record in records]
+        ids = sorted({c.id for name in names for c in named(name, listed)})
+        chosen = [record for record in records if f"{record.checkpoint.id:016x}" in ids]
+        n_bytes = sum(record.checkpoint.size_bytes for record in chosen)
         with progress("exporting", n_bytes) as update:
-            export_checkpoints(store, chosen, file, lambda n: update(advance=n))
+            export_checkpoints(files, chosen, file, lambda n: update(advance=n))
     content = {"file": str(file), "exported": ids, "size_bytes": n_bytes}
     answer(content, f"{checkpoints_in_words(len(ids), n_bytes)} are in {file}", as_json=as_json)
 

@@ -210,8 +210,8 @@ class DegradationKind(StrEnum):
 
 _K = DegradationKind
 
-PASSING = frozenset((_K.ATTACHING,))
-"""This belongs to every start, and ends by itself."""
+PASSING = frozenset((_K.ATTACHING, _K.LOADING))
+"""These belong to every start, and end by themselves."""
 _OF_STORE = {_K.STORE_NOT_OPEN, _K.INDEX_REBUILDING, _K.DIRECTORY_IS_OPEN, _K.STATE_ENDED_SERVER}
 OF_PROCESS = frozenset(_K) - _OF_STORE
 """These end with the llama-server process that they were noticed on."""

@@ -43,7 +43,8 @@ class Given:
 class Launch:
     """What to add to a llama-server command, and where it will listen.
 
-    With a conflict nothing may be started. `api_key` is one of llama-server's own; they may instead
+    With a conflict nothing may be started. `says` is what is started, in words, and `model_path` its model,
+    empty if it is no file. `api_key` is one of llama-server's own; they may instead
     stand in the file `api_key_file`. `environment` is added where the command line would be too strong.
     """
 
@@ -56,7 +57,8 @@ class Launch:
     api_key_file: str | None = None
     additions: list[tuple[str, ...]] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    says: str = ""
+    model_path: str = ""
     warnings: list[str] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)
 
@@ -110,7 +112,22 @@ def plan_launch(
     _limit_checkpoints(launch, given, known)
     if "--metrics" not in given or given["--metrics"].value == OFF:
         _add(launch, known, "--metrics")
+    if model := given.get("--model"):
+        launch.model_path = _absolute(model, working_directory)
+    launch.says = _in_words(launch, given)
     return launch
+
+
+def _in_words(launch: Launch, given: Mapping[str, Given]) -> str:
+    """Return which model is started, with how many slots of how many tokens each."""
+    named = next((given[n].value for n in ("--alias", "--hf-repo") if n in given), "")
+    model = posixpath.basename(launch.model_path) or named or "the models that it finds"
+    slots, context = given.get("--parallel"), given.get("--ctx-size")
+    n_slots = int(slots.value) if slots and slots.value.isdecimal() else 1
+    n_tokens = int(context.value) if context and context.value.isdecimal() else 0
+    each = 1 if _unified_by(given) else n_slots
+    length = f"{n_tokens // max(1, each):,} tokens" if n_tokens else "as long as the model allows"
+    return f"{model}, {n_slots} slot{'s' * (n_slots != 1)} of {length}"
 
 
 def _add(launch: Launch, known: Collection[str], name: str, *values: str) -> bool:
@@ -156,15 +173,7 @@ def _divide_context(launch: Launch, given: Mapping[str, Given], known: Collectio
     """
     n_parallel = given.get("--parallel")
     if n_parallel is None:
-        if _add(launch, known, "-np", "1"):
-            launch.notes.append(
-                "one slot: a conversation has the whole context, and requests run one after another; "
-                "-np N serves N at once, each with an Nth of the context"
-            )
-    elif n_parallel.value.isdecimal() and int(n_parallel.value) > 1 and not _unified_by(given):
-        launch.notes.append(
-            f"{n_parallel}: each conversation has 1/{n_parallel.value} of the context (-c)"
-        )
+        _add(launch, known, "-np", "1")
     if unified := _unified_by(given):
         launch.warnings.append(
             f"{unified}: slots share one cache, and a restore fails while others fill it"

@@ -38,6 +38,14 @@ _LARGE_BYTES = 256 << 10
 _LEAST_SECONDS = 1e-6
 
 
+def seconds_in_words(seconds: float) -> str:
+    """Return a duration as people read it: 23 ms, 0.56 s, 9.8 s, 120 s."""
+    if abs(seconds) < 0.0995:
+        return f"{seconds * 1000:.0f} ms"
+    n_digits = 2 if abs(seconds) < 1 else 1 if abs(seconds) < 100 else 0
+    return f"{seconds:,.{n_digits}f} s"
+
+
 @dataclass(frozen=True, slots=True)
 class UnitCost:
     """Seconds for one unit (a call, a token, a byte), after `n_seen` measurements; 0 is a default."""

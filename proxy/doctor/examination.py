@@ -23,7 +23,7 @@ from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Empty
 from proxy.core.tokens import Namespace
 from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup
 from proxy.doctor.probes import ProbedServer, Scratch, has_ram_cache, scratch
-from proxy.errors import CacheFault, IndexDamaged, StoreFault, StoreLocked, UpstreamFault
+from proxy.errors import CacheFault, IndexDamaged, StoreFault, StoreLocked, UpstreamFault, in_words
 from proxy.llama.client import LlamaServer, Props, new_session
 from proxy.llama.hosts import recognise
 from proxy.llama.routes import Target
@@ -33,7 +33,7 @@ from proxy.servers.server import kind_of
 from proxy.serving.process import Process
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.serving.shared import quarantined_in_words
-from proxy.settings import Settings, parse_urls, reachable
+from proxy.settings import Settings, parse_urls, reachable, token_for
 from proxy.store.directory import keep_proxies_out
 from proxy.store.files import StateFiles
 from proxy.store.known_models import Owner, owners, read_index
@@ -67,7 +67,10 @@ async def examine(
                 stack.enter_context(keep_proxies_out(Path(settings.slot_save_path)))
             except StoreLocked as lock:
                 setup.lock = str(lock)
-                setup.health = await _health(session, settings.admin)
+                setup.health = await _health(session, settings)
+                # What it stands before, only it knows: under `run` the port is a random one.
+                upstream = (setup.health or {}).get("upstream") or settings.upstream
+                settings = msgspec.structs.replace(settings, upstream=upstream)
             note("asking llama-server what it is")
             found, urls = [], parse_urls(settings.upstream)
             for url in urls:
@@ -82,14 +85,21 @@ async def examine(
             stored = _examine_directory(setup)
             for upstream, facts in found:
                 await _examine_server(upstream, facts, setup, stored, rewrite, note)
+                if setup.is_proxy_caching:
+                    facts.degradations = ()  # the proxy has llama-server's key, and says what it met
     return setup
 
 
-async def _health(session: aiohttp.ClientSession, admin: str) -> dict[str, Any] | None:
-    """Return what a proxy says of itself at *admin* (HOST:PORT), None if none answers there."""
-    url, limit = f"http://{reachable(admin)}/health", aiohttp.ClientTimeout(total=_HEALTH_SECONDS)
+async def _health(session: aiohttp.ClientSession, settings: Settings) -> dict[str, Any] | None:
+    """Return what a proxy says of itself on its admin listener, None if none answers there."""
+    url, limit = (
+        f"http://{reachable(settings.admin)}/health",
+        aiohttp.ClientTimeout(total=_HEALTH_SECONDS),
+    )
+    token = token_for(settings)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        async with session.get(url, timeout=limit) as reply:
+        async with session.get(url, timeout=limit, headers=headers) as reply:
             health = msgspec.json.decode(await reply.read(), type=dict[str, Any])
     except (aiohttp.ClientError, TimeoutError, OSError, msgspec.DecodeError):
         return None
@@ -111,7 +121,8 @@ def _examine_directory(setup: Setup) -> Stored | None:
         os.listdir(directory)
         probe.unlink()
     except OSError as error:
-        setup.problem = error.strerror or str(error)
+        error.filename = None
+        setup.problem = in_words(error)
     if setup.problem or setup.lock:
         return None
     try:
@@ -180,7 +191,7 @@ async def _examine_server(
                 facts.failures.append(f"the slots could not be examined: {fault}")
             facts.degradations = tuple(probing.services.degradations.active)
     except (StoreFault, OSError) as fault:
-        facts.failures.append(f"no scratch store could be opened: {fault}")
+        facts.failures.append(f"no scratch store could be opened: {in_words(fault)}")
 
 
 async def _contact(facts: LlamaServerFacts, probing: Scratch) -> Props | None:

@@ -11,6 +11,7 @@ from itertools import groupby
 
 from proxy.core.conditions import PASSING, DegradationKind, State
 from proxy.core.model import RuleKind, is_same_canary
+from proxy.core.rates import seconds_in_words
 from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup
 from proxy.llama.state_file import SUPPORTED_VERSIONS
 from proxy.settings import size_in_words
@@ -221,8 +222,9 @@ def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]
     if facts.state_bytes:
         text = (
             f"A state of {USUAL_TOKENS:,} tokens takes at most {size_in_words(facts.state_bytes)}. Saving"
-            f" it stops all slots for {facts.save_seconds:.2f} s; restoring takes"
-            f" {facts.restore_seconds:.2f} s instead of {facts.evaluate_seconds:.2f} s of evaluation."
+            f" it stops all slots for {seconds_in_words(facts.save_seconds)}; restoring takes"
+            f" {seconds_in_words(facts.restore_seconds)} instead of"
+            f" {seconds_in_words(facts.evaluate_seconds)} of evaluation."
         )
         cure = "Put the directory of --slot-save-path on a faster disk."
         is_slow = facts.save_seconds > LONGEST_STALL_SECONDS

@@ -18,6 +18,7 @@ import msgspec
 
 from proxy.core.model import Outcome, Prompt, Rule, RuleKind
 from proxy.core.plan import Plan, Why
+from proxy.core.rates import seconds_in_words
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import ProxyError, ServerAway, TooManyRequests
 from proxy.explain.causes import MEANINGS, Cause, PromptPart
@@ -357,7 +358,7 @@ class Report:
             rewrites=request.rewrites or None,
             **(account.describe() if account else {"why": request.why}),
         )
-        self._log.info("request", **_line(record))
+        self._log.info("request", **_line(record), says=in_words(record))
         self._journal.add(record, judgement)
 
     def _count_reuse(self, judgement: Judgement, account: "Account | None") -> None:
@@ -377,7 +378,8 @@ class Report:
         self._metrics.unanswered_requests.labels(why).inc()
         record = _record(request, UNANSWERED, NOT_JUDGED, why=why)
         write = self._log.warning if isinstance(error, ProxyError) else self._log.info
-        write("request", **_line(record), reason=str(error) or type(error).__name__)
+        says = f"{_api(record.path)}  not answered: {why}  id {record.id}"
+        write("request", **_line(record), reason=str(error) or type(error).__name__, says=says)
         self._journal.add(record)
 
 
@@ -406,6 +408,33 @@ def _line(record: RequestRecord) -> dict[str, object]:
         for name, value in told.items()
         if value is not None or name in ("confirmed", "evaluated")
     }
+
+
+def in_words(record: RequestRecord) -> str:
+    """Return the line about an answered request that people read; a miss says its cause."""
+    api, answered = _api(record.path), f"answered in {seconds_in_words(record.seconds)}"
+    if (record.status or 200) >= 400:
+        return f"{api}  llama-server refused it (status {record.status})  id {record.id}"
+    if record.n_prompt is None or record.confirmed is None:
+        return f"{api}  {answered}, not cached: {record.why or 'llama-server did not say'}"
+    reused = f"{record.confirmed:,} reused ({record.confirmed / max(1, record.n_prompt):.1%})"
+    facts = [f"{api}  {record.n_prompt:,} tokens", reused.replace("%", " %")]
+    first = record.first_token_seconds
+    facts.append(answered if first is None else f"first token {seconds_in_words(first)}")
+    if (record.saved_seconds or 0) >= 0.005:
+        facts.append(f"saved {seconds_in_words(record.saved_seconds or 0)}")
+    where = f"  {record.server}" if record.server else ""
+    where += f"  slot {record.slot}" + " <- disk" * (record.chosen == "restore")
+    if record.cause is Cause.FIRST_SIGHT:
+        where += "  the rest is new" if record.confirmed else "  new"
+    elif record.cause.is_miss:
+        part = "" if record.part is PromptPart.NOWHERE else f" in {record.part.value}"
+        where += f"  miss: {record.cause.value}{part} (explain {record.id})"
+    return ", ".join(facts) + where
+
+
+def _api(path: str) -> str:
+    return path.removesuffix("/completions").rpartition("/")[2] if "/chat/" in path else path
 
 
 _WHY_UNANSWERED: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (

@@ -26,6 +26,7 @@ from proxy.errors import (
     UpstreamRefused,
     UpstreamSlow,
     UpstreamUnreachable,
+    in_words,
 )
 from proxy.llama.routes import Target
 
@@ -378,7 +379,7 @@ class LlamaServer:
                 content = msgspec.json.decode(content, type=dict[str, msgspec.Raw])[key]
             return msgspec.json.decode(content, type=kind)
         except (msgspec.DecodeError, KeyError) as error:
-            raise UpstreamRefused(200, f"{path}: reply not understood: {error}") from error
+            raise UpstreamRefused(200, f"{path}: reply not understood") from error
 
     async def _read(
         self,
@@ -422,7 +423,7 @@ class LlamaServer:
             return response.headers, content
         if is_unreached:
             raise UpstreamUnreachable(ended)
-        raise UpstreamRefused(status, _error_message(content))
+        raise UpstreamRefused(status, error_message(content))
 
 
 _REUSES = {"n_predict": 0, "cache_prompt": True, "n_cache_reuse": 0}
@@ -433,10 +434,14 @@ def reason_of(error: Exception) -> str:
     """Return why a connection failed, in words for a person."""
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"cannot connect to {error.host}:{error.port}"
-    return str(error) or type(error).__name__
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "its answer broke off"
+    if isinstance(error, aiohttp.ServerDisconnectedError):
+        return "it closed the connection"
+    return in_words(error)
 
 
-def _error_message(content: bytes) -> str:
+def error_message(content: bytes) -> str:
     reply = object_in(content)
     if reply is None or "error" not in reply:
         return content[:200].decode(errors="replace")

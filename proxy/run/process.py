@@ -1,12 +1,14 @@
 """llama-server as a child process: its build and port, its start and end, and its next start.
 
 llama-server leads a session of its own, so that Ctrl-C in a terminal reaches only the proxy, which saves
-first. It writes to our stderr. No llama-server outlives the proxy, whatever becomes of
-the proxy.
+first. What it writes is shown at level debug; else only its end is kept, and shown if it dies. No
+llama-server outlives the proxy, whatever becomes of the proxy.
 """
 
 import asyncio
+import errno
 import os
+import re
 import shutil
 import signal
 import socket
@@ -18,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from proxy.core.launch import restart_delay_seconds
-from proxy.errors import LlamaServerDied, SettingsError
+from proxy.errors import LlamaServerDied, SettingsError, in_words
 from proxy.log import get_logger
 
 # Before the start: which build is this, and is its port free?
@@ -45,8 +47,11 @@ def read_help(program: Sequence[str]) -> str:
             stderr=subprocess.STDOUT,
             timeout=_HELP_SECONDS,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise SettingsError(f"{program[0]} --help: {error}") from error
+    except OSError as error:
+        raise SettingsError(f"{program[0]} cannot be run: it is no program") from error
+    except subprocess.TimeoutExpired as error:
+        told = f"{program[0]} --help did not answer within {_HELP_SECONDS:.0f} s"
+        raise SettingsError(told) from error
     return done.stdout.decode(errors="replace")
 
 
@@ -63,9 +68,30 @@ def require_free_port(host: str, port: int) -> None:
     try:
         _bind(host, port)
     except OSError as error:
-        raise OSError(
-            f"llama-server cannot listen on {host}:{port}: {error.strerror or error}"
-        ) from error
+        raise OSError(f"llama-server cannot {port_refusal(host, port, error)}") from error
+
+
+def port_refusal(host: str, port: int, error: OSError) -> str:
+    """Return why nothing can listen on *port* of *host*, and what else listens there."""
+    who = _listener(port) if error.errno == errno.EADDRINUSE else ""
+    return f"listen on {host}:{port}: {in_words(error)}{f' by {who}' if who else ''}"
+
+
+def _listener(port: int) -> str:
+    """Return which process of this machine listens on *port*, empty if that cannot be told."""
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+                _, local, _, state, *_, inode = line.split()[:10]
+                if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{inode}]")
+    for opened in Path("/proc").glob("[0-9]*/fd/*") if sockets else ():
+        with suppress(OSError):
+            if os.readlink(opened) in sockets:
+                name = Path(opened.parts[0], *opened.parts[1:3], "comm").read_text().strip()
+                return f"{name} (process {opened.parts[2]})"
+    return ""
 
 
 def _bind(host: str, port: int) -> int:
@@ -81,28 +107,67 @@ def _bind(host: str, port: int) -> int:
 # One process: its start and its end.
 
 _GUARD = Path(__file__).with_name("guard.py")
+_KEPT_BYTES = 1 << 16
+_N_LAST_LINES = 8
+_IS_ERROR = re.compile(r"[\d.]+ E |(error|terminate|GGML_ASSERT|Segmentation)|.*\berror:")
 
 
 class LlamaProcess:
     """A running llama-server."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, output: int | None) -> None:
+        """*output* is where what it writes can be read, None if that goes to our stderr."""
         self._process = process
         self._is_over = False
+        self._output = output
+        self._written = b""
+        if output is not None:
+            os.set_blocking(output, False)
+            asyncio.get_running_loop().add_reader(output, self._read)
 
     @classmethod
-    async def start(cls, command: Sequence[str], environment: Mapping[str, str]) -> "LlamaProcess":
+    async def start(
+        cls, command: Sequence[str], environment: Mapping[str, str], *, is_shown: bool
+    ) -> "LlamaProcess":
         """Start *command* with more *environment* than ours; raises OSError if nothing can be started."""
         guard = (sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()))
-        process = await asyncio.create_subprocess_exec(
-            *guard,
-            *command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=sys.__stderr__,
-            start_new_session=True,
-            env={**os.environ, **environment},
-        )
-        return cls(process)
+        output, theirs = (None, None) if is_shown else os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *guard,
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sys.__stderr__ if theirs is None else theirs,
+                stderr=theirs,
+                start_new_session=True,
+                env={**os.environ, **environment},
+            )
+        finally:
+            if theirs is not None:
+                os.close(theirs)
+        return cls(process, output)
+
+    def _read(self) -> None:
+        """Keep the end of what it has written."""
+        with suppress(BlockingIOError):
+            while self._output is not None and (data := os.read(self._output, 1 << 16)):
+                self._written = (self._written + data)[-_KEPT_BYTES:]
+            self.close()
+
+    def close(self) -> None:
+        """Read nothing more of what it writes."""
+        if self._output is not None:
+            asyncio.get_running_loop().remove_reader(self._output)
+            os.close(self._output)
+            self._output = None
+
+    @property
+    def last_words(self) -> str:
+        """What it said of errors, or its last lines; empty if that went to our stderr."""
+        self._read()
+        lines = self._written.decode(errors="replace").splitlines()
+        errors = [line for line in lines if _IS_ERROR.match(line)]
+        return "".join(f"\n  {line}" for line in (errors or lines)[-_N_LAST_LINES:])
 
     @property
     def pid(self) -> int:
@@ -163,12 +228,16 @@ class Supervisor:
         is_ready: Callable[[], Awaitable[bool]],
         *,
         restarts: bool,
+        is_shown: bool = True,
+        says_ready: str = "",
     ) -> None:
-        """*environment* is what the command gets beside ours."""
+        """*environment* is what the command gets beside ours; *is_shown* sends its output to our stderr."""
         self._command = command
         self._environment = environment
         self._is_ready = is_ready
         self._restarts = restarts
+        self._is_shown = is_shown
+        self._says_ready = says_ready
         self._log = get_logger("llama-server")
 
     async def run(self) -> None:
@@ -186,12 +255,15 @@ class Supervisor:
                 raise LlamaServerDied(end)
             n_failures = 1 if (ready_seconds or 0.0) >= _STEADY_SECONDS else n_failures + 1
             delay_seconds = restart_delay_seconds(n_failures)
-            self._log.error(end, restart_in_seconds=delay_seconds)
+            says = f"{end}\nIt is started again in {delay_seconds:.0f} s"
+            self._log.error(end, restart_in_seconds=delay_seconds, says=says)
             await asyncio.sleep(delay_seconds)
 
     async def _run_once(self) -> tuple[str, float | None]:
         """Return how a process ended, in words, and how long it had been ready; None if it never was."""
-        process = await LlamaProcess.start(self._command, self._environment)
+        process = await LlamaProcess.start(
+            self._command, self._environment, is_shown=self._is_shown
+        )
         self._log.info("started llama-server", pid=process.pid)
         ended = asyncio.ensure_future(process.wait())
         try:
@@ -200,9 +272,11 @@ class Supervisor:
         finally:
             ended.cancel()
             await process.stop(STOP_SECONDS)
+            said = process.last_words
+            process.close()
         if ready_at is None:
-            return f"llama-server died before it was ready: {how}; see what it said above", None
-        return f"llama-server died: {how}", time.monotonic() - ready_at
+            return f"llama-server died before it was ready: {how}{said}", None
+        return f"llama-server died: {how}{said}", time.monotonic() - ready_at
 
     async def _await_ready(self, ended: "asyncio.Future[str]") -> float | None:
         """Return when it was ready; None if it ended first. Loading a large model takes minutes."""
@@ -210,7 +284,8 @@ class Supervisor:
         while not ended.done():
             if await self._is_ready():
                 now = time.monotonic()
-                self._log.info("llama-server is ready", after_seconds=round(now - began, 1))
+                seconds, says = round(now - began, 1), self._says_ready
+                self._log.info("llama-server is ready", after_seconds=seconds, says=says)
                 return now
             await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
         return None

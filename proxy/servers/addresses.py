@@ -83,6 +83,11 @@ class Addresses:
             await asyncio.gather(*self._running, return_exceptions=True)
 
     @property
+    def ends(self) -> dict[str, str]:
+        """Where clients come in, and what the proxy stands before, as the settings say it."""
+        return {"listen": self._settings.listen, "upstream": self._settings.upstream}
+
+    @property
     def servers(self) -> list[Server]:
         """All llama-servers: those at addresses, and models that were loaded since the proxy started."""
         return [*self._plain, *(s for h in self._hosts.values() for s in h.servers.values())]

@@ -239,6 +239,7 @@ class Server(Watched):
         self._looking: asyncio.Task[None] | None = None
         self._attached_at = 0.0
         self._reported = ""
+        self._is_starting = is_expected
         self._log = get_logger("lifecycle")
 
     @property
@@ -353,11 +354,14 @@ class Server(Watched):
             if await self._is_host_of_models(self):
                 return self.lose()
         phase = Phase.NOT_A_SERVER if has_answered else _PHASE_OF.get(kind, Phase.NOT_A_SERVER)
+        if kind is DegradationKind.UNREACHABLE and self._is_starting:
+            kind, detail = DegradationKind.LOADING, ""  # nothing can answer there yet
         self._enter_without(phase, kind, detail)
         if self.is_long_unreachable:
             self.upstream.cut_silent(CUT_SECONDS)
 
     async def _follow(self, props: Props, epoch: int) -> None:
+        self._is_starting = False
         if props.total_slots < 1:
             kind = DegradationKind.NOT_A_LLAMA_SERVER
             return await self._miss(kind, "no slots", has_answered=True)

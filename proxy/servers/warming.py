@@ -25,7 +25,7 @@ from proxy.explain.report import Keep
 from proxy.explain.views import Explanation
 from proxy.llama.answers import AnswerReader
 from proxy.llama.bodies import tokens_request
-from proxy.llama.client import LlamaServer
+from proxy.llama.client import LlamaServer, error_message, reason_of
 from proxy.servers.pool import Pool
 from proxy.servers.server import Server
 from proxy.serving.process import Process
@@ -202,11 +202,12 @@ async def send_for_nobody(
         async with upstream.session.post(upstream.url(path), data=raw, headers=headers) as reply:
             body = await reply.read()
     except aiohttp.ClientConnectorError as error:
-        raise ServerAway(str(error), was_sent="no") from error
+        raise ServerAway(reason_of(error), was_sent="no") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise ServerAway(f"llama-server went away: {error}", has_ended=True) from error
+        raise ServerAway(f"llama-server went away: {reason_of(error)}", has_ended=True) from error
     if reply.status != 200:
-        raise NotWarmed(f"llama-server answered {reply.status}: {body[:300]!r}")
+        said = error_message(body)
+        raise NotWarmed(f"llama-server answered {reply.status}: {said}")
     reader = AnswerReader(reply.headers.get("Content-Type", ""))
     reader.feed(body)
     return Answer(reply.status, reader.timings())

@@ -21,7 +21,7 @@ import xxhash
 
 from proxy.core.model import Checkpoint
 from proxy.core.tokens import PrefixHash, TokenIds, hash_prefixes
-from proxy.errors import IndexDamaged, StateFileMalformed, StoreFault, StoreLocked
+from proxy.errors import IndexDamaged, StateFileMalformed, StoreFault, StoreLocked, in_words
 from proxy.llama.state_file import read_state_file
 from proxy.store.files import FileStamp, StateFiles, is_state_name, temporary_name_of
 from proxy.store.index import Entry, Index
@@ -137,7 +137,7 @@ class StoreDirectory:
                 opened.callback(self.index.close)
                 self._require_whole_index(mends_index=mends_index)
             except OSError as error:
-                raise StoreFault(f"{path}: {error}") from error
+                raise StoreFault(f"{path}: {in_words(error)}") from error
             self._opened = opened.pop_all()
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from proxy.core.tokens import (
     hash_prefixes,
     tokens_from_bytes,
 )
-from proxy.errors import IndexDamaged, StoreFault
+from proxy.errors import IndexDamaged, StoreFault, in_words
 from proxy.store.files import is_state_name
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class Index:
                 for name, options in _DATABASES.items()
             )
         except (lmdb.Error, OSError) as error:
-            raise StoreFault(f"index {path} cannot be opened: {error}") from error
+            raise StoreFault(f"index {path} cannot be opened: {in_words(error)}") from error
         self._check_format(path)
 
     def _check_format(self, path: Path) -> None:

@@ -19,7 +19,7 @@ from proxy.core.eviction import Present, Removal, family_of
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, Quarantine
 from proxy.core.saving import Claim
 from proxy.core.tokens import Namespace, TokenIds, count_blocks, hash_prefixes, token_ids
-from proxy.errors import NoRoom, StateDamaged, StoreFault
+from proxy.errors import NoRoom, StateDamaged, StoreFault, in_words
 from proxy.store.catalogue import Budget, Catalogue, Limits
 from proxy.store.directory import StoreDirectory
 from proxy.store.files import FileStamp, Verification, temporary_name_of
@@ -55,7 +55,7 @@ class CheckpointStore(Catalogue):
         except BaseException as error:
             self._directory.close()
             if isinstance(error, OSError):
-                raise StoreFault(f"{directory}: {error}") from error
+                raise StoreFault(in_words(error)) from error
             raise
         self._verification = Verification(self.files)
         # LMDB wants one writer.
@@ -108,7 +108,7 @@ class CheckpointStore(Catalogue):
         try:
             return await asyncio.shield(written)
         except OSError as error:
-            raise StoreFault(str(error)) from error
+            raise StoreFault(in_words(error)) from error
 
     @property
     def rebuild_reason(self) -> str:

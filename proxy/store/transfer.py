@@ -12,17 +12,18 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
 from proxy.core.model import Checkpoint
 from proxy.core.tokens import hash_prefixes
-from proxy.errors import CacheFault, StateFileMalformed, StoreFault
+from proxy.errors import CacheFault, StateFileMalformed, StoreFault, in_words
 from proxy.llama.state_file import read_state_file
 from proxy.store.directory import LOCK_NAME, Sidecar, StoreDirectory, decode_sidecar, encode_sidecar
-from proxy.store.files import final_name_of, id_of
-from proxy.store.known_models import Owner, introduce, knows_models, namespace_of, owners
+from proxy.store.files import StateFiles, final_name_of, id_of
+from proxy.store.known_models import Owner, introduce, knows_models, namespace_of
 from proxy.store.offline import Note
 
 _CHUNK_BYTES = 4 << 20
@@ -32,23 +33,37 @@ class BundleRefused(CacheFault):
     """A file cannot be imported; the message says why."""
 
 
+def read_records(files: StateFiles) -> list[Sidecar]:
+    """Return what lies beside the states of a directory, which a proxy may be using; raises StoreFault.
+
+    A state without an intact record is left out: `check --fix` writes its record again.
+    """
+    records = []
+    for name in sorted(files.names()):
+        with suppress(FileNotFoundError):  # the proxy has deleted it meanwhile
+            if name.endswith(".meta") and (record := decode_sidecar(files.path(name).read_bytes())):
+                records.append(record)
+    if not records:
+        raise StoreFault(f"there is no store in {files.directory}: no proxy has ever used it")
+    return records
+
+
 def export_checkpoints(
-    store: StoreDirectory, checkpoints: Sequence[Checkpoint], file: Path, note: Note
+    files: StateFiles, records: Sequence[Sidecar], file: Path, note: Note
 ) -> None:
-    """Write *checkpoints* to *file*, which appears when it is whole; raises StoreFault or OSError.
+    """Write checkpoints to *file*, which appears when it is whole; raises StoreFault or OSError.
 
     What *file* was is replaced, unless it is the store's own or no regular file.
     """
-    _require_replaceable(store, file)
-    known = dict(owners(store.index))
+    _require_replaceable(files, file)
     # A file of its own, mode 0600 from the first byte: one that lies there may be open to others.
     descriptor, partial = tempfile.mkstemp(prefix=".export-", suffix=".part", dir=file.parent)
     try:
         with os.fdopen(descriptor, "wb") as output:
             with tarfile.open(fileobj=output, mode="w", format=tarfile.PAX_FORMAT) as tar:
-                for checkpoint in checkpoints:
-                    _write(tar, store, Sidecar(checkpoint, known.get(checkpoint.namespace)))
-                    note(checkpoint.size_bytes)
+                for record in records:
+                    _write(tar, files, record)
+                    note(record.checkpoint.size_bytes)
             output.flush()
             os.fsync(output.fileno())
         Path(partial).replace(file)
@@ -57,9 +72,9 @@ def export_checkpoints(
         raise
 
 
-def _require_replaceable(store: StoreDirectory, file: Path) -> None:
+def _require_replaceable(files: StateFiles, file: Path) -> None:
     """Raise StoreFault if a file in the place of *file* would cost more than what it says."""
-    directory, parent = store.files.directory.resolve(), file.parent.resolve()
+    directory, parent = files.directory.resolve(), file.parent.resolve()
     is_in_store = parent == directory and (file.name.startswith("lpc-") or file.name == LOCK_NAME)
     if is_in_store or parent == directory / "index":
         raise StoreFault(f"{file} is a name of the store's own files: choose another")
@@ -67,15 +82,15 @@ def _require_replaceable(store: StoreDirectory, file: Path) -> None:
         raise StoreFault(f"{file} is no regular file: choose another")
 
 
-def _write(tar: tarfile.TarFile, store: StoreDirectory, sidecar: Sidecar) -> None:
+def _write(tar: tarfile.TarFile, files: StateFiles, sidecar: Sidecar) -> None:
     name = sidecar.checkpoint.file_name
     if sidecar.owner is None:
         raise StoreFault(f"the store does not know any more which model {name} is of")
-    if not store.files.is_intact(name, sidecar.checkpoint.content):
-        raise StoreFault(f"{store.files.path(name)} is not what was saved: run check")
+    if not files.is_intact(name, sidecar.checkpoint.content):
+        raise StoreFault(f"{files.path(name)} is not what was saved: run check")
     record = encode_sidecar(sidecar)
-    _add(tar, store.files.sidecar_name(name), io.BytesIO(record), len(record))
-    with store.files.path(name).open("rb") as state:
+    _add(tar, files.sidecar_name(name), io.BytesIO(record), len(record))
+    with files.path(name).open("rb") as state:
         _add(tar, name, state, sidecar.checkpoint.size_bytes)
 
 
@@ -130,9 +145,9 @@ def import_checkpoints(
                 note(sidecar.checkpoint.size_bytes)
     except (tarfile.TarError, BundleRefused, StoreFault, OSError) as error:
         is_refused = isinstance(error, tarfile.TarError | BundleRefused)
-        why = "it is not what `export` writes: " if isinstance(error, tarfile.TarError) else ""
+        why = "it is not what `export` writes" if isinstance(error, tarfile.TarError) else ""
         stayed = f"{len(imported.entered)} of its checkpoints were entered before that, and stay"
-        told = f"{why}{error}; {stayed if imported.entered else 'nothing of it was entered'}"
+        told = f"{why or in_words(error)}; {stayed if imported.entered else 'nothing of it was entered'}"
         raise (BundleRefused if is_refused else StoreFault)(told) from error
     return imported
 

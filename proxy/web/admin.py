@@ -1,17 +1,20 @@
 """The admin listener: health, metrics, recent requests, the store, and warming, for operators only.
 
-Loopback by default. It has no password, so `only_own_pages` keeps other sites' pages out: a page of another
-site can have its own name lead to 127.0.0.1 (DNS rebinding) and then read what is answered as if it were
-its own; only the name in Host gives it away. Names without a dot, and those under the domains below, cannot
-be had by anybody out there. Browsers send an Origin with every request that comes from another site's page,
-and with each one that changes something.
+On loopback no token is asked for unless one is given, so `only_own_pages` keeps other sites' pages out: a
+page of another site can have its own name lead to 127.0.0.1 (DNS rebinding) and then read what is answered
+as if it were its own; only the name in Host gives it away. Names without a dot, and those under the domains
+below, cannot be had by anybody out there. Browsers send an Origin with every request that comes from
+another site's page, and with each one that changes something.
 """
 
 import asyncio
+import hmac
 import ipaddress
 import time
+from base64 import b64decode
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -47,6 +50,8 @@ _FOR_PROGRAMS = ("/health", "/metrics")
 _CACHED = (Route.CHAT, Route.COMPLETION, Route.MESSAGES, Route.RESPONSES)
 _CHECKPOINT = "/checkpoints/{id:[0-9a-fA-F]+}"
 _NOT_THERE = "there is no checkpoint with this id"
+_IS_OPERATOR = web.RequestKey("is_operator", bool)
+"""Set if a request has shown the listener's token: its Authorization is no client's key then."""
 _MOST = 1 << 40
 """No number in a query is larger."""
 
@@ -88,6 +93,46 @@ def only_own_pages(*own_hosts: str) -> Middleware:
             raise _refused(web.HTTPServiceUnavailable, str(fault)) from fault
 
     return check
+
+
+def only_operators(token: str | None, open_paths: Collection[str] = ()) -> Middleware:
+    """Return a middleware that refuses requests without the *token*; None asks for none.
+
+    Programs send the token as a bearer's, people type it as the password that their browser asks for.
+    """
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if token is not None and request.path not in open_paths:
+            if not hmac.compare_digest(_shown_token(request), token.encode()):
+                refusal = _refused(
+                    web.HTTPUnauthorized,
+                    "this listener asks for its token: as a Bearer token, or as the password of any user",
+                )
+                refusal.headers["WWW-Authenticate"] = (
+                    'Basic realm="llama-prefix-cache: any name, and the admin token as the password"'
+                )
+                raise refusal
+            request[_IS_OPERATOR] = True
+        return await handler(request)
+
+    return check
+
+
+def _shown_token(request: web.Request) -> bytes:
+    kind, _, shown = request.headers.get("Authorization", "").partition(" ")
+    if kind.lower() == "basic":
+        with suppress(ValueError):
+            return b64decode(shown).partition(b":")[2]
+    return shown.strip().encode(errors="surrogateescape") if kind.lower() == "bearer" else b""
+
+
+def _client_keys(request: web.Request) -> dict[str, str]:
+    """Return the client's API key that a request brings along, which is not the listener's own token."""
+    keys = keys_of(request.headers)
+    if request.get(_IS_OPERATOR):
+        keys.pop("Authorization", None)
+    return keys
 
 
 def json_response(content: Any = None, **fields: Any) -> web.Response:
@@ -143,6 +188,7 @@ class Admin:
             body |= _describe_server(self._pool.servers[0])
         else:
             body["llama_servers"] = {s.name: _describe_server(s) for s in self._pool.servers}
+        body |= self._pool.ends
         body["waiting"] = self._pool.n_waiting
         body["background_tasks"] = len(self._shared.tasks)
         if store is not None:
@@ -264,7 +310,7 @@ class Admin:
         Without a body, that of an earlier `request` by its id, or of the last one. The answer has a line of
         JSON whenever there is progress, and one for the end.
         """
-        is_whole, keys = _is_asked_for(request, "whole"), keys_of(request.headers)
+        is_whole, keys = _is_asked_for(request, "whole"), _client_keys(request)
         if (request_id := request.query.get("request")) is not None:
             wanted = self._warming.again(request_id, keys, is_whole=is_whole)
         else:
@@ -282,8 +328,8 @@ class Admin:
                 lines.put_nowait({"warmed": warmed})
             except (CacheFault, ProxyError) as error:
                 lines.put_nowait({"error": str(error)})
-            except Exception as error:
-                lines.put_nowait({"error": f"{type(error).__name__}: {error}"})
+            except Exception:
+                lines.put_nowait({"error": "the proxy failed: its log says more"})
                 raise
 
         task = asyncio.ensure_future(warm())
@@ -302,8 +348,12 @@ class Admin:
         body = parse_body(raw)
         path = request.query.get("path") or (route_path(body) if body else "")
         route = generation_route("POST", path)
-        if body is None or route not in _CACHED:
-            raise _refused(web.HTTPBadRequest, "the body is no request whose prompt is cached")
+        if body is None:
+            raise _refused(web.HTTPBadRequest, "the body is no JSON object")
+        if route not in _CACHED:
+            nothing = "the body is no request: it has no messages, prompt or input"
+            why = f"{path} is no API whose prompts are cached" if path else nothing
+            raise _refused(web.HTTPBadRequest, why)
         try:
             wanted = header_request(route, body, is_whole=is_whole)
         except (KeyError, TypeError, AttributeError) as error:

@@ -63,6 +63,7 @@ class Looks:
         is_known = run == self._run and number.isdecimal() and len(number) <= _MAX_DIGITS
         n_seen = int(number) if is_known else 0
         return {
+            **self._pool.ends,
             "state": degradations.state.value,
             "since": moment(degradations.since),
             "reasons": [describe(degradation) for degradation in degradations.active],

@@ -191,7 +191,7 @@ class Exchange:
         where a cut connection makes some of them continue from half an answer. A client that got no token
         of a stream can wait on in it: then this raises ServerAway.
         """
-        told = f"llama-server went away in mid-answer: {error}"
+        told = f"llama-server went away in mid-answer: {reason_of(error)}"
         if not _is_stream(self._answer):
             if self.client.transport is not None:
                 self.client.transport.close()

@@ -54,6 +54,7 @@ class Stage:
     user: str = "0:0"
     entrypoint: list[str] = field(default_factory=list)
     command: list[str] = field(default_factory=list)
+    labels: dict[str, str] = field(default_factory=dict)
     health: list[str] = field(default_factory=list)
     stop_signal: str = "SIGTERM"
 
@@ -68,6 +69,9 @@ class Stage:
             case "ENV":
                 pairs = (pair.partition("=") for pair in shlex.split(self._fill(value)))
                 self.environment |= {name: text for name, _, text in pairs}
+            case "LABEL":
+                pairs = (pair.partition("=") for pair in shlex.split(self._fill(value)))
+                self.labels |= {name: text for name, _, text in pairs}
             case "ARG":
                 name, _, text = value.partition("=")
                 self.arguments[name] = text

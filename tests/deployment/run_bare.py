@@ -48,19 +48,17 @@ def read_commands() -> list[str]:
 
 
 def prepare(root: Path) -> None:
-    """Put into a bare root what the page presumes: a model, OpenCode, and where to clone from."""
+    """Put into a bare root what the page presumes: a model, OpenCode, and this folder."""
     unpack_debian(root)
     model = model_path("hybrid", "tiny", DEFAULT_MODEL_FOLDER)
     shutil.copyfile(model, root / "root" / "model.gguf")
     shutil.copy(find_program(PROGRAM), root / "usr" / "local" / "bin" / "opencode")
-    repository = root / "srv" / "repository.git"
-    clone = ["git", "clone", "--quiet", "--bare", "--single-branch", "--depth=1"]
-    subprocess.run([*clone, f"file://{REPOSITORY}", repository], check=True)
+    clone = ["git", "clone", "--quiet", "--single-branch", "--depth=1"]
+    subprocess.run([*clone, f"file://{REPOSITORY}", root / FOLDER.lstrip("/")], check=True)
 
 
 def fetch(root: Path, command: str) -> None:
-    folder = FOLDER if (root / FOLDER.lstrip("/")).exists() else "/root"
-    run_in(root, command.replace("REPOSITORY", "file:///srv/repository.git"), {}, folder)
+    run_in(root, command, {}, FOLDER)
 
 
 def make_answers_short(root: Path) -> None:

@@ -3,16 +3,14 @@
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import UnionType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 import msgspec
 from msgspec import Meta
 
-from proxy.settings import ENVIRONMENT_PREFIX, UNITS, Settings, is_size
+from proxy.settings import ENVIRONMENT_PREFIX, Settings, allowed, metas_of, written
 
 WIDTH = 104
-BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 
 EXAMPLE_HEAD = """\
 # llama-prefix-cache: every setting with its default.
@@ -45,51 +43,11 @@ class Setting:
             return self.default
         return next(example for m in self.metas if m.examples for example in m.examples)
 
-    def written(self, value: Any) -> str:
-        """Return a value as people write it in YAML."""
-        if value is None:
-            return "null"
-        if value == "":
-            return '""'
-        if isinstance(value, bool):
-            return str(value).lower()
-        if is_size(self.name) and value:
-            unit = next((u for u, n_bytes in reversed(UNITS.items()) if value % n_bytes == 0), "")
-            return f"{value // UNITS.get(unit, 1)}{unit}"
-        return f"{value:g}" if isinstance(value, float) else str(value)
-
-    @property
-    def allowed(self) -> str:
-        """Return what the setting may be, in words."""
-        bounds = [
-            f"{words} {self.written(limit)}"
-            for meta in self.metas
-            for key, words in BOUNDS.items()
-            if (limit := getattr(meta, key)) is not None
-        ]
-        title = next((m.title for m in self.metas if m.title), None)
-        return ", ".join([title or _kind(self.name, self.type), *bounds])
-
-
-def _kind(name: str, type_: Any) -> str:
-    if get_origin(type_) is Literal:
-        return " or ".join(f"`{value}`" for value in get_args(type_))
-    if isinstance(type_, UnionType):
-        kinds = [_kind(name, part) for part in get_args(type_) if part is not type(None)]
-        return " or ".join([*kinds, "nothing"])
-    if is_size(name):
-        return "bytes or a size such as 5GiB"
-    words = {bool: "true or false", int: "whole number", float: "number", str: "text"}
-    return words.get(type_, str(type_))
-
 
 def all_settings() -> Iterator[Setting]:
     """Yield every setting, in the order of the schema."""
     for field in msgspec.structs.fields(Settings):
-        type_, metas = field.type, list[Meta]()
-        while hasattr(type_, "__metadata__"):
-            metas += [m for m in type_.__metadata__ if isinstance(m, Meta)]
-            type_ = get_args(type_)[0]
+        type_, metas = metas_of(field.name)
         yield Setting(field.name, type_, field.default, tuple(metas))
 
 
@@ -98,10 +56,12 @@ def settings_table() -> str:
     rows = ["| setting | allowed | default | what it does |", "|---|---|---|---|"]
     for setting in all_settings():
         is_needed = setting.default is msgspec.NODEFAULT
-        default = "none: must be given" if is_needed else f"`{setting.written(setting.default)}`"
+        default = (
+            "none: must be given" if is_needed else f"`{written(setting.name, setting.default)}`"
+        )
         flag, variable = _flag(setting.name), ENVIRONMENT_PREFIX + setting.name.upper()
         names = f"`{setting.name}`<br>`{flag}`<br>`{variable}`"
-        rows.append(f"| {names} | {setting.allowed} | {default} | {setting.words} |")
+        rows.append(f"| {names} | {allowed(setting.name)} | {default} | {setting.words} |")
     return "\n".join(rows) + "\n"
 
 
@@ -120,5 +80,5 @@ def example_file() -> str:
             subsequent_indent="# ",
             break_on_hyphens=False,
         )
-        blocks.append(f"{comment}\n{setting.name}: {setting.written(setting.example)}\n")
+        blocks.append(f"{comment}\n{setting.name}: {written(setting.name, setting.example)}\n")
     return "\n".join(blocks)

@@ -29,7 +29,10 @@ SETTINGS = (
     "aliases",
     "stabilizers",
     "context_overflow",
+    "admin",
     "admin_hosts",
+    "admin_open",
+    "admin_token_file",
     "explain_keep",
 )
 

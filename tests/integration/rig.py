@@ -133,8 +133,8 @@ class Rig:
             upstream=self.server.base_url,
             slot_save_path=str(self.server.directory),
             listen="127.0.0.1:0",
-            admin="127.0.0.1:0",
             **{
+                "admin": "127.0.0.1:0",
                 "min_free_bytes": 0,
                 "idle_save_seconds": 0.04,
                 "drain_seconds": 10.0,

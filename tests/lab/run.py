@@ -26,6 +26,11 @@ READY_SECONDS = 300.0
 STOP_SECONDS = 300.0
 _POLL_SECONDS = 0.05
 
+_SETTINGS = {
+    "LLAMA_PREFIX_CACHE_MIN_FREE_BYTES": "0",
+    "LLAMA_PREFIX_CACHE_LOG_LEVEL": "debug",  # all events with all fields, and llama-server's own log
+}
+
 LLAMA_SERVER_ARGUMENTS = ("-c", "16384", "-t", "1", "--fit", "off", "-fa", "on")
 
 
@@ -71,7 +76,7 @@ class RunProcess:
             self._process = subprocess.Popen(
                 self.command,
                 cwd=REPOSITORY,
-                env={**inherited, "LLAMA_PREFIX_CACHE_MIN_FREE_BYTES": "0", **self._environment},
+                env={**inherited, **_SETTINGS, **self._environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 from click.testing import CliRunner
 
 from proxy.__main__ import main
@@ -38,6 +39,32 @@ async def asked(*arguments: object) -> Any:
     return json.JSONDecoder().raw_decode(output[output.index("{\n") :])[0]
 
 
+@pytest.mark.parametrize("name", ["opencode", "claude-code", "codex"])
+async def test_client_is_connected_and_its_way_is_cached(
+    start_rig: StartRig, tmp_path: Path, name: str
+) -> None:
+    """One for each API that clients ask."""
+    file = tmp_path / ("config.toml" if name == "codex" else "config.json")
+    async with start_rig("hybrid") as rig:
+        # A rig's own listener has a free port, which its settings do not know.
+        where = ("--admin", rig.admin_url, "--url", rig.base_url)
+        status, printed = await command("connect", name, *where)
+        assert status == 0 and rig.base_url in printed and "hybrid-tiny" in printed
+        process = rig.running.server.process
+        assert process is not None and str(process.n_ctx) in printed
+        done, output = await command(
+            *("connect", name, *where, "--write", "--yes", "--json", "--file", file)
+        )
+        assert done == 0, output
+        tried = json.JSONDecoder().raw_decode(output[output.rindex("{\n") :])[0]
+        assert tried["n_cached"] > tried["n_prompt"] * 0.9
+        assert rig.base_url in file.read_text()
+        status, _ = await command("connect", name, "--undo", "--yes", "--file", file)
+        assert status == 0 and not file.exists()
+        status, said = await command("connect", "open-webui", *where, "--write")
+        assert status == 2 and "no file to write" in said
+
+
 async def test_session_is_carried_to_another_directory_and_served_from_there(
     start_rig: StartRig, tmp_path: Path
 ) -> None:
@@ -62,14 +89,18 @@ async def test_session_is_carried_to_another_directory_and_served_from_there(
         assert sorted((await asked("pin", header[:8], *admin))["changed"]) == ids
         status, output = await command("rm", ids[0], *admin)
         assert status == 1 and "pinned" in output
-        for held in (("check",), ("ls",), ("export", header, "-o", file)):
+        for held in (("check",), ("ls",)):
             status, output = await command(*held, "--slot-save-path", first)
             assert status == 69 and f"a proxy uses {first}" in output
+        # The proxy runs, and a request is served, while its states are exported.
+        exported, _ = await asyncio.gather(
+            asked("export", header[:8], "-o", file, "--slot-save-path", first),
+            rig.chat(MESSAGES[1], tools=TOOLS),
+        )
+        assert exported["exported"] == ids and file.stat().st_mode & 0o077 == 0
         await rig.stop_proxy()
         assert (await command("ls", *admin))[0] == 69
         assert (await asked("check", "--slot-save-path", first))["problems"] == []
-        exported = await asked("export", header[:8], "-o", file, "--slot-save-path", first)
-        assert exported["exported"] == ids and file.stat().st_mode & 0o077 == 0
         await rig.start_proxy()
     second.mkdir(mode=0o700)
     imported = await asked("import", file, "--slot-save-path", second)

@@ -178,7 +178,7 @@ async def test_unusable_directory_is_named(new_server: NewServer, open_directory
             found = await diagnose(server, open_directory)
     problem = found.problems()["directory"]
     assert found.exit_status == 2
-    assert "Permission denied" in problem
+    assert "permission denied" in problem
     assert f"chown USER {open_directory}" in problem and "chmod 2770" in problem
 
 

@@ -27,7 +27,7 @@ DOCTOR = "llama-prefix-cache doctor --upstream http://127.0.0.1:8080 --slot-save
 """Fails unless all is well."""
 
 BLOCKS = blocks_for(__file__)
-(FRONT,) = [b for b in BLOCKS if b.page.name == "README.md" and "\nllama-server " in b.text]
+(FRONT,) = [b for b in BLOCKS if b.page.name == "quickstart.md" and "\nllama-server " in b.text]
 STARTING = [b for b in BLOCKS if STARTS_SERVER.search(b.text) or b.language == "xml"]
 ASKING = [b for b in BLOCKS if b not in STARTING and b.treatment == "run by"]
 SHOWN = [b for b in BLOCKS if b.treatment == "checked by"]
@@ -55,7 +55,7 @@ def about_today(day: int) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    """Somebody who has done what README.md says, and has had a few requests since."""
+    """Somebody who has done what docs/quickstart.md says, and has had a few requests since."""
     with new_reader(tmp_path_factory.mktemp("served"), "hybrid") as reader:
         *before, serve = FRONT.text.splitlines()
         reader.do("\n".join([*before, "chmod 755 ~/slots"]))  # so that /health has a reason to tell

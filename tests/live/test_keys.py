@@ -124,7 +124,7 @@ async def test_body_that_only_llama_server_s_parser_takes_has_a_lease(start_rig:
 async def test_warmed_header_is_there_for_a_client_with_any_key(
     start_rig: StartRig, tmp_path: Path
 ) -> None:
-    """As README.md has it: llama-server asks for no key, `warm` sends none, and clients send "none"."""
+    """As quickstart.md says: llama-server asks for no key, `warm` sends none, and clients send "none"."""
     body = {"messages": [*HEADER, user(1)], "tools": TOOLS}
     (tmp_path / "first-request.json").write_text(json.dumps(body))
     async with start_rig("hybrid") as rig:

@@ -1,13 +1,18 @@
 """`llama-prefix-cache run` as users run it: it starts the real llama-server, and leaves none behind."""
 
+import json
 import os
+import re
 import signal
 import socket
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -31,7 +36,7 @@ def new_run(tmp_path: Path) -> Iterator[StartRun]:
     def make(kind: str = "full", *, has_directory: bool = True, **options: Any) -> RunProcess:
         directory = tmp_path / "slots" if has_directory else None
         if directory:
-            directory.mkdir(exist_ok=True)
+            directory.mkdir(exist_ok=True, mode=0o700)
         model = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER)
         options = {"model": model, "slot_save_path": directory, **options}
         made.append(RunProcess(tmp_path / "run.log", **options))
@@ -65,6 +70,44 @@ def test_run_serves_a_cached_request_and_ctrl_c_leaves_nothing_running(
     log = run.log_text()
     assert "-np 1 --cache-ram 0 --ctx-checkpoints 8 --metrics" in log
     assert "llama_server: listening on" in log  # llama-server's own
+
+
+def test_commands_know_where_run_keeps_states_and_what_it_stands_before(
+    new_run: StartRun, tmp_path: Path
+) -> None:
+    """Under `run` nobody has chosen the directory, llama-server's port or, here, its key."""
+    cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    arguments = (*LLAMA_SERVER_ARGUMENTS, "--api-key", "a-key")
+    run = new_run(has_directory=False, environment=cache, arguments=arguments)
+
+    def command(*words: str, admin: bool = True) -> "subprocess.CompletedProcess[str]":
+        where = {"LLAMA_PREFIX_CACHE_ADMIN": run.admin_url.removeprefix("http://")}
+        return subprocess.run(
+            [sys.executable, "-m", "proxy", *words],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **cache, **where},
+        )
+
+    run.start_and_await_caching()
+    headers = {"Authorization": "Bearer a-key"}
+    body = {"messages": [*HEADER, {"role": "user", "content": "first"}], "max_tokens": 4}
+    data = json.dumps({**body, "tools": TOOLS}).encode()
+    with urlopen(Request(f"{run.base_url}/v1/chat/completions", data, headers)) as reply:
+        assert reply.status == 200
+    run.wait_for(lambda: run.health()["checkpoints"])
+    doctor = command("doctor")
+    assert doctor.returncode == 0, doctor.stdout
+    assert doctor.stdout.startswith("Caching will work.") and "It is caching" in doctor.stdout
+    (stored,) = json.loads(command("ls", "--json").stdout)["checkpoints"]
+    file = tmp_path / "out.lpc"
+    assert command("export", stored["id"], "-o", str(file)).returncode == 0 and file.exists()
+    assert run.stop() == 0
+    for words in (["ls"], ["check"], ["purge", "--unused-for", "7d", "--dry-run"]):
+        done = command(*words)
+        assert done.returncode == 0, done.stderr
+    assert "no proxy answers" in command("ls").stderr and "1 checkpoint" in command("ls").stdout
+    assert command("doctor").returncode == 2  # nothing runs
 
 
 @ONE_KIND
@@ -144,9 +187,53 @@ def test_model_that_cannot_be_loaded_ends_the_run(new_run: StartRun) -> None:
     run = new_run(model=Path("/no/such/model.gguf"), options=("--restart",))
     run.start()
     assert run.ended() == 70
-    said, complaint, _ = run.log_text().partition("died before it was ready: exit status 1")
-    assert complaint and "failed to load model" in said
+    assert "there is no model file /no/such/model.gguf" in run.log_text()
     assert len(run.server_pids()) == 1
+
+
+AT_DEFAULT = {"LLAMA_PREFIX_CACHE_LOG_LEVEL": "info"}
+
+
+def test_healthy_run_looks_healthy(new_run: StartRun) -> None:
+    run = new_run(environment=AT_DEFAULT)
+    run.start_and_await_caching()
+    ask(run, "first")
+    ask(run, "second")
+    assert run.stop() == 0
+    text = run.log_text().replace("\n          ", "; ")
+    lines = [line.split("  ", 1) for line in text.splitlines()]
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d", time) for time, _ in lines)
+    page, clients = run.admin_url, run.base_url
+    expected = (
+        r"starting llama-server: full-tiny.gguf, 1 slot of 16,384 tokens; added: --slot-save-path .*",
+        rf"ready: clients {clients}/v1 \(Anthropic: {clients}\), live page {page}; connect OpenCode, .*"
+        " connect opencode",
+        r"chat  [\d,]+ tokens, 0 reused \(0.0 %\), answered in [\d.]+ m?s  slot 0  new",
+        r"chat  [\d,]+ tokens, [\d,]+ reused \(9\d.\d %\), answered in [\d.]+ m?s, saved .* slot 0.*",
+        r"finishing requests and saving slots",
+        r"stopped",
+    )
+    assert len(lines) == len(expected), run.log_text()
+    for (_, words), pattern in zip(lines, expected, strict=True):
+        assert re.fullmatch(pattern, words), words
+
+
+def test_model_that_is_missing_is_one_sentence(new_run: StartRun) -> None:
+    run = new_run(model=Path("/no/such/model.gguf"), environment=AT_DEFAULT)
+    run.start()
+    assert run.ended() == 70
+    _, *told = run.log_text().splitlines()
+    assert told == ["llama-prefix-cache: there is no model file /no/such/model.gguf"]
+
+
+def test_end_of_llama_server_is_told_with_its_last_words(new_run: StartRun, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"no model")
+    run = new_run(model=tmp_path / "model.gguf", environment=AT_DEFAULT)
+    run.start()
+    assert run.ended() == 70
+    said = run.log_text()
+    assert "died before it was ready: exit status 1" in said and "failed to load model" in said
+    assert len(said.splitlines()) <= 12
 
 
 @pytest.mark.parametrize(

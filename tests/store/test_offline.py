@@ -16,6 +16,7 @@ from proxy.core.model import Checkpoint, Family, KnownNamespace, tenant_namespac
 from proxy.core.tokens import Namespace, hash_prefixes
 from proxy.errors import StoreFault, StoreLocked
 from proxy.store.directory import LOCK_NAME, StoreDirectory
+from proxy.store.files import StateFiles
 from proxy.store.known_models import (
     model_names,
     namespace_of,
@@ -24,7 +25,13 @@ from proxy.store.known_models import (
     tenants_name,
 )
 from proxy.store.offline import ProblemKind, examine, mend, open_offline
-from proxy.store.transfer import BundleRefused, Imported, export_checkpoints, import_checkpoints
+from proxy.store.transfer import (
+    BundleRefused,
+    Imported,
+    export_checkpoints,
+    import_checkpoints,
+    read_records,
+)
 from tests.store.conftest import branch, new_state, opened, run_of
 from tests.unit.state_files import attention, state_file, words
 
@@ -71,8 +78,8 @@ def store(directory: Path) -> Iterator[StoreDirectory]:
 @pytest.fixture
 async def file(directory: Path, tmp_path: Path) -> Path:
     """Return a file with both checkpoints."""
-    with open_offline(directory) as store:
-        export_checkpoints(store, store.checkpoints(), tmp_path / "file.lpc", nothing)
+    files = StateFiles(directory)
+    export_checkpoints(files, read_records(files), tmp_path / "file.lpc", nothing)
     return tmp_path / "file.lpc"
 
 
@@ -274,7 +281,8 @@ def test_import_leaves_the_free_space_that_saves_leave(file: Path, tmp_path: Pat
 def test_export_replaces_no_file_of_the_store_and_is_private(
     store: StoreDirectory, tmp_path: Path
 ) -> None:
-    chosen, other = store.checkpoints()
+    first, second = read_records(store.files)
+    chosen, other = first.checkpoint, second.checkpoint
     link = tmp_path / "link"
     link.symlink_to(store.files.directory)
     pipe = tmp_path / "pipe"
@@ -282,18 +290,18 @@ def test_export_replaces_no_file_of_the_store_and_is_private(
     refused = [link / chosen.file_name, store.files.path(other.file_name), link / LOCK_NAME, pipe]
     for target in [*refused, link / "lpc-new", link / "index" / "data.mdb"]:
         with pytest.raises(StoreFault, match="choose another"):
-            export_checkpoints(store, [chosen], target, nothing)
+            export_checkpoints(store.files, [first], target, nothing)
     assert problems(store) == []
     target, part = tmp_path / "file", tmp_path / "file.part"
     for path in (target, part):
         path.write_text("before")
         path.chmod(0o644)
-    export_checkpoints(store, [chosen], target, nothing)
+    export_checkpoints(store.files, [first], target, nothing)
     assert (target.stat().st_mode & 0o777, part.read_text()) == (0o600, "before")
     assert len(take(tmp_path / "second", target).entered) == 1
     store.files.path(chosen.file_name).unlink()
     with pytest.raises(OSError, match=chosen.file_name):
-        export_checkpoints(store, [chosen], tmp_path / "none", nothing)
+        export_checkpoints(store.files, [first], tmp_path / "none", nothing)
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"first", "second", "link", "pipe", "file", "file.part"}
 

@@ -1,17 +1,26 @@
 """What commands are told in words: ids, ages, sizes, and the requests that only warm."""
 
 import json
+import re
+import time
+from contextlib import redirect_stdout
+from inspect import unwrap
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from click import BadParameter
+from click.testing import CliRunner
 
-from proxy.cli.access import named
+from proxy.__main__ import main
+from proxy.cli.access import DirectoryStore, named
 from proxy.cli.common import age_in_words, age_seconds, checkpoints_in_words
 from proxy.cli.look import explanation_text, stats_rows
 from proxy.cli.serve import for_model
-from proxy.core.model import CheckpointId, Family
+from proxy.cli.store import ls
+from proxy.core.model import CheckpointId, CheckpointKind, Family
 from proxy.explain.causes import Cause
 from proxy.explain.views import (
     Explanation,
@@ -25,7 +34,7 @@ from proxy.explain.views import (
 )
 from proxy.llama.bodies import header_request, parse_body, route_path
 from proxy.llama.routes import generation_route
-from proxy.settings import size_in_words
+from proxy.settings import NAMES, size_in_words
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, checkpoint
 
 Capture = pytest.CaptureFixture[str]
@@ -190,3 +199,58 @@ def test_body_to_warm_is_for_the_model_that_was_named() -> None:
     assert for_model(body, None) == body
     assert for_model(body, "b") == b'{"model":"b","messages":[{"n": 1.50}]}'
     assert for_model(b"no JSON", "b") == b"no JSON"
+
+
+def test_config_says_what_is_in_force_and_where_it_comes_from(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("max_requests: 7\nlog_level: debug\nstabilizers: [safe, sticky_date]\n")
+    environment = {
+        "LLAMA_PREFIX_CACHE_LOG_LEVEL": "error",
+        "LLAMA_PREFIX_CACHE_UPSTREAM_API_KEY": "secret",
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
+    flags = ["--config", str(file), "--admin", "http://127.0.0.1:9/", "--max-store-bytes", "20GB"]
+    result = CliRunner(env=environment).invoke(main, ["config", "--json", *flags])
+    told = {name: (row["value"], row["from"]) for name, row in json.loads(result.output).items()}
+    assert told.keys() == set(NAMES) and "secret" not in result.output
+    assert told["max_requests"] == ("7", str(file)) and told["log_level"] == (
+        "error",
+        "environment",
+    )
+    assert told["stabilizers"] == ("safe, sticky_date", str(file))
+    assert told["admin"] == ("127.0.0.1:9", "command line")
+    assert told["max_store_bytes"] == ("20000000000", "command line")
+    assert told["min_free_bytes"] == ("2GiB", "default")
+    assert told["slot_save_path"] == (str(tmp_path / "llama-prefix-cache"), "default")
+    shown = CliRunner(env=environment).invoke(main, ["config", *flags]).output
+    assert re.search(r"^log_level +error +environment *", shown, re.M)
+
+
+def test_ls_fits_80_columns() -> None:
+    """With large numbers, under another model's namespace."""
+    kinds = [kind.value for kind in CheckpointKind]
+    listed = [
+        msgspec.structs.replace(
+            LISTED[0], id=f"{n:016x}", parent=f"{'9f' * 16}/{n % 2 + 1:016x}/{n + 9:016x}", kind=kind,
+            model="Qwen3-Coder-480B-A35B-Instruct-UD-Q4_K_XL", n_tokens=262_144,
+            size_bytes=13 << 30, value_seconds=999.4, is_pinned=n > 2,
+            last_used_at=time.time() - 3599,
+        )
+        for n, kind in enumerate(kinds, 1)
+    ]  # fmt: skip
+
+    class Listing(DirectoryStore):
+        def __init__(self) -> None:
+            pass
+
+        def checkpoints(self) -> list[ListedCheckpoint]:
+            return listed
+
+    printed = StringIO()
+    with redirect_stdout(printed):
+        assert ls.callback is not None
+        unwrap(ls.callback)(Listing(), None, False, False)
+    lines = printed.getvalue().splitlines()
+    assert len(lines) == 1 + 1 + 2 + 4 + 4  # sum, model, headers, sessions, states: none is folded
+    assert max(map(len, map(str.rstrip, lines))) <= 80
+    assert "worth 999 s" in printed.getvalue() and "pinned" in printed.getvalue()

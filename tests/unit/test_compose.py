@@ -1,19 +1,28 @@
 """deploy/compose.yaml: its schema, and what its services must have in common."""
 
+import json
 import re
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import pytest
 import yaml
 from check_jsonschema import main as check_jsonschema
 from click.testing import CliRunner
 
+from proxy.core.launch import plan_launch
 from proxy.settings import ENVIRONMENT_PREFIX, NAMES
-from tests.deployment.dockerfile import read_dockerfile
+from tests.deployment.dockerfile import Copy, read_dockerfile
 from tests.documents.blocks import blocks_for
 from tests.documents.files import REPOSITORY
 from tests.documents.settings import all_settings
+from tests.unit.test_launch import KNOWN
 from tests.unit.test_systemd import PROXY as PROXY_UNIT
+from tests.unit.test_systemd import SERVER as SERVER_UNIT
 
 DEPLOY = REPOSITORY / "deploy"
 COMPOSE = DEPLOY / "compose.yaml"
@@ -90,6 +99,56 @@ def test_image_has_what_the_compose_file_counts_on() -> None:
     listeners = [image.environment[f"LLAMA_PREFIX_CACHE_{name}"] for name in ("LISTEN", "ADMIN")]
     assert listeners == [f"0.0.0.0:{port}" for port in ports]
     assert f"'127.0.0.1', {ports[1]}" in image.health[-1]
+
+
+def test_image_says_what_it_is_and_needs_no_new_layer_of_libraries_for_each_change() -> None:
+    build, image = read_dockerfile(DEPLOY / "Dockerfile")
+    assert image.labels.keys() >= {
+        f"org.opencontainers.image.{name}" for name in ("title", "licenses", "revision")
+    }
+    steps = [" ".join(s.names) if isinstance(s, Copy) else s.command for s in build.steps]
+    assert steps.index("proxy") > next(i for i, s in enumerate(steps) if "-r needed.txt" in s)
+    assert image.environment[ENVIRONMENT_PREFIX + "ADMIN_OPEN"] == "health,metrics"
+
+
+@pytest.mark.parametrize(("state", "status"), [("caching", 0), ("degraded", 0), ("forwarding", 1)])
+def test_image_is_healthy_only_if_it_caches(state: str, status: int) -> None:
+    image = read_dockerfile(DEPLOY / "Dockerfile")[-1]
+    reasons = [] if state == "caching" else [{"reason": "llama-server does not answer."}]
+
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"state": state, "reasons": reasons}).encode())
+
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        command = [sys.executable, *image.health[1:]]
+        command[-1] = command[-1].replace("8082", str(server.server_port))
+        done = subprocess.run(command, capture_output=True, text=True)
+        server.shutdown()
+    assert (done.returncode, done.stderr) == (status, "")
+    assert done.stdout.split() == [state, *" ".join(r["reason"] for r in reasons).split()]
+
+
+def test_compose_and_unit_start_llama_server_as_run_does() -> None:
+    launch = plan_launch(
+        {}, KNOWN, own_path=None, default_path="/slots", free_port=8080, working_directory="/"
+    )
+    added = " ".join(launch.added).replace("-np", "--parallel")
+    unit = SERVER_UNIT["ExecStart"][0] + " " + (DEPLOY / "systemd" / "llama-server.env").read_text()
+    variables = {
+        "--ctx-checkpoints": "LLAMA_ARG_CTX_CHECKPOINTS=",
+        "--flash-attn": "LLAMA_ARG_FLASH_ATTN=",
+    }
+    for flag in ("--slot-save-path", "--cache-ram 0", "--ctx-checkpoints 8", "--metrics"):
+        assert flag in added
+        name, _, value = flag.partition(" ")
+        for service in SERVERS.values():
+            assert f" {flag}" in service["command"] and "--flash-attn on" in service["command"]
+        assert flag in unit or variables[name] + value in unit
+    assert variables["--flash-attn"] + "on" in unit
 
 
 def test_nothing_is_open_to_other_machines_and_llama_server_to_nobody() -> None:

@@ -62,6 +62,9 @@ def test_setting_from_the_environment_is_converted(tmp_path: Path) -> None:
         ("1.5 MiB", 3 << 19),
         (" 2TiB ", 2 << 40),
         ("1024KiB", 1 << 20),
+        ("20GB", 20_000_000_000),
+        ("1500 kb", 1_500_000),
+        ("2g", 2 << 30),
         ("2000000", 2_000_000),
     ],
 )
@@ -75,13 +78,29 @@ def test_size_with_a_unit_is_read_in_every_source(
         assert settings.max_store_bytes == n_bytes
 
 
+@pytest.mark.parametrize(
+    ("line", "name", "value"),
+    [
+        ("stabilizers: [safe, sticky_date]", "stabilizers", "safe, sticky_date"),
+        ("upstream: [http://a:1, http://b:2]", "upstream", "http://a:1, http://b:2"),
+        ("aliases: {opus: qwen, haiku: qwen}", "aliases", "opus = qwen, haiku = qwen"),
+        ("aliases: [opus = qwen]", "aliases", "opus = qwen"),
+        ("admin_open: [health, metrics]", "admin_open", "health, metrics"),
+    ],
+)
+def test_list_in_the_file_is_what_commas_are(
+    tmp_path: Path, line: str, name: str, value: str
+) -> None:
+    assert getattr(load(tmp_path, file=line), name) == value
+
+
 def test_size_per_day_is_read_with_a_unit_too(tmp_path: Path) -> None:
     assert load(tmp_path, {"max_write_bytes_per_day": "50GiB"}).max_write_bytes_per_day == 50 << 30
     assert load(tmp_path).max_write_bytes_per_day == 0
 
 
 @pytest.mark.parametrize(
-    "written", ["20GB", "GiB", "much", "-1GiB", "0", "1KiB", "nanGiB", "infGiB", "1e999GiB", ""]
+    "written", ["GiB", "much", "-1GiB", "0", "1KiB", "nanGiB", "infGiB", "1e999GiB", ""]
 )
 def test_size_that_is_none_is_refused(tmp_path: Path, written: str) -> None:
     message = refusal(tmp_path, environment={"MAX_STORE_BYTES": written})

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from proxy.cli.common import console
-from proxy.cli.doctor import json_report, report
+from proxy.cli.look import json_report, report
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import KnownNamespace, Rule, RuleKind
 from proxy.doctor.facts import HostFacts, LlamaServerFacts, Setup
@@ -169,10 +169,7 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
             server(layout=(5, (ATTENTION,))),
             *(LIMIT, "slot files", "Version 5", "newer llama-prefix-cache"),
         ),
-        (
-            server(save_seconds=109.0),
-            *(LIMIT, "cost", "stops all slots for 109.00 s", "faster disk"),
-        ),
+        (server(save_seconds=109.0), *(LIMIT, "cost", "stops all slots for 109 s", "faster disk")),
         (stored(3), *(LIMIT, "checkpoints", "they are of another model", "delete /states/index")),
         (stored(3), *(LIMIT, "checkpoints", "another cache layout", "-np, -kvu, -fa")),
         (
@@ -277,7 +274,7 @@ def test_cost_of_a_usual_state_is_told() -> None:
     text = text_of(HEALTHY, "cost")
     assert "A state of 10,000 tokens takes at most 40.0 MiB" in text
     assert "stops all slots for 0.11 s" in text
-    assert "instead of 20.00 s of evaluation" in text
+    assert "instead of 20.0 s of evaluation" in text
 
 
 def test_shortest_state_of_a_rule_is_told() -> None:

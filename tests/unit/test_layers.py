@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "proxy.run.guard": set(),
     "proxy.cli": {"proxy.app", "proxy.cli", "proxy.core", "proxy.errors", "proxy.explain"}
     | {"proxy.llama", "proxy.log", "proxy.run", "proxy.settings", "proxy.store"},
-    "proxy.cli.doctor": {"proxy.doctor", "proxy.servers", "proxy.serving"},
+    "proxy.cli.look": {"proxy.doctor", "proxy.servers", "proxy.serving"},
     "proxy.settings": {"proxy.errors", "proxy.stabilize.model"},
     "proxy.errors": set(),
     "proxy.log": set(),

@@ -1,11 +1,16 @@
 """The log: in both forms, and without a word of any prompt."""
 
 import json
+from typing import Any
 
+import msgspec
 import pytest
 import structlog
 
 from proxy.errors import UpstreamRefused
+from proxy.explain.causes import Cause, PromptPart
+from proxy.explain.report import in_words
+from proxy.explain.views import RequestRecord
 from proxy.health import Faults
 from proxy.log import configure_logging, get_logger
 from proxy.metrics import Metrics
@@ -35,8 +40,65 @@ def test_log_tells_what_failed_but_not_what_it_was_about(
         structlog.reset_defaults()
     told = capsys.readouterr().err
     assert SECRET not in told
+    if log_format == "console":
+        assert "id" not in told.splitlines()[-1]  # an event without words is for machines
+        get = [line for line in told.splitlines() if "the cache failed" in line]
+        assert [" warning: " in line for line in get] == [True, True]
     assert "answered 500" in told and "1 is wrong" in told and "fail_with_prompt_at_hand" in told
     if log_format == "json":
         lines = [json.loads(line) for line in told.splitlines()]
         assert [line["event"] for line in lines] == ["cache fault", "cache fault", "request"]
         assert lines[2]["id"] == "5f0c1a2b" and lines[2]["level"] == "info"
+
+
+def test_console_says_words_and_debug_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    said = {}
+    try:
+        for level in ("info", "debug"):
+            configure_logging(level, "console")
+            log = get_logger("main")
+            log.info("serving", admin="a:1", says="ready")
+            log.info("store opened", n_checkpoints=3)
+            log.warning("stopped early", n_left=2)
+            said[level] = capsys.readouterr().err
+    finally:
+        structlog.reset_defaults()
+    lines = [line.partition("  ")[2] for line in said["info"].splitlines()]
+    assert lines == ["ready", "warning: stopped early; n_left: 2"]
+    assert "admin=a:1" in said["debug"] and "n_checkpoints=3" in said["debug"]
+    assert "says" not in said["debug"]
+
+
+RECORD = RequestRecord(
+    id="5f0c1a2b", at=0.0, path="/v1/chat/completions", outcome="hit", cause=Cause.HIT, status=200,
+    chosen="restore", slot=0, n_prompt=10_634, confirmed=10_490, saved_seconds=9.81,
+    first_token_seconds=0.561, seconds=2.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        (
+            {},
+            "chat  10,634 tokens, 10,490 reused (98.6 %), first token 0.56 s, saved 9.8 s"
+            "  slot 0 <- disk",
+        ),
+        (
+            {"cause": Cause.DATE, "part": PromptPart.SYSTEM, "confirmed": 0, "chosen": "nothing",
+             "saved_seconds": None, "first_token_seconds": 0.0123},
+            "chat  10,634 tokens, 0 reused (0.0 %), first token 12 ms  slot 0"
+            "  miss: date in system (explain 5f0c1a2b)",
+        ),
+        (
+            {"path": "/v1/messages", "cause": Cause.FIRST_SIGHT, "chosen": "live",
+             "first_token_seconds": None, "saved_seconds": 0.0, "server": "qwen"},
+            "/v1/messages  10,634 tokens, 10,490 reused (98.6 %), answered in 2.0 s"
+            "  qwen  slot 0  the rest is new",
+        ),
+        ({"n_prompt": None, "why": "images"}, "chat  answered in 2.0 s, not cached: images"),
+        ({"status": 501}, "chat  llama-server refused it (status 501)  id 5f0c1a2b"),
+    ],
+)  # fmt: skip
+def test_line_of_a_request_is_read_by_people(changed: dict[str, Any], line: str) -> None:
+    assert in_words(msgspec.structs.replace(RECORD, **changed)) == line

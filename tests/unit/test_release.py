@@ -37,4 +37,4 @@ def test_quickstart_is_short_and_uses_the_configuration_that_pages_show() -> Non
     assert len(commands) <= MAX_COMMANDS
     assert "deploy/opencode.json" in commands[-1]
     installed = json.loads((REPOSITORY / "deploy" / "opencode.json").read_text())
-    assert [json.loads(block.text) for block in blocks_for(__file__)] == [installed] * 2
+    assert [json.loads(block.text) for block in blocks_for(__file__)] == [installed]

@@ -33,9 +33,9 @@ export function span(n) {
 }
 
 export function bytes(n) {
-  const units = ["B", "kB", "MB", "GB", "TB"];
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let i = 0;
-  for (; n >= 999.5 && i < units.length - 1; i++) n /= 1000;
+  for (; n >= 999.5 && i < units.length - 1; i++) n /= 1024;
   return `${i && n < 9.95 ? n.toFixed(1) : Math.round(n)} ${units[i]}`;
 }
 

@@ -1,0 +1,221 @@
+"""`llama-prefix-cache connect`: points a client at the proxy, and sees whether its requests are cached.
+
+The clients stand in clients.yaml.
+"""
+
+import difflib
+import json
+import os
+import sys
+import tomllib
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import click
+import msgspec
+import yaml
+
+from proxy.cli.access import RunningProxy, told_plainly, with_proxy
+from proxy.cli.common import Exit, answer, fail
+
+TABLE = Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8")
+NAMES = [line[:-1] for line in TABLE.splitlines() if line[:1].isalpha()]
+_MARK = "# llama-prefix-cache connect"
+_LONG_WORDS = " ".join(f"Rule {i}: be brief." for i in range(60))
+
+
+@click.command()
+@click.argument("name", metavar="CLIENT", type=click.Choice(NAMES))
+@click.option("--write", is_flag=True, help="Merge it into the client's own file.")
+@click.option("--undo", is_flag=True, help="Put the file back that was there before --write.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@click.option("--file", type=click.Path(path_type=Path), help="Another file than the usual one.")
+@click.option("--url", help="Where clients reach the proxy. [its --listen]")
+@click.option("--model", help="What to call the model. [as llama-server calls it]")
+@click.option("--api-key", envvar="LLAMA_API_KEY", default="none", help="llama-server's. [none]")
+@with_proxy
+def connect(
+    proxy: RunningProxy,
+    name: str,
+    write: bool,
+    undo: bool,
+    yes: bool,
+    file: Path | None,
+    url: str | None,
+    model: str | None,
+    api_key: str,
+    as_json: bool,
+) -> None:
+    """Point a client at the running proxy.
+
+    \b
+    llama-prefix-cache connect opencode            prints what belongs into its settings
+    llama-prefix-cache connect opencode --write    merges it there, and tries it out
+    llama-prefix-cache connect opencode --undo     puts back what was there
+
+    CLIENT: opencode, claude-code, codex, qwen-code, crush, continue, open-webui, openai-sdk, anthropic-sdk.
+    URL, model and context are those of the running proxy. --write shows the difference and asks; what was
+    there is kept beside it. Two small requests then show whether the client's way is cached.
+    """
+    if undo:
+        _undo(file or _usual_file(name), is_sure=yes)
+        return
+    told = proxy.told()
+    host, _, port = told["listen"].rpartition(":")
+    if host in ("", "0.0.0.0", "[::]"):
+        host = proxy.address.rpartition(":")[0]
+    server = RunningProxy((url or f"{host}:{port}").removeprefix("http://").rstrip("/"))
+    models = server.ask("GET", "/v1/models", dict[str, Any], headers={"X-Api-Key": api_key})["data"]
+    contexts = [each["n_ctx"] for each in told["servers"]]
+    if not models or not contexts:
+        fail("no model is there yet: try again when llama-server is ready", Exit.UNAVAILABLE)
+    model = model or str(models[0]["id"])
+    if model.endswith(".gguf"):  # a path, which says nothing; one model goes by any name
+        model = Path(model).stem
+    facts = {"URL": f"http://{server.address}", "MODEL": model, "KEY": api_key}
+    client = client_of(name, {**facts, "CONTEXT": min(contexts)})
+    content, hint = client["content"], client.get("hint", "")
+    if not write:
+        shown = written(file or Path(client.get("file", ".env")), content)
+        where = (
+            f"\nbelongs into {client['file']}; --write merges it there" if "file" in client else ""
+        )
+        answer(content, f"{shown}{where}\n{hint}".rstrip(), as_json=as_json)
+        return
+    _write(file or _usual_file(name), content, is_sure=yes)
+    n_prompt, n_cached = _try(server, client["api"], model, api_key)
+    cached = f"{n_cached:,} of {n_prompt:,} tokens of a second request came from the cache"
+    answer(
+        {"n_prompt": n_prompt, "n_cached": n_cached}, f"{cached}. {hint}".rstrip(), as_json=as_json
+    )
+    sys.exit(0 if n_cached > n_prompt // 2 else Exit.FAILED)
+
+
+def client_of(name: str, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return what a client needs, with the *facts* in their places."""
+    quoted = {key: json.dumps(value).strip('"') for key, value in facts.items()}
+    client: dict[str, Any] = yaml.safe_load(Template(TABLE).safe_substitute(quoted))[name]
+    return client
+
+
+def _usual_file(name: str) -> Path:
+    path = client_of(name, {}).get("file")
+    if path is None:
+        fail(f"{name} has no file to write: set what `connect {name}` prints", Exit.USAGE)
+    return Path(path).expanduser()
+
+
+def written(path: Path, content: dict[str, Any]) -> str:
+    """Return the text of a file of this content; a file without a kind has variables."""
+    match path.suffix:
+        case ".toml":
+            return "".join(f"{name} = {json.dumps(value)}\n" for name, value in content.items())
+        case ".yaml" | ".yml":
+            return str(yaml.safe_dump(content, sort_keys=False))
+        case ".json":
+            return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    return "".join(f"{name}={value}\n" for name, value in content.items())
+
+
+def merged(there: Any, content: Any) -> Any:
+    """Return what is *there* with the content in it; an item of a list replaces that of the same name."""
+    if isinstance(there, dict) and isinstance(content, dict):
+        return there | {name: merged(there.get(name), value) for name, value in content.items()}
+    if isinstance(there, list) and isinstance(content, list):
+        names = [item.get("name") for item in content if isinstance(item, dict)]
+        return [i for i in there if not (isinstance(i, dict) and i.get("name") in names)] + content
+    return content
+
+
+def merged_text(path: Path, before: str, content: dict[str, Any]) -> str:
+    """Return the text of a file with the content in it; raises ValueError if that cannot be done."""
+    if path.suffix == ".toml":
+        # At the top, where no table has begun. A name that is there already makes the text invalid.
+        rest = before.rpartition(f"{_MARK} ends\n")[2]
+        after = f"{_MARK}\n{written(path, content)}{_MARK} ends\n{rest}"
+        tomllib.loads(after)
+        return after
+    read = json.loads if path.suffix == ".json" else yaml.safe_load
+    there = read(before) if before.strip() else {}
+    if not isinstance(there, dict):
+        raise ValueError("no settings")
+    return written(path, merged(there, content))
+
+
+def _write(path: Path, content: dict[str, Any], *, is_sure: bool) -> None:
+    """Merge the content into a file, once the difference was agreed to."""
+    with told_plainly():
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        try:
+            after = merged_text(path, before, content)
+        except (ValueError, yaml.YAMLError):
+            fail(f"{path} has comments, or sets this already: put in by hand what `connect` prints")
+        if before == after:
+            return
+        _agree(path, before, after, is_sure=is_sure)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not _backup(path).exists():
+            _put(_backup(path), before)
+        _put(path, after)
+
+
+def _undo(path: Path, *, is_sure: bool) -> None:
+    with told_plainly():
+        if not _backup(path).exists():
+            fail(f"nothing to undo: there is no {_backup(path)}")
+        before, after = path.read_text(encoding="utf-8"), _backup(path).read_text(encoding="utf-8")
+        _agree(path, before, after, is_sure=is_sure)
+        if after:
+            _put(path, after)
+        else:
+            path.unlink()
+        _backup(path).unlink()
+
+
+def _backup(path: Path) -> Path:
+    return path.with_name(f"{path.name}.before-connect")
+
+
+def _put(path: Path, text: str) -> None:
+    """Write a file whole; a new one is for its owner alone, for a key may be in it."""
+    part = path.with_name(f".{path.name}.new")
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
+        file.write(text)
+    part.replace(path.resolve())
+
+
+def _agree(path: Path, before: str, after: str, *, is_sure: bool) -> None:
+    """Show the difference, and exit unless it is agreed to."""
+    lines = difflib.unified_diff(
+        before.splitlines(), after.splitlines(), str(path), "", lineterm=""
+    )
+    click.echo("\n".join(lines), err=True)
+    if not is_sure and not (sys.stdin.isatty() and click.confirm(f"Write {path}?", err=True)):
+        fail("nothing was written: --yes writes without asking", Exit.USAGE)
+
+
+def _try(server: RunningProxy, api: str, model: str, api_key: str) -> tuple[int, int]:
+    """Send two requests as the client would; return the prompt tokens of the second, and those reused."""
+    said: list[dict[str, Any]] = []
+    usage: dict[str, Any] = {}
+    for words in (_LONG_WORDS, "Go on."):
+        said += [{"role": "user", "content": words}]
+        fields: dict[str, Any] = {"model": model, "messages": said, "max_tokens": 1}
+        if api == "/v1/responses":
+            fields = {"model": model, "input": said, "max_output_tokens": 1}
+        headers = {"X-Api-Key": api_key, "Content-Type": "application/json"}
+        body = msgspec.json.encode(fields)
+        usage = server.ask("POST", api, dict[str, Any], body=body, headers=headers)["usage"]
+        answered: Any = "Yes."
+        if api == "/v1/responses":
+            answered = [{"type": "output_text", "text": answered}]
+        said += [{"type": "message", "role": "assistant", "content": answered}]
+    details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
+    if details:
+        return usage.get("prompt_tokens") or usage["input_tokens"], details["cached_tokens"]
+    n_cached = usage.get(
+        "cache_read_input_tokens", 0
+    )  # which Anthropic's API counts beside the others
+    return usage["input_tokens"] + n_cached, n_cached

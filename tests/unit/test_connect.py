@@ -1,0 +1,113 @@
+"""What clients are told of the proxy, and how that comes into their own files and out again."""
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from proxy.cli.connect import NAMES, _undo, _write, client_of, merged_text, written
+from tests.lab.server import REPOSITORY
+
+FACTS = {"URL": "http://127.0.0.1:8081", "MODEL": "local-model", "KEY": "none", "CONTEXT": 65536}
+
+
+def content(name: str) -> dict[str, Any]:
+    return dict(client_of(name, FACTS)["content"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_client_is_complete_and_nothing_is_left_open(name: str) -> None:
+    client = client_of(name, FACTS)
+    text = written(Path(client.get("file", "variables")), client["content"])
+    assert client["api"].startswith("/v1/") and "http://127.0.0.1:8081" in text
+    assert "$" not in text.replace("$schema", "")
+
+
+def test_opencode_is_told_what_the_guide_says() -> None:
+    guide = json.loads((REPOSITORY / "deploy" / "opencode.json").read_text())
+    assert content("opencode") == guide
+
+
+def test_codex_is_told_what_the_guide_says() -> None:
+    told = tomllib.loads(written(Path("config.toml"), content("codex")))
+    assert told["model_providers"]["llama-server"]["base_url"] == "http://127.0.0.1:8081/v1"
+    assert told["model_context_window"] == 65536
+
+
+def test_model_name_with_quotes_stays_one_name() -> None:
+    facts = {**FACTS, "MODEL": 'my "own": {model}'}
+    assert client_of("crush", facts)["content"]["providers"]["llamacpp"]["models"][0]["id"] == (
+        'my "own": {model}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "before"),
+    [
+        ("opencode", "a.json", '{"theme": "dark", "provider": {"other": {"npm": "x"}}}'),
+        ("claude-code", "a.json", '{"env": {"EDITOR": "vi"}, "permissions": {"allow": ["a"]}}'),
+        ("continue", "a.yaml", "models:\n- name: mine\n  model: m\n- name: llama-server\n"),
+        ("codex", "a.toml", "approval_policy = 'never'\n[model_providers.mine]\nname = 'm'\n"),
+        ("opencode", "a.json", ""),
+        ("codex", "a.toml", ""),
+    ],
+)
+def test_own_settings_stay_and_a_second_merge_changes_nothing(
+    name: str, file: str, before: str
+) -> None:
+    path = Path(file)
+    after = merged_text(path, before, content(name))
+    assert merged_text(path, after, content(name)) == after
+    readers: dict[str, Callable[[str], Any]] = {".json": json.loads, ".toml": tomllib.loads}
+    read = readers.get(path.suffix, yaml.safe_load)
+    for word in ("dark", "vi", "allow", "mine", "never"):
+        assert (word in before) <= (word in str(read(after)))
+    if path.suffix == ".yaml":
+        assert [model["name"] for model in read(after)["models"]] == ["mine", "llama-server"]
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "before"),
+    [
+        ("opencode", "a.json", "// a comment\n{}"),
+        ("opencode", "a.json", "[1]"),
+        ("codex", "a.toml", "model = 'mine'\n"),
+        ("continue", "a.yaml", "models: ["),
+    ],
+)
+def test_file_that_cannot_be_merged_is_left_alone(
+    tmp_path: Path, name: str, file: str, before: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / file
+    path.write_text(before)
+    with pytest.raises(SystemExit):
+        _write(path, content(name), is_sure=True)
+    assert path.read_text() == before and list(tmp_path.iterdir()) == [path]
+    assert "by hand" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("before", ["", '{"theme": "dark"}\n'])
+def test_what_was_there_comes_back(
+    tmp_path: Path, before: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "folder" / "opencode.json"
+    if before:
+        path.parent.mkdir()
+        path.write_text(before)
+        path.chmod(0o640)
+    with pytest.raises(SystemExit):  # nobody can be asked here
+        _write(path, content("opencode"), is_sure=False)
+    assert not path.exists() or path.read_text() == before
+    _write(path, content("opencode"), is_sure=True)
+    assert "llamacpp/local-model" in path.read_text() and "+++" in capsys.readouterr().err
+    assert path.stat().st_mode & 0o777 == (0o640 if before else 0o600)
+    _write(path, {"model": "another"}, is_sure=True)
+    _undo(path, is_sure=True)
+    assert (path.read_text() if path.exists() else "") == before
+    assert list(path.parent.iterdir()) == ([path] if before else [])
+    with pytest.raises(SystemExit):
+        _undo(path, is_sure=True)

@@ -1,0 +1,198 @@
+"""What people are told of their mistakes: plain words, no exception, no errno, no library's own."""
+
+import os
+import re
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from proxy.__main__ import main
+from proxy.settings import ENVIRONMENT_PREFIX
+
+NOT_PLAIN = re.compile(
+    r"Traceback|Errno|Error\b|Exception|<class|object at 0x|NoneType|msgspec|Expected `|mdb_|lmdb|"
+    r"ssl:|Connect call|error while attempting|\[SSL|Invalid JSON|Object missing|regex|\.part\b|^\w+\(|"
+    r"while parsing|could not find expected|codec can't|Unknown error|repr\(|\bNone\b|\{\}|\[\]"
+)
+SETTINGS = [  # lines of a settings file, each with what must be told of it
+    ("max_requests: many", "whole number, at least 1"),
+    ("max_requests: 1.5", "whole number"),
+    ("max_requests: true", "whole number"),
+    ("max_requests: [1, 2]", "whole number"),
+    ("max_requests: {a: 1}", "whole number"),
+    ("max_requests: 0", "at least 1"),
+    ("max_requests:", "whole number"),
+    ("idle_save_seconds: 0", "number, more than 0"),
+    ("idle_save_seconds: soon", "number, more than 0"),
+    ("drain_seconds: -1", "number, at least 0"),
+    ("upstream_wait_seconds: 1 min", "number, at least 0"),
+    ("verify_interval_seconds: weekly", "number, at least 0"),
+    ("log_level: loud", "`debug` or `info`"),
+    ("log_level: 3", "`debug` or `info`"),
+    ("log_format: xml", "`console` or `json`"),
+    ("explain_keep: all", "`none` or `tokens` or `text`"),
+    ("context_overflow: cut", "`pass` or `stable`"),
+    ("upstream: localhost:8080", "http:// or https:// URL"),
+    ("upstream: ftp://localhost", "http:// or https:// URL"),
+    ("upstream: 8080", "http:// or https:// URL"),
+    ("upstream: []", "http:// or https:// URL"),
+    ("listen: '8081'", "HOST:PORT"),
+    ("listen: 8081", "HOST:PORT"),
+    ("listen: ::1:8081", "HOST:PORT"),
+    ("admin: 127.0.0.1:70000", "HOST:PORT"),
+    ("admin: https://127.0.0.1:8082", "HOST:PORT"),
+    ("admin_hosts: a b", "names, separated by commas"),
+    ("admin_open: everything", "`health`, `metrics` or both"),
+    ("admin_token_file: [a, b]", "admin_token_file"),
+    ("admin_token_file: /no/such/file", "no such file"),
+    ("max_store_bytes: 100", "at least 1MiB"),
+    ("max_store_bytes: 20 apples", "a size such as 5GiB"),
+    ("max_store_bytes: -1GiB", "a size such as 5GiB"),
+    ("min_free_bytes: -1", "at least 0"),
+    ("max_write_bytes_per_day: lots", "a size such as 5GiB"),
+    ("slot_save_path: ''", "slot_save_path"),
+    ("slot_save_path: 7", "slot_save_path"),
+    ("slot_save_path: /no/such/directory", "is not a directory"),
+    ("slot_save_path: /etc/hostname", "is not a directory"),
+    ("share_between_api_keys: perhaps", "true or false or nothing"),
+    ("upstream_api_key: 12345", "at `upstream_api_key`"),
+    ("stabilizers: sfae", "stabilizers"),
+    ("stabilizers: {safe: true}", "stabilizers"),
+    ("aliases: a", "name = name of llama-server"),
+    ("aliases: a=b=c", "name = name of llama-server"),
+    ("max_stroe_bytes: 1GiB", "perhaps max_store_bytes"),
+    ("8081: listen", "expected `name: value` lines"),
+    ("- a", "expected `name: value` lines"),
+    ("a: [", ", line "),
+    ("\ta: b: c", "line 1"),
+    ("\xff\xfe", "expected `name: value` lines"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in os.environ:
+        if name.startswith((ENVIRONMENT_PREFIX, "LLAMA_ARG_")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def told(*arguments: object, environment: dict[str, str] | None = None) -> tuple[int, str]:
+    """Return the exit status of a command and what it said, which must be plain."""
+    runner = CliRunner(env=environment)
+    result = runner.invoke(main, [str(argument) for argument in arguments])
+    said = result.stderr + result.stdout
+    assert result.exception is None or isinstance(result.exception, SystemExit), said
+    plain = said.replace("Error: ", "")  # how click begins what it says of flags
+    assert not NOT_PLAIN.search(plain), said
+    assert result.exit_code and len(said.splitlines()) <= 8, said
+    return result.exit_code, said
+
+
+@pytest.mark.parametrize(("line", "words"), SETTINGS)
+def test_wrong_line_of_a_settings_file_is_told_in_words(
+    tmp_path: Path, line: str, words: str
+) -> None:
+    (tmp_path / "slots").mkdir()
+    file = tmp_path / "settings.yaml"
+    there = "" if line.startswith("slot_save_path") else f"slot_save_path: {tmp_path}/slots\n"
+    file.write_bytes((line + "\n" + there).encode("latin-1"))
+    status, said = told("serve", "--config", file)
+    assert status == 2 and words in said
+    if "key" in line and "12345" in line:
+        assert "12345" not in said  # a key is never repeated
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("serve",), "slot_save_path is missing"),
+        (("serve", "--slot-save-path", ".", "--listen", "x"), "HOST:PORT"),
+        (("serve", "--nonsense"), "No such option"),
+        (("srve",), "No such command"),
+        (("serve", "--config", "/no/such/file.yaml"), "does not exist"),
+        (("run",), "Missing argument"),
+        (("run", "--", "/no/such/program"), "command not found"),
+        (("run", "--", "/etc/hostname"), "cannot be run"),
+        (("run", "--", "/bin/true"), "this is not llama-server"),
+        (("ls",), "no proxy answers at http://127.0.0.1:1"),
+        (("stats",), "connection refused"),
+        (("explain",), "no proxy answers"),
+        (("warm", "--from-request", "last"), "no proxy answers"),
+        (("stats", "--admin", "http://no.such.host.invalid:8082"), "no proxy answers"),
+        (("stats", "--admin", "nonsense"), "HOST:PORT"),
+        (("stats", "--admin-token-file", "/no/such/token"), "no such file"),
+        (("warm",), "give either FILE or --from-request"),
+        (("warm", "/no/such/body.json"), "No such file"),
+        (("ls", "--slot-save-path", "/no/such/directory"), "there is no store in"),
+        (("ls", "--slot-save-path", ".", "--admin", "http://127.0.0.1:1"), "give one"),
+        (("check",), "slot_save_path is missing"),
+        (("check", "--slot-save-path", "EMPTY"), "there is no store in"),
+        (("purge", "--slot-save-path", "EMPTY"), "there is no store in"),
+        (("purge",), "give --namespace"),
+        (("purge", "--unused-for", "long"), "write such as 30m"),
+        (("export", "0000", "--slot-save-path", "EMPTY"), "Missing option"),
+        (("export", "0000", "-o", "x.lpc", "--slot-save-path", "EMPTY"), "there is no store"),
+        (("import", "/no/such/file.lpc"), "does not exist"),
+        (("import", "/etc/hostname", "--slot-save-path", "EMPTY"), "not what `export` writes"),
+        (("doctor",), "slot_save_path is missing"),
+        (("pin",), "Missing argument"),
+    ],
+)
+def test_wrong_command_is_told_in_words(
+    tmp_path: Path, arguments: tuple[str, ...], words: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    given = [str(tmp_path / "empty") if each == "EMPTY" else each for each in arguments]
+    nobody = {ENVIRONMENT_PREFIX + "ADMIN": "127.0.0.1:1"}
+    assert words in told(*given, environment=nobody)[1]
+
+
+@pytest.mark.parametrize("name", ["MAX_REQUEST", "ADMIN_TOKEN", "PORT"])
+def test_unknown_variable_is_told_in_words(name: str) -> None:
+    _, said = told("stats", environment={ENVIRONMENT_PREFIX + name: "3"})
+    assert f"{ENVIRONMENT_PREFIX}{name} is no setting" in said
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """A port that somebody listens on, this process."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("flag", ["--listen", "--admin"])
+def test_port_that_is_taken_is_told_with_its_flag_and_its_owner(
+    tmp_path: Path, taken: str, flag: str
+) -> None:
+    free = {"--listen": "127.0.0.1:0", "--admin": "127.0.0.1:0"} | {flag: taken}
+    flags = [part for pair in free.items() for part in pair]
+    status, said = told("serve", "--slot-save-path", tmp_path, *flags)
+    assert status == 69
+    assert f"cannot listen on {taken}: address already in use by " in said
+    assert f"(process {os.getpid()})" in said and f"give another {flag}" in said
+
+
+def test_address_of_another_machine_is_told_in_words(tmp_path: Path) -> None:
+    flags = ("--listen", "192.0.2.1:8081", "--admin", "127.0.0.1:0")
+    status, said = told("serve", "--slot-save-path", tmp_path, *flags)
+    assert status == 69 and "192.0.2.1:8081: cannot assign requested address" in said
+
+
+def test_folder_that_cannot_be_written_is_told_in_words(tmp_path: Path) -> None:
+    program = tmp_path / "llama-server"
+    program.write_text("#!/bin/sh\necho '--slot-save-path PATH   where'\n")
+    program.chmod(0o755)
+    _, said = told("run", "--slot-save-path", "/etc/hostname/slots", "--", program)
+    assert "/etc/hostname/slots: not a directory" in said
+    program.chmod(stat.S_IRUSR)
+    assert "command not found" in told("run", "--", program)[1]
+
+
+def test_defaults_in_help_are_sizes_that_people_read() -> None:
+    said = CliRunner().invoke(main, ["serve", "--help"]).output
+    assert "20GiB" in said and "21474836480" not in said
