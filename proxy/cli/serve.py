@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 import msgspec
+import uvloop
 
 from proxy.app import run_proxy
 from proxy.cli.access import RunningProxy, with_proxy
@@ -52,7 +53,7 @@ def _serve(
 ) -> None:
     """Serve until told to stop, before the llama-server that *supervisor* runs if there is one."""
     try:
-        asyncio.run(_serve_until_told(settings, supervisor, n_context_checkpoints))
+        uvloop.run(_serve_until_told(settings, supervisor, n_context_checkpoints))
     except LlamaServerDied as error:
         fail(error, Exit.LLAMA_SERVER_DIED)
     except (StoreLocked, OSError) as error:
