@@ -34,7 +34,6 @@ from proxy.settings import Settings, parse_list, parse_urls, split_address
 from proxy.store.catalogue import Limits
 from proxy.store.files import is_private
 from proxy.store.store import CheckpointStore
-from proxy.tasks import Tasks
 from proxy.web.admin import Admin, only_own_pages
 from proxy.web.clients import MAX_BODY_BYTES, Front
 from proxy.web.page import LivePage, Looks
@@ -87,10 +86,7 @@ async def run_proxy(
     degradations = Degradations(metrics)
     store = open_store(settings, degradations)
     shared = new_shared(store, metrics, degradations, Journal(Keep(settings.explain_keep)))
-    rebuilding = Tasks()
     try:
-        if store is not None and store.rebuild_reason:
-            rebuilding.start(_rebuild(store, degradations))
         async with new_session() as client:
             key = settings.upstream_api_key
             roots = [LlamaServer(client, Target(url), key) for url in parse_urls(settings.upstream)]
@@ -105,7 +101,6 @@ async def run_proxy(
             async with _serve(settings, shared, pool) as running:
                 yield running
     finally:
-        await rebuilding.drain(0)  # the next start goes on with it
         if store is not None:
             store.close()
 
@@ -134,18 +129,6 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
         **store.report,
     )
     return store
-
-
-async def _rebuild(store: CheckpointStore, degradations: Degradations) -> None:
-    """Enter the states again that a damaged index has lost, while requests are served."""
-    log = get_logger("store")
-    degradations.begin(DegradationKind.INDEX_REBUILDING, store.rebuild_reason)
-    try:
-        log.info("index made anew", became=await store.rebuild())
-    except StoreFault as fault:
-        log.error("the index could not be made anew: the next start tries again", error=str(fault))
-        return
-    degradations.end(DegradationKind.INDEX_REBUILDING)
 
 
 @asynccontextmanager

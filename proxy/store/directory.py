@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -28,8 +29,8 @@ from proxy.store.index import Entry, Index
 from proxy.store.known_models import Owner, introduce, owners
 
 LOCK_NAME = ".llama-prefix-cache.lock"
-_REBUILT_AT_ONCE = 16
-"""The entries of so many states are made anew in one transaction; saves wait for one at most."""
+_ENTERED_AT_ONCE = 100
+"""The entries of so many states are made anew in one transaction."""
 _DAMAGED = "index.damaged-"
 _DIGEST_BYTES = 16
 
@@ -97,18 +98,16 @@ class Lost(StrEnum):
 
 @dataclass
 class Rebuild:
-    """A rebuild of the index: what was wrong, which states are still to be entered, which are lost and why.
+    """An index that was made anew: what was wrong, how many states were entered, which are lost and why.
 
     Only what was counted and measured is lost with an index: when a checkpoint was last used, and how
     often; with an index that was put aside also rates and self-tests.
     """
 
     reason: str
-    pending: list[Checkpoint] = field(default_factory=list)
     n_entered: int = 0
     lost: dict[str, Lost] = field(default_factory=dict)
     """By file name."""
-    is_done: bool = False
 
     @property
     def words(self) -> str:
@@ -122,11 +121,11 @@ class StoreDirectory:
     """The index and the state files of one directory, locked against other processes."""
 
     def __init__(self, path: Path, *, mends_index: bool = True) -> None:
-        """Lock and open the store in the directory *path*; `rebuild` says what its index lacks.
+        """Lock and open the store in the directory *path*; `rebuild` says if its index was made anew.
 
-        A damaged index makes room for a new one, which has all models and tenants at once: whose tokens a
-        slot holds can be wrong before they are known. Unless it *mends_index*, raises IndexDamaged instead.
-        Raises StoreLocked if another process has the directory, StoreFault if it cannot be used.
+        A damaged index is made anew from the states, at about a millisecond each. Unless it *mends_index*,
+        raises IndexDamaged instead. Raises StoreLocked if another process has the directory, StoreFault if
+        it cannot be used.
         """
         self.files = StateFiles(path)
         self.rebuild: Rebuild | None = None
@@ -148,12 +147,11 @@ class StoreDirectory:
         if flaw := self.index.inconsistency():
             if not mends_index:
                 raise IndexDamaged(path, flaw)
-            self.begin_rebuild(flaw)
+            self.make_index_anew(flaw)
         elif (reason := self.index.rebuild_reason) is not None:
-            names = self._states_without_entry()
-            if names and not mends_index:
+            if self._states_without_entry() and not mends_index:
                 raise IndexDamaged(path, reason)
-            self._plan_rebuild(reason, names)
+            self._enter_states(reason)
 
     def checkpoints(self) -> list[Checkpoint]:
         return self.index.all()
@@ -246,7 +244,7 @@ class StoreDirectory:
             self.remove(broken)
         named = {checkpoint.file_name for checkpoint in intact}
         if self.rebuild is not None:
-            named |= {c.file_name for c in self.rebuild.pending} | self.rebuild.lost.keys()
+            named |= self.rebuild.lost.keys()
         orphans = self.files.unnamed(named)
         for name in orphans:
             self.files.remove(name)
@@ -262,75 +260,53 @@ class StoreDirectory:
         except OSError:  # whoever may not look at the file now need not be right about its content
             return True
 
-    def begin_rebuild(self, reason: str) -> None:
-        """Forget all entries, and plan to make them anew."""
+    def make_index_anew(self, reason: str) -> None:
+        """Forget all entries, and enter all states again."""
         self.write_sidecars(self.index.all(), only_missing=True)
         self.index.begin_rebuild(reason)
-        self._plan_rebuild(reason, self._states_without_entry())
+        self._enter_states(reason)
 
     def _states_without_entry(self) -> list[str]:
         named = {checkpoint.file_name for checkpoint in self.index.all()}
         return [name for name in self.files.names() if is_state_name(name) and name not in named]
 
-    def _plan_rebuild(self, reason: str, names: Iterable[str]) -> None:
-        """Read the records beside the states *names*, and enter their models and tenants."""
+    def _enter_states(self, reason: str) -> None:
+        """Enter the states without an entry; delete those that cannot be entered.
+
+        A state that cannot be read is tried again at each opening; what is broken off, at the next one.
+        """
         rebuild = self.rebuild = Rebuild(reason)
-        for name in names:
-            try:
-                sidecar = self.read_sidecar(name)
-            except OSError:
-                rebuild.lost[name] = Lost.UNREADABLE
-                continue
-            if sidecar is None:
-                rebuild.lost[name] = Lost.NO_RECORD
-            elif sidecar.owner is None:
-                rebuild.lost[name] = Lost.NO_MODEL
-            else:
-                namespace = introduce(self.index, sidecar.owner)
-                rebuild.pending.append(replace(sidecar.checkpoint, namespace=namespace))
-        if not rebuild.pending and not rebuild.lost:
-            self.finish_rebuild(rebuild)
-
-    def enter_batch(self, rebuild: Rebuild) -> list[Entry]:
-        """Enter some of the states that are pending in one transaction; return what was entered."""
-        batch, entries = rebuild.pending[-_REBUILT_AT_ONCE:], list[Entry]()
-        for checkpoint in batch:
-            found = self._tokens_in_file(checkpoint)
-            if isinstance(found, Lost):
-                rebuild.lost[checkpoint.file_name] = found
-            else:
-                entries.append((checkpoint, found, hash_prefixes(checkpoint.namespace, found)))
-        self.index.put(*entries)
-        rebuild.n_entered += len(entries)
-        del rebuild.pending[-len(batch) :]
-        return entries
-
-    def _tokens_in_file(self, checkpoint: Checkpoint) -> TokenIds | Lost:
-        try:
-            state = read_state_file(self.files.path(checkpoint.file_name))
-        except StateFileMalformed:
-            return Lost.NOT_AS_SAVED
-        except OSError:
-            return Lost.UNREADABLE
-        found, expected = (state.size_bytes, len(state.tokens)), checkpoint.size_bytes
-        return state.tokens if found == (expected, checkpoint.n_tokens) else Lost.NOT_AS_SAVED
-
-    def finish_rebuild(self, rebuild: Rebuild) -> None:
-        """Delete what could not be entered; a state that cannot be read is tried again at each opening."""
+        names = iter(self._states_without_entry())
+        while batch := list(islice(names, _ENTERED_AT_ONCE)):
+            found = {name: self._entry_of(name) for name in batch}
+            rebuild.lost |= {name: why for name, why in found.items() if isinstance(why, Lost)}
+            entries = [entry for entry in found.values() if not isinstance(entry, Lost)]
+            self.index.put(*entries)
+            rebuild.n_entered += len(entries)
         for name, why in rebuild.lost.items():
             if why is not Lost.UNREADABLE:
                 with suppress(OSError):
                     self.files.remove(name)
         if Lost.UNREADABLE not in rebuild.lost.values():
             self.index.end_rebuild()
-        rebuild.is_done = True
 
-    def rebuild_at_once(self) -> None:
-        """Do the whole of a rebuild that is due; raises StoreFault or OSError."""
-        if self.rebuild is not None and not self.rebuild.is_done:
-            while self.rebuild.pending:
-                self.enter_batch(self.rebuild)
-            self.finish_rebuild(self.rebuild)
+    def _entry_of(self, name: str) -> Entry | Lost:
+        """Return the entry of a state by the record beside it; enters its model and tenant at once."""
+        try:
+            if (sidecar := self.read_sidecar(name)) is None:
+                return Lost.NO_RECORD
+            if sidecar.owner is None:
+                return Lost.NO_MODEL
+            namespace = introduce(self.index, sidecar.owner)
+            checkpoint = replace(sidecar.checkpoint, namespace=namespace)
+            tokens = read_state_file(self.files.path(name)).tokens
+        except StateFileMalformed:
+            return Lost.NOT_AS_SAVED
+        except OSError:
+            return Lost.UNREADABLE
+        if len(tokens) != checkpoint.n_tokens or not self.has_file(checkpoint):
+            return Lost.NOT_AS_SAVED
+        return checkpoint, tokens, hash_prefixes(namespace, tokens)
 
 
 def _open_index(path: Path, *, mends_index: bool) -> Index:

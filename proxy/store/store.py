@@ -23,7 +23,6 @@ from proxy.errors import NoRoom, StateDamaged, StoreFault
 from proxy.store.catalogue import Budget, Catalogue, Limits
 from proxy.store.directory import StoreDirectory
 from proxy.store.files import FileStamp, Verification, temporary_name_of
-from proxy.store.index import Entry
 
 MAX_COMPARED = 512
 """How many checkpoints one lookup compares token by token, at most."""
@@ -37,7 +36,7 @@ class CheckpointStore(Catalogue):
     def __init__(self, directory: Path, limits: Limits) -> None:
         """Lock and open the store in *directory*, and bring it within its budget.
 
-        A damaged index is replaced by one that `rebuild` fills. Raises StoreLocked if another proxy has
+        A damaged index is made anew, and `report` says so. Raises StoreLocked if another proxy has
         the directory, StoreFault if the index cannot be read.
         """
         super().__init__()
@@ -61,7 +60,7 @@ class CheckpointStore(Catalogue):
         # LMDB wants one writer.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-writer")
 
-    def _enter_all(self) -> dict[str, int]:
+    def _enter_all(self) -> dict[str, object]:
         """Enter what is there, bring the store within its budget, and return what was found and removed."""
         intact, n_entries, n_files = self._directory.sweep()
         for checkpoint in intact:
@@ -74,12 +73,16 @@ class CheckpointStore(Catalogue):
             self.forget(victim.id)
         self.removals[Removal.BUDGET] += len(victims)
         self.removals[Removal.BROKEN] += n_entries
-        return {
+        report: dict[str, object] = {
             "n_checkpoints": len(self),
             "n_entries_without_file": n_entries,
             "n_files_without_entry": n_files,
             "n_over_budget": len(victims),
         }
+        rebuild = self._directory.rebuild
+        if rebuild and (rebuild.n_entered or rebuild.lost):
+            report["index_made_anew"] = rebuild.words
+        return report
 
     def _over_budget(self) -> list[Checkpoint]:
         return self.victims(self.size_bytes - self.limits.max_bytes, Present(time.time()))
@@ -109,31 +112,6 @@ class CheckpointStore(Catalogue):
             return await asyncio.shield(written)
         except OSError as error:
             raise StoreFault(str(error)) from error
-
-    @property
-    def rebuild_reason(self) -> str:
-        """Why the index has lost states that `rebuild` enters again; empty if it has all."""
-        rebuild = self._directory.rebuild
-        return rebuild.reason if rebuild and not rebuild.is_done else ""
-
-    async def rebuild(self) -> str:
-        """Enter the states that the index has lost, between other writes; return what became of them.
-
-        Raises StoreFault. What is broken off is taken up by the next opening.
-        """
-        rebuild = self._directory.rebuild
-        if rebuild is None or rebuild.is_done:
-            return ""
-
-        def enter(entries: Iterable[Entry]) -> None:
-            for checkpoint, _, hashes in entries:
-                self.enter(checkpoint, hashes)
-
-        while rebuild.pending:
-            await self._write(partial(self._directory.enter_batch, rebuild), then=enter)
-        await self._write(partial(self._directory.finish_rebuild, rebuild))
-        await self._remove(self._over_budget(), Removal.BUDGET)
-        return rebuild.words
 
     # Finding checkpoints.
 

@@ -240,8 +240,6 @@ class Admin:
     async def delete_selected(self, request: web.Request) -> web.Response:
         """Delete what lies under a node, was not used for so long, or with `all` everything."""
         store = self._shared.store
-        if store.rebuild_reason:  # what is not entered yet would come back
-            raise StoreFault("the index is made anew: try again in a while")
         selection = views.Selection(
             _node_id(request, "under"),
             _whole_number(request, "unused_seconds"),
