@@ -121,7 +121,7 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
         return None
     if not is_private(mode):
         degradations.begin(DegradationKind.DIRECTORY_IS_OPEN, f"{directory} has mode {mode:04o}")
-    note_quarantined(degradations, store)
+    note_quarantined(degradations, store.quarantined)
     get_logger("store").info(
         "store opened",
         directory=settings.slot_save_path,
@@ -264,7 +264,7 @@ def count_evictions(shared: Shared, store: CheckpointStore) -> None:
             shared.journal.note_loss(checkpoint.namespace, tokens, cause)
         metrics.evictions.labels(reason).inc()
         if checkpoint.quarantine:
-            note_quarantined(shared.everywhere, store)
+            note_quarantined(shared.everywhere, store.quarantined)
         get_logger("store").info(
             "checkpoint removed",
             reason=reason.value,

@@ -15,17 +15,18 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import islice
+from math import inf
 from pathlib import Path
 
 import msgspec
 import xxhash
 
-from proxy.core.model import Checkpoint
+from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.tokens import PrefixHash, TokenIds, hash_prefixes
-from proxy.errors import IndexDamaged, StateFileMalformed, StoreFault, StoreLocked
+from proxy.errors import IndexDamaged, StateDamaged, StateFileMalformed, StoreFault, StoreLocked
 from proxy.llama.state_file import read_state_file
-from proxy.store.files import FileStamp, StateFiles, is_state_name, temporary_name_of
-from proxy.store.index import Entry, Index
+from proxy.store.files import FileStamp, StateFiles, id_of, is_state_name, temporary_name_of
+from proxy.store.index import Entry, Index, Summary
 from proxy.store.known_models import Owner, introduce, owners
 
 LOCK_NAME = ".llama-prefix-cache.lock"
@@ -117,10 +118,32 @@ class Rebuild:
         return f"{self.reason}; {self.n_entered} entered again{lost}"
 
 
+@dataclass
+class Summed:
+    """What a directory holds, and how much of it was removed because an entry or its file was missing."""
+
+    n_checkpoints: int = 0
+    size_bytes: int = 0
+    pinned_bytes: int = 0
+    quarantined: list[CheckpointId] = field(default_factory=list)
+    n_entries_removed: int = 0
+    n_files_removed: int = 0
+    ignored: list[str] = field(default_factory=list)
+    """Links and directories that have names of ours."""
+
+    def add(self, checkpoint_id: CheckpointId, summary: Summary) -> None:
+        self.n_checkpoints += 1
+        self.size_bytes += summary.size_bytes
+        if summary.score == inf:
+            self.pinned_bytes += summary.size_bytes
+        if not summary.score:
+            self.quarantined.append(checkpoint_id)
+
+
 class StoreDirectory:
     """The index and the state files of one directory, locked against other processes."""
 
-    def __init__(self, path: Path, *, mends_index: bool = True) -> None:
+    def __init__(self, path: Path, *, mends_index: bool = True, reads_all: bool = False) -> None:
         """Lock and open the store in the directory *path*; `rebuild` says if its index was made anew.
 
         A damaged index is made anew from the states, at about a millisecond each. Unless it *mends_index*,
@@ -134,7 +157,7 @@ class StoreDirectory:
             try:
                 self.index = _open_index(path / "index", mends_index=mends_index)
                 opened.callback(self.index.close)
-                self._require_whole_index(mends_index=mends_index)
+                self._require_whole_index(mends_index=mends_index, reads_all=reads_all)
             except OSError as error:
                 raise StoreFault(f"{path}: {error}") from error
             self._opened = opened.pop_all()
@@ -142,9 +165,9 @@ class StoreDirectory:
     def close(self) -> None:
         self._opened.close()
 
-    def _require_whole_index(self, *, mends_index: bool) -> None:
+    def _require_whole_index(self, *, mends_index: bool, reads_all: bool) -> None:
         path = self.files.directory / "index"
-        if flaw := self.index.inconsistency():
+        if flaw := self.index.inconsistency(reads_all=reads_all):
             if not mends_index:
                 raise IndexDamaged(path, flaw)
             self.make_index_anew(flaw)
@@ -159,13 +182,9 @@ class StoreDirectory:
     # One checkpoint: entered, changed, removed.
 
     def commit(
-        self,
-        checkpoint: Checkpoint,
-        tokens: TokenIds,
-        hashes: Sequence[PrefixHash],
-        touched: Sequence[Checkpoint] = (),
+        self, checkpoint: Checkpoint, tokens: TokenIds, hashes: Sequence[PrefixHash]
     ) -> FileStamp:
-        """Give a file its final name and enter it; records *touched* since the last commit go along.
+        """Give a file its final name and enter it.
 
         Raises StoreFault or OSError, and then neither file nor entry is left.
         """
@@ -180,8 +199,6 @@ class StoreDirectory:
         except (StoreFault, OSError):
             self.files.remove(name)
             raise
-        with suppress(StoreFault):
-            self.index.update(touched)
         return stamp
 
     def update(
@@ -231,31 +248,52 @@ class StoreDirectory:
 
     # Index and files held against each other, and the index made anew.
 
-    def sweep(self) -> tuple[list[Checkpoint], int, int]:
-        """Remove entries whose file is gone or of another size, and files that no entry names.
+    def sweep(self) -> Summed:
+        """Remove entries whose file is gone, and files that no entry names; return what is left.
 
-        Returns the checkpoints that are left, and how many entries and files were removed. What is in the
-        files is verified before it is used.
+        Only names are compared: a file is verified, its size too, before it is used.
         """
-        recorded = self.index.all()
-        intact = [checkpoint for checkpoint in recorded if self.has_file(checkpoint)]
-        kept_ids = {checkpoint.id for checkpoint in intact}
-        for broken in (c for c in recorded if c.id not in kept_ids):
-            self.remove(broken)
-        named = {checkpoint.file_name for checkpoint in intact}
-        if self.rebuild is not None:
-            named |= self.rebuild.lost.keys()
-        orphans = self.files.unnamed(named)
-        for name in orphans:
+        states, beside, swept = set[CheckpointId](), set[CheckpointId](), Summed()
+        for name, is_file in self.files.entries():
+            if not is_file:
+                swept.ignored.append(name)
+            elif name.endswith(".state"):
+                states.add(id_of(name))
+            elif name.endswith(".meta"):
+                beside.add(id_of(name))
+            else:
+                self.files.remove(name)
+                swept.n_files_removed += 1
+        broken, bare = list[CheckpointId](), list[CheckpointId]()
+        for checkpoint_id, summary in self.index.summaries():
+            if checkpoint_id not in states:
+                broken.append(checkpoint_id)
+            else:
+                swept.add(checkpoint_id, summary)
+                if checkpoint_id not in beside:
+                    bare.append(checkpoint_id)
+            states.discard(checkpoint_id)
+            beside.discard(checkpoint_id)
+        for checkpoint in self._records(broken):
+            self.remove(checkpoint)
+        self.write_sidecars(self._records(bare))
+        orphans = (states | beside) - {
+            id_of(n) for n in (self.rebuild.lost if self.rebuild else ())
+        }
+        for name in [n for n in self.files.names() if id_of(n) in orphans] if orphans else ():
             self.files.remove(name)
-        self.write_sidecars(intact, only_missing=True)
-        return intact, len(recorded) - len(intact), len(orphans)
+            swept.n_files_removed += 1
+        swept.n_entries_removed = len(broken)
+        return swept
+
+    def _records(self, ids: Iterable[CheckpointId]) -> Iterator[Checkpoint]:
+        return (record for i in ids if (record := self.index.record(i)) is not None)
 
     def has_file(self, checkpoint: Checkpoint) -> bool:
         """Return whether the state file of a checkpoint is there and has its size."""
         try:
-            return self.files.path(checkpoint.file_name).stat().st_size == checkpoint.size_bytes
-        except FileNotFoundError:
+            return self.files.stamp(checkpoint.file_name)[1] == checkpoint.size_bytes
+        except (FileNotFoundError, StateDamaged):
             return False
         except OSError:  # whoever may not look at the file now need not be right about its content
             return True
@@ -267,8 +305,8 @@ class StoreDirectory:
         self._enter_states(reason)
 
     def _states_without_entry(self) -> list[str]:
-        named = {checkpoint.file_name for checkpoint in self.index.all()}
-        return [name for name in self.files.names() if is_state_name(name) and name not in named]
+        named = {checkpoint_id for checkpoint_id, _ in self.index.summaries()}
+        return [n for n in self.files.names() if is_state_name(n) and id_of(n) not in named]
 
     def _enter_states(self, reason: str) -> None:
         """Enter the states without an entry; delete those that cannot be entered.

@@ -29,7 +29,7 @@ def open_offline(
     is_new = not (directory / "index" / "data.mdb").exists()
     if is_new and not may_be_new and not any(directory.glob("lpc-*.state")):
         raise StoreFault(f"there is no store in {directory}: no proxy has ever used it")
-    with closing(StoreDirectory(directory, mends_index=mends_index)) as store:
+    with closing(StoreDirectory(directory, mends_index=mends_index, reads_all=True)) as store:
         yield store
 
 

@@ -45,7 +45,7 @@ _PRIVATE = (".localhost", ".local", ".internal", ".home.arpa", ".lan")
 _FOR_PROGRAMS = ("/health", "/metrics")
 """No word of any prompt is in these."""
 _CACHED = (Route.CHAT, Route.COMPLETION, Route.MESSAGES, Route.RESPONSES)
-_CHECKPOINT = "/checkpoints/{id:[0-9a-fA-F]+}"
+_CHECKPOINT = "/checkpoints/{id:[0-9a-fA-F]{1,16}}"
 _NOT_THERE = "there is no checkpoint with this id"
 _MOST = 1 << 40
 """No number in a query is larger."""

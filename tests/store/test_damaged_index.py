@@ -30,6 +30,7 @@ from tests.store.conftest import branch, found, names_in, new_state, opened, run
 from tests.store.damage import (
     flipped,
     leave_unsealed,
+    make_format_1,
     put_bad_record,
     put_unreadable,
     scribbled,
@@ -209,6 +210,7 @@ async def test_record_that_cannot_be_read_loses_none(directory: Path) -> None:
     with pytest.raises(IndexDamaged, match="records that cannot be read: 1"):
         with open_offline(directory):
             pass
+    leave_unsealed(directory)
     assert await rebuilt(directory) == expected
     assert not beside(directory, "index.damaged-*"), "what could be read stays"
 
@@ -319,6 +321,37 @@ async def test_rebuild_that_was_broken_off_is_taken_up(
     assert await rebuilt(directory) == expected
     with open_offline(directory):
         pass
+
+
+@pytest.mark.parametrize("is_sealed", [True, False], ids=["closed", "killed"])
+async def test_index_of_format_1_is_converted_and_loses_nothing(
+    directory: Path, is_sealed: bool
+) -> None:
+    expected = records(directory)
+    with opened(directory) as store:
+        n_bytes = store.size_bytes, store.pinned_bytes
+        await store.put_value("rates of a model", 7)
+    make_format_1(directory)
+    if not is_sealed:
+        leave_unsealed(directory)
+    assert len(read_index(directory)[0]) == len(expected)
+    with opened(directory) as store:
+        assert "index_made_anew" not in store.report
+        assert (store.size_bytes, store.pinned_bytes) == n_bytes
+        assert store.index.value("rates of a model", int) == 7
+        assert store.index.inconsistency(reads_all=True) == ""
+    assert await rebuilt(directory) == expected
+
+
+async def test_index_of_another_format_is_made_anew_once_it_is_deleted(directory: Path) -> None:
+    expected = records(directory)
+    index = Index(directory / "index")
+    index.put_value("format", 99)
+    index.close()
+    with pytest.raises(StoreFault, match="delete index/"), opened(directory):
+        pass
+    shutil.rmtree(directory / "index")
+    assert await rebuilt(directory) == expected
 
 
 async def test_only_the_newest_damaged_index_is_kept(directory: Path) -> None:

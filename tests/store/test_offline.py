@@ -129,7 +129,7 @@ def test_each_kind_of_damage_is_named_and_mended(store: StoreDirectory) -> None:
     store.index.delete(first.id, hashes[0])
     store.index.put((first, PROMPTS[0], hashes[1][:2]))
     mends(ProblemKind.NOT_FOUND, 2)
-    assert set(store.index.reaching(hashes[0])) == {first.id, second.id}
+    assert set(store.index.reaching(hashes[0], 9)) == {first.id, second.id}
     store.index.put((first, run_of(300, start=9), ()))
     mends(ProblemKind.TOKENS_DIFFER, 2)
     assert store.index.tokens(first.id) == PROMPTS[0]
@@ -139,7 +139,7 @@ def test_each_kind_of_damage_is_named_and_mended(store: StoreDirectory) -> None:
     enter(first)
     path.unlink()
     mends(ProblemKind.FILE_GONE, 1)
-    assert list(store.index.reaching(hashes[0])) == [second.id]
+    assert list(store.index.reaching(hashes[0], 9)) == [second.id]
 
 
 def test_file_that_cannot_be_read_is_left_alone(store: StoreDirectory, directory: Path) -> None:
