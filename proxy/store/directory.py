@@ -34,6 +34,8 @@ _ENTERED_AT_ONCE = 100
 """The entries of so many states are made anew in one transaction."""
 _DAMAGED = "index.damaged-"
 _DIGEST_BYTES = 16
+MOST_RECORD_BYTES = 4 << 20
+"""No record is longer: it has some 25 bytes for each 16 MiB of its state."""
 
 
 @contextmanager
@@ -240,7 +242,8 @@ class StoreDirectory:
     def read_sidecar(self, name: str) -> Sidecar | None:
         """Return what lies beside the state *name*, None if it is gone or damaged; raises OSError."""
         try:
-            data = self.files.path(self.files.sidecar_name(name)).read_bytes()
+            with self.files.path(self.files.sidecar_name(name)).open("rb") as file:
+                data = file.read(MOST_RECORD_BYTES)
         except FileNotFoundError:
             return None
         sidecar = decode_sidecar(data)

@@ -79,7 +79,7 @@ class CheckpointStore(Catalogue):
         if rebuild and (rebuild.n_entered or rebuild.lost):
             report["index_made_anew"] = rebuild.words
         if swept.ignored:
-            report["no_regular_files"] = swept.ignored
+            report["no_regular_files"] = sorted(swept.ignored)
         return report
 
     def _over_budget(self) -> list[Checkpoint]:

@@ -29,6 +29,7 @@ from proxy.errors import StateDamaged, StoreFault, StoreLocked
 from proxy.store.catalogue import Limits
 from proxy.store.files import StateFiles
 from proxy.store.index import Index
+from proxy.store.offline import examine, open_offline
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import (
     BUDGET,
@@ -443,6 +444,46 @@ async def test_open_removes_entries_without_file_and_files_without_entry(tmp_pat
         assert (report["n_checkpoints"], report["n_entries_without_file"]) == (1, 1)
         assert report["n_files_without_entry"] == 2
         assert len(found(store, run_of(900))) == 1
+
+
+async def test_directories_and_links_with_names_of_ours_are_named_and_left_alone(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path) as store:
+        kept = await store.commit(*new_state(store, run_of(300)))
+    names = [f"lpc-000000000000000{n}.{end}" for n, end in enumerate(("state", "saving", "meta"))]
+    for name in names:
+        (tmp_path / name).mkdir()
+    (link := tmp_path / "lpc-0000000000000009.state").symlink_to(tmp_path / kept.file_name)
+    with opened(tmp_path) as store:
+        assert [c.checkpoint.id for c in found(store, run_of(300))] == [kept.id]
+        ignored = store.report["no_regular_files"]
+        assert isinstance(ignored, list) and sorted(ignored) == sorted([*names, link.name])
+    assert link.is_symlink() and all((tmp_path / name).is_dir() for name in names)
+    with open_offline(tmp_path) as offline:
+        assert {problem.name for problem in examine(offline, lambda _: None)} <= {kept.file_name}
+
+
+async def test_state_that_was_replaced_by_a_link_is_never_used(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (directory := tmp_path / "store").mkdir()
+    with opened(directory) as store:
+        checkpoint = await store.commit(*new_state(store, run_of(300)))
+        path = store.files.path(checkpoint.file_name)
+        path.rename(elsewhere)
+        path.symlink_to(elsewhere)
+        with pytest.raises(StateDamaged, match="is no regular file"):
+            async with store.using(checkpoint):
+                pass
+        assert found(store, run_of(300)) == []
+        other = await store.commit(*new_state(store, run_of(400, start=7)))
+        other_path = store.files.path(other.file_name)
+    other_path.rename(other_path.with_suffix(".moved"))
+    other_path.symlink_to(other_path.with_suffix(".moved"))
+    with opened(directory) as store:
+        assert found(store, run_of(400, start=7)) == []
+        assert store.report["no_regular_files"] == sorted([path.name, other_path.name])
+    assert path.is_symlink() and other_path.is_symlink() and elsewhere.exists()
 
 
 def test_second_opener_is_locked_out_and_changes_nothing(store: CheckpointStore) -> None:
