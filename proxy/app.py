@@ -41,7 +41,6 @@ from proxy.settings import (
 from proxy.store.catalogue import Limits
 from proxy.store.files import is_private
 from proxy.store.store import CheckpointStore
-from proxy.tasks import Tasks
 from proxy.web.admin import Admin, only_operators, only_own_pages
 from proxy.web.clients import IDLE_SECONDS, MAX_BODY_BYTES, MAX_TARGET_BYTES, Connection, Front
 from proxy.web.page import LivePage, Looks
@@ -95,10 +94,7 @@ async def run_proxy(
     degradations = Degradations(metrics)
     store = open_store(settings, degradations)
     shared = new_shared(store, metrics, degradations, Journal(Keep(settings.explain_keep)))
-    rebuilding = Tasks()
     try:
-        if store is not None and store.rebuild_reason:
-            rebuilding.start(_rebuild(store, degradations))
         async with new_session() as client:
             key = settings.upstream_api_key
             roots = [LlamaServer(client, Target(url), key) for url in parse_urls(settings.upstream)]
@@ -113,7 +109,6 @@ async def run_proxy(
             async with _serve(settings, shared, pool) as running:
                 yield running
     finally:
-        await rebuilding.drain(0)  # the next start goes on with it
         if store is not None:
             store.close()
 
@@ -134,7 +129,7 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
         return None
     if not is_private(mode):
         degradations.begin(DegradationKind.DIRECTORY_IS_OPEN, f"{directory} has mode {mode:04o}")
-    note_quarantined(degradations, store)
+    note_quarantined(degradations, store.quarantined)
     get_logger("store").info(
         "store opened",
         directory=settings.slot_save_path,
@@ -142,19 +137,6 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
         **store.report,
     )
     return store
-
-
-async def _rebuild(store: CheckpointStore, degradations: Degradations) -> None:
-    """Enter the states again that a damaged index has lost, while requests are served."""
-    log = get_logger("store")
-    degradations.begin(DegradationKind.INDEX_REBUILDING, store.rebuild_reason)
-    try:
-        became = await store.rebuild()
-        log.info("index made anew", became=became, says="the index is made anew")
-    except StoreFault as fault:
-        log.error("the index could not be made anew: the next start tries again", error=str(fault))
-        return
-    degradations.end(DegradationKind.INDEX_REBUILDING)
 
 
 @asynccontextmanager
@@ -306,7 +288,7 @@ def count_evictions(shared: Shared, store: CheckpointStore) -> None:
             shared.journal.note_loss(checkpoint.namespace, tokens, cause)
         metrics.evictions.labels(reason).inc()
         if checkpoint.quarantine:
-            note_quarantined(shared.everywhere, store)
+            note_quarantined(shared.everywhere, store.quarantined)
         get_logger("store").info(
             "checkpoint removed",
             reason=reason.value,

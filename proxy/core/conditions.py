@@ -44,12 +44,6 @@ class DegradationKind(StrEnum):
         "The index in slot_save_path cannot be opened, so nothing is saved or found.",
         "Look at the error, and at who owns the files; restart.",
     )
-    INDEX_REBUILDING = (
-        "index is made anew",
-        "The index was damaged and is rebuilt from the states. States not entered yet are not found.",
-        _WAIT,
-        State.DEGRADED,
-    )
     DIRECTORY_IS_OPEN = (
         "directory is open to others",
         "Other users of this machine can read slot_save_path: states are as good as transcripts.",
@@ -219,7 +213,7 @@ _K = DegradationKind
 
 PASSING = frozenset((_K.ATTACHING, _K.LOADING))
 """These belong to every start, and end by themselves."""
-_OF_STORE = {_K.STORE_NOT_OPEN, _K.INDEX_REBUILDING, _K.DIRECTORY_IS_OPEN, _K.STATE_ENDED_SERVER}
+_OF_STORE = {_K.STORE_NOT_OPEN, _K.DIRECTORY_IS_OPEN, _K.STATE_ENDED_SERVER}
 OF_PROCESS = frozenset(_K) - _OF_STORE
 """These end with the llama-server process that they were noticed on."""
 

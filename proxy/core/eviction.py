@@ -1,7 +1,7 @@
 """Which checkpoints go: for room, or because a newer one holds what they hold.
 
-Owns: the order of eviction, the prefix tree by which it is decided, and the family of a state. Pure; must
-never know files, or how a checkpoint is in use.
+Owns: the order of eviction, and the family of a state. Pure; must never know files, or how a checkpoint is
+in use.
 
 Who goes when room is needed (`choose_victims`): the lowest rank first, then the least value per byte.
 
@@ -22,12 +22,14 @@ Who goes for a newer state (`superseded`) depends on the rule:
 3. End only: only states that the newer one repeats whole, and no turn start.
 """
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from heapq import heapify, heappop, heappush
+from functools import cached_property
+from heapq import heappop, heappush
+from math import inf, log2
+from typing import NamedTuple
 
 import xxhash
 
@@ -47,7 +49,6 @@ from proxy.core.tokens import (
     BLOCK_TOKENS,
     FIRST_BLOCK_TOKENS,
     Namespace,
-    PrefixHash,
     TokenIds,
     count_blocks,
     end_of_block,
@@ -95,23 +96,34 @@ def _share_session(relative: Candidate, own_places: Iterable[int], n_header: int
     return any(n_header < place <= relative.n_common for place in places)
 
 
-# Where the kept checkpoints share prefixes, and what only one of them can give.
+# What only one of the kept checkpoints can give.
 #
-# Everything is counted in whole blocks, which errs by less than one block a range and needs nothing but
-# the prefix hashes. The work is bounded by the budget: 20 GiB at 10 KB a token are 16,000 blocks.
+# Everything is counted in whole blocks, which errs by less than one block a range and needs no tokens.
 
 
-Gone = Counter[PrefixHash]
-"""Blocks at which checkpoints that are about to go could be continued, and how many of these."""
+@dataclass(frozen=True)
+class Relative:
+    """A checkpoint, and how many blocks another one shares with it.
 
+    `asked` says when a request last began with so many of its blocks.
+    """
 
-@dataclass(slots=True)
-class _SharedPrefix:
-    """One prefix of full blocks: how many checkpoints begin with it, how many continue at its end."""
+    checkpoint: Checkpoint
+    n_blocks: int
+    asked: Mapping[int, float] = field(default_factory=dict)
 
-    n_reaching: int = 0
-    n_continuing: int = 0
-    asked_at: float = 0.0
+    def asked_at(self, n_blocks: int) -> float:
+        """Return when the first *n_blocks* blocks were last wanted; 0 if it does not share so many."""
+        if n_blocks > self.n_blocks:
+            return 0.0
+        asked = (at for n_asked, at in self.asked.items() if n_asked >= n_blocks)
+        return max([self.checkpoint.last_used_at, *asked])
+
+    @cached_property
+    def places(self) -> frozenset[int]:
+        """The shared blocks at whose ends it can be continued, unless it has every position."""
+        points = (*self.checkpoint.restore_points, self.checkpoint.n_tokens)
+        return frozenset(n for n in map(count_blocks, points) if n <= self.n_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,93 +140,31 @@ class LostRange:
     asked_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Path:
-    """One checkpoint's path through the tree; all but the hashes in blocks.
+def lost_without(
+    own: Relative, others: Collection[Relative], gone: Collection[CheckpointId] = ()
+) -> list[LostRange]:
+    """Return what requests would lose if a checkpoint went after those in *gone*.
 
-    A state can be continued at the ends of the blocks `continuing`, whatever it is restored for. Requests
-    come back to the `destinations`, ascending.
+    Requests come back to the end of a state, to the start of its turn and to its header. A range begins
+    where one of the *others* that are kept can be continued, or at the place before.
     """
-
-    hashes: Sequence[PrefixHash]
-    continuing: range | frozenset[int]
-    destinations: list[tuple[int, CheckpointKind]]
-
-
-class Lineage:
-    """The prefix tree of all kept checkpoints, as its blocks."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[PrefixHash, _SharedPrefix] = {}
-        self._paths: dict[CheckpointId, _Path] = {}
-
-    def add(self, checkpoint: Checkpoint, hashes: Sequence[PrefixHash]) -> None:
-        """Enter a checkpoint with the hashes of all its prefixes of full blocks."""
-        path = _path_of(checkpoint, hashes)
-        for n_blocks, prefix_hash in enumerate(hashes, 1):
-            block = self._blocks.setdefault(prefix_hash, _SharedPrefix())
-            block.n_reaching += 1
-            block.n_continuing += n_blocks in path.continuing
-            block.asked_at = max(block.asked_at, checkpoint.last_used_at)
-        self._paths[checkpoint.id] = path
-
-    def remove(self, checkpoint_id: CheckpointId) -> Sequence[PrefixHash]:
-        """Take a checkpoint out; return its hashes."""
-        path = self._paths.pop(checkpoint_id)
-        for n_blocks, prefix_hash in enumerate(path.hashes, 1):
-            block = self._blocks[prefix_hash]
-            block.n_reaching -= 1
-            block.n_continuing -= n_blocks in path.continuing
-            if not block.n_reaching:
-                del self._blocks[prefix_hash]
-        return path.hashes
-
-    def note_asked(self, hashes: Sequence[PrefixHash], now: float) -> None:
-        """Note that a request begins with these prefixes, wherever it finds their state."""
-        for prefix_hash in hashes:
-            block = self._blocks.get(prefix_hash)
-            if block is None:
-                return
-            block.asked_at = now
-
-    def points(self, checkpoint_id: CheckpointId) -> Iterator[PrefixHash]:
-        """Yield the blocks at which a checkpoint can be continued."""
-        path = self._paths[checkpoint_id]
-        return (path.hashes[n - 1] for n in path.continuing if 0 < n <= len(path.hashes))
-
-    def only_in(self, checkpoint_id: CheckpointId, gone: Gone) -> list[LostRange]:
-        """Return what requests would lose if a checkpoint went after those in *gone*.
-
-        Requests come back to the end of a state, to the start of its turn and to its header. A range
-        begins where anything else that is kept can be continued, or at the place before.
-        """
-        path, blocks = self._paths[checkpoint_id], self._blocks
-        hashes = path.hashes
-
-        def continues_elsewhere(n_blocks: int) -> bool:
-            prefix_hash = hashes[n_blocks - 1]
-            n_others = blocks[prefix_hash].n_continuing - (n_blocks in path.continuing)
-            return n_others > gone.get(prefix_hash, 0)
-
-        n_shared = bisect_left(hashes, True, key=lambda each: blocks[each].n_reaching == 1)
-        lost, n_before = [], 0
-        for n_end, leads_to in path.destinations:
-            n_begin = max(n_before, min(n_end, n_shared))
-            while n_begin > n_before and not continues_elsewhere(n_begin):
-                n_begin -= 1
-            if n_begin < n_end:
-                n_kept, asked_at = end_of_block(n_begin), blocks[hashes[n_end - 1]].asked_at
-                lost.append(LostRange(n_kept, end_of_block(n_end) - n_kept, leads_to, asked_at))
-            n_before = n_end
-        return lost
+    kept = [other for other in others if other.checkpoint.id not in gone]
+    n_anywhere = max((o.n_blocks for o in kept if o.checkpoint.has_every_position), default=0)
+    places = sorted(frozenset({0}).union(*(other.places for other in kept)))
+    lost, n_before = [], 0
+    for n_end, leads_to in _destinations(own.checkpoint):
+        n_begin = max(n_before, min(n_end, n_anywhere), places[bisect_right(places, n_end) - 1])
+        if n_begin < n_end:
+            asked_at = max(relative.asked_at(n_end) for relative in (own, *others))
+            n_kept = end_of_block(n_begin)
+            lost.append(LostRange(n_kept, end_of_block(n_end) - n_kept, leads_to, asked_at))
+        n_before = n_end
+    return lost
 
 
-def _path_of(checkpoint: Checkpoint, hashes: Sequence[PrefixHash]) -> _Path:
-    """Return where a state can be continued, and the places in it that requests come back to."""
+def _destinations(checkpoint: Checkpoint) -> list[tuple[int, CheckpointKind]]:
+    """Return the places in a state that requests come back to, in blocks, ascending."""
     points = (*checkpoint.restore_points, checkpoint.n_tokens)
-    continuing: range | frozenset[int] = frozenset(count_blocks(point) for point in points)
-    if checkpoint.has_every_position:
-        continuing = range(1, count_blocks(checkpoint.n_tokens) + 1)
     # What was generated behind a turn's start is no turn's start.
     has_cuts = checkpoint.header or checkpoint.turn_start
     at_end = CheckpointKind.CONVERSATION if has_cuts else checkpoint.kind
@@ -227,8 +177,7 @@ def _path_of(checkpoint: Checkpoint, hashes: Sequence[PrefixHash]) -> _Path:
         is_held = point >= max(FIRST_BLOCK_TOKENS, n_cut - BLOCK_TOKENS)
         if is_held and n_cut <= checkpoint.n_tokens:
             places[count_blocks(point)] = kind
-    destinations = sorted((n_blocks, kind) for n_blocks, kind in places.items() if n_blocks)
-    return _Path(hashes, continuing, destinations)
+    return sorted((n_blocks, kind) for n_blocks, kind in places.items() if n_blocks)
 
 
 # Which checkpoints a newer one makes needless. Files of one conversation repeat each other: of most, only
@@ -293,6 +242,9 @@ def _moves_on(newer: Checkpoint, found: Candidate) -> bool:
 
 MIN_PROTECTED_TOKENS = 256
 """A cut protects a state that alone can give so many tokens before it."""
+
+N_COMPARED = 64
+"""So many checkpoints of the lowest scores are compared: a store of any size chooses as fast."""
 
 HALF_LIFE_SECONDS = 6 * 3600.0
 """Work is taken up again within the day or hardly at all: the next morning a state counts a quarter."""
@@ -369,24 +321,60 @@ def rank_of(checkpoint: Checkpoint, lost: Iterable[LostRange], present: Present)
     return Rank.ORDINARY
 
 
+def score_of(checkpoint: Checkpoint, lost: Iterable[LostRange], now: float) -> float:
+    """Return a number by which the values of all times can be ordered: infinite for what is pinned.
+
+    All values halve together: adding the half-lives that have passed leaves a number that stays. Rates and
+    the model that is served change, and are left out. What is in quarantine has 0, the rest at least 1.
+    """
+    if checkpoint.is_pinned:
+        return inf
+    if checkpoint.quarantine:
+        return 0.0
+    value = value_seconds(checkpoint, lost, Present(now)) / max(1, checkpoint.size_bytes)
+    return max(1.0, log2(value) + now / HALF_LIFE_SECONDS) if value else 1.0
+
+
+def first_score(checkpoint: Checkpoint) -> float:
+    """Return the score of a checkpoint as though it shared nothing with others."""
+    used_at = checkpoint.last_used_at
+    whole = LostRange(0, checkpoint.n_tokens, checkpoint.kind, used_at)
+    return score_of(checkpoint, [whole], used_at)
+
+
+class Choice(NamedTuple):
+    """Who goes; and the scores of those that were compared with them and stay."""
+
+    victims: list[Checkpoint]
+    scores: dict[CheckpointId, float]
+
+
 def choose_victims(
     checkpoints: Iterable[Checkpoint],
     n_bytes_to_free: int,
-    lineage: Lineage,
+    relatives: Callable[[Checkpoint], Sequence[Relative]],
     present: Present,
     *,
     in_use: Collection[CheckpointId] = (),
     quarantined: Collection[CheckpointId] = (),
     being_replaced: Collection[CheckpointId] = (),
-) -> list[Checkpoint]:
+) -> Choice:
     """Return the checkpoints to remove, whose sizes add up to *n_bytes_to_free*.
 
-    Never one that is *in_use* or pinned; fewer bytes than asked for if the rest does not suffice.
+    *checkpoints* come lowest score first; N_COMPARED at once are compared, more if all of these are of a
+    higher rank than others may be. *relatives* returns a checkpoint itself and those that share a prefix
+    with it. Never one that is *in_use* or pinned; fewer bytes than asked for if the rest does not suffice.
     """
-    gone: Gone = Gone()
+    gone: set[CheckpointId] = set()
+    compared: dict[CheckpointId, tuple[Checkpoint, Sequence[Relative]]] = {}
+    left = (c for c in checkpoints if c.id not in in_use and not c.is_pinned)
+
+    def lost_with(checkpoint: Checkpoint) -> list[LostRange]:
+        _, (own, *others) = compared[checkpoint.id]
+        return lost_without(own, others, gone)
 
     def order(checkpoint: Checkpoint) -> tuple[Rank, float, float, CheckpointId]:
-        lost = lineage.only_in(checkpoint.id, gone)
+        lost = lost_with(checkpoint)
         value = value_seconds(checkpoint, lost, present) / max(1, checkpoint.size_bytes)
         rank = rank_of(checkpoint, lost, present)
         if checkpoint.id in quarantined:
@@ -395,14 +383,17 @@ def choose_victims(
             rank = Rank.BEING_REPLACED
         return rank, value, checkpoint.last_used_at, checkpoint.id
 
-    if n_bytes_to_free <= 0:
-        return []
-    by_id = {c.id: c for c in checkpoints if c.id not in in_use and not c.is_pinned}
-    heap = [order(checkpoint) for checkpoint in by_id.values()]
-    heapify(heap)
-    victims = []
-    while heap and n_bytes_to_free > 0:
-        victim = by_id[heappop(heap)[-1]]
+    heap: list[tuple[Rank, float, float, CheckpointId]] = []
+    victims: list[Checkpoint] = []
+    while n_bytes_to_free > 0:
+        while len(heap) < N_COMPARED or heap[0][0] > Rank.ORDINARY:
+            if (checkpoint := next(left, None)) is None:
+                break
+            compared[checkpoint.id] = checkpoint, relatives(checkpoint)
+            heappush(heap, order(checkpoint))
+        if not heap:
+            break
+        victim, _ = compared[heappop(heap)[-1]]
         # What is left can only gain by what goes, so an old rank is a lower bound, and only the lowest rank
         # need be looked at again.
         current = order(victim)
@@ -411,5 +402,6 @@ def choose_victims(
             continue
         victims.append(victim)
         n_bytes_to_free -= victim.size_bytes
-        gone.update(lineage.points(victim.id))
-    return victims
+        gone.add(victim.id)
+    kept = (compared[checkpoint_id][0] for *_, checkpoint_id in heap)
+    return Choice(victims, {c.id: score_of(c, lost_with(c), present.now) for c in kept})

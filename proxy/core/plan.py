@@ -394,12 +394,14 @@ def promising(
     kept: list[Candidate] = []
     n_best = 0
     for candidate in found:
-        if candidate.n_common < WORTH_A_LOOK_SHARE * n_best or len(kept) == n_at_most:
+        if candidate.n_common < WORTH_A_LOOK_SHARE * n_best:
             break
         n_usable = usable_tokens(rule, candidate.checkpoint, candidate.n_common, n_prompt)
         if n_usable:
             kept.append(candidate)
             n_best = max(n_best, n_usable)
+        if len(kept) == n_at_most:
+            break
     return tuple(kept)
 
 

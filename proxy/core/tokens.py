@@ -7,6 +7,7 @@ files or HTTP. A prefix hash only *finds* candidates; whether two prefixes are e
 
 from array import array
 from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NewType, TypeAlias
 
 import xxhash
@@ -26,6 +27,7 @@ FIRST_BLOCK_TOKENS = 16
 """Only full blocks are hashed. The first 128 tokens are eight short ones, for the sake of titles and short
 chats: a shared prefix of less than 16 tokens is never found."""
 _N_FIRST_BLOCKS = BLOCK_TOKENS // FIRST_BLOCK_TOKENS
+_TOKEN_BYTES = 4
 _STRIDE = 4096
 """So many are compared at once; where they differ, halves are."""
 
@@ -60,9 +62,12 @@ def hash_prefixes(namespace: Namespace, tokens: TokenIds) -> list[PrefixHash]:
     """Return the hash of each prefix of 1, 2, 3, ... full blocks, within *namespace*."""
     running = xxhash.xxh3_128(namespace)
     data = memoryview(tokens).cast("B")
-    hashes, begin = [], 0
-    for n_blocks in range(1, count_blocks(len(tokens)) + 1):
-        end = end_of_block(n_blocks) * tokens.itemsize
+    first = range(FIRST_BLOCK_TOKENS, BLOCK_TOKENS, FIRST_BLOCK_TOKENS)
+    hashes, begin = list[PrefixHash](), 0
+    for n_tokens in chain(first, range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)):
+        end = n_tokens * _TOKEN_BYTES
+        if end > len(data):
+            break
         running.update(data[begin:end])
         hashes.append(PrefixHash(running.digest()))
         begin = end
@@ -70,7 +75,7 @@ def hash_prefixes(namespace: Namespace, tokens: TokenIds) -> list[PrefixHash]:
 
 
 def common_prefix_length(
-    left: TokenIds | str | memoryview | list[Any], right: TokenIds | str | memoryview | list[Any]
+    left: TokenIds | str | bytes | list[Any], right: TokenIds | str | bytes | list[Any]
 ) -> int:
     """Return how many leading tokens (characters, bytes, items) two sequences share, one by one."""
     limit = min(len(left), len(right))

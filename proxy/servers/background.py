@@ -157,8 +157,10 @@ async def verify_stored(shared: Shared, interval_seconds: float) -> None:
     """
     while shared.opened_store is not None and interval_seconds:
         due_before = time.time() - interval_seconds
-        due = (c for c in shared.opened_store if c.verified_at < due_before)
-        for checkpoint in sorted(due, key=lambda c: c.verified_at):
+        due = await asyncio.to_thread(shared.store.index.verified_before, due_before)
+        for checkpoint_id in due:
+            if (checkpoint := shared.store.get(checkpoint_id)) is None:
+                continue
             try:
                 await shared.store.verify(checkpoint, bytes_per_second=BYTES_PER_SECOND)
             except Exception as fault:

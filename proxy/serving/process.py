@@ -459,7 +459,7 @@ class Process(Services):
             # This process of the proxy does not offer the suspects any more.
             self.faults.record("quarantine", fault)
         finally:
-            note_quarantined(self.everywhere, self.store)
+            note_quarantined(self.everywhere, self.store.quarantined)
         for checkpoint in suspects:
             self.note_loss(checkpoint, Cause.ENDED_LLAMA_SERVER)
         return True

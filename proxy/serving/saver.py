@@ -150,6 +150,10 @@ _MOST_SHARE = 2
 """An extrapolation reserves no more than this part of the budget; the file itself then tells."""
 
 
+_N_SIZES = 256
+"""From the sizes of so many states the size of the next one is guessed."""
+
+
 class Room:
     """Reserves room in the store for the states of one llama-server process."""
 
@@ -242,9 +246,10 @@ class Room:
         return min(max_bytes // _GUESS_SHARE, _GUESS_BYTES, may_write_bytes // 2)
 
     def _sizes(self) -> list[StateSize]:
-        """Return the sizes of this model's states; before it is identified, those of all models'."""
+        """Return sizes of this model's newest states; before it is identified, of all models'."""
         ours = self._present().rates_by
-        stored = (c for c in self._process.store if not ours or c.namespace in ours)
+        newest = self._process.store.newest(_N_SIZES)
+        stored = (c for c in newest if not ours or c.namespace in ours)
         return [
             *self._process.sizes,
             *(StateSize(c.n_tokens, len(c.restore_points), c.size_bytes) for c in stored),

@@ -163,7 +163,7 @@ class SlotSaves:
         if namespace is None or not state.tokens:
             self._table.set_content(slot_id, Empty() if not state.tokens else content)
             return None
-        relatives = await asyncio.to_thread(lambda: list(store.find(namespace, state.tokens)))
+        relatives = list(store.find(namespace, state.tokens))
         n_tokens = len(state.tokens)
         is_stored = any(c.n_common == c.checkpoint.n_tokens == n_tokens for c in relatives)
         if n_tokens < FIRST_BLOCK_TOKENS or is_stored:

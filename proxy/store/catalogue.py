@@ -1,25 +1,35 @@
-"""All checkpoints in memory, and the bytes that they may take and that may be written.
+"""Which checkpoints there are, and the bytes that they may take and that may be written.
 
-Nothing here waits or looks at a file: what is chosen is also marked in the same step, and what fits is also
-reserved.
+Nothing here waits or looks at a state file: what is chosen is also marked in the same step, and what fits
+is also reserved.
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from itertools import chain, groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from cachetools import LRUCache
 
-from proxy.core.eviction import Gone, Lineage, Present, Removal, choose_victims, value_seconds
-from proxy.core.model import Checkpoint, CheckpointId
+from proxy.core.eviction import (
+    Present,
+    Relative,
+    Removal,
+    choose_victims,
+    lost_without,
+    value_seconds,
+)
+from proxy.core.model import Candidate, Checkpoint, CheckpointId
 from proxy.core.saving import Claim, Written, scarcity, why_refused
-from proxy.core.tokens import Namespace, PrefixHash, TokenIds, hash_prefixes
+from proxy.core.tokens import Namespace, PrefixHash, TokenIds, end_of_block, hash_prefixes
 from proxy.errors import WRITE_BUDGET, NoRoom
+from proxy.store.directory import Summed
 from proxy.store.index import Index
 
 
@@ -136,108 +146,209 @@ def page_cache_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
         return _FALLBACK_BYTES
 
 
-class Catalogue:
-    """The records of the checkpoints that may be used, which of them are in use, and their value.
+MAX_COMPARED = 512
+"""How many checkpoints one lookup compares token by token, at most."""
+_N_SORTED = 32
+_N_RELATIVES = 32
+"""So many of those that share most with a checkpoint say what would be lost with it."""
+_N_DEVALUED = 16
+"""So many of the checkpoints that a new one may have made worth less are compared at the next eviction."""
 
+
+Get = Callable[[CheckpointId], Checkpoint | None]
+
+
+class Catalogue:
+    """Which checkpoints may be used, which of them are in use, and their value.
+
+    Records are read from the index when they are needed: memory holds only what is newer than the index.
     `version` changes with every record.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, index: Index, summed: Summed) -> None:
+        self.index = index
         self.version = 0
-        self._records: dict[CheckpointId, Checkpoint] = {}
-        self._going: dict[CheckpointId, tuple[Checkpoint, Sequence[PrefixHash]]] = {}
-        self._lineage = Lineage()
+        self.size_bytes, self.pinned_bytes = summed.size_bytes, summed.pinned_bytes
+        """The bytes of all files, and of those that an operator keeps; these count in the budget."""
+        self._n = summed.n_checkpoints
+        self._changed: dict[CheckpointId, Checkpoint] = {}
+        """Records that are newer than the index."""
+        self._asked: dict[CheckpointId, dict[int, float]] = {}
+        """When requests last shared so many blocks with the checkpoint that was nearest to them."""
+        self._scores: dict[CheckpointId, float] = {}
+        """Scores that are better known than the index has them."""
+        self._devalued: deque[CheckpointId] = deque(maxlen=_N_DEVALUED)
+        self._going: dict[CheckpointId, Checkpoint] = {}
         self._in_use: Counter[CheckpointId] = Counter()
-        self._touched: set[CheckpointId] = set()
-        self._quarantined: set[CheckpointId] = set()
+        self._quarantined: set[CheckpointId] = set(summed.quarantined)
         # A restore from the page cache is several times faster than one from the disk. The kernel is not
         # asked: the files last used that fit into half of the memory that was available at the start count.
-        self._warm: LRUCache[CheckpointId, Checkpoint] = LRUCache(
-            page_cache_bytes(), getsizeof=lambda checkpoint: checkpoint.size_bytes
-        )
+        self._warm: LRUCache[CheckpointId, int] = LRUCache(page_cache_bytes(), getsizeof=int)
 
     def __len__(self) -> int:
-        return len(self._records)
+        return self._n
 
     def __iter__(self) -> Iterator[Checkpoint]:
-        return iter(tuple(self._records.values()))
+        return self._those([checkpoint_id for checkpoint_id, _ in self.index.summaries()])
+
+    def newest(self, n_at_most: int) -> Iterator[Checkpoint]:
+        """Yield checkpoints of the highest scores: mostly those last used."""
+        return self._those(self.index.most_valuable(n_at_most))
+
+    def _those(self, ids: Iterable[CheckpointId]) -> Iterator[Checkpoint]:
+        return (c for c in map(self.get, ids) if c is not None)
 
     def get(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
-        return self._records.get(checkpoint_id)
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(c.size_bytes for c in self._records.values())
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of files that an operator keeps; they count in the budget."""
-        return sum(c.size_bytes for c in self._records.values() if c.is_pinned)
+        if checkpoint_id in self._going:
+            return None
+        return self._changed.get(checkpoint_id) or self.index.record(checkpoint_id)
 
     @property
     def going_bytes(self) -> int:
         """Bytes of files that are being deleted and may still be there."""
-        return sum(checkpoint.size_bytes for checkpoint, _ in self._going.values())
+        return sum(checkpoint.size_bytes for checkpoint in self._going.values())
+
+    @property
+    def quarantined(self) -> Iterator[Checkpoint]:
+        """Those that are not offered any more."""
+        return self._those(tuple(self._quarantined))
+
+    # Who goes for room.
 
     def value_seconds(self, checkpoint: Checkpoint, present: Present) -> float:
         """Return the seconds that losing a checkpoint would cost."""
-        return value_seconds(checkpoint, self._lineage.only_in(checkpoint.id, Gone()), present)
+        own, *others = self._relatives(checkpoint, self.get)
+        return value_seconds(checkpoint, lost_without(own, others), present)
 
     def victims(
         self, n_bytes: int, present: Present, replaces: Collection[CheckpointId] = ()
     ) -> list[Checkpoint]:
         """Return what to remove for *n_bytes* more room; less if the rest is in use or pinned."""
-        return choose_victims(
-            self._records.values(),
+        first = {*self._quarantined, *self._devalued}
+        others = (i for i in self.index.least_valuable() if i not in first)
+        get = cache(self.get)
+        choice = choose_victims(
+            self._those(chain(first, others)),
             n_bytes,
-            self._lineage,
+            lambda checkpoint: self._relatives(checkpoint, get),
             present,
-            in_use=set(self._in_use),
+            in_use=self._in_use,
             quarantined=self._quarantined,
             being_replaced=replaces,
         )
+        self._scores |= choice.scores
+        return choice.victims
 
-    def enter(self, checkpoint: Checkpoint, hashes: Sequence[PrefixHash]) -> None:
-        """Add a checkpoint whose file and index entry are there."""
-        self._records[checkpoint.id] = checkpoint
+    def _relatives(self, checkpoint: Checkpoint, get: Get) -> list[Relative]:
+        """Return a checkpoint, and those that share most of its tokens."""
+        tokens = self.index.tokens(checkpoint.id)
+        hashes = hash_prefixes(checkpoint.namespace, tokens) if tokens else []
+        n_blocks = self.index.reaching(hashes, _N_RELATIVES)
+        n_blocks.pop(checkpoint.id, None)
+        others = ((c, n_blocks[c.id]) for c in map(get, n_blocks) if c is not None)
+        return [
+            Relative(each, n_shared, self._asked.get(each.id, {}))
+            for each, n_shared in ((checkpoint, len(hashes)), *others)
+        ]
+
+    # What comes, changes and goes.
+
+    def enter(self, checkpoint: Checkpoint) -> None:
+        """Note a checkpoint whose file and index entry are there."""
         self.version += 1
-        self._lineage.add(checkpoint, hashes)
+        self._n += 1
+        self.size_bytes += checkpoint.size_bytes
+        self.pinned_bytes += checkpoint.size_bytes * checkpoint.is_pinned
         if checkpoint.quarantine:
             self._quarantined.add(checkpoint.id)
 
     def change(self, checkpoint_id: CheckpointId, **changes: Any) -> Checkpoint | None:
         """Change fields of a record; return the new record, None if the checkpoint is gone."""
-        record = self._records.get(checkpoint_id)
-        if record is not None:
-            self.version += 1
-            record = self._records[checkpoint_id] = replace(record, **changes)
-            if record.quarantine:
-                self._quarantined.add(checkpoint_id)
+        old = self.get(checkpoint_id)
+        if old is None:
+            return None
+        self.version += 1
+        record = self._changed[checkpoint_id] = replace(old, **changes)
+        self.pinned_bytes += record.size_bytes * (record.is_pinned - old.is_pinned)
+        if record.quarantine:
+            self._quarantined.add(checkpoint_id)
         return record
-
-    def enter_elsewhere(self, checkpoint: Checkpoint, hashes: Sequence[PrefixHash]) -> None:
-        """Note that a checkpoint is found by other prefixes now."""
-        if checkpoint.id in self._records:
-            self._lineage.remove(checkpoint.id)
-            self.enter(checkpoint, hashes)
 
     def take(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
         """Take a checkpoint out, so that nobody finds it while it is removed; None if it is gone."""
-        checkpoint = self._records.pop(checkpoint_id, None)
+        checkpoint = self.get(checkpoint_id)
+        if checkpoint is None:
+            return None
+        self.version += 1
+        self._n -= 1
+        self.size_bytes -= checkpoint.size_bytes
+        self.pinned_bytes -= checkpoint.size_bytes * checkpoint.is_pinned
+        self._going[checkpoint_id] = checkpoint
         self._warm.pop(checkpoint_id, None)
-        if checkpoint is not None:
-            self.version += 1
-            self._going[checkpoint_id] = checkpoint, self._lineage.remove(checkpoint_id)
         return checkpoint
 
     def put_back(self, checkpoint_id: CheckpointId) -> None:
         """Enter a checkpoint again whose removal failed."""
-        self.enter(*self._going.pop(checkpoint_id))
+        self.enter(self._going.pop(checkpoint_id))
 
     def forget(self, checkpoint_id: CheckpointId) -> None:
         """Note that a checkpoint that was taken out is no longer on the disk."""
-        self._going.pop(checkpoint_id, None)
+        for known in (self._going, self._changed, self._asked):
+            known.pop(checkpoint_id, None)
         self._quarantined.discard(checkpoint_id)
+
+    @property
+    def changed(self) -> list[Checkpoint]:
+        """The records that are newer than the index."""
+        return list(self._changed.values())
+
+    def note_written(self, records: Iterable[Checkpoint]) -> None:
+        """Note that the index has these records now."""
+        for record in records:
+            if self._changed.get(record.id) is record:
+                del self._changed[record.id]
+
+    def take_scores(self) -> dict[CheckpointId, float]:
+        """Return the scores that are better known than the index has them, once."""
+        scores, self._scores = self._scores, {}
+        return scores
+
+    # Finding checkpoints.
+
+    def find(self, namespace: Namespace, tokens: TokenIds) -> Iterator[Candidate]:
+        """Yield the checkpoints that share at least a block with *tokens*, longest prefix first.
+
+        Their tokens have been compared one by one; a hash alone never names a candidate.
+        """
+        # Checkpoints that share equally many blocks are in no order. All of a few are compared and sorted;
+        # of the thousands behind one header few at once, which are still in order to within a block.
+        reaching = self.index.reaching(hash_prefixes(namespace, tokens), MAX_COMPARED)
+        wanted = tokens.tobytes() if reaching else b""
+        for n_blocks, reached in groupby(reaching.items(), key=itemgetter(1)):
+            group, n_most = [i for i, _ in reached], end_of_block(n_blocks + 1)
+            n_sorted = len(group) if len(group) <= _N_SORTED else _N_SORTED // 4
+            for begin in range(0, len(group), n_sorted):
+                some = group[begin : begin + n_sorted]
+                found = [
+                    Candidate(checkpoint, n_common, self.is_warm(checkpoint))
+                    for i, n_common in self.index.common_prefixes(some, wanted, n_most)
+                    if (checkpoint := self.get(i)) and checkpoint.namespace == namespace
+                    if i not in self._quarantined
+                ]
+                yield from sorted(found, key=lambda c: -c.n_common)
+
+    def holds(self, namespace: Namespace, tokens: TokenIds) -> bool:
+        """Return whether a checkpoint of exactly these tokens is there."""
+        return any(
+            found.n_common == found.checkpoint.n_tokens == len(tokens)
+            for found in self.find(namespace, tokens)
+        )
+
+    def lineage(self, checkpoint: Checkpoint) -> tuple[CheckpointId, ...]:
+        """Return a checkpoint and those of its ancestors that are still there."""
+        return (*(i for i in checkpoint.ancestors if self.get(i)), checkpoint.id)
+
+    # Using checkpoints.
 
     @contextmanager
     def keep(self, checkpoint: Checkpoint) -> Iterator[None]:
@@ -262,13 +373,17 @@ class Catalogue:
 
     def note_asked(self, namespace: Namespace, tokens: TokenIds) -> None:
         """Note that a request has this prompt: what it shares with checkpoints is alive."""
-        self._lineage.note_asked(hash_prefixes(namespace, tokens), time.time())
+        now = time.time()
+        for nearest, n_blocks in self.index.reaching(hash_prefixes(namespace, tokens), 1).items():
+            earlier = self._asked.get(nearest, {})
+            longer = {n: asked_at for n, asked_at in earlier.items() if n > n_blocks}
+            self._asked[nearest] = longer | {n_blocks: now}
 
     def note_read(self, checkpoint: Checkpoint) -> None:
         """Note that the whole file of a checkpoint was just written or read."""
-        if checkpoint.id in self._records:
+        if self.get(checkpoint.id):
             with suppress(ValueError):  # larger than the page cache
-                self._warm[checkpoint.id] = checkpoint
+                self._warm[checkpoint.id] = checkpoint.size_bytes
 
     def is_warm(self, checkpoint: Checkpoint) -> bool:
         """Return whether the file of a checkpoint is likely in the page cache."""
@@ -277,17 +392,13 @@ class Catalogue:
     def note_restored(self, checkpoint: Checkpoint) -> None:
         self.note_read(checkpoint)
         if record := self.get(checkpoint.id):
-            n_restores = record.n_restores + 1
-            self.change(record.id, last_used_at=time.time(), n_restores=n_restores)
-            self._touched.add(record.id)
+            self.change(record.id, last_used_at=time.time(), n_restores=record.n_restores + 1)
 
     def note_verified(self, checkpoint: Checkpoint) -> None:
         """Note that the file of a checkpoint was just found to be what was saved."""
         if record := self.get(checkpoint.id):
-            self._records[record.id] = replace(record, verified_at=time.time())
-            self._touched.add(record.id)
+            self._changed[record.id] = replace(record, verified_at=time.time())
 
-    def take_touched(self) -> list[Checkpoint]:
-        """Return the records that are newer than the index, once."""
-        touched, self._touched = self._touched, set()
-        return [self._records[i] for i in touched if i in self._records]
+    def note_devalued(self, hashes: Sequence[PrefixHash]) -> None:
+        """Note that a new checkpoint has these prefixes: others that have them may be worth less."""
+        self._devalued.extend(self.index.reaching(hashes, _N_DEVALUED // 2))

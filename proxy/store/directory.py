@@ -14,24 +14,35 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import islice
+from math import inf
 from pathlib import Path
 
 import msgspec
 import xxhash
 
-from proxy.core.model import Checkpoint
+from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.tokens import PrefixHash, TokenIds, hash_prefixes
-from proxy.errors import IndexDamaged, StateFileMalformed, StoreFault, StoreLocked, in_words
+from proxy.errors import (
+    IndexDamaged,
+    StateDamaged,
+    StateFileMalformed,
+    StoreFault,
+    StoreLocked,
+    in_words,
+)
 from proxy.llama.state_file import read_state_file
-from proxy.store.files import FileStamp, StateFiles, is_state_name, temporary_name_of
-from proxy.store.index import Entry, Index
+from proxy.store.files import FileStamp, StateFiles, id_of, is_state_name, temporary_name_of
+from proxy.store.index import Entry, Index, Summary
 from proxy.store.known_models import Owner, introduce, owners
 
 LOCK_NAME = ".llama-prefix-cache.lock"
-_REBUILT_AT_ONCE = 16
-"""The entries of so many states are made anew in one transaction; saves wait for one at most."""
+_ENTERED_AT_ONCE = 100
+"""The entries of so many states are made anew in one transaction."""
 _DAMAGED = "index.damaged-"
 _DIGEST_BYTES = 16
+MOST_RECORD_BYTES = 4 << 20
+"""No record is longer: it has some 25 bytes for each 16 MiB of its state."""
 
 
 @contextmanager
@@ -97,18 +108,16 @@ class Lost(StrEnum):
 
 @dataclass
 class Rebuild:
-    """A rebuild of the index: what was wrong, which states are still to be entered, which are lost and why.
+    """An index that was made anew: what was wrong, how many states were entered, which are lost and why.
 
     Only what was counted and measured is lost with an index: when a checkpoint was last used, and how
     often; with an index that was put aside also rates and self-tests.
     """
 
     reason: str
-    pending: list[Checkpoint] = field(default_factory=list)
     n_entered: int = 0
     lost: dict[str, Lost] = field(default_factory=dict)
     """By file name."""
-    is_done: bool = False
 
     @property
     def words(self) -> str:
@@ -118,15 +127,37 @@ class Rebuild:
         return f"{self.reason}; {self.n_entered} entered again{lost}"
 
 
+@dataclass
+class Summed:
+    """What a directory holds, and how much of it was removed because an entry or its file was missing."""
+
+    n_checkpoints: int = 0
+    size_bytes: int = 0
+    pinned_bytes: int = 0
+    quarantined: list[CheckpointId] = field(default_factory=list)
+    n_entries_removed: int = 0
+    n_files_removed: int = 0
+    ignored: list[str] = field(default_factory=list)
+    """Links and directories that have names of ours."""
+
+    def add(self, checkpoint_id: CheckpointId, summary: Summary) -> None:
+        self.n_checkpoints += 1
+        self.size_bytes += summary.size_bytes
+        if summary.score == inf:
+            self.pinned_bytes += summary.size_bytes
+        if not summary.score:
+            self.quarantined.append(checkpoint_id)
+
+
 class StoreDirectory:
     """The index and the state files of one directory, locked against other processes."""
 
-    def __init__(self, path: Path, *, mends_index: bool = True) -> None:
-        """Lock and open the store in the directory *path*; `rebuild` says what its index lacks.
+    def __init__(self, path: Path, *, mends_index: bool = True, reads_all: bool = False) -> None:
+        """Lock and open the store in the directory *path*; `rebuild` says if its index was made anew.
 
-        A damaged index makes room for a new one, which has all models and tenants at once: whose tokens a
-        slot holds can be wrong before they are known. Unless it *mends_index*, raises IndexDamaged instead.
-        Raises StoreLocked if another process has the directory, StoreFault if it cannot be used.
+        A damaged index is made anew from the states, at about a millisecond each. Unless it *mends_index*,
+        raises IndexDamaged instead. Raises StoreLocked if another process has the directory, StoreFault if
+        it cannot be used.
         """
         self.files = StateFiles(path)
         self.rebuild: Rebuild | None = None
@@ -135,7 +166,7 @@ class StoreDirectory:
             try:
                 self.index = _open_index(path / "index", mends_index=mends_index)
                 opened.callback(self.index.close)
-                self._require_whole_index(mends_index=mends_index)
+                self._require_whole_index(mends_index=mends_index, reads_all=reads_all)
             except OSError as error:
                 raise StoreFault(f"{path}: {in_words(error)}") from error
             self._opened = opened.pop_all()
@@ -143,17 +174,16 @@ class StoreDirectory:
     def close(self) -> None:
         self._opened.close()
 
-    def _require_whole_index(self, *, mends_index: bool) -> None:
+    def _require_whole_index(self, *, mends_index: bool, reads_all: bool) -> None:
         path = self.files.directory / "index"
-        if flaw := self.index.inconsistency():
+        if flaw := self.index.inconsistency(reads_all=reads_all):
             if not mends_index:
                 raise IndexDamaged(path, flaw)
-            self.begin_rebuild(flaw)
+            self.make_index_anew(flaw)
         elif (reason := self.index.rebuild_reason) is not None:
-            names = self._states_without_entry()
-            if names and not mends_index:
+            if self._states_without_entry() and not mends_index:
                 raise IndexDamaged(path, reason)
-            self._plan_rebuild(reason, names)
+            self._enter_states(reason)
 
     def checkpoints(self) -> list[Checkpoint]:
         return self.index.all()
@@ -161,13 +191,9 @@ class StoreDirectory:
     # One checkpoint: entered, changed, removed.
 
     def commit(
-        self,
-        checkpoint: Checkpoint,
-        tokens: TokenIds,
-        hashes: Sequence[PrefixHash],
-        touched: Sequence[Checkpoint] = (),
+        self, checkpoint: Checkpoint, tokens: TokenIds, hashes: Sequence[PrefixHash]
     ) -> FileStamp:
-        """Give a file its final name and enter it; records *touched* since the last commit go along.
+        """Give a file its final name and enter it.
 
         Raises StoreFault or OSError, and then neither file nor entry is left.
         """
@@ -182,8 +208,6 @@ class StoreDirectory:
         except (StoreFault, OSError):
             self.files.remove(name)
             raise
-        with suppress(StoreFault):
-            self.index.update(touched)
         return stamp
 
     def update(
@@ -225,7 +249,8 @@ class StoreDirectory:
     def read_sidecar(self, name: str) -> Sidecar | None:
         """Return what lies beside the state *name*, None if it is gone or damaged; raises OSError."""
         try:
-            data = self.files.path(self.files.sidecar_name(name)).read_bytes()
+            with self.files.path(self.files.sidecar_name(name)).open("rb") as file:
+                data = file.read(MOST_RECORD_BYTES)
         except FileNotFoundError:
             return None
         sidecar = decode_sidecar(data)
@@ -233,104 +258,103 @@ class StoreDirectory:
 
     # Index and files held against each other, and the index made anew.
 
-    def sweep(self) -> tuple[list[Checkpoint], int, int]:
-        """Remove entries whose file is gone or of another size, and files that no entry names.
+    def sweep(self) -> Summed:
+        """Remove entries whose file is gone, and files that no entry names; return what is left.
 
-        Returns the checkpoints that are left, and how many entries and files were removed. What is in the
-        files is verified before it is used.
+        Only names are compared: a file is verified, its size too, before it is used.
         """
-        recorded = self.index.all()
-        intact = [checkpoint for checkpoint in recorded if self.has_file(checkpoint)]
-        kept_ids = {checkpoint.id for checkpoint in intact}
-        for broken in (c for c in recorded if c.id not in kept_ids):
-            self.remove(broken)
-        named = {checkpoint.file_name for checkpoint in intact}
-        if self.rebuild is not None:
-            named |= {c.file_name for c in self.rebuild.pending} | self.rebuild.lost.keys()
-        orphans = self.files.unnamed(named)
-        for name in orphans:
+        states, beside, swept = set[CheckpointId](), set[CheckpointId](), Summed()
+        for name, is_file in self.files.entries():
+            if not is_file:
+                swept.ignored.append(name)
+            elif name.endswith(".state"):
+                states.add(id_of(name))
+            elif name.endswith(".meta"):
+                beside.add(id_of(name))
+            else:
+                self.files.remove(name)
+                swept.n_files_removed += 1
+        broken, bare = list[CheckpointId](), list[CheckpointId]()
+        for checkpoint_id, summary in self.index.summaries():
+            if checkpoint_id not in states:
+                broken.append(checkpoint_id)
+            else:
+                swept.add(checkpoint_id, summary)
+                if checkpoint_id not in beside:
+                    bare.append(checkpoint_id)
+            states.discard(checkpoint_id)
+            beside.discard(checkpoint_id)
+        for checkpoint in self._records(broken):
+            self.remove(checkpoint)
+        self.write_sidecars(self._records(bare))
+        orphans = (states | beside) - {
+            id_of(n) for n in (self.rebuild.lost if self.rebuild else ())
+        }
+        for name in [n for n in self.files.names() if id_of(n) in orphans] if orphans else ():
             self.files.remove(name)
-        self.write_sidecars(intact, only_missing=True)
-        return intact, len(recorded) - len(intact), len(orphans)
+            swept.n_files_removed += 1
+        swept.n_entries_removed = len(broken)
+        return swept
+
+    def _records(self, ids: Iterable[CheckpointId]) -> Iterator[Checkpoint]:
+        return (record for i in ids if (record := self.index.record(i)) is not None)
 
     def has_file(self, checkpoint: Checkpoint) -> bool:
         """Return whether the state file of a checkpoint is there and has its size."""
         try:
-            return self.files.path(checkpoint.file_name).stat().st_size == checkpoint.size_bytes
-        except FileNotFoundError:
+            return self.files.stamp(checkpoint.file_name)[1] == checkpoint.size_bytes
+        except (FileNotFoundError, StateDamaged):
             return False
         except OSError:  # whoever may not look at the file now need not be right about its content
             return True
 
-    def begin_rebuild(self, reason: str) -> None:
-        """Forget all entries, and plan to make them anew."""
+    def make_index_anew(self, reason: str) -> None:
+        """Forget all entries, and enter all states again."""
         self.write_sidecars(self.index.all(), only_missing=True)
         self.index.begin_rebuild(reason)
-        self._plan_rebuild(reason, self._states_without_entry())
+        self._enter_states(reason)
 
     def _states_without_entry(self) -> list[str]:
-        named = {checkpoint.file_name for checkpoint in self.index.all()}
-        return [name for name in self.files.names() if is_state_name(name) and name not in named]
+        named = {checkpoint_id for checkpoint_id, _ in self.index.summaries()}
+        return [n for n in self.files.names() if is_state_name(n) and id_of(n) not in named]
 
-    def _plan_rebuild(self, reason: str, names: Iterable[str]) -> None:
-        """Read the records beside the states *names*, and enter their models and tenants."""
+    def _enter_states(self, reason: str) -> None:
+        """Enter the states without an entry; delete those that cannot be entered.
+
+        A state that cannot be read is tried again at each opening; what is broken off, at the next one.
+        """
         rebuild = self.rebuild = Rebuild(reason)
-        for name in names:
-            try:
-                sidecar = self.read_sidecar(name)
-            except OSError:
-                rebuild.lost[name] = Lost.UNREADABLE
-                continue
-            if sidecar is None:
-                rebuild.lost[name] = Lost.NO_RECORD
-            elif sidecar.owner is None:
-                rebuild.lost[name] = Lost.NO_MODEL
-            else:
-                namespace = introduce(self.index, sidecar.owner)
-                rebuild.pending.append(replace(sidecar.checkpoint, namespace=namespace))
-        if not rebuild.pending and not rebuild.lost:
-            self.finish_rebuild(rebuild)
-
-    def enter_batch(self, rebuild: Rebuild) -> list[Entry]:
-        """Enter some of the states that are pending in one transaction; return what was entered."""
-        batch, entries = rebuild.pending[-_REBUILT_AT_ONCE:], list[Entry]()
-        for checkpoint in batch:
-            found = self._tokens_in_file(checkpoint)
-            if isinstance(found, Lost):
-                rebuild.lost[checkpoint.file_name] = found
-            else:
-                entries.append((checkpoint, found, hash_prefixes(checkpoint.namespace, found)))
-        self.index.put(*entries)
-        rebuild.n_entered += len(entries)
-        del rebuild.pending[-len(batch) :]
-        return entries
-
-    def _tokens_in_file(self, checkpoint: Checkpoint) -> TokenIds | Lost:
-        try:
-            state = read_state_file(self.files.path(checkpoint.file_name))
-        except StateFileMalformed:
-            return Lost.NOT_AS_SAVED
-        except OSError:
-            return Lost.UNREADABLE
-        found, expected = (state.size_bytes, len(state.tokens)), checkpoint.size_bytes
-        return state.tokens if found == (expected, checkpoint.n_tokens) else Lost.NOT_AS_SAVED
-
-    def finish_rebuild(self, rebuild: Rebuild) -> None:
-        """Delete what could not be entered; a state that cannot be read is tried again at each opening."""
+        names = iter(self._states_without_entry())
+        while batch := list(islice(names, _ENTERED_AT_ONCE)):
+            found = {name: self._entry_of(name) for name in batch}
+            rebuild.lost |= {name: why for name, why in found.items() if isinstance(why, Lost)}
+            entries = [entry for entry in found.values() if not isinstance(entry, Lost)]
+            self.index.put(*entries)
+            rebuild.n_entered += len(entries)
         for name, why in rebuild.lost.items():
             if why is not Lost.UNREADABLE:
                 with suppress(OSError):
                     self.files.remove(name)
         if Lost.UNREADABLE not in rebuild.lost.values():
             self.index.end_rebuild()
-        rebuild.is_done = True
 
-    def rebuild_at_once(self) -> None:
-        """Do the whole of a rebuild that is due; raises StoreFault or OSError."""
-        if self.rebuild is not None and not self.rebuild.is_done:
-            while self.rebuild.pending:
-                self.enter_batch(self.rebuild)
-            self.finish_rebuild(self.rebuild)
+    def _entry_of(self, name: str) -> Entry | Lost:
+        """Return the entry of a state by the record beside it; enters its model and tenant at once."""
+        try:
+            if (sidecar := self.read_sidecar(name)) is None:
+                return Lost.NO_RECORD
+            if sidecar.owner is None:
+                return Lost.NO_MODEL
+            namespace = introduce(self.index, sidecar.owner)
+            checkpoint = replace(sidecar.checkpoint, namespace=namespace)
+            tokens = read_state_file(self.files.path(name)).tokens
+        except StateFileMalformed:
+            return Lost.NOT_AS_SAVED
+        except OSError:
+            return Lost.UNREADABLE
+        if len(tokens) != checkpoint.n_tokens or not self.has_file(checkpoint):
+            return Lost.NOT_AS_SAVED
+        return checkpoint, tokens, hash_prefixes(namespace, tokens)
 
 
 def _open_index(path: Path, *, mends_index: bool) -> Index:

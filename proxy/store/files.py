@@ -12,7 +12,7 @@ import shutil
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -50,10 +50,15 @@ class StateFiles:
         return self.directory / name
 
     def names(self) -> Iterator[str]:
-        """Yield every name of ours in the directory, temporary ones included."""
-        for entry in self.directory.iterdir():
-            if _OURS.fullmatch(entry.name):
-                yield entry.name
+        """Yield the name of every file of ours in the directory, temporary ones included."""
+        return (name for name, is_file in self.entries() if is_file)
+
+    def entries(self) -> Iterator[tuple[str, bool]]:
+        """Yield every name of ours, and whether it is a regular file: a link is not followed."""
+        with os.scandir(self.directory) as entries:
+            for entry in entries:
+                if _OURS.fullmatch(entry.name):
+                    yield entry.name, entry.is_file(follow_symlinks=False)
 
     def unnamed(self, named: Collection[str]) -> list[str]:
         """Return the files that are neither among the *named* states nor beside one."""
@@ -94,8 +99,13 @@ class StateFiles:
         return self.stamp(final)
 
     def stamp(self, name: str) -> FileStamp:
-        """Return what changes with the content of a file; OSError if the file is gone."""
-        status = self.path(name).stat()
+        """Return what changes with the content of a file.
+
+        Raises OSError if the file is gone, StateDamaged if a link or a directory has its name.
+        """
+        status = self.path(name).lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise StateDamaged(f"{name} is no regular file")
         return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def size_bytes(self, name: str) -> int:
@@ -133,7 +143,7 @@ class StateFiles:
         # Not mapped: a file that is cut off or cannot be read meanwhile would end this process.
         digest, end = xxhash.xxh3_128(), offset + n_bytes
         buffer = memoryview(bytearray(_READ_BYTES))
-        descriptor = os.open(self.path(name), os.O_RDONLY)
+        descriptor = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW)
         try:
             while offset < end:
                 n_read = os.preadv(descriptor, [buffer[: end - offset]], offset)
@@ -148,10 +158,15 @@ class StateFiles:
         return digest.digest()
 
     def remove(self, name: str) -> None:
-        """Delete a file; a state's record goes first: without it nobody takes it for a checkpoint again."""
-        if is_state_name(name):
-            self.path(self.sidecar_name(name)).unlink(missing_ok=True)
-        self.path(name).unlink(missing_ok=True)
+        """Delete a file; a state's record goes first: without it nobody takes it for a checkpoint again.
+
+        A link or a directory of that name stays.
+        """
+        names = (self.sidecar_name(name), name) if is_state_name(name) else (name,)
+        for path in map(self.path, names):
+            with suppress(FileNotFoundError):
+                if stat.S_ISREG(path.lstat().st_mode):
+                    path.unlink()
 
     def take_over(self, name: str) -> None:
         """Put a copy of our own in the place of a file that only its owner can change."""
@@ -234,7 +249,7 @@ class Verification:
         verified = self._verified.get(checkpoint.id)
         try:
             return verified is not None and verified == self._files.stamp(checkpoint.file_name)
-        except OSError:
+        except (OSError, StateDamaged):
             return False
 
     async def verify(self, checkpoint: Checkpoint, *, bytes_per_second: float = 0.0) -> None:

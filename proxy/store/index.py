@@ -10,16 +10,18 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import lmdb
 import msgspec
 import xxhash
 
+from proxy.core.eviction import first_score
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.tokens import (
     PrefixHash,
@@ -34,21 +36,46 @@ from proxy.store.files import is_state_name
 
 T = TypeVar("T")
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MAP_SIZE_BYTES = 16 << 30
 """Address space, not disk: the file grows as it fills."""
 
 Entry = tuple[Checkpoint, TokenIds, Sequence[PrefixHash]]
 """A checkpoint, its tokens, and the hashes of their prefixes."""
 
+
+class Summary(NamedTuple):
+    """What is needed of all checkpoints at once, so that nobody reads all records.
+
+    `score` is that of `core/eviction.py`: infinite if the checkpoint is pinned, 0 if it is in quarantine.
+    """
+
+    score: float
+    verified_at: float
+    size_bytes: int
+    n_blocks: int
+
+
 _ID = struct.Struct(">Q")
+_SUMMARY = struct.Struct(">ddQI")
+_PLACE = struct.Struct(">dQ")
+"""The key of `order`: a score, which is never negative, so that its bytes sort like the number; an id."""
+_SCORE_BYTES = 8
+_PLACES_AT_ONCE = 64
+_TOKEN_BYTES = 4
+_RECORDS = msgspec.msgpack.Decoder(Checkpoint)
 _REBUILD = "rebuild"
 _DATABASES: dict[bytes, dict[str, Any]] = {
     b"checkpoints": {},
     b"tokens": {},
     b"prefixes": {"dupsort": True, "dupfixed": True},
     b"values": {},
+    b"summaries": {},
+    b"order": {},
 }
+_LIMITS: dict[str, Any] = {"max_dbs": len(_DATABASES), "map_size": MAP_SIZE_BYTES}
+_OF_FORMAT_1 = 4
+"""So many of the databases were there in format 1."""
 
 
 class Index:
@@ -72,11 +99,12 @@ class Index:
             else:
                 if self._is_copied:
                     sound.replace(self._file)
-                self._env = lmdb.open(str(path), max_dbs=4, map_size=MAP_SIZE_BYTES, mode=0o600)
-            self._checkpoints, self._tokens, self._prefixes, self._values = (
-                self._env.open_db(name, create=scratch is None, **options)
-                for name, options in _DATABASES.items()
-            )
+                self._env = lmdb.open(str(path), mode=0o600, **_LIMITS)
+            # Whoever only reads an index of format 1 reads records and values.
+            databases = list(_DATABASES.items())[: None if scratch is None else _OF_FORMAT_1]
+            opened = [self._env.open_db(n, create=scratch is None, **o) for n, o in databases]
+            self._checkpoints, self._tokens, self._prefixes, self._values, *added = opened
+            self._summaries, self._order = added or (self._values, self._values)  # not read then
         except (lmdb.Error, OSError) as error:
             raise StoreFault(f"index {path} cannot be opened: {in_words(error)}") from error
         self._check_format(path)
@@ -87,11 +115,17 @@ class Index:
             with self._writing() as txn:
                 self._put_value(txn, "format", FORMAT_VERSION)
                 self._put_value(txn, _REBUILD, "it was not there")
-        elif found != FORMAT_VERSION:
+        elif found == 1 and not self._is_readonly:  # it has no summaries
+            records = self.all()
+            with self._writing() as txn:
+                for record in records:
+                    self._put_record(txn, _ID.pack(record.id), record)
+                self._put_value(txn, "format", FORMAT_VERSION)
+        elif found not in (1, FORMAT_VERSION):
             self.close()
             raise StoreFault(
                 f"index {path} has format {found}, this version reads {FORMAT_VERSION}. Use the version "
-                "that wrote it, or delete index/ and lpc-* beside it: prompts are then evaluated anew"
+                "that wrote it, or delete index/: it is made anew from the states"
             )
 
     def close(self) -> None:
@@ -120,7 +154,8 @@ class Index:
     def begin_rebuild(self, reason: str) -> None:
         """Forget all checkpoints, until they were entered again."""
         with self._writing() as txn:
-            for database in (self._checkpoints, self._tokens, self._prefixes):
+            of_checkpoints = (self._checkpoints, self._tokens, self._prefixes)
+            for database in (*of_checkpoints, self._summaries, self._order):
                 txn.drop(database, delete=False)
             self._put_value(txn, _REBUILD, reason)
 
@@ -128,23 +163,27 @@ class Index:
         with self._writing() as txn:
             txn.delete(_REBUILD.encode(), db=self._values)
 
-    def inconsistency(self) -> str:
+    def inconsistency(self, *, reads_all: bool = False) -> str:
         """Return what of the entries does not fit together; empty if all is there.
 
-        The entries of a file that was not closed are all compared, those of a closed file are counted.
+        The entries of a file that was not closed are all compared, those of a closed file are counted;
+        *reads_all* looks at each record of it.
         """
-        checkpoints = self.all()
+        n_summaries, n_expected = 0, 0
+        for _, summary in self.summaries():
+            n_summaries += 1
+            n_expected += summary.n_blocks
+        databases = (self._checkpoints, self._tokens, self._prefixes, self._order)
         with _faults(), self._env.begin() as txn:
-            databases = (self._checkpoints, self._tokens, self._prefixes)
-            n_records, n_tokens, n_prefixes = (txn.stat(db)["entries"] for db in databases)
-        if n_records != len(checkpoints):
-            return f"records that cannot be read: {n_records - len(checkpoints)}"
-        if n_tokens != n_records:
-            return f"{n_tokens} lists of tokens for {n_records} checkpoints"
-        n_expected = sum(count_blocks(checkpoint.n_tokens) for checkpoint in checkpoints)
-        if n_prefixes != n_expected:
-            return f"{n_prefixes} prefixes instead of {n_expected}"
-        n_wrong = sum(not self._is_whole(c) for c in checkpoints) if self._is_copied else 0
+            n_records, *others = (txn.stat(database)["entries"] for database in databases)
+        checkpoints = self.all() if reads_all or self._is_copied else []
+        n_readable = len(checkpoints) if reads_all or self._is_copied else n_summaries
+        if n_records != n_readable:
+            return f"records that cannot be read: {n_records - n_readable}"
+        found, expected = (*others, n_summaries), (n_records, n_expected, n_records, n_records)
+        if found != expected:
+            return f"of tokens, prefixes, places and summaries {found} instead of {expected}"
+        n_wrong = sum(not self._is_whole(c) for c in checkpoints if self._is_copied)
         return f"{n_wrong} checkpoints with other tokens than prefixes" if n_wrong else ""
 
     def _is_whole(self, checkpoint: Checkpoint) -> bool:
@@ -159,47 +198,109 @@ class Index:
         with _faults(), self._env.begin(db=self._checkpoints) as txn:
             for key, value in txn.cursor():
                 with suppress(ValueError):
-                    record = msgspec.msgpack.decode(value, type=Checkpoint)
+                    record = _RECORDS.decode(value)
                     if key == _ID.pack(record.id) and is_state_name(record.file_name):
                         records.append(record)
         return records
+
+    def record(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
+        """Return the record of a checkpoint, None if it is gone or damaged."""
+        with _faults(), self._env.begin(db=self._checkpoints) as txn:
+            data = txn.get(_ID.pack(checkpoint_id))
+        try:
+            return None if data is None else _RECORDS.decode(data)
+        except ValueError:
+            return None
+
+    def summaries(self) -> Iterator[tuple[CheckpointId, Summary]]:
+        """Yield the ids of all checkpoints, ascending, and what is needed of all of them at once."""
+        with _faults(), self._env.begin(db=self._summaries) as txn:
+            for key, value in txn.cursor():
+                yield CheckpointId(_ID.unpack(key)[0]), Summary._make(_SUMMARY.unpack(value))
+
+    def verified_before(self, moment: float) -> list[CheckpointId]:
+        """Return the checkpoints that were last verified before a *moment*, the oldest of them first."""
+        found = [(s.verified_at, i) for i, s in self.summaries() if s.verified_at < moment]
+        return [checkpoint_id for _, checkpoint_id in sorted(found)]
+
+    def least_valuable(self) -> Iterator[CheckpointId]:
+        """Yield the ids of all checkpoints, the lowest score first; no transaction stays open."""
+        begin = b""
+        while True:
+            with _faults(), self._env.begin(db=self._order) as txn, txn.cursor() as cursor:
+                is_there = cursor.set_range(begin)
+                keys = list(islice(cursor.iternext(values=False), _PLACES_AT_ONCE))
+            if not is_there:
+                return
+            yield from (CheckpointId(_PLACE.unpack(key)[1]) for key in keys)
+            begin = keys[-1] + b"\0"
+
+    def most_valuable(self, n_at_most: int) -> list[CheckpointId]:
+        """Return the ids of the checkpoints of the highest scores."""
+        with _faults(), self._env.begin(db=self._order) as txn, txn.cursor() as cursor:
+            keys = islice(cursor.iterprev(values=False), n_at_most)
+            return [CheckpointId(_PLACE.unpack(key)[1]) for key in keys]
 
     def put(self, *entries: Entry) -> None:
         """Add checkpoints in one transaction: this is the commit."""
         with self._writing() as txn:
             for checkpoint, tokens, hashes in entries:
                 key = _ID.pack(checkpoint.id)
-                txn.put(key, msgspec.msgpack.encode(checkpoint), db=self._checkpoints)
+                self._put_record(txn, key, checkpoint)
                 txn.put(key, tokens.tobytes(), db=self._tokens)
                 for prefix_hash in hashes:
                     txn.put(prefix_hash, key, db=self._prefixes)
+
+    def _put_record(self, txn: lmdb.Transaction, key: bytes, checkpoint: Checkpoint) -> None:
+        txn.put(key, msgspec.msgpack.encode(checkpoint), db=self._checkpoints)
+        score, n_blocks = first_score(checkpoint), count_blocks(checkpoint.n_tokens)
+        summary = Summary(score, checkpoint.verified_at, checkpoint.size_bytes, n_blocks)
+        self._put_summary(txn, key, summary)
+
+    def _put_summary(self, txn: lmdb.Transaction, key: bytes, new: Summary | None) -> None:
+        """Give a checkpoint another summary and its place in the order, or none."""
+        if (old := txn.get(key, db=self._summaries)) is not None:
+            txn.delete(bytes(old[:_SCORE_BYTES]) + key, db=self._order)
+            txn.delete(key, db=self._summaries)
+        if new is not None:
+            summary = _SUMMARY.pack(*new)
+            txn.put(key, summary, db=self._summaries)
+            txn.put(summary[:_SCORE_BYTES] + key, b"", db=self._order)
 
     def update(
         self,
         checkpoints: Sequence[Checkpoint],
         old: Sequence[PrefixHash] = (),
         new: Sequence[PrefixHash] = (),
+        scores: Mapping[CheckpointId, float] | None = None,
     ) -> None:
         """Rewrite the records of checkpoints that are still there, in one transaction.
 
-        A checkpoint of another namespace than before has *new* prefixes instead of *old* ones.
+        A checkpoint of another namespace than before has *new* prefixes instead of *old* ones. *scores* are
+        those that are better known now.
         """
         with self._writing() as txn:
             for checkpoint in checkpoints:
                 key = _ID.pack(checkpoint.id)
                 if txn.get(key, db=self._checkpoints) is None:
                     continue
-                txn.put(key, msgspec.msgpack.encode(checkpoint), db=self._checkpoints)
+                self._put_record(txn, key, checkpoint)
                 for prefix_hash in old:
                     txn.delete(prefix_hash, key, db=self._prefixes)
                 for prefix_hash in new:
                     txn.put(prefix_hash, key, db=self._prefixes)
+            for checkpoint_id, score in (scores or {}).items():
+                key = _ID.pack(checkpoint_id)
+                if (data := txn.get(key, db=self._summaries)) is not None:
+                    summary = Summary(*_SUMMARY.unpack(data))
+                    self._put_summary(txn, key, summary._replace(score=score))
 
     def delete(self, checkpoint_id: CheckpointId, hashes: Sequence[PrefixHash]) -> None:
         key = _ID.pack(checkpoint_id)
         with self._writing() as txn:
             txn.delete(key, db=self._checkpoints)
             txn.delete(key, db=self._tokens)
+            self._put_summary(txn, key, None)
             for prefix_hash in hashes:
                 txn.delete(prefix_hash, key, db=self._prefixes)
 
@@ -212,26 +313,41 @@ class Index:
         except ValueError:
             return None
 
-    def common_prefix(self, checkpoint_id: CheckpointId, tokens: TokenIds) -> int | None:
-        """Return how many leading tokens a checkpoint shares with *tokens*; None if it is gone."""
+    def common_prefixes(
+        self, ids: Iterable[CheckpointId], tokens: bytes, n_at_most: int
+    ) -> list[tuple[CheckpointId, int]]:
+        """Return how many of their first *n_at_most* tokens checkpoints share with *tokens*, as bytes."""
+        end, found = n_at_most * _TOKEN_BYTES, []
         with _faults(), self._env.begin(db=self._tokens, buffers=True) as txn:
-            stored = txn.get(_ID.pack(checkpoint_id))
-            if stored is None:
-                return None
-            wanted = memoryview(tokens).cast("B")
-            return common_prefix_length(stored, wanted) // tokens.itemsize
+            for checkpoint_id in ids:
+                if (stored := txn.get(_ID.pack(checkpoint_id))) is not None:
+                    # Not compared as a view of memory: that takes many times as long as the copy.
+                    begin = bytes(stored[:end])
+                    is_whole = tokens.startswith(begin)
+                    n_bytes = len(begin) if is_whole else common_prefix_length(begin, tokens)
+                    found.append((checkpoint_id, n_bytes // _TOKEN_BYTES))
+        return found
 
-    def reaching(self, hashes: Sequence[PrefixHash]) -> list[CheckpointId]:
-        """Return the checkpoints whose tokens begin with any of the prefixes, longest prefix first."""
-        found: dict[CheckpointId, None] = {}
-        with _faults(), self._env.begin(db=self._prefixes) as txn:
-            cursor = txn.cursor()
-            for prefix_hash in reversed(hashes):
-                # Whoever reaches a longer prefix reaches this one: equal counts mean nobody is new.
-                if cursor.set_key(prefix_hash) and cursor.count() > len(found):
-                    for value in cursor.iternext_dup():
-                        found.setdefault(CheckpointId(_ID.unpack(value)[0]))
-        return list(found)
+    def reaching(self, hashes: Sequence[PrefixHash], n_at_most: int) -> dict[CheckpointId, int]:
+        """Return the checkpoints that begin with any of the prefixes, and how many blocks they share.
+
+        Those that share most come first; at most *n_at_most* are returned.
+        """
+        found: dict[CheckpointId, int] = {}
+        with _faults(), self._env.begin(db=self._prefixes) as txn, txn.cursor() as cursor:
+            n_blocks = len(hashes)
+
+            def has_no_more(index: int) -> bool:
+                return not cursor.set_key(hashes[index]) or cursor.count() <= len(found)
+
+            # Whoever begins with a prefix begins with all shorter ones, so that counts only grow.
+            while n_blocks := bisect_left(range(n_blocks), True, key=has_no_more):
+                cursor.set_key(hashes[n_blocks - 1])
+                for key in cursor.iternext_dup():
+                    found.setdefault(CheckpointId(_ID.unpack(key)[0]), n_blocks)
+                    if len(found) == n_at_most:
+                        return found
+        return found
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of all values whose name begins with *prefix*."""
@@ -279,6 +395,7 @@ def _faults() -> Iterator[None]:
 # older version) are copied into a new file by a process of its own, which a damaged page may end.
 
 
+_SIZES = {b"prefixes": _ID.size, b"summaries": _SUMMARY.size, b"order": 0}
 _READ_BYTES = 4 << 20
 _ENTRIES_AT_ONCE = 100
 _COPY_SECONDS = 600
@@ -367,7 +484,7 @@ def _entries(source: str, name: bytes) -> Iterator[tuple[bytes, bytes]]:
             database = old.open_db(name, create=False)  # not found in an index that was just begun
             with old.begin(db=database) as txn:
                 for key, value in txn.cursor():
-                    has_size = name != b"prefixes" or len(value) == _ID.size
+                    has_size = len(value) == _SIZES.get(name, len(value))
                     if not has_size or not 0 < len(key) <= old.max_key_size():
                         raise lmdb.CorruptedError("an entry has another size")
                     yield key, value
@@ -377,4 +494,4 @@ def _entries(source: str, name: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _open_file(file: str, **options: Any) -> lmdb.Environment:
-    return lmdb.open(file, subdir=False, lock=False, max_dbs=4, map_size=MAP_SIZE_BYTES, **options)
+    return lmdb.open(file, subdir=False, lock=False, **_LIMITS, **options)

@@ -29,8 +29,7 @@ def open_offline(
     is_new = not (directory / "index" / "data.mdb").exists()
     if is_new and not may_be_new and not any(directory.glob("lpc-*.state")):
         raise StoreFault(f"there is no store in {directory}: no proxy has ever used it")
-    with closing(StoreDirectory(directory, mends_index=mends_index)) as store:
-        store.rebuild_at_once()
+    with closing(StoreDirectory(directory, mends_index=mends_index, reads_all=True)) as store:
         yield store
 
 
@@ -131,6 +130,5 @@ def mend(store: StoreDirectory, problems: Sequence[Problem]) -> None:
             case ProblemKind.RECORD_GONE:
                 store.write_sidecars([by_name[problem.name]])
     if {ProblemKind.TOKENS_DIFFER, ProblemKind.NOT_FOUND} & {p.kind for p in problems}:
-        store.begin_rebuild("entries differ from the states")
-        store.rebuild_at_once()
+        store.make_index_anew("entries differ from the states")
         store.rebuild = None  # only of what opening has mended `examine` tells

@@ -7,7 +7,7 @@ save reserves its bytes first.
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -16,19 +16,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from proxy.core.eviction import Present, Removal, family_of
-from proxy.core.model import Candidate, Checkpoint, CheckpointId, Quarantine
+from proxy.core.model import Checkpoint, CheckpointId, Quarantine
 from proxy.core.saving import Claim
-from proxy.core.tokens import Namespace, TokenIds, count_blocks, hash_prefixes, token_ids
+from proxy.core.tokens import Namespace, TokenIds, hash_prefixes
 from proxy.errors import NoRoom, StateDamaged, StoreFault, in_words
 from proxy.store.catalogue import Budget, Catalogue, Limits
-from proxy.store.directory import StoreDirectory
+from proxy.store.directory import StoreDirectory, Summed
 from proxy.store.files import FileStamp, Verification, temporary_name_of
-from proxy.store.index import Entry
-
-MAX_COMPARED = 512
-"""How many checkpoints one lookup compares token by token, at most."""
 
 T = TypeVar("T")
+_MOST_CHANGED = 1000
+"""So many records wait for the next commit before they are written without one."""
 
 
 class CheckpointStore(Catalogue):
@@ -37,10 +35,9 @@ class CheckpointStore(Catalogue):
     def __init__(self, directory: Path, limits: Limits) -> None:
         """Lock and open the store in *directory*, and bring it within its budget.
 
-        A damaged index is replaced by one that `rebuild` fills. Raises StoreLocked if another proxy has
+        A damaged index is made anew, and `report` says so. Raises StoreLocked if another proxy has
         the directory, StoreFault if the index cannot be read.
         """
-        super().__init__()
         self.limits = limits
         self.removals = Counter({reason: 0 for reason in Removal})
         self.on_removal: Callable[[Checkpoint, TokenIds | None, Removal], None] = lambda *_: None
@@ -48,10 +45,12 @@ class CheckpointStore(Catalogue):
         self._verifying: dict[CheckpointId, asyncio.Future[None]] = {}
         self._damaged: set[CheckpointId] = set()
         self._directory = StoreDirectory(directory)
-        self.files, self.index = self._directory.files, self._directory.index
+        self.files = self._directory.files
         try:
+            swept = self._directory.sweep()
+            super().__init__(self._directory.index, swept)
             self.writes = self._budget = Budget(limits, self.index)
-            self.report = self._enter_all()
+            self.report = self._reported(swept)
         except BaseException as error:
             self._directory.close()
             if isinstance(error, OSError):
@@ -61,25 +60,27 @@ class CheckpointStore(Catalogue):
         # LMDB wants one writer.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-writer")
 
-    def _enter_all(self) -> dict[str, int]:
-        """Enter what is there, bring the store within its budget, and return what was found and removed."""
-        intact, n_entries, n_files = self._directory.sweep()
-        for checkpoint in intact:
-            tokens = self.index.tokens(checkpoint.id) or token_ids(())
-            self.enter(checkpoint, hash_prefixes(checkpoint.namespace, tokens))
+    def _reported(self, swept: Summed) -> dict[str, object]:
+        """Bring the store within its budget; return what was found and removed."""
         victims = self._over_budget()
         for victim in victims:
-            self._directory.remove(victim)
             self.take(victim.id)
+            self._directory.remove(victim)
             self.forget(victim.id)
         self.removals[Removal.BUDGET] += len(victims)
-        self.removals[Removal.BROKEN] += n_entries
-        return {
+        self.removals[Removal.BROKEN] += swept.n_entries_removed
+        report: dict[str, object] = {
             "n_checkpoints": len(self),
-            "n_entries_without_file": n_entries,
-            "n_files_without_entry": n_files,
+            "n_entries_without_file": swept.n_entries_removed,
+            "n_files_without_entry": swept.n_files_removed,
             "n_over_budget": len(victims),
         }
+        rebuild = self._directory.rebuild
+        if rebuild and (rebuild.n_entered or rebuild.lost):
+            report["index_made_anew"] = rebuild.words
+        if swept.ignored:
+            report["no_regular_files"] = sorted(swept.ignored)
+        return report
 
     def _over_budget(self) -> list[Checkpoint]:
         return self.victims(self.size_bytes - self.limits.max_bytes, Present(time.time()))
@@ -92,7 +93,7 @@ class CheckpointStore(Catalogue):
         self._writer.shutdown(wait=True)
         try:
             with suppress(StoreFault):
-                self.index.update(self.take_touched())
+                self.index.update(self.changed, scores=self.take_scores())
         finally:
             self._directory.close()
 
@@ -109,65 +110,6 @@ class CheckpointStore(Catalogue):
             return await asyncio.shield(written)
         except OSError as error:
             raise StoreFault(in_words(error)) from error
-
-    @property
-    def rebuild_reason(self) -> str:
-        """Why the index has lost states that `rebuild` enters again; empty if it has all."""
-        rebuild = self._directory.rebuild
-        return rebuild.reason if rebuild and not rebuild.is_done else ""
-
-    async def rebuild(self) -> str:
-        """Enter the states that the index has lost, between other writes; return what became of them.
-
-        Raises StoreFault. What is broken off is taken up by the next opening.
-        """
-        rebuild = self._directory.rebuild
-        if rebuild is None or rebuild.is_done:
-            return ""
-
-        def enter(entries: Iterable[Entry]) -> None:
-            for checkpoint, _, hashes in entries:
-                self.enter(checkpoint, hashes)
-
-        while rebuild.pending:
-            await self._write(partial(self._directory.enter_batch, rebuild), then=enter)
-        await self._write(partial(self._directory.finish_rebuild, rebuild))
-        await self._remove(self._over_budget(), Removal.BUDGET)
-        return rebuild.words
-
-    # Finding checkpoints.
-
-    def find(self, namespace: Namespace, tokens: TokenIds) -> Iterator[Candidate]:
-        """Yield the checkpoints that share at least a block with *tokens*, longest prefix first.
-
-        Their tokens have been compared one by one; a hash alone never names a candidate.
-        """
-        # Those of one block are in no order; a whole block is the least that separates groups.
-        group: list[Candidate] = []
-        for checkpoint_id in self.index.reaching(hash_prefixes(namespace, tokens))[:MAX_COMPARED]:
-            checkpoint = self.get(checkpoint_id)
-            if checkpoint is None or checkpoint.namespace != namespace:
-                continue
-            n_common = self.index.common_prefix(checkpoint_id, tokens)
-            if n_common is None or self.is_quarantined(checkpoint):
-                continue
-            candidate = Candidate(checkpoint, n_common, self.is_warm(checkpoint))
-            if group and count_blocks(candidate.n_common) < count_blocks(group[0].n_common):
-                yield from sorted(group, key=lambda c: -c.n_common)
-                group = []
-            group.append(candidate)
-        yield from sorted(group, key=lambda c: -c.n_common)
-
-    def holds(self, namespace: Namespace, tokens: TokenIds) -> bool:
-        """Return whether a checkpoint of exactly these tokens is there."""
-        return any(
-            found.n_common == found.checkpoint.n_tokens == len(tokens)
-            for found in self.find(namespace, tokens)
-        )
-
-    def lineage(self, checkpoint: Checkpoint) -> tuple[CheckpointId, ...]:
-        """Return a checkpoint and those of its ancestors that are still there."""
-        return (*(i for i in checkpoint.ancestors if self.get(i)), checkpoint.id)
 
     # Using checkpoints: no file is restored that is not what was saved.
 
@@ -228,6 +170,8 @@ class CheckpointStore(Catalogue):
         self.note_verified(checkpoint)
         if not bytes_per_second:
             self.note_read(checkpoint)
+        elif len(self.changed) > _MOST_CHANGED:
+            await self._write_changed()
 
     async def _remove_damaged(self, damaged: Checkpoint) -> None:
         """Remove a checkpoint and what may stem from it; raises StoreFault if something prevents that."""
@@ -269,7 +213,7 @@ class CheckpointStore(Catalogue):
             old = hash_prefixes(checkpoint.namespace, tokens)
             await self._write(
                 partial(self._directory.update, [moved], old, new),
-                then=lambda _: self.enter_elsewhere(moved, new),
+                then=lambda _: self.change(moved.id, namespace=namespace, family=moved.family),
             )
 
     async def put_value(self, name: str, value: object) -> None:
@@ -326,14 +270,22 @@ class CheckpointStore(Catalogue):
 
         def enter(stamp: FileStamp) -> None:
             self._verification.note(checkpoint.id, stamp)
-            self.enter(checkpoint, hashes)
+            self.enter(checkpoint)
+            self.note_devalued(hashes)
             self.note_read(checkpoint)
             self._budget.release(temporary_name_of(checkpoint.file_name))
 
-        touched = self.take_touched()
-        work = partial(self._directory.commit, checkpoint, tokens, hashes, touched)
+        work = partial(self._directory.commit, checkpoint, tokens, hashes)
         await self._write(work, then=enter)
+        await self._write_changed()
         return checkpoint
+
+    async def _write_changed(self) -> None:
+        """Write the records that are newer than the index; should that fail, counts are lost."""
+        changed = self.changed
+        work = partial(self.index.update, changed, scores=self.take_scores())
+        with suppress(StoreFault):
+            await self._write(work, then=lambda _: self.note_written(changed))
 
     async def discard(self, temporary_name: str) -> None:
         """Delete a temporary file that did not become a checkpoint."""

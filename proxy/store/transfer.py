@@ -21,7 +21,14 @@ from proxy.core.model import Checkpoint
 from proxy.core.tokens import hash_prefixes
 from proxy.errors import CacheFault, StateFileMalformed, StoreFault, in_words
 from proxy.llama.state_file import read_state_file
-from proxy.store.directory import LOCK_NAME, Sidecar, StoreDirectory, decode_sidecar, encode_sidecar
+from proxy.store.directory import (
+    LOCK_NAME,
+    MOST_RECORD_BYTES,
+    Sidecar,
+    StoreDirectory,
+    decode_sidecar,
+    encode_sidecar,
+)
 from proxy.store.files import StateFiles, final_name_of, id_of
 from proxy.store.known_models import Owner, introduce, knows_models, namespace_of
 from proxy.store.offline import Note
@@ -129,7 +136,7 @@ def import_checkpoints(
     try:
         with tarfile.open(file, "r:") as tar:
             while (head := tar.next()) is not None:
-                sidecar = decode_sidecar(_open(tar, head).read())
+                sidecar = decode_sidecar(_open(tar, head).read(MOST_RECORD_BYTES))
                 if sidecar is None or sidecar.owner is None:
                     raise BundleRefused(f"it is not what `export` writes: {head.name} is no record")
                 imported.is_new_model |= _is_new(store, sidecar.owner, may_be_new=may_be_new)

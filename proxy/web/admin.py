@@ -48,7 +48,7 @@ _PRIVATE = (".localhost", ".local", ".internal", ".home.arpa", ".lan")
 _FOR_PROGRAMS = ("/health", "/metrics")
 """No word of any prompt is in these."""
 _CACHED = (Route.CHAT, Route.COMPLETION, Route.MESSAGES, Route.RESPONSES)
-_CHECKPOINT = "/checkpoints/{id:[0-9a-fA-F]+}"
+_CHECKPOINT = "/checkpoints/{id:[0-9a-fA-F]{1,16}}"
 _NOT_THERE = "there is no checkpoint with this id"
 _IS_OPERATOR = web.RequestKey("is_operator", bool)
 """Set if a request has shown the listener's token: its Authorization is no client's key then."""
@@ -286,8 +286,6 @@ class Admin:
     async def delete_selected(self, request: web.Request) -> web.Response:
         """Delete what lies under a node, was not used for so long, or with `all` everything."""
         store = self._shared.store
-        if store.rebuild_reason:  # what is not entered yet would come back
-            raise StoreFault("the index is made anew: try again in a while")
         selection = views.Selection(
             _node_id(request, "under"),
             _whole_number(request, "unused_seconds"),

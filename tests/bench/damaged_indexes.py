@@ -42,7 +42,7 @@ def open_and_save(directory: Path) -> None:
 
     async def work() -> None:
         with opened(directory) as store:
-            told = await store.rebuild()
+            told = store.report.get("index_made_anew", "")
             await store.commit(*new_state(store, run_of(700)))
             print(len(store) - 1, told)
 

@@ -109,6 +109,10 @@ class ProxyProcess:
         """Wait until the proxy caches."""
         await self._wait_until("caching", lambda health: health["state"] == "caching")
 
+    async def reachable(self) -> None:
+        """Wait until the proxy answers, whatever is behind it."""
+        await self._wait_until("reachable", lambda _: True)
+
     async def settled(self) -> None:
         """Wait until no slot is leased, not even for a save."""
         for _ in range(2):

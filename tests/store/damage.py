@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from proxy.store.index import Index
 
 PAGE = 4096
@@ -63,6 +65,16 @@ def put_bad_record(directory: Path) -> None:
     with index._writing() as transaction:
         (key, _) = next(iter(transaction.cursor(index._checkpoints)))
         transaction.put(key, b"\x81\xa2\xff\xfe\x01", db=index._checkpoints)
+    index.close()
+
+
+def make_format_1(directory: Path) -> None:
+    """Leave an index as versions before the summaries wrote it."""
+    index = Index(directory / "index")
+    with index._writing() as transaction:
+        transaction.drop(index._summaries)
+        transaction.drop(index._order)
+        transaction.put(b"format", msgspec.msgpack.encode(1), db=index._values)
     index.close()
 
 

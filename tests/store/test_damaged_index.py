@@ -30,6 +30,7 @@ from tests.store.conftest import branch, found, names_in, new_state, opened, run
 from tests.store.damage import (
     flipped,
     leave_unsealed,
+    make_format_1,
     put_bad_record,
     put_unreadable,
     scribbled,
@@ -111,9 +112,8 @@ def records(directory: Path) -> dict[CheckpointId, dict[str, Any]]:
 
 
 async def rebuilt(directory: Path) -> dict[CheckpointId, dict[str, Any]]:
-    """Open a store, wait for what is to be made anew, use it, and return what it has."""
+    """Open a store, use it, and return what it has."""
     with opened(directory) as store:
-        await store.rebuild()
         extra = await store.commit(*new_state(store, run_of(700, start=3)))
         await store.remove(extra, Removal.BUDGET)
         of_model = {o.known.name for _, o in owners(store.index)}
@@ -178,7 +178,6 @@ from proxy.core.eviction import Removal
 from tests.store.conftest import new_state, opened, run_of
 async def work(directory):
     with opened(directory) as store:
-        await store.rebuild()
         for checkpoint in [*store]:
             await store.remove(checkpoint, Removal.OPERATOR)
         for n in (300, 3000):
@@ -211,6 +210,7 @@ async def test_record_that_cannot_be_read_loses_none(directory: Path) -> None:
     with pytest.raises(IndexDamaged, match="records that cannot be read: 1"):
         with open_offline(directory):
             pass
+    leave_unsealed(directory)
     assert await rebuilt(directory) == expected
     assert not beside(directory, "index.damaged-*"), "what could be read stays"
 
@@ -274,9 +274,8 @@ async def test_state_whose_record_is_gone_or_damaged_is_told_and_removed(directo
     second.write_bytes(damaged)
     set_data(directory, b"garbage" * 9000)
     with opened(directory) as store:
-        assert (
-            "2 entered again; lost: 2 (the record beside a state is gone" in await store.rebuild()
-        )
+        told = str(store.report["index_made_anew"])
+        assert "2 entered again; lost: 2 (the record beside a state is gone" in told
         assert names_in(directory) == {c.file_name for c in store}
         assert len(beside(directory, "lpc-*.meta")) == len(store) == 2
 
@@ -305,11 +304,18 @@ async def test_state_that_was_cut_or_of_an_unknown_model_is_told_and_removed(
         assert len(store.checkpoints()) == len(names_in(directory)) == 3
 
 
-async def test_rebuild_that_was_broken_off_is_taken_up(directory: Path) -> None:
+async def test_rebuild_that_was_broken_off_is_taken_up(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise StoreFault("full")
+
     expected = records(directory)
     set_data(directory, b"garbage" * 9000)
-    with opened(directory) as store:
-        assert store.rebuild_reason and len(store) == 0
+    with monkeypatch.context() as patched, pytest.raises(StoreFault, match="full"):
+        patched.setattr(Index, "put", fail)
+        with opened(directory):
+            pass
     with pytest.raises(IndexDamaged, match="check --fix"), open_offline(directory):
         pass
     assert await rebuilt(directory) == expected
@@ -317,15 +323,35 @@ async def test_rebuild_that_was_broken_off_is_taken_up(directory: Path) -> None:
         pass
 
 
-async def test_store_serves_while_it_is_made_anew(directory: Path) -> None:
+@pytest.mark.parametrize("is_sealed", [True, False], ids=["closed", "killed"])
+async def test_index_of_format_1_is_converted_and_loses_nothing(
+    directory: Path, is_sealed: bool
+) -> None:
     expected = records(directory)
-    set_data(directory, b"garbage" * 9000)
     with opened(directory) as store:
-        rebuilding = asyncio.ensure_future(store.rebuild())
-        new = await store.commit(*new_state(store, run_of(600, start=50_000)))
-        assert [c.checkpoint for c in found(store, run_of(600, start=50_000))] == [new]
-        assert "4 entered again; no state is lost" in await rebuilding
-        assert {c.id for c in store} == {new.id, *expected}
+        n_bytes = store.size_bytes, store.pinned_bytes
+        await store.put_value("rates of a model", 7)
+    make_format_1(directory)
+    if not is_sealed:
+        leave_unsealed(directory)
+    assert len(read_index(directory)[0]) == len(expected)
+    with opened(directory) as store:
+        assert "index_made_anew" not in store.report
+        assert (store.size_bytes, store.pinned_bytes) == n_bytes
+        assert store.index.value("rates of a model", int) == 7
+        assert store.index.inconsistency(reads_all=True) == ""
+    assert await rebuilt(directory) == expected
+
+
+async def test_index_of_another_format_is_made_anew_once_it_is_deleted(directory: Path) -> None:
+    expected = records(directory)
+    index = Index(directory / "index")
+    index.put_value("format", 99)
+    index.close()
+    with pytest.raises(StoreFault, match="delete index/"), opened(directory):
+        pass
+    shutil.rmtree(directory / "index")
+    assert await rebuilt(directory) == expected
 
 
 async def test_only_the_newest_damaged_index_is_kept(directory: Path) -> None:
@@ -382,5 +408,4 @@ async def test_budget_holds_after_a_rebuild(directory: Path) -> None:
     pinned = max(records(directory).values(), key=lambda record: record["is_pinned"])
     set_data(directory, b"")
     with opened(directory, Limits(pinned["size_bytes"] + 20_000)) as store:
-        await store.rebuild()
         assert pinned["size_bytes"] < store.size_bytes <= store.limits.max_bytes

@@ -3,6 +3,7 @@
 import json
 import os
 import tarfile
+import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -136,7 +137,7 @@ def test_each_kind_of_damage_is_named_and_mended(store: StoreDirectory) -> None:
     store.index.delete(first.id, hashes[0])
     store.index.put((first, PROMPTS[0], hashes[1][:2]))
     mends(ProblemKind.NOT_FOUND, 2)
-    assert set(store.index.reaching(hashes[0])) == {first.id, second.id}
+    assert set(store.index.reaching(hashes[0], 9)) == {first.id, second.id}
     store.index.put((first, run_of(300, start=9), ()))
     mends(ProblemKind.TOKENS_DIFFER, 2)
     assert store.index.tokens(first.id) == PROMPTS[0]
@@ -146,7 +147,7 @@ def test_each_kind_of_damage_is_named_and_mended(store: StoreDirectory) -> None:
     enter(first)
     path.unlink()
     mends(ProblemKind.FILE_GONE, 1)
-    assert list(store.index.reaching(hashes[0])) == [second.id]
+    assert list(store.index.reaching(hashes[0], 9)) == [second.id]
 
 
 def test_file_that_cannot_be_read_is_left_alone(store: StoreDirectory, directory: Path) -> None:
@@ -246,6 +247,20 @@ def test_refusal_says_what_was_entered_before_and_the_rest_can_follow(
         assert len(list(second.glob("lpc-*.state"))) == 1
         imported = take(second, file)
         assert (len(imported.entered), imported.n_already_there) == (1, 1)
+
+
+def test_record_without_bound_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    head = tarfile.TarInfo("lpc-0123456789abcdef.meta")
+    head.size = 256 << 20
+    with (bomb := tmp_path / "bomb").open("wb") as file:
+        file.write(head.tobuf())
+        file.truncate(head.size + 2048)
+    tracemalloc.start()
+    with pytest.raises(BundleRefused, match="is no record"):
+        take(tmp_path / "store", bomb)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < head.size // 4
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: os.truncate(path, 9)])

@@ -8,15 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from proxy.core.eviction import Present, Removal
-from proxy.core.model import Checkpoint, CheckpointId
+from proxy.core.eviction import N_COMPARED, Present, Removal
+from proxy.core.model import Checkpoint, CheckpointId, Quarantine
 from proxy.core.saving import Claim
 from proxy.errors import NoRoom, StoreFault
 from proxy.store.catalogue import Limits
 from proxy.store.files import StateFiles
 from proxy.store.index import Index
 from proxy.store.store import CheckpointStore
-from tests.store.conftest import names_in, new_checkpoint, opened, run_of
+from tests.store.conftest import names_in, new_checkpoint, new_state, opened, run_of
 from tests.store.test_store import hold_writer
 
 SIZE = 100
@@ -285,3 +285,39 @@ async def test_records_without_the_newer_fields_are_read(tmp_path: Path) -> None
             transaction.put(key, msgspec.msgpack.encode(record))
     with opened(tmp_path) as store:
         assert [(c.id, c.is_pinned) for c in store] == [(stored.id, False)]
+
+
+async def test_scores_order_checkpoints_across_a_restart(tmp_path: Path) -> None:
+    with opened(tmp_path, Limits(1 << 30)) as store:
+        present, made = Present(time.time()), list[Checkpoint]()
+        for number in range(5):
+            used_at = present.now - 3600 * number
+            new = new_state(store, run_of(300, start=1000 * number), last_used_at=used_at)
+            made.append(await store.commit(*new))
+        await store.quarantine_for_good([made[1]], Quarantine("it ended llama-server", 1.0))
+        await store.pin(made[4].id, is_pinned=True)
+        expected = [made[i].id for i in (1, 3, 2, 0, 4)]
+        assert list(store.index.least_valuable()) == expected
+        assert [c.id for c in store.newest(2)] == expected[:-3:-1]
+        assert [v.id for v in store.victims(1 << 30, present)] == expected[:-1]
+    with opened(tmp_path, Limits(1 << 30)) as store:
+        assert list(store.index.least_valuable()) == expected
+        assert [c.id for c in store.quarantined] == expected[:1]
+        assert store.pinned_bytes == made[4].size_bytes
+
+
+async def test_victims_are_chosen_without_reading_the_whole_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, Limits(1 << 30)) as store:
+        for number in range(3 * N_COMPARED):
+            await store.commit(*new_state(store, run_of(20, start=1000 * number)))
+        read, record = list[CheckpointId](), store.index.record
+
+        def note(checkpoint_id: CheckpointId) -> Checkpoint | None:
+            read.append(checkpoint_id)
+            return record(checkpoint_id)
+
+        monkeypatch.setattr(store.index, "record", note)
+        [victim] = store.victims(1, Present(time.time()))
+        assert victim.id in read and len(set(read)) < 2 * N_COMPARED

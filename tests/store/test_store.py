@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import random
 import shutil
 import stat
 import threading
@@ -20,6 +21,7 @@ from proxy.core.tokens import (
     Namespace,
     PrefixHash,
     TokenIds,
+    count_blocks,
     hash_prefixes,
     token_ids,
 )
@@ -27,6 +29,7 @@ from proxy.errors import StateDamaged, StoreFault, StoreLocked
 from proxy.store.catalogue import Limits
 from proxy.store.files import StateFiles
 from proxy.store.index import Index
+from proxy.store.offline import examine, open_offline
 from proxy.store.store import CheckpointStore
 from tests.store.conftest import (
     BUDGET,
@@ -40,6 +43,7 @@ from tests.store.conftest import (
     run_of,
     temporary_of,
 )
+from tests.unit.builders import checkpoint as record_of
 
 # Commit and find.
 
@@ -99,13 +103,33 @@ async def test_find_on_a_hash_collision_tells_how_little_is_common(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def collide(namespace: Namespace, tokens: TokenIds) -> list[PrefixHash]:
-        return [PrefixHash(b"%016d" % n) for n in range(len(tokens) // 128)]
+        return [PrefixHash(b"%016d" % n) for n in range(count_blocks(len(tokens)))]
 
-    monkeypatch.setattr("proxy.store.store.hash_prefixes", collide)
+    for module in ("store", "catalogue"):
+        monkeypatch.setattr(f"proxy.store.{module}.hash_prefixes", collide)
     await store.commit(*new_state(store, run_of(300)))
     assert [c.n_common for c in found(store, branch(150, 300))] == [150]
     assert [c.n_common for c in found(store, run_of(300, start=5000))] in ([], [0])
     assert found(store, run_of(300), OTHER_NAMESPACE) == []
+
+
+def test_reaching_is_what_comparing_all_prefixes_finds(tmp_path: Path) -> None:
+    chosen, index = random.Random(1), Index(tmp_path / "index")
+    stored: dict[int, list[PrefixHash]] = {}
+    for number in range(80):
+        n_common, n_more = chosen.choice((0, 100, 128, 500, 513, 900)), chosen.randrange(1000)
+        tokens = branch(n_common, n_common + n_more, mark=1_000_000 * chosen.randrange(1, 9))
+        stored[number] = hash_prefixes(NAMESPACE, tokens)
+        record = record_of(len(tokens), id=CheckpointId(number))
+        index.put((record, tokens, stored[number]))
+    for n_at_most in (1, 7, 80):
+        for hashes in (*[*stored.values()][:20], hash_prefixes(NAMESPACE, run_of(1200)), []):
+            shared = {i: len(set(hashes) & set(theirs)) for i, theirs in stored.items()}
+            expected = sorted((n for n in shared.values() if n), reverse=True)[:n_at_most]
+            reached = index.reaching(hashes, n_at_most)
+            assert list(reached.values()) == expected
+            assert all(shared[i] == n for i, n in reached.items())
+    index.close()
 
 
 async def test_remove_takes_entry_and_file(store: CheckpointStore) -> None:
@@ -122,7 +146,7 @@ async def test_remove_leaves_no_prefix_hash_behind(store: CheckpointStore) -> No
     kept = await store.commit(*new_state(store, run_of(300)))
     gone = await store.commit(*new_state(store, run_of(600)))
     await store.remove(gone, Removal.BUDGET)
-    assert store.index.reaching(hash_prefixes(NAMESPACE, run_of(900))) == [kept.id]
+    assert list(store.index.reaching(hash_prefixes(NAMESPACE, run_of(900)), 9)) == [kept.id]
 
 
 async def test_discard_of_a_temporary_file_deletes_it(store: CheckpointStore) -> None:
@@ -393,14 +417,15 @@ async def test_open_of_a_copied_directory_serves_it(tmp_path: Path) -> None:
                 pass
 
 
-async def test_open_with_a_file_of_other_content_drops_it(tmp_path: Path) -> None:
+async def test_file_of_other_content_is_dropped_before_it_is_used(tmp_path: Path) -> None:
     with opened(tmp_path) as store:
         checkpoint = await store.commit(*new_state(store, run_of(300)))
         path = store.files.path(checkpoint.file_name)
     path.write_bytes(b"something else")
     with opened(tmp_path) as store:
+        with pytest.raises(StateDamaged, match="14 bytes instead of"):
+            await store.verify(checkpoint)
         assert found(store, run_of(400)) == []
-        assert store.report["n_entries_without_file"] == 1
         assert store.index.all() == [] and store.index.tokens(checkpoint.id) is None
         assert names_in(tmp_path) == set()
 
@@ -419,6 +444,46 @@ async def test_open_removes_entries_without_file_and_files_without_entry(tmp_pat
         assert (report["n_checkpoints"], report["n_entries_without_file"]) == (1, 1)
         assert report["n_files_without_entry"] == 2
         assert len(found(store, run_of(900))) == 1
+
+
+async def test_directories_and_links_with_names_of_ours_are_named_and_left_alone(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path) as store:
+        kept = await store.commit(*new_state(store, run_of(300)))
+    names = [f"lpc-000000000000000{n}.{end}" for n, end in enumerate(("state", "saving", "meta"))]
+    for name in names:
+        (tmp_path / name).mkdir()
+    (link := tmp_path / "lpc-0000000000000009.state").symlink_to(tmp_path / kept.file_name)
+    with opened(tmp_path) as store:
+        assert [c.checkpoint.id for c in found(store, run_of(300))] == [kept.id]
+        ignored = store.report["no_regular_files"]
+        assert isinstance(ignored, list) and sorted(ignored) == sorted([*names, link.name])
+    assert link.is_symlink() and all((tmp_path / name).is_dir() for name in names)
+    with open_offline(tmp_path) as offline:
+        assert {problem.name for problem in examine(offline, lambda _: None)} <= {kept.file_name}
+
+
+async def test_state_that_was_replaced_by_a_link_is_never_used(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (directory := tmp_path / "store").mkdir()
+    with opened(directory) as store:
+        checkpoint = await store.commit(*new_state(store, run_of(300)))
+        path = store.files.path(checkpoint.file_name)
+        path.rename(elsewhere)
+        path.symlink_to(elsewhere)
+        with pytest.raises(StateDamaged, match="is no regular file"):
+            async with store.using(checkpoint):
+                pass
+        assert found(store, run_of(300)) == []
+        other = await store.commit(*new_state(store, run_of(400, start=7)))
+        other_path = store.files.path(other.file_name)
+    other_path.rename(other_path.with_suffix(".moved"))
+    other_path.symlink_to(other_path.with_suffix(".moved"))
+    with opened(directory) as store:
+        assert found(store, run_of(400, start=7)) == []
+        assert store.report["no_regular_files"] == sorted([path.name, other_path.name])
+    assert path.is_symlink() and other_path.is_symlink() and elsewhere.exists()
 
 
 def test_second_opener_is_locked_out_and_changes_nothing(store: CheckpointStore) -> None:

@@ -1,11 +1,15 @@
 """Which files count as being in the page cache."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from proxy.core.model import CheckpointId
+from proxy.core.tokens import token_ids
 from proxy.store.catalogue import Catalogue, page_cache_bytes
+from proxy.store.directory import Summed
+from proxy.store.index import Index
 from tests.unit.builders import checkpoint
 
 ONE, TWO, THREE = (
@@ -13,17 +17,27 @@ ONE, TWO, THREE = (
 )
 
 
-def catalogue(monkeypatch: pytest.MonkeyPatch, max_bytes: int) -> Catalogue:
+@pytest.fixture
+def index(tmp_path: Path) -> Iterator[Index]:
+    index = Index(tmp_path / "index")
+    yield index
+    index.close()
+
+
+def catalogue(monkeypatch: pytest.MonkeyPatch, index: Index, max_bytes: int) -> Catalogue:
     """Return a catalogue of three checkpoints beside a page cache of *max_bytes*."""
     monkeypatch.setattr("proxy.store.catalogue.page_cache_bytes", lambda: max_bytes)
-    warm = Catalogue()
+    warm = Catalogue(index, Summed())
     for each in (ONE, TWO, THREE):
-        warm.enter(each, [])
+        index.put((each, token_ids(()), ()))
+        warm.enter(each)
     return warm
 
 
-def test_files_are_warm_until_others_need_their_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    warm = catalogue(monkeypatch, 100)
+def test_files_are_warm_until_others_need_their_memory(
+    monkeypatch: pytest.MonkeyPatch, index: Index
+) -> None:
+    warm = catalogue(monkeypatch, index, 100)
     warm.note_read(ONE)
     warm.note_read(TWO)
     warm.note_read(ONE)  # read again: now TWO is the oldest
@@ -31,8 +45,10 @@ def test_files_are_warm_until_others_need_their_memory(monkeypatch: pytest.Monke
     assert [warm.is_warm(c) for c in (ONE, TWO, THREE)] == [True, False, True]
 
 
-def test_file_that_is_deleted_leaves_room_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    warm = catalogue(monkeypatch, 100)
+def test_file_that_is_deleted_leaves_room_to_others(
+    monkeypatch: pytest.MonkeyPatch, index: Index
+) -> None:
+    warm = catalogue(monkeypatch, index, 100)
     for each in (ONE, TWO):
         warm.note_read(each)
     warm.take(ONE.id)
@@ -41,8 +57,10 @@ def test_file_that_is_deleted_leaves_room_to_others(monkeypatch: pytest.MonkeyPa
     assert [warm.is_warm(c) for c in (ONE, TWO, THREE)] == [False, True, True]
 
 
-def test_file_larger_than_the_memory_is_not_warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    warm = catalogue(monkeypatch, 39)
+def test_file_larger_than_the_memory_is_not_warm(
+    monkeypatch: pytest.MonkeyPatch, index: Index
+) -> None:
+    warm = catalogue(monkeypatch, index, 39)
     warm.note_read(ONE)
     assert not warm.is_warm(ONE)
 

@@ -17,7 +17,7 @@ def test_version_names_the_build_and_the_files_it_can_read() -> None:
     told = CliRunner().invoke(main, ["--version"]).output.splitlines()
     assert told[0].startswith(f"llama-prefix-cache {__version__}")
     assert all(str(version) in told[1] for version in SUPPORTED_VERSIONS)
-    assert told[2] == "index: format 1"
+    assert told[2] == "index: format 2"
 
 
 def test_licences_that_ask_for_more_than_ours_does_are_named() -> None:
