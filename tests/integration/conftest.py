@@ -10,6 +10,7 @@ import pytest
 
 from proxy.servers import server as lifecycle
 from proxy.serving import launches as abandoned
+from proxy.web import clients
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.integration.rig import Rig
 
@@ -42,6 +43,7 @@ def _impatience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten what the proxy waits for by the clock."""
     monkeypatch.setattr(lifecycle, "WATCH_SECONDS", 0.03)
     monkeypatch.setattr(abandoned, "DISCONNECT_SECONDS", 0.1)
+    monkeypatch.setattr(clients, "HALF_CLOSED_SECONDS", 0.0)
 
 
 @pytest.fixture(autouse=True)

@@ -304,8 +304,8 @@ async def test_process_that_is_lost_during_a_look_is_not_attached(
         asked, answered = asyncio.Event(), asyncio.Event()
         ask = upstream.props
 
-        async def ask_slowly() -> Props:
-            props = await ask()
+        async def ask_slowly(seconds: float) -> Props:
+            props = await ask(seconds)
             asked.set()
             await answered.wait()
             return props

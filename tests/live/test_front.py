@@ -25,6 +25,7 @@ SAME = {
     "cache_prompt is a string": post(CHAT, chat(cache_prompt="x")),
     "cache_prompt is a number": post(CHAT, chat(cache_prompt=0)),
     "cache_prompt is a list": post(b"/completion", b'{"prompt": "a", "cache_prompt": []}'),
+    "n_cache_reuse is a list": post(CHAT, chat(n_cache_reuse=[])),
     "cache_prompt is null": post(CHAT, chat(cache_prompt=None)),
     "a target of 20,000 bytes": get(b"/v1/models?" + b"a" * 20000),
     "a header of 20,000 bytes": get(b"/v1/models", b"X-A: " + b"a" * 20000 + b"\r\n"),

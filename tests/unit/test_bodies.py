@@ -155,10 +155,9 @@ def test_pin_of_any_body_changes_only_the_owned_fields(
 ) -> None:
     raw = space + json.dumps(fields, indent=indent).encode() + space
     pinned = pin(body(raw), SLOT)
-    owned: dict[str, Any] = {"id_slot": 3, "n_cache_reuse": 0}
     asked = fields.get("cache_prompt")
-    if isinstance(asked, bool | None):  # llama-server refuses anything else
-        owned["cache_prompt"] = asked is not False
+    reuses = asked is not False if isinstance(asked, bool | None) else asked
+    owned = {"id_slot": 3, "cache_prompt": reuses, "n_cache_reuse": 0}
     assert json.loads(pinned) == {**fields, **owned}
     assert [k for k in json.loads(pinned) if k not in owned] == [
         k for k in fields if k not in owned
