@@ -43,7 +43,7 @@ from proxy.store.files import is_private
 from proxy.store.store import CheckpointStore
 from proxy.tasks import Tasks
 from proxy.web.admin import Admin, only_operators, only_own_pages
-from proxy.web.clients import MAX_BODY_BYTES, Front
+from proxy.web.clients import IDLE_SECONDS, MAX_BODY_BYTES, MAX_TARGET_BYTES, Connection, Front
 from proxy.web.page import LivePage, Looks
 from proxy.web.writer import Unread
 
@@ -207,17 +207,24 @@ async def _listen(app: web.Application, address: str, drain_seconds: float) -> A
         handler_cancellation=True,
         shutdown_timeout=drain_seconds,
         auto_decompress=False,
+        keepalive_timeout=IDLE_SECONDS,
+        max_line_size=MAX_TARGET_BYTES,
     )
     await runner.setup()
+    connected = runner.server
+    assert connected is not None
+    listener: asyncio.Server | None = None
     try:
         host, port = split_address(address)
-        site = web.TCPSite(runner, host or None, port)
+        loop = asyncio.get_running_loop()
         try:
-            await site.start()
+            listener = await loop.create_server(lambda: Connection(connected()), host or None, port)
         except OSError as error:
             raise OSError(error.errno, error.strerror, address) from error
-        yield int(runner.addresses[0][1])
+        yield int(listener.sockets[0].getsockname()[1])
     finally:
+        if listener is not None:
+            listener.close()
         await runner.cleanup()
 
 

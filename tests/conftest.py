@@ -1,11 +1,14 @@
-"""What all tests share: Hypothesis's profiles, folders in memory, Ctrl-C as commands know it."""
+"""What all tests share: the event loop, Hypothesis's profiles, folders in memory, and Ctrl-C."""
 
 import gc
 import os
 import shutil
 import signal
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import uvloop
 from hypothesis import settings
 
 # Few examples by default, many in `make test-long`; no deadline, for machines are busy.
@@ -24,6 +27,11 @@ def pytest_configure() -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
     # Shells have what they start in the background ignore Ctrl-C, and commands under test inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], AbstractEventLoop]]:
+    """Run tests on the event loop that `serve` and `run` use."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 def pytest_collection_finish() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 import msgspec
+import uvloop
 
 from proxy.app import run_proxy
 from proxy.cli.access import RunningProxy, with_proxy
@@ -63,7 +64,7 @@ def _serve(
     Raises LlamaServerDied.
     """
     try:
-        asyncio.run(_serve_until_told(settings, supervisor, n_context_checkpoints))
+        uvloop.run(_serve_until_told(settings, supervisor, n_context_checkpoints))
     except SettingsError as error:
         fail(error, Exit.USAGE)
     except StoreLocked as error:

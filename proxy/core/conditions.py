@@ -69,6 +69,13 @@ class DegradationKind(StrEnum):
         "llama-server does not answer. Requests wait for it, within upstream_wait_seconds.",
         "Start llama-server, or correct `upstream` (--upstream URL).",
     )
+    SILENT = (
+        "llama-server is silent",
+        "llama-server takes connections but has not answered for seconds. Requests to it wait.",
+        "None needed if it ends by itself. Else see whether llama-server is stopped or swapped out, or has "
+        "fewer threads (--threads-http) than clients at once.",
+        State.DEGRADED,
+    )
     LOADING = (
         "llama-server is loading",
         "llama-server is still loading its model. Requests wait for it, within upstream_wait_seconds.",

@@ -99,7 +99,7 @@ class AnswerReader:
 
     def _read_line(self, line: bytes) -> None:
         # Nearly all lines: reading them costs more than relaying them.
-        if any(mark in line for mark in _TEXT_EVENTS) and not any(m in line for m in _SAYS_MORE):
+        if _has_any(_TEXT_EVENTS, line) and not _has_any(_SAYS_MORE, line):
             self.has_token = True
             return
         data = line[5:].strip()
@@ -175,6 +175,13 @@ class AnswerReader:
             if is_whole or choice.get("finish_reason"):
                 done, self._growing = self._growing, {}
                 yield from map(_complete, done.values())
+
+
+def _has_any(marks: tuple[bytes, ...], line: bytes) -> bool:
+    for mark in marks:  # a third of what any() takes
+        if mark in line:
+            return True
+    return False
 
 
 def _calls_of_responses(event: Json) -> Iterator[CallMade]:

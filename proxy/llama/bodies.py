@@ -168,11 +168,13 @@ def taints_slot(body: GenerationBody) -> bool:
 def pin(body: GenerationBody, slot_id: SlotId, *, reuses: bool = True) -> bytes:
     """Return the body with `id_slot` set, and with `cache_prompt`, which a client can only turn off.
 
-    `n_cache_reuse` 0 keeps a server's --cache-reuse from shifting states, which are then only roughly
-    right.
+    A `cache_prompt` of a wrong type is left for llama-server to refuse. `n_cache_reuse` 0 keeps a server's
+    --cache-reuse from shifting states, which are then only roughly right.
     """
-    wants_reuse = body.fields.get("cache_prompt") is not False
-    owned: dict[str, Any] = {"id_slot": slot_id, "cache_prompt": reuses and wants_reuse}
+    asked = body.fields.get("cache_prompt")
+    owned: dict[str, Any] = {"id_slot": slot_id}
+    if isinstance(asked, bool | None):
+        owned["cache_prompt"] = reuses and asked is not False
     if not body.fields.get("n_cache_reuse"):
         owned["n_cache_reuse"] = 0
     if owned.keys() & body.fields.keys():

@@ -239,8 +239,8 @@ class LlamaServer:
             return False
         return True
 
-    async def props(self) -> Props:
-        return await self.call("GET", "/props", Props, seconds=QUICK_SECONDS)
+    async def props(self, seconds: float = QUICK_SECONDS) -> Props:
+        return await self.call("GET", "/props", Props, seconds=seconds)
 
     async def process_id(self, props: Props) -> str:
         """Return a mark of the process that answered with *props*.

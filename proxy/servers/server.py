@@ -13,8 +13,8 @@ Every change of a phase stands in this file:
 | the host has loaded the model (`appear`)             | unloaded            | attaching    |
 | a host of models turns out to be at the address      | any                 | unloaded     |
 
-A look that times out changes nothing: a busy llama-server is not gone. A look during which the model was
-lost changes nothing either: `epoch` counts the losses.
+A look that times out changes no phase: a busy llama-server is not gone, and /health says that it is silent.
+A look during which the model was lost changes nothing: `epoch` counts the losses.
 
 What a request does (`ready`):
 
@@ -55,6 +55,8 @@ from proxy.settings import Settings
 WATCH_SECONDS = 1.0
 RETURN_WATCH_SECONDS = 0.2
 """How often llama-server is looked for while requests wait for it to come back."""
+SILENT_SECONDS = 5.0
+"""How long llama-server may take to answer a look before that is told."""
 CUT_SECONDS = 2.0
 """An answer that has begun is cut off once llama-server was unreachable, and silent in it, for so long.
 
@@ -333,10 +335,12 @@ class Server(Watched):
         while self.phase is not Phase.UNLOADED:
             epoch, props = self.epoch, None
             try:
-                props = await self.upstream.props()
+                props = await self.upstream.props(SILENT_SECONDS)
+                self._degradations.end(DegradationKind.SILENT)
                 await self._follow(props, epoch)
-            except UpstreamSlow:
-                pass
+            except UpstreamSlow as slow:
+                if epoch == self.epoch:
+                    self._degradations.begin(DegradationKind.SILENT, str(slow))
             except UpstreamFault as fault:
                 if epoch == self.epoch:
                     await self._miss(kind_of(fault), str(fault), has_answered=props is not None)

@@ -1,10 +1,12 @@
 """The listener that clients talk to: generation routes go through the cache, all else straight through."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import xxhash
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from proxy.core.messages import Route
 from proxy.errors import CacheFault, ProxyError, ServerAway, TooManyRequests
@@ -19,6 +21,15 @@ from proxy.web.writer import Unread
 
 MAX_BODY_BYTES = 256 << 20
 """The largest request body of a generation; other requests stream through without a limit."""
+MAX_TARGET_BYTES = 32 << 10
+"""The longest path with its query; llama-server itself takes as many."""
+IDLE_SECONDS = 75.0
+"""How long a connection may be without a whole head of a request; llama-server closes it after 5 s."""
+BODY_SECONDS = 300.0
+"""How long the body of a generation may take to come."""
+HALF_CLOSED_SECONDS = 1.0
+"""How long a client that sends no more may wait for its answer: llama-server, too, takes a client for gone
+at its next look, a second after the last one."""
 _KEY_HEADERS = ("Authorization", "X-Api-Key")
 _SESSION_HEADERS = (
     "X-Claude-Code-Session-Id X-Claude-Code-Agent-Id X-Session-Id Session-Id Thread-Id".split()
@@ -36,7 +47,40 @@ def tenant_of(keys: Mapping[str, str]) -> bytes:
     key = keys.get("Authorization") or keys.get("X-Api-Key", "")
     if not key:
         return b""
-    return xxhash.xxh3_128_digest(key.removeprefix("Bearer ").encode())
+    return xxhash.xxh3_128_digest(key.removeprefix("Bearer ").encode(errors="surrogateescape"))
+
+
+def _session_of(headers: Mapping[str, str]) -> str:
+    told = " ".join(filter(None, map(headers.get, _SESSION_HEADERS)))
+    return told.encode(errors="replace").decode()  # bytes that are no UTF-8 came as surrogates
+
+
+class Connection(asyncio.Protocol):
+    """A client's connection, which stays open for a while when the client has sent all that it will send.
+
+    aiohttp's own protocol has it closed at once, and the client without its answer.
+    """
+
+    def __init__(self, protocol: asyncio.Protocol) -> None:
+        self._protocol = protocol
+        self._closing: asyncio.TimerHandle | None = None
+        self.data_received = protocol.data_received  # type: ignore[method-assign]
+        self.pause_writing = protocol.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = protocol.resume_writing  # type: ignore[method-assign]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self._protocol.connection_made(transport)
+
+    def eof_received(self) -> bool:
+        loop = asyncio.get_running_loop()
+        self._closing = loop.call_later(HALF_CLOSED_SECONDS, self._transport.close)
+        return True
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if self._closing is not None:
+            self._closing.cancel()
+        self._protocol.connection_lost(error)
 
 
 @dataclass
@@ -60,6 +104,8 @@ class Front:
         try:
             if not request.raw_path.startswith("/"):
                 raise ProxyError("the request target must be a path", 400)
+            if request.version > HttpVersion11:
+                raise ProxyError("only HTTP/1.0 and HTTP/1.1 are spoken here", 400)
             if changes_server_state(request.method, path):
                 raise ProxyError(
                     f"POST {path} would change llama-server's state behind the cache's back", 403
@@ -119,28 +165,41 @@ class Front:
             relay=exchange.send,
             withdraw=exchange.withdraw,
             tenant=tenant_of(keys),
-            session=" ".join(filter(None, map(headers.get, _SESSION_HEADERS))),
+            session=_session_of(headers),
             model=model,
         )
-        self.n_requests += 1
         try:
-            if self.n_requests > self.max_requests:
-                raise TooManyRequests(f"{self.max_requests} requests are being served already")
-            if request.receive(await self._read_body(exchange.client)).wants_stream:
-                exchange.writer.keep()
-            await self.pool.serve(request)
+            body = await self._read_body(exchange.client)
+            with self._counted():
+                if request.receive(body).wants_stream:
+                    exchange.writer.keep()
+                await self.pool.serve(request)
         except BaseException as error:
             if not exchange.is_answered:
                 self.report.unanswered(request, error)
             raise
         finally:
-            self.n_requests -= 1
             await exchange.writer.stop_keeping()
 
-    async def _read_body(self, request: web.Request) -> bytes:
-        """Return the body, with its model named as llama-server does; raises ProxyError over the limit."""
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Count a request that has been read while the block runs; raises TooManyRequests."""
+        if self.n_requests >= self.max_requests:
+            raise TooManyRequests(f"{self.max_requests} requests are being served already")
+        self.n_requests += 1
         try:
-            return with_alias(await request.read(), self.aliases)
+            yield
+        finally:
+            self.n_requests -= 1
+
+    async def _read_body(self, request: web.Request) -> bytes:
+        """Return the body, with its model named as llama-server does; raises ProxyError over the limits."""
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                return with_alias(await request.read(), self.aliases)
+        except TimeoutError as error:
+            message = f"the request body did not come within {BODY_SECONDS:.0f} s"
+            raise ProxyError(message, 408) from error
         except web.HTTPRequestEntityTooLarge as error:
             message = f"the request body is over {MAX_BODY_BYTES >> 20} MiB"
             raise ProxyError(message, 413) from error

@@ -23,6 +23,7 @@ _TYPES = {
     401: ("authentication_error", "authentication_error"),
     403: ("permission_error", "permission_error"),
     404: ("not_found_error", "not_found_error"),
+    408: ("invalid_request_error", "invalid_request_error"),
     413: ("invalid_request_error", "request_too_large"),
     422: ("invalid_request_error", "invalid_request_error"),
     429: ("rate_limit_error", "rate_limit_error"),

@@ -2,7 +2,7 @@
 
 import asyncio
 import io
-from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from collections.abc import AsyncIterable, Callable, Mapping
 from contextlib import suppress
 
 import aiohttp
@@ -42,11 +42,12 @@ class Exchange:
     """One client's request, passed to llama-server, and llama-server's answer, relayed to the client.
 
     `path` is the client's, as a llama-server would see it. `is_answered` says that llama-server's answer
-    has come to its end, be it an error's. `_answer` is the answer that is relayed now.
+    has come to its end, be it an error's. `_answer` is the answer that is relayed now, `_reader` reads it.
     """
 
     _answer: aiohttp.ClientResponse
     _heard: Heard
+    _reader: AnswerReader
 
     def __init__(self, client: web.Request, path: str, unread: Unread) -> None:
         self.client = client
@@ -56,6 +57,7 @@ class Exchange:
         self.is_answered = False
         self._has_begun = False
         self._has_token = False
+        self._first_token_at: float | None = None
 
     def withdraw(self) -> None:
         """Give up the answer that is relayed, if no token of it has come; `send` raises ServerAway then."""
@@ -131,23 +133,21 @@ class Exchange:
         self._has_begun = True
         if waiting is None:
             self.writer.response = await self._begin(edited)
-        return await self._pass_on(_chunks(target, answer, lines, edited))
-
-    async def _pass_on(self, chunks: AsyncIterator[tuple[bytes, bytes]]) -> Answer:
-        """Write the answer to the client as it comes, and read what it says."""
-        answer, heard = self._answer, self._heard
         # Clients will not send the tool calls of an answer back as they were.
         route = self.route if answer.status == 200 else None
-        reader = AnswerReader(answer.headers.get("Content-Type", ""), route)
-        first_token_at: float | None = None
+        self._reader = AnswerReader(answer.headers.get("Content-Type", ""), route)
+        return await self._pass_on(target, lines, edited)
+
+    async def _pass_on(
+        self, target: Target, lines: StreamEdit | None, edited: tuple[bytes, bytes] | None
+    ) -> Answer:
+        """Write the answer to the client, and read what it says."""
+        answer, reader = self._answer, self._reader
         try:
-            async for chunk, passed_on in chunks:
-                heard.note()
-                reader.feed(chunk)
-                if first_token_at is None and reader.has_token:
-                    first_token_at, self._has_token = heard.heard_at, True
-                if passed_on:
-                    await self.writer.write(passed_on)
+            if edited is None:
+                await self._pass_on_as_it_comes(target, lines)
+            else:
+                self._pass_on_now(*edited)
             if self.route is not None and _is_stream(answer) and not reader.is_complete:
                 # llama-swap ends a stream that broke off as if it were whole.
                 raise aiohttp.ClientPayloadError("its stream ended before its last event")
@@ -160,9 +160,50 @@ class Exchange:
                 task.uncancel()
         except aiohttp.ClientError as error:
             await self._break_off(error, has_token=reader.has_token)
-            return Answer(answer.status, None, first_token_at, is_broken=True)
+            return Answer(answer.status, None, self._first_token_at, is_broken=True)
         self.is_answered = True
-        return Answer(answer.status, reader.timings(), first_token_at, calls=reader.calls())
+        return Answer(answer.status, reader.timings(), self._first_token_at, calls=reader.calls())
+
+    async def _pass_on_as_it_comes(self, target: Target, lines: StreamEdit | None) -> None:
+        """Return when all is written; raises aiohttp.ClientError if it breaks off.
+
+        What has come is passed on by the connection's own callback: to wake a task for each event takes
+        longer than all else. While there is no room for more, it stays unread.
+        """
+        answer, content, writer = self._answer, self._answer.content, self.writer
+        passed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def advance() -> None:
+            if passed.done():
+                return
+            try:
+                if error := content.exception():
+                    raise error
+                while not writer.is_full and (chunk := content.read_nowait()):
+                    if target.says_gone(chunk):
+                        raise aiohttp.ClientPayloadError("its process has ended")
+                    self._pass_on_now(chunk, chunk if lines is None else lines.feed(chunk))
+                if content.at_eof():
+                    self._pass_on_now(b"", b"" if lines is None else lines.finish())
+                    passed.set_result(None)
+            except Exception as error:
+                passed.set_exception(error)
+
+        writer.on_room = advance
+        transport = answer.connection.transport if answer.connection else None
+        if transport is not None:
+            transport.set_protocol(_Tap(transport.get_protocol(), advance))
+        advance()
+        await passed
+
+    def _pass_on_now(self, chunk: bytes, passed_on: bytes) -> None:
+        """Read a chunk of the answer, and write what is passed on for it."""
+        self._heard.note()
+        self._reader.feed(chunk)
+        if self._first_token_at is None and self._reader.has_token:
+            self._first_token_at, self._has_token = self._heard.heard_at, True
+        if passed_on:
+            self.writer.write(passed_on)
 
     async def _refuse_in_stream(self, waiting: web.StreamResponse) -> Answer:
         """Tell a client whose stream has begun already what llama-server said instead of one."""
@@ -196,7 +237,7 @@ class Exchange:
             if self.client.transport is not None:
                 self.client.transport.close()
         elif has_token:
-            await self.writer.write(error_event(self.path, ServerAway(told)))
+            self.writer.write(error_event(self.path, ServerAway(told)))
             await self.writer.end()
         else:
             await self.writer.delivered()
@@ -205,25 +246,24 @@ class Exchange:
             raise ServerAway(told, has_ended=not self._heard.is_cut) from error
 
 
-async def _chunks(
-    target: Target,
-    answer: aiohttp.ClientResponse,
-    lines: StreamEdit | None,
-    edited: tuple[bytes, bytes] | None,
-) -> AsyncIterator[tuple[bytes, bytes]]:
-    """Yield what has come of an answer, and what of it can be passed on now.
+class _Tap(asyncio.Protocol):
+    """Stands between a connection and aiohttp's protocol; tells when that has taken what has come."""
 
-    Raises ClientPayloadError where a host says in it that its llama-server is gone.
-    """
-    if edited is not None:
-        yield edited
-        return
-    async for chunk in answer.content.iter_any():
-        if target.says_gone(chunk):
-            raise aiohttp.ClientPayloadError("its process has ended")
-        yield chunk, chunk if lines is None else lines.feed(chunk)
-    if lines is not None:
-        yield b"", lines.finish()
+    def __init__(self, protocol: asyncio.BaseProtocol, on_change: Callable[[], None]) -> None:
+        assert isinstance(protocol, asyncio.Protocol)
+        self._protocol = protocol
+        self._on_change = on_change
+        self.eof_received = protocol.eof_received  # type: ignore[method-assign]
+        self.pause_writing = protocol.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = protocol.resume_writing  # type: ignore[method-assign]
+
+    def data_received(self, data: bytes) -> None:
+        self._protocol.data_received(data)
+        self._on_change()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._protocol.connection_lost(error)
+        self._on_change()
 
 
 async def _gone(target: Target, answer: aiohttp.ClientResponse) -> ServerAway:

@@ -10,12 +10,14 @@ import fcntl
 import sys
 import termios
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from aiohttp import web
 
 from proxy.log import get_logger
 from proxy.metrics import Metrics
+from proxy.serving.request import do_nothing
 
 KEEP_SECONDS = 15.0
 """How long a client that asked for a stream waits for the first sign of life, and for each one after it."""
@@ -54,6 +56,7 @@ class ClientWriter:
 
     What the client's socket takes at once is written at once. Otherwise a task writes as the client reads.
     `response` is what has been begun of the answer; it must be there before anything is written.
+    `on_room` is called when something of what waits has been written.
     """
 
     def __init__(self, client: web.Request, unread: Unread) -> None:
@@ -62,10 +65,11 @@ class ClientWriter:
         self._rest = bytearray()
         self._is_whole = False
         self._task: asyncio.Task[None] | None = None
-        self._has_room = asyncio.Event()
+        self._n_written_bytes = 0
         self._keeping: asyncio.Task[None] | None = None
         self._commenting = asyncio.Lock()
         self.response: web.StreamResponse | None = None
+        self.on_room: Callable[[], None] = do_nothing
 
     def keep(self) -> None:
         """Send comments until the answer begins: clients give up after minutes without a byte.
@@ -99,16 +103,16 @@ class ClientWriter:
                         self.response = response
                     await self.response.write(COMMENT)
 
-    async def write(self, data: bytes) -> None:
-        """Write *data* behind what waits already; raises ConnectionResetError if the client is gone."""
-        assert self.response is not None
-        if len(data) <= _PIECE_BYTES and self._is_keeping_up:
-            return await self.response.write(data)  # does not wait: the transport's buffer is empty
-        while self._is_full:
-            self._has_room.clear()
-            await self._has_room.wait()
-        if self._client.transport is None or self._client.transport.is_closing():
+    def write(self, data: bytes) -> None:
+        """Write *data* behind what waits already; raises ConnectionResetError if the client is gone.
+
+        Ask `is_full` first.
+        """
+        transport = self._client.transport
+        if transport is None or transport.is_closing():
             raise ConnectionResetError("the client is gone")
+        if len(data) <= _PIECE_BYTES and self._is_keeping_up:
+            return self._write_now(transport, data)
         self._rest += data
         self._unread.n_bytes += len(data)
         self._deliver()
@@ -135,17 +139,17 @@ class ClientWriter:
             self._take(len(self._rest))  # a task that never began to run does not
 
     @property
+    def is_full(self) -> bool:
+        """Whether the client has to read first; a client that has read all waits for no other."""
+        is_full = len(self._rest) >= MAX_ANSWER_BYTES or self._unread.n_bytes >= MAX_BYTES
+        return bool(self._rest) and is_full
+
+    @property
     def _is_keeping_up(self) -> bool:
         """Whether nothing waits for the client; that the client is gone is for the next write to tell."""
         transport = self._client.transport
         is_idle = self._task is None or self._task.done()
         return is_idle and (transport is None or not transport.get_write_buffer_size())
-
-    @property
-    def _is_full(self) -> bool:
-        """Whether the client has to read first; a client that has read all waits for no other."""
-        is_full = len(self._rest) >= MAX_ANSWER_BYTES or self._unread.n_bytes >= MAX_BYTES
-        return bool(self._rest) and is_full
 
     def _deliver(self) -> None:
         """See to it that a task writes what waits."""
@@ -161,7 +165,8 @@ class ClientWriter:
             with suppress(ConnectionError):  # the client is gone; its handler is cancelled
                 await drain()
                 while self._rest:
-                    await self.response.write(self._take(_PIECE_BYTES))
+                    self._write_now(transport, self._take(_PIECE_BYTES))
+                    self.on_room()
                     await drain()
                 if self._is_whole:
                     await self.response.write_eof()
@@ -169,22 +174,30 @@ class ClientWriter:
         finally:
             watch.cancel()
             self._take(len(self._rest))
+            self.on_room()
 
     def _take(self, n_bytes: int) -> bytes:
         piece = bytes(self._rest[:n_bytes])
         del self._rest[:n_bytes]
         self._unread.n_bytes -= len(piece)
-        self._has_room.set()
         return piece
+
+    def _write_now(self, transport: asyncio.Transport, data: bytes) -> None:
+        """Hand *data* to the transport: aiohttp would take four coroutines for it."""
+        assert self.response is not None
+        if "Transfer-Encoding" in self.response.headers:
+            data = b"%x\r\n%b\r\n" % (len(data), data)
+        transport.write(data)
+        self._n_written_bytes += len(data)
 
     async def _watch(self, transport: asyncio.Transport) -> None:
         """Disconnect the client if it reads nothing for too long."""
         n_read, read_at = -1, time.monotonic()
         while True:
-            n_read, n_before = self._client.writer.output_size - _n_buffered(transport), n_read
+            n_read, n_before = self._n_written_bytes - _n_buffered(transport), n_read
             if n_read != n_before:
                 read_at = time.monotonic()
-            is_urgent = self._is_full or self._unread.is_stopping
+            is_urgent = self.is_full or self._unread.is_stopping
             seconds = time.monotonic() - read_at
             if seconds >= (STALLED_FULL_SECONDS if is_urgent else STALLED_SECONDS):
                 self._unread.n_stalled.inc()

@@ -33,12 +33,13 @@ RATE = 500
 Stacks = Counter[tuple[str, ...]]
 _START_SECONDS = 30.0
 _SHOWN_SHARE = 0.01
-_WAITING = ("EpollSelector.select ", "select ", "_worker ")
+_LOOP = "Runner.run "
+_WAITING = (_LOOP, "_worker ")
+"""uvloop itself cannot be told from its wait for sockets."""
 _WIDTH, _ROW, _CHARACTER, _LEAST_WIDTH = 1600, 16, 6.7, 0.5
 _OTHERS = {
     "aiohttp": "aiohttp: connections, HTTP",
     "asyncio": "asyncio: the event loop",
-    "selectors.py": "asyncio: the event loop",
     "structlog": "structlog: the log line",
     "prometheus_client": "prometheus_client: counts",
 }
@@ -73,8 +74,8 @@ def read_stacks(raw: str) -> Stacks:
         frames = tuple(stack.split(";"))
         if not frames[-1].startswith(_WAITING):
             # What started the loop is the same in all stacks.
-            begin = next((i for i, f in enumerate(frames) if f.startswith("BaseEventLoop._run")), 0)
-            stacks[frames[begin:]] += int(n_samples)
+            begin = next((i for i, f in enumerate(frames) if f.startswith(_LOOP)), -1)
+            stacks[frames[begin + 1 :]] += int(n_samples)
     return stacks
 
 

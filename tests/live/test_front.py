@@ -1,0 +1,134 @@
+"""The listener for clients: what is odd, slow or broken is answered as llama-server answers it."""
+
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from proxy import app
+from proxy.servers import server
+from proxy.web import clients
+from tests.lab.raw_bytes import RawConnection, chat, get, post, status_of
+from tests.lab.rig import Rig
+from tests.lab.waiting import until
+from tests.live.conftest import StartRig
+
+CHAT = b"/v1/chat/completions"
+_OPTIONS = b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+SAME = {
+    "an Authorization that is no UTF-8": post(CHAT, chat(), b"Authorization: Bearer \xff\xe9\r\n"),
+    "a Session-Id that is no UTF-8": post(CHAT, chat(), b"Session-Id: \xff\xe9\r\n"),
+    "a User-Agent that is no UTF-8": post(CHAT, chat(), b"User-Agent: \xff\xe9\r\n"),
+    "cache_prompt is a string": post(CHAT, chat(cache_prompt="x")),
+    "cache_prompt is a number": post(CHAT, chat(cache_prompt=0)),
+    "cache_prompt is a list": post(b"/completion", b'{"prompt": "a", "cache_prompt": []}'),
+    "cache_prompt is null": post(CHAT, chat(cache_prompt=None)),
+    "a target of 20,000 bytes": get(b"/v1/models?" + b"a" * 20000),
+    "a header of 20,000 bytes": get(b"/v1/models", b"X-A: " + b"a" * 20000 + b"\r\n"),
+    "HTTP/2.0": get(b"/v1/models").replace(b"HTTP/1.1", b"HTTP/2.0"),
+    "HTTP/1.0 without Host": b"GET /v1/models HTTP/1.0\r\n\r\n",
+    "two lengths": post(CHAT, chat(), b"Content-Length: 5\r\n"),
+    "two hosts": get(b"/v1/models", b"Host: other\r\n"),
+    "chunks and a length": post(CHAT, chat(), b"Transfer-Encoding: chunked\r\n"),
+}
+DIFFERENT = {
+    "the same length twice": (
+        post(CHAT, chat(), b"Content-Length: %d\r\n" % len(chat())),
+        200,
+        400,
+    ),
+    "no Host": (get(b"/v1/models", host=b""), 200, 400),
+    "bytes that are no ASCII in the target": (get(b"/v1/models?\xff"), 200, 400),
+    "a Host that is none": (get(b"/v1/models", host=b"Host: \xff a\r\n"), 400, 200),
+    "another Expect than 100-continue": (get(b"/v1/models", b"Expect: x\r\n"), 200, 417),
+    "OPTIONS *": (_OPTIONS, 200, 404),
+    "a target of over 32 KiB": (get(b"/v1/models?" + b"a" * 40000), 0, 400),
+}
+"""What docs/security.md names, with llama-server's own answer and the proxy's; 0 is none."""
+
+
+@pytest.fixture
+async def rig(start_rig: StartRig) -> Any:
+    async with start_rig("hybrid", n_ctx=4096, max_requests=4) as rig:
+        yield rig
+
+
+@pytest.mark.parametrize("raw", SAME.values(), ids=SAME.keys())
+async def test_odd_request_has_the_direct_answer(rig: Rig, raw: bytes) -> None:
+    assert await status_of(rig.base_url, raw) == await status_of(rig.server.base_url, raw)
+
+
+@pytest.mark.parametrize(("raw", "alone", "ours"), DIFFERENT.values(), ids=DIFFERENT.keys())
+async def test_odd_request_has_another_answer_only_as_documented(
+    rig: Rig, raw: bytes, alone: int, ours: int
+) -> None:
+    assert await status_of(rig.server.base_url, raw) == alone
+    assert await status_of(rig.base_url, raw) == ours
+
+
+@pytest.mark.parametrize("raw", [get(b"/v1/models"), post(CHAT, chat())], ids=["GET", "chat"])
+async def test_client_that_sends_no_more_gets_its_answer(rig: Rig, raw: bytes) -> None:
+    assert await status_of(rig.server.base_url, raw, is_all=True) == 200
+    assert await status_of(rig.base_url, raw, is_all=True) == 200
+
+
+async def test_client_that_sends_no_more_is_taken_for_gone_after_a_while(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "HALF_CLOSED_SECONDS", 0.05)
+    connection = await RawConnection.open(rig.base_url)
+    connection.send(post(CHAT, chat(max_tokens=100000, ignore_eos=True)), is_all=True)
+    assert await connection.status() == 0
+    await connection.close()
+    await rig.settled()
+
+
+async def test_requests_that_are_not_read_yet_keep_nobody_out(rig: Rig) -> None:
+    slow = [await RawConnection.open(rig.base_url) for _ in range(20)]
+    for connection in slow:
+        connection.send(post(CHAT, chat())[:-1])
+    await until(lambda: len(asyncio.all_tasks()) > len(slow))
+    assert await status_of(rig.base_url, post(CHAT, chat())) == 200
+    slow[0].send(chat()[-1:])
+    assert await slow[0].status() == 200
+    for connection in slow:
+        await connection.close()
+
+
+async def test_body_that_does_not_come_is_not_waited_for(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clients, "BODY_SECONDS", 0.2)
+    assert await status_of(rig.base_url, post(CHAT, chat())[:-1]) == 408
+
+
+async def test_head_that_does_not_come_is_not_waited_for(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "IDLE_SECONDS", 0.2)
+    async with start_rig("hybrid") as rig:
+        for base_url in (rig.base_url, rig.admin_url):
+            for raw in (b"", b"GET /v1/mod", get(b"/v1/models")[:-2]):
+                assert await status_of(base_url, raw) == 0
+
+
+async def test_operators_are_told_of_a_number_that_is_too_large(rig: Rig) -> None:
+    assert await status_of(rig.admin_url, get(b"/requests?limit=" + b"9" * 23)) == 400
+    assert await status_of(rig.admin_url, get(b"/requests?limit=" + b"9" * 18)) == 200
+
+
+async def test_llama_server_that_stands_still_is_told(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "SILENT_SECONDS", 0.3)
+    os.kill(rig.server.pid, signal.SIGSTOP)
+    try:
+        await rig.reasons_are("llama-server is silent")
+        assert (await rig.health())["state"] == "degraded"
+    finally:
+        os.kill(rig.server.pid, signal.SIGCONT)
+    await rig.reasons_are()
+    await rig.chat([{"role": "user", "content": "hello"}])
