@@ -135,7 +135,8 @@ def _complaint(body: bytes) -> str:
     """Return what an error body says."""
     try:
         error = msgspec.json.decode(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
+        said = str(error["message"] if isinstance(error, dict) else error)
+        return said.removeprefix("llama-prefix-cache: ")
     except (msgspec.DecodeError, KeyError, TypeError):
         return body.decode(errors="replace").strip()
 

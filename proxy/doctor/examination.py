@@ -85,7 +85,7 @@ async def examine(
             stored = _examine_directory(setup)
             for upstream, facts in found:
                 await _examine_server(upstream, facts, setup, stored, rewrite, note)
-                if setup.is_proxy_caching:
+                if setup.health is not None:
                     facts.degradations = ()  # the proxy has llama-server's key, and says what it met
     return setup
 
