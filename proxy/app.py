@@ -33,7 +33,7 @@ from proxy.serving.shared import Shared, new_shared, note_quarantined
 from proxy.settings import (
     Settings,
     admin_token,
-    admin_token_path,
+    admin_token_file,
     parse_list,
     parse_urls,
     split_address,
@@ -146,7 +146,7 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
     own_hosts = (split_address(settings.admin)[0], *parse_list(settings.admin_hosts))
     token, is_new = admin_token(settings)
     if is_new:
-        path = str(admin_token_path(settings))
+        path = str(admin_token_file(settings))
         says = f"the live page and the commands ask for a token: {token} (kept in {path})"
         get_logger("admin").info("token made", token=token, kept_in=path, says=says)
     open_paths = [f"/{name}" for name in parse_list(settings.admin_open)]

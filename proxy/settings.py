@@ -295,53 +295,54 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def admin_token_path(settings: Settings) -> Path | None:
-    """Return where the token of the admin listener is kept; None if the listener asks for none."""
-    if settings.admin_token_file:
-        return Path(settings.admin_token_file).expanduser()
-    if is_loopback(split_address(settings.admin)[0]):
-        return None
-    return Path(settings.slot_save_path, ADMIN_TOKEN)
+def admin_token_file(settings: Settings) -> Path:
+    """Return where the admin listener's token is kept: the file that is given, or one beside the states."""
+    return Path(
+        settings.admin_token_file or Path(settings.slot_save_path, ADMIN_TOKEN)
+    ).expanduser()
 
 
-def read_token(path: Path) -> str:
-    """Return the token in a file; raises SettingsError if there is none."""
+def read_admin_token(settings: Settings) -> str | None:
+    """Return the token for the admin listener, None without; raises SettingsError if a file has none."""
+    path = admin_token_file(settings)
     try:
         token = path.read_text(encoding="ascii").strip()
-    except OSError as error:
+    except FileNotFoundError as error:
+        if not settings.admin_token_file:
+            return None
         raise SettingsError(f"admin_token_file: {in_words(error)}") from error
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"admin_token_file: {path}: no token of plain letters") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = in_words(error) if isinstance(error, OSError) else f"{path} is no text"
+        raise SettingsError(f"admin_token_file: {why}") from error
     if not token:
         raise SettingsError(f"admin_token_file: {path} is empty")
     return token
 
 
 def admin_token(settings: Settings) -> tuple[str | None, bool]:
-    """Return the token of the admin listener, None without, and whether it was made now.
+    """Return what the admin listener asks for, None for nothing, and whether it was made now.
 
-    Raises SettingsError if a file that was given has no token.
+    Raises SettingsError if a file has no token.
     """
-    path = admin_token_path(settings)
-    if path is None or settings.admin_token_file or path.exists():
-        return (read_token(path) if path else None), False
+    if not settings.admin_token_file and is_loopback(split_address(settings.admin)[0]):
+        return None, False
+    if (token := read_admin_token(settings)) is not None:
+        return token, False
     token = secrets.token_urlsafe(24)
     with suppress(OSError):  # a directory that cannot be written: this token ends with this proxy
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with open(os.open(admin_token_file(settings), flags, 0o600), "w") as file:
             file.write(token + "\n")
     return token, True
 
 
-def token_for(settings: Settings) -> str | None:
-    """Return the token to show a proxy's admin listener: a file's, or that of the proxy on this machine.
+def token_to_show(settings: Settings) -> str | None:
+    """Return what to show to a proxy's admin listener; a token beside states is for this machine's alone.
 
-    Raises SettingsError if a file that was given has none.
+    Raises SettingsError if a file has no token.
     """
-    path = Path(settings.slot_save_path, ADMIN_TOKEN)
-    if settings.admin_token_file:
-        return read_token(Path(settings.admin_token_file).expanduser())
     is_here = is_loopback(split_address(reachable(settings.admin))[0])
-    return read_token(path) if is_here and path.exists() else None
+    return read_admin_token(settings) if settings.admin_token_file or is_here else None
 
 
 def metas_of(name: str) -> tuple[Any, list[Meta]]:

@@ -17,7 +17,7 @@ import msgspec
 from proxy.cli.common import Command, Exit, config_option, fail, json_option, settings_of
 from proxy.errors import SettingsError, StoreFault, StoreLocked, in_words
 from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint
-from proxy.settings import ADMIN_TOKEN, Settings, describe, reachable, split_address, token_for
+from proxy.settings import ADMIN_TOKEN, Settings, describe, reachable, split_address, token_to_show
 from proxy.store.directory import StoreDirectory
 from proxy.store.known_models import model_names
 from proxy.store.offline import open_offline
@@ -135,7 +135,8 @@ def _complaint(body: bytes) -> str:
     """Return what an error body says."""
     try:
         error = msgspec.json.decode(body)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
+        said = str(error["message"] if isinstance(error, dict) else error)
+        return said.removeprefix("llama-prefix-cache: ")
     except (msgspec.DecodeError, KeyError, TypeError):
         return body.decode(errors="replace").strip()
 
@@ -200,7 +201,7 @@ def with_proxy(command: Command, *, works_on_directories: bool = False) -> Comma
             given = {"admin": admin, "admin_token_file": admin_token_file}
             settings = settings_of(given, config, "any")
             try:
-                proxy = RunningProxy(reachable(settings.admin), token_for(settings))
+                proxy = RunningProxy(reachable(settings.admin), token_to_show(settings))
             except SettingsError as error:
                 fail(error, Exit.USAGE)
             known = Path(settings.slot_save_path)

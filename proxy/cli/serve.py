@@ -98,7 +98,8 @@ async def _serve_until_told(
             n_context_checkpoints=n_context_checkpoints,
         ):
             of = {name: getattr(settings, name) for name in ("listen", "admin", "upstream")}
-            says = "" if supervisor else f"llama-server {settings.upstream}; {_ready(settings)}"
+            where = f"serving {settings.upstream}" if supervisor is None else ""
+            says = where and f"{where}: {_listeners(settings)}"
             log.info("serving", **of, says=says)
             awaited: set[asyncio.Task[Any]] = {asyncio.ensure_future(stopping.told.wait())}
             if supervisor is not None:
@@ -117,10 +118,10 @@ async def _serve_until_told(
     log.info("stopped", says="stopped")
 
 
-def _ready(settings: Settings) -> str:
-    """Return where clients and people find what serves now."""
+def _listeners(settings: Settings) -> str:
+    """Return where clients and people find the proxy."""
     url, page = (f"http://{reachable(address)}" for address in (settings.listen, settings.admin))
-    return f"ready: clients {url}/v1 (Anthropic: {url}), live page {page}\n{_CONNECT}"
+    return f"clients {url}/v1 (Anthropic: {url}), live page {page}\n{_CONNECT}"
 
 
 # `llama-prefix-cache run`: starts llama-server itself and serves in front of it.
@@ -178,7 +179,7 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
         is_ready,
         restarts=restart,
         is_shown=settings.log_level == "debug",
-        says_ready=_ready(settings),
+        says_ready=f"ready: {_listeners(settings)}",
     )
     try:
         _serve(settings, supervisor, launch.n_context_checkpoints)

@@ -40,9 +40,9 @@ _LEAST_SECONDS = 1e-6
 
 def seconds_in_words(seconds: float) -> str:
     """Return a duration as people read it: 23 ms, 0.56 s, 9.8 s, 120 s."""
-    if abs(seconds) < 0.0995:
+    if 0 < abs(seconds) < 0.0995:
         return f"{seconds * 1000:.0f} ms"
-    n_digits = 2 if abs(seconds) < 1 else 1 if abs(seconds) < 100 else 0
+    n_digits = 2 if 0 < abs(seconds) < 1 else 1 if 0 < abs(seconds) < 100 else 0
     return f"{seconds:,.{n_digits}f} s"
 
 

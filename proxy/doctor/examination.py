@@ -33,7 +33,7 @@ from proxy.servers.server import kind_of
 from proxy.serving.process import Process
 from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.serving.shared import quarantined_in_words
-from proxy.settings import Settings, parse_urls, reachable, token_for
+from proxy.settings import Settings, parse_urls, reachable, token_to_show
 from proxy.store.directory import keep_proxies_out
 from proxy.store.files import StateFiles
 from proxy.store.known_models import Owner, owners, read_index
@@ -85,7 +85,7 @@ async def examine(
             stored = _examine_directory(setup)
             for upstream, facts in found:
                 await _examine_server(upstream, facts, setup, stored, rewrite, note)
-                if setup.is_proxy_caching:
+                if setup.health is not None:
                     facts.degradations = ()  # the proxy has llama-server's key, and says what it met
     return setup
 
@@ -96,7 +96,7 @@ async def _health(session: aiohttp.ClientSession, settings: Settings) -> dict[st
         f"http://{reachable(settings.admin)}/health",
         aiohttp.ClientTimeout(total=_HEALTH_SECONDS),
     )
-    token = token_for(settings)
+    token = token_to_show(settings)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         async with session.get(url, timeout=limit, headers=headers) as reply:

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import structlog
 
+from proxy.core.rates import seconds_in_words
 from proxy.errors import UpstreamRefused
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.report import in_words
@@ -67,6 +68,14 @@ def test_console_says_words_and_debug_says_everything(capsys: pytest.CaptureFixt
     assert lines == ["ready", "warning: stopped early; n_left: 2"]
     assert "admin=a:1" in said["debug"] and "n_checkpoints=3" in said["debug"]
     assert "says" not in said["debug"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0, "0 s"), (0.0231, "23 ms"), (0.56, "0.56 s"), (9.81, "9.8 s"), (1234.5, "1,234 s")],
+)
+def test_seconds_are_never_nought_where_milliseconds_are_meant(seconds: float, words: str) -> None:
+    assert seconds_in_words(seconds) == words
 
 
 RECORD = RequestRecord(
