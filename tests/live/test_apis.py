@@ -80,6 +80,7 @@ class Confirmed:
             rig.sample("prompt_tokens_total", source="reused"),
             rig.sample("prompt_tokens_total", source="evaluated"),
         )
+N_BEHIND_HEADER = 100
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,8 @@ async def test_request_sent_again_after_it_was_left_finds_what_was_evaluated(
             await leaving
         await ledger.send(messages)
         n_evaluated = await rig.evaluated() - before
-        assert n_evaluated <= n_new + SLACK_TOKENS
+        # Waiting for the slot that is let go may cost more than evaluating what follows the header again.
+        assert n_evaluated <= n_new + SLACK_TOKENS + N_BEHIND_HEADER
         assert rig.sample("unanswered_requests_total", reason="client left") == 1
 
 
