@@ -80,6 +80,8 @@ class Confirmed:
             rig.sample("prompt_tokens_total", source="reused"),
             rig.sample("prompt_tokens_total", source="evaluated"),
         )
+
+
 N_BEHIND_HEADER = 100
 
 
