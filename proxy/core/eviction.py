@@ -342,7 +342,7 @@ def first_score(checkpoint: Checkpoint) -> float:
     return score_of(checkpoint, [whole], used_at)
 
 
-class Choice(NamedTuple):
+class Eviction(NamedTuple):
     """Who goes; and the scores of those that were compared with them and stay."""
 
     victims: list[Checkpoint]
@@ -358,7 +358,7 @@ def choose_victims(
     in_use: Collection[CheckpointId] = (),
     quarantined: Collection[CheckpointId] = (),
     being_replaced: Collection[CheckpointId] = (),
-) -> Choice:
+) -> Eviction:
     """Return the checkpoints to remove, whose sizes add up to *n_bytes_to_free*.
 
     *checkpoints* come lowest score first; N_COMPARED at once are compared, more if all of these are of a
@@ -404,4 +404,4 @@ def choose_victims(
         n_bytes_to_free -= victim.size_bytes
         gone.add(victim.id)
     kept = (compared[checkpoint_id][0] for *_, checkpoint_id in heap)
-    return Choice(victims, {c.id: score_of(c, lost_with(c), present.now) for c in kept})
+    return Eviction(victims, {c.id: score_of(c, lost_with(c), present.now) for c in kept})

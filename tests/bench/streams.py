@@ -21,7 +21,7 @@ from tests.bench.section import Section
 from tests.bench.sides import Cpu, Side, Sides
 from tests.lab.conversation import user
 
-N_TOKENS = {1: 600, 16: 300, 128: 100}
+N_TOKENS = {1: 600, 16: 300, 128: 400}
 """By the number of streams: how long each answer is."""
 MOST_EVENTS = 50_000
 """Of one side: where a run takes long, there are fewer pairs."""
