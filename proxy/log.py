@@ -10,6 +10,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
+from aiohttp.http_exceptions import HttpProcessingError
 
 _NO_FACTS = ("event", "component", "level", "timestamp")
 
@@ -34,6 +35,12 @@ def configure_logging(level: str, log_format: str) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=False,
     )
+    logging.getLogger("aiohttp.server").addFilter(_is_no_clients_fault)
+
+
+def _is_no_clients_fault(record: logging.LogRecord) -> bool:
+    """Return whether aiohttp tells of anything but a head that is no HTTP: such heads may hold secrets."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def _without_words(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -1,11 +1,13 @@
 """The log: in both forms, and without a word of any prompt."""
 
 import json
+import logging
 from typing import Any
 
 import msgspec
 import pytest
 import structlog
+from aiohttp.http_exceptions import BadHttpMessage
 
 from proxy.core.rates import seconds_in_words
 from proxy.errors import UpstreamRefused
@@ -111,3 +113,15 @@ RECORD = RequestRecord(
 )  # fmt: skip
 def test_line_of_a_request_is_read_by_people(changed: dict[str, Any], line: str) -> None:
     assert in_words(msgspec.structs.replace(RECORD, **changed)) == line
+
+
+def test_head_that_is_no_http_is_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        configure_logging("info", "console")
+    finally:
+        structlog.reset_defaults()
+    server_log = logging.getLogger("aiohttp.server")
+    for error in (BadHttpMessage(SECRET), ValueError("a fault of our own")):
+        server_log.error("Error handling request", exc_info=error)
+    told = capsys.readouterr().err
+    assert SECRET not in told and "a fault of our own" in told
