@@ -32,8 +32,11 @@ from proxy.serving.request import Request
 from proxy.serving.rewriting import Overflow, Stabilizing
 from proxy.store.known_models import tenants_name
 
-MAX_BRIEF_BYTES = 768
+_MAX_BRIEF_BYTES = 768
 """The body of a chat of some 100 tokens."""
+_BYTES_PER_TOKEN = 4
+_LOOKING_SECONDS = 0.03
+"""What it takes to read a prompt, to plan, and to restore and save a small state."""
 _FAR_OVER_BYTES = 20
 """Per token of the context. Few prompts have so many bytes a token, and once one has, none is judged so."""
 BRIEF = "too short: looking it up costs more than it could spare"
@@ -70,7 +73,11 @@ class Cache:
 
         Such a chat takes a slot only where nothing is lost for it.
         """
-        if len(request.raw) > MAX_BRIEF_BYTES or not honours_id_slot(request.route):
+        n_bytes, rates = len(request.raw), process.rates
+        if n_bytes > _MAX_BRIEF_BYTES or not honours_id_slot(request.route):
+            return False
+        seconds = rates.evaluation_seconds(0, n_bytes // _BYTES_PER_TOKEN)
+        if not rates.is_measured or seconds > _LOOKING_SECONDS:
             return False
         if not self._understand(process, request) or not (conversation := request.conversation):
             return False
