@@ -35,7 +35,7 @@ from proxy.store.known_models import tenants_name
 _MAX_BRIEF_BYTES = 768
 """The body of a chat of some 100 tokens."""
 _BYTES_PER_TOKEN = 4
-_LOOKING_SECONDS = 0.03
+_LOOKING_SECONDS = 0.05
 """What it takes to read a prompt, to plan, and to restore and save a small state."""
 _FAR_OVER_BYTES = 20
 """Per token of the context. Few prompts have so many bytes a token, and once one has, none is judged so."""
@@ -77,7 +77,7 @@ class Cache:
         if n_bytes > _MAX_BRIEF_BYTES or not honours_id_slot(request.route):
             return False
         seconds = rates.evaluation_seconds(0, n_bytes // _BYTES_PER_TOKEN)
-        if not rates.is_measured or seconds > _LOOKING_SECONDS:
+        if rates.is_measured and seconds > _LOOKING_SECONDS:
             return False
         if not self._understand(process, request) or not (conversation := request.conversation):
             return False
