@@ -215,7 +215,6 @@ def _try(server: RunningProxy, api: str, model: str, api_key: str) -> tuple[int,
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
     if details:
         return usage.get("prompt_tokens") or usage["input_tokens"], details["cached_tokens"]
-    n_cached = usage.get(
-        "cache_read_input_tokens", 0
-    )  # which Anthropic's API counts beside the others
+    # Anthropic's API counts these beside the others.
+    n_cached = usage.get("cache_read_input_tokens", 0)
     return usage["input_tokens"] + n_cached, n_cached

@@ -382,9 +382,8 @@ class SimilarRequest(CachedRequest):
             is_last_look = is_over.is_set()
             after = await self._process.last_tasks()
             if is_last_look and (settling := [task for _, task in self._process.settling]):
-                await asyncio.wait(
-                    settling
-                )  # their slots are leased, but llama-server may choose them
+                # Their slots are leased, but llama-server may choose them.
+                await asyncio.wait(settling)
             self._find(before, after)
             if is_last_look:
                 break
