@@ -276,13 +276,6 @@ class Server(Watched):
         await self.look()
         return self.process is process
 
-    async def is_replaced(self, process: Process) -> bool:
-        """Look at llama-server after a failure; return whether *process* is gone.
-
-        A look that was under way may have begun before the failure, so there are two.
-        """
-        return not (await self.is_still(process) and await self.is_still(process))
-
     async def is_lost(self) -> bool:
         """Look again, after something went wrong; return whether its host has unloaded it."""
         if self.host is not None:

@@ -300,10 +300,8 @@ class CachedRequest:
         await self._read()
 
     async def _has_ended(self, fault: Exception) -> bool:
-        """Return whether a call has failed because llama-server ended; a look may have begun before."""
-        if not isinstance(fault, UpstreamLost):
-            return False
-        return not (await self._process.is_current() and await self._process.is_current())
+        """Return whether a call has failed because llama-server ended."""
+        return isinstance(fault, UpstreamLost) and await self._process.has_ended()
 
     async def _may_be_our_fault(self, slot_id: SlotId, error: BaseException) -> bool:
         """Return whether llama-server ended over what was done for the request, or over a saved state."""
