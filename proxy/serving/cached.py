@@ -416,6 +416,8 @@ class CachedRequest:
             # At the end of the context it may have been shifted: such states are not exact.
             return TAINTED
         process.learn_evaluation(timings)
+        if account.is_ineffective_restore:
+            before = unknown  # what the checkpoint held is not in the slot, nor on the disk any more
         return process.content_after(
             before, prompt.tokens, prompt, account.plan.cuts, timings.predicted_n
         )

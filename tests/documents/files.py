@@ -17,6 +17,7 @@ from tests.documents.tables import (
     metrics_table,
     stabilizers_table,
 )
+from tests.integration.fault_matrix import table as faults_table
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "deploy" / "config.example.yaml"
@@ -29,6 +30,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "causes": causes_table,
     "panels": panels_table,
     "alerts": alerts_table,
+    "faults": faults_table,
 }
 _PLACE = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

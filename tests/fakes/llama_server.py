@@ -151,6 +151,10 @@ class FakeLlamaServer:
     def release(self, place: str) -> None:
         self._gates.pop(place).open()
 
+    def release_all(self) -> None:
+        for place in list(self._gates):
+            self.release(place)
+
     def seen_at(self, place: str) -> list[Seen]:
         return [request for request in self.seen if request.place == place]
 
