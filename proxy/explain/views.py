@@ -1,7 +1,7 @@
 """The store and the recent requests as operators see them.
 
 Owns: the store as a tree, what a node of it sums up, which checkpoints a selection means, and the JSON that
-the admin listener, the commands and the live page share (docs/operations.md, docs/live-page.md). Pure.
+the admin listener, the commands and the live page share (docs/monitoring.md, docs/live-page.md). Pure.
 """
 
 from collections import defaultdict

@@ -417,7 +417,9 @@ class CachedRequest:
             return TAINTED
         process.learn_evaluation(timings)
         if account.is_ineffective_restore:
-            before = unknown  # what the checkpoint held is not in the slot, nor on the disk any more
+            before = (
+                unknown  # what the checkpoint held is not in the slot, nor on the disk any more
+            )
         return process.content_after(
             before, prompt.tokens, prompt, account.plan.cuts, timings.predicted_n
         )

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import Meta
 
-from proxy.settings import ENVIRONMENT_PREFIX, Settings, allowed, metas_of, written
+from proxy.settings import Settings, allowed, metas_of, written
 
 WIDTH = 104
 
@@ -30,11 +30,15 @@ class Setting:
     metas: tuple[Meta, ...]
 
     @property
+    def description(self) -> str:
+        """Return what it is, in a sentence."""
+        return next((m.description for m in self.metas if m.description), "")
+
+    @property
     def words(self) -> str:
         """Return the description and whatever more there is to say."""
-        description = next((m.description for m in self.metas if m.description), "")
         more = [m.extra["more"] for m in self.metas if m.extra and "more" in m.extra]
-        return " ".join([description, *more])
+        return " ".join([self.description, *more])
 
     @property
     def example(self) -> Any:
@@ -52,21 +56,17 @@ def all_settings() -> Iterator[Setting]:
 
 
 def settings_table() -> str:
-    """Return the settings as a Markdown table."""
+    """Return the settings as a Markdown table; the example file says more of each."""
     rows = ["| setting | allowed | default | what it does |", "|---|---|---|---|"]
     for setting in all_settings():
         is_needed = setting.default is msgspec.NODEFAULT
         default = (
             "none: must be given" if is_needed else f"`{written(setting.name, setting.default)}`"
         )
-        flag, variable = _flag(setting.name), ENVIRONMENT_PREFIX + setting.name.upper()
-        names = f"`{setting.name}`<br>`{flag}`<br>`{variable}`"
-        rows.append(f"| {names} | {allowed(setting.name)} | {default} | {setting.words} |")
+        rows.append(
+            f"| `{setting.name}` | {allowed(setting.name)} | {default} | {setting.description} |"
+        )
     return "\n".join(rows) + "\n"
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def example_file() -> str:
