@@ -143,14 +143,15 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
 async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterator[Running]:
     connect_gauges(shared, pool)
     aliases, page = parse_aliases(settings.aliases), LivePage(Looks(shared, pool))
-    own_hosts = (split_address(settings.admin)[0], *parse_list(settings.admin_hosts))
+    own_host = split_address(settings.admin)[0]
     token, is_new = admin_token(settings)
     if is_new:
         path = str(admin_token_file(settings))
         says = f"the live page and the commands ask for a token: {token} (kept in {path})"
         get_logger("admin").info("token made", token=token, kept_in=path, says=says)
     open_paths = [f"/{name}" for name in parse_list(settings.admin_open)]
-    middlewares = [only_own_pages(*own_hosts), only_operators(token, open_paths)]
+    own_pages = only_own_pages(own_host, asks_for_token=token is not None)
+    middlewares = [own_pages, only_operators(token, open_paths)]
     operators = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
     operators.add_routes([*Admin(shared, pool, aliases).routes(), *page.routes()])
     operators.on_shutdown.append(page.stop)

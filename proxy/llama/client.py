@@ -325,20 +325,6 @@ class LlamaServer:
     ) -> T:
         return await self.call("POST", "/completion", kind, fields, headers, key=key, seconds=None)
 
-    async def has_slot_save_path(self) -> bool:
-        """Return whether slots can be saved, without touching one; raises UpstreamFault.
-
-        The path is looked for before the file name, and "/" never is one (server-context.cpp,
-        post_slots and handle_slots_save).
-        """
-        try:
-            await self.save(SlotId(0), "/")
-        except UpstreamRefused as refusal:
-            if refusal.status not in (400, 501):
-                raise
-            return refusal.status == 400
-        return True
-
     async def save(self, slot_id: SlotId, file_name: str) -> Saved:
         return await self._act_on_slot(slot_id, "save", Saved, file_name)
 

@@ -74,7 +74,7 @@ class Addresses:
                 server.on_attached = self._share_slots
         if self._shared.opened_store is not None:
             self._shared.opened_store.on_damage = self._note_damage
-        self._run(partial(verify_stored, self._shared, self._settings.verify_interval_seconds))
+        self._run(partial(verify_stored, self._shared))
         try:
             yield
         finally:

@@ -98,6 +98,8 @@ class Saver:
         except UpstreamRefused as refusal:
             if refusal.status == 501:
                 raise CannotCache(DegradationKind.NO_SLOT_SAVE_PATH) from refusal
+            if refusal.status == 403:  # another llama-prefix-cache
+                raise CannotCache(DegradationKind.NOT_A_LLAMA_SERVER, str(refusal)) from refusal
             raise
         seconds = time.monotonic() - began
         state, parts = await asyncio.to_thread(self._check, name, reply)

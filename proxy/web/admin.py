@@ -1,10 +1,10 @@
 """The admin listener: health, metrics, recent requests, the store, and warming, for operators only.
 
-On loopback no token is asked for unless one is given, so `only_own_pages` keeps other sites' pages out: a
-page of another site can have its own name lead to 127.0.0.1 (DNS rebinding) and then read what is answered
-as if it were its own; only the name in Host gives it away. Names without a dot, and those under the domains
-below, cannot be had by anybody out there. Browsers send an Origin with every request that comes from
-another site's page, and with each one that changes something.
+On loopback no token is asked for unless one is given. There `only_own_pages` keeps other sites' pages out:
+a page of another site can have its own name lead to 127.0.0.1 (DNS rebinding) and then read what is
+answered as if it were its own; only the name in Host gives it away. Names without a dot, and those under
+the domains below, cannot be had by anybody out there. Browsers send an Origin with every request that
+comes from another site's page, and with each one that changes something.
 """
 
 import asyncio
@@ -56,11 +56,11 @@ _MOST = 1 << 40
 """No number in a query is larger."""
 
 
-def is_own_name(host: str, *own_hosts: str) -> bool:
-    """Return whether nobody else can have a Host header's name; *own_hosts* are known to be ours."""
+def is_own_name(host: str, own_host: str = "") -> bool:
+    """Return whether nobody else can have a Host header's name; *own_host* is known to be ours."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
     name = name.strip("[]").rstrip(".").lower()
-    if "." not in name or name in map(str.lower, own_hosts) or name.endswith(_PRIVATE):
+    if "." not in name or name == own_host.lower() or name.endswith(_PRIVATE):
         return True
     try:
         ipaddress.ip_address(name)
@@ -69,18 +69,21 @@ def is_own_name(host: str, *own_hosts: str) -> bool:
     return True
 
 
-def only_own_pages(*own_hosts: str) -> Middleware:
-    """Return a middleware that refuses requests for anybody else's names, and other sites' pages."""
+def only_own_pages(own_host: str, *, asks_for_token: bool) -> Middleware:
+    """Return a middleware that refuses requests for anybody else's names, and other sites' pages.
+
+    Where the listener *asks_for_token* any name will do: a page under a name of its own has no token.
+    """
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path in _FOR_PROGRAMS:
             return await handler(request)
-        if not is_own_name(request.host, *own_hosts):
+        if not asks_for_token and not is_own_name(request.host, own_host):
             raise _refused(
                 web.HTTPForbidden,
-                f"ask by an address, or put the name of {request.host!r} into admin_hosts: other "
-                "sites' pages could otherwise read this under a name of theirs",
+                f"ask by an address, not by {request.host!r}, or set admin_token_file: other sites' "
+                "pages could otherwise read this under a name of theirs",
             )
         origin = request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2].lower() != request.host.lower():

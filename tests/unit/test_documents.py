@@ -11,7 +11,7 @@ from proxy.metrics import Metrics
 from proxy.settings import NAMES
 from tests.documents.blocks import PAGES
 from tests.documents.files import REPOSITORY, TABLES, generated_files
-from tests.documents.settings import all_settings
+from tests.documents.settings import words
 from tests.documents.sizes import Configuration
 
 DOCS = REPOSITORY / "docs"
@@ -49,7 +49,7 @@ def test_metrics_that_documents_and_code_name_are_the_same() -> None:
 
 
 def test_every_setting_is_described_in_whole_sentences() -> None:
-    assert [s.name for s in all_settings() if not s.words.endswith(".")] == []
+    assert [name for name in NAMES if not words(name).endswith(".")] == []
 
 
 def test_readme_leads_to_every_page() -> None:
