@@ -29,8 +29,8 @@ def degradations_table() -> str:
 def causes_table() -> str:
     """Return every cause of a miss with its cure, as a Markdown table."""
     rows = ["| cause | what it means | cure |", "|---|---|---|"]
-    for cause, (says, cure) in MEANINGS.items():
-        rows.append(f"| {cause} | {says} | {cure} |")
+    for cause, meaning in MEANINGS.items():
+        rows.append(f"| {cause} | {meaning.says} | {meaning.cure} |")
     return "\n".join(rows) + "\n"
 
 

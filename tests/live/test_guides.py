@@ -109,11 +109,9 @@ def test_blocks_before_a_running_proxy(served: Reader) -> None:
 
 def header_of(reader: Reader) -> str:
     """Return the node of the one header that has sessions under it."""
-    _, node = request(reader.url("8082"), "GET", "/tree")
-    while node["node"]["level"] != "header":
-        parent = max(node["children"], key=lambda child: child["n_checkpoints"])["id"]
-        _, node = request(reader.url("8082"), "GET", f"/tree?parent={parent}")
-    return str(node["node"]["id"])
+    _, tree = request(reader.url("8082"), "GET", "/tree")
+    headers = [node for node in tree["nodes"] if node["level"] == "header"]
+    return str(max(headers, key=lambda node: node["n_checkpoints"])["id"])
 
 
 def unlike(shown: Any, real: Any, where: str = "") -> list[str]:
