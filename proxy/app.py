@@ -38,6 +38,7 @@ from proxy.settings import (
     parse_urls,
     split_address,
 )
+from proxy.stabilize.model import parse_switches
 from proxy.store.catalogue import Limits
 from proxy.store.files import is_private
 from proxy.store.store import CheckpointStore
@@ -93,7 +94,9 @@ async def run_proxy(
     metrics.build_info.labels(__version__).set(1)
     degradations = Degradations(metrics)
     store = open_store(settings, degradations)
-    shared = new_shared(store, metrics, degradations, Journal(Keep(settings.explain_keep)))
+    switched_on = parse_switches(settings.stabilizers)
+    journal = Journal(Keep(settings.explain_keep), switched_on)
+    shared = new_shared(store, metrics, degradations, journal)
     try:
         async with new_session() as client:
             key = settings.upstream_api_key
@@ -155,6 +158,7 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
     operators = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
     operators.add_routes([*Admin(shared, pool, aliases).routes(), *page.routes()])
     operators.on_shutdown.append(page.stop)
+    operators.cleanup_ctx.append(page.history_kept)
     unread = Unread(shared.metrics)
     front = Front(pool, shared.report, unread, settings.max_requests, aliases)
     clients = web.Application(client_max_size=MAX_BODY_BYTES)

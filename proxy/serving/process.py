@@ -292,6 +292,7 @@ class Process(Services):
             n_generated=n_generated,
             shape=prompt.shape,
             conversation=prompt.conversation if len(tokens) == prompt.n_tokens else b"",
+            title=prompt.title,
             n_believed=self.n_believed_points,
             stride_tokens=self.stride_tokens,
         )

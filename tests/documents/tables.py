@@ -27,8 +27,8 @@ def degradations_table() -> str:
 def causes_table() -> str:
     """Return every cause of a miss with its cure, as a Markdown table; `explain` says the rest."""
     rows = ["| cause | cure |", "|---|---|"]
-    for cause, (_, cure) in MEANINGS.items():
-        rows.append(f"| {cause} | {cure} |")
+    for cause, meaning in MEANINGS.items():
+        rows.append(f"| {cause} | {meaning.cure} |")
     return "\n".join(rows) + "\n"
 
 
