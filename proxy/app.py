@@ -160,7 +160,8 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
     operators.on_shutdown.append(page.stop)
     operators.cleanup_ctx.append(page.history_kept)
     unread = Unread(shared.metrics)
-    front = Front(pool, shared.report, unread, settings.max_requests, aliases)
+    limit, secret = settings.max_requests, shared.secret
+    front = Front(pool, shared.report, unread, limit, aliases, secret)
     clients = web.Application(client_max_size=MAX_BODY_BYTES)
     clients.router.add_route("*", "/{path:.*}", front.handle)
     clients.on_shutdown.append(unread.stop)

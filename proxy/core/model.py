@@ -7,6 +7,7 @@ opens, logs or reads a clock.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from hashlib import blake2b
 from typing import NamedTuple, NewType
 
 import msgspec
@@ -335,6 +336,27 @@ def is_same_canary(left: Sequence[tuple[int, float]], right: Sequence[tuple[int,
     if left[0][0] not in b or right[0][0] not in a or 2 * len(shared) < len(a):
         return False
     return all(abs(a[token] - b[token]) <= TOLERANCE for token in shared)
+
+
+_SECRET_ID_BYTES = 4
+_UNKEYED_BYTES = 16
+
+
+def keyed_tenant(secret: bytes, digest: bytes) -> bytes:
+    """Return what a directory calls the tenant whose API key has a *digest*, and which secret made it."""
+    secret_id = blake2b(key=secret, digest_size=_SECRET_ID_BYTES).digest()
+    return secret_id + blake2b(digest, key=secret, digest_size=16).digest()
+
+
+def is_unkeyed(tenant: bytes) -> bool:
+    """Return whether a tenant is called by the digest of its key, as in older versions."""
+    return len(tenant) == _UNKEYED_BYTES
+
+
+def is_of_other_secret(secret: bytes, tenant: bytes) -> bool:
+    """Return whether a tenant was named with the secret of another directory."""
+    is_keyed = len(tenant) > _UNKEYED_BYTES
+    return is_keyed and not tenant.startswith(keyed_tenant(secret, b"")[:_SECRET_ID_BYTES])
 
 
 def tenant_namespace(model_namespace: Namespace | None, tenant: bytes) -> Namespace:

@@ -362,7 +362,8 @@ class Admin:
         except (KeyError, TypeError, AttributeError) as error:
             raise _refused(web.HTTPBadRequest, f"the body is no request to {path}") from error
         relay = partial(send_for_nobody, path, keys)
-        warmed = Request(path=path, route=route, headers=keys, relay=relay, tenant=tenant_of(keys))
+        tenant = tenant_of(keys, self._shared.secret)
+        warmed = Request(path=path, route=route, headers=keys, relay=relay, tenant=tenant)
         return warmed.receive(with_alias(wanted, self._aliases))
 
 

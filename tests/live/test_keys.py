@@ -229,4 +229,5 @@ def _model(rig: Rig) -> Namespace | None:
 
 
 def _namespace_of(rig: Rig, key: str | None) -> Namespace:
-    return tenant_namespace(_model(rig), tenant_of(bearer(key) if key else {}))
+    secret = rig.running.shared.secret
+    return tenant_namespace(_model(rig), tenant_of(bearer(key) if key else {}, secret))
