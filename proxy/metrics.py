@@ -260,4 +260,7 @@ class Metrics:
     cache_faults = _counter(
         "Faults that cost a request its speed, by what was being done.", stage=STAGES
     )
+    served_models = _gauge(
+        "1 for each model that was served since the proxy started; its name is the label.", model=()
+    )
     build_info = _gauge("1; the version of the proxy is the label.", version=())
