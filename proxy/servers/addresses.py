@@ -44,7 +44,7 @@ class Addresses:
     ) -> None:
         """*is_coming* says that llama-server is being started, so that the first requests wait for it.
 
-        *n_context_checkpoints* is how many a slot is believed to keep, until a save or a reply tells.
+        *n_context_checkpoints* is how many a slot is believed to keep, until a save tells.
         """
         self._settings = settings
         self._shared = shared

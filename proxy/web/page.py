@@ -194,7 +194,7 @@ class Looks:
         slot = process.slots[request.account.plan.slot_id]
         if slot.is_running or slot.is_ready:
             return "evaluates"
-        return "restores" if request.account.plan.option.kind == "restore" else "evaluates"
+        return "restores" if request.account.plan.start.kind == "restore" else "evaluates"
 
     def _slot(self, slot: Slot) -> dict[str, Any]:
         """Return a slot; numbers are 0 where its content is not known.
