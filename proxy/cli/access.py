@@ -56,27 +56,16 @@ class RunningProxy:
     def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> Deleted:
         """Delete a checkpoint; it may have been pinned, used or deleted since it was listed."""
         path, query = f"/checkpoints/{checkpoint.id}", {"pinned": str(with_pinned)}
-        return self.ask("DELETE", path, Deleted, query, refusals=(404, 409))
+        return self.ask("DELETE", path, Deleted, query=query, refusals=(404, 409))
 
-    def ask(
-        self,
-        method: str,
-        path: str,
-        type_: type[T],
-        query: Mapping[str, str] | None = None,
-        refusals: tuple[int, ...] = (),
-        body: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> T:
-        """Return the answer to a request; an error exits unless its status is one of *refusals*."""
-        with self._reply(method, path, query, body, headers, refusals) as reply:
+    def ask(self, method: str, path: str, type_: type[T], **how: Any) -> T:
+        """Return the answer to a request; *how* it is made is what `_reply` takes."""
+        with self._reply(method, path, **how) as reply:
             return self._decode(reply.read(), type_)
 
-    def lines(
-        self, path: str, body: bytes, query: Mapping[str, str], headers: Mapping[str, str]
-    ) -> Iterator[dict[str, Any]]:
-        """Post *body* and yield each line of JSON of the answer."""
-        with self._reply("POST", path, query, body, headers) as reply:
+    def lines(self, path: str, **how: Any) -> Iterator[dict[str, Any]]:
+        """Post a request and yield each line of JSON of the answer."""
+        with self._reply("POST", path, **how) as reply:
             for line in reply:
                 yield self._decode(line, dict[str, Any])
 
@@ -90,6 +79,7 @@ class RunningProxy:
         headers: Mapping[str, str] | None = None,
         refusals: tuple[int, ...] = (),
     ) -> Iterator[HTTPResponse]:
+        """Yield the answer to a request; an error exits unless its status is one of *refusals*."""
         # Not urllib: proxies of the environment are not for listeners of this machine.
         connection = HTTPConnection(self.address, timeout=_CONNECT_SECONDS)
         try:
@@ -249,27 +239,21 @@ def opened(
     directory: Path, *, may_be_new: bool = False, mends_index: bool = False
 ) -> Iterator[StoreDirectory]:
     """Yield the store of a directory; exits with a plain word if it, or the work on it, fails."""
-    try:
-        with (
-            told_plainly(),
-            open_offline(directory, may_be_new=may_be_new, mends_index=mends_index) as store,
-        ):
+    with told_plainly():
+        with open_offline(directory, may_be_new=may_be_new, mends_index=mends_index) as store:
             yield store
-    except StoreLocked:
-        fail(
-            f"a proxy uses {directory}: stop it first, or leave --slot-save-path out where the command can"
-            " ask it (--admin)",
-            Exit.UNAVAILABLE,
-        )
 
 
 @contextmanager
 def told_plainly() -> Iterator[None]:
-    """Exit with a plain word if the work on a directory fails; raises StoreLocked."""
+    """Exit with a plain word if the work on a directory fails."""
     try:
         yield
-    except StoreLocked:
-        raise
+    except StoreLocked as lock:
+        fail(
+            f"{lock}: stop it first, or leave --slot-save-path out where the command can ask it (--admin)",
+            Exit.UNAVAILABLE,
+        )
     except (StoreFault, OSError) as fault:
         fail(fault)
 

@@ -15,9 +15,8 @@ from tempfile import TemporaryDirectory
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import SlotId
-from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.core.tokens import TokenIds, token_ids
-from proxy.errors import CacheFault, NoRoom, UpstreamRefused
+from proxy.errors import CacheFault, NoRoom, StateFileMalformed, UpstreamRefused
 from proxy.explain.report import Journal
 from proxy.health import CannotCache, Degradations
 from proxy.llama.client import (
@@ -32,7 +31,6 @@ from proxy.llama.client import (
 from proxy.llama.state_file import StateFile, read_state_file
 from proxy.metrics import Metrics
 from proxy.servers.server import Server
-from proxy.serving.saver import RewriteStateFile
 from proxy.serving.shared import new_shared
 from proxy.settings import Settings
 from proxy.store.catalogue import Limits
@@ -109,6 +107,10 @@ class ProbedServer(LlamaServer):
         self._unfinished.add(saving)
         saving.add_done_callback(self._unfinished.discard)
         saved = await asyncio.shield(saving)
+        with suppress(OSError, StateFileMalformed):
+            self.file = self.files.path(file_name).stat()
+            state = await asyncio.to_thread(read_state_file, self.files.path(file_name))
+            self.state = state if state.tokens else self.state
         if slot_id not in self.empty:
             if saved.n_saved:
                 self.held.setdefault(slot_id, 0)
@@ -161,7 +163,7 @@ class ProbedServer(LlamaServer):
 
 @asynccontextmanager
 async def scratch(
-    upstream: LlamaServer, settings: Settings, rewrite: RewriteStateFile
+    upstream: LlamaServer, settings: Settings
 ) -> AsyncIterator[tuple[Server, ProbedServer]]:
     """Yield *upstream* behind a scratch store; its files lie where llama-server writes.
 
@@ -169,21 +171,13 @@ async def scratch(
     not know. Raises StoreFault.
     """
     probed = ProbedServer(upstream, ProbeFiles(Path(settings.slot_save_path)))
-
-    def note_state(path: Path) -> None:
-        probed.file = path.stat()
-        rewrite(path)
-        state = read_state_file(path)
-        probed.state = state if state.tokens else probed.state
-
     metrics = Metrics()
     with TemporaryDirectory(prefix="llama-prefix-cache-doctor-") as folder:
         store = CheckpointStore(Path(folder), Limits(settings.max_store_bytes))
         store.files = probed.files
         shared = new_shared(store, metrics, Degradations(metrics), Journal())
         try:
-            services = shared.of(probed, "")
-            yield Server(settings, services, note_state, MAX_CONTEXT_CHECKPOINTS), probed
+            yield Server(settings, shared.of(probed, "")), probed
         finally:
             await shared.tasks.drain(0)
             await probed.clean_up()

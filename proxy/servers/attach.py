@@ -23,7 +23,6 @@ from proxy.core.model import (
     SlotId,
     choose_namespace,
     new_namespace,
-    tenant_namespace,
 )
 from proxy.core.rates import Rates
 from proxy.core.rule import LearnedRule, derive
@@ -43,7 +42,6 @@ from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamFault, Upstre
 from proxy.health import CannotCache
 from proxy.llama.client import LlamaServer, Props
 from proxy.llama.model_file import fingerprint_model
-from proxy.log import get_logger
 from proxy.serving.launches import Arrivals, Launches, note_emptied
 from proxy.serving.process import RATES, RULE, SIZES, Process
 from proxy.serving.prompts import PromptReader
@@ -51,13 +49,8 @@ from proxy.serving.queue import SlotQueue
 from proxy.serving.saver import Room, SavedSlot, Saver
 from proxy.serving.saves import SlotSaves
 from proxy.serving.shared import Services
-from proxy.store.known_models import (
-    asking_name,
-    known_namespaces,
-    known_tenants,
-    namespaces_name,
-    tenants_name,
-)
+from proxy.settings import Settings
+from proxy.store.known_models import known_namespaces, known_tenants, namespaces_name
 
 Adopted = dict[SlotId, SavedSlot]
 """The states that slots held at first contact; their files wait for a namespace."""
@@ -97,42 +90,41 @@ async def read_identity(upstream: LlamaServer, props: Props) -> ModelIdentity:
 
 async def attach(
     services: Services,
-    saver: Saver,
+    settings: Settings,
     props: Props,
     process_id: str,
     *,
-    max_waiting: int,
-    n_context_checkpoints: int = MAX_CONTEXT_CHECKPOINTS,
-    shares_between_api_keys: bool | None,
-    last: Process | None = None,
+    n_context_checkpoints: int,
+    last: Process | None,
 ) -> Process:
     """Return the process that answered with *props*; if it cannot cache, its obstacle says why.
 
-    *last* is the result of an earlier attach to the same process, which could not cache either.
+    A slot is believed to keep *n_context_checkpoints*, until a save or a reply tells. *last* is the result
+    of an earlier attach to the same process, which could not cache either.
     """
     contents: list[Content] = [TAINTED for _ in range(props.total_slots)]
     process = Process(
         **vars(services),
         id=process_id,
         build=props.build_info,
-        queue=SlotQueue(SlotTable(contents), max_waiting),
+        queue=SlotQueue(SlotTable(contents), settings.max_requests),
         n_ctx=props.n_ctx,
         n_believed_points=n_believed_points(n_context_checkpoints),
     )
     process.reader = PromptReader(process.upstream, shares_headers=props.total_slots > 1)
-    process.room = Room(process, saver)
+    process.room = Room(process, Saver(services))
     process.saves = SlotSaves(process)
     process.launches = Launches(process)
     process.arrivals = Arrivals(process.queue)
     try:
         process.asks_for_key = await _asks_for_key(process.upstream)
-        shares = shares_between_api_keys
+        shares = settings.share_between_api_keys
         process.is_one_tenant = not process.asks_for_key if shares is None else shares
         if process.opened_store is None:
             raise CannotCache(DegradationKind.STORE_NOT_OPEN)
         if not process_id:
             raise CannotCache(DegradationKind.PROCESS_HAS_NO_NAME)
-        await _identify(process, props, are_all_one=bool(shares))
+        await _identify(process, props)
     except CannotCache as obstacle:
         process.obstacle = obstacle
     except CacheFault as fault:
@@ -175,7 +167,7 @@ async def _seen_clearing(upstream: LlamaServer) -> bool | None:
     return None
 
 
-async def _identify(process: Process, props: Props, *, are_all_one: bool) -> None:
+async def _identify(process: Process, props: Props) -> None:
     try:
         for status in await process.upstream.slots():
             if status.is_processing:
@@ -185,7 +177,8 @@ async def _identify(process: Process, props: Props, *, are_all_one: bool) -> Non
     async with AsyncExitStack() as files:
         adopted = await _adopt_slots(process, files)
         await _examine(process, await _empty_slot(process, adopted), props)
-        await _find_tenants(process, are_all_one=are_all_one)
+        if not process.is_one_tenant:
+            process.tenants = known_tenants(process.store.index, process.model_namespace)
         process.sizes.extend(process.known(SIZES, list[StateSize]) or [])
         process.rates = process.known(RATES, Rates) or Rates()
         for slot_id, saved in adopted.items():
@@ -319,51 +312,12 @@ async def _namespace(
     return Namespace(named.id)
 
 
-async def _find_tenants(process: Process, *, are_all_one: bool) -> None:
-    """Find the tenants of the model; if keys make no difference, the states of all tenants are united.
-
-    States that were saved when llama-server asked for keys stay with their keys, unless the operator says
-    that all tenants *are_all_one*: a llama-server without keys does not mean that everybody may see them.
-    """
-    store, model = process.store, process.model_namespace
-    tenants = known_tenants(store.index, model)
-    has_asked = store.index.value(asking_name(model), bool)
-    if not process.is_one_tenant:
-        process.tenants = tenants
-        if process.asks_for_key and not has_asked:
-            await store.put_value(asking_name(model), True)
-    elif tenants and (are_all_one or not has_asked):
-        ours = process.tenant_namespace(b"")
-        theirs = {tenant_namespace(model, tenant) for tenant in tenants} - {ours}
-        moving = [checkpoint for checkpoint in store if checkpoint.namespace in theirs]
-        for checkpoint in moving:
-            await store.move(checkpoint, ours)
-        await store.put_value(tenants_name(model), [])
-        if moving:
-            log = get_logger("attach")
-            log.info("states of all API keys are shared now", states=len(moving))
-
-
-def _owner_of(process: Process, tokens: TokenIds) -> Namespace | None:
-    """Return the namespace of the tenant whose tokens a slot holds; None if that is not known.
-
-    llama-server does not say. Of several tenants it is the one whose checkpoints share the longest prefix
-    with the tokens.
-    """
-    namespaces = [process.tenant_namespace(t) for t in process.tenants or {b""}]
-    if len(namespaces) == 1:
-        return namespaces[0]
-    found = ((n, process.store.find(n, tokens)) for n in namespaces)
-    n_common, namespace = max((max((c.n_common for c in f), default=0), n) for n, f in found)
-    return namespace if 2 * n_common >= len(tokens) else None
-
-
 async def _commit(process: Process, slot_id: SlotId, saved: SavedSlot) -> None:
-    """Commit the state of an adopted slot, for the tenant whose tokens it holds."""
-    state, store = saved.state, process.store
-    namespace = _owner_of(process, state.tokens)
-    if namespace is None or state.n_media or -1 in state.tokens:
+    """Commit the state of an adopted slot, unless several tenants could own it: llama-server tells none."""
+    state, store, tenants = saved.state, process.store, process.tenants or {b""}
+    if len(tenants) > 1 or state.n_media or -1 in state.tokens:
         return
+    namespace = process.tenant_namespace(min(tenants))
     if not store.holds(namespace, state.tokens):
         new = saved.checkpoint(namespace, CheckpointKind.CONVERSATION)
         family = family_of(new, state.tokens, store.find(namespace, state.tokens))

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from proxy.doctor.examination import examine
-from proxy.doctor.facts import Setup
-from proxy.doctor.findings import Severity, exit_status, findings_of, summary
+from proxy.doctor.findings import Setup, Severity, exit_status, findings_of, summary
 from proxy.settings import Settings
 from tests.documents.blocks import blocks_for
 from tests.lab.conversation import agent_requests, system, tools
