@@ -38,6 +38,7 @@ from proxy.settings import (
     parse_urls,
     split_address,
 )
+from proxy.stabilize.model import parse_switches
 from proxy.store.catalogue import Limits
 from proxy.store.files import is_private
 from proxy.store.store import CheckpointStore
@@ -86,7 +87,9 @@ async def run_proxy(settings: Settings, *, launch: Launch | None = None) -> Asyn
     metrics.build_info.labels(__version__).set(1)
     degradations = Degradations(metrics)
     store = open_store(settings, degradations)
-    shared = new_shared(store, metrics, degradations, Journal(Keep(settings.explain_keep)))
+    switched_on = parse_switches(settings.stabilizers)
+    journal = Journal(Keep(settings.explain_keep), switched_on)
+    shared = new_shared(store, metrics, degradations, journal)
     try:
         async with new_session() as client:
             key = settings.upstream_api_key
@@ -143,8 +146,10 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
     operators = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
     operators.add_routes([*Admin(shared, pool, aliases).routes(), *page.routes()])
     operators.on_shutdown.append(page.stop)
+    operators.cleanup_ctx.append(page.history_kept)
     unread = Unread(shared.metrics)
-    front = Front(pool, shared.report, unread, settings.max_requests, aliases)
+    limit, secret = settings.max_requests, shared.secret
+    front = Front(pool, shared.report, unread, limit, aliases, secret)
     clients = web.Application(client_max_size=MAX_BODY_BYTES)
     clients.router.add_route("*", "/{path:.*}", front.handle)
     clients.on_shutdown.append(unread.stop)

@@ -130,7 +130,7 @@ class Metrics:
     waiting_requests = _gauge()
     """Generation requests that wait for a slot, or for llama-server to come back."""
     stalled_clients = _counter()
-    """Clients disconnected because they did not read their answers (docs/operations.md)."""
+    """Clients disconnected because they did not read their answers (docs/troubleshooting.md)."""
     unread_bytes = _gauge()
     """Bytes of answers that wait in memory until their clients read them."""
     background_tasks = _gauge()

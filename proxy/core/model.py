@@ -7,6 +7,7 @@ opens, logs or reads a clock.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from hashlib import blake2b
 from typing import NamedTuple, NewType
 
 import msgspec
@@ -107,6 +108,16 @@ class Quarantine:
     since: float
 
 
+class Title(NamedTuple):
+    """What people know a conversation by: its user's first words and its client; empty if not known."""
+
+    words: str = ""
+    client: str = ""
+
+
+UNTITLED = Title()
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """One saved state and what it can be restored for.
@@ -122,7 +133,8 @@ class Checkpoint:
 
     `parts` are the pieces of the file, with the digests that were made when llama-server had written them;
     records of older versions have a `checksum` of the whole file instead. At `verified_at` the file last
-    matched them. `ancestors` are the checkpoints from which its slot was restored, directly or not.
+    matched them. `ancestors` are the checkpoints from which its slot was restored, directly or not. The
+    records of older versions have no `title`.
     """
 
     id: CheckpointId
@@ -147,6 +159,7 @@ class Checkpoint:
     checksum: str = ""
     verified_at: float = 0.0
     ancestors: tuple[CheckpointId, ...] = ()
+    title: Title = UNTITLED
 
     @property
     def content(self) -> tuple[FilePart, ...]:
@@ -232,6 +245,7 @@ class Prompt:
     shape: str = ""
     text: str = ""
     conversation: bytes = b""
+    title: Title = UNTITLED
 
     @property
     def n_tokens(self) -> int:
@@ -322,6 +336,27 @@ def is_same_canary(left: Sequence[tuple[int, float]], right: Sequence[tuple[int,
     if left[0][0] not in b or right[0][0] not in a or 2 * len(shared) < len(a):
         return False
     return all(abs(a[token] - b[token]) <= TOLERANCE for token in shared)
+
+
+_SECRET_ID_BYTES = 4
+_UNKEYED_BYTES = 16
+
+
+def keyed_tenant(secret: bytes, digest: bytes) -> bytes:
+    """Return what a directory calls the tenant whose API key has a *digest*, and which secret made it."""
+    secret_id = blake2b(key=secret, digest_size=_SECRET_ID_BYTES).digest()
+    return secret_id + blake2b(digest, key=secret, digest_size=16).digest()
+
+
+def is_unkeyed(tenant: bytes) -> bool:
+    """Return whether a tenant is called by the digest of its key, as in older versions."""
+    return len(tenant) == _UNKEYED_BYTES
+
+
+def is_of_other_secret(secret: bytes, tenant: bytes) -> bool:
+    """Return whether a tenant was named with the secret of another directory."""
+    is_keyed = len(tenant) > _UNKEYED_BYTES
+    return is_keyed and not tenant.startswith(keyed_tenant(secret, b"")[:_SECRET_ID_BYTES])
 
 
 def tenant_namespace(model_namespace: Namespace | None, tenant: bytes) -> Namespace:

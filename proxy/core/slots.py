@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from proxy.core.cuts import MIN_BRANCH_TOKENS
 from proxy.core.model import (
     NO_CUTS,
+    UNTITLED,
     Checkpoint,
     CheckpointId,
     Conversation,
@@ -21,6 +22,7 @@ from proxy.core.model import (
     Rule,
     RuleKind,
     SlotId,
+    Title,
 )
 from proxy.core.rule import highest_point
 from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace, TokenIds, common_prefix_length
@@ -77,7 +79,7 @@ class Known:
     `last_cut` its prompt was last cut (0: nowhere). `marks` are other cuts, ascending, to which requests
     may come back: where turns began, where prompts branched. A checkpoint in the store covers `n_saved`
     tokens and can be continued at the `saved_points`. `shape` is the kind of request that the tokens were
-    predicted for, `conversation` that of the Prompt that the tokens begin with.
+    predicted for, `conversation` and `title` those of the Prompt that the tokens begin with.
     """
 
     tokens: TokenIds
@@ -92,6 +94,7 @@ class Known:
     saved_points: tuple[int, ...] = ()
     shape: str = ""
     conversation: bytes = b""
+    title: Title = UNTITLED
     origin: Origin = EVALUATED
     n_points_at_most: int = MAX_CONTEXT_CHECKPOINTS
 
@@ -442,6 +445,7 @@ def after_evaluation(
     n_generated: int = 0,
     shape: str = "",
     conversation: bytes = b"",
+    title: Title = UNTITLED,
     n_believed: int = 10,
     stride_tokens: int = 1,
 ) -> Known:
@@ -484,6 +488,7 @@ def after_evaluation(
         saved_points=old.saved_points,
         shape=shape,
         conversation=conversation,
+        title=title,
         origin=Origin(n_restored, origin.ancestors),
         n_points_at_most=min(MAX_CONTEXT_CHECKPOINTS, n_points + CHECKPOINTS_PER_REQUEST),
     )

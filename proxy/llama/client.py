@@ -76,6 +76,15 @@ class SlotStatus(msgspec.Struct):
     is_processing: bool = False
     id_task: int = -1
     n_prompt_tokens: int | None = None
+    n_prompt_tokens_processed: int | None = None
+    n_prompt_tokens_cache: int | None = None
+    next_token: Any = None
+
+    @property
+    def n_generated(self) -> int:
+        """How many tokens of the answer there are; builds of 2025 have no list here."""
+        told = self.next_token[:1] if isinstance(self.next_token, list) else [self.next_token]
+        return sum(int(each.get("n_decoded", 0)) for each in told if isinstance(each, dict))
 
     @property
     def n_held(self) -> int | None:

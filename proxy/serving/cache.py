@@ -230,7 +230,8 @@ class Cache:
             request.why = "empty prompt"
             return
         digests = request.conversation.digests if request.conversation else b""
-        request.prompt = replace(prompt, shape=request.shape, conversation=digests)
+        title = process.journal.title_of(request)
+        request.prompt = replace(prompt, shape=request.shape, conversation=digests, title=title)
 
     def _understand(self, process: Process, request: Request) -> bool:
         """Put a request into the chat form; return whether its prompt can be read, `why` says why not."""

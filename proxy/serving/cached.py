@@ -300,10 +300,8 @@ class CachedRequest:
         await self._read()
 
     async def _has_ended(self, fault: Exception) -> bool:
-        """Return whether a call has failed because llama-server ended; a look may have begun before."""
-        if not isinstance(fault, UpstreamLost):
-            return False
-        return not (await self._process.is_current() and await self._process.is_current())
+        """Return whether a call has failed because llama-server ended."""
+        return isinstance(fault, UpstreamLost) and await self._process.has_ended()
 
     async def _may_be_our_fault(self, slot_id: SlotId, error: BaseException) -> bool:
         """Return whether llama-server ended over what was done for the request, or over a saved state."""
@@ -418,6 +416,10 @@ class CachedRequest:
             # At the end of the context it may have been shifted: such states are not exact.
             return TAINTED
         process.learn_evaluation(timings)
+        if account.is_ineffective_restore:
+            before = (
+                unknown  # what the checkpoint held is not in the slot, nor on the disk any more
+            )
         return process.content_after(
             before, prompt.tokens, prompt, account.plan.cuts, timings.predicted_n
         )

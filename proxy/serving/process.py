@@ -292,6 +292,7 @@ class Process(Services):
             n_generated=n_generated,
             shape=prompt.shape,
             conversation=prompt.conversation if len(tokens) == prompt.n_tokens else b"",
+            title=prompt.title,
             n_believed=self.n_believed_points,
             stride_tokens=self.stride_tokens,
         )
@@ -440,15 +441,23 @@ class Process(Services):
         self.slots.set_content(slot_id, replace(content, last_cut=stop.n_tokens))
         return timings
 
+    async def has_ended(self) -> bool:
+        """Look at llama-server after a failure; return whether this process is gone.
+
+        A look that was under way may have begun before the failure, so there are two.
+        """
+        return not (await self.is_current() and await self.is_current())
+
     async def quarantine_suspects(self, slot_id: SlotId, *, is_saving: bool = False) -> bool:
         """Quarantine on disk what may have ended llama-server in a slot; return whether there is anything.
 
-        Suspect is what was being restored, evaluated from, or saved when the connection broke. A process
-        that is told to end lets its connections stand (`Heard`), so nothing is suspect then.
+        Suspect is what was being restored, evaluated from, or saved when the connection broke and the
+        process ended. A process that is told to end lets its connections stand (`Heard`), so nothing is
+        suspect then; nor is anything when only the network broke the connection.
         """
         suspects = self.slots.suspects(slot_id, is_saving=is_saving)
         self.slots.forget_sources(slot_id)
-        if not suspects:
+        if not suspects or not await self.has_ended():
             return False
         names = [checkpoint.file_name for checkpoint in suspects]
         get_logger("cache").warning(f"quarantined: {ENDED_LLAMA_SERVER}", files=names)

@@ -55,9 +55,10 @@ class Request:
 
     `withdraw` ends a `relay` of which the client has no token yet: that raises ServerAway then.
     `headers` are those with the client's API key, `tenant` a digest of that key, empty without one.
-    `model` is what the client calls the model, `session` its session; each empty if the client does not
-    say. `arrived_at` is of the monotonic clock, `at` in seconds since 1970. `raw` is the body as it is
-    to be sent, `body` the same decoded, None if it is no JSON object.
+    `model` is what the client calls the model, `session` its session, `client` itself; each empty if the
+    client does not say. `has_token` tells whether a token of the answer has come. `arrived_at` is of the
+    monotonic clock, `at` in seconds since 1970. `raw` is the body as it is to be sent, `body` the same
+    decoded, None if it is no JSON object.
 
     The fields from `server` on are set anew for each llama-server that tries to serve the request.
     `server` is its name, empty if there is only one; `rewrites` are the stabilizers that changed the body;
@@ -75,7 +76,9 @@ class Request:
     withdraw: OnStart = do_nothing
     tenant: bytes = b""
     session: str = ""
+    client: str = ""
     model: str = ""
+    has_token: Callable[[], bool] = bool
     id: str = field(default_factory=lambda: secrets.token_hex(4))
     arrived_at: float = field(default_factory=time.monotonic)
     at: float = field(default_factory=time.time)
@@ -233,6 +236,7 @@ class Account:
             "evaluated": self.n_evaluated,
             "queued_seconds": round(self.queued_seconds, 4),
             "prepared_seconds": round(self.prepared_seconds, 4),
+            "evaluation_seconds": round(self.evaluation_seconds, 4),
             "saved_seconds": None if self.saved_seconds is None else round(self.saved_seconds, 4),
             "expected_seconds": round(plan.option.seconds, 4),
             "displaced_seconds": round(plan.option.displacement.seconds, 4),

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present
-from proxy.core.model import Checkpoint, CheckpointId, CheckpointKind, FilePart, SlotId
+from proxy.core.model import UNTITLED, Checkpoint, CheckpointId, CheckpointKind, FilePart, SlotId
 from proxy.core.plan import most_useful
 from proxy.core.saving import Claim, StateSize, expected_bytes, extent_of
 from proxy.core.slots import Content, Empty, Known
@@ -64,6 +64,7 @@ class SavedSlot:
             parts=self.parts,
             verified_at=now,
             ancestors=content.origin.ancestors,
+            title=known.title if known else UNTITLED,
         )
 
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.eviction import Removal, family_of, superseded
+from proxy.core.eviction import Removal, family_of, superseded, title_of
 from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, RuleKind, SlotId
 from proxy.core.rule import after_save
 from proxy.core.saving import (
@@ -174,7 +174,8 @@ class SlotSaves:
             saved, is_whole = await self._thin(saved, content, kind, relatives, ancestors)
         new = saved.checkpoint(namespace, kind, content)
         family = family_of(new, state.tokens, relatives)
-        new = replace(new, family=family, ancestors=tuple(ancestors))
+        title = title_of(new.title, family, relatives)
+        new = replace(new, family=family, ancestors=tuple(ancestors), title=title)
         checkpoint = await store.commit(new, state.tokens)
         self._table.note_save(slot_id, checkpoint)
         self._note_saved(slot_id, content, namespace, state, checkpoint)

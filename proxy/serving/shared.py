@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
+from secrets import token_bytes
 from typing import TYPE_CHECKING
 
 from proxy.core.conditions import DegradationKind
@@ -63,6 +64,8 @@ class Shared:
     journal: Journal
     tasks: Tasks
     served: NewestProcesses
+    secret: bytes
+    """By which tenants are called; of this proxy alone where there is no store."""
 
     def of(self, upstream: LlamaServer, where: str) -> "Services":
         """Return this with what belongs to one llama-server; *where* tells that server from others."""
@@ -82,7 +85,8 @@ def new_shared(
     """Return what all llama-servers share when a proxy starts."""
     faults, report = Faults(metrics), Report(metrics, journal)
     tasks, served = Tasks(), NewestProcesses()
-    return Shared(store, metrics, faults, degradations, report, journal, tasks, served)
+    secret = store.secret if store else token_bytes()
+    return Shared(store, metrics, faults, degradations, report, journal, tasks, served, secret)
 
 
 @dataclass(eq=False)

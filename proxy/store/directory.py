@@ -17,11 +17,18 @@ from enum import StrEnum
 from itertools import islice
 from math import inf
 from pathlib import Path
+from secrets import token_bytes
 
 import msgspec
 import xxhash
 
-from proxy.core.model import Checkpoint, CheckpointId
+from proxy.core.model import (
+    Checkpoint,
+    CheckpointId,
+    is_of_other_secret,
+    keyed_tenant,
+    tenant_namespace,
+)
 from proxy.core.tokens import PrefixHash, TokenIds, hash_prefixes
 from proxy.errors import (
     IndexDamaged,
@@ -34,9 +41,18 @@ from proxy.errors import (
 from proxy.llama.state_file import read_state_file
 from proxy.store.files import FileStamp, StateFiles, id_of, is_state_name, temporary_name_of
 from proxy.store.index import Entry, Index, Summary
-from proxy.store.known_models import Owner, introduce, owners
+from proxy.store.known_models import (
+    Owner,
+    introduce,
+    known_tenants,
+    owners,
+    tenants_name,
+    unkeyed_tenants,
+)
 
 LOCK_NAME = ".llama-prefix-cache.lock"
+SECRET_NAME = "key-secret"
+_SECRET_BYTES = 32
 _ENTERED_AT_ONCE = 100
 """The entries of so many states are made anew in one transaction."""
 _DAMAGED = "index.damaged-"
@@ -164,9 +180,11 @@ class StoreDirectory:
         with ExitStack() as opened:
             opened.enter_context(keep_proxies_out(path, creates_lock=True))
             try:
+                self.secret = _secret(path / SECRET_NAME)
                 self.index = _open_index(path / "index", mends_index=mends_index)
                 opened.callback(self.index.close)
                 self._require_whole_index(mends_index=mends_index, reads_all=reads_all)
+                self._key_tenants()
             except OSError as error:
                 raise StoreFault(f"{path}: {in_words(error)}") from error
             self._opened = opened.pop_all()
@@ -184,6 +202,28 @@ class StoreDirectory:
             if self._states_without_entry() and not mends_index:
                 raise IndexDamaged(path, reason)
             self._enter_states(reason)
+
+    def _key_tenants(self) -> None:
+        """Call the tenants that an older version has named what they are called here."""
+        for model, tenant in list(unkeyed_tenants(self.index)):
+            keyed, moved = keyed_tenant(self.secret, tenant), list[Checkpoint]()
+            old, new = tenant_namespace(model, tenant), tenant_namespace(model, keyed)
+            known = known_tenants(self.index, model) | {keyed}
+            self.index.put_value(tenants_name(model), sorted(known))
+            for checkpoint in self.index.all():
+                tokens = self.index.tokens(checkpoint.id)
+                if checkpoint.namespace == old and tokens is not None:
+                    moved.append(replace(checkpoint, namespace=new))
+                    hashes = hash_prefixes(old, tokens), hash_prefixes(new, tokens)
+                    self.index.update(moved[-1:], *hashes)
+            self.write_sidecars(moved)
+            self.index.put_value(tenants_name(model), sorted(known - {tenant}))
+
+    @property
+    def n_of_other_secret(self) -> int:
+        """How many tenants nobody finds any more, because the secret that named them is gone."""
+        tenants = {owner.tenant for _, owner in owners(self.index)}
+        return sum(is_of_other_secret(self.secret, tenant) for tenant in tenants)
 
     def checkpoints(self) -> list[Checkpoint]:
         return self.index.all()
@@ -355,6 +395,17 @@ class StoreDirectory:
         if len(tokens) != checkpoint.n_tokens or not self.has_file(checkpoint):
             return Lost.NOT_AS_SAVED
         return checkpoint, tokens, hash_prefixes(namespace, tokens)
+
+
+def _secret(path: Path) -> bytes:
+    """Return the secret of a directory, by which its tenants are called; it is made if it is not there."""
+    with suppress(FileNotFoundError):
+        if len(secret := path.read_bytes()) == _SECRET_BYTES:
+            return secret
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", 0) as file:
+        file.write(secret := token_bytes(_SECRET_BYTES))
+        os.fsync(file)
+    return secret
 
 
 def _open_index(path: Path, *, mends_index: bool) -> Index:

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -184,13 +185,23 @@ class Index:
         if found != expected:
             return f"of tokens, prefixes, places and summaries {found} instead of {expected}"
         n_wrong = sum(not self._is_whole(c) for c in checkpoints if self._is_copied)
-        return f"{n_wrong} checkpoints with other tokens than prefixes" if n_wrong else ""
+        return f"{n_wrong} checkpoints with other tokens, prefixes or summaries" if n_wrong else ""
 
     def _is_whole(self, checkpoint: Checkpoint) -> bool:
-        tokens = self.tokens(checkpoint.id)
+        tokens, key = self.tokens(checkpoint.id), _ID.pack(checkpoint.id)
         if tokens is None or len(tokens) != checkpoint.n_tokens:
             return False
-        return not self.n_missing(checkpoint.id, hash_prefixes(checkpoint.namespace, tokens))
+        with _faults(), self._env.begin() as txn:
+            data = txn.get(key, db=self._summaries)
+            if data is None or txn.get(data[:_SCORE_BYTES] + key, db=self._order) is None:
+                return False
+        found, expected = Summary._make(_SUMMARY.unpack(data)), _summary_of(checkpoint)
+        if not _is_fixed(found) and not _is_fixed(
+            expected
+        ):  # then it is better known than at first
+            expected = expected._replace(score=found.score)
+        hashes = hash_prefixes(checkpoint.namespace, tokens)
+        return found == expected and not self.n_missing(checkpoint.id, hashes)
 
     def all(self) -> list[Checkpoint]:
         """Return all records that can be read; those that are not what was written are passed over."""
@@ -253,9 +264,7 @@ class Index:
 
     def _put_record(self, txn: lmdb.Transaction, key: bytes, checkpoint: Checkpoint) -> None:
         txn.put(key, msgspec.msgpack.encode(checkpoint), db=self._checkpoints)
-        score, n_blocks = first_score(checkpoint), count_blocks(checkpoint.n_tokens)
-        summary = Summary(score, checkpoint.verified_at, checkpoint.size_bytes, n_blocks)
-        self._put_summary(txn, key, summary)
+        self._put_summary(txn, key, _summary_of(checkpoint))
 
     def _put_summary(self, txn: lmdb.Transaction, key: bytes, new: Summary | None) -> None:
         """Give a checkpoint another summary and its place in the order, or none."""
@@ -293,7 +302,8 @@ class Index:
                 key = _ID.pack(checkpoint_id)
                 if (data := txn.get(key, db=self._summaries)) is not None:
                     summary = Summary(*_SUMMARY.unpack(data))
-                    self._put_summary(txn, key, summary._replace(score=score))
+                    if not _is_fixed(summary):  # meanwhile
+                        self._put_summary(txn, key, summary._replace(score=score))
 
     def delete(self, checkpoint_id: CheckpointId, hashes: Sequence[PrefixHash]) -> None:
         key = _ID.pack(checkpoint_id)
@@ -378,6 +388,16 @@ class Index:
 
     def _put_value(self, txn: lmdb.Transaction, name: str, value: object) -> None:
         txn.put(name.encode(), msgspec.msgpack.encode(value), db=self._values)
+
+
+def _summary_of(checkpoint: Checkpoint) -> Summary:
+    score, n_blocks = first_score(checkpoint), count_blocks(checkpoint.n_tokens)
+    return Summary(score, checkpoint.verified_at, checkpoint.size_bytes, n_blocks)
+
+
+def _is_fixed(summary: Summary) -> bool:
+    """Return whether a pin or a quarantine says what the score is."""
+    return summary.score in (0, inf)
 
 
 @contextmanager

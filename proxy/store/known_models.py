@@ -5,7 +5,7 @@ known of the model without evaluating anything, beside the canary that it predic
 """
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -15,6 +15,7 @@ from proxy.core.model import (
     Checkpoint,
     KnownNamespace,
     choose_namespace,
+    is_unkeyed,
     new_namespace,
     tenant_namespace,
 )
@@ -22,6 +23,7 @@ from proxy.core.tokens import Namespace
 from proxy.store.index import Index
 
 NAMESPACES_PREFIX = "namespaces "
+TENANTS_PREFIX = "tenants "
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -80,7 +82,15 @@ def namespaces_name(static: str) -> str:
 
 
 def tenants_name(model_namespace: Namespace | None) -> str:
-    return f"tenants {(model_namespace or b'').hex()}"
+    return TENANTS_PREFIX + (model_namespace or b"").hex()
+
+
+def unkeyed_tenants(index: Index) -> Iterator[tuple[Namespace, bytes]]:
+    """Yield the models' tenants that are called by what anybody could make of a guessed API key."""
+    for name in index.names(TENANTS_PREFIX):
+        with suppress(ValueError):  # the name of a damaged value
+            model = Namespace(bytes.fromhex(name.removeprefix(TENANTS_PREFIX)))
+            yield from ((model, t) for t in known_tenants(index, model) if is_unkeyed(t))
 
 
 def namespace_of(index: Index, owner: Owner) -> Namespace | None:

@@ -44,7 +44,7 @@ class CheckpointStore(Catalogue):
         self._verifying: dict[CheckpointId, asyncio.Future[None]] = {}
         self._damaged: set[CheckpointId] = set()
         self._directory = StoreDirectory(directory)
-        self.files = self._directory.files
+        self.files, self.secret = self._directory.files, self._directory.secret
         try:
             swept = self._directory.sweep()
             super().__init__(self._directory.index, swept)
@@ -79,6 +79,8 @@ class CheckpointStore(Catalogue):
             report["index_made_anew"] = rebuild.words
         if swept.ignored:
             report["no_regular_files"] = sorted(swept.ignored)
+        if n_strange := self._directory.n_of_other_secret:
+            report["api_keys_of_another_secret"] = n_strange
         return report
 
     def _over_budget(self) -> list[Checkpoint]:

@@ -17,13 +17,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-from proxy.core.model import Checkpoint
+from proxy.core.model import Checkpoint, is_of_other_secret
 from proxy.core.tokens import hash_prefixes
 from proxy.errors import CacheFault, StateFileMalformed, StoreFault, in_words
 from proxy.llama.state_file import read_state_file
 from proxy.store.directory import (
     LOCK_NAME,
     MOST_RECORD_BYTES,
+    SECRET_NAME,
     Sidecar,
     StoreDirectory,
     decode_sidecar,
@@ -82,7 +83,8 @@ def export_checkpoints(
 def _require_replaceable(files: StateFiles, file: Path) -> None:
     """Raise StoreFault if a file in the place of *file* would cost more than what it says."""
     directory, parent = files.directory.resolve(), file.parent.resolve()
-    is_in_store = parent == directory and (file.name.startswith("lpc-") or file.name == LOCK_NAME)
+    is_ours = file.name.startswith("lpc-") or file.name in (LOCK_NAME, SECRET_NAME)
+    is_in_store = is_ours and parent == directory
     if is_in_store or parent == directory / "index":
         raise StoreFault(f"{file} is a name of the store's own files: choose another")
     if file.exists() and not file.is_file():
@@ -139,11 +141,10 @@ def import_checkpoints(
                 sidecar = decode_sidecar(_open(tar, head).read(MOST_RECORD_BYTES))
                 if sidecar is None or sidecar.owner is None:
                     raise BundleRefused(f"it is not what `export` writes: {head.name} is no record")
-                imported.is_new_model |= _is_new(store, sidecar.owner, may_be_new=may_be_new)
+                owner = sidecar.owner
+                imported.is_new_model |= _is_new(store, owner, may_be_new=may_be_new)
                 state = _open(tar, tar.next())
-                entered = _enter(
-                    store, there, sidecar.checkpoint, sidecar.owner, state, min_free_bytes
-                )
+                entered = _enter(store, there, sidecar.checkpoint, owner, state, min_free_bytes)
                 if entered is None:
                     imported.n_already_there += 1
                 else:
@@ -167,7 +168,15 @@ def _open(tar: tarfile.TarFile, head: tarfile.TarInfo | None) -> IO[bytes]:
 
 
 def _is_new(store: StoreDirectory, owner: Owner, *, may_be_new: bool) -> bool:
-    """Return whether the store has not met a model; raises BundleRefused unless it *may be new*."""
+    """Return whether the store has not met a model; raises BundleRefused unless it *may be new*.
+
+    So it does if nobody would find a state here. The next opening names the tenants of older versions.
+    """
+    if is_of_other_secret(store.secret, owner.tenant):
+        raise BundleRefused(
+            f"a state is of an API key of another directory: put {SECRET_NAME} from there into "
+            f"{store.files.directory} before any key is used here"
+        )
     is_new = namespace_of(store.index, owner) is None
     if is_new and not may_be_new:
         raise BundleRefused(

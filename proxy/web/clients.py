@@ -9,8 +9,10 @@ import xxhash
 from aiohttp import HttpVersion11, web
 
 from proxy.core.messages import Route
+from proxy.core.model import keyed_tenant
 from proxy.errors import CacheFault, ProxyError, ServerAway, TooManyRequests
 from proxy.explain.report import Report
+from proxy.explain.views import client_name
 from proxy.llama.bodies import parse_body
 from proxy.llama.routes import Aliases, changes_server_state, counts_tokens, with_alias
 from proxy.log import get_logger
@@ -42,12 +44,13 @@ def keys_of(headers: Mapping[str, str]) -> dict[str, str]:
     return {name: headers[name] for name in _KEY_HEADERS if name in headers}
 
 
-def tenant_of(keys: Mapping[str, str]) -> bytes:
-    """Return a digest of the API key that llama-server would check, empty if there is none."""
+def tenant_of(keys: Mapping[str, str], secret: bytes) -> bytes:
+    """Return what the API key is called that llama-server would check, empty if there is none."""
     key = keys.get("Authorization") or keys.get("X-Api-Key", "")
     if not key:
         return b""
-    return xxhash.xxh3_128_digest(key.removeprefix("Bearer ").encode(errors="surrogateescape"))
+    digest = xxhash.xxh3_128_digest(key.removeprefix("Bearer ").encode(errors="surrogateescape"))
+    return keyed_tenant(secret, digest)
 
 
 def _session_of(headers: Mapping[str, str]) -> str:
@@ -92,6 +95,7 @@ class Front:
     unread: Unread
     max_requests: int
     aliases: Aliases
+    secret: bytes
     n_requests: int = 0
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -164,13 +168,15 @@ class Front:
             headers=keys,
             relay=exchange.send,
             withdraw=exchange.withdraw,
-            tenant=tenant_of(keys),
+            tenant=tenant_of(keys, self.secret),
             session=_session_of(headers),
+            client=client_name(headers.get("User-Agent", "")),
+            has_token=lambda: exchange.has_token,
             model=model,
         )
         try:
             body = await self._read_body(exchange.client)
-            with self._counted():
+            with self._counted(), self.report.in_flight(request):
                 if request.receive(body).wants_stream:
                     exchange.writer.keep()
                 await self.pool.serve(request)

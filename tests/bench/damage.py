@@ -1,15 +1,16 @@
 """Damages stored states, before a restart of the proxy and while it runs, and counts wrong answers.
 
-Each memory type: conversations are saved, every file is damaged in one of six ways with size and time kept,
-they go on for three generations with llama-server restarted in between, then everything is restarted and
-they go on. With --unverified files are trusted, as they were before: what the bench would see.
+Each memory type: conversations are saved, every file is damaged in one of seven ways with its time kept,
+and they go on; so twice more with half of the files, whole successors and damaged ones mixed. Then
+everything is restarted and they go on. With --unverified files are trusted: what the bench would see.
 
-python -m tests.bench.damage [--files N] [--unverified]
+python -m tests.bench.damage [--files N] [--memory full ...] [--unverified]
 """
 
 import argparse
 import asyncio
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -23,7 +24,7 @@ from tests.lab.damage import Generations, new_server_alone
 from tests.lab.models import MEMORIES, model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER
 
-N_FILES = 512
+N_FILES = 2000
 N_CONVERSATIONS = 8
 
 
@@ -42,7 +43,7 @@ async def _measure(kind: str, n_files: int, leftovers: ExitStack) -> list[Genera
     return runs
 
 
-async def measure_damage(n_files: int, leftovers: ExitStack) -> Section:
+async def measure_damage(n_files: int, kinds: Sequence[str], leftovers: ExitStack) -> Section:
     """Return the table."""
     section = Section(
         "Damaged state files, three generations and a restart of everything",
@@ -52,8 +53,8 @@ async def measure_damage(n_files: int, leftovers: ExitStack) -> Section:
             *("tokens reused", "llama-servers died", "other files damaged at the end"),
         ),
     )
-    for kind in MEMORIES:
-        runs = await _measure(kind, n_files // len(MEMORIES), leftovers)
+    for kind in kinds:
+        runs = await _measure(kind, n_files // len(kinds), leftovers)
         n_not_named, n_wrong = sum(r.n_not_named for r in runs), sum(r.n_wrong for r in runs)
         n_deaths = sum(r.n_deaths for r in runs)
         section.add(
@@ -73,13 +74,14 @@ def main() -> int:
     """Measure and print; return 1 if the bar is missed."""
     parser = argparse.ArgumentParser(description="Damage stored states and count wrong answers.")
     parser.add_argument("--files", type=int, default=N_FILES, metavar="N")
+    parser.add_argument("--memory", nargs="+", choices=MEMORIES, default=MEMORIES)
     parser.add_argument("--unverified", action="store_true")
     arguments = parser.parse_args()
     configure_logging("error", "console")
     if arguments.unverified:
         _trust_every_file()
 
-    return run_section(partial(measure_damage, arguments.files))
+    return run_section(partial(measure_damage, arguments.files, arguments.memory))
 
 
 if __name__ == "__main__":

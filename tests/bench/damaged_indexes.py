@@ -1,4 +1,4 @@
-"""How many of 200 damaged indexes are opened or made anew: python -m tests.bench.damaged_indexes
+"""How many of 500 damaged indexes are opened or made anew: python -m tests.bench.damaged_indexes
 
 Each damaged index is worked on by processes of their own: `ls`, `check`, `check --fix`, and a store that is
 opened, made anew and saved into. Half of the indexes were closed (and have a checksum), half were left as
@@ -34,7 +34,7 @@ from tests.store.damage import (
 )
 from tests.store.test_damaged_index import copied, data_of, fill, set_data
 
-N_INDEXES = 200
+N_INDEXES = 500
 
 
 def open_and_save(directory: Path) -> None:

@@ -2,7 +2,7 @@
 
 import textwrap
 
-from proxy.settings import ENVIRONMENT_PREFIX, NAMES, SCHEMA, allowed, written
+from proxy.settings import NAMES, SCHEMA, allowed, written
 
 WIDTH = 104
 
@@ -20,21 +20,15 @@ def words(name: str) -> str:
 
 
 def settings_table() -> str:
-    """Return the settings as a Markdown table."""
+    """Return the settings as a Markdown table; the example file says more of each."""
     rows = ["| setting | allowed | default | what it does |", "|---|---|---|---|"]
     for name in NAMES:
         is_needed = "default" not in SCHEMA[name]
         default = (
             "none: must be given" if is_needed else f"`{written(name, SCHEMA[name]['default'])}`"
         )
-        flag, variable = _flag(name), ENVIRONMENT_PREFIX + name.upper()
-        names = f"`{name}`<br>`{flag}`<br>`{variable}`"
-        rows.append(f"| {names} | {allowed(name)} | {default} | {words(name)} |")
+        rows.append(f"| `{name}` | {allowed(name)} | {default} | {SCHEMA[name]['description']} |")
     return "\n".join(rows) + "\n"
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def example_file() -> str:

@@ -1,7 +1,7 @@
 """Damages state files as failing disks and bad copies do, and asks what conversations answer then.
 
-Sizes and times of modification are kept. Whoever writes into a file changes its ctime all the same; before
-a restart of the proxy nobody knows that one.
+Times of modification are kept, and sizes except where a file is cut off. Whoever writes into a file changes
+its ctime all the same; before a restart of the proxy nobody knows that one.
 """
 
 import asyncio
@@ -48,6 +48,10 @@ def _cut_and_extend(content: bytearray, other: bytes, rng: random.Random) -> Non
     content[begin:] = bytes(len(content) - begin)
 
 
+def _cut_off(content: bytearray, other: bytes, rng: random.Random) -> None:
+    del content[rng.randrange(len(content)) :]
+
+
 def _swap(content: bytearray, other: bytes, rng: random.Random) -> None:
     n_bytes = min(len(content), len(other))
     content[:n_bytes] = other[:n_bytes]
@@ -60,17 +64,19 @@ def _swap_the_state(content: bytearray, other: bytes, rng: random.Random) -> Non
 
 
 DAMAGES: tuple[Damage, ...] = (
-    *(_flip_a_bit, _flip_a_high_bit_of_many, _zero_a_range),
+    *(_flip_a_bit, _flip_a_high_bit_of_many, _zero_a_range, _cut_off),
     *(_cut_and_extend, _swap, _swap_the_state),
 )
 
 
-def damage_all(directory: Path, rng: random.Random) -> set[str]:
-    """Damage every state file of a store, each in one way; return the names of those that changed."""
+def damage(directory: Path, rng: random.Random, *, share: float) -> set[str]:
+    """Damage a *share* of a store's state files, each in one way; return the names of those."""
     paths = sorted(directory.glob("lpc-*.state"), key=lambda path: path.stat().st_size)
     before = {path: path.read_bytes() for path in paths}
     damaged: set[str] = set()
     for index, path in enumerate(paths):
+        if rng.random() >= share:
+            continue
         content, other = bytearray(before[path]), before[paths[index - 1]]
         DAMAGES[rng.randrange(len(DAMAGES))](content, other, rng)
         while content == before[path]:
@@ -78,6 +84,7 @@ def damage_all(directory: Path, rng: random.Random) -> set[str]:
         status = path.stat()
         with path.open("r+b") as file:
             file.write(content)
+            file.truncate()
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
         damaged.add(path.name)
     return damaged
@@ -91,6 +98,10 @@ def found_by_check(directory: Path) -> set[str]:
         with open_offline(copy) as store:
             problems = examine(store, lambda _: None)
     return {problem.name for problem in problems if problem.kind is ProblemKind.FILE_CHANGED}
+
+
+SHARES = (1.0, 0.5, 0.5)
+"""So many of the states are damaged before each generation: later on some of their successors are whole."""
 
 
 class Generations:
@@ -114,28 +125,29 @@ class Generations:
     def _directory(self) -> Path:
         return Path(self._rig.settings.slot_save_path)
 
-    async def run(self, *, while_running: bool, n_generations: int = 3) -> None:
-        """Ask, damage all that was saved, go on for some generations, restart everything and go on."""
+    async def run(self, *, while_running: bool, n_generations: int = len(SHARES)) -> None:
+        """Ask; damage states and go on, generation after generation; restart everything and go on."""
         await self._ask(0)
         await self._rig.settled()
-        if not while_running:
-            await self._rig.stop_proxy()
-        await asyncio.to_thread(self._rig.server.stop)
-        self.damaged = damage_all(self._directory, self._rng)
-        self.n_not_named = len(self.damaged - found_by_check(self._directory))
-        await asyncio.to_thread(self._rig.server.start)
-        if not while_running:
-            await self._rig.start_proxy()
-        for generation in range(1, n_generations + 1):
+        for generation, share in enumerate(SHARES[:n_generations], start=1):
+            await self._damage(share, while_running=while_running)
             await self._ask(generation)
             await self._rig.settled()
-            if generation < n_generations:
-                await asyncio.to_thread(self._rig.server.stop)
-                await asyncio.to_thread(self._rig.server.start)
         await self._rig.restart()
         await self._ask(n_generations + 1)
         await self._rig.settled()
         self.n_spread = len(found_by_check(self._directory) - self.damaged)
+
+    async def _damage(self, share: float, *, while_running: bool) -> None:
+        if not while_running:
+            await self._rig.stop_proxy()
+        await asyncio.to_thread(self._rig.server.stop)
+        changed = damage(self._directory, self._rng, share=share)
+        self.damaged |= changed
+        self.n_not_named += len(changed - found_by_check(self._directory))
+        await asyncio.to_thread(self._rig.server.start)
+        if not while_running:
+            await self._rig.start_proxy()
 
     async def _ask(self, generation: int) -> None:
         for requests in self._requests:

@@ -68,6 +68,17 @@ def put_bad_record(directory: Path) -> None:
     index.close()
 
 
+def put_bad_summary(directory: Path, offset: int) -> None:
+    """Change a byte of the first summary: what is needed of all records at once."""
+    index = Index(directory / "index")
+    with index._writing() as transaction:
+        (key, summary) = next(iter(transaction.cursor(index._summaries)))
+        changed = bytearray(summary)
+        changed[offset] ^= 0x40
+        transaction.put(key, bytes(changed), db=index._summaries)
+    index.close()
+
+
 def make_format_1(directory: Path) -> None:
     """Leave an index as versions before the summaries wrote it."""
     index = Index(directory / "index")

@@ -32,6 +32,7 @@ from tests.store.damage import (
     leave_unsealed,
     make_format_1,
     put_bad_record,
+    put_bad_summary,
     put_unreadable,
     scribbled,
     truncated,
@@ -213,6 +214,16 @@ async def test_record_that_cannot_be_read_loses_none(directory: Path) -> None:
     leave_unsealed(directory)
     assert await rebuilt(directory) == expected
     assert not beside(directory, "index.damaged-*"), "what could be read stays"
+
+
+@pytest.mark.parametrize("offset", [0, 12, 18, 27], ids=["score", "verified", "size", "blocks"])
+async def test_summary_of_another_record_evicts_and_hides_nothing(
+    directory: Path, offset: int
+) -> None:
+    expected = records(directory)
+    put_bad_summary(directory, offset)
+    leave_unsealed(directory)
+    assert await rebuilt(directory) == expected
 
 
 async def test_values_that_are_no_text_are_ignored(directory: Path) -> None:

@@ -7,6 +7,7 @@ import random
 import shutil
 import stat
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import msgspec
 import pytest
 import xxhash
 
-from proxy.core.eviction import Removal
+from proxy.core.eviction import Present, Removal
 from proxy.core.model import Checkpoint, CheckpointId, CheckpointKind, Quarantine
 from proxy.core.tokens import (
     FIRST_BLOCK_TOKENS,
@@ -198,6 +199,18 @@ async def test_quarantine_for_good_outlives_the_process_and_makes_a_checkpoint_t
         assert [c.checkpoint.id for c in found(store, run_of(700))] == [good.id]
     with opened(tmp_path, replace(BUDGET, max_bytes=good.size_bytes + 1)) as store:
         assert [c.id for c in store] == [good.id]
+
+
+async def test_quarantine_for_good_outlives_a_score_that_an_eviction_found_before(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path) as store:
+        made = [await store.commit(*new_state(store, run_of(n))) for n in (300, 600)]
+        (victim,) = store.victims(1, Present(time.time()))
+        (bad,) = [c for c in made if c.id != victim.id]
+        await store.quarantine_for_good([bad], Quarantine("llama-server ended", 1000.0))
+    with opened(tmp_path) as store:
+        assert [c.checkpoint.id for c in found(store, run_of(700))] == [victim.id]
 
 
 async def test_put_value_survives_reopen_and_is_none_as_another_type(tmp_path: Path) -> None:

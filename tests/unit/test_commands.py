@@ -174,12 +174,32 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
     servers = [
         {"name": name, "rule": "any prefix", "slots": slots[:n]} for name, n in (("", 3), ("b", 2))
     ]
-    overview = {"state": "caching", "since": "noon", "store": None, "servers": servers}
+    overview: dict[str, Any] = {
+        "state": "caching",
+        "since": "noon",
+        "store": None,
+        "servers": servers,
+    }
+    hit: dict[str, Any] = {
+        "at": time.time(),
+        "title": "mend the login",
+        "client": "OpenCode 1.18",
+        "model": "",
+    }
+    hit |= {"conversation": "ab12", "confirmed": 90, "n_prompt": 100}
+    overview["requests"] = [hit, {**hit, "confirmed": 0, "at": 5.0}]
     rows = list(stats_rows(overview | {"today": msgspec.to_builtins(today)}))
     assert rows[0] == ("the proxy", "is caching since noon")
     assert ("llama-server", "rule: any prefix; slots: 1 empty, 2 known") in rows
     assert ("llama-server b", "rule: any prefix; slots: 1 empty, 1 known") in rows
     assert ("prompt tokens", "1,000, of which 900 reused (90%)") in rows
+    assert ("missed", "nothing") in rows
+    named = '"mend the login", OpenCode 1.18: 90% reused, 0 s ago'
+    assert rows[-1] == ("conversation", named)
+    today = Today(since=0.0, n_requests=3, n_missing=1, n_missed=70)
+    rows = list(stats_rows(overview | {"today": msgspec.to_builtins(today)}))
+    says = "1 request has evaluated 70 known tokens: `explain miss` says why"
+    assert ("missed", says) in rows
     store = {"n_checkpoints": 1, "size_bytes": 1536, "max_bytes": 2048}
     rows = list(stats_rows(overview | {"store": store, "today": msgspec.to_builtins(today)}))
     assert rows[1] == ("stored", "1 checkpoint with 1.5 KiB of 2.0 KiB")

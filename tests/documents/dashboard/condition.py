@@ -26,7 +26,7 @@ TROUBLE = Row(
             (Query(f"max by (kind) ({series('degraded')}) == 1", "{{kind}}"),),
             "none",
             "A bar for each reason why requests were served slower, or less safely, than they "
-            "could be, as long as it lasted. docs/operations.md has the cure of each.",
+            "could be, as long as it lasted. docs/monitoring.md has the cure of each.",
             width=12,
             if_empty="nothing is wrong",
         ),

@@ -1,0 +1,156 @@
+"""What the tenants of a directory are called: who guesses a key cannot tell it from an export."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from proxy.core.eviction import Removal
+from proxy.core.model import KnownNamespace, keyed_tenant, tenant_namespace
+from proxy.core.tokens import Namespace
+from proxy.store.directory import SECRET_NAME
+from proxy.store.known_models import known_namespaces, known_tenants, namespaces_name, tenants_name
+from proxy.store.offline import open_offline
+from proxy.store.store import CheckpointStore
+from proxy.store.transfer import BundleRefused, export_checkpoints, import_checkpoints, read_records
+from tests.store.conftest import new_state, opened, run_of
+from tests.unit.state_files import attention, state_file, words
+
+MODEL = Namespace(b"m" * 16)
+OLD = xxhash.xxh3_128_digest(b"guess-me")
+PROMPTS = (run_of(300), run_of(400, start=7))
+
+
+def nothing(_: int) -> None:
+    """Ignore progress."""
+
+
+async def fill(directory: Path, tenant_of: Callable[[bytes], bytes]) -> None:
+    """Leave a store that knows one key, with a state of that key and one of nobody."""
+    os.makedirs(directory, exist_ok=True)
+    with opened(directory) as store:
+        tenant = tenant_of(store.secret)
+        await store.put_value(
+            namespaces_name("static"), [KnownNamespace(MODEL, [(5, -0.5)], "coder")]
+        )
+        await store.put_value(tenants_name(MODEL), [tenant])
+        for tokens, owner in zip(PROMPTS, (tenant, b""), strict=True):
+            content = state_file(words(tokens), attention(len(tokens)))
+            namespace = tenant_namespace(MODEL, owner)
+            await store.commit(*new_state(store, tokens, content=content, namespace=namespace))
+
+
+def unkeyed(_: bytes) -> bytes:
+    return OLD
+
+
+def keyed(secret: bytes) -> bytes:
+    return keyed_tenant(secret, OLD)
+
+
+def model_in(store: CheckpointStore) -> Namespace:
+    return Namespace(known_namespaces(store.index, "static")[0].id)
+
+
+def n_found(store: CheckpointStore) -> tuple[int, int]:
+    """Return how many states are found with the key, and how many without any."""
+    model = model_in(store)
+    own, common = (tenant_namespace(model, tenant) for tenant in (keyed(store.secret), b""))
+    return len([*store.find(own, PROMPTS[0])]), len([*store.find(common, PROMPTS[1])])
+
+
+def told_of(directory: Path, *secrets: bytes) -> list[str]:
+    """Return the files of a directory that have any of some bytes."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    return [path.name for path in files if any(s in path.read_bytes() for s in secrets)]
+
+
+def test_secret_is_made_with_the_directory_and_stays(tmp_path: Path) -> None:
+    with opened(tmp_path) as store:
+        secret = store.secret
+    assert (tmp_path / SECRET_NAME).stat().st_mode & 0o777 == 0o600
+    with opened(tmp_path) as store:
+        assert store.secret == secret
+
+
+async def test_digests_of_an_older_store_are_keyed_at_its_first_opening(tmp_path: Path) -> None:
+    await fill(tmp_path, unkeyed)
+    for _ in range(2):
+        with opened(tmp_path) as store:
+            assert n_found(store) == (1, 1)
+            assert known_tenants(store.index, model_in(store)) == {keyed(store.secret)}
+            assert "api_keys_of_another_secret" not in store.report
+            # LMDB leaves what was there before in pages that nobody reads: they are used again.
+    assert [n for n in told_of(tmp_path, OLD, tenant_namespace(MODEL, OLD)) if ".meta" in n] == []
+
+
+async def test_index_made_anew_from_records_of_an_older_store_has_keyed_digests(
+    tmp_path: Path,
+) -> None:
+    await fill(tmp_path, unkeyed)
+    for path in (tmp_path / "index").iterdir():
+        path.unlink()
+    with opened(tmp_path) as store:
+        assert n_found(store) == (1, 1)
+        assert known_tenants(store.index, model_in(store)) == {b"", keyed(store.secret)}
+    assert [n for n in told_of(tmp_path, OLD) if ".meta" in n] == []
+
+
+async def test_secret_that_is_gone_is_told_and_loses_no_state_of_nobody(tmp_path: Path) -> None:
+    await fill(tmp_path, keyed)
+    (tmp_path / SECRET_NAME).unlink()
+    with opened(tmp_path) as store:
+        assert store.report["api_keys_of_another_secret"] == 1
+        assert n_found(store) == (0, 1) and len(store) == 2
+
+
+# Exports: they carry what keys are called, not the secret.
+
+
+async def exported(directory: Path, tmp_path: Path) -> Path:
+    file = tmp_path / "file.tar"
+    with open_offline(directory) as store:
+        export_checkpoints(store.files, read_records(store.files), file, nothing)
+    return file
+
+
+@pytest.mark.parametrize("has_secret", [True, False])
+async def test_state_of_a_key_is_entered_only_where_that_key_will_find_it(
+    tmp_path: Path, has_secret: bool
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    await fill(first, keyed)
+    file = await exported(first, tmp_path)
+    secret = (first / SECRET_NAME).read_bytes()
+    assert secret not in file.read_bytes() and OLD not in file.read_bytes()
+    second.mkdir()
+    if has_secret:
+        (second / SECRET_NAME).write_bytes(secret)
+    with open_offline(second, may_be_new=True) as store:
+        if has_secret:
+            assert len(import_checkpoints(store, file, nothing, min_free_bytes=0).entered) == 2
+        else:
+            with pytest.raises(BundleRefused, match="put key-secret from there"):
+                import_checkpoints(store, file, nothing, min_free_bytes=0)
+    with opened(second) as opened_store:
+        assert not has_secret or n_found(opened_store) == (1, 1)
+
+
+async def test_export_of_an_older_version_is_entered_under_the_secret_of_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    await fill(first, unkeyed)
+    with monkeypatch.context() as patched:
+        patched.setattr("proxy.store.directory.StoreDirectory._key_tenants", lambda _: None)
+        file = await exported(first, tmp_path)
+    second.mkdir()
+    with open_offline(second, may_be_new=True) as store:
+        import_checkpoints(store, file, nothing, min_free_bytes=0)
+    with opened(second) as opened_store:
+        assert n_found(opened_store) == (1, 1)
+        for checkpoint in [*opened_store]:
+            await opened_store.remove(checkpoint, Removal.OPERATOR)
+    assert [n for n in told_of(second, OLD) if ".meta" in n] == []
