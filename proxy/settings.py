@@ -244,10 +244,10 @@ def parse_urls(urls: str) -> list[str]:
     return [url.rstrip("/") for url in parse_list(urls)]
 
 
-def reachable(address: str) -> str:
-    """Return where a listener at HOST:PORT is reached from this machine."""
+def reachable(address: str, machine: str = "127.0.0.1") -> str:
+    """Return where a listener at HOST:PORT of a *machine* is reached, of this one if none is named."""
     host, _, port = address.rpartition(":")
-    return f"127.0.0.1:{port}" if host in ("", "0.0.0.0", "[::]") else address
+    return f"{machine}:{port}" if host in ("", "0.0.0.0", "[::]") else address
 
 
 def is_loopback(host: str) -> bool:

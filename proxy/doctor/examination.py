@@ -175,12 +175,9 @@ async def _note_slots(facts: LlamaServerFacts, probed: ProbedServer, process: Pr
             # One empty slot was run: what the others held before must be there still.
             told = [status for status in statuses if probed.held[status.id]]
             process.note_clearing(clears=any(not status.n_held for status in told))
-    if probed.empty or len(probed.held) + probed.n_busy == facts.n_slots:
-        facts.n_empty, facts.n_held, facts.n_busy = (
-            len(probed.empty),
-            len(probed.held),
-            probed.n_busy,
-        )
+    counts = len(probed.empty), len(probed.held), probed.n_busy
+    if sum(counts) == facts.n_slots:  # else the attach ended before all slots were looked at
+        facts.n_empty, facts.n_held, facts.n_busy = counts
     facts.probe_name = next(iter(probed.files.issued), "")
     if probed.file is not None:
         facts.probe_mode, facts.probe_owner_uid = probed.file.st_mode & 0o7777, probed.file.st_uid

@@ -247,10 +247,11 @@ def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]
     """Yield what keeps a llama-server from caching, and what else there is to say of it."""
     path = setup.settings.slot_save_path
     for each in facts.degradations:
-        if each.kind is not _K.EVERY_SLOT_BUSY:  # said of the slots
-            here = _cures_here(facts, path).get(each.kind, "")
-            may_pass = each.kind is _K.ATTACH_FAILED and facts.probe_owner_uid is not None
-            yield degradation(each.kind, each.detail, here, may_pass=may_pass)
+        if facts.n_empty == 0 and each.kind in (_K.EVERY_SLOT_BUSY, _K.ATTACH_FAILED):
+            continue  # said of the slots
+        here = _cures_here(facts, path).get(each.kind, "")
+        may_pass = each.kind is _K.ATTACH_FAILED and facts.probe_owner_uid is not None
+        yield degradation(each.kind, each.detail, here, may_pass=may_pass)
     if facts.n_slots:
         yield ok("llama-server", f"{facts.build or 'unknown build'} serves {facts.model}.")
         yield _slots_finding(facts)

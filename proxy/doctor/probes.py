@@ -13,12 +13,11 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from proxy.core.conditions import DegradationKind
 from proxy.core.model import SlotId
 from proxy.core.tokens import TokenIds, token_ids
 from proxy.errors import CacheFault, NoRoom, StateFileMalformed, UpstreamRefused
 from proxy.explain.report import Journal
-from proxy.health import CannotCache, Degradations
+from proxy.health import Degradations
 from proxy.llama.client import (
     QUICK_SECONDS,
     Headers,
@@ -126,18 +125,20 @@ class ProbedServer(LlamaServer):
         return n_restored
 
     async def erase(self, slot_id: SlotId) -> None:
-        """Empty a slot; raises CannotCache for a slot that may hold work."""
-        if slot_id not in self.empty:
-            raise CannotCache(DegradationKind.EVERY_SLOT_BUSY)
+        """Empty a slot; raises UpstreamRefused for a slot that may hold work."""
+        self._require_empty(slot_id)
         await super().erase(slot_id)
 
     async def evaluate(
         self, slot_id: SlotId, tokens: TokenIds, headers: Headers | None = None
     ) -> Timings:
         """Evaluate tokens in a slot; raises UpstreamRefused for a slot that may hold work."""
+        self._require_empty(slot_id)
+        return await super().evaluate(slot_id, tokens, headers)
+
+    def _require_empty(self, slot_id: SlotId) -> None:
         if slot_id not in self.empty:
             raise UpstreamRefused(409, f"slot {slot_id} may hold work")
-        return await super().evaluate(slot_id, tokens, headers)
 
     async def erase_all(self) -> None:
         """Empty the slots that probes may use; raises UpstreamFault."""

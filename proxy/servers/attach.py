@@ -93,7 +93,6 @@ async def attach(
     settings: Settings,
     props: Props,
     process_id: str,
-    *,
     n_context_checkpoints: int,
     last: Process | None,
 ) -> Process:
@@ -131,9 +130,8 @@ async def attach(
         process.obstacle = CannotCache(DegradationKind.ATTACH_FAILED, str(fault))
     if process.obstacle:
         process.faults.count("attach")
-        if (
-            process.clears_idle_slots is None
-        ):  # no save has shown it, so it is tried once per process
+        # No save may have shown whether idle slots are cleared: then that is tried, once per process.
+        if process.clears_idle_slots is None:
             clears = last.clears_idle_slots if last else await _seen_clearing(process.upstream)
             process.note_clearing(clears=clears)
     return process

@@ -132,7 +132,6 @@ class Pool(Addresses):
 
         async def turn() -> None:
             await server.order.turn(request)
-            server.order.leave(request)
             server.on_way.discard(request)
 
         try:

@@ -186,11 +186,12 @@ class ArrivalOrder:
             self._changed = asyncio.Event()
 
     async def turn(self, request: Request) -> None:
-        """Wait until no earlier request is left."""
+        """Wait until no earlier request is left, and leave."""
         while request in self._since and request is not min(
             self._since, key=lambda a: a.arrived_at
         ):
             await self._changed.wait()
+        self.leave(request)
 
 
 class Server(Watched):
@@ -393,14 +394,8 @@ class Server(Watched):
     ) -> None:
         """Attach to a process; *last* is an attachment to the same one that could not cache."""
         before = self._degradations.kinds & OF_PROCESS  # attaching, or those of the last try
-        process = await attach(
-            self.services,
-            self._settings,
-            props,
-            process_id,
-            n_context_checkpoints=self._n_context_checkpoints,
-            last=last,
-        )
+        n_points = self._n_context_checkpoints
+        process = await attach(self.services, self._settings, props, process_id, n_points, last)
         if epoch != self.epoch:
             process.queue.close()
             self._degradations.leave()
