@@ -28,7 +28,6 @@ from proxy.llama.routes import Target, parse_aliases
 from proxy.log import get_logger
 from proxy.metrics import POSITION_LABELS, Metrics
 from proxy.servers.pool import Pool
-from proxy.servers.server import Server
 from proxy.serving.shared import Shared, new_shared, note_quarantined
 from proxy.settings import (
     Settings,
@@ -56,23 +55,6 @@ class Running:
     admin_port: int
     pool: Pool
     shared: Shared
-
-    @property
-    def server(self) -> Server:
-        """The only llama-server, or the first one."""
-        return self.pool.servers[0]
-
-    @property
-    def store(self) -> CheckpointStore | None:
-        return self.shared.opened_store
-
-    @property
-    def metrics(self) -> Metrics:
-        return self.shared.metrics
-
-    @property
-    def degradations(self) -> Degradations:
-        return self.shared.everywhere
 
 
 @asynccontextmanager

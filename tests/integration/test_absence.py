@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from proxy.app import run_proxy
 from proxy.core.launch import Launch
 from proxy.servers import server as lifecycle
 from proxy.settings import Settings
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION, KEYS, Reply, Rig, hang_up, question
 from tests.integration.test_queue import occupy, served
+from tests.lab.running import run_proxy
 from tests.lab.server import find_free_port
 from tests.lab.waiting import HANG_SECONDS, until
 

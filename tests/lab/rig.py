@@ -8,11 +8,11 @@ from typing import Any, Generic
 import aiohttp
 from typing_extensions import TypeVar
 
-from proxy.app import Running, run_proxy
 from proxy.core.launch import Launch
 from proxy.core.saving import is_write_back_due
 from proxy.settings import Settings
 from tests.lab.older_builds import RewriteStateFile, keep_as_saved, rewriting
+from tests.lab.running import Running, run_proxy
 from tests.lab.server import LlamaServer, ServerProcess
 from tests.lab.waiting import until
 

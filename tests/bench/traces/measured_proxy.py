@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from proxy.app import Running, run_proxy
 from proxy.cli import serve as command
 from proxy.settings import Settings
 from tests.lab.older_builds import (
@@ -22,6 +21,7 @@ from tests.lab.older_builds import (
     rewriting,
     strip_context_checkpoints,
 )
+from tests.lab.running import Running, run_proxy
 
 
 def main(folder: str, *options: str) -> None:
