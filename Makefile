@@ -118,13 +118,13 @@ docs: $(SETUP)
 screenshots: $(SETUP) llama-server models chromium
 	$(BIN)/python -m tests.bench.page screenshots
 
-# All of docs/benchmarks.md (an hour), or only traces: make bench TRACE=interleaved MODEL=hybrid.
+# The tables of docs/benchmarks.md, and more that are only printed (an hour and a half), or only traces: make bench TRACE=interleaved MODEL=hybrid.
 # Also SIZE, SLOTS, VARIANT, TIMES=N for several runs, AGAIN=1, VERBOSE=1 for every request.
 ONE := $(TRACE)$(MODEL)$(SIZE)$(SLOTS)$(VARIANT)
 bench: $(SETUP) llama-server models
 ifeq ($(ONE),)
 	@status=0; $(BIN)/python -m tests.bench.main_job --document || status=$$?; \
-	  $(BIN)/python -m tests.bench.moves --document || status=$$?; \
+	  $(BIN)/python -m tests.bench.moves || status=$$?; \
 	  $(BIN)/python -m tests.bench.traces --document $(AGAIN:%=--again) || status=$$?; exit $$status
 else
 	@$(BIN)/python -m tests.bench.traces $(TRACE:%=--trace %) $(MODEL:%=--model %) \

@@ -253,5 +253,7 @@ class Metrics:
     """How often each of these reasons has begun."""
     cache_faults = _counter(stage=STAGES)
     """Faults that cost a request its speed, by what was being done."""
+    served_models = _gauge(model=())
+    """1 for each model that was served since the proxy started; its name is the label."""
     build_info = _gauge(version=())
     """1; the version of the proxy is the label."""

@@ -106,7 +106,7 @@ class RunningProxy:
     def _decode(self, body: bytes, type_: type[T]) -> T:
         try:
             return msgspec.json.decode(body, type=type_)
-        except msgspec.DecodeError:
+        except ValueError:
             self.fail_foreign()
 
     def is_there(self) -> bool:
@@ -127,7 +127,7 @@ def _complaint(body: bytes) -> str:
         error = msgspec.json.decode(body)["error"]
         said = str(error["message"] if isinstance(error, dict) else error)
         return said.removeprefix("llama-prefix-cache: ")
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return body.decode(errors="replace").strip()
 
 

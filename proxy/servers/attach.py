@@ -237,6 +237,7 @@ async def _examine(process: Process, slot_id: SlotId, props: Props) -> None:
         process.saves_context_checkpoints = bool(probe.restore_points)
         static = msgspec.json.encode([identity, (probe.version, probe.layout)])
         name = upstream.target.model or Path(props.model_path).name.removesuffix(".gguf")
+        process.metrics.served_models.labels(name).set(1)
         process.model_namespace = await _namespace(
             process, xxhash.xxh3_128_hexdigest(static), canary, name
         )

@@ -105,7 +105,7 @@ class Stabilizing:
         data = store.index.value(_VALUE_NAME, bytes) if store is not None else None
         try:
             return Memory.from_bytes(data) if data else Memory()
-        except msgspec.DecodeError:
+        except ValueError:
             return Memory()
 
     async def _facts_of(self, process: Process) -> RequestFacts:

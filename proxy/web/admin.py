@@ -17,13 +17,16 @@ from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequen
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from proxy import __version__
 from proxy.core.eviction import Present, Removal
 from proxy.core.messages import Route
 from proxy.core.model import Checkpoint, CheckpointId
@@ -44,12 +47,22 @@ from proxy.store.known_models import model_names
 from proxy.store.store import CheckpointStore
 from proxy.web.clients import keys_of, tenant_of
 
+_OPENAPI = Path(__file__).with_name("openapi.yaml")
+_SENT = (
+    views.RequestRecord,
+    views.Explanation,
+    views.ListedCheckpoint,
+    views.ListedNode,
+    views.Deleted,
+    views.History,
+)
 _PRIVATE = (".localhost", ".local", ".internal", ".home.arpa", ".lan")
 _FOR_PROGRAMS = ("/health", "/metrics")
 """No word of any prompt is in these."""
 _CACHED = (Route.CHAT, Route.COMPLETION, Route.MESSAGES, Route.RESPONSES)
 _CHECKPOINT = "/checkpoints/{id:[0-9a-fA-F]{1,16}}"
 _NOT_THERE = "there is no checkpoint with this id"
+_JSON = "application/json"
 _IS_OPERATOR = web.RequestKey("is_operator", bool)
 """Set if a request has shown the listener's token: its Authorization is no client's key then."""
 _SLICE_SECONDS = 0.002
@@ -95,6 +108,10 @@ def only_own_pages(own_host: str, *, asks_for_token: bool) -> Middleware:
             raise _refused(web.HTTPNotFound, str(why)) from why
         except StoreFault as fault:
             raise _refused(web.HTTPServiceUnavailable, str(fault)) from fault
+        except web.HTTPNotFound as why:
+            raise (
+                why if why.content_type == _JSON else _refused(type(why), "no such route")
+            ) from why
 
     return check
 
@@ -142,7 +159,7 @@ def _client_keys(request: web.Request) -> dict[str, str]:
 def json_response(content: Any = None, **fields: Any) -> web.Response:
     """Return *content* as JSON, or an object of the *fields*."""
     body = msgspec.json.encode(fields if content is None else content)
-    return web.Response(body=body, content_type="application/json")
+    return web.Response(body=body, content_type=_JSON)
 
 
 def _refused(
@@ -151,7 +168,7 @@ def _refused(
     """Return an error of the admin listener: `error` says why."""
     more = msgspec.structs.asdict(deleted) if deleted else {}
     text = msgspec.json.encode({"error": why, **more}).decode()
-    return kind(text=text, content_type="application/json")
+    return kind(text=text, content_type=_JSON)
 
 
 class Admin:
@@ -176,6 +193,7 @@ class Admin:
             web.delete(_CHECKPOINT + "/pin", self.pin),
             web.get("/tree", self.tree),
             web.post("/warm", self.warm),
+            web.get("/openapi.json", self.openapi),
         ]
 
     # How well requests are served.
@@ -208,6 +226,16 @@ class Admin:
                 "bytes_per_restored_token": round(n_bytes / n_restored, 1) if n_restored else None,
             }
         return json_response(body)
+
+    async def openapi(self, request: web.Request) -> web.Response:
+        """Return what programs can ask of this listener, as an OpenAPI document."""
+        document = yaml.safe_load(_OPENAPI.read_text())
+        _, schemas = msgspec.json.schema_components(
+            _SENT, ref_template="#/components/schemas/{name}"
+        )
+        document["components"]["schemas"] |= schemas
+        document["info"]["version"] = __version__
+        return json_response(document)
 
     async def metrics(self, request: web.Request) -> web.Response:
         headers = {"Content-Type": CONTENT_TYPE_LATEST}
@@ -277,10 +305,10 @@ class Admin:
 
     async def delete(self, request: web.Request) -> web.Response:
         """Delete one checkpoint, a pinned one only with `pinned`."""
-        store = self._shared.store
+        store, may_be_pinned = self._shared.store, _is_asked_for(request, "pinned")
         if (checkpoint := store.get(_checkpoint_id(request))) is None:
             raise _refused(web.HTTPNotFound, _NOT_THERE)
-        if checkpoint.is_pinned and not _is_asked_for(request, "pinned"):
+        if checkpoint.is_pinned and not may_be_pinned:
             raise _refused(web.HTTPConflict, "it is pinned", views.Deleted(0, 0, n_pinned=1))
         deleted = await _delete(store, [checkpoint])
         if deleted.n_in_use:
@@ -295,8 +323,9 @@ class Admin:
             _whole_number(request, "unused_seconds"),
             _is_asked_for(request, "pinned"),
         )
+        may_be_all = _is_asked_for(request, "all")
         is_everything = selection.node == views.STORE and not selection.unused_seconds
-        if is_everything and not _is_asked_for(request, "all"):
+        if is_everything and not may_be_all:
             raise _refused(web.HTTPBadRequest, "say `under`, `unused_seconds` or `all`")
         found = [c async for c in in_slices(store)]
         selected, n_pinned = views.select(selection, found, time.time())

@@ -64,7 +64,6 @@ async def measure_swap_times(leftovers: ExitStack) -> Section:
             *("through", "evaluated", "first token", "written back", "unloaded and loaded"),
             *("attached", "the rest", "without the proxy: evaluated", "first token"),
         ),
-        is_documented=False,
     )
     for name in HOSTS:
         sizes = {SMALL: "small", OTHER: "tiny"}

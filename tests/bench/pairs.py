@@ -32,7 +32,6 @@ async def measure_pairs(leftovers: ExitStack) -> Section:
             *("model", "what happened", "prompt", "new", "evaluated", "at most", "first token"),
             *("without the proxy: evaluated", "first token"),
         ),
-        is_documented=False,
     )
     for kind, size in (*((kind, "tiny") for kind in MEMORIES), ("hybrid", "small")):
         tell(f"two llama-servers, {kind} {size}")

@@ -30,6 +30,8 @@ class Faults:
     is_loading: bool = False
     props: dict[str, Any] = field(default_factory=dict)
     """What /props says otherwise."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """What /v1/models says otherwise of the model."""
     n_bytes_lost: int = 0
     """How much shorter a saved file is than n_written says."""
     saves_nothing: bool = False

@@ -281,7 +281,7 @@ class FakeLlamaServer:
         return web.Response(body=b"", headers=headers)
 
     async def _models(self, request: web.Request) -> web.Response:
-        meta = {"n_vocab": tokenizer.N_VOCAB, "n_params": 1, "size": 1}
+        meta = {"n_vocab": tokenizer.N_VOCAB, "n_params": 1, "size": 1} | self.faults.meta
         return _json({"data": [{"id": "scripted", "meta": meta}]})
 
     async def _lora_adapters(self, request: web.Request) -> web.Response:

@@ -1,6 +1,7 @@
 """Every row of the table of faults, played: what the client gets, what is counted, and that all heals."""
 
 import asyncio
+import time
 from typing import Any
 
 import aiohttp
@@ -107,3 +108,38 @@ def _end(rig: Rig) -> None:
     """End the fault."""
     rig.server.faults = Faults(forgets_dropped_actions=True)
     rig.server.release_all()
+
+
+@pytest.mark.parametrize("jump_seconds", [-2 * 86400.0, 2 * 86400.0, 40 * 86400.0], ids=str)
+async def test_clock_that_jumps_costs_nothing(
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, jump_seconds: float
+) -> None:
+    clock = time.time
+    async with start_rig(n_slots=1, max_write_bytes_per_day=1 << 40) as rig:
+        answers = [await _asked(rig, messages) for messages in (FIRST, SECOND)]
+        await rig.settled()
+        monkeypatch.setattr(time, "time", lambda: clock() + jump_seconds)
+        for _ in range(2):
+            assert [await _asked(rig, messages) for messages in (FIRST, SECOND)] == answers
+        monkeypatch.undo()
+        await rig.stop_proxy()
+        await rig.start_proxy()
+        reply = await rig.chat(FIRST)
+        assert (reply.content["choices"], reply.n_reused) == (answers[0], reply.n_prompt - 1)
+        assert await rig.reasons() == []
+        async with rig.client.get(rig.admin_url + "/history") as told:
+            assert (await told.json())["today"]["n_requests"] >= 1
+
+
+async def test_model_that_is_swapped_for_another_gets_nothing_of_the_first(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1) as rig:
+        await _asked(rig, FIRST)
+        await rig.settled()
+        rig.server.faults.props = {"model_path": "/nowhere/another.gguf"}
+        rig.server.faults.meta = {"n_params": 2}
+        rig.server.replace_process()
+        await rig.attached()
+        reply = await rig.chat(FIRST)
+        assert reply.n_reused == 0

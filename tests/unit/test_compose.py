@@ -87,6 +87,14 @@ def test_both_write_into_one_volume_as_one_user() -> None:
     ]
 
 
+def test_owner_can_set_the_group_bit_and_memory_belongs_to_the_proxys_user() -> None:
+    """A real engine makes 0770 of 2770 without FSETID, and mounts a tmpfs anew for each container."""
+    assert SERVICES["slots-owner"]["cap_add"] == ["CHOWN", "FOWNER", "FSETID"]
+    mounted = FILLED["volumes"]["slots-in-memory"]["driver_opts"]["o"].split(",")[1:]
+    uid, gid = PROXY["user"].split(":")
+    assert mounted == [f"uid={uid}", f"gid={gid}", "mode=0700"]
+
+
 def test_image_has_what_the_compose_file_counts_on() -> None:
     image = read_dockerfile(DEPLOY / "Dockerfile")[-1]
     assert (image.user, image.stop_signal) == (PROXY["user"], "SIGTERM")

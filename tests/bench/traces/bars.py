@@ -20,7 +20,6 @@ EDITS_AT_MOST_STRIPPED = 1.30
 def all_sections(outcomes: Outcomes) -> list[Section]:
     """Return every table that has at least one row."""
     sections = [
-        summary_section(outcomes),
         tokens_section(outcomes),
         stripped_section(outcomes),
         cost_section(outcomes),
@@ -69,7 +68,6 @@ def tokens_section(outcomes: Outcomes) -> Section:
             "proxy / exact",
             "at most",
         ),
-        is_documented=False,
     )
     for case in outcomes.cases("proxy"):
         result, alone = outcomes.median(case), outcomes.alone(case)
@@ -90,7 +88,6 @@ def stripped_section(outcomes: Outcomes) -> Section:
         "Tokens evaluated with the context checkpoints stripped from every saved file",
         f"proxy / exact at most {AT_MOST_STRIPPED:.2f}; {EDITS_AT_MOST_STRIPPED:.2f} for edits",
         ("trace", "memory", "slots", "exact", "proxy", "proxy / exact"),
-        is_documented=False,
     )
     for case in outcomes.cases("stripped"):
         result = outcomes.median(case)
@@ -123,7 +120,6 @@ def cost_section(outcomes: Outcomes) -> Section:
             ),
             *("written MB", "kept MB", "bytes written per token reused"),
         ),
-        is_documented=False,
     )
     for case in [*outcomes.cases("proxy"), *outcomes.cases("proxy", "small")]:
         result, alone = outcomes.median(case), outcomes.alone(case)

@@ -32,7 +32,6 @@ def special_section(outcomes: Outcomes) -> Section:
         "What single traces must do",
         "as in the table",
         ("trace", "model", "slots", "what", "measured", "bar"),
-        is_documented=False,
     )
     for bar in special_bars(outcomes):
         model = f"{bar.case.kind} {bar.case.size}"

@@ -8,6 +8,7 @@ from tests.documents.dashboard.model import (
     GOOD,
     RANGE,
     STEP,
+    Annotation,
     Kind,
     Panel,
     Query,
@@ -16,6 +17,21 @@ from tests.documents.dashboard.model import (
     series,
     total,
 )
+
+ANNOTATIONS = (
+    Annotation(
+        "Restarts",
+        f"increase({series('degradations_total', kind='attaching')}[2m]) > 0 "
+        f"or resets({series('lookup_seconds_count')}[2m]) > 0",
+        BAD,
+    ),
+    Annotation(
+        "Evictions",
+        f"sum by (instance) (increase({series('evictions_total', reason='budget|free space')}[2m])) > 0",
+        FAIR,
+    ),
+)
+"""When llama-server was attached anew or the proxy started, and when room had to be made."""
 
 TROUBLE = Row(
     "Trouble",
