@@ -340,13 +340,6 @@ def allowed(name: str) -> str:
 # which beats the defaults.
 
 
-def load_settings(
-    flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None
-) -> Settings:
-    """Return the settings from all sources; raises SettingsError naming the first that is wrong."""
-    return complete_settings(merge_settings(flags, environment, file))
-
-
 def read_sources(
     flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None
 ) -> dict[str, dict[str, Any]]:

@@ -14,10 +14,10 @@ from urllib.parse import urlencode
 import click
 import msgspec
 
-from proxy.cli.common import Command, Exit, config_option, fail, json_option, settings_of
+from proxy.cli.common import Command, Exit, fail, json_option, setting_options, settings_of
 from proxy.errors import SettingsError, StoreFault, StoreLocked, in_words
 from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint
-from proxy.settings import ADMIN_TOKEN, SCHEMA, reachable, split_address, token_to_show
+from proxy.settings import ADMIN_TOKEN, reachable, split_address, token_to_show
 from proxy.store.directory import StoreDirectory
 from proxy.store.known_models import model_names
 from proxy.store.offline import open_offline
@@ -25,12 +25,6 @@ from proxy.store.offline import open_offline
 T = TypeVar("T")
 _CONNECT_SECONDS = 5.0
 _MIN_DIGITS = 4
-
-
-_ASKS_FOR_TOKEN = (
-    "the proxy at {} asks for its admin token: give --admin-token-file FILE. Unless its settings say"
-    f" otherwise, the file is {ADMIN_TOKEN} in its --slot-save-path"
-)
 
 
 class RunningProxy:
@@ -90,7 +84,12 @@ class RunningProxy:
                 connection.request(method, target, body, {**self._headers, **(headers or {})})
                 reply = connection.getresponse()
                 if reply.status == 401:
-                    fail(_ASKS_FOR_TOKEN.format(self.address), Exit.USAGE)
+                    fail(
+                        f"the proxy at {self.address} asks for its admin token: give --admin-token-file"
+                        f" FILE. Unless its settings say otherwise, the file is {ADMIN_TOKEN} in its"
+                        " --slot-save-path",
+                        Exit.USAGE,
+                    )
                 if reply.status not in (200, *refusals):
                     status = Exit.UNAVAILABLE if reply.status == 503 else Exit.FAILED
                     fail(_complaint(reply.read()), status)
@@ -159,25 +158,13 @@ Store = RunningProxy | DirectoryStore
 # Options that say which store, and what they mean.
 
 
-_admin_option = click.option(
-    "--admin",
-    metavar="HOST:PORT",
-    help=f"Admin listener of the running proxy. [{SCHEMA['admin']['default']}]",
-)
-_token_option = click.option(
-    "--admin-token-file", metavar="FILE", help=SCHEMA["admin_token_file"]["description"]
-)
-
-
 def with_proxy(command: Command, *, works_on_directories: bool = False) -> Command:
     """Give a command a running proxy as its first argument, and the options that say which.
 
     If it *works_on_directories*, and no proxy runs, it gets the store of a directory that is known.
     """
 
-    @_admin_option
-    @_token_option
-    @config_option
+    @setting_options("admin", "admin_token_file")
     @json_option
     @functools.wraps(command)
     def run(
@@ -222,10 +209,7 @@ def with_store(command: Command) -> Command:
 def with_directory(command: Command) -> Command:
     """Give a command the settings as its first argument, of which it uses the directory."""
 
-    @click.option(
-        "--slot-save-path", metavar="PATH", help="Directory of the store. [that of `run`]"
-    )
-    @config_option
+    @setting_options("slot_save_path")
     @json_option
     @functools.wraps(command)
     def run(slot_save_path: str | None, config: Path | None, **arguments: Any) -> None:
