@@ -255,10 +255,10 @@ class Addresses:
         The process is None if a llama-server is there, but not attached. Raises ServerAway if all are away
         for too long; the request has waited *since* that moment of the monotonic clock.
         """
+        if len(servers) == 1:
+            return servers[0], servers[0].process or await servers[0].ready(since)
         if attached := [(server, there) for server in servers if (there := server.process)]:
             return min(attached, key=lambda each: each[0].n_queued)
-        if len(servers) == 1:
-            return servers[0], await servers[0].ready(since)
         waits = {asyncio.ensure_future(server.ready(since)): server for server in servers}
         try:
             for wait in asyncio.as_completed(waits):
