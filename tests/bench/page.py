@@ -18,7 +18,6 @@ from typing import Any
 import aiohttp
 import click
 
-from proxy.app import Running, run_proxy
 from proxy.core.model import Family
 from proxy.core.tokens import Namespace, hash_prefixes, token_ids
 from proxy.explain.causes import Cause
@@ -31,6 +30,7 @@ from tests.lab.browser import Page, open_page
 from tests.lab.conversation import prose, system, tool_call, tool_result, tools
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
+from tests.lab.running import Running, run_proxy
 from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer, find_free_port
 from tests.store.conftest import new_checkpoint
 
