@@ -41,6 +41,7 @@ from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamFault, Upstre
 from proxy.health import CannotCache
 from proxy.llama.client import LlamaServer, Props
 from proxy.llama.model_file import fingerprint_model
+from proxy.llama.state_file import StateFile, read_state_file
 from proxy.log import get_logger
 from proxy.serving.launches import Launches, note_emptied
 from proxy.serving.process import RATES, RULE, SIZES, Process
@@ -54,6 +55,7 @@ from proxy.store.known_models import (
     known_namespaces,
     known_tenants,
     namespaces_name,
+    owners,
     tenants_name,
 )
 
@@ -235,22 +237,50 @@ async def _examine(process: Process, slot_id: SlotId, props: Props) -> None:
     tokens = fixed[:-1]
     table.set_content(slot_id, TAINTED)
     canary = await upstream.canary(slot_id, tokens)
+    if process.store.files.is_readonly:
+        await _recognize(process, identity, canary)
+        await upstream.erase(slot_id)
+        return table.set_content(slot_id, Empty())
     async with process.room.probe(slot_id, len(tokens)) as saved:
         probe = saved.state
         if probe.tokens[: len(tokens)] != tokens:
             raise SaveRejected("a saved slot holds other tokens than were evaluated in it")
         await _look_for_clearing(process, slot_id, fixed[-1:])
         process.saves_context_checkpoints = bool(probe.restore_points)
-        static = msgspec.json.encode([identity, (probe.version, probe.layout)])
+        static = _static(identity, probe)
         name = upstream.target.model or Path(props.model_path).name.removesuffix(".gguf")
         process.metrics.served_models.labels(name).set(1)
-        process.model_namespace = await _namespace(
-            process, xxhash.xxh3_128_hexdigest(static), canary, name
-        )
+        process.model_namespace = await _namespace(process, static, canary, name)
         known = process.known(RULE, Rule)
         await process.learn_rule(known or await _derive(process, slot_id, saved))
     await upstream.erase(slot_id)
     table.set_content(slot_id, Empty())
+
+
+def _static(identity: ModelIdentity, state: StateFile) -> str:
+    """Return what a model is known under before its canary is."""
+    told = msgspec.json.encode([identity, (state.version, state.layout)])
+    return xxhash.xxh3_128_hexdigest(told)
+
+
+async def _recognize(
+    process: Process, identity: ModelIdentity, canary: list[tuple[int, float]]
+) -> None:
+    """Find the namespace and the rule by the states that are there, where no probe can be saved."""
+    store, owned = process.store, dict(owners(process.store.index))
+    for namespace, checkpoint in {c.namespace: c for c in store}.items():
+        owner = owned.get(namespace)
+        if owner is None or not choose_namespace([owner.known], canary):
+            continue
+        with suppress(OSError, CacheFault):
+            state = read_state_file(store.files.path(checkpoint.file_name))
+            process.model_namespace = Namespace(owner.known.id)
+            # The build saves them or not: only one of both is known of it.
+            for process.saves_context_checkpoints in (True, False):
+                known = process.known(RULE, Rule)
+                if known and owner.static == _static(identity, state):
+                    return await process.learn_rule(known)
+    raise CacheFault("the directory is read-only, and has no state of this model and build")
 
 
 async def _look_for_clearing(process: Process, slot_id: SlotId, tokens: TokenIds) -> None:

@@ -208,7 +208,6 @@ class Looks:
             "state": state_of(slot).value,
             "is_closing": slot.is_closing,
             "n_tokens": known.n_tokens if known else 0,
-            "n_header": known.header if known else 0,
             "n_unsaved": known.n_unsaved if known else 0,
             "n_coming": len(slot.destined) if slot.destined is not None else 0,
             "used_at": round(self._epoch + slot.used_at, 1) if slot.used_at else None,
