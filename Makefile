@@ -74,14 +74,24 @@ $(MODELS): $(SETUP) $(wildcard tests/lab/*.py tests/lab/templates/*)
 	$(BIN)/python -m tests.lab.models $(LAB)/models --kind hybrid --size small
 	@touch $@
 
+# With a real small model and real words: `make demo MODEL=smollm2`.
+SMOLLM2 := $(LAB)/models/smollm2-135m.gguf
+$(SMOLLM2): $(MODELS)
+	tests/lab/fetch_smollm2.sh $@ $(BIN)/python
+
+ifeq ($(MODEL),smollm2)
+demo: $(SETUP) llama-server $(SMOLLM2)
+	@$(BIN)/python -m tests.bench.words
+else
 demo: $(SETUP) llama-server models
 	@$(BIN)/python -m tests.bench.demo
+endif
 
-test: $(SETUP) llama-server older-builds models prometheus chromium
+test: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus chromium
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 # The same with many more generated examples for each property, and on all kinds of memory.
-test-long: $(SETUP) llama-server older-builds models prometheus chromium
+test-long: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus chromium
 	$(BIN)/python -m pytest -n 4 --dist worksteal --hypothesis-profile=long -m ""
 
 # The real Claude Code and OpenCode, pinned in tests/clients/package.json; npm is only needed to fetch them.
@@ -97,7 +107,7 @@ $(CLIENTS): tests/clients/package.json
 	npm install --prefix $(@D) --ignore-scripts --no-package-lock --no-audit --no-fund --loglevel=error
 	@touch $@
 
-live: $(SETUP) llama-server older-builds models prometheus chromium
+live: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus chromium
 	$(BIN)/python -m pytest -n 4 --dist worksteal tests/live
 
 lint: $(SETUP)
@@ -118,13 +128,13 @@ docs: $(SETUP)
 screenshots: $(SETUP) llama-server models chromium
 	$(BIN)/python -m tests.bench.page screenshots
 
-# All of docs/benchmarks.md (an hour), or only traces: make bench TRACE=interleaved MODEL=hybrid.
+# The tables of docs/benchmarks.md, and more that are only printed (an hour and a half), or only traces: make bench TRACE=interleaved MODEL=hybrid.
 # Also SIZE, SLOTS, VARIANT, TIMES=N for several runs, AGAIN=1, VERBOSE=1 for every request.
 ONE := $(TRACE)$(MODEL)$(SIZE)$(SLOTS)$(VARIANT)
 bench: $(SETUP) llama-server models
 ifeq ($(ONE),)
 	@status=0; $(BIN)/python -m tests.bench.main_job --document || status=$$?; \
-	  $(BIN)/python -m tests.bench.moves --document || status=$$?; \
+	  $(BIN)/python -m tests.bench.moves || status=$$?; \
 	  $(BIN)/python -m tests.bench.traces --document $(AGAIN:%=--again) || status=$$?; exit $$status
 else
 	@$(BIN)/python -m tests.bench.traces $(TRACE:%=--trace %) $(MODEL:%=--model %) \

@@ -38,6 +38,7 @@ from proxy.settings import (
     parse_urls,
     split_address,
 )
+from proxy.stabilize.model import parse_switches
 from proxy.store.catalogue import Limits
 from proxy.store.files import is_private
 from proxy.store.store import CheckpointStore
@@ -93,7 +94,9 @@ async def run_proxy(
     metrics.build_info.labels(__version__).set(1)
     degradations = Degradations(metrics)
     store = open_store(settings, degradations)
-    shared = new_shared(store, metrics, degradations, Journal(Keep(settings.explain_keep)))
+    switched_on = parse_switches(settings.stabilizers)
+    journal = Journal(Keep(settings.explain_keep), switched_on)
+    shared = new_shared(store, metrics, degradations, journal)
     try:
         async with new_session() as client:
             key = settings.upstream_api_key
@@ -145,17 +148,19 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
 async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterator[Running]:
     connect_gauges(shared, pool)
     aliases, page = parse_aliases(settings.aliases), LivePage(Looks(shared, pool))
-    own_hosts = (split_address(settings.admin)[0], *parse_list(settings.admin_hosts))
+    own_host = split_address(settings.admin)[0]
     token, is_new = admin_token(settings)
     if is_new:
         path = str(admin_token_file(settings))
         says = f"the live page and the commands ask for a token: {token} (kept in {path})"
         get_logger("admin").info("token made", token=token, kept_in=path, says=says)
     open_paths = [f"/{name}" for name in parse_list(settings.admin_open)]
-    middlewares = [only_own_pages(*own_hosts), only_operators(token, open_paths)]
+    own_pages = only_own_pages(own_host, asks_for_token=token is not None)
+    middlewares = [own_pages, only_operators(token, open_paths)]
     operators = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
     operators.add_routes([*Admin(shared, pool, aliases).routes(), *page.routes()])
     operators.on_shutdown.append(page.stop)
+    operators.cleanup_ctx.append(page.history_kept)
     unread = Unread(shared.metrics)
     limit, secret = settings.max_requests, shared.secret
     front = Front(pool, shared.report, unread, limit, aliases, secret)

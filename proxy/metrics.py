@@ -115,7 +115,7 @@ class Metrics:
         "Generation requests that wait for a slot, or for llama-server to come back."
     )
     stalled_clients = _counter(
-        "Clients disconnected because they did not read their answers (docs/operations.md)."
+        "Clients disconnected because they did not read their answers (docs/troubleshooting.md)."
     )
     unread_bytes = _gauge("Bytes of answers that wait in memory until their clients read them.")
     background_tasks = _gauge(
@@ -259,5 +259,8 @@ class Metrics:
     degradations = _counter("How often each of these reasons has begun.", kind=DegradationKind)
     cache_faults = _counter(
         "Faults that cost a request its speed, by what was being done.", stage=STAGES
+    )
+    served_models = _gauge(
+        "1 for each model that was served since the proxy started; its name is the label.", model=()
     )
     build_info = _gauge("1; the version of the proxy is the label.", version=())

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 import msgspec
 import yaml
@@ -21,11 +20,9 @@ from proxy.stabilize.model import SWITCHES_PATTERN
 ENVIRONMENT_PREFIX = "LLAMA_PREFIX_CACHE_"
 ADMIN_TOKEN = "admin-token"
 """File beside the states with a token that the proxy has made."""
-_BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 _PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
-_NAMES = r"[\w.-]+\s*(,\s*[\w.-]+\s*)*"
 _URL = r"https?://[^/?#,\s]+[^?#,\s]*"
 _ALIAS = r"[^\s=,]+\s*=\s*[^\s=,]+\s*"
 
@@ -34,7 +31,7 @@ Address = Annotated[str, Meta(title="HOST:PORT", pattern=rf"^([^:]*|\[[0-9a-fA-F
 
 def _about(description: str, more: str, **limits: Any) -> Meta:
     """Return the words about a setting: --help has the *description*, the documents have *more* too."""
-    return Meta(description=description, extra={"more": more}, **limits)
+    return Meta(description=description, extra_json_schema={"more": more}, **limits)
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -76,17 +73,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "asks for a token; see admin_token_file.",
         ),
     ] = "127.0.0.1:8082"
-    admin_hosts: Annotated[
-        str,
-        _about(
-            "Names by which the admin listener may be asked, such as llm.example.org.",
-            "Addresses, names without a dot, private names (.local, .lan, .internal) and the name in "
-            "`admin` are always allowed. Under any other name the listener answers only /health and "
-            "/metrics, because a page of another site could point a name of its own at this listener.",
-            title="names, separated by commas",
-            pattern=rf"^\s*({_NAMES})?$",
-        ),
-    ] = ""
     admin_token_file: Annotated[
         str,
         _about(
@@ -137,15 +123,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             ge=0,
         ),
     ] = 0
-    verify_interval_seconds: Annotated[
-        float,
-        _about(
-            "How often stored states are verified in the background; 0 is never.",
-            "Every state is verified before its first restore anyway. The background check finds damage "
-            "by a failing disk early; it reads at most 32 MiB a second.",
-            ge=0,
-        ),
-    ] = 604800.0
     idle_save_seconds: Annotated[
         float,
         _about(
@@ -237,6 +214,17 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 NAMES = Settings.__struct_fields__
+SCHEMA: dict[str, dict[str, Any]] = msgspec.json.schema(Settings)["$defs"]["Settings"]["properties"]
+"""What is said of each setting, as JSON Schema; `more` is for the documents."""
+
+_BOUNDS = {"minimum": "at least", "exclusiveMinimum": "more than"}
+_KINDS = {
+    "boolean": "true or false",
+    "integer": "whole number",
+    "number": "number",
+    "string": "text",
+    "null": "nothing",
+}
 
 
 # What the values of single settings mean.
@@ -306,14 +294,11 @@ def read_admin_token(settings: Settings) -> str | None:
     """Return the token for the admin listener, None without; raises SettingsError if a file has none."""
     path = admin_token_file(settings)
     try:
-        token = path.read_text(encoding="ascii").strip()
-    except FileNotFoundError as error:
-        if not settings.admin_token_file:
+        token = path.read_text(encoding="ascii", errors="ignore").strip()
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not settings.admin_token_file:
             return None
         raise SettingsError(f"admin_token_file: {in_words(error)}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        why = in_words(error) if isinstance(error, OSError) else f"{path} is no text"
-        raise SettingsError(f"admin_token_file: {why}") from error
     if not token:
         raise SettingsError(f"admin_token_file: {path} is empty")
     return token
@@ -345,22 +330,6 @@ def token_to_show(settings: Settings) -> str | None:
     return read_admin_token(settings) if settings.admin_token_file or is_here else None
 
 
-def metas_of(name: str) -> tuple[Any, list[Meta]]:
-    """Return a setting's bare type, and what is said of it."""
-    annotation = next(f.type for f in msgspec.structs.fields(Settings) if f.name == name)
-    metas: list[Meta] = []
-    while hasattr(annotation, "__metadata__"):
-        metas += annotation.__metadata__
-        annotation = get_args(annotation)[0]
-    return annotation, metas
-
-
-def describe(name: str) -> tuple[str, Any]:
-    """Return a setting's description and its bare type."""
-    type_, metas = metas_of(name)
-    return next((meta.description for meta in metas if meta.description), ""), type_
-
-
 def written(name: str, value: Any) -> str:
     """Return a setting's value as people write it."""
     if value in (None, ""):
@@ -374,28 +343,22 @@ def written(name: str, value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def kinds_of(name: str) -> list[str]:
+    """Return the types that a setting's value may have, in the words of JSON Schema."""
+    return [kind.get("type", "string") for kind in SCHEMA[name].get("anyOf", [SCHEMA[name]])]
+
+
 def allowed(name: str) -> str:
     """Return in words what a setting may be."""
-    type_, metas = metas_of(name)
-    title = next((meta.title for meta in metas if meta.title), None)
-    bounds = [
-        f"{words} {written(name, bound)}"
-        for meta in metas
-        for key, words in _BOUNDS.items()
-        if (bound := getattr(meta, key)) is not None
-    ]
-    return ", ".join([title or _kind(name, type_), *bounds])
-
-
-def _kind(name: str, type_: Any) -> str:
-    if get_origin(type_) is Literal:
-        return " or ".join(f"`{value}`" for value in get_args(type_))
-    if isinstance(type_, UnionType):
-        kinds = [_kind(name, part) for part in get_args(type_) if part is not type(None)]
-        return " or ".join([*kinds, "nothing"])
-    if is_size(name):
-        return "bytes or a size such as 5GiB"
-    return {bool: "true or false", int: "whole number", float: "number"}.get(type_, "text")
+    said = SCHEMA[name]
+    if "enum" in said:
+        words = " or ".join(f"`{value}`" for value in said["enum"])
+    elif is_size(name):
+        words = "bytes or a size such as 5GiB"
+    else:
+        words = said.get("title") or " or ".join(_KINDS[kind] for kind in kinds_of(name))
+    bounds = [f"{_BOUNDS[key]} {written(name, said[key])}" for key in _BOUNDS if key in said]
+    return ", ".join([words, *bounds])
 
 
 # Where values come from: flags beat the environment (LLAMA_PREFIX_CACHE_*), which beats the YAML file,
@@ -496,7 +459,7 @@ def _plain(source: str, name: str, value: Any) -> Any:
     """Return a value in its plain form: 20GiB in bytes, a list with commas; anything else as it is."""
     if name not in NAMES:
         return value
-    if describe(name)[1] is str and isinstance(value, list | dict):
+    if kinds_of(name) == ["string"] and isinstance(value, list | dict):
         pairs = value.items() if isinstance(value, dict) else ((each,) for each in value)
         return ", ".join(" = ".join(map(str, pair)) for pair in pairs)
     if name in ("listen", "admin") and isinstance(value, str):
@@ -512,7 +475,7 @@ def _plain(source: str, name: str, value: Any) -> Any:
 def _complaint(name: str, value: Any) -> str:
     """Return that a value is refused, and what is allowed instead."""
     said = "what is given" if name.endswith("_key") else f"`{written('', value)}`"
-    return f"{said} is not allowed, at `{name}`. Allowed: {allowed(name)}. {describe(name)[0]}"
+    return f"{said} is not allowed, at `{name}`. Allowed: {allowed(name)}. {SCHEMA[name]['description']}"
 
 
 def _no_setting(name: str, names: Sequence[str]) -> str:

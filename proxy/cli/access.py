@@ -17,7 +17,7 @@ import msgspec
 from proxy.cli.common import Command, Exit, config_option, fail, json_option, settings_of
 from proxy.errors import SettingsError, StoreFault, StoreLocked, in_words
 from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint
-from proxy.settings import ADMIN_TOKEN, Settings, describe, reachable, split_address, token_to_show
+from proxy.settings import ADMIN_TOKEN, SCHEMA, reachable, split_address, token_to_show
 from proxy.store.directory import StoreDirectory
 from proxy.store.known_models import model_names
 from proxy.store.offline import open_offline
@@ -116,7 +116,7 @@ class RunningProxy:
     def _decode(self, body: bytes, type_: type[T]) -> T:
         try:
             return msgspec.json.decode(body, type=type_)
-        except msgspec.DecodeError:
+        except ValueError:
             self.fail_foreign()
 
     def is_there(self) -> bool:
@@ -137,7 +137,7 @@ def _complaint(body: bytes) -> str:
         error = msgspec.json.decode(body)["error"]
         said = str(error["message"] if isinstance(error, dict) else error)
         return said.removeprefix("llama-prefix-cache: ")
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return body.decode(errors="replace").strip()
 
 
@@ -172,10 +172,10 @@ Store = RunningProxy | DirectoryStore
 _admin_option = click.option(
     "--admin",
     metavar="HOST:PORT",
-    help=f"Admin listener of the running proxy. [{Settings(slot_save_path='.').admin}]",
+    help=f"Admin listener of the running proxy. [{SCHEMA['admin']['default']}]",
 )
 _token_option = click.option(
-    "--admin-token-file", metavar="FILE", help=describe("admin_token_file")[0]
+    "--admin-token-file", metavar="FILE", help=SCHEMA["admin_token_file"]["description"]
 )
 
 

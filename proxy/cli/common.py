@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NoReturn, get_args
+from typing import Any, Literal, NoReturn
 
 import click
 import msgspec
@@ -23,11 +23,13 @@ from proxy.errors import SettingsError, in_words
 from proxy.log import get_logger
 from proxy.settings import (
     ENVIRONMENT_PREFIX,
+    NAMES,
+    SCHEMA,
     Settings,
     complete_settings,
     default_directory,
-    describe,
     is_size,
+    kinds_of,
     merge_settings,
     size_in_words,
     written,
@@ -150,27 +152,21 @@ def setting_options(*names: str) -> Callable[[Command], Command]:
 
     def decorate(command: Command) -> Command:
         command = config_option(command)
-        for field in reversed(msgspec.structs.fields(Settings)):
-            if not names or field.name in names:
-                command = _setting_option(field)(command)
+        for name in reversed(names or NAMES):
+            command = _setting_option(name)(command)
         return command
 
     return decorate
 
 
-def _setting_option(field: msgspec.structs.FieldInfo) -> Callable[[Command], Command]:
-    description, type_ = describe(field.name)
-    has_default = field.default not in (msgspec.NODEFAULT, None, False)
-    flag, kinds = "--" + field.name.replace("_", "-"), get_args(type_)
-    is_flag = bool in (type_, *kinds)
-    metavar = "BYTES" if is_size(field.name) else field.name.rpartition("_")[2].upper()
-    return click.option(
-        f"{flag}/--no-{flag.removeprefix('--')}" if is_flag and kinds else flag,
-        metavar=None if is_flag else metavar,
-        is_flag=is_flag,
-        default=None,
-        help=description + (f" [{written(field.name, field.default)}]" if has_default else ""),
-    )
+def _setting_option(name: str) -> Callable[[Command], Command]:
+    flag, said = name.replace("_", "-"), SCHEMA[name]["description"]
+    if "boolean" in kinds_of(name):
+        return click.option(f"--{flag}/--no-{flag}", default=None, help=said)
+    metavar = "BYTES" if is_size(name) else name.rpartition("_")[2].upper()
+    if (default := SCHEMA[name].get("default")) is not None:
+        said += f" [{written(name, default)}]"
+    return click.option(f"--{flag}", metavar=metavar, help=said)
 
 
 config_option = click.option(

@@ -5,8 +5,9 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
@@ -21,6 +22,7 @@ from rich.text import Text
 from proxy.cli.access import RunningProxy, with_proxy
 from proxy.cli.common import (
     Exit,
+    age_in_words,
     answer,
     checkpoints_in_words,
     console,
@@ -78,8 +80,34 @@ def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
     share = f"{today['n_reused'] / max(1, today['n_prompt']):.0%}"
     yield "prompt tokens", f"{today['n_prompt']:,}, of which {today['n_reused']:,} reused ({share})"
     yield "restored", f"{today['n_restored']:,} of the reused tokens"
-    yield "missed", f"{today['n_missed']:,} tokens: `explain miss` says why"
-    yield "time saved", f"{seconds_in_words(today['saved_seconds'] or 0)} of evaluation"
+    if n_missing := today["n_missing"]:
+        requests = "1 request has" if n_missing == 1 else f"{n_missing:,} requests have"
+        says = f"{requests} evaluated {today['n_missed']:,} known tokens: `explain miss` says why"
+        yield "missed", says
+    else:
+        yield "missed", "nothing"
+    yield "time saved", f"{seconds_in_words(today['saved_seconds'])} of evaluation"
+    yield from conversations_of(overview["requests"])
+
+
+_N_CONVERSATIONS = 5
+
+
+def conversations_of(requests: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield the last conversations by what people know them by, and what their last request reused."""
+    newest = {request["conversation"]: request for request in reversed(requests)}
+    last = sorted(newest.values(), key=lambda request: -request["at"])[:_N_CONVERSATIONS]
+    for request in last:
+        used = age_in_words(time.time() - request["at"])
+        share = f"{(request['confirmed'] or 0) / max(1, request['n_prompt'] or 0):.0%} reused"
+        yield "conversation", f"{named_in_words(request)}: {share}, {used}"
+
+
+def named_in_words(request: Mapping[str, Any]) -> str:
+    """Return what people know a request by: its user's first words, the client and the model."""
+    title = f'"{request["title"]}"' if request["title"] else ""
+    named = (title, request["client"], request["model"] or "")
+    return ", ".join(filter(None, named)) or f"conversation {request['conversation']}"
 
 
 # An explanation as people read it, with what has changed in colour.
@@ -102,6 +130,8 @@ def explanation_text(explanation: Explanation) -> Text:
     by = f"  by {request.server}" if request.server else ""
     outcome = request.outcome, f"bold {_COLOURS.get(request.outcome, 'default')}"
     lines = [Text.assemble(outcome, f"  {request.id}  {request.path}{by}")]
+    at = f"{datetime.fromtimestamp(request.at):%Y-%m-%d %H:%M:%S}"
+    lines.append(Text(f"{_visible(named_in_words(msgspec.structs.asdict(request)))}, {at}"))
     if request.n_prompt is not None and request.confirmed is not None:
         reuse = f"{request.confirmed:,} of {request.n_prompt:,} tokens reused"
         if request.n_missed:

@@ -327,6 +327,6 @@ def for_model(body: bytes, model: str | None) -> bytes:
         return body
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError:
+    except ValueError:
         return body
     return msgspec.json.encode({**fields, "model": model})

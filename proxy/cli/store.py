@@ -31,6 +31,7 @@ from proxy.cli.common import (
     table_of,
 )
 from proxy.core.rates import seconds_in_words
+from proxy.explain.sketch import shortened
 from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint
 from proxy.settings import Settings, size_in_words
 from proxy.store.files import StateFiles
@@ -42,7 +43,7 @@ from proxy.store.transfer import BundleRefused, export_checkpoints, import_check
 
 _N_SHOWN = 20
 _DIGITS = 8
-_TITLES = ("namespace", "header", "session")
+_N_LEVELS = 3
 
 Checkpoints = Sequence[ListedCheckpoint]
 
@@ -61,9 +62,9 @@ def ls(store: Store, name: str | None, shows_all: bool, as_json: bool) -> None:
     llama-prefix-cache ls --json | jq '.checkpoints | length'
     llama-prefix-cache ls --slot-save-path /var/lib/llama-prefix-cache     without a proxy
 
-    ID is the beginning of what another ls has shown, 4 digits at least, or the name of a model. A
-    namespace is a model (and the API key that asked for it), a header is tools and system prompt, a
-    session is one conversation.
+    Under each model (and API key that asked for it) are its headers (tools and system prompt, by the
+    client that sends them), under each header its sessions, by the first words of their users. ID is the
+    beginning of the digits behind them, 4 at least, or the name of a model.
     """
     checkpoints = store.checkpoints() if name is None else all_named(store, [name])
     tree = Tree("", hide_root=True)
@@ -77,7 +78,7 @@ def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> Non
 
     The levels are those of a parent's id: 0 is the namespace.
     """
-    if level == len(_TITLES):
+    if level == _N_LEVELS:
         for checkpoint in sorted(checkpoints, key=lambda c: c.n_tokens):
             tree.add(_leaf(checkpoint))
         return
@@ -89,22 +90,26 @@ def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> Non
         node = tree  # what sessions share lies under the header itself
         if node_id:
             used = age_in_words(time.time() - max(c.last_used_at for c in group))
-            facts = f"{len(group)} with {size_in_words(sum(c.size_bytes for c in group))}, {used}"
-            node = tree.add(Text.assemble((_title(level, node_id, group), "bold"), f": {facts}"))
+            facts = f" {size_in_words(sum(c.size_bytes for c in group))}, {used}  "
+            title = _title(level, group)
+            title += "," if level else ""
+            node = tree.add(Text.assemble((title, "bold"), facts, (node_id[:_DIGITS], "dim")))
         _grow(node, group, level + 1, n_shown)
     if left_out := [c for _, group in ordered[n_shown:] for c in group]:
         tree.add(f"... and {len(ordered) - n_shown} more with {_sum(left_out)}: --all")
 
 
-def _title(level: int, node_id: str, checkpoints: Checkpoints) -> str:
-    if not node_id.strip("0"):
-        return "no header known"
-    words = f"{_TITLES[level]} {node_id[:_DIGITS]}"
+def _title(level: int, checkpoints: Checkpoints) -> str:
+    """Return what people know a node by, which leaves room for its size and age in 80 columns."""
+    newest = max(checkpoints, key=lambda checkpoint: checkpoint.last_used_at)
     if level == 0:
-        model = checkpoints[0].model
-        return f"{node_id[:_DIGITS]} {model}" if model else words
-    lengths = [c.n_header_tokens if level == 1 else c.n_tokens for c in checkpoints]
-    return f"{words} of {max(lengths):,} tokens"
+        return shortened(newest.model or "a model that is not known", 30)
+    if level == 1:
+        if not newest.n_header_tokens:
+            return "no header known"
+        return f"{shortened(newest.client or 'header', 28)}, {newest.n_header_tokens:,} tokens"
+    words = f'"{shortened(newest.title, 24)}"' if newest.title else "session"
+    return f"{words}, {max(c.n_tokens for c in checkpoints):,} tokens"
 
 
 def _leaf(checkpoint: ListedCheckpoint) -> Text:

@@ -1,7 +1,7 @@
 """What can keep the proxy from caching as it should: a closed set, each with its words and its cure.
 
 Owns: `DegradationKind`, the one table of conditions, and the state that follows from active conditions.
-/health, the log, the metrics, the live page, `doctor` and docs/operations.md read this table. Must never
+/health, the log, the metrics, the live page, `doctor` and docs/monitoring.md read this table. Must never
 know how a condition is noticed, or when it began.
 """
 

@@ -42,6 +42,7 @@ from proxy.core.model import (
     Family,
     Rule,
     RuleKind,
+    Title,
 )
 from proxy.core.rates import Rates
 from proxy.core.rule import highest_point
@@ -83,6 +84,17 @@ def family_of(checkpoint: Checkpoint, tokens: TokenIds, relatives: Iterable[Cand
     if checkpoint.kind in (CheckpointKind.HEADER, CheckpointKind.BRANCH):
         return Family(header_id)
     return Family(header_id, id_of(tokens))
+
+
+def title_of(title: Title, family: Family, relatives: Iterable[Candidate]) -> Title:
+    """Return the title of a new checkpoint: that of its session if its own is not known.
+
+    What several sessions share has the words of none of them.
+    """
+    if not family.session_id:
+        return title._replace(words="")
+    known = (r.checkpoint for r in relatives)
+    return title if any(title) else next((c.title for c in known if c.family == family), title)
 
 
 def _share_session(relative: Candidate, own_places: Iterable[int], n_header: int) -> bool:

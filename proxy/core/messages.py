@@ -34,7 +34,7 @@ def object_in(raw: bytes | str) -> dict[str, Any] | None:
     """Return the JSON object that a text is, None if the text is anything else or nested too deeply."""
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return None
 
 

@@ -108,6 +108,16 @@ class Quarantine:
     since: float
 
 
+class Title(NamedTuple):
+    """What people know a conversation by: its user's first words and its client; empty if not known."""
+
+    words: str = ""
+    client: str = ""
+
+
+UNTITLED = Title()
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """One saved state and what it can be restored for.
@@ -123,7 +133,8 @@ class Checkpoint:
 
     `parts` are the pieces of the file, with the digests that were made when llama-server had written them;
     records of older versions have a `checksum` of the whole file instead. At `verified_at` the file last
-    matched them. `ancestors` are the checkpoints from which its slot was restored, directly or not.
+    matched them. `ancestors` are the checkpoints from which its slot was restored, directly or not. The
+    records of older versions have no `title`.
     """
 
     id: CheckpointId
@@ -148,6 +159,7 @@ class Checkpoint:
     checksum: str = ""
     verified_at: float = 0.0
     ancestors: tuple[CheckpointId, ...] = ()
+    title: Title = UNTITLED
 
     @property
     def content(self) -> tuple[FilePart, ...]:
@@ -233,6 +245,7 @@ class Prompt:
     shape: str = ""
     text: str = ""
     conversation: bytes = b""
+    title: Title = UNTITLED
 
     @property
     def n_tokens(self) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from proxy.core.conditions import State
-from proxy.core.model import Rule
+from proxy.core.model import Rule, is_same_canary
 from proxy.health import Degradation
 from proxy.llama.state_file import Section
 from proxy.settings import Settings
@@ -19,14 +19,23 @@ Layout = tuple[int, tuple[Section, ...] | None]
 """Slot file version and memory sections of a state file; None if these are not understood."""
 
 
+def is_same_model(one: Owner, other: Owner | None) -> bool:
+    """Return whether the states of two owners are of the same model, whichever store has them."""
+    return (
+        other is not None
+        and one.static == other.static
+        and is_same_canary(one.known.canary, other.known.canary)
+    )
+
+
 @dataclass(slots=True, kw_only=True)
 class LlamaServerFacts:
     """One llama-server, as it describes itself and as its attach and the probes found it.
 
     `name` is its model at a host, or its address among several; `host` is the kind of that host.
-    `n_ctx` is one slot's context in tokens. The `probe` fields tell of the first save of an empty slot:
-    `probe_problem` says why its file is of no use. `layout` and `owner` say in which form its states
-    are, and whose. `state_bytes` is what a state of USUAL_TOKENS takes at most, 0 if that was not
+    `n_ctx` is one slot's context in tokens. `probe_name` is the first file that it was told to save, and
+    `probe_mode` and `probe_owner_uid` tell how it saves files. `layout` and `owner` say in which form its
+    states are, and whose. `state_bytes` is what a state of USUAL_TOKENS takes at most, 0 if that was not
     measured; the seconds are what its save, its restore, and the evaluation of its tokens take. `usable`
     checkpoints of the directory are of the model that runs now.
     """
@@ -47,7 +56,6 @@ class LlamaServerFacts:
     n_held: int = 0
     n_busy: int = 0
     probe_name: str = ""
-    probe_problem: str = ""
     probe_mode: int = 0
     probe_owner_uid: int | None = None
     layout: Layout | None = None
@@ -71,8 +79,8 @@ class LlamaServerFacts:
 class HostFacts:
     """A host of models: llama-server's router, or llama-swap; `n_at_most` may be loaded at once.
 
-    `models` are the names of all. `asked_for` is the one to be examined alone, and `loaded`
-    the same if it was loaded for that.
+    `models` are the names of all. `asked_for` is the one to be examined alone, and `loaded` the same if it
+    was loaded for that.
     """
 
     url: str

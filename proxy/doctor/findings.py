@@ -10,9 +10,9 @@ from enum import IntEnum
 from itertools import groupby
 
 from proxy.core.conditions import PASSING, DegradationKind, State
-from proxy.core.model import RuleKind, is_same_canary
+from proxy.core.model import RuleKind
 from proxy.core.rates import seconds_in_words
-from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup
+from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup, is_same_model
 from proxy.llama.state_file import SUPPORTED_VERSIONS
 from proxy.settings import size_in_words
 from proxy.store.files import is_private
@@ -74,11 +74,13 @@ def fine_unless(is_limit: bool, topic: str, text: str, cure: str) -> Finding:
     return limit(topic, text, cure) if is_limit else ok(topic, text)
 
 
-def degradation(kind: DegradationKind, detail: str, here: str = "") -> Finding:
+def degradation(
+    kind: DegradationKind, detail: str, here: str = "", *, may_pass: bool = False
+) -> Finding:
     """Return what the proxy would say of a degradation, by its name; *here* is its cure on this server."""
     text = f"{kind.reason} ({detail})" if detail else kind.reason
     cure = f"{kind.cure} Here: {here}" if here else kind.cure
-    is_blocker = kind.leads_to is State.FORWARDING and kind is not _K.ATTACH_FAILED
+    is_blocker = kind.leads_to is State.FORWARDING and not may_pass
     return (blocker if is_blocker else limit)(kind.value, text, cure)
 
 
@@ -87,7 +89,8 @@ def findings_of(setup: Setup) -> list[Finding]:
     findings = []
     for host in setup.hosts:
         findings += [replace(each, about=host.name) for each in _host_findings(host, setup)]
-    if setup.asked_for and not any(host.asked_for or host.problem for host in setup.hosts):
+    is_missing = not any(host.asked_for or host.problem for host in setup.hosts)
+    if setup.asked_for and is_missing and not setup.lock:
         known = _listed({model for host in setup.hosts for model in host.models})
         cure = f"Give --model one of these: {known}." if known else "Leave --model out."
         find = blocker if setup.hosts else limit
@@ -122,9 +125,12 @@ def summary(setup: Setup) -> str:
 
 def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]:
     """Yield what keeps a llama-server from caching, and what else there is to say of it."""
-    path, share = setup.settings.slot_save_path, _share(setup.settings.slot_save_path)
+    path = setup.settings.slot_save_path
     for each in facts.degradations:
-        yield degradation(each.kind, each.detail, _cures_here(facts, path).get(each.kind, ""))
+        if each.kind is not _K.EVERY_SLOT_BUSY:  # said of the slots
+            here = _cures_here(facts, path).get(each.kind, "")
+            may_pass = each.kind is _K.ATTACH_FAILED and facts.probe_owner_uid is not None
+            yield degradation(each.kind, each.detail, here, may_pass=may_pass)
     if facts.n_slots:
         yield ok("llama-server", f"{facts.build or 'unknown build'} serves {facts.model}.")
         yield _slots_finding(facts)
@@ -135,18 +141,7 @@ def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]
         yield _ram_cache_finding(facts)
         yield from _memory_findings(facts, facts.layout[0])
         yield _checkpoints_finding(facts, setup)
-    if facts.probe_name and not setup.problem:
-        kinds = {each.kind for each in facts.degradations}
-        if not facts.probe_problem:
-            text = f"A slot saved by llama-server appears in {path} and can be removed."
-            yield ok("directory", text)
-        elif not kinds & {_K.NO_SLOT_SAVE_PATH, _K.OTHER_DIRECTORY, _K.FILES_UNREADABLE}:
-            yield blocker(
-                "directory",
-                f"What llama-server saves into {path} is of no use: {facts.probe_problem}.",
-                f"Let both users write there: {share}. See that the disk is local and not full,"
-                " the directory not sticky, and llama-server of build 0.5 or later.",
-            )
+        yield ok("directory", f"A slot saved by llama-server appears in {path} and can be removed.")
     for failure in facts.failures:
         yield limit("probe", f"{failure}.", _AGAIN)
 
@@ -159,13 +154,17 @@ def _cures_here(facts: LlamaServerFacts, path: str) -> dict[DegradationKind, str
     }
     files = f"files of uid {facts.probe_owner_uid} have mode {facts.probe_mode:o}"
     probe = f"Remove the probe {facts.probe_name} where llama-server writes."
+    can_save = (
+        f"Let both users write there: {_share(path)}. See that the disk is local and not full, the"
+        " directory not sticky, and llama-server of build 0.5 or later."
+    )
     return {
         _K.LOADING: f"run doctor again when {facts.url}/health answers 200.",
         _K.NO_SLOT_SAVE_PATH: f"--slot-save-path {path}{places.get(facts.host, '')}",
         _K.OTHER_DIRECTORY: f"start llama-server with --slot-save-path {path}. {probe}",
         _K.FILES_UNREADABLE: f"{files}; {_share(path)}. Start llama-server with umask 007.",
         _K.IDLE_SLOTS_CLEARED: f"-np {facts.n_slots} --cache-ram 0",
-        _K.ATTACH_FAILED: _AGAIN,
+        _K.ATTACH_FAILED: can_save if facts.probe_owner_uid is None else _AGAIN,
     }
 
 
@@ -352,9 +351,6 @@ def _models_finding(host: HostFacts, examined: set[str]) -> Finding:
         loaded = f" {host.loaded} was loaded for this, and stays." if host.loaded else ""
         rest = f" Not examined: {others} (--model NAME)." if others else ""
         return ok("models", f"{there_are}; examined: {_listed(examined)}.{loaded}{rest}")
-    if host.asked_for:
-        text = f"{there_are}. {host.asked_for} is not loaded: a proxy decides over that."
-        return limit("models", text, "Stop the proxy and run doctor again.")
     text = f"{there_are}; none is loaded, so none was examined. doctor loads none by itself."
     cure = f"Let it load and examine one: doctor --model NAME, of {others or 'none yet'}."
     return limit("models", text, cure)
@@ -383,8 +379,7 @@ def _between(left: LlamaServerFacts, right: LlamaServerFacts) -> Finding | None:
     a, b = left.owner, right.owner
     if a is None or b is None:
         return None
-    is_same = a.static == b.static and is_same_canary(a.known.canary, b.known.canary)
-    if is_same and left.n_ctx == right.n_ctx:
+    if is_same_model(a, b) and left.n_ctx == right.n_ctx:
         return None
     text = (
         f"{left.name} and {right.name} cannot continue all states of each other: they serve {left.model}"

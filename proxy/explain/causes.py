@@ -4,8 +4,9 @@ Owns: the names. The table in docs/misses.md is made from here.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Cause(StrEnum):
@@ -70,27 +71,32 @@ not looked up: The prompt was not looked up; the request's line says why.
     -> See `why`: images, several completions, chats of some 100 tokens and the like are forwarded as
     they are.
 billing header: Claude Code's billing line, at the top of the system prompt, has other digits.
-    -> Leave the stabilizer `drop_billing_header` on (it is one of the safe ones), or set
-    CLAUDE_CODE_ATTRIBUTION_HEADER=0 for the client.
+    -> Set CLAUDE_CODE_ATTRIBUTION_HEADER=0 for the client.
+    => drop_billing_header (it is one of the safe ones) takes the line out.
 date: A date or a time of day in the prompt has changed.
-    -> Take the time out of the system prompt and put it into the newest message; or set `stabilizers`
-    to `safe, sticky_date`: a conversation then keeps the time that it began with.
+    -> Take the time out of the system prompt and put it into the newest message.
+    => sticky_date lets a conversation keep the time that it began with.
 environment block: The block that describes the environment (folder, platform, git status) has changed.
     -> None if the client works elsewhere now. What changes by itself belongs behind what does not.
 tool order changed: The same tools came in another order.
-    -> Leave the stabilizer `keep_tool_order` on, or have the client sort its tools.
+    -> Have the client sort its tools.
+    => keep_tool_order (it is one of the safe ones) keeps a conversation's first order.
 tool text changed: A tool's description or parameters have changed.
-    -> Set `stabilizers` to `safe, sticky_tool_text`, or keep what changes out of tool descriptions.
+    -> Keep what changes out of tool descriptions.
+    => sticky_tool_text lets a conversation keep the descriptions that it began with.
 tools added or removed: Tools were added or removed.
-    -> Load all tools from the beginning; `keep_tool_order` puts later ones behind those known.
+    -> Load all tools from the beginning.
+    => keep_tool_order (it is one of the safe ones) puts later tools behind those known.
 system text changed: A few words of the system prompt have changed; what follows them is as it was.
     -> Move what changes to the end of the prompt, or into the newest message.
 new header: The conversation goes on under another system prompt or other tools.
     -> None: the model is told something else now.
 reminder moved: A reminder that the client adds was moved, changed or taken out.
-    -> Set `stabilizers` to `safe, sticky_reminders`.
+    -> None if the client cannot leave its reminders where they are.
+    => sticky_reminders leaves them where they first were.
 reasoning dropped: The reasoning of an earlier answer is no longer in the prompt.
-    -> Set `stabilizers` to `safe, inline_reasoning`, or have the client send `reasoning_content` back.
+    -> Have the client send `reasoning_content` back.
+    => inline_reasoning puts the reasoning back into the answers.
 edited message: An earlier message was edited, inserted or left out.
     -> None if the user went back. Switch off the client's pruning of old tool results.
 truncated history: Messages at the beginning of the conversation were dropped or summed up.
@@ -136,12 +142,53 @@ unknown: Nothing that is known explains it.
 """
 
 
-def _meanings() -> Iterator[tuple[Cause, tuple[str, str]]]:
+class Meaning(NamedTuple):
+    """What a cause says of a request, what helps, and which stabilizer does: its name, and how."""
+
+    says: str
+    advice: str
+    stabilizer: str = ""
+    helps: str = ""
+
+    @property
+    def cure(self) -> str:
+        """What helps, as long as nothing is known of the request and the configuration."""
+        return " ".join(filter(None, (self.advice, self._switched_on)))
+
+    @property
+    def _switched_on(self) -> str:
+        return self.stabilizer and f"Or switch on a stabilizer: `{self.stabilizer}` {self.helps}"
+
+    def cure_for(
+        self, part: PromptPart, switched_on: Collection[str], *, is_same_conversation: bool
+    ) -> str:
+        """Return what would help a request that has changed in this *part* since the compared one."""
+        name, is_held = self.stabilizer, self.stabilizer not in _EVERYWHERE
+        if not name:
+            return self.advice
+        if is_held and not is_same_conversation:
+            return (
+                f"{self.advice} No stabilizer helps: this is the beginning of another conversation."
+            )
+        if name == "sticky_date" and part is not PromptPart.SYSTEM:
+            return f"{self.advice} No stabilizer helps: `{name}` looks at the system prompt only."
+        if name in switched_on:
+            why = f"`{name}` is on, but has not known this change, or not since the proxy was started."
+            return f"{self.advice} {why}"
+        return f"{self.cure} That helps from the next conversation on, not this one."
+
+
+_EVERYWHERE = ("drop_billing_header", "inline_reasoning")
+"""These stabilizers do the same in every conversation; the others hold what a conversation began with."""
+
+
+def _meanings() -> Iterator[tuple[Cause, Meaning]]:
     for entry in re.split(r"\n(?=\S)", _WORDS.strip()):
         name, _, words = " ".join(entry.split()).partition(": ")
         says, _, cure = words.partition(" -> ")
-        yield Cause(name), (says, cure)
+        advice, _, helper = cure.partition(" => ")
+        stabilizer, _, helps = helper.partition(" ")
+        yield Cause(name), Meaning(says, advice, stabilizer, helps)
 
 
 MEANINGS = dict(_meanings())
-"""What each cause says of a request, and what helps."""

@@ -6,26 +6,35 @@ the last requests, in memory only.
 
 import asyncio
 import time
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime
 from enum import StrEnum
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import xxhash
 
-from proxy.core.model import Outcome, Prompt, Rule, RuleKind
+from proxy.core.model import Outcome, Prompt, Rule, RuleKind, Title
 from proxy.core.plan import Plan, Why
-from proxy.core.rates import seconds_in_words
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.errors import ProxyError, ServerAway, TooManyRequests
 from proxy.explain.causes import MEANINGS, Cause, PromptPart
 from proxy.explain.compare import Divergence, Rendering, find_change
 from proxy.explain.known import SLACK_TOKENS, KnownPrompt, KnownPrompts, Loss, Match
-from proxy.explain.sketch import goes_on
-from proxy.explain.views import Explanation, Nearest, RequestRecord, Today
+from proxy.explain.sketch import goes_on, words_of
+from proxy.explain.views import (
+    Explanation,
+    History,
+    Nearest,
+    RequestRecord,
+    Today,
+    api_name,
+    in_words,
+)
 from proxy.llama.bodies import GenerationBody
 from proxy.log import get_logger
 from proxy.metrics import Metrics
@@ -36,11 +45,12 @@ if TYPE_CHECKING:
     from proxy.serving.request import Account, Request
 
 TOKENIZED_OTHERWISE = "requests of this shape are tokenized differently"
-MAX_REQUESTS = 2000
+MAX_REQUESTS, MAX_MISSES = 2000, 500
 MAX_PROMPTS = 500
 MAX_PROMPT_BYTES = 48 << 20
 LAST, MISS = "last", "miss"
 _N_IDS = 8
+_N_DIGITS = 8
 UNANSWERED = "unanswered"
 _CHEAPER = (Why.NOTHING_WORTH_IT, Why.LIVE_CHEAPER, Why.RESTORE_SHORTER, Why.NOTHING_DISPLACED)
 
@@ -66,6 +76,7 @@ class Judgement(msgspec.Struct, frozen=True):
     message: int | None = None
     nearest: Nearest | None = None
     divergence: Divergence | None = None
+    is_same_conversation: bool = False
 
 
 NOT_JUDGED = Judgement()
@@ -79,44 +90,70 @@ def sums_at(today: Today, now: float) -> Today:
 
 
 class Journal:
-    """Remembers requests that have ended, and the newest prompts as far as *keep* allows."""
+    """Remembers requests that have ended, and the newest prompts as far as *keep* allows.
 
-    def __init__(self, keep: Keep = Keep.TEXT) -> None:
+    `past` is what outlives the proxy, `in_flight` are the requests that have not ended. The stabilizers in
+    `switched_on` are in force.
+    """
+
+    def __init__(self, keep: Keep = Keep.TEXT, switched_on: Collection[str] = ()) -> None:
         self._explanations: OrderedDict[str, Explanation] = OrderedDict()
+        self._misses: deque[Explanation] = deque(maxlen=MAX_MISSES)
         self.keep = keep
+        self._switched_on = switched_on
         self.prompts = KnownPrompts(MAX_PROMPT_BYTES, 0 if keep is Keep.NONE else MAX_PROMPTS)
-        self._today = Today(since=time.time())
+        self.past = History(today=Today(since=time.time()))
+        self.in_flight: dict[str, Request] = {}
         self.n_recorded = 0
         """How many requests have ended since the proxy was started: it tells whether there is news."""
 
     def add(self, record: RequestRecord, judgement: Judgement = NOT_JUDGED) -> None:
-        """Remember a request that has just ended; the oldest one may be forgotten for it."""
-        says, cure = MEANINGS[record.cause]
+        """Remember a request that has just ended; the oldest one may be forgotten for it.
+
+        Of those that are forgotten the misses stay longer.
+        """
+        meaning, is_same = MEANINGS[record.cause], judgement.is_same_conversation
         self._explanations[record.id] = Explanation(
             request=record,
-            says=says,
-            cure=cure,
+            says=meaning.says,
+            cure=meaning.cure_for(record.part, self._switched_on, is_same_conversation=is_same),
             nearest=judgement.nearest,
             divergence=judgement.divergence,
         )
         self.n_recorded += 1
-        self._today = self.today().after(record)
+        self.today()
+        self.past.add(record)
         if len(self._explanations) > MAX_REQUESTS:
-            self._explanations.popitem(last=False)
+            _, oldest = self._explanations.popitem(last=False)
+            if oldest.request.cause.is_miss:
+                self._misses.append(oldest)
 
     def today(self) -> Today:
         """Return what the requests of this day have reused."""
-        self._today = sums_at(self._today, time.time())
-        return self._today
+        self.past.today = sums_at(self.past.today, time.time())
+        return self.past.today
+
+    def title_of(self, request: "Request") -> Title:
+        """Return what people know a request's conversation by, as far as text is kept."""
+        return Title(_words_of(request) if self.keep is Keep.TEXT else "", request.client)
 
     def note_loss(self, namespace: Namespace, tokens: TokenIds | None, cause: Cause) -> None:
         """Note why the state of these tokens is gone, for the requests that miss it."""
         if tokens is not None:
             self.prompts.note_loss(namespace, tokens, cause)
 
-    def latest(self, limit: int) -> list[RequestRecord]:
-        """Return the last requests, the newest first."""
-        return [explanation.request for explanation in islice(self._newest(), max(0, limit))]
+    def latest(
+        self, limit: int, *, conversation: str = "", client: str = "", only_misses: bool = False
+    ) -> list[RequestRecord]:
+        """Return the last requests, the newest first; of one conversation or client, if that is said."""
+        found = (
+            explanation.request
+            for explanation in self._newest()
+            if not (only_misses and not explanation.request.cause.is_miss)
+            and conversation in ("", explanation.request.conversation)
+            and client in ("", explanation.request.client)
+        )
+        return list(islice(found, max(0, limit)))
 
     def explain(self, request_id: str) -> Explanation | None:
         """Return the explanation of a request by its id, of the last one or of the last miss, if any."""
@@ -124,7 +161,8 @@ class Journal:
             return next(self._newest(), None)
         if request_id == MISS:
             return next((e for e in self._newest() if e.request.cause.is_miss), None)
-        return self._explanations.get(request_id)
+        misses = (e for e in self._misses if e.request.id == request_id)
+        return self._explanations.get(request_id) or next(misses, None)
 
     def why_unknown(self, request_id: str) -> str:
         """Return why there is no explanation of a request, in words."""
@@ -138,7 +176,7 @@ class Journal:
         )
 
     def _newest(self) -> Iterator[Explanation]:
-        return reversed(self._explanations.values())
+        return chain(reversed(self._explanations.values()), reversed(self._misses))
 
 
 @dataclass
@@ -204,7 +242,9 @@ class Inquiry:
         judgement = judge(account, self._process.rule, past, change)
         divergence = change[1] if change and change[1].part is not PromptPart.NOWHERE else None
         return msgspec.structs.replace(
-            self._beside_others(judgement, account), divergence=divergence
+            self._beside_others(judgement, account),
+            divergence=divergence,
+            is_same_conversation=compared is not None and compared.is_same_conversation,
         )
 
     def _beside_others(self, judgement: Judgement, account: "Account") -> Judgement:
@@ -315,6 +355,11 @@ def _why_unused(plan: Plan, rule: Rule, n_reused: int) -> Cause:
     return Cause.UNKNOWN if rule.kind is RuleKind.ANY_PREFIX else Cause.NO_STATE_THERE
 
 
+def _words_of(request: "Request") -> str:
+    body = request.chat or request.body
+    return words_of(body.fields) if body else ""
+
+
 class Report:
     """Tells what became of requests; never, in the log, what was in them."""
 
@@ -322,6 +367,15 @@ class Report:
         self._metrics = metrics
         self._journal = journal
         self._log = get_logger("cache")
+
+    @contextmanager
+    def in_flight(self, request: "Request") -> Iterator[None]:
+        """Let operators see a request while the block runs."""
+        self._journal.in_flight[request.id] = request
+        try:
+            yield
+        finally:
+            del self._journal.in_flight[request.id]
 
     def answered(self, request: "Request", judgement: Judgement) -> None:
         """Report a request that was looked up, once its answer was relayed."""
@@ -348,7 +402,7 @@ class Report:
             seconds = answer.first_token_at - request.arrived_at
             self._metrics.first_token_seconds.labels(outcome).observe(seconds)
             first_token_seconds = round(seconds, 4)
-        record = _record(
+        record = self._record(
             request,
             outcome.value,
             judgement,
@@ -376,31 +430,43 @@ class Report:
         """Report a request that *error* ended before its answer was whole."""
         why = next((why for kinds, why in _WHY_UNANSWERED if isinstance(error, kinds)), "other")
         self._metrics.unanswered_requests.labels(why).inc()
-        record = _record(request, UNANSWERED, NOT_JUDGED, why=why)
+        record = self._record(request, UNANSWERED, NOT_JUDGED, why=why)
         write = self._log.warning if isinstance(error, ProxyError) else self._log.info
-        says = f"{_api(record.path)}  not answered: {why}  id {record.id}"
+        says = f"{api_name(record.path)}  not answered: {why}  id {record.id}"
         write("request", **_line(record), reason=str(error) or type(error).__name__, says=says)
         self._journal.add(record)
 
+    def _record(
+        self, request: "Request", outcome: str, judgement: Judgement, **facts: Any
+    ) -> RequestRecord:
+        return RequestRecord(
+            id=request.id,
+            at=request.at,
+            path=request.path,
+            outcome=outcome,
+            cause=judgement.cause,
+            **self.described(request),
+            part=judgement.part,
+            message=judgement.message,
+            n_missed=judgement.n_missed,
+            seconds=round((request.answered_at or time.monotonic()) - request.arrived_at, 4),
+            **facts,
+        )
 
-def _record(request: "Request", outcome: str, judgement: Judgement, **facts: Any) -> RequestRecord:
-    return RequestRecord(
-        id=request.id,
-        at=request.at,
-        path=request.path,
-        outcome=outcome,
-        cause=judgement.cause,
-        part=judgement.part,
-        message=judgement.message,
-        n_missed=judgement.n_missed,
-        seconds=round((request.answered_at or time.monotonic()) - request.arrived_at, 4),
-        **facts,
-    )
+    def described(self, request: "Request") -> dict[str, Any]:
+        """Return what people know a request by."""
+        words, client = self._journal.title_of(request)
+        tells_apart = repr((request.tenant, request.session, _words_of(request))).encode()
+        conversation = xxhash.xxh3_64_hexdigest(tells_apart)[:_N_DIGITS]
+        named = {"title": words, "client": client, "model": request.model}
+        return {**named, "conversation": conversation}
 
 
 def _line(record: RequestRecord) -> dict[str, object]:
     """Return the fields of the log line: whatever is known, as plain values."""
+    # No text of a prompt is in the log.
     told = msgspec.structs.asdict(record) | {"at": None, "n_missed": record.n_missed or None}
+    told |= {"title": None, "client": record.client or None, "model": record.model or None}
     told["cause"] = None if record.cause is Cause.NOT_LOOKED_UP else record.cause.value
     told["part"] = None if record.part is PromptPart.NOWHERE else record.part.value
     return {
@@ -408,33 +474,6 @@ def _line(record: RequestRecord) -> dict[str, object]:
         for name, value in told.items()
         if value is not None or name in ("confirmed", "evaluated")
     }
-
-
-def in_words(record: RequestRecord) -> str:
-    """Return the line about an answered request that people read; a miss says its cause."""
-    api, answered = _api(record.path), f"answered in {seconds_in_words(record.seconds)}"
-    if (record.status or 200) >= 400:
-        return f"{api}  llama-server refused it (status {record.status})  id {record.id}"
-    if record.n_prompt is None or record.confirmed is None:
-        return f"{api}  {answered}, not cached: {record.why or 'llama-server did not say'}"
-    reused = f"{record.confirmed:,} reused ({record.confirmed / max(1, record.n_prompt):.1%})"
-    facts = [f"{api}  {record.n_prompt:,} tokens", reused.replace("%", " %")]
-    first = record.first_token_seconds
-    facts.append(answered if first is None else f"first token {seconds_in_words(first)}")
-    if (record.saved_seconds or 0) >= 0.005:
-        facts.append(f"saved {seconds_in_words(record.saved_seconds or 0)}")
-    where = f"  {record.server}" if record.server else ""
-    where += f"  slot {record.slot}" + " <- disk" * (record.chosen == "restore")
-    if record.cause is Cause.FIRST_SIGHT:
-        where += "  the rest is new" if record.confirmed else "  new"
-    elif record.cause.is_miss:
-        part = "" if record.part is PromptPart.NOWHERE else f" in {record.part.value}"
-        where += f"  miss: {record.cause.value}{part} (explain {record.id})"
-    return ", ".join(facts) + where
-
-
-def _api(path: str) -> str:
-    return path.removesuffix("/completions").rpartition("/")[2] if "/chat/" in path else path
 
 
 _WHY_UNANSWERED: tuple[tuple[tuple[type[BaseException], ...], str], ...] = (

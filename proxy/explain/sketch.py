@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import msgspec
 import xxhash
 
-from proxy.core.messages import is_system, list_of, member, text_of
+from proxy.core.messages import is_system, list_of, member, text_of, without_reminders
 from proxy.core.tokens import Namespace
 from proxy.explain.causes import PromptPart
 
@@ -19,6 +19,8 @@ _PARTS = {"s": PromptPart.SYSTEM, "a": PromptPart.ASSISTANT, "t": PromptPart.TOO
 _LETTERS = {"system": "s", "developer": "s", "user": "u", "assistant": "a", "tool": "t"}
 _SEEDS = {role: seed for seed, role in enumerate(_LETTERS, 1)}
 _LONG_BYTES = 200
+_N_TITLE, _LOOKED_AT = 60, 400
+"""A title has so many characters at most, and is made from so many."""
 
 
 def digests(values: list[int]) -> Digests:
@@ -133,6 +135,20 @@ def _part(message: dict[str, Any]) -> tuple[str, int]:
         size_bytes, digest = len(encoded), xxhash.xxh3_64_intdigest(encoded)
     letter = _LETTERS.get(role, "u")
     return "A" if letter == "a" and size_bytes > _LONG_BYTES else letter, digest
+
+
+def words_of(fields: dict[str, Any]) -> str:
+    """Return a conversation's first words: of its user's first message, or of a prompt; on one line."""
+    users = (m for m in list_of(fields.get("messages")) if text_of(m, "role") == "user")
+    texts = (without_reminders(" ".join(_texts(m.get("content")))) for m in users)
+    text = next(filter(None, texts), "") or text_of(fields, "prompt")
+    plain = "".join(c if c.isprintable() else " " for c in text[:_LOOKED_AT])
+    return shortened(" ".join(plain.split()), _N_TITLE)
+
+
+def shortened(text: str, n_characters: int) -> str:
+    """Return the beginning of a text."""
+    return text if len(text) <= n_characters else text[: n_characters - 1].rstrip() + "…"
 
 
 def pieces_of(message: dict[str, Any]) -> Iterator[str]:

@@ -1,24 +1,24 @@
 """The store and the recent requests as operators see them.
 
 Owns: the store as a tree, what a node of it sums up, which checkpoints a selection means, and the JSON that
-the admin listener, the commands and the live page share (docs/operations.md, docs/live-page.md). Pure.
+the admin listener, the commands and the live page share (docs/monitoring.md, docs/live-page.md). Pure.
 """
 
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
 import msgspec
 
 from proxy.core.model import Checkpoint, Quarantine
+from proxy.core.rates import Rates, seconds_in_words
 from proxy.core.tokens import Namespace
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
 
 # The tree: namespaces, their headers, the sessions of each, their checkpoints. What sessions share lies
-# under the header itself. Nothing is kept between two looks: one level is one pass over the records, so
-# that a level of 10,000 checkpoints takes milliseconds.
+# under the header itself. Nothing is kept between two looks.
 
 _LEVELS = ("store", "namespace", "header", "session")
 
@@ -66,120 +66,114 @@ def parent_of(checkpoint: Checkpoint) -> Path:
     return (*path, family.session_id) if family.session_id else path
 
 
-def under(node_id: NodeId, checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
-    """Return the checkpoints that lie somewhere under a node."""
-    n_ids = len(node_id)
-    return [c for c in checkpoints if parent_of(c)[:n_ids] == node_id]
+def is_under(node_id: NodeId, checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint lies somewhere under a node."""
+    return parent_of(checkpoint)[: len(node_id)] == node_id
 
 
-class ListedNode(msgspec.Struct, frozen=True):
+class ListedNode(msgspec.Struct, frozen=True, kw_only=True):
     """A node above the checkpoints; what it counts are all checkpoints under it.
 
-    `n_tokens` is the length of a header; of a session that of its longest checkpoint; else 0. `is_served`
-    says whether the model that llama-server serves now can use them, and `model` what theirs is called;
-    None if that is not known.
+    `title` and `client` are those of the newest of them; empty where they are not known, or for several
+    sessions. `n_tokens` is the length of a header; of a session that of its longest checkpoint; else 0.
+    `seconds` is what evaluating a header takes, and a session behind its header; null while no speed was
+    measured. `is_served` says whether the model that llama-server serves now can use them, and `model`
+    what theirs is called; null if that is not known.
     """
 
     id: str
     parent: str | None
     level: str
-    n_tokens: int
-    n_checkpoints: int
-    n_children: int
-    n_pinned: int
-    size_bytes: int
-    created_at: float
-    last_used_at: float
-    n_restores: int
-    is_served: bool | None
+    title: str = ""
+    client: str = ""
+    n_tokens: int = 0
+    n_checkpoints: int = 0
+    n_pinned: int = 0
+    size_bytes: int = 0
+    last_used_at: float = 0.0
+    n_restores: int = 0
+    seconds: float | None = None
+    is_served: bool | None = None
     model: str | None = None
 
 
-def node_of(
-    node_id: NodeId,
-    checkpoints: Collection[Checkpoint],
-    names: Mapping[Namespace, str],
-    served: Collection[Namespace],
-) -> ListedNode:
-    """Return the node of an id; *checkpoints* are all that lie under it.
+class Outline:
+    """The nodes of a store, summed up from its checkpoints one by one."""
 
-    *names* are those of the models of namespaces, *served* the namespaces of the model that is served now.
-    """
-    n_ids, namespace = len(node_id), node_id[0] if node_id else None
-    lengths = {
-        "header": [c.header for c in checkpoints],
-        "session": [c.n_tokens for c in checkpoints],
-    }
-    children = {p[: n_ids + 1] if len(p := parent_of(c)) > n_ids else c.id for c in checkpoints}
+    def __init__(self) -> None:
+        self._sums: dict[Path, _Sum] = {STORE: _Sum()}
+
+    def add(self, checkpoint: Checkpoint) -> None:
+        path = parent_of(checkpoint)
+        for n_ids in range(len(path) + 1):
+            self._sums.setdefault(path[:n_ids], _Sum()).add(checkpoint)
+
+    def nodes(
+        self,
+        names: Mapping[Namespace, str],
+        rates_by: Mapping[Namespace, Rates],
+        n_at_most: int,
+        under: Path = STORE,
+    ) -> list[ListedNode]:
+        """Return the store, and the nodes that take most room: parents first, then the largest first.
+
+        *names* are those of the models of namespaces, *rates_by* the speeds of those that are served.
+        """
+        largest = sorted(self._sums.items(), key=lambda each: (len(each[0]), -each[1].size_bytes))
+        found = [each for each in largest if each[0][: len(under)] == under or not each[0]]
+        return [_node(path, total, names, rates_by) for path, total in found[:n_at_most]]
+
+    def __len__(self) -> int:
+        return len(self._sums)
+
+
+@dataclass(slots=True)
+class _Sum:
+    """What checkpoints have together; `newest` is the last one that was used."""
+
+    n_checkpoints: int = 0
+    n_pinned: int = 0
+    size_bytes: int = 0
+    n_restores: int = 0
+    n_tokens: int = 0
+    newest: Checkpoint | None = None
+
+    def add(self, checkpoint: Checkpoint) -> None:
+        self.n_checkpoints += 1
+        self.n_pinned += checkpoint.is_pinned
+        self.size_bytes += checkpoint.size_bytes
+        self.n_restores += checkpoint.n_restores
+        self.n_tokens = max(self.n_tokens, checkpoint.n_tokens)
+        if self.newest is None or checkpoint.last_used_at >= self.newest.last_used_at:
+            self.newest = checkpoint
+
+
+def _node(
+    path: Path, total: _Sum, names: Mapping[Namespace, str], rates_by: Mapping[Namespace, Rates]
+) -> ListedNode:
+    node_id, newest = NodeId(*path), total.newest
+    if newest is None:
+        return ListedNode(id="", parent=None, level=node_id.level)
+    is_session, n_header = len(path) == 3, newest.header if len(path) > 1 else 0
+    begin, end = (n_header, total.n_tokens) if is_session else (0, n_header)
+    namespace, rates = newest.namespace, rates_by.get(newest.namespace)
+    is_measured = rates is not None and rates.is_measured
     return ListedNode(
         id=str(node_id),
-        parent=str(node_id.parent) if node_id else None,
+        parent=str(node_id.parent) if path else None,
         level=node_id.level,
-        n_tokens=max(lengths.get(node_id.level, ()), default=0),
-        n_checkpoints=len(checkpoints),
-        n_children=len(children),
-        n_pinned=sum([c.is_pinned for c in checkpoints]),
-        size_bytes=sum([c.size_bytes for c in checkpoints]),
-        created_at=min([c.created_at for c in checkpoints], default=0.0),
-        last_used_at=max([c.last_used_at for c in checkpoints], default=0.0),
-        n_restores=sum([c.n_restores for c in checkpoints]),
-        is_served=namespace in served if served and node_id else None,
-        model=names.get(namespace) if isinstance(namespace, bytes) else None,
+        title=newest.title.words if is_session else "",
+        client=newest.title.client if n_header or is_session else "",
+        n_tokens=end,
+        n_checkpoints=total.n_checkpoints,
+        n_pinned=total.n_pinned,
+        size_bytes=total.size_bytes,
+        last_used_at=newest.last_used_at,
+        n_restores=total.n_restores,
+        seconds=round(rates.evaluation_seconds(begin, end), 3) if rates and is_measured else None,
+        is_served=namespace in rates_by if rates_by and path else None,
+        model=names.get(namespace) if path else None,
     )
-
-
-def children_of(
-    node_id: NodeId,
-    checkpoints: Iterable[Checkpoint],
-    names: Mapping[Namespace, str],
-    served: Collection[Namespace],
-    offset: int = 0,
-    limit: int | None = None,
-) -> list[ListedNode | Checkpoint]:
-    """Return what lies directly under a node; *checkpoints* are all that lie under it.
-
-    Nodes come before checkpoints, the last used first; checkpoints by their length. Of the whole list, at
-    most *limit* are returned from *offset* on, and only those are summed up.
-    """
-    groups = defaultdict[Path, list[Checkpoint]](list)
-    leaves = list[Checkpoint]()
-    for checkpoint in checkpoints:
-        path = parent_of(checkpoint)
-        (groups[path[: len(node_id) + 1]] if len(path) > len(node_id) else leaves).append(
-            checkpoint
-        )
-    nodes = sorted(groups.items(), key=lambda group: -max([c.last_used_at for c in group[1]]))
-    leaves.sort(key=lambda checkpoint: (checkpoint.n_tokens, checkpoint.created_at))
-    everything: list[tuple[Path, list[Checkpoint]] | Checkpoint] = [*nodes, *leaves]
-    children = everything[offset : None if limit is None else offset + limit]
-    return [
-        child
-        if isinstance(child, Checkpoint)
-        else node_of(NodeId(*child[0]), child[1], names, served)
-        for child in children
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """What lies under `node` and was not used for `unused_seconds`; pinned ones only if that is said."""
-
-    node: NodeId = STORE
-    unused_seconds: float = 0.0
-    with_pinned: bool = False
-
-
-def select(
-    selection: Selection, checkpoints: Iterable[Checkpoint], now: float
-) -> tuple[list[Checkpoint], int]:
-    """Return what a selection means, the least lately used first, and how many pinned ones stay."""
-    unused_since = now - selection.unused_seconds
-    found = sorted(
-        (c for c in under(selection.node, checkpoints) if c.last_used_at <= unused_since),
-        key=lambda checkpoint: checkpoint.last_used_at,
-    )
-    selected = [c for c in found if selection.with_pinned or not c.is_pinned]
-    return selected, len(found) - len(selected)
 
 
 class Deleted(msgspec.Struct, frozen=True):
@@ -195,7 +189,8 @@ class Deleted(msgspec.Struct, frozen=True):
 class ListedCheckpoint(msgspec.Struct, frozen=True):
     """A checkpoint as operators see it; `value_seconds` is what losing it would cost.
 
-    Only a running proxy knows that, and whether its file is likely in memory. `model` is what the model was
+    Only a running proxy knows that, and whether its file is likely in memory. `title` are its user's first
+    words, empty if they are not known. `model` is what the model was
     called when it was last served; None if that is not known. `quarantine` says why it is never used again,
     and since when; None if it may be.
     """
@@ -203,6 +198,8 @@ class ListedCheckpoint(msgspec.Struct, frozen=True):
     id: str
     parent: str
     kind: str
+    title: str
+    client: str
     n_tokens: int
     n_header_tokens: int
     restore_points: tuple[int, ...]
@@ -220,7 +217,7 @@ class ListedCheckpoint(msgspec.Struct, frozen=True):
 
 _LISTED_AS_THEY_ARE = {f.name for f in fields(Checkpoint)} & {
     *ListedCheckpoint.__struct_fields__
-} - {"id", "kind"}
+} - {"id", "kind", "title"}
 
 
 def list_checkpoint(
@@ -235,6 +232,8 @@ def list_checkpoint(
         id=f"{checkpoint.id:016x}",
         parent=str(NodeId(*parent_of(checkpoint))),
         kind=checkpoint.kind.value,
+        title=checkpoint.title.words,
+        client=checkpoint.title.client,
         n_header_tokens=checkpoint.header,
         is_warm=is_warm,
         value_seconds=None if value_seconds is None else round(value_seconds, 3),
@@ -249,7 +248,8 @@ def list_checkpoint(
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One generation request, once it has ended.
 
-    `at` is when it came, in seconds since 1970; the other times are since then. What is not known is null.
+    `at` is when it came, in seconds since 1970; the other times are since then. What is not known is null
+    or empty. `title` are its user's first words; requests of one `conversation` begin with the same ones.
     `n_missed` tokens were evaluated although they were known; `cause` says why, `part` and `message`
     (counted from 0) where in the prompt. `server` says which llama-server, or model, served it where there
     are several. `stops` and `cuts` are in tokens; the cuts are header, turn start and branch, 0 where there
@@ -261,6 +261,10 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     outcome: str
     cause: Cause
+    title: str = ""
+    client: str = ""
+    model: str = ""
+    conversation: str = ""
     part: PromptPart = PromptPart.NOWHERE
     message: int | None = None
     status: int | None = None
@@ -273,6 +277,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     confirmed: int | None = None
     evaluated: int | None = None
     n_missed: int = 0
+    evaluation_seconds: float | None = None
     saved_seconds: float | None = None
     queued_seconds: float | None = None
     prepared_seconds: float | None = None
@@ -310,35 +315,129 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     divergence: Divergence | None = None
 
 
-class Today(msgspec.Struct, frozen=True, kw_only=True):
-    """What requests have reused since `since`: midnight, or when the proxy was started.
+class Span(msgspec.Struct, array_like=True):
+    """What the requests of a minute or an hour have reused; it begins at `since`, in seconds since 1970.
 
-    Prompts that were not looked up are not counted in `n_prompt`. `saved_seconds` is measured; null while
-    nothing was.
+    `saved_seconds` is what evaluating the reused tokens would have taken, less the restores. The other
+    seconds are what the tokens took that were known, and those that were new.
     """
 
     since: float
     n_requests: int = 0
-    n_reusing: int = 0
-    n_prompt: int = 0
+    n_missing: int = 0
     n_reused: int = 0
-    n_restored: int = 0
     n_missed: int = 0
-    saved_seconds: float | None = None
+    n_new: int = 0
+    saved_seconds: float = 0.0
+    missed_seconds: float = 0.0
+    new_seconds: float = 0.0
 
-    def after(self, record: RequestRecord) -> "Today":
-        """Return the sums with one more request."""
-        n_reused, is_known = record.confirmed or 0, record.confirmed is not None
-        saved_seconds = self.saved_seconds
-        if record.saved_seconds is not None:
-            saved_seconds = round((saved_seconds or 0.0) + record.saved_seconds, 4)
-        return Today(
-            since=self.since,
-            n_requests=self.n_requests + 1,
-            n_reusing=self.n_reusing + (n_reused > 0),
-            n_prompt=self.n_prompt + (record.n_prompt or 0) * is_known,
-            n_reused=self.n_reused + n_reused,
-            n_restored=self.n_restored + n_reused * (record.chosen == "restore"),
-            n_missed=self.n_missed + record.n_missed,
-            saved_seconds=saved_seconds,
-        )
+    def add(self, record: RequestRecord) -> None:
+        """Count a request that has ended; one that was not looked up counts as a request only."""
+        self.n_requests += 1
+        self.n_missing += record.cause.is_miss
+        if record.n_prompt is None or record.confirmed is None:
+            return
+        n_evaluated, seconds = record.n_prompt - record.confirmed, record.evaluation_seconds or 0.0
+        n_missed = min(record.n_missed, n_evaluated)
+        missed_seconds = seconds * n_missed / max(1, n_evaluated)
+        self.n_reused += record.confirmed
+        self.n_missed += n_missed
+        self.n_new += n_evaluated - n_missed
+        self.saved_seconds += record.saved_seconds or 0.0
+        self.missed_seconds += missed_seconds
+        self.new_seconds += seconds - missed_seconds
+
+
+class Today(Span, array_like=False):
+    """What requests have reused since `since`: midnight, or when the proxy was started first.
+
+    Of the `n_prompt` tokens `n_restored` were reused because a restore brought them back.
+    """
+
+    n_prompt: int = 0
+    n_restored: int = 0
+    n_reusing: int = 0
+
+    def add(self, record: RequestRecord) -> None:
+        super().add(record)
+        self.n_prompt = self.n_reused + self.n_missed + self.n_new
+        self.n_restored += (record.confirmed or 0) * (record.chosen == "restore")
+        self.n_reusing += (record.confirmed or 0) > 0
+
+
+MINUTE_SECONDS, HOUR_SECONDS = 60, 3600
+N_MINUTES, N_HOURS = 120, 720
+
+
+class History(msgspec.Struct, kw_only=True):
+    """What was reused in the last two hours by minutes, in the last 30 days by hours, and today."""
+
+    today: Today
+    minutes: list[Span] = []
+    hours: list[Span] = []
+
+    def add(self, record: RequestRecord) -> None:
+        """Count a request when it has ended."""
+        ended_at = int(record.at + record.seconds)
+        self.today.add(record)
+        for spans, seconds, n_kept in (
+            (self.minutes, MINUTE_SECONDS, N_MINUTES),
+            (self.hours, HOUR_SECONDS, N_HOURS),
+        ):
+            since = ended_at - ended_at % seconds
+            if not spans or spans[-1].since < since:  # else the clock was set back
+                spans.append(Span(since))
+            spans[-1].add(record)
+            while spans[0].since <= spans[-1].since - n_kept * seconds:
+                del spans[0]
+
+
+# What people read of requests.
+
+
+_CLIENTS = {"claude-cli": "Claude Code", "opencode": "OpenCode", "codex_cli_rs": "codex"} | {
+    "QwenCode": "Qwen Code"
+}
+_N_CLIENT = 40
+
+
+def client_name(user_agent: str) -> str:
+    """Return what people call the client that sends this User-Agent header, with its version."""
+    library = re.match(r"(?:Async)?((?:OpenAI|Anthropic)/\w+) ([\w.]+)", user_agent)
+    product = re.match(r"([\w.-]+)/v?(\d[\w.-]*)", user_agent)
+    if user_agent.startswith("Mozilla/"):
+        return "a browser"
+    if library:
+        return f"{library[1].replace('/', ' ')} {library[2]}"[:_N_CLIENT]
+    if product:
+        return f"{_CLIENTS.get(product[1], product[1])} {product[2]}"[:_N_CLIENT]
+    return "".join(c for c in user_agent if c.isprintable())[:_N_CLIENT]
+
+
+def in_words(record: RequestRecord) -> str:
+    """Return the line about an answered request that people read; a miss says its cause."""
+    api, answered = api_name(record.path), f"answered in {seconds_in_words(record.seconds)}"
+    if (record.status or 200) >= 400:
+        return f"{api}  llama-server refused it (status {record.status})  id {record.id}"
+    if record.n_prompt is None or record.confirmed is None:
+        return f"{api}  {answered}, not cached: {record.why or 'llama-server did not say'}"
+    reused = f"{record.confirmed:,} reused ({record.confirmed / max(1, record.n_prompt):.1%})"
+    facts = [f"{api}  {record.n_prompt:,} tokens", reused.replace("%", " %")]
+    first = record.first_token_seconds
+    facts.append(answered if first is None else f"first token {seconds_in_words(first)}")
+    if (record.saved_seconds or 0) >= 0.005:
+        facts.append(f"saved {seconds_in_words(record.saved_seconds or 0)}")
+    where = f"  {record.server}" if record.server else ""
+    where += f"  slot {record.slot}" + " <- disk" * (record.chosen == "restore")
+    if record.cause is Cause.FIRST_SIGHT:
+        where += "  the rest is new" if record.confirmed else "  new"
+    elif record.cause.is_miss:
+        part = "" if record.part is PromptPart.NOWHERE else f" in {record.part.value}"
+        where += f"  miss: {record.cause.value}{part} (explain {record.id})"
+    return ", ".join(facts) + where
+
+
+def api_name(path: str) -> str:
+    """Return what people call the API of a path."""
+    return path.removesuffix("/completions").rpartition("/")[2] if "/chat/" in path else path

@@ -88,7 +88,7 @@ def is_too_deep(raw: bytes) -> bool:
         msgspec.json.decode(_text_read(raw))
     except RecursionError:
         return True
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except ValueError:
         pass
     return False
 

@@ -76,6 +76,15 @@ class SlotStatus(msgspec.Struct):
     is_processing: bool = False
     id_task: int = -1
     n_prompt_tokens: int | None = None
+    n_prompt_tokens_processed: int | None = None
+    n_prompt_tokens_cache: int | None = None
+    next_token: Any = None
+
+    @property
+    def n_generated(self) -> int:
+        """How many tokens of the answer there are; builds of 2025 have no list here."""
+        told = self.next_token[:1] if isinstance(self.next_token, list) else [self.next_token]
+        return sum(int(each.get("n_decoded", 0)) for each in told if isinstance(each, dict))
 
     @property
     def n_held(self) -> int | None:
@@ -325,20 +334,6 @@ class LlamaServer:
     ) -> T:
         return await self.call("POST", "/completion", kind, fields, headers, key=key, seconds=None)
 
-    async def has_slot_save_path(self) -> bool:
-        """Return whether slots can be saved, without touching one; raises UpstreamFault.
-
-        The path is looked for before the file name, and "/" never is one (server-context.cpp,
-        post_slots and handle_slots_save).
-        """
-        try:
-            await self.save(SlotId(0), "/")
-        except UpstreamRefused as refusal:
-            if refusal.status not in (400, 501):
-                raise
-            return refusal.status == 400
-        return True
-
     async def save(self, slot_id: SlotId, file_name: str) -> Saved:
         return await self._act_on_slot(slot_id, "save", Saved, file_name)
 
@@ -378,7 +373,7 @@ class LlamaServer:
             if key:
                 content = msgspec.json.decode(content, type=dict[str, msgspec.Raw])[key]
             return msgspec.json.decode(content, type=kind)
-        except (msgspec.DecodeError, KeyError) as error:
+        except (ValueError, KeyError) as error:
             raise UpstreamRefused(200, f"{path}: reply not understood") from error
 
     async def _read(

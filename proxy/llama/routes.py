@@ -29,7 +29,7 @@ def with_alias(raw: bytes, aliases: Aliases) -> bytes:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         name = msgspec.json.decode(fields["model"], type=str)
         fields["model"] = msgspec.Raw(msgspec.json.encode(aliases[name]))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError):
+    except (ValueError, RecursionError, KeyError):
         return raw
     return msgspec.json.encode(fields)
 

@@ -44,7 +44,7 @@ class Addresses:
     ) -> None:
         """*is_coming* says that llama-server is being started, so that the first requests wait for it.
 
-        *n_context_checkpoints* is how many a slot is believed to keep, until a save or a reply tells.
+        *n_context_checkpoints* is how many a slot is believed to keep, until a save tells.
         """
         self._settings = settings
         self._shared = shared
@@ -74,7 +74,7 @@ class Addresses:
                 server.on_attached = self._share_slots
         if self._shared.opened_store is not None:
             self._shared.opened_store.on_damage = self._note_damage
-        self._run(partial(verify_stored, self._shared, self._settings.verify_interval_seconds))
+        self._run(partial(verify_stored, self._shared))
         try:
             yield
         finally:

@@ -8,14 +8,12 @@ layout, so that the proxy can decide which namespace the saved states belong to.
 import asyncio
 import time
 from contextlib import AsyncExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import xxhash
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.eviction import family_of
 from proxy.core.model import (
     CANARY_TOKENS,
     CheckpointKind,
@@ -26,16 +24,16 @@ from proxy.core.model import (
     tenant_namespace,
 )
 from proxy.core.rates import Rates
-from proxy.core.rule import LearnedRule, derive
+from proxy.core.rule import derive
 from proxy.core.saving import StateSize
 from proxy.core.slots import (
     MAX_CONTEXT_CHECKPOINTS,
     TAINTED,
     Content,
     Empty,
-    Known,
     Origin,
     SlotTable,
+    Unknown,
     n_believed_points,
 )
 from proxy.core.tokens import Namespace, TokenIds, token_ids
@@ -45,7 +43,7 @@ from proxy.llama.client import LlamaServer, Props
 from proxy.llama.model_file import fingerprint_model
 from proxy.llama.state_file import StateFile, read_state_file
 from proxy.log import get_logger
-from proxy.serving.launches import Arrivals, Launches, note_emptied
+from proxy.serving.launches import Launches, note_emptied
 from proxy.serving.process import RATES, RULE, SIZES, Process
 from proxy.serving.prompts import PromptReader
 from proxy.serving.queue import SlotQueue
@@ -125,7 +123,6 @@ async def attach(
     process.room = Room(process, saver)
     process.saves = SlotSaves(process)
     process.launches = Launches(process)
-    process.arrivals = Arrivals(process.queue)
     try:
         process.asks_for_key = await _asks_for_key(process.upstream)
         shares = shares_between_api_keys
@@ -252,9 +249,10 @@ async def _examine(process: Process, slot_id: SlotId, props: Props) -> None:
         process.saves_context_checkpoints = bool(probe.restore_points)
         static = _static(identity, probe)
         name = upstream.target.model or Path(props.model_path).name.removesuffix(".gguf")
+        process.metrics.served_models.labels(name).set(1)
         process.model_namespace = await _namespace(process, static, canary, name)
-        known = process.known(RULE, LearnedRule)
-        await process.learn_rule(known.rule if known else await _derive(process, slot_id, saved))
+        known = process.known(RULE, Rule)
+        await process.learn_rule(known or await _derive(process, slot_id, saved))
     await upstream.erase(slot_id)
     table.set_content(slot_id, Empty())
 
@@ -279,9 +277,9 @@ async def _recognize(
             process.model_namespace = Namespace(owner.known.id)
             # The build saves them or not: only one of both is known of it.
             for process.saves_context_checkpoints in (True, False):
-                known = process.known(RULE, LearnedRule)
+                known = process.known(RULE, Rule)
                 if known and owner.static == _static(identity, state):
-                    return await process.learn_rule(known.rule)
+                    return await process.learn_rule(known)
     raise CacheFault("the directory is read-only, and has no state of this model and build")
 
 
@@ -390,24 +388,13 @@ def _owner_of(process: Process, tokens: TokenIds) -> Namespace | None:
 
 async def _commit(process: Process, slot_id: SlotId, saved: SavedSlot) -> None:
     """Commit the state of an adopted slot, for the tenant whose tokens it holds."""
-    state, store = saved.state, process.store
+    state, was_emptied = saved.state, isinstance(process.slots[slot_id].content, Empty)
     namespace = _owner_of(process, state.tokens)
     if namespace is None or state.n_media or -1 in state.tokens:
         return
-    if not store.holds(namespace, state.tokens):
-        new = saved.checkpoint(namespace, CheckpointKind.CONVERSATION)
-        family = family_of(new, state.tokens, store.find(namespace, state.tokens))
-        checkpoint = await store.commit(replace(new, family=family), state.tokens)
-        process.metrics.saves.labels("done").inc()
-        process.metrics.saved_bytes.inc(checkpoint.size_bytes)
-    if not isinstance(process.slots[slot_id].content, Empty):
-        held = Known(
-            state.tokens,
-            namespace,
-            restore_points=state.restore_points,
-            n_saved=len(state.tokens),
-            # An earlier proxy may have restored it.
-            origin=Origin(0 if state.has_every_position else len(state.tokens)),
-            n_points_at_most=len(state.restore_points) or MAX_CONTEXT_CHECKPOINTS,
-        )
-        process.slots.set_content(slot_id, held)
+    # An earlier proxy may have restored it.
+    origin = Origin(0 if state.has_every_position else len(state.tokens))
+    held = Unknown(namespace, origin=origin)
+    await process.saves.commit(slot_id, held, CheckpointKind.CONVERSATION, saved)
+    if was_emptied:
+        process.slots.set_content(slot_id, Empty())

@@ -25,6 +25,8 @@ ROOM_RETRY_SECONDS = 30.0
 BYTES_PER_SECOND = 32 << 20
 """The speed of verification, slow enough for requests and slow disks; 20 GiB take eleven minutes."""
 _VERIFY_LOOK_SECONDS = 60.0
+VERIFY_SECONDS = 7 * 86400.0
+"""A state is verified in the background once it was not for so long: a failing disk shows early."""
 
 Current = Callable[[], Process | None]
 """Returns the process that serves now."""
@@ -150,13 +152,10 @@ def _is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:
 # asks for.
 
 
-async def verify_stored(shared: Shared, interval_seconds: float) -> None:
-    """Verify states that were not verified for *interval_seconds*, the oldest first, until cancelled.
-
-    0 turns this off.
-    """
-    while shared.opened_store is not None and interval_seconds:
-        due_before = time.time() - interval_seconds
+async def verify_stored(shared: Shared) -> None:
+    """Verify states that were not verified for VERIFY_SECONDS, the oldest first, until cancelled."""
+    while shared.opened_store is not None:
+        due_before = time.time() - VERIFY_SECONDS
         due = await asyncio.to_thread(shared.store.index.verified_before, due_before)
         for checkpoint_id in due:
             if (checkpoint := shared.store.get(checkpoint_id)) is None:
@@ -165,4 +164,4 @@ async def verify_stored(shared: Shared, interval_seconds: float) -> None:
                 await shared.store.verify(checkpoint, bytes_per_second=BYTES_PER_SECOND)
             except Exception as fault:
                 shared.faults.record("verify", fault)
-        await asyncio.sleep(min(_VERIFY_LOOK_SECONDS, interval_seconds))
+        await asyncio.sleep(min(_VERIFY_LOOK_SECONDS, VERIFY_SECONDS))

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from hashlib import blake2b
 
 from proxy.errors import ProxyError, ServerAway, StoreFault
+from proxy.serving.process import Process
 from proxy.serving.request import Request
 from proxy.store.store import CheckpointStore
 
@@ -31,8 +32,8 @@ class FatalRequests:
                 self._deaths = store.index.value(_NAME, dict[str, tuple[int, float]]) or {}
 
     @asynccontextmanager
-    async def watching(self, request: Request) -> AsyncIterator[None]:
-        """Note whether llama-server ends while the block serves a request.
+    async def watching(self, request: Request, process: Process) -> AsyncIterator[None]:
+        """Note whether llama-server ends while the block has *process* serve a request.
 
         Raises ProxyError at once for a request that llama-server has ended over twice in a row.
         """
@@ -48,7 +49,7 @@ class FatalRequests:
         try:
             yield
         except ServerAway as away:
-            if away.has_ended:
+            if away.has_ended and await process.has_ended():
                 await self._note_death(key)
             raise
         if self._deaths.pop(key, None):  # the next death is not one in a row

@@ -147,7 +147,7 @@ class Pool(Addresses):
             server.on_way.discard(request)
 
         try:
-            async with self._fatal.watching(request):
+            async with self._fatal.watching(request, process):
                 await self._watched(server, request, self.cache.serve(process, request, turn))
         except FreeElsewhere:
             return False
@@ -157,7 +157,7 @@ class Pool(Addresses):
                 raise
             # If llama-server ended over a saved state, that state is quarantined now.
             is_over = process.queue.is_closed or (away.has_ended and away.was_sent == "no")
-            if not is_over and not await server.is_replaced(process):
+            if not is_over and not await process.has_ended():
                 raise
             await server.is_lost()
             return False

@@ -276,13 +276,6 @@ class Server(Watched):
         await self.look()
         return self.process is process
 
-    async def is_replaced(self, process: Process) -> bool:
-        """Look at llama-server after a failure; return whether *process* is gone.
-
-        A look that was under way may have begun before the failure, so there are two.
-        """
-        return not (await self.is_still(process) and await self.is_still(process))
-
     async def is_lost(self) -> bool:
         """Look again, after something went wrong; return whether its host has unloaded it."""
         if self.host is not None:
@@ -319,11 +312,11 @@ class Server(Watched):
                 min(WATCH_SECONDS, RETURN_WATCH_SECONDS) if self.n_waiting else WATCH_SECONDS
             )
 
-    async def look(self) -> None:
-        """Wait for a look at llama-server, for at most ATTACH_WAIT_SECONDS; a running look is shared."""
+    async def look(self, wait_seconds: float | None = ATTACH_WAIT_SECONDS) -> None:
+        """Wait for a look at llama-server, for at most *wait_seconds*; a running look is shared."""
         if self._looking is None or self._looking.done():
             self._looking = self.services.tasks.start(self._look())
-        await asyncio.wait({self._looking}, timeout=ATTACH_WAIT_SECONDS)
+        await asyncio.wait({self._looking}, timeout=wait_seconds)
 
     async def _look(self) -> None:
         """Ask llama-server which process it is; if the model was lost and loaded meanwhile, ask again.

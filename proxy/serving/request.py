@@ -10,7 +10,7 @@ import msgspec
 
 from proxy.core.messages import Route
 from proxy.core.model import Conversation, Outcome, Prompt
-from proxy.core.plan import Plan, Restore, StartOption
+from proxy.core.plan import Plan, Start
 from proxy.core.rates import Rates
 from proxy.core.slots import Known
 from proxy.explain.causes import Cause
@@ -55,9 +55,10 @@ class Request:
 
     `withdraw` ends a `relay` of which the client has no token yet: that raises ServerAway then.
     `headers` are those with the client's API key, `tenant` a digest of that key, empty without one.
-    `model` is what the client calls the model, `session` its session; each empty if the client does not
-    say. `arrived_at` is of the monotonic clock, `at` in seconds since 1970. `raw` is the body as it is
-    to be sent, `body` the same decoded, None if it is no JSON object.
+    `model` is what the client calls the model, `session` its session, `client` itself; each empty if the
+    client does not say. `has_token` tells whether a token of the answer has come. `arrived_at` is of the
+    monotonic clock, `at` in seconds since 1970. `raw` is the body as it is to be sent, `body` the same
+    decoded, None if it is no JSON object.
 
     The fields from `server` on are set anew for each llama-server that tries to serve the request.
     `server` is its name, empty if there is only one; `rewrites` are the stabilizers that changed the body;
@@ -75,7 +76,9 @@ class Request:
     withdraw: OnStart = do_nothing
     tenant: bytes = b""
     session: str = ""
+    client: str = ""
     model: str = ""
+    has_token: Callable[[], bool] = bool
     id: str = field(default_factory=lambda: secrets.token_hex(4))
     arrived_at: float = field(default_factory=time.monotonic)
     at: float = field(default_factory=time.time)
@@ -184,7 +187,7 @@ class Account:
         """Whether a restore that answered 200 was not reused as planned."""
         start = self.plan.start
         return (
-            isinstance(start, Restore)
+            start.restored is not None
             and not self.is_degraded
             and self.n_reused is not None
             and self.n_reused < start.n_reused
@@ -201,9 +204,7 @@ class Account:
         """Whether a live slot gave less than it was believed to hold."""
         start = self.plan.start
         return (
-            not isinstance(start, Restore)
-            and self.n_reused is not None
-            and self.n_reused < start.n_reused
+            start.restored is None and self.n_reused is not None and self.n_reused < start.n_reused
         )
 
     @property
@@ -217,7 +218,7 @@ class Account:
     @property
     def n_restored(self) -> int:
         """How many tokens of the prompt a restore spared llama-server, as the reply confirms."""
-        is_restored = isinstance(self.plan.start, Restore) and not self.is_degraded
+        is_restored = self.plan.start.restored is not None and not self.is_degraded
         return (self.n_reused or 0) if is_restored else 0
 
     def describe(self) -> dict[str, Any]:
@@ -225,7 +226,7 @@ class Account:
         plan, start, cuts = self.plan, self.plan.start, self.plan.cuts
         return {
             "slot": plan.slot_id,
-            "chosen": plan.option.kind,
+            "chosen": start.kind,
             "why": plan.why.value,
             "n_prompt": self.n_prompt,
             "expected": start.n_reused,
@@ -233,18 +234,19 @@ class Account:
             "evaluated": self.n_evaluated,
             "queued_seconds": round(self.queued_seconds, 4),
             "prepared_seconds": round(self.prepared_seconds, 4),
+            "evaluation_seconds": round(self.evaluation_seconds, 4),
             "saved_seconds": None if self.saved_seconds is None else round(self.saved_seconds, 4),
-            "expected_seconds": round(plan.option.seconds, 4),
-            "displaced_seconds": round(plan.option.displacement.seconds, 4),
+            "expected_seconds": round(start.seconds, 4),
+            "displaced_seconds": round(start.displacement.seconds, 4),
             "alternatives": tuple(_describe(option) for option in plan.alternatives),
             "stops": tuple(stop.n_tokens for stop in plan.stops),
             "cuts": (cuts.header, cuts.turn_start, cuts.branch),
         }
 
 
-def _describe(option: StartOption) -> str:
+def _describe(option: Start) -> str:
     """Return an option that was not chosen in a few words, with what it would have cost."""
-    way = f"{option.kind} {option.start.n_reused}" if option.start.n_reused else option.kind
+    way = f"{option.kind} {option.n_reused}" if option.n_reused else option.kind
     costs = f"{option.seconds:.3f} s"
     if option.displacement.seconds:
         costs += f" + {option.displacement.seconds:.3f} s displaced"

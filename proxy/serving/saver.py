@@ -15,10 +15,10 @@ from pathlib import Path
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present
-from proxy.core.model import Checkpoint, CheckpointId, CheckpointKind, FilePart, SlotId
+from proxy.core.model import UNTITLED, Checkpoint, CheckpointId, CheckpointKind, FilePart, SlotId
 from proxy.core.plan import most_useful
 from proxy.core.saving import Claim, StateSize, expected_bytes, extent_of
-from proxy.core.slots import Content, Empty, Known
+from proxy.core.slots import Content, Known
 from proxy.core.tokens import Namespace
 from proxy.errors import WRITE_BUDGET, NoRoom, SaveRejected, UpstreamRefused
 from proxy.health import CannotCache
@@ -37,9 +37,6 @@ def keep_as_saved(path: Path) -> None:
     """Leave a saved file as llama-server wrote it."""
 
 
-NOTHING_BELIEVED = Empty()
-
-
 @dataclass(frozen=True, slots=True)
 class SavedSlot:
     """A checked temporary file, its parts, and how long llama-server took to write its bytes."""
@@ -51,7 +48,7 @@ class SavedSlot:
     seconds: float
 
     def checkpoint(
-        self, namespace: Namespace, kind: CheckpointKind, content: Content = NOTHING_BELIEVED
+        self, namespace: Namespace, kind: CheckpointKind, content: Content
     ) -> Checkpoint:
         """Return the checkpoint to commit for this file of a slot that was believed to hold *content*."""
         known, now = content if isinstance(content, Known) else None, time.time()
@@ -73,6 +70,7 @@ class SavedSlot:
             parts=self.parts,
             verified_at=now,
             ancestors=content.origin.ancestors,
+            title=known.title if known else UNTITLED,
         )
 
 
@@ -98,6 +96,8 @@ class Saver:
         except UpstreamRefused as refusal:
             if refusal.status == 501:
                 raise CannotCache(DegradationKind.NO_SLOT_SAVE_PATH) from refusal
+            if refusal.status == 403:  # another llama-prefix-cache
+                raise CannotCache(DegradationKind.NOT_A_LLAMA_SERVER, str(refusal)) from refusal
             raise
         seconds = time.monotonic() - began
         state, parts = await asyncio.to_thread(self._check, name, reply)
@@ -127,10 +127,8 @@ class Saver:
     def _read(self, name: str) -> StateFile:
         path = self._services.store.files.path(name)
         state = read_state_file(path)
-        is_repaired = self.repairs_windows and state.version in NEEDED_BY_VERSIONS
-        if is_repaired and self._repair(name):
-            return read_state_file(path)
-        return state
+        is_in_need = self.repairs_windows and state.version in NEEDED_BY_VERSIONS
+        return read_state_file(path) if is_in_need and self._repair(name) else state
 
     def _repair(self, name: str) -> bool:
         files = self._services.store.files
@@ -237,11 +235,7 @@ class Room:
 
     def _guess_bytes(self, max_bytes: int) -> int:
         store = self._process.store
-        try:
-            free_bytes = store.files.free_bytes()
-        except OSError:
-            free_bytes = 0
-        left_bytes = store.writes.left_bytes
+        free_bytes, left_bytes = store.files.free_bytes(), store.writes.left_bytes
         may_write_bytes = free_bytes if left_bytes is None else min(free_bytes, max(0, left_bytes))
         return min(max_bytes // _GUESS_SHARE, _GUESS_BYTES, may_write_bytes // 2)
 

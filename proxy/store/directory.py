@@ -104,7 +104,7 @@ def decode_sidecar(data: bytes) -> Sidecar | None:
         return None
     try:
         return msgspec.msgpack.decode(record, type=Sidecar)
-    except msgspec.DecodeError:
+    except ValueError:  # not even its texts may be UTF-8
         return None
 
 

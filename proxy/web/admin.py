@@ -1,10 +1,10 @@
 """The admin listener: health, metrics, recent requests, the store, and warming, for operators only.
 
-On loopback no token is asked for unless one is given, so `only_own_pages` keeps other sites' pages out: a
-page of another site can have its own name lead to 127.0.0.1 (DNS rebinding) and then read what is answered
-as if it were its own; only the name in Host gives it away. Names without a dot, and those under the domains
-below, cannot be had by anybody out there. Browsers send an Origin with every request that comes from
-another site's page, and with each one that changes something.
+On loopback no token is asked for unless one is given. There `only_own_pages` keeps other sites' pages out:
+a page of another site can have its own name lead to 127.0.0.1 (DNS rebinding) and then read what is
+answered as if it were its own; only the name in Host gives it away. Names without a dot, and those under
+the domains below, cannot be had by anybody out there. Browsers send an Origin with every request that
+comes from another site's page, and with each one that changes something.
 """
 
 import asyncio
@@ -13,17 +13,20 @@ import ipaddress
 import time
 from base64 import b64decode
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from proxy import __version__
 from proxy.core.eviction import Present, Removal
 from proxy.core.messages import Route
 from proxy.core.model import Checkpoint, CheckpointId
@@ -44,23 +47,34 @@ from proxy.store.known_models import model_names
 from proxy.store.store import CheckpointStore
 from proxy.web.clients import keys_of, tenant_of
 
+_OPENAPI = Path(__file__).with_name("openapi.yaml")
+_SENT = (
+    views.RequestRecord,
+    views.Explanation,
+    views.ListedCheckpoint,
+    views.ListedNode,
+    views.Deleted,
+    views.History,
+)
 _PRIVATE = (".localhost", ".local", ".internal", ".home.arpa", ".lan")
 _FOR_PROGRAMS = ("/health", "/metrics")
 """No word of any prompt is in these."""
 _CACHED = (Route.CHAT, Route.COMPLETION, Route.MESSAGES, Route.RESPONSES)
 _CHECKPOINT = "/checkpoints/{id:[0-9a-fA-F]{1,16}}"
 _NOT_THERE = "there is no checkpoint with this id"
+_JSON = "application/json"
 _IS_OPERATOR = web.RequestKey("is_operator", bool)
 """Set if a request has shown the listener's token: its Authorization is no client's key then."""
+_SLICE_SECONDS = 0.002
 _MOST = 1 << 40
 """No number in a query is larger."""
 
 
-def is_own_name(host: str, *own_hosts: str) -> bool:
-    """Return whether nobody else can have a Host header's name; *own_hosts* are known to be ours."""
+def is_own_name(host: str, own_host: str = "") -> bool:
+    """Return whether nobody else can have a Host header's name; *own_host* is known to be ours."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
     name = name.strip("[]").rstrip(".").lower()
-    if "." not in name or name in map(str.lower, own_hosts) or name.endswith(_PRIVATE):
+    if "." not in name or name == own_host.lower() or name.endswith(_PRIVATE):
         return True
     try:
         ipaddress.ip_address(name)
@@ -69,18 +83,21 @@ def is_own_name(host: str, *own_hosts: str) -> bool:
     return True
 
 
-def only_own_pages(*own_hosts: str) -> Middleware:
-    """Return a middleware that refuses requests for anybody else's names, and other sites' pages."""
+def only_own_pages(own_host: str, *, asks_for_token: bool) -> Middleware:
+    """Return a middleware that refuses requests for anybody else's names, and other sites' pages.
+
+    Where the listener *asks_for_token* any name will do: a page under a name of its own has no token.
+    """
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path in _FOR_PROGRAMS:
             return await handler(request)
-        if not is_own_name(request.host, *own_hosts):
+        if not asks_for_token and not is_own_name(request.host, own_host):
             raise _refused(
                 web.HTTPForbidden,
-                f"ask by an address, or put the name of {request.host!r} into admin_hosts: other "
-                "sites' pages could otherwise read this under a name of theirs",
+                f"ask by an address, not by {request.host!r}, or set admin_token_file: other sites' "
+                "pages could otherwise read this under a name of theirs",
             )
         origin = request.headers.get("Origin")
         if origin is not None and origin.partition("://")[2].lower() != request.host.lower():
@@ -91,6 +108,10 @@ def only_own_pages(*own_hosts: str) -> Middleware:
             raise _refused(web.HTTPNotFound, str(why)) from why
         except StoreFault as fault:
             raise _refused(web.HTTPServiceUnavailable, str(fault)) from fault
+        except web.HTTPNotFound as why:
+            raise (
+                why if why.content_type == _JSON else _refused(type(why), "no such route")
+            ) from why
 
     return check
 
@@ -138,7 +159,7 @@ def _client_keys(request: web.Request) -> dict[str, str]:
 def json_response(content: Any = None, **fields: Any) -> web.Response:
     """Return *content* as JSON, or an object of the *fields*."""
     body = msgspec.json.encode(fields if content is None else content)
-    return web.Response(body=body, content_type="application/json")
+    return web.Response(body=body, content_type=_JSON)
 
 
 def _refused(
@@ -147,7 +168,7 @@ def _refused(
     """Return an error of the admin listener: `error` says why."""
     more = msgspec.structs.asdict(deleted) if deleted else {}
     text = msgspec.json.encode({"error": why, **more}).decode()
-    return kind(text=text, content_type="application/json")
+    return kind(text=text, content_type=_JSON)
 
 
 class Admin:
@@ -166,12 +187,12 @@ class Admin:
             web.get("/requests", self.requests),
             web.get("/requests/{id}", self.explain),
             web.get("/checkpoints", self.checkpoints),
-            web.delete("/checkpoints", self.delete_selected),
             web.delete(_CHECKPOINT, self.delete),
             web.put(_CHECKPOINT + "/pin", self.pin),
             web.delete(_CHECKPOINT + "/pin", self.pin),
             web.get("/tree", self.tree),
             web.post("/warm", self.warm),
+            web.get("/openapi.json", self.openapi),
         ]
 
     # How well requests are served.
@@ -205,6 +226,16 @@ class Admin:
             }
         return json_response(body)
 
+    async def openapi(self, request: web.Request) -> web.Response:
+        """Return what programs can ask of this listener, as an OpenAPI document."""
+        document = yaml.safe_load(_OPENAPI.read_text())
+        _, schemas = msgspec.json.schema_components(
+            _SENT, ref_template="#/components/schemas/{name}"
+        )
+        document["components"]["schemas"] |= schemas
+        document["info"]["version"] = __version__
+        return json_response(document)
+
     async def metrics(self, request: web.Request) -> web.Response:
         headers = {"Content-Type": CONTENT_TYPE_LATEST}
         return web.Response(body=self._shared.metrics.exposition(), headers=headers)
@@ -212,10 +243,16 @@ class Admin:
     # Recent requests: what each reused, and why not more.
 
     async def requests(self, request: web.Request) -> web.Response:
-        """Return the last requests that have ended, the newest first."""
+        """Return the last requests that have ended, the newest first; the query may choose among them."""
         limit = _whole_number(request, "limit", 50)
         await self._pool.accounted()
-        return json_response(requests=self._shared.journal.latest(limit))
+        latest = self._shared.journal.latest(
+            limit,
+            conversation=request.query.get("conversation", ""),
+            client=request.query.get("client", ""),
+            only_misses=_is_asked_for(request, "misses"),
+        )
+        return json_response(requests=latest)
 
     async def explain(self, request: web.Request) -> web.Response:
         """Return the explanation of one request by its id, or of the last one."""
@@ -228,35 +265,29 @@ class Admin:
     # The store: which checkpoints there are, pinning and deleting them, and their tree.
 
     async def checkpoints(self, request: web.Request) -> web.Response:
-        """Return all checkpoints, the most valuable first."""
-        store = self._shared.store
+        """Return all checkpoints `under` a node, the most valuable first."""
+        store, node_id = self._shared.store, _node_id(request, "under")
         names, present = model_names(store.index), self._shared.served.present()
-        listed = [_listed(checkpoint, names, store, present) for checkpoint in store]
+        listed = [
+            _listed(checkpoint, names, store, present)
+            async for checkpoint in in_slices(store)
+            if views.is_under(node_id, checkpoint)
+        ]
         return json_response(checkpoints=sorted(listed, key=lambda c: -(c.value_seconds or 0)))
 
     async def tree(self, request: web.Request) -> web.Response:
-        """Return a node of the store's tree and a page of its children; without `parent` the root.
+        """Return the nodes of the store's tree: the models, their headers, and the largest sessions.
 
-        `next_offset` is where the next page begins, null at the end. `version` changes with the store:
-        pages of one list belong together while it stays.
+        `n_left_out` is how many nodes are not among them; `version` changes with the store.
         """
-        store = self._shared.store
-        limit = min(_whole_number(request, "limit", 100), 1000)
-        offset, node_id = _whole_number(request, "offset"), _node_id(request, "parent")
+        store, outline, version = self._shared.store, views.Outline(), self._shared.store.version
+        limit, under = _whole_number(request, "limit", 500), _node_id(request, "under")
+        async for checkpoint in in_slices(store):
+            outline.add(checkpoint)
         names, present = model_names(store.index), self._shared.served.present()
-        checkpoints, known = views.under(node_id, store), (names, present.rates_by)
-        node = views.node_of(node_id, checkpoints, *known)
-        if node_id != views.STORE and not node.n_checkpoints:
-            raise _refused(web.HTTPNotFound, "there is no checkpoint under this node")
-        children = [
-            _listed(child, names, store, present) if isinstance(child, Checkpoint) else child
-            for child in views.children_of(node_id, checkpoints, *known, offset, limit)
-        ]
-        end = offset + len(children)
-        next_offset = end if end < node.n_children else None
-        return json_response(
-            node=node, children=children, next_offset=next_offset, version=store.version
-        )
+        nodes = outline.nodes(names, present.rates_by, limit, under)
+        n_left_out = len(outline) - len(nodes)
+        return json_response(nodes=nodes, n_left_out=n_left_out, version=version)
 
     async def pin(self, request: web.Request) -> web.Response:
         """Keep a checkpoint whatever happens (PUT), until it is unpinned (DELETE)."""
@@ -273,32 +304,16 @@ class Admin:
 
     async def delete(self, request: web.Request) -> web.Response:
         """Delete one checkpoint, a pinned one only with `pinned`."""
-        store = self._shared.store
+        store, may_be_pinned = self._shared.store, _is_asked_for(request, "pinned")
         if (checkpoint := store.get(_checkpoint_id(request))) is None:
             raise _refused(web.HTTPNotFound, _NOT_THERE)
-        if checkpoint.is_pinned and not _is_asked_for(request, "pinned"):
+        if checkpoint.is_pinned and not may_be_pinned:
             raise _refused(web.HTTPConflict, "it is pinned", views.Deleted(0, 0, n_pinned=1))
-        deleted = await _delete(store, [checkpoint])
-        if deleted.n_in_use:
-            raise _refused(web.HTTPConflict, "it is in use; try again", deleted)
-        return json_response(deleted)
-
-    async def delete_selected(self, request: web.Request) -> web.Response:
-        """Delete what lies under a node, was not used for so long, or with `all` everything."""
-        store = self._shared.store
-        selection = views.Selection(
-            _node_id(request, "under"),
-            _whole_number(request, "unused_seconds"),
-            _is_asked_for(request, "pinned"),
-        )
-        is_everything = selection.node == views.STORE and not selection.unused_seconds
-        if is_everything and not _is_asked_for(request, "all"):
-            raise _refused(web.HTTPBadRequest, "say `under`, `unused_seconds` or `all`")
-        selected, n_pinned = views.select(selection, store, time.time())
-        if _is_asked_for(request, "dry_run"):
-            n_bytes = sum(c.size_bytes for c in selected)
-            return json_response(views.Deleted(len(selected), n_bytes, n_pinned, 0, True))
-        return json_response(await _delete(store, selected, n_pinned))
+        if not await store.remove(checkpoint, Removal.OPERATOR) and store.get(checkpoint.id):
+            raise _refused(
+                web.HTTPConflict, "it is in use; try again", views.Deleted(0, 0, n_in_use=1)
+            )
+        return json_response(views.Deleted(1, checkpoint.size_bytes))
 
     # Warming: a header is evaluated and kept before somebody needs it.
 
@@ -395,13 +410,17 @@ def _checkpoint_id(request: web.Request) -> CheckpointId:
 # What operators are shown.
 
 
-async def _delete(
-    store: CheckpointStore, selected: Sequence[Checkpoint], n_pinned: int = 0
-) -> views.Deleted:
-    deleted = [c for c in selected if await store.remove(c, Removal.OPERATOR)]
-    n_in_use = sum(store.get(c.id) is not None for c in selected)
-    n_bytes = sum(c.size_bytes for c in deleted)
-    return views.Deleted(len(deleted), n_bytes, n_pinned, n_in_use)
+async def in_slices(checkpoints: Iterable[Checkpoint]) -> AsyncIterator[Checkpoint]:
+    """Yield checkpoints, however many there are, and let requests go on in between.
+
+    Reading a record takes about 10 µs, and finding its value up to a millisecond.
+    """
+    slice_ends_at = time.perf_counter() + _SLICE_SECONDS
+    for checkpoint in checkpoints:
+        yield checkpoint
+        if time.perf_counter() > slice_ends_at:
+            await asyncio.sleep(0)
+            slice_ends_at = time.perf_counter() + _SLICE_SECONDS
 
 
 def _listed(

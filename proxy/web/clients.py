@@ -12,6 +12,7 @@ from proxy.core.messages import Route
 from proxy.core.model import keyed_tenant
 from proxy.errors import CacheFault, ProxyError, ServerAway, TooManyRequests
 from proxy.explain.report import Report
+from proxy.explain.views import client_name
 from proxy.llama.bodies import parse_body
 from proxy.llama.routes import Aliases, changes_server_state, counts_tokens, with_alias
 from proxy.log import get_logger
@@ -169,11 +170,13 @@ class Front:
             withdraw=exchange.withdraw,
             tenant=tenant_of(keys, self.secret),
             session=_session_of(headers),
+            client=client_name(headers.get("User-Agent", "")),
+            has_token=lambda: exchange.has_token,
             model=model,
         )
         try:
             body = await self._read_body(exchange.client)
-            with self._counted():
+            with self._counted(), self.report.in_flight(request):
                 if request.receive(body).wants_stream:
                     exchange.writer.keep()
                 await self.pool.serve(request)

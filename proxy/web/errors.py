@@ -77,7 +77,7 @@ def _read_error(body: bytes) -> Error | None:
     """Return llama-server's error, which streams of Messages have without its envelope."""
     try:
         content = msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return None
     if content.get("type") == "error":
         return None  # in Anthropic's shape already

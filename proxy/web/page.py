@@ -8,6 +8,7 @@ never wait for one. While nobody looks, nothing is done.
 import asyncio
 import secrets
 import time
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,13 @@ import msgspec
 from aiohttp import web
 
 from proxy.core.slots import Known, Slot, state_of
+from proxy.errors import StoreFault, UpstreamFault
+from proxy.explain.views import History
+from proxy.llama.client import SlotStatus
 from proxy.servers.pool import Pool
+from proxy.servers.server import Server
+from proxy.serving.process import Process
+from proxy.serving.request import Request
 from proxy.serving.shared import Shared
 from proxy.web.admin import describe, json_response, moment
 
@@ -41,6 +48,10 @@ MAX_READERS = 16
 LOOK_SECONDS = 0.5
 PATIENCE_SECONDS = 10.0
 SIGN_OF_LIFE_SECONDS = 15.0
+PROGRESS_SECONDS = 1.0
+KEPT_SECONDS = 300.0
+"""The history is written at most so often, and at the end; a write is some 20 KiB."""
+_HISTORY = "history"
 
 
 class Looks:
@@ -51,12 +62,34 @@ class Looks:
         self._pool = pool
         self._run = secrets.token_hex(4)
         self._epoch = time.time() - time.monotonic()
+        self._progress: dict[tuple[str, int], SlotStatus] = {}
+        self._asking: asyncio.Task[None] | None = None
+        self._asked_at = 0.0
+        self._n_kept = 0
+
+    @property
+    def history(self) -> History:
+        return self._shared.journal.past
+
+    async def take_up_history(self) -> None:
+        """Go on with the history that the proxy before has kept, if there is one."""
+        with suppress(StoreFault):
+            if kept := self._shared.store.index.value(_HISTORY, History):
+                self._shared.journal.past = kept
+
+    async def keep_history(self) -> None:
+        """Write the history into the index, if it has changed; should that fail, it is lost."""
+        if self._n_kept != (n_recorded := self._shared.journal.n_recorded):
+            with suppress(StoreFault):
+                await self._shared.store.put_value(_HISTORY, self.history)
+            self._n_kept = n_recorded
 
     def since(self, position: str) -> dict[str, Any]:
         """Return the present and the requests since a position; the last ones if it is not known.
 
         The field `position` names this look: from the next look that gives it, only later requests come.
         """
+        self._ask_for_progress()
         degradations, journal = self._shared.everywhere, self._shared.journal
         store = self._shared.opened_store
         run, _, number = position.partition("-")
@@ -76,10 +109,10 @@ class Looks:
                     "n_ctx": process.n_ctx,
                     "slots": [self._slot(slot) for slot in process.slots],
                 }
-                for server in self._pool.servers
-                if (process := server.process)
+                for server, process in self._attached()
             ],
             "n_waiting": self._pool.n_waiting,
+            "in_flight": [self._flight(request) for request in journal.in_flight.values()],
             "store": None
             if store is None
             else {
@@ -94,6 +127,75 @@ class Looks:
             "requests": journal.latest(min(MAX_REQUESTS, journal.n_recorded - n_seen)),
         }
 
+    def _ask_for_progress(self) -> None:
+        """Have every llama-server that works say how far it is, once a second at most.
+
+        Nobody waits for that: a llama-server answers between two batches.
+        """
+        is_due = time.monotonic() - self._asked_at > PROGRESS_SECONDS
+        if not self._shared.journal.in_flight:
+            self._progress.clear()
+        elif is_due and (self._asking is None or self._asking.done()):
+            self._asked_at = time.monotonic()
+            self._asking = self._shared.tasks.start(self._ask())
+
+    async def _ask(self) -> None:
+        for server, process in self._attached():
+            if any(slot.is_leased for slot in process.slots):
+                with suppress(UpstreamFault):  # a build that does not tell, or one that is gone
+                    for status in await process.upstream.slots():
+                        self._progress[server.name, status.id] = status
+
+    def _attached(self) -> list[tuple[Server, Process]]:
+        return [(s, process) for s in self._pool.servers if (process := s.process)]
+
+    def _flight(self, request: Request) -> dict[str, Any]:
+        """Return a request that has not ended; `phase` says what it waits for, or what is done for it.
+
+        `n_done` tokens of its prompt are in the slot, null if that is not known.
+        """
+        account, slot, n_done = request.account, None, None
+        n_generated = 0
+        if account is not None:
+            slot, n_done = account.plan.slot_id, account.plan.start.n_reused
+        status = self._progress.get((request.server, slot or 0))
+        phase = self._phase(request)
+        if status is not None and status.is_processing and phase in ("evaluates", "answers"):
+            if status.n_prompt_tokens_processed is not None:
+                n_cached = status.n_prompt_tokens_cache or 0
+                n_done = max(n_done or 0, n_cached + status.n_prompt_tokens_processed)
+            n_generated = status.n_generated
+        return {
+            **self._shared.report.described(request),
+            "id": request.id,
+            "at": request.at,
+            "path": request.path,
+            "server": request.server,
+            "phase": phase,
+            "slot": slot,
+            "n_prompt": request.prompt.n_tokens if request.prompt else None,
+            "n_reused": account.plan.start.n_reused if account else None,
+            "n_done": n_done,
+            "n_generated": n_generated,
+        }
+
+    def _phase(self, request: Request) -> str:
+        process = next((p for s, p in self._attached() if s.name == request.server), None)
+        if request.answer is not None:
+            return "ends"
+        if request.has_token():
+            return "answers"
+        if process is None:
+            return "waits for llama-server"
+        if request.account is None:
+            if request.prompt is not None:
+                return "waits for a slot"
+            return "is forwarded" if request.why else "is read"
+        slot = process.slots[request.account.plan.slot_id]
+        if slot.is_running or slot.is_ready:
+            return "evaluates"
+        return "restores" if request.account.plan.start.kind == "restore" else "evaluates"
+
     def _slot(self, slot: Slot) -> dict[str, Any]:
         """Return a slot; numbers are 0 where its content is not known.
 
@@ -106,7 +208,6 @@ class Looks:
             "state": state_of(slot).value,
             "is_closing": slot.is_closing,
             "n_tokens": known.n_tokens if known else 0,
-            "n_header": known.header if known else 0,
             "n_unsaved": known.n_unsaved if known else 0,
             "n_coming": len(slot.destined) if slot.destined is not None else 0,
             "used_at": round(self._epoch + slot.used_at, 1) if slot.used_at else None,
@@ -127,7 +228,25 @@ class LivePage:
             web.get("/page/{name}", self.file),
             web.get("/overview", self.overview),
             web.get("/events", self.events),
+            web.get("/history", self.history),
         ]
+
+    async def history_kept(self, _: web.Application) -> AsyncIterator[None]:
+        """Go on with the history of the proxy before, and write it from time to time and at the end."""
+        await self._looks.take_up_history()
+        keeping = asyncio.ensure_future(self._keep_history())
+        yield
+        keeping.cancel()
+        await self._looks.keep_history()
+
+    async def _keep_history(self) -> None:
+        while True:
+            await asyncio.sleep(KEPT_SECONDS)
+            await self._looks.keep_history()
+
+    async def history(self, request: web.Request) -> web.Response:
+        """Return what was reused in the last two hours, in the last 30 days, and today."""
+        return json_response(self._looks.history)
 
     async def stop(self, _: web.Application) -> None:
         """End all streams: the proxy is about to stop, and would wait for them."""

@@ -56,12 +56,12 @@ class Exchange:
         self.writer = ClientWriter(client, unread)
         self.is_answered = False
         self._has_begun = False
-        self._has_token = False
+        self.has_token = False
         self._first_token_at: float | None = None
 
     def withdraw(self) -> None:
         """Give up the answer that is relayed, if no token of it has come; `send` raises ServerAway then."""
-        if not self._has_token:
+        if not self.has_token:
             self._heard.cut()
 
     async def send(
@@ -201,7 +201,7 @@ class Exchange:
         self._heard.note()
         self._reader.feed(chunk)
         if self._first_token_at is None and self._reader.has_token:
-            self._first_token_at, self._has_token = self._heard.heard_at, True
+            self._first_token_at, self.has_token = self._heard.heard_at, True
         if passed_on:
             self.writer.write(passed_on)
 

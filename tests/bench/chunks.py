@@ -6,7 +6,7 @@ tensor, with the rest every 64 KiB; where the content says so, 16 KiB on average
 of the session, "kept" those that are left at its end; a chunk counts once. What llama-server itself writes
 stays as it is: the whole file each time.
 
-python -m tests.bench.chunks [--document]
+python -m tests.bench.chunks
 """
 
 import argparse
@@ -24,7 +24,6 @@ import numpy as np
 import xxhash
 
 from proxy.llama.state_file import read_state_file
-from tests.bench.document import document
 from tests.bench.interrupts import run_to_the_end
 from tests.bench.progress import tell
 from tests.bench.section import Section
@@ -157,15 +156,13 @@ async def measure_chunks(leftovers: ExitStack) -> Section:
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="Measure what chunks of state files would save.")
-    parser.add_argument("--document", action="store_true", help="write docs/benchmarks.md")
-    arguments = parser.parse_args()
+    argparse.ArgumentParser(
+        description="Measure what chunks of state files would save."
+    ).parse_args()
 
     async def program(leftovers: ExitStack) -> int:
         section = await measure_chunks(leftovers)
         print(section.markdown(), flush=True)
-        if arguments.document:
-            document("chunks", [section], level=3)
         return 0
 
     return run_to_the_end(program)

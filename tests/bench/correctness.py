@@ -52,12 +52,10 @@ async def measure_correctness(leftovers: ExitStack, log: RequestLog) -> Section:
     section = Section(
         "First-token log-probabilities through the proxy (temperature 0, one request at a time)",
         f"by hand <= {BY_HAND_BAR}, cold <= 0.005 (SWA 0.012)",
-        ("memory", "requests", "number", "by hand", "cold", "texts as by hand", "texts as cold"),
+        ("memory", "requests", "by hand", "cold", "texts as by hand", "texts as cold"),
     )
     for kind in MEMORIES:
-        compared = await _compare(kind, leftovers, log)
-        for name, group in _groups(compared).items():
-            _add(section, kind, name, group)
+        _add(section, kind, await _compare(kind, leftovers, log))
     return section
 
 
@@ -103,23 +101,12 @@ async def _through_proxy(
     return answers
 
 
-def _groups(compared: list[Compared]) -> dict[str, list[Compared]]:
-    n_before = next(i for i, one in enumerate(compared) if one.request.restarts)
-    return {
-        "cold": compared[:1],
-        "live slot": compared[1:n_before],
-        "after the restart": compared[n_before:-1],
-        "second conversation": compared[-1:],
-    }
-
-
-def _add(section: Section, kind: str, name: str, group: list[Compared]) -> None:
+def _add(section: Section, kind: str, group: list[Compared]) -> None:
     to_hand = max(distance(one.proxied, one.by_hand) for one in group)
     to_cold = max(one.to_cold for one in group)
     has_same_cuts = all(one.reuses_alike for one in group)
     section.add(
         kind,
-        name,
         len(group),
         f"{to_hand:.4f}" + ("" if has_same_cuts else " (other reuse)"),
         f"{to_cold:.4f}" + _describe_controls(group),

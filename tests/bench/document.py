@@ -17,9 +17,11 @@ DOCUMENT = REPOSITORY / "docs" / "benchmarks.md"
 def document(
     name: str, sections: Iterable[Section], *, level: int = 2, path: Path = DOCUMENT
 ) -> None:
-    """Write *sections* into the document, under headings of *level*; raises KeyError without a place."""
-    measured = "\n\n".join(section.markdown(level) for section in sections)
-    path.write_text(put(path.read_text(), name, measured))
+    """Write *sections* into the document, under headings of *level*, if it has a place of that name."""
+    text = path.read_text()
+    if f"<!-- measured: {name} -->" in text:
+        shown = [section.markdown(level) for section in sections if section.is_documented]
+        path.write_text(put(text, name, "\n\n".join(shown)))
 
 
 def put(text: str, name: str, measured: str) -> str:

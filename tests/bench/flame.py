@@ -32,7 +32,7 @@ PAGE = REPOSITORY / "docs" / "where-time-goes.md"
 RATE = 500
 Stacks = Counter[tuple[str, ...]]
 _START_SECONDS = 30.0
-_SHOWN_SHARE = 0.01
+_SHOWN_SHARE = 0.03
 _LOOP = "Runner.run "
 _WAITING = (_LOOP, "_worker ")
 """uvloop itself cannot be told from its wait for sockets."""

@@ -178,6 +178,7 @@ def _phases_section(what: str, is_pinned: bool) -> Section:
             *("CPU of the proxy: to the token", "after", "of llama-server: alone", "after"),
             *("through the proxy", "after"),
         ),
+        is_documented=False,
     )
 
 

@@ -1,6 +1,6 @@
 """Measures the main job on a real llama-server: `make bench`.
 
-Prints its tables of docs/benchmarks.md on stdout, with --document writes them there as well, and says on
+Prints its tables on stdout, with --document writes those of docs/benchmarks.md there as well, and says on
 stderr what it is doing. Exit status 1 if a bar is missed. Machines that do something else meanwhile spoil
 the times, not the counts.
 

@@ -5,7 +5,7 @@ that each request restores its state; counted is the time from its arrival in th
 prepared: planning, verification, restore. Then the same file is restored by hand. Cold is a file that the
 page cache was told to forget; "first" is one that was not verified since the proxy's start.
 
-python -m tests.bench.restores [--rounds N] [--folder FOLDER] [--document]
+python -m tests.bench.restores [--rounds N] [--folder FOLDER]
 """
 
 import argparse
@@ -21,7 +21,6 @@ from statistics import median
 from typing import Any
 
 from proxy.core.model import Checkpoint
-from tests.bench.document import document
 from tests.bench.interrupts import run_to_the_end
 from tests.bench.progress import tell
 from tests.bench.section import Section
@@ -143,14 +142,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Time restores through the proxy and by hand.")
     parser.add_argument("--rounds", type=int, default=N_ROUNDS, metavar="N")
     parser.add_argument("--folder", type=Path, help="where the states lie, such as /dev/shm")
-    parser.add_argument("--document", action="store_true", help="write docs/benchmarks.md")
     arguments = parser.parse_args()
 
     async def program(leftovers: ExitStack) -> int:
         section = await measure_restores(arguments.rounds, arguments.folder, leftovers)
         print(section.markdown(), flush=True)
-        if arguments.document:
-            document("restores", [section], level=3)
         return 1 if section.n_missed else 0
 
     return run_to_the_end(program)

@@ -5,13 +5,17 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Section:
-    """A titled table whose last column says whether its bar was met; `bar` may be empty."""
+    """A titled table whose last column says whether its bar was met; `bar` may be empty.
+
+    One that is not `is_documented` is printed, but not written into a document.
+    """
 
     title: str
     bar: str
     columns: tuple[str, ...]
     rows: list[tuple[str, ...]] = field(default_factory=list)
     n_missed: int = 0
+    is_documented: bool = True
 
     def add(self, *cells: object, is_met: bool | None) -> None:
         """Add a row; `is_met` is None where there is no bar."""
@@ -20,17 +24,18 @@ class Section:
         self.rows.append((*(_cell(cell) for cell in cells), verdict))
 
     def markdown(self, level: int = 3) -> str:
-        """Return the table under a heading of *level*."""
-        head = (*self.columns, "met")
+        """Return the table under a heading of *level*; without a bar, nothing is said of one."""
+        rows = [(*self.columns, "met"), *self.rows]
+        if not self.bar:
+            rows = [row[:-1] for row in rows]
         # Numbers are right-aligned; a column is numeric if its first cell begins with a digit.
-        numeric = [cell[:1].isdigit() for cell in self.rows[0]] if self.rows else []
+        numeric = [cell[:1].isdigit() for cell in rows[1]] if self.rows else []
         rules = ["---:" if is_numeric else "---" for is_numeric in numeric]
-        lines = [_line(head), _line(rules), *(_line(row) for row in self.rows)]
-        return "\n".join([f"{'#' * level} {self.title}", "", self._verdict(), "", *lines])
+        lines = [_line(rows[0]), _line(rules), *map(_line, rows[1:])]
+        verdict = [self._verdict(), ""] if self.bar else []
+        return "\n".join([f"{'#' * level} {self.title}", "", *verdict, *lines])
 
     def _verdict(self) -> str:
-        if not self.bar:
-            return "For information; there is no bar."
         result = f"{self.n_missed} of {len(self.rows)} rows miss it" if self.n_missed else "met"
         return f"Bar: {self.bar}. Result: {result}."
 

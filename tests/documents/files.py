@@ -9,14 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.documents.dashboard.grafana import dashboard_file
-from tests.documents.dashboard.tables import alerts_table, panels_table
+from tests.documents.dashboard.tables import alerts_table
 from tests.documents.settings import example_file, settings_table
+from tests.documents.sizes import sizes_table
 from tests.documents.tables import (
     causes_table,
     degradations_table,
     metrics_table,
     stabilizers_table,
 )
+from tests.integration.fault_matrix import table as faults_table
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "deploy" / "config.example.yaml"
@@ -27,8 +29,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "degradations": degradations_table,
     "stabilizers": stabilizers_table,
     "causes": causes_table,
-    "panels": panels_table,
     "alerts": alerts_table,
+    "faults": faults_table,
+    "sizes": sizes_table,
 }
 _PLACE = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

@@ -1,14 +1,8 @@
 """The table of settings and the example of a settings file, from the schema."""
 
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
-import msgspec
-from msgspec import Meta
-
-from proxy.settings import ENVIRONMENT_PREFIX, Settings, allowed, metas_of, written
+from proxy.settings import NAMES, SCHEMA, allowed, written
 
 WIDTH = 104
 
@@ -20,65 +14,30 @@ EXAMPLE_HEAD = """\
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
-    """One setting as it is documented; `metas` are all that its type was annotated with."""
-
-    name: str
-    type: Any
-    default: Any
-    metas: tuple[Meta, ...]
-
-    @property
-    def words(self) -> str:
-        """Return the description and whatever more there is to say."""
-        description = next((m.description for m in self.metas if m.description), "")
-        more = [m.extra["more"] for m in self.metas if m.extra and "more" in m.extra]
-        return " ".join([description, *more])
-
-    @property
-    def example(self) -> Any:
-        """Return the default, or an example where there is none."""
-        if self.default is not msgspec.NODEFAULT:
-            return self.default
-        return next(example for m in self.metas if m.examples for example in m.examples)
-
-
-def all_settings() -> Iterator[Setting]:
-    """Yield every setting, in the order of the schema."""
-    for field in msgspec.structs.fields(Settings):
-        type_, metas = metas_of(field.name)
-        yield Setting(field.name, type_, field.default, tuple(metas))
+def words(name: str) -> str:
+    """Return the description of a setting and whatever more there is to say."""
+    return f"{SCHEMA[name]['description']} {SCHEMA[name]['more']}"
 
 
 def settings_table() -> str:
-    """Return the settings as a Markdown table."""
+    """Return the settings as a Markdown table; the example file says more of each."""
     rows = ["| setting | allowed | default | what it does |", "|---|---|---|---|"]
-    for setting in all_settings():
-        is_needed = setting.default is msgspec.NODEFAULT
+    for name in NAMES:
+        is_needed = "default" not in SCHEMA[name]
         default = (
-            "none: must be given" if is_needed else f"`{written(setting.name, setting.default)}`"
+            "none: must be given" if is_needed else f"`{written(name, SCHEMA[name]['default'])}`"
         )
-        flag, variable = _flag(setting.name), ENVIRONMENT_PREFIX + setting.name.upper()
-        names = f"`{setting.name}`<br>`{flag}`<br>`{variable}`"
-        rows.append(f"| {names} | {allowed(setting.name)} | {default} | {setting.words} |")
+        rows.append(f"| `{name}` | {allowed(name)} | {default} | {SCHEMA[name]['description']} |")
     return "\n".join(rows) + "\n"
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def example_file() -> str:
     """Return a settings file with every default."""
     blocks = [EXAMPLE_HEAD]
-    for setting in all_settings():
+    for name in NAMES:
         comment = textwrap.fill(
-            setting.words,
-            WIDTH,
-            initial_indent="# ",
-            subsequent_indent="# ",
-            break_on_hyphens=False,
+            words(name), WIDTH, initial_indent="# ", subsequent_indent="# ", break_on_hyphens=False
         )
-        blocks.append(f"{comment}\n{setting.name}: {written(setting.name, setting.example)}\n")
+        example = SCHEMA[name].get("default", *SCHEMA[name].get("examples", [None]))
+        blocks.append(f"{comment}\n{name}: {written(name, example)}\n")
     return "\n".join(blocks)

@@ -8,29 +8,27 @@ from proxy.stabilize.run import OF_MESSAGES, OF_REQUESTS
 
 
 def metrics_table() -> str:
-    """Return every metric as a Markdown table."""
-    rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    """Return every metric as a Markdown table; the values of labels are in /metrics from the start."""
+    rows = ["| metric | meaning |", "|---|---|"]
     for family in Metrics().families:
-        labels = "<br>".join(
-            f"`{label}`: {', '.join(values) or 'any'}" for label, values in family.labels.items()
-        )
-        rows.append(f"| `{family.name}` | {family.type} | {labels} | {family.help} |")
+        labels = f"{{{','.join(family.labels)}}}" if family.labels else ""
+        rows.append(f"| `{family.name}{labels}` | {family.help} |")
     return "\n".join(rows) + "\n"
 
 
 def degradations_table() -> str:
     """Return every kind of degradation with what it leads to and its cure, as a Markdown table."""
-    rows = ["| kind | state | what it means | cure |", "|---|---|---|---|"]
+    rows = ["| kind | state | cure |", "|---|---|---|"]
     for kind in DegradationKind:
-        rows.append(f"| {kind} | {kind.leads_to} | {kind.reason} | {kind.cure} |")
+        rows.append(f"| {kind} | {kind.leads_to} | {kind.cure} |")
     return "\n".join(rows) + "\n"
 
 
 def causes_table() -> str:
-    """Return every cause of a miss with its cure, as a Markdown table."""
-    rows = ["| cause | what it means | cure |", "|---|---|---|"]
-    for cause, (says, cure) in MEANINGS.items():
-        rows.append(f"| {cause} | {says} | {cure} |")
+    """Return every cause of a miss with its cure, as a Markdown table; `explain` says the rest."""
+    rows = ["| cause | cure |", "|---|---|"]
+    for cause, meaning in MEANINGS.items():
+        rows.append(f"| {cause} | {meaning.cure} |")
     return "\n".join(rows) + "\n"
 
 

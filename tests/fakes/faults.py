@@ -22,12 +22,20 @@ class Faults:
     """Answer calls at a place with this status. A refused save leaves half a file behind."""
     drop: set[str] = field(default_factory=set)
     """Cut the connection instead of answering at a place."""
+    break_off: set[str] = field(default_factory=set)
+    """Answer at a place, but close the connection half-way."""
+    cut_short: set[str] = field(default_factory=set)
+    """Answer at a place with half of the JSON, as if it were whole."""
     slow_seconds: dict[str, float] = field(default_factory=dict)
     is_loading: bool = False
     props: dict[str, Any] = field(default_factory=dict)
     """What /props says otherwise."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """What /v1/models says otherwise of the model."""
     n_bytes_lost: int = 0
     """How much shorter a saved file is than n_written says."""
+    saves_nothing: bool = False
+    """A save answers 200, and there is no file."""
     saves_other_tokens: bool = False
     """A saved file has other tokens than the slot, and one fewer: as if somebody else had used it."""
     clears_idle_slots: bool = False

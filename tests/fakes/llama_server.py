@@ -151,6 +151,10 @@ class FakeLlamaServer:
     def release(self, place: str) -> None:
         self._gates.pop(place).open()
 
+    def release_all(self) -> None:
+        for place in list(self._gates):
+            self.release(place)
+
     def seen_at(self, place: str) -> list[Seen]:
         return [request for request in self.seen if request.place == place]
 
@@ -175,10 +179,22 @@ class FakeLlamaServer:
         finally:
             gone.cancel()
         if not process.gone.is_set():
-            return work.result()
+            return await self._spoilt(place, request, work.result())
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
         return _cut(request)
+
+    async def _spoilt(
+        self, place: str, request: web.Request, answer: web.StreamResponse
+    ) -> web.StreamResponse:
+        """Return an answer as it leaves: whole, but for scripted faults."""
+        if isinstance(answer, web.Response) and isinstance(answer.body, bytes):
+            if place in self.faults.break_off:
+                return await self._half(request, answer.body)
+            if place in self.faults.cut_short:
+                half = answer.body[: len(answer.body) // 2]
+                return web.Response(body=half, content_type="application/json")
+        return answer
 
     async def _answer(
         self, place: str, request: web.Request, handler: Handler
@@ -265,7 +281,7 @@ class FakeLlamaServer:
         return web.Response(body=b"", headers=headers)
 
     async def _models(self, request: web.Request) -> web.Response:
-        meta = {"n_vocab": tokenizer.N_VOCAB, "n_params": 1, "size": 1}
+        meta = {"n_vocab": tokenizer.N_VOCAB, "n_params": 1, "size": 1} | self.faults.meta
         return _json({"data": [{"id": "scripted", "meta": meta}]})
 
     async def _lora_adapters(self, request: web.Request) -> web.Response:
@@ -327,6 +343,8 @@ class FakeLlamaServer:
         if self.faults.saves_other_tokens:
             state.tokens[:] = [token + 1 for token in state.tokens[:-1]]
         n_bytes = write_slot_file(path, state, self.file_version)
+        if self.faults.saves_nothing:
+            path.unlink()
         if self.faults.n_bytes_lost:
             os.truncate(path, n_bytes - self.faults.n_bytes_lost)
         return _json({"id_slot": slot.id, "n_saved": len(state.tokens), "n_written": n_bytes})

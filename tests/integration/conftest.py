@@ -17,7 +17,6 @@ from tests.integration.rig import Rig
 StartRig = Callable[..., AbstractAsyncContextManager[Rig]]
 
 SETTINGS = (
-    "verify_interval_seconds",
     "idle_save_seconds",
     "drain_seconds",
     "upstream_wait_seconds",
@@ -31,7 +30,6 @@ SETTINGS = (
     "stabilizers",
     "context_overflow",
     "admin",
-    "admin_hosts",
     "admin_open",
     "admin_token_file",
     "explain_keep",

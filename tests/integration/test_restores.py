@@ -3,6 +3,7 @@
 import pytest
 
 from proxy.llama import client as llama_server
+from proxy.servers import background
 from tests.fakes.faults import Faults
 from tests.fakes.slots import Memory
 from tests.integration.conftest import StartRig
@@ -171,9 +172,10 @@ async def test_file_that_changes_while_it_is_restored_is_not_reused(start_rig: S
 
 
 async def test_damage_is_found_in_the_background_before_anybody_asks_for_the_state(
-    start_rig: StartRig,
+    start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with start_rig(n_slots=1, verify_interval_seconds=0.05) as rig:
+    monkeypatch.setattr(background, "VERIFY_SECONDS", 0.05)
+    async with start_rig(n_slots=1) as rig:
         await save_a(rig)
         paths = list(rig.server.directory.glob("lpc-*.state"))
         for path in paths:

@@ -96,6 +96,14 @@ def without_data(
     return empty
 
 
+def check_variables_and_annotations(prometheus: Prometheus) -> None:
+    """There is a model to choose, and what annotations ask can be asked: Prometheus refuses what cannot."""
+    content = json.loads(DASHBOARD.read_text())
+    assert 1.0 in prometheus.instant('llama_prefix_cache_served_models{model!=""}').values()
+    for annotation in content["annotations"]["list"]:
+        prometheus.instant(filled_in(annotation["expr"], 60))
+
+
 def check_alerts(prometheus: Prometheus) -> None:
     """All of them can be evaluated, and that for the fault is about to fire."""
     groups = prometheus.ask("rules")["groups"]
@@ -120,5 +128,6 @@ async def test_every_panel_has_data_under_traffic_and_every_alert_can_be_evaluat
             await asyncio.to_thread(rig.server.kill)
             await until(lambda: asyncio.to_thread(prometheus.instant, FAULT))
             assert await asyncio.to_thread(without_data, prometheus, started_at, served_at) == []
+            await asyncio.to_thread(check_variables_and_annotations, prometheus)
             await until(lambda: asyncio.to_thread(prometheus.instant, "ALERTS"))
             await asyncio.to_thread(check_alerts, prometheus)

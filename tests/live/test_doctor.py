@@ -324,7 +324,6 @@ async def test_missing_api_key_is_named(new_server: NewServer, directory: Path) 
         wrong = await diagnose(server, directory, api_key="guess")
         right = await diagnose(server, directory, api_key="secret")
     assert missing.exit_status == wrong.exit_status == 2
-    assert "none was given" in missing.problems()["llama-server wants an API key"]
     assert "Invalid API Key" in wrong.problems()["llama-server wants an API key"]
     assert "--upstream-api-key" in missing.problems()["llama-server wants an API key"]
     assert (right.problems(), right.exit_status) == ({}, 0)

@@ -339,7 +339,8 @@ def test_commands_work_on_the_directory(directory: Path, tmp_path: Path) -> None
     first, second = (checkpoint["id"] for checkpoint in listed(directory))
     status, output = run(directory, "ls")
     assert status == 0 and first[:8] in output
-    assert "header 5d3a90c2 of 200 tokens" in output and "session 1b70c4d2" in output
+    assert "header, 200 tokens, " in output and "ago  5d3a90c2" in output
+    assert "session, " in output and "ago  1b70c4d2" in output
     assert run(directory, "pin", first[:6])[0] == 0
     assert [c["is_pinned"] for c in listed(directory) if c["id"] == first] == [True]
     assert run(directory, "rm", "ffff" * 4)[0] == run(directory, "rm", "a")[0] == 1

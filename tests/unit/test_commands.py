@@ -27,10 +27,8 @@ from proxy.explain.views import (
     ListedCheckpoint,
     NodeId,
     RequestRecord,
-    Selection,
     Today,
     list_checkpoint,
-    select,
 )
 from proxy.llama.bodies import header_request, parse_body, route_path
 from proxy.llama.routes import generation_route
@@ -81,18 +79,6 @@ def test_few_digits_name_a_checkpoint_or_all_under_a_node(capsys: Capture) -> No
 def test_name_of_a_model_that_begins_ids_too_is_asked_back(capsys: Capture) -> None:
     both = [list_checkpoint(stored, {OTHER_NAMESPACE: "abcd"}) for stored in STORED]
     assert "begins ids, too" in refused("abcd", both, capsys)
-
-
-def test_selection_leaves_out_pinned_ones_and_what_was_used_lately() -> None:
-    def chosen(**fields: Any) -> tuple[list[int], int]:
-        selected, n_pinned = select(Selection(**fields), STORED, now=1000.0)
-        return [c.n_tokens for c in selected], n_pinned
-
-    assert chosen() == ([100, 300], 1)
-    assert chosen(with_pinned=True) == ([100, 200, 300], 0)
-    assert chosen(unused_seconds=600.0) == ([100], 1)
-    assert chosen(node=NodeId(OTHER_NAMESPACE)) == ([300], 0)
-    assert chosen(node=NodeId(NAMESPACE, HEADER, SESSION)) == ([100], 0)
 
 
 def test_sizes_and_ages_in_words() -> None:
@@ -174,12 +160,32 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
     servers = [
         {"name": name, "rule": "any prefix", "slots": slots[:n]} for name, n in (("", 3), ("b", 2))
     ]
-    overview = {"state": "caching", "since": "noon", "store": None, "servers": servers}
+    overview: dict[str, Any] = {
+        "state": "caching",
+        "since": "noon",
+        "store": None,
+        "servers": servers,
+    }
+    hit: dict[str, Any] = {
+        "at": time.time(),
+        "title": "mend the login",
+        "client": "OpenCode 1.18",
+        "model": "",
+    }
+    hit |= {"conversation": "ab12", "confirmed": 90, "n_prompt": 100}
+    overview["requests"] = [hit, {**hit, "confirmed": 0, "at": 5.0}]
     rows = list(stats_rows(overview | {"today": msgspec.to_builtins(today)}))
     assert rows[0] == ("the proxy", "is caching since noon")
     assert ("llama-server", "rule: any prefix; slots: 1 empty, 2 known") in rows
     assert ("llama-server b", "rule: any prefix; slots: 1 empty, 1 known") in rows
     assert ("prompt tokens", "1,000, of which 900 reused (90%)") in rows
+    assert ("missed", "nothing") in rows
+    named = '"mend the login", OpenCode 1.18: 90% reused, 0 s ago'
+    assert rows[-1] == ("conversation", named)
+    today = Today(since=0.0, n_requests=3, n_missing=1, n_missed=70)
+    rows = list(stats_rows(overview | {"today": msgspec.to_builtins(today)}))
+    says = "1 request has evaluated 70 known tokens: `explain miss` says why"
+    assert ("missed", says) in rows
     store = {"n_checkpoints": 1, "size_bytes": 1536, "max_bytes": 2048}
     rows = list(stats_rows(overview | {"store": store, "today": msgspec.to_builtins(today)}))
     assert rows[1] == ("stored", "1 checkpoint with 1.5 KiB of 2.0 KiB")

@@ -15,11 +15,10 @@ from check_jsonschema import main as check_jsonschema
 from click.testing import CliRunner
 
 from proxy.core.launch import plan_launch
-from proxy.settings import ENVIRONMENT_PREFIX, NAMES
+from proxy.settings import ENVIRONMENT_PREFIX, NAMES, SCHEMA
 from tests.deployment.dockerfile import Copy, read_dockerfile
 from tests.documents.blocks import blocks_for
 from tests.documents.files import REPOSITORY
-from tests.documents.settings import all_settings
 from tests.unit.test_launch import KNOWN
 from tests.unit.test_systemd import PROXY as PROXY_UNIT
 from tests.unit.test_systemd import SERVER as SERVER_UNIT
@@ -70,7 +69,7 @@ def test_proxy_ends_before_any_llama_server_and_has_the_time_for_it() -> None:
     assert {service["profiles"][0] for service in SERVERS.values()} == BACKENDS
     for name in SERVERS:
         assert PROXY["depends_on"][name] == {"condition": "service_started", "required": False}
-    drain_seconds = next(s.default for s in all_settings() if s.name == "drain_seconds")
+    drain_seconds = SCHEMA["drain_seconds"]["default"]
     assert int(PROXY["stop_grace_period"].rstrip("s")) >= 5 * drain_seconds
     assert PROXY["stop_grace_period"] == PROXY_UNIT["TimeoutStopSec"][0] + "s"
 
@@ -86,6 +85,14 @@ def test_both_write_into_one_volume_as_one_user() -> None:
     assert SERVICES["slots-owner"]["command"] == [
         f"chown {PROXY['user']} /slots && chmod 0700 /slots"
     ]
+
+
+def test_owner_can_set_the_group_bit_and_memory_belongs_to_the_proxys_user() -> None:
+    """A real engine makes 0770 of 2770 without FSETID, and mounts a tmpfs anew for each container."""
+    assert SERVICES["slots-owner"]["cap_add"] == ["CHOWN", "FOWNER", "FSETID"]
+    mounted = FILLED["volumes"]["slots-in-memory"]["driver_opts"]["o"].split(",")[1:]
+    uid, gid = PROXY["user"].split(":")
+    assert mounted == [f"uid={uid}", f"gid={gid}", "mode=0700"]
 
 
 def test_image_has_what_the_compose_file_counts_on() -> None:

@@ -32,6 +32,7 @@ def panels(among: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 PANELS = list(panels(CONTENT["panels"]))
 EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
+EXPRESSIONS += [annotation["expr"] for annotation in CONTENT["annotations"]["list"]]
 
 
 def test_dashboard_has_nothing_that_grafanas_types_do_not_know() -> None:
@@ -66,8 +67,18 @@ def test_panels_lie_beside_each_other_and_fill_the_width() -> None:
 
     for among in (CONTENT["panels"], *(p["panels"] for p in CONTENT["panels"] if p.get("panels"))):
         assert not any(cells(one) & cells(other) for one, other in combinations(among, 2))
+        # Without a hole, from the first line to the last.
         taken = set[tuple[int, int]]().union(*map(cells, among))
-        assert {x for x, _ in taken} == set(range(24))
+        lines = {y for _, y in taken}
+        assert lines == set(range(min(lines), max(lines) + 1))
+        assert len(taken) == 24 * len(lines)
+
+
+def test_free_space_has_an_axis_of_its_own() -> None:
+    (size,) = [panel for panel in PANELS if panel["title"] == "Size"]
+    overrides = {o["matcher"]["options"]: o["properties"] for o in size["fieldConfig"]["overrides"]}
+    apart = {name for name, given in overrides.items() if "right" in [p["value"] for p in given]}
+    assert apart == {"free on the disk"}
 
 
 def test_queries_and_alerts_name_only_what_metrics_has() -> None:
@@ -97,8 +108,11 @@ def test_every_alert_is_tested_to_fire_and_to_be_silent() -> None:
 def test_every_alert_says_what_is_wrong_and_what_to_do() -> None:
     for rule in alert_rules():
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
-        assert set(rule["annotations"]) == {"summary", "action"}
-        assert all(text.endswith(".") for text in rule["annotations"].values())
+        told = rule["annotations"]
+        assert set(told) == {"summary", "action", "runbook_url"}
+        assert told["summary"].startswith("{{ $labels.instance }}: ")
+        assert told["summary"].endswith(".") and told["action"].endswith(".")
+        assert told["runbook_url"] == "http://{{ $labels.instance }}/"
 
 
 def test_provisioning_leads_to_prometheus_and_to_the_dashboard() -> None:

@@ -181,12 +181,12 @@ def test_healthy_facts_give_no_problem_and_every_topic_once() -> None:
             *(LIMIT, "a state ended llama-server", "(checkpoint 00ab of 9 tokens)", "rm ID"),
         ),
         (
-            directory(server(probe_name=""), problem="Permission denied"),
+            directory(UNTOUCHED, problem="Permission denied"),
             *(BLOCKER, "directory", "uid 1000 cannot use /states", "chown USER /states"),
         ),
         (
-            server(probe_problem="llama-server answered 500"),
-            *(BLOCKER, "directory", "of no use: llama-server answered 500", "chmod 2770 /states"),
+            ran_into(DegradationKind.ATTACH_FAILED, "500", probe_owner_uid=None),
+            *(BLOCKER, "attaching failed", "(500)", "chmod 2770 /states"),
         ),
         (
             directory(mode=0o755),
@@ -359,10 +359,6 @@ def text_of_all(setup: Setup) -> str:
         (
             alone(HEALTHY, asked_for="b"),
             *(LIMIT, "models", "no model b to choose", "Leave --model out"),
-        ),
-        (
-            replace(hosted(asked_for="b"), hosts=[replace(hosted().hosts[0], asked_for="b")]),
-            *(LIMIT, "models", "a proxy decides", "Stop the proxy"),
         ),
     ],
 )

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,8 @@ from proxy.metrics import Metrics
 from proxy.settings import NAMES
 from tests.documents.blocks import PAGES
 from tests.documents.files import REPOSITORY, TABLES, generated_files
-from tests.documents.settings import all_settings
+from tests.documents.settings import words
+from tests.documents.sizes import Configuration
 
 DOCS = REPOSITORY / "docs"
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)")
@@ -31,14 +33,14 @@ def test_configuration_names_every_setting() -> None:
     assert [name for name in NAMES if f"`{name}`" not in text] == []
 
 
-def test_operations_name_every_degradation() -> None:
-    text = (DOCS / "operations.md").read_text()
+def test_monitoring_names_every_degradation() -> None:
+    text = (DOCS / "monitoring.md").read_text()
     assert [kind for kind in DegradationKind if f"| {kind} |" not in text] == []
 
 
 def test_metrics_that_documents_and_code_name_are_the_same() -> None:
     names = {family.name for family in Metrics().families}
-    assert set(re.findall(r"^\| `(\w+)`", (DOCS / "metrics.md").read_text(), re.M)) == names
+    assert set(re.findall(r"^\| `(\w+)", (DOCS / "metrics.md").read_text(), re.M)) == names
     suffixes = r"(?:_bucket|_sum|_count)?"
     told = set[str]()
     for path in DOCS.glob("*.md"):
@@ -47,12 +49,25 @@ def test_metrics_that_documents_and_code_name_are_the_same() -> None:
 
 
 def test_every_setting_is_described_in_whole_sentences() -> None:
-    assert [s.name for s in all_settings() if not s.words.endswith(".")] == []
+    assert [name for name in NAMES if not words(name).endswith(".")] == []
 
 
 def test_readme_leads_to_every_page() -> None:
     linked = set(re.findall(r"\]\(docs/([\w-]+\.md)", (REPOSITORY / "README.md").read_text()))
     assert {path.name for path in DOCS.glob("*.md")} - linked == set()
+
+
+def test_sizes_by_the_formula_are_those_measured_with_the_models_of_the_lab() -> None:
+    def of_tiny(full_layers: int, **more: Any) -> Configuration:
+        return Configuration("tiny", kv_heads=1, head_size=32, full_layers=full_layers, **more)
+
+    assert of_tiny(4).token_bytes == 528
+    window = of_tiny(2, window_layers=2, window=512)
+    assert (window.token_bytes, round(window.fixed_bytes, -3)) == (272, 137_000)
+    delta_nets = {"recurrent_layers": 3, "value_heads": 2, "key_heads": 2}
+    hybrid = of_tiny(1, **delta_nets, recurrent_head_size=32, has_mrope=True)
+    assert (hybrid.token_bytes, round(hybrid.fixed_bytes, -3)) == (156, 31_000)
+    assert round(hybrid.state_bytes(10_000, 2), -5) == 1_700_000
 
 
 def headings(page: Path) -> list[str]:

@@ -1,14 +1,18 @@
 """The journal of requests: what it remembers and how it is asked."""
 
-from proxy.explain.causes import MEANINGS, Cause
-from proxy.explain.report import MAX_REQUESTS, Journal
+from typing import Any
+
+import pytest
+
+from proxy.explain.causes import MEANINGS, Cause, PromptPart
+from proxy.explain.report import MAX_REQUESTS, Journal, Judgement
 from proxy.explain.views import RequestRecord
+from proxy.stabilize.model import SAFE, Name
 
 
-def record(request_id: str, cause: Cause = Cause.DATE) -> RequestRecord:
-    return RequestRecord(
-        id=request_id, at=1.0, path="/v1", outcome="miss", cause=cause, seconds=1.0
-    )
+def record(request_id: str, cause: Cause = Cause.HIT, **fields: Any) -> RequestRecord:
+    facts: dict[str, Any] = {"at": 1.0, "path": "/v1", "outcome": "miss", "seconds": 1.0} | fields
+    return RequestRecord(id=request_id, cause=cause, **facts)
 
 
 def test_journal_tells_the_newest_first_and_forgets_the_oldest() -> None:
@@ -25,6 +29,55 @@ def test_journal_tells_the_newest_first_and_forgets_the_oldest() -> None:
     assert journal.n_recorded == MAX_REQUESTS + 5
 
 
+def test_misses_stay_when_what_came_with_them_is_forgotten() -> None:
+    journal = Journal()
+    journal.add(record("a", Cause.DATE))
+    for number in range(MAX_REQUESTS + 5):
+        journal.add(record(str(number)))
+    assert [r.id for r in journal.latest(9, only_misses=True)] == ["a"]
+    found = journal.explain("a")
+    assert found is not None and found == journal.explain("miss")
+
+
+def test_requests_are_found_by_conversation_and_by_client() -> None:
+    journal = Journal()
+    journal.add(record("a", conversation="1", client="OpenCode 1.18"))
+    journal.add(record("b", Cause.DATE, conversation="2", client="OpenCode 1.18"))
+    journal.add(record("c", conversation="2", client="curl 8.5"))
+    assert [r.id for r in journal.latest(9, conversation="2")] == ["c", "b"]
+    assert [r.id for r in journal.latest(9, client="OpenCode 1.18")] == ["b", "a"]
+    assert [r.id for r in journal.latest(1, client="OpenCode 1.18")] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("part", "is_same", "switched_on", "expected"),
+    [
+        (PromptPart.SYSTEM, True, SAFE, "from the next conversation on"),
+        (PromptPart.SYSTEM, True, SAFE | {Name.STICKY_DATE}, "`sticky_date` is on"),
+        (PromptPart.SYSTEM, False, SAFE, "No stabilizer helps: this is the beginning of another"),
+        (PromptPart.USER, True, SAFE, "looks at the system prompt only"),
+    ],
+)
+def test_cure_is_one_that_is_not_on_and_would_have_helped(
+    part: PromptPart, is_same: bool, switched_on: frozenset[Name], expected: str
+) -> None:
+    journal = Journal(switched_on=switched_on)
+    judgement = Judgement(Cause.DATE, is_same_conversation=is_same)
+    journal.add(record("a", Cause.DATE, part=part), judgement)
+    found = journal.explain("a")
+    assert found is not None and expected in found.cure
+    offers = "switch on a stabilizer: `sticky_date`" in found.cure
+    assert offers == (expected == "from the next conversation on")
+
+
+def test_cure_that_every_conversation_shares_is_offered_to_a_new_one_if_it_is_off() -> None:
+    for switched_on, is_offered in ((SAFE, False), (frozenset[Name](), True)):
+        journal = Journal(switched_on=switched_on)
+        journal.add(record("a", Cause.BILLING_HEADER, part=PromptPart.SYSTEM))
+        found = journal.explain("a")
+        assert found is not None and ("Or switch on" in found.cure) == is_offered
+
+
 def test_last_miss_is_found_behind_what_came_after_it() -> None:
     journal = Journal()
     journal.add(record("a", Cause.HIT))
@@ -37,4 +90,5 @@ def test_last_miss_is_found_behind_what_came_after_it() -> None:
 
 def test_every_cause_has_words() -> None:
     assert set(MEANINGS) == set(Cause)
-    assert all(says and cure and says[-1] == cure[-1] == "." for says, cure in MEANINGS.values())
+    assert all(m.says and m.cure and m.says[-1] == m.cure[-1] == "." for m in MEANINGS.values())
+    assert {m.stabilizer for m in MEANINGS.values() if m.stabilizer} < set(Name)

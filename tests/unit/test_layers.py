@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "proxy.store.transfer": {"proxy.llama.state_file"},
     "proxy.serving": _SERVES | {"proxy.serving"},
     "proxy.servers": _SERVES | {"proxy.servers", "proxy.serving", "proxy.settings"},
-    "proxy.web": _SERVES | {"proxy.servers", "proxy.serving", "proxy.web"},
+    "proxy.web": _SERVES | {"proxy.__version__", "proxy.servers", "proxy.serving", "proxy.web"},
     "proxy.doctor": _SERVES | {"proxy.doctor", "proxy.servers", "proxy.serving", "proxy.settings"},
     "proxy.run": {"proxy.core", "proxy.errors", "proxy.log", "proxy.run"},
     "proxy.run.guard": set(),

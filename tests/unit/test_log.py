@@ -12,8 +12,7 @@ from aiohttp.http_exceptions import BadHttpMessage
 from proxy.core.rates import seconds_in_words
 from proxy.errors import UpstreamRefused
 from proxy.explain.causes import Cause, PromptPart
-from proxy.explain.report import in_words
-from proxy.explain.views import RequestRecord
+from proxy.explain.views import RequestRecord, in_words
 from proxy.health import Faults
 from proxy.log import configure_logging, get_logger
 from proxy.metrics import Metrics

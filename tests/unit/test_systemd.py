@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from proxy.settings import SCHEMA
 from tests.documents.blocks import blocks_for
 from tests.documents.files import REPOSITORY
-from tests.documents.settings import all_settings
 
 UNITS = REPOSITORY / "deploy" / "systemd"
 BLOCKS = [block.text for block in blocks_for(__file__) if block.words != "docker"]
 (DOCKER,) = [block.text for block in blocks_for(__file__) if block.words == "docker"]
-DEFAULTS = {setting.name: setting.default for setting in all_settings()}
+DEFAULTS = {name: said["default"] for name, said in SCHEMA.items() if "default" in said}
 
 
 def read_unit(text: str) -> dict[str, list[str]]:

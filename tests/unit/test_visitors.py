@@ -14,7 +14,7 @@ from proxy.web.admin import is_own_name
     ],
 )
 def test_addresses_private_names_and_the_own_one_are_answered(host: str) -> None:
-    assert is_own_name(host, "127.0.0.1", "LLM.example.org")
+    assert is_own_name(host, "LLM.example.org")
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,7 @@ from tests.bench.document import DOCUMENT, document
 from tests.bench.interrupts import run_to_the_end
 from tests.bench.processes import ProxyError
 from tests.bench.progress import tell
-from tests.bench.section import Section
-from tests.bench.traces.bars import all_sections
+from tests.bench.traces.bars import all_sections, summary_section
 from tests.bench.traces.catalogue import TRACES
 from tests.bench.traces.chart import draw, rows_of
 from tests.bench.traces.chat import ChatFailed
@@ -112,14 +111,14 @@ async def run(arguments: argparse.Namespace) -> int:
     for section in sections:
         print(section.markdown() + "\n")
     if arguments.document:
-        _document(Outcomes(outcomes), sections)
+        _document(Outcomes(outcomes))
     n_missed = sum(section.n_missed for section in sections)
     tell(f"done, {n_missed} bars missed")
     return 1 if n_missed else 0
 
 
-def _document(outcomes: Outcomes, sections: list[Section]) -> None:
-    document("traces", sections, level=3)
+def _document(outcomes: Outcomes) -> None:
+    document("traces", [summary_section(outcomes)], level=3)
     title = f"Tokens evaluated, {CHART_KIND} model, in multiples of what an exact cache evaluates"
     CHART.write_text(draw(title, rows_of(outcomes, CHART_KIND)))
 

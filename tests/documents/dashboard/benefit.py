@@ -226,7 +226,6 @@ TIME = Row(
             "Of streamed answers, from arrival at the proxy, waiting included. p50 is the median; "
             "one in twenty takes longer than p95. The distance between hits and misses is what "
             "the cache is for.",
-            width=12,
             colors={
                 "hit, p50": GOOD,
                 "hit, p95": "light-green",

@@ -8,6 +8,7 @@ from tests.documents.dashboard.model import (
     GOOD,
     RANGE,
     STEP,
+    Annotation,
     Kind,
     Panel,
     Query,
@@ -16,6 +17,21 @@ from tests.documents.dashboard.model import (
     series,
     total,
 )
+
+ANNOTATIONS = (
+    Annotation(
+        "Restarts",
+        f"increase({series('degradations_total', kind='attaching')}[2m]) > 0 "
+        f"or resets({series('lookup_seconds_count')}[2m]) > 0",
+        BAD,
+    ),
+    Annotation(
+        "Evictions",
+        f"sum by (instance) (increase({series('evictions_total', reason='budget|free space')}[2m])) > 0",
+        FAIR,
+    ),
+)
+"""When llama-server was attached anew or the proxy started, and when room had to be made."""
 
 TROUBLE = Row(
     "Trouble",
@@ -26,7 +42,7 @@ TROUBLE = Row(
             (Query(f"max by (kind) ({series('degraded')}) == 1", "{{kind}}"),),
             "none",
             "A bar for each reason why requests were served slower, or less safely, than they "
-            "could be, as long as it lasted. docs/operations.md has the cure of each.",
+            "could be, as long as it lasted. docs/monitoring.md has the cure of each.",
             width=12,
             if_empty="nothing is wrong",
         ),

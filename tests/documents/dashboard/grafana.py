@@ -18,12 +18,15 @@ from grafana_foundation_sdk.models import common as options
 from grafana_foundation_sdk.models import dashboard as model
 
 from proxy.metrics import PREFIX
-from tests.documents.dashboard.model import Kind, Panel, Query, Row
+from tests.documents.dashboard.condition import ANNOTATIONS
+from tests.documents.dashboard.model import Annotation, Kind, Panel, Query, Row
 from tests.documents.dashboard.rows import ROWS
 
 UID = "llama-prefix-cache"
 DATASOURCE = model.DataSourceRef("prometheus", "${datasource}")
 WIDTH = 24
+SCHEMA_VERSION = 41
+"""That of Grafana 11.6 and 12; what changed since the types' own 36 is not used here."""
 Built = stat.Panel | bargauge.Panel | statetimeline.Panel | timeseries.Panel
 
 
@@ -39,25 +42,44 @@ def dashboard_file() -> str:
         .timezone("browser")
         .tooltip(model.DashboardCursorSync.CROSSHAIR)
         .variables(list(_variables()))
+        .annotations([_annotation(annotation) for annotation in ANNOTATIONS])
         .build()
     )
+    built.schema_version = SCHEMA_VERSION
     built.panels = list(_placed(ROWS))
     return json.dumps(built, cls=JSONEncoder, indent=1, ensure_ascii=False) + "\n"
 
 
 def _variables() -> Iterator[Any]:
     yield dashboard.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
-    yield (
-        dashboard.QueryVariable("instance")
-        .label("Proxy")
+    models = f"{PREFIX}_served_models"
+    yield _chosen("model", "Model", f"label_values({models}, model)")
+    yield _chosen("instance", "Proxy", f'label_values({models}{{model=~"$model"}}, instance)')
+
+
+def _chosen(name: str, label: str, query: str) -> dashboard.QueryVariable:
+    """Return a variable of which some values can be chosen, or all."""
+    return (
+        dashboard.QueryVariable(name)
+        .label(label)
         .datasource(DATASOURCE)
-        .query({"query": f"label_values({PREFIX}_build_info, instance)", "refId": "instance"})
+        .query({"query": query, "refId": name})
         .refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
         .sort(model.VariableSort.ALPHABETICAL_ASC)
         .multi(True)
         .include_all(True)
         .all_value(".*")
         .current(model.VariableOption(selected=True, text="All", value="$__all"))
+    )
+
+
+def _annotation(annotation: Annotation) -> dashboard.AnnotationQuery:
+    return (
+        dashboard.AnnotationQuery()
+        .name(annotation.name)
+        .datasource(DATASOURCE)
+        .expr(annotation.expr)
+        .icon_color(annotation.color)
     )
 
 
@@ -97,8 +119,11 @@ def _panel(panel: Panel) -> Built:
     if panel.maximum is not None:
         built.max(panel.maximum)
     for name, color in panel.colors.items():
-        fixed = model.DynamicConfigValue("color", {"mode": "fixed", "fixedColor": color})
-        built.override_by_name(name, [fixed])
+        given = [model.DynamicConfigValue("color", {"mode": "fixed", "fixedColor": color})]
+        if name in panel.apart:
+            given.append(model.DynamicConfigValue("custom.axisPlacement", "right"))
+            given.append(model.DynamicConfigValue("custom.axisLabel", name))
+        built.override_by_name(name, given)
     return built
 
 

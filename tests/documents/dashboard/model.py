@@ -48,7 +48,8 @@ class Query:
 class Panel:
     """One panel: `says` tells how to read it, `if_empty` what it means that there is nothing to show.
 
-    `steps` are the values from which on a number has a colour, `colors` those of single series.
+    `steps` are the values from which on a number has a colour, `colors` those of single series. `apart` are
+    series with an axis of their own, at the right.
     """
 
     title: str
@@ -62,6 +63,16 @@ class Panel:
     maximum: float | None = None
     steps: tuple[tuple[float | None, str], ...] = ()
     colors: dict[str, str] = field(default_factory=dict)
+    apart: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Annotation:
+    """What happened at a moment: a line through every graph, where the expression has a value."""
+
+    name: str
+    expr: str
+    color: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,9 @@ STORE = Row(
             ),
             "bytes",
             "A store that has been in use for a while lies just below its budget; that is well as "
-            "long as what goes is not missed.",
+            "long as what goes is not missed. Free space has its own axis, at the right.",
             colors={"checkpoints": BLUE, "budget": BAD, "free on the disk": DULL},
+            apart=("free on the disk",),
         ),
         Panel(
             "Checkpoints",

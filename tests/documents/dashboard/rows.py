@@ -1,7 +1,7 @@
 """The whole dashboard: did it hit, what did it save, and if not, why not?
 
-`make docs` writes deploy/grafana/dashboards/llama-prefix-cache.json and the tables in docs/dashboard.md
-from here; tests/live/test_dashboard.py runs every query on a real Prometheus.
+`make docs` writes deploy/grafana/dashboards/llama-prefix-cache.json from here;
+tests/live/test_dashboard.py runs every query on a real Prometheus.
 """
 
 from tests.documents.dashboard.benefit import AT_A_GLANCE, MISSES, REUSE, TIME
