@@ -186,25 +186,26 @@ class Cache:
         if answer.status < 400:  # then nobody knows where it ran, and the key is good
             process.slots.forget_free()
             process.judges_by_size = False
-            process.accepted_keys[_key_digest(request)] = True
+            process.taken_keys[_key_digest(request)] = True
         process.report.not_looked_up(request, str(why))
 
     async def _require_key(self, process: Process, request: Request) -> None:
         """Raise WillBeRefused if llama-server does not take the client's key.
 
         Nothing else proves a key: a prompt of token ids is not tokenized, and a request without a key is
-        tokenized with the proxy's own. A key that llama-server took is asked about once.
+        tokenized with the proxy's own. Each key is asked about once: a process keeps the keys that it has.
         """
-        if not process.asks_for_key or (digest := _key_digest(request)) in process.accepted_keys:
+        if not process.asks_for_key:
             return
-        try:
-            is_taken = await process.upstream.takes_key(request.headers)
-        except UpstreamFault:
-            return  # the next call finds out what is wrong with llama-server
-        if not is_taken:
+        taken, digest = process.taken_keys, _key_digest(request)
+        if digest not in taken:
+            try:
+                taken[digest] = await process.upstream.takes_key(request.headers)
+            except UpstreamFault:
+                return  # the next call finds out what is wrong with llama-server
+        if not taken.get(digest, True):
             given = "this API key is refused" if request.headers else "an API key is needed"
             raise WillBeRefused(f"llama-server says that {given}")
-        process.accepted_keys[digest] = True
 
     async def _read_prompt(self, process: Process, request: Request) -> None:
         """Find what llama-server will evaluate; without a prompt `request.why` says why not."""

@@ -102,7 +102,7 @@ class Process(Services):
     less than `rule` says. `disabled_shapes` are kinds of
     requests whose tokens the proxy predicted wrongly. The plan counts on the newest `n_believed_points`
     context checkpoints of a live slot. `asks_for_key` says that llama-server refuses requests without an
-    API key, `accepted_keys` are digests of keys that llama-server has taken. `is_one_tenant` says that
+    API key, `taken_keys` by their digests which keys llama-server takes. `is_one_tenant` says that
     keys make no difference to reuse. `unsupported_paths` are routes that llama-server has answered 501.
     `clears_idle_slots` says whether a slot that starts empties idle slots; None where the attach could
     not tell. `saves_context_checkpoints` is what the probe save showed: it depends on flags that
@@ -127,7 +127,7 @@ class Process(Services):
     disabled_shapes: set[str] = field(default_factory=set)
     asks_for_key: bool = True
     is_one_tenant: bool = False
-    accepted_keys: LRUCache[bytes, bool] = field(default_factory=lambda: LRUCache(_MAX_KEYS))
+    taken_keys: LRUCache[bytes, bool] = field(default_factory=lambda: LRUCache(_MAX_KEYS))
     unsupported_paths: set[str] = field(default_factory=set)
     tenants: set[bytes] = field(default_factory=set)
     n_contradictions: int = 0

@@ -29,7 +29,7 @@ from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.server import request
 from tests.lab.wrong_keys import SHAPES, bearer, send
 
-PER_SECOND = 20
+PER_SECOND = 50
 BLOCK_SECONDS = 3.0
 PAUSE_SECONDS = 0.2
 SETUP = Setup(

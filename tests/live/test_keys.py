@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import msgspec
 import openai
 import pytest
 
-from tests.lab.conversation import system, tools, user
+from tests.lab.conversation import prose, system, tools, user
 from tests.lab.rig import Rig
 from tests.lab.server import request
 from tests.lab.wrong_keys import REFUSED, SHAPES, bearer, send
@@ -181,3 +182,38 @@ async def test_states_of_keys_that_were_asked_for_stay_theirs(start_rig: StartRi
         await rig.restart()
         # Shared is what was kept while nobody was asked.
         assert await reused(rig, messages, "bob") > 1000
+
+
+ROUTES: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
+    "chat": (CHAT, lambda text: {"messages": [{"role": "user", "content": text}]}),
+    "completions": ("/v1/completions", lambda text: {"prompt": text}),
+    "completion": ("/completion", lambda text: {"prompt": text}),
+    "token ids": ("/completion", lambda text: {"prompt": [200 + len(w) for w in text.split()]}),
+    "messages": ("/v1/messages", lambda text: {"messages": [{"role": "user", "content": text}]}),
+    "responses": ("/v1/responses", lambda text: {"input": text}),
+}
+
+
+async def test_no_key_gets_anything_of_another_on_any_route_before_and_after_a_restart(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig("hybrid", **KEYED) as rig:
+
+        async def reuse(name: str, key: str, seed: int) -> int:
+            path, fields = ROUTES[name]
+            text = prose(1000 * [*ROUTES].index(name) + seed, 300)
+            body = json.dumps({**fields(text), "max_tokens": 2}).encode()
+            status, answer = await send(rig.client, rig.base_url, (path, body), key)
+            assert status == 200, answer
+            await rig.settled()
+            return int((await explained(rig))["confirmed"] or 0)
+
+        for name in ROUTES:
+            assert [await reuse(name, "ann", seed) < 40 for seed in (1, 2)] == [True, True], name
+            assert await reuse(name, "bob", 1) == 0, name
+            assert await reuse(name, "ann", 1) > 100, name
+        await rig.settled()
+        await rig.restart()
+        for name in ROUTES:
+            assert await reuse(name, "bob", 2) < 40, name
+            assert await reuse(name, "ann", 2) > 100, name
