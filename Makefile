@@ -74,14 +74,24 @@ $(MODELS): $(SETUP) $(wildcard tests/lab/*.py tests/lab/templates/*)
 	$(BIN)/python -m tests.lab.models $(LAB)/models --kind hybrid --size small
 	@touch $@
 
+# With a real small model and real words: `make demo MODEL=smollm2`.
+SMOLLM2 := $(LAB)/models/smollm2-135m.gguf
+$(SMOLLM2): $(MODELS)
+	tests/lab/fetch_smollm2.sh $@ $(BIN)/python
+
+ifeq ($(MODEL),smollm2)
+demo: $(SETUP) llama-server $(SMOLLM2)
+	@$(BIN)/python -m tests.bench.words
+else
 demo: $(SETUP) llama-server models
 	@$(BIN)/python -m tests.bench.demo
+endif
 
-test: $(SETUP) llama-server older-builds models prometheus chromium
+test: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus chromium
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 # The same with many more generated examples for each property, and on all kinds of memory.
-test-long: $(SETUP) llama-server older-builds models prometheus chromium
+test-long: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus chromium
 	$(BIN)/python -m pytest -n 4 --dist worksteal --hypothesis-profile=long -m ""
 
 # The real Claude Code and OpenCode, pinned in tests/clients/package.json; npm is only needed to fetch them.
@@ -97,7 +107,7 @@ $(CLIENTS): tests/clients/package.json
 	npm install --prefix $(@D) --ignore-scripts --no-package-lock --no-audit --no-fund --loglevel=error
 	@touch $@
 
-live: $(SETUP) llama-server older-builds models prometheus chromium
+live: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus chromium
 	$(BIN)/python -m pytest -n 4 --dist worksteal tests/live
 
 lint: $(SETUP)

@@ -1,7 +1,11 @@
-"""Background work that outlives the request that began it, held until it is done."""
+"""Background work that outlives the request that began it, held until it is done; and turns.
+
+A turn is the right to be the only one that does something.
+"""
 
 import asyncio
-from collections.abc import Coroutine
+from collections import deque
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -29,3 +33,64 @@ class Tasks:
         for task in tuple(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
+
+
+class Turn:
+    """The right to be the only one, or a place in the line for it; ending it again is harmless."""
+
+    def __init__(self, turns: "Turns") -> None:
+        self._turns = turns
+        self.has_come = asyncio.Event()
+
+    def end(self) -> None:
+        """Let the next one have the turn."""
+        self._turns.leave(self)
+
+
+class Turns:
+    """Hands out a turn that one has at a time, in the order of asking."""
+
+    def __init__(self, on_end: Callable[[], None] = lambda: None) -> None:
+        """*on_end* is called between two turns, when nobody has one."""
+        self._line: deque[Turn] = deque()
+        self._on_end = on_end
+
+    @property
+    def n_waiting(self) -> int:
+        return max(0, len(self._line) - 1)
+
+    @property
+    def is_taken(self) -> bool:
+        return bool(self._line) and self._line[0].has_come.is_set()
+
+    def try_take(self) -> Turn | None:
+        """Return the turn if nobody has it."""
+        return None if self._line else self._join()
+
+    async def take(self) -> Turn:
+        """Wait for the turn."""
+        turn = self._join()
+        try:
+            await turn.has_come.wait()
+        except asyncio.CancelledError:
+            turn.end()
+            raise
+        return turn
+
+    def leave(self, turn: Turn) -> None:
+        """Take a turn out of the line, and let the next one come if that was the first."""
+        if turn in self._line:
+            self._line.remove(turn)
+            if not self.is_taken:
+                self._on_end()
+                self._let_first_come()
+
+    def _join(self) -> Turn:
+        turn = Turn(self)
+        self._line.append(turn)
+        self._let_first_come()
+        return turn
+
+    def _let_first_come(self) -> None:
+        if self._line:
+            self._line[0].has_come.set()

@@ -85,7 +85,7 @@ def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
         yield "missed", says
     else:
         yield "missed", "nothing"
-    yield "time saved", f"{seconds_in_words(today['saved_seconds'] or 0)} of evaluation"
+    yield "time saved", f"{seconds_in_words(today['saved_seconds'])} of evaluation"
     yield from conversations_of(overview["requests"])
 
 

@@ -31,6 +31,7 @@ from proxy.cli.common import (
     table_of,
 )
 from proxy.core.rates import seconds_in_words
+from proxy.explain.sketch import shortened
 from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint
 from proxy.settings import Settings, size_in_words
 from proxy.store.files import StateFiles
@@ -102,17 +103,13 @@ def _title(level: int, checkpoints: Checkpoints) -> str:
     """Return what people know a node by, which leaves room for its size and age in 80 columns."""
     newest = max(checkpoints, key=lambda checkpoint: checkpoint.last_used_at)
     if level == 0:
-        return _shortened(newest.model or "a model that is not known", 30)
+        return shortened(newest.model or "a model that is not known", 30)
     if level == 1:
         if not newest.n_header_tokens:
             return "no header known"
-        return f"{_shortened(newest.client or 'header', 28)}, {newest.n_header_tokens:,} tokens"
-    words = f'"{_shortened(newest.title, 24)}"' if newest.title else "session"
+        return f"{shortened(newest.client or 'header', 28)}, {newest.n_header_tokens:,} tokens"
+    words = f'"{shortened(newest.title, 24)}"' if newest.title else "session"
     return f"{words}, {max(c.n_tokens for c in checkpoints):,} tokens"
-
-
-def _shortened(text: str, n_characters: int) -> str:
-    return text if len(text) <= n_characters else text[: n_characters - 1].rstrip() + "…"
 
 
 def _leaf(checkpoint: ListedCheckpoint) -> Text:

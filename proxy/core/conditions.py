@@ -50,6 +50,12 @@ class DegradationKind(StrEnum):
         "chmod 700 it, or 2770 if llama-server runs as another user of the same group; restart.",
         State.CACHING,
     )
+    DIRECTORY_IS_READ_ONLY = (
+        "directory is read-only",
+        "slot_save_path cannot be written: stored states are restored, but nothing is saved.",
+        "None needed if that is wanted; else make it writable for the proxy's user; restart.",
+        State.DEGRADED,
+    )
     STATE_ENDED_SERVER = (
         "a state ended llama-server",
         "llama-server ended while it used a state. The state is never used again, and deleted first.",
@@ -213,7 +219,8 @@ _K = DegradationKind
 
 PASSING = frozenset((_K.ATTACHING, _K.LOADING))
 """These belong to every start, and end by themselves."""
-_OF_STORE = {_K.STORE_NOT_OPEN, _K.DIRECTORY_IS_OPEN, _K.STATE_ENDED_SERVER}
+_OF_DIRECTORY = {_K.DIRECTORY_IS_OPEN, _K.DIRECTORY_IS_READ_ONLY}
+_OF_STORE = {_K.STORE_NOT_OPEN, _K.STATE_ENDED_SERVER, *_OF_DIRECTORY}
 OF_PROCESS = frozenset(_K) - _OF_STORE
 """These end with the llama-server process that they were noticed on."""
 

@@ -339,7 +339,8 @@ def is_same_canary(left: Sequence[tuple[int, float]], right: Sequence[tuple[int,
 
 
 _SECRET_ID_BYTES = 4
-_UNKEYED_BYTES = 16
+UNKEYED_BYTES = 16
+"""The length of the tenants of older versions: digests that anybody could make of a guessed key."""
 
 
 def keyed_tenant(secret: bytes, digest: bytes) -> bytes:
@@ -348,15 +349,10 @@ def keyed_tenant(secret: bytes, digest: bytes) -> bytes:
     return secret_id + blake2b(digest, key=secret, digest_size=16).digest()
 
 
-def is_unkeyed(tenant: bytes) -> bool:
-    """Return whether a tenant is called by the digest of its key, as in older versions."""
-    return len(tenant) == _UNKEYED_BYTES
-
-
 def is_of_other_secret(secret: bytes, tenant: bytes) -> bool:
     """Return whether a tenant was named with the secret of another directory."""
-    is_keyed = len(tenant) > _UNKEYED_BYTES
-    return is_keyed and not tenant.startswith(keyed_tenant(secret, b"")[:_SECRET_ID_BYTES])
+    ours = keyed_tenant(secret, b"")[:_SECRET_ID_BYTES]
+    return len(tenant) > UNKEYED_BYTES and not tenant.startswith(ours)
 
 
 def tenant_namespace(model_namespace: Namespace | None, tenant: bytes) -> Namespace:

@@ -18,6 +18,7 @@ slots, checkpoints, rule and rates come in, a plan goes out; None means that the
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from operator import itemgetter
 
 from proxy.core.cuts import SLACK_TOKENS, Stop, branch_of, choose_stops
 from proxy.core.model import Candidate, Checkpoint, Cuts, ExpectedState, Prompt, Rule, SlotId
@@ -31,16 +32,7 @@ from proxy.core.saving import (
     is_write_back_due,
     state_bytes,
 )
-from proxy.core.slots import (
-    Known,
-    Slot,
-    Unknown,
-    UseLive,
-    live_reuse,
-    must_be_erased,
-    n_busy,
-    shared_tokens,
-)
+from proxy.core.slots import Known, Slot, Unknown, live_reuse, must_be_erased, n_busy, shared_tokens
 from proxy.core.tokens import common_prefix_length
 
 MAX_LOST_TOKENS = SLACK_TOKENS
@@ -73,19 +65,6 @@ N_ALTERNATIVES = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Restore:
-    """Load *checkpoint* into the slot; llama-server must then reuse `n_reused` tokens.
-
-    Nobody expects more than `n_at_most`: so many tokens the checkpoint shares with the prompt.
-    """
-
-    checkpoint: Checkpoint
-    n_reused: int
-    n_at_most: int
-    is_warm: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Displacement:
     """What a plan takes from the slot that it uses: `n_lost` tokens of unsaved work.
 
@@ -103,12 +82,18 @@ NOTHING_DISPLACED = Displacement()
 
 
 @dataclass(frozen=True, slots=True)
-class StartOption:
-    """One way through one slot, and its seconds: those of the request, and those it costs others."""
+class Start:
+    """One way to start in one slot, and its seconds: those of the request, and those it costs others.
+
+    llama-server must reuse `n_reused` tokens, and nobody expects more than `n_at_most`. They come from
+    the checkpoint that is `restored`; without one the slot already holds them.
+    """
 
     slot_id: SlotId
-    start: UseLive | Restore
-    seconds: float
+    n_reused: int = 0
+    n_at_most: int = 0
+    restored: Candidate | None = None
+    seconds: float = 0.0
     displacement: Displacement = NOTHING_DISPLACED
     erases: bool = False
 
@@ -118,9 +103,9 @@ class StartOption:
 
     @property
     def kind(self) -> str:
-        if isinstance(self.start, Restore):
+        if self.restored:
             return "restore"
-        return "live" if self.start.n_reused else "nothing"
+        return "live" if self.n_reused else "nothing"
 
 
 class Why(StrEnum):
@@ -147,27 +132,22 @@ class Plan:
     `n_in_use` that with a slot that another request was using.
     """
 
-    option: StartOption
+    start: Start
     stops: tuple[Stop, ...] = ()
     cuts: Cuts = Cuts()
     why: Why = Why.NOTHING_FOUND
-    alternatives: tuple[StartOption, ...] = ()
+    alternatives: tuple[Start, ...] = ()
     n_shared: int = 0
     n_in_use: int = 0
 
     @property
     def slot_id(self) -> SlotId:
-        return self.option.slot_id
-
-    @property
-    def start(self) -> UseLive | Restore:
-        return self.option.start
+        return self.start.slot_id
 
     @property
     def is_warm(self) -> bool:
         """Whether it goes on in a slot that holds its conversation, and takes nothing from anybody."""
-        is_live = isinstance(self.start, UseLive) and self.start.n_reused > 0
-        return is_live and self.option.displacement == NOTHING_DISPLACED
+        return self.start.kind == "live" and self.start.displacement == NOTHING_DISPLACED
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,14 +178,13 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
         refused = [_refused(prompt, now, slot, shared[slot.id]) for slot in free]
         easiest = min(refused, key=lambda o: (o.erases, o.total_seconds, o.slot_id), default=None)
         return Plan(easiest, cuts=prompt.cuts, why=Why.TOO_LONG) if easiest else None
-    restores = tuple(_restores(prompt, now))
-    options = [o for s in free for o in _options(prompt, now, s, shared[s.id], restores)]
+    options = [o for s in free for o in _options(prompt, now, s, shared[s.id])]
     if not options:
         return None
     used_at = {slot.id: slot.used_at for slot in free}
     options.sort(key=lambda o: (o.total_seconds, used_at[o.slot_id], o.slot_id))
     best = _steadiest(options)
-    n_enough = best.start.n_reused + WORTH_WAITING_TOKENS
+    n_enough = best.n_reused + WORTH_WAITING_TOKENS
     closing = (slot for slot in now.slots if slot.is_closing)
     if any(promised_tokens(prompt, now, slot) > n_enough for slot in closing):
         return None
@@ -215,36 +194,42 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
     return _plan(prompt, now, [best, *options], shared)
 
 
-def _restores(prompt: Prompt, now: Situation) -> Iterator[Restore]:
-    for candidate in now.candidates:
-        checkpoint = candidate.checkpoint
-        n_reused = usable_tokens(now.rule, checkpoint, candidate.n_common, prompt.n_tokens)
-        if n_reused and checkpoint.n_tokens < now.n_ctx:
-            n_at_most = min(candidate.n_common, prompt.n_tokens - 1)
-            yield Restore(checkpoint, n_reused, n_at_most, candidate.is_warm)
+def plan_extension(prompt: Prompt, rule: Rule, slot: Slot, rates: Rates) -> Plan:
+    """Return the plan of a request that was sent before its prompt was read, to go on in *slot*."""
+    n_common = shared_tokens(slot.content, prompt.tokens, prompt.namespace)
+    n_reused, n_at_most = live_reuse(rule, slot.content, n_common, prompt.n_tokens)
+    seconds = rates.evaluation_seconds(n_reused, prompt.n_tokens)
+    branch = branch_of(rule, n_common, prompt.n_tokens, n_reused)
+    return Plan(
+        Start(slot.id, n_reused, n_at_most, seconds=seconds),
+        cuts=replace(prompt.cuts, branch=branch),
+        why=Why.EXTENDS,
+        n_shared=n_common,
+    )
 
 
-def _options(
-    prompt: Prompt, now: Situation, slot: Slot, n_common: int, restores: Iterable[Restore]
-) -> Iterator[StartOption]:
+def _options(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Iterator[Start]:
     """Yield the ways to start in a slot that holds the first *n_common* tokens of the prompt."""
-    content, rates = slot.content, now.rates
+    content, rates, n_prompt = slot.content, now.rates, prompt.n_tokens
     erases = must_be_erased(now.rule, content, prompt.namespace, n_common)
-    live = UseLive() if erases else live_reuse(now.rule, content, n_common, prompt.n_tokens)
-    displacement = displace(prompt, now, slot, n_common, live.n_reused)
-    seconds = rates.evaluation_seconds(live.n_reused, prompt.n_tokens)
-    yield StartOption(slot.id, live, seconds, displacement, erases)
+    n_reused, n_at_most = (0, 0) if erases else live_reuse(now.rule, content, n_common, n_prompt)
+    displacement = displace(prompt, now, slot, n_common, n_reused)
+    seconds = rates.evaluation_seconds(n_reused, n_prompt)
+    yield Start(slot.id, n_reused, n_at_most, None, seconds, displacement, erases)
     displacement = displace(prompt, now, slot, n_common, None)
-    for start in restores:
-        seconds = rates.evaluation_seconds(start.n_reused, prompt.n_tokens)
-        seconds += rates.restore_seconds(start.checkpoint.size_bytes, is_warm=start.is_warm)
-        yield StartOption(slot.id, start, seconds, displacement, erases)
+    for candidate in now.candidates:
+        checkpoint, n_at_most = candidate.checkpoint, min(candidate.n_common, n_prompt - 1)
+        n_reused = usable_tokens(now.rule, checkpoint, candidate.n_common, n_prompt)
+        if n_reused and checkpoint.n_tokens < now.n_ctx:
+            seconds = rates.evaluation_seconds(n_reused, n_prompt)
+            seconds += rates.restore_seconds(checkpoint.size_bytes, is_warm=candidate.is_warm)
+            yield Start(slot.id, n_reused, n_at_most, candidate, seconds, displacement, erases)
 
 
-def _refused(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> StartOption:
+def _refused(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Start:
     """Return how a prompt that does not fit is sent to a slot, which stays as it is if it may."""
-    option = next(_options(prompt, now, slot, n_common, ()))
-    return option if option.erases else StartOption(slot.id, UseLive(), 0.0)
+    option = next(_options(prompt, now, slot, n_common))
+    return option if option.erases else Start(slot.id)
 
 
 def displace(
@@ -290,13 +275,13 @@ def is_continued(content: Known, prompt: Prompt, n_common: int) -> bool:
     return is_whole or 0 < content.turn_start <= n_reached
 
 
-def _steadiest(options: list[StartOption]) -> StartOption:
+def _steadiest(options: list[Start]) -> Start:
     """Return the cheapest option, or one that reuses clearly more and is hardly dearer."""
     cheapest = options[0]
-    n_enough = cheapest.start.n_reused + STEADY_TOKENS
+    n_enough = cheapest.n_reused + STEADY_TOKENS
     alike = (o for o in options if o.total_seconds <= cheapest.total_seconds + STEADY_SECONDS)
-    more = [o for o in alike if o.start.n_reused >= n_enough]
-    return max(more, key=lambda o: o.start.n_reused, default=cheapest)
+    more = [o for o in alike if o.n_reused >= n_enough]
+    return max(more, key=lambda o: o.n_reused, default=cheapest)
 
 
 def promised_tokens(prompt: Prompt, now: Situation, slot: Slot) -> int:
@@ -306,7 +291,7 @@ def promised_tokens(prompt: Prompt, now: Situation, slot: Slot) -> int:
         is_ours = content.tenant == prompt.namespace
         return common_prefix_length(content.likely, tokens) if is_ours else 0
     n_common = shared_tokens(content, tokens, prompt.namespace)
-    return live_reuse(now.rule, content, n_common, prompt.n_tokens).n_reused
+    return live_reuse(now.rule, content, n_common, prompt.n_tokens)[0]
 
 
 def expected_tokens(prompt: Prompt, rule: Rule, state: ExpectedState) -> int:
@@ -317,31 +302,26 @@ def expected_tokens(prompt: Prompt, rule: Rule, state: ExpectedState) -> int:
     return usable_tokens(rule, state, n_common, prompt.n_tokens)
 
 
-def _is_done_sooner(
-    prompt: Prompt, now: Situation, state: ExpectedState, best: StartOption
-) -> bool:
+def _is_done_sooner(prompt: Prompt, now: Situation, state: ExpectedState, best: Start) -> bool:
     """Return whether an expected state gets the prompt evaluated much sooner than *best*."""
     n_usable = expected_tokens(prompt, now.rule, state)
     seconds = max(0.0, state.expected_at - now.now)
     seconds += now.rates.restore_seconds(state.size_bytes, is_warm=True)
     seconds += now.rates.evaluation_seconds(n_usable, prompt.n_tokens)
-    is_longer = n_usable > best.start.n_reused + WORTH_WAITING_TOKENS
+    is_longer = n_usable > best.n_reused + WORTH_WAITING_TOKENS
     return is_longer and seconds < WORTH_WAITING_SHARE * best.seconds
 
 
-def _plan(
-    prompt: Prompt, now: Situation, options: list[StartOption], shared: dict[SlotId, int]
-) -> Plan:
+def _plan(prompt: Prompt, now: Situation, options: list[Start], shared: dict[SlotId, int]) -> Plan:
     """Return the plan that takes the first of the *options*."""
-    n_reused = options[0].start.n_reused
+    n_reused = options[0].n_reused
     n_shared = max(now.n_shared, *shared.values())
     cuts = replace(prompt.cuts, branch=branch_of(now.rule, n_shared, prompt.n_tokens, n_reused))
     shares_header = _shares_header(now, cuts, n_reused)
-    alternatives: dict[object, StartOption] = {}
-    for option in options[1:]:
-        start = option.start
-        way = start.checkpoint.id if isinstance(start, Restore) else (option.slot_id, "live")
-        alternatives.setdefault(way, option)
+    alternatives: dict[object, Start] = {}
+    for start in options[1:]:
+        way = start.restored.checkpoint.id if start.restored else (start.slot_id, "live")
+        alternatives.setdefault(way, start)
     return Plan(
         options[0],
         choose_stops(now.rule, cuts, now.candidates, n_reused, shares_header=shares_header),
@@ -362,12 +342,12 @@ def _shares_header(now: Situation, cuts: Cuts, n_reused: int) -> bool:
     return evaluation_seconds > SHARED_HEADER_SAVES * save_seconds
 
 
-def _why(rule: Rule, options: list[StartOption]) -> Why:
+def _why(rule: Rule, options: list[Start]) -> Why:
     """Return what decided for the first of the *options*."""
-    best, starts = options[0].start, [option.start for option in options]
-    n_live = max(s.n_reused for s in starts if isinstance(s, UseLive))
-    n_stored = max((s.n_reused for s in starts if isinstance(s, Restore)), default=0)
-    if isinstance(best, Restore):
+    best = options[0]
+    n_live = max(s.n_reused for s in options if not s.restored)
+    n_stored = max((s.n_reused for s in options if s.restored), default=0)
+    if best.restored:
         if best.n_reused < n_stored:
             return Why.RESTORE_SHORTER
         return Why.RESTORE_LONGEST if best.n_reused > n_live else Why.RESTORE_ELSEWHERE
@@ -385,15 +365,16 @@ def _why(rule: Rule, options: list[StartOption]) -> Why:
 
 def promising(
     rule: Rule, found: Iterable[Candidate], n_prompt: int, *, n_at_most: int = 32
-) -> tuple[Candidate, ...]:
-    """Return the usable ones of *found*, which come longest common prefix first.
+) -> tuple[tuple[Candidate, ...], int]:
+    """Return the usable ones of *found*, which come longest common prefix first, and the longest prefix.
 
     The search ends once a candidate's whole common prefix is less than half of what a better one saves:
     none of the rest can save more, and hardly one so much less time to restore.
     """
     kept: list[Candidate] = []
-    n_best = 0
+    n_best = n_longest = 0
     for candidate in found:
+        n_longest = max(n_longest, candidate.n_common)
         if candidate.n_common < WORTH_A_LOOK_SHARE * n_best:
             break
         n_usable = usable_tokens(rule, candidate.checkpoint, candidate.n_common, n_prompt)
@@ -402,7 +383,7 @@ def promising(
             n_best = max(n_best, n_usable)
         if len(kept) == n_at_most:
             break
-    return tuple(kept)
+    return tuple(kept), n_longest
 
 
 def most_useful(
@@ -412,11 +393,8 @@ def most_useful(
 
     *found* come longest common prefix first: a checkpoint saves no more tokens than it has in common.
     """
-    n_best, best = 0, None
-    for candidate in found:
-        if candidate.n_common <= n_best:
-            break
-        n_usable = usable_tokens(rule, candidate.checkpoint, candidate.n_common, n_prompt)
-        if n_usable > n_best:
-            n_best, best = n_usable, candidate.checkpoint
-    return n_best, best
+    useful = promising(rule, found, n_prompt)[0]
+    usable = [
+        (usable_tokens(rule, c.checkpoint, c.n_common, n_prompt), c.checkpoint) for c in useful
+    ]
+    return max(usable, key=itemgetter(0), default=(0, None))

@@ -21,9 +21,6 @@ MIN_TOKENS = 64
 MIN_BYTES = 64 << 10
 """A smaller measurement tells more about the round trip than about the rate, and is ignored."""
 
-_MIDDLES = (1 << 9, 5 << 9, 5 << 11, 5 << 13, 1 << 17)
-"""The position that stands for each range of positions when its rate is concluded from other ranges."""
-
 MAX_STEP = 16.0
 """The factor by which one measurement can change a part that is new; a quarter of that for a part that is
 well known. Any measurement may have met a cold disk or a busy server."""
@@ -163,32 +160,14 @@ class Rates:
 
 @lru_cache(maxsize=64)
 def _believed(tokens: tuple[UnitCost, ...]) -> tuple[UnitCost, ...]:
-    """Return the parts of all positions, those never measured as the measured ones suggest."""
-    measured = [i for i, part in enumerate(tokens) if part.n_seen]
-    if not measured:
-        return tokens
-    return tuple(
-        part if part.n_seen else UnitCost(_suggested(tokens, i, measured))
-        for i, part in enumerate(tokens)
-    )
-
-
-def _suggested(tokens: Sequence[UnitCost], index: int, measured: Sequence[int]) -> float:
-    """Return the seconds of a token at a position that was never measured.
-
-    A token costs so much anywhere, and so much more for each token before it. That line goes through the
-    measured positions around it, or the last two before it; before all of them it is the nearest.
-    """
-    below = [i for i in measured if i < index]
-    nearest = below[-1] if below else measured[0]
-    other = next((i for i in measured if i > index), below[-2] if len(below) > 1 else nearest)
-    seconds, at = tokens[nearest].seconds, _MIDDLES[nearest]
-    if not below or other == nearest:
-        return seconds
-    slope = (tokens[other].seconds - seconds) / (_MIDDLES[other] - at)
-    if other < nearest:
-        slope = min(max(0.0, slope), seconds / at)
-    return seconds + slope * (_MIDDLES[index] - at)
+    """Return the parts of all positions; one that was never measured is as the nearest measured before it,
+    or as the first measured."""
+    nearest = next((part for part in tokens if part.n_seen), None)
+    believed = []
+    for part in tokens:
+        nearest = part if part.n_seen else nearest
+        believed.append(part if part.n_seen or not nearest else UnitCost(nearest.seconds))
+    return tuple(believed)
 
 
 def _amounts(n_from: int, n_to: int) -> list[float]:

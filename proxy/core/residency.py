@@ -134,7 +134,7 @@ def make_offer(prompt: Prompt, now: Situation, n_waiting: int, *, may_start: boo
     closing = [(promised_tokens(prompt, now, s), s) for s in now.slots if s.is_closing]
     n_promised, slot = max(closing, key=lambda each: each[0], default=(0, None))
     if plan is not None:
-        n_reused, seconds = plan.start.n_reused, plan.option.total_seconds
+        n_reused, seconds = plan.start.n_reused, plan.start.total_seconds
     elif slot is not None and n_promised:
         n_reused, seconds = n_promised, now.rates.save_seconds(state_bytes(now.sizes, slot.content))
         seconds += now.rates.evaluation_seconds(n_promised, prompt.n_tokens)

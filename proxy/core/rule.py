@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-import msgspec
-
 from proxy.core.model import NO_RULE, Checkpoint, ExpectedState, Rule, RuleKind
 
 
@@ -129,9 +127,3 @@ def judge(probes: Sequence[RestoreProbe]) -> Rule:
     rewinds = any(probe.rewinds for probe in probes)
     is_by_points = rewinds and all(probe.holds_at_points for probe in probes)
     return Rule(RuleKind.RESTORE_POINTS if is_by_points else RuleKind.END_ONLY, end_holds_from)
-
-
-class LearnedRule(msgspec.Struct, frozen=True):
-    """What the index remembers of a model on a build; older entries have more fields."""
-
-    rule: Rule

@@ -6,19 +6,18 @@ is reserved in the same call and no lock is needed. Must never know how a slot i
 A content is *known*, *empty* or *unknown*; unknown is an honest state, not an error.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from proxy.core.cuts import MIN_BRANCH_TOKENS
 from proxy.core.model import (
-    NO_CUTS,
     UNTITLED,
     Checkpoint,
     CheckpointId,
     Conversation,
-    Cuts,
+    Prompt,
     Rule,
     RuleKind,
     SlotId,
@@ -111,11 +110,8 @@ Content: TypeAlias = Empty | Unknown | Known
 
 
 TAINTED = Unknown(None, can_be_adopted=False)
-"""A slot whose state may not be what its tokens say: it is erased before it is used again."""
-
-
-LOADING = Unknown(can_be_adopted=False)
-"""A slot that a state is being loaded into: it may hold anything until that is done."""
+"""A slot whose state may not be what its tokens say, or that is being loaded or erased: until that is done
+the slot may hold anything. It is erased before it is used again."""
 
 
 def shared_tokens(content: Content, tokens: TokenIds, namespace: Namespace | None = None) -> int:
@@ -128,35 +124,27 @@ def shared_tokens(content: Content, tokens: TokenIds, namespace: Namespace | Non
     return common_prefix_length(content.tokens, tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class UseLive:
-    """Continue from what the slot already holds: at least `n_reused` tokens will be reused."""
-
-    n_reused: int = 0
-    n_at_most: int = 0
-
-
-def live_reuse(rule: Rule, content: Content, n_common: int, n_prompt: int) -> UseLive:
-    """Return what a prompt reuses of a slot that holds its first *n_common* tokens."""
+def live_reuse(rule: Rule, content: Content, n_common: int, n_prompt: int) -> tuple[int, int]:
+    """Return how many tokens a prompt reuses at least, and at most, of a slot with its first *n_common*."""
     last = n_prompt - 1
     if isinstance(content, Empty):
-        return UseLive()
+        return 0, 0
     if isinstance(content, Unknown):
-        return UseLive(0, last)
+        return 0, last
     is_whole = n_common == len(content.tokens)
     at_most = min(n_common + content.n_tail if is_whole else n_common, last)
     if is_whole and content.n_tail == 0 and n_common <= last:
-        return UseLive(n_common, at_most)
+        return n_common, at_most
     # Full attention forgets any tail; every other memory can only go back to a context checkpoint.
     n_reachable = min(n_common, last)
     if rule.kind is not RuleKind.ANY_PREFIX:
         n_reachable = highest_point(content.restore_points, n_reachable)
-    return UseLive(n_reachable, at_most)
+    return n_reachable, at_most
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Slot:
-    """One slot of llama-server as the proxy sees it.
+    """One slot of llama-server as the proxy sees it; its content changes by `SlotTable.set_content` only.
 
     `is_closing` says that the lease serves no request any more and ends by itself: a save is under way,
     or llama-server is letting go of a request whose client left. `is_running` says that llama-server is
@@ -177,6 +165,30 @@ class Slot:
     destined: TokenIds | None = None
     sources: tuple[Checkpoint, ...] = ()
     has_answered: bool = False
+
+    def close_lease(self) -> None:
+        """Note that the slot will soon be free, with its content as good as it is now."""
+        self.is_closing, self.is_running, self.is_ready = True, False, False
+
+    def note_running(self) -> None:
+        """Note that llama-server runs the request that the slot is leased for."""
+        if self.is_leased:
+            self.is_running, self.is_ready = True, False
+
+    def note_restore(self, checkpoint: Checkpoint) -> None:
+        """Note that from now on the slot holds what comes from a checkpoint."""
+        self.sources, self.has_answered = (checkpoint,), False
+
+    def note_save(self, checkpoint: Checkpoint) -> None:
+        """Note that what came from a checkpoint is now in another one as well."""
+        self.sources = (*self.sources[-1:], checkpoint) if self.sources else ()
+
+    def suspects(self, *, is_saving: bool = False) -> tuple[Checkpoint, ...]:
+        """Return the checkpoints to suspect if llama-server dies while it works on the slot.
+
+        A state that a request was answered from can be evaluated. Whether it can be saved is not known.
+        """
+        return self.sources if is_saving or not self.has_answered else ()
 
 
 class SlotState(StrEnum):
@@ -202,69 +214,43 @@ def n_busy(slots: Iterable[Slot]) -> int:
     return sum(slot.is_leased and not slot.is_closing for slot in slots)
 
 
-class SlotTable:
-    """All slots of one llama-server process."""
+class SlotTable(list[Slot]):
+    """All slots of one llama-server process, by their ids."""
 
-    def __init__(self, contents: list[Content]) -> None:
-        self._slots = [Slot(SlotId(i), content) for i, content in enumerate(contents)]
+    def __init__(self, contents: Iterable[Content]) -> None:
+        super().__init__(Slot(SlotId(i), content) for i, content in enumerate(contents))
         self._damaged: set[CheckpointId] = set()
-
-    def __iter__(self) -> Iterator[Slot]:
-        return iter(self._slots)
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def __getitem__(self, slot_id: SlotId) -> Slot:
-        return self._slots[slot_id]
 
     def free(self) -> list[Slot]:
         """Return the slots that nobody leases."""
-        return [slot for slot in self._slots if not slot.is_leased]
+        return [slot for slot in self if not slot.is_leased]
 
     def holder(self, content: Content) -> Slot | None:
         """Return the free slot that still holds this very content."""
         return next((slot for slot in self.free() if slot.content is content), None)
 
-    def _change(self, slot_id: SlotId, **changes: Any) -> None:
-        self._slots[slot_id] = replace(self._slots[slot_id], **changes)
-
     def lease(self, slot_id: SlotId, now: float) -> None:
         """Reserve a slot; raises ValueError if it is leased."""
-        if self._slots[slot_id].is_leased:
+        slot = self[slot_id]
+        if slot.is_leased:
             raise ValueError(f"slot {slot_id} is leased already")
-        self._change(slot_id, is_leased=True, used_at=now)
+        slot.is_leased, slot.used_at = True, now
 
     def release(self, slot_id: SlotId, now: float) -> None:
         """Give a slot back; it stays released if it was."""
-        slot = self._slots[slot_id]
-        self._slots[slot_id] = Slot(
+        slot = self[slot_id]
+        self[slot_id] = Slot(
             slot.id, slot.content, used_at=now, sources=slot.sources, has_answered=slot.has_answered
         )
 
-    def close_lease(self, slot_id: SlotId) -> None:
-        """Note that a leased slot will soon be free, with its content as good as it is now."""
-        self._change(slot_id, is_closing=True, is_running=False, is_ready=False)
-
-    def destine(self, slot_id: SlotId, tokens: TokenIds) -> None:
-        """Note what the request that a slot is leased for will put there."""
-        self._change(slot_id, destined=tokens)
-
-    def note_ready(self, slot_id: SlotId, *, is_ready: bool) -> None:
-        """Note whether nothing will change what a leased slot holds until its request is sent."""
-        self._change(slot_id, is_ready=is_ready)
-
-    def note_running(self, slot_id: SlotId) -> None:
-        """Note that llama-server runs the request that a slot is leased for."""
-        if self._slots[slot_id].is_leased:
-            self._change(slot_id, is_running=True, is_ready=False)
-
     def set_content(self, slot_id: SlotId, content: Content) -> None:
         """Record what a slot holds from now on; whatever ran in it has ended."""
-        if not self._damaged.isdisjoint(content.origin.ancestors):
-            content = TAINTED
-        sources = () if isinstance(content, Empty) else self._slots[slot_id].sources
-        self._change(slot_id, content=content, is_running=False, is_ready=False, sources=sources)
+        slot = self[slot_id]
+        is_damaged = not self._damaged.isdisjoint(content.origin.ancestors)
+        slot.content = TAINTED if is_damaged else content
+        slot.is_running, slot.is_ready = False, False
+        if isinstance(content, Empty):
+            slot.sources = ()
 
     def distrust(self, damaged: Collection[CheckpointId]) -> None:
         """Taint what goes back to *damaged* checkpoints: free slots now, others when they change next."""
@@ -277,31 +263,10 @@ class SlotTable:
         for slot in self.free():
             self.set_content(slot.id, Unknown())
 
-    def note_restore(self, slot_id: SlotId, checkpoint: Checkpoint) -> None:
-        """Note that from now on a slot holds what comes from a checkpoint."""
-        self._change(slot_id, sources=(checkpoint,), has_answered=False)
-
-    def note_save(self, slot_id: SlotId, checkpoint: Checkpoint) -> None:
-        """Note that what came from a checkpoint is now in another one as well."""
-        if sources := self._slots[slot_id].sources:
-            self._change(slot_id, sources=(sources[-1], checkpoint))
-
-    def note_answer(self, slot_id: SlotId) -> None:
-        """Note that llama-server has answered a request from what a slot holds."""
-        self._change(slot_id, has_answered=True)
-
-    def forget_sources(self, *slot_ids: SlotId) -> None:
-        """Note that no saved state in these slots, or in any, is to be suspected any more."""
-        for slot_id in slot_ids or [slot.id for slot in self]:
-            self._change(slot_id, sources=())
-
-    def suspects(self, slot_id: SlotId, *, is_saving: bool = False) -> tuple[Checkpoint, ...]:
-        """Return the checkpoints to suspect if llama-server dies while it works on a slot.
-
-        A state that a request was answered from can be evaluated. Whether it can be saved is not known.
-        """
-        slot = self._slots[slot_id]
-        return slot.sources if is_saving or not slot.has_answered else ()
+    def forget_sources(self) -> None:
+        """Note that no saved state in any slot is to be suspected any more."""
+        for slot in self:
+            slot.sources = ()
 
 
 # Which slot a request gets whose prompt is not looked up, and which slot is emptied for another purpose:
@@ -430,31 +395,21 @@ def believed_after_save(n_believed: int, points: Sequence[int], saved: Sequence[
     return max(n_believed, n_sure)
 
 
-def believed_after_shortfall(n_believed: int, points: Sequence[int], missing: int) -> int:
-    """Return how many points are believed once a request found that one and all older ones are gone."""
-    n_newer = sum(point > missing for point in points)
-    return min(n_believed, n_newer) if n_newer else n_believed
-
-
 def after_evaluation(
     before: Content,
-    tokens: TokenIds,
-    namespace: Namespace,
+    prompt: Prompt,
     *,
-    cuts: Cuts = NO_CUTS,
     n_generated: int = 0,
-    shape: str = "",
-    conversation: bytes = b"",
-    title: Title = UNTITLED,
     n_believed: int = 10,
     stride_tokens: int = 1,
 ) -> Known:
-    """Return what a slot holds once *tokens* were evaluated in it and *n_generated* sampled.
+    """Return what a slot holds once a prompt was evaluated in it and *n_generated* tokens sampled.
 
     The last sampled token is never decoded. Context checkpoints behind the point where the prompt left
     the old content are gone; one is new, shortly before the prompt's end, if it lies *stride_tokens*
     behind the last. Only the newest *n_believed* are counted on.
     """
+    tokens, namespace, cuts = prompt.tokens, prompt.namespace, prompt.cuts
     old, origin, n_edit = Known(tokens[:0], namespace), before.origin, 0
     n_restored = min(origin.n_restored, len(tokens))
     if isinstance(before, Known) and before.namespace == namespace:
@@ -486,9 +441,9 @@ def after_evaluation(
         marks=tuple(sorted(marks - {0, cuts.header, cuts.turn_start}))[-MAX_MARKS:],
         n_saved=old.n_saved,
         saved_points=old.saved_points,
-        shape=shape,
-        conversation=conversation,
-        title=title,
+        shape=prompt.shape,
+        conversation=prompt.conversation,
+        title=prompt.title,
         origin=Origin(n_restored, origin.ancestors),
         n_points_at_most=min(MAX_CONTEXT_CHECKPOINTS, n_points + CHECKPOINTS_PER_REQUEST),
     )

@@ -142,8 +142,13 @@ def words_of(fields: dict[str, Any]) -> str:
     users = (m for m in list_of(fields.get("messages")) if text_of(m, "role") == "user")
     texts = (without_reminders(" ".join(_texts(m.get("content")))) for m in users)
     text = next(filter(None, texts), "") or text_of(fields, "prompt")
-    words = " ".join("".join(c if c.isprintable() else " " for c in text[:_LOOKED_AT]).split())
-    return words if len(words) <= _N_TITLE else words[: _N_TITLE - 1].rstrip() + "…"
+    plain = "".join(c if c.isprintable() else " " for c in text[:_LOOKED_AT])
+    return shortened(" ".join(plain.split()), _N_TITLE)
+
+
+def shortened(text: str, n_characters: int) -> str:
+    """Return the beginning of a text."""
+    return text if len(text) <= n_characters else text[: n_characters - 1].rstrip() + "…"
 
 
 def pieces_of(message: dict[str, Any]) -> Iterator[str]:

@@ -5,9 +5,8 @@ the admin listener, the commands and the live page share (docs/monitoring.md, do
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import inf
 from typing import Literal
 
 import msgspec
@@ -88,11 +87,9 @@ class ListedNode(msgspec.Struct, frozen=True, kw_only=True):
     title: str = ""
     client: str = ""
     n_tokens: int = 0
-    n_header_tokens: int = 0
     n_checkpoints: int = 0
     n_pinned: int = 0
     size_bytes: int = 0
-    created_at: float = 0.0
     last_used_at: float = 0.0
     n_restores: int = 0
     seconds: float | None = None
@@ -139,7 +136,6 @@ class _Sum:
     size_bytes: int = 0
     n_restores: int = 0
     n_tokens: int = 0
-    created_at: float = inf
     newest: Checkpoint | None = None
 
     def add(self, checkpoint: Checkpoint) -> None:
@@ -148,7 +144,6 @@ class _Sum:
         self.size_bytes += checkpoint.size_bytes
         self.n_restores += checkpoint.n_restores
         self.n_tokens = max(self.n_tokens, checkpoint.n_tokens)
-        self.created_at = min(self.created_at, checkpoint.created_at)
         if self.newest is None or checkpoint.last_used_at >= self.newest.last_used_at:
             self.newest = checkpoint
 
@@ -159,8 +154,7 @@ def _node(
     node_id, newest = NodeId(*path), total.newest
     if newest is None:
         return ListedNode(id="", parent=None, level=node_id.level)
-    is_session, is_header = node_id.level == "session", node_id.level == "header"
-    n_header = newest.header if is_session or is_header else 0
+    is_session, n_header = len(path) == 3, newest.header if len(path) > 1 else 0
     begin, end = (n_header, total.n_tokens) if is_session else (0, n_header)
     namespace, rates = newest.namespace, rates_by.get(newest.namespace)
     is_measured = rates is not None and rates.is_measured
@@ -171,39 +165,15 @@ def _node(
         title=newest.title.words if is_session else "",
         client=newest.title.client if n_header or is_session else "",
         n_tokens=end,
-        n_header_tokens=n_header,
         n_checkpoints=total.n_checkpoints,
         n_pinned=total.n_pinned,
         size_bytes=total.size_bytes,
-        created_at=total.created_at,
         last_used_at=newest.last_used_at,
         n_restores=total.n_restores,
         seconds=round(rates.evaluation_seconds(begin, end), 3) if rates and is_measured else None,
         is_served=namespace in rates_by if rates_by and path else None,
         model=names.get(namespace) if path else None,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """What lies under `node` and was not used for `unused_seconds`; pinned ones only if that is said."""
-
-    node: NodeId = STORE
-    unused_seconds: float = 0.0
-    with_pinned: bool = False
-
-
-def select(
-    selection: Selection, checkpoints: Iterable[Checkpoint], now: float
-) -> tuple[list[Checkpoint], int]:
-    """Return what a selection means, the least lately used first, and how many pinned ones stay."""
-    unused_since = now - selection.unused_seconds
-    found = sorted(
-        (c for c in checkpoints if is_under(selection.node, c) and c.last_used_at <= unused_since),
-        key=lambda checkpoint: checkpoint.last_used_at,
-    )
-    selected = [c for c in found if selection.with_pinned or not c.is_pinned]
-    return selected, len(found) - len(selected)
 
 
 class Deleted(msgspec.Struct, frozen=True):
@@ -345,54 +315,14 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     divergence: Divergence | None = None
 
 
-class Today(msgspec.Struct, frozen=True, kw_only=True):
-    """What requests have reused since `since`: midnight, or when the proxy was started first.
-
-    Prompts that were not looked up are not counted in `n_prompt`. `saved_seconds` is measured; null while
-    nothing was. `n_missing` requests have evaluated `n_missed` tokens that were known.
-    """
-
-    since: float
-    n_requests: int = 0
-    n_reusing: int = 0
-    n_missing: int = 0
-    n_prompt: int = 0
-    n_reused: int = 0
-    n_restored: int = 0
-    n_missed: int = 0
-    saved_seconds: float | None = None
-
-    def after(self, record: RequestRecord) -> "Today":
-        """Return the sums with one more request."""
-        n_reused, is_known = record.confirmed or 0, record.confirmed is not None
-        saved_seconds = self.saved_seconds
-        if record.saved_seconds is not None:
-            saved_seconds = round((saved_seconds or 0.0) + record.saved_seconds, 4)
-        return Today(
-            since=self.since,
-            n_requests=self.n_requests + 1,
-            n_reusing=self.n_reusing + (n_reused > 0),
-            n_missing=self.n_missing + record.cause.is_miss,
-            n_prompt=self.n_prompt + (record.n_prompt or 0) * is_known,
-            n_reused=self.n_reused + n_reused,
-            n_restored=self.n_restored + n_reused * (record.chosen == "restore"),
-            n_missed=self.n_missed + record.n_missed,
-            saved_seconds=saved_seconds,
-        )
-
-
-MINUTE_SECONDS, HOUR_SECONDS = 60, 3600
-N_MINUTES, N_HOURS = 120, 720
-
-
 class Span(msgspec.Struct, array_like=True):
     """What the requests of a minute or an hour have reused; it begins at `since`, in seconds since 1970.
 
-    `saved_seconds` is what evaluating the reused tokens would have taken, the other seconds are what the
-    tokens took that were known, and those that were new.
+    `saved_seconds` is what evaluating the reused tokens would have taken, less the restores. The other
+    seconds are what the tokens took that were known, and those that were new.
     """
 
-    since: int
+    since: float
     n_requests: int = 0
     n_missing: int = 0
     n_reused: int = 0
@@ -403,19 +333,41 @@ class Span(msgspec.Struct, array_like=True):
     new_seconds: float = 0.0
 
     def add(self, record: RequestRecord) -> None:
+        """Count a request that has ended; one that was not looked up counts as a request only."""
         self.n_requests += 1
         self.n_missing += record.cause.is_miss
         if record.n_prompt is None or record.confirmed is None:
             return
-        n_evaluated = record.n_prompt - record.confirmed
+        n_evaluated, seconds = record.n_prompt - record.confirmed, record.evaluation_seconds or 0.0
         n_missed = min(record.n_missed, n_evaluated)
-        missed_seconds = (record.evaluation_seconds or 0.0) * n_missed / max(1, n_evaluated)
+        missed_seconds = seconds * n_missed / max(1, n_evaluated)
         self.n_reused += record.confirmed
         self.n_missed += n_missed
         self.n_new += n_evaluated - n_missed
-        self.saved_seconds += max(0.0, record.saved_seconds or 0.0)
+        self.saved_seconds += record.saved_seconds or 0.0
         self.missed_seconds += missed_seconds
-        self.new_seconds += (record.evaluation_seconds or 0.0) - missed_seconds
+        self.new_seconds += seconds - missed_seconds
+
+
+class Today(Span, array_like=False):
+    """What requests have reused since `since`: midnight, or when the proxy was started first.
+
+    Of the `n_prompt` tokens `n_restored` were reused because a restore brought them back.
+    """
+
+    n_prompt: int = 0
+    n_restored: int = 0
+    n_reusing: int = 0
+
+    def add(self, record: RequestRecord) -> None:
+        super().add(record)
+        self.n_prompt = self.n_reused + self.n_missed + self.n_new
+        self.n_restored += (record.confirmed or 0) * (record.chosen == "restore")
+        self.n_reusing += (record.confirmed or 0) > 0
+
+
+MINUTE_SECONDS, HOUR_SECONDS = 60, 3600
+N_MINUTES, N_HOURS = 120, 720
 
 
 class History(msgspec.Struct, kw_only=True):
@@ -428,7 +380,7 @@ class History(msgspec.Struct, kw_only=True):
     def add(self, record: RequestRecord) -> None:
         """Count a request when it has ended."""
         ended_at = int(record.at + record.seconds)
-        self.today = self.today.after(record)
+        self.today.add(record)
         for spans, seconds, n_kept in (
             (self.minutes, MINUTE_SECONDS, N_MINUTES),
             (self.hours, HOUR_SECONDS, N_HOURS),

@@ -8,14 +8,12 @@ layout, so that the proxy can decide which namespace the saved states belong to.
 import asyncio
 import time
 from contextlib import AsyncExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import xxhash
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.eviction import family_of
 from proxy.core.model import (
     CANARY_TOKENS,
     CheckpointKind,
@@ -25,24 +23,16 @@ from proxy.core.model import (
     new_namespace,
 )
 from proxy.core.rates import Rates
-from proxy.core.rule import LearnedRule, derive
+from proxy.core.rule import derive
 from proxy.core.saving import StateSize
-from proxy.core.slots import (
-    MAX_CONTEXT_CHECKPOINTS,
-    TAINTED,
-    Content,
-    Empty,
-    Known,
-    Origin,
-    SlotTable,
-    n_believed_points,
-)
+from proxy.core.slots import TAINTED, Content, Empty, Origin, SlotTable, Unknown, n_believed_points
 from proxy.core.tokens import Namespace, TokenIds, token_ids
 from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamFault, UpstreamRefused
 from proxy.health import CannotCache
 from proxy.llama.client import LlamaServer, Props
 from proxy.llama.model_file import fingerprint_model
-from proxy.serving.launches import Arrivals, Launches, note_emptied
+from proxy.llama.state_file import StateFile, read_state_file
+from proxy.serving.launches import Launches, note_emptied
 from proxy.serving.process import RATES, RULE, SIZES, Process
 from proxy.serving.prompts import PromptReader
 from proxy.serving.queue import SlotQueue
@@ -50,7 +40,7 @@ from proxy.serving.saver import Room, SavedSlot, Saver
 from proxy.serving.saves import SlotSaves
 from proxy.serving.shared import Services
 from proxy.settings import Settings
-from proxy.store.known_models import known_namespaces, known_tenants, namespaces_name
+from proxy.store.known_models import known_namespaces, known_tenants, namespaces_name, owners
 
 Adopted = dict[SlotId, SavedSlot]
 """The states that slots held at first contact; their files wait for a namespace."""
@@ -114,7 +104,6 @@ async def attach(
     process.room = Room(process, Saver(services))
     process.saves = SlotSaves(process)
     process.launches = Launches(process)
-    process.arrivals = Arrivals(process.queue)
     try:
         process.asks_for_key = await _asks_for_key(process.upstream)
         shares = settings.share_between_api_keys
@@ -229,22 +218,50 @@ async def _examine(process: Process, slot_id: SlotId, props: Props) -> None:
     tokens = fixed[:-1]
     table.set_content(slot_id, TAINTED)
     canary = await upstream.canary(slot_id, tokens)
+    if process.store.files.is_readonly:
+        await _recognize(process, identity, canary)
+        await upstream.erase(slot_id)
+        return table.set_content(slot_id, Empty())
     async with process.room.probe(slot_id, len(tokens)) as saved:
         probe = saved.state
         if probe.tokens[: len(tokens)] != tokens:
             raise SaveRejected("a saved slot holds other tokens than were evaluated in it")
         await _look_for_clearing(process, slot_id, fixed[-1:])
         process.saves_context_checkpoints = bool(probe.restore_points)
-        static = msgspec.json.encode([identity, (probe.version, probe.layout)])
+        static = _static(identity, probe)
         name = upstream.target.model or Path(props.model_path).name.removesuffix(".gguf")
         process.metrics.served_models.labels(name).set(1)
-        process.model_namespace = await _namespace(
-            process, xxhash.xxh3_128_hexdigest(static), canary, name
-        )
-        known = process.known(RULE, LearnedRule)
-        await process.learn_rule(known.rule if known else await _derive(process, slot_id, saved))
+        process.model_namespace = await _namespace(process, static, canary, name)
+        known = process.known(RULE, Rule)
+        await process.learn_rule(known or await _derive(process, slot_id, saved))
     await upstream.erase(slot_id)
     table.set_content(slot_id, Empty())
+
+
+def _static(identity: ModelIdentity, state: StateFile) -> str:
+    """Return what a model is known under before its canary is."""
+    told = msgspec.json.encode([identity, (state.version, state.layout)])
+    return xxhash.xxh3_128_hexdigest(told)
+
+
+async def _recognize(
+    process: Process, identity: ModelIdentity, canary: list[tuple[int, float]]
+) -> None:
+    """Find the namespace and the rule by the states that are there, where no probe can be saved."""
+    store, owned = process.store, dict(owners(process.store.index))
+    for namespace, checkpoint in {c.namespace: c for c in store}.items():
+        owner = owned.get(namespace)
+        if owner is None or not choose_namespace([owner.known], canary):
+            continue
+        with suppress(OSError, CacheFault):
+            state = read_state_file(store.files.path(checkpoint.file_name))
+            process.model_namespace = Namespace(owner.known.id)
+            # The build saves them or not: only one of both is known of it.
+            for process.saves_context_checkpoints in (True, False):
+                known = process.known(RULE, Rule)
+                if known and owner.static == _static(identity, state):
+                    return await process.learn_rule(known)
+    raise CacheFault("the directory is read-only, and has no state of this model and build")
 
 
 async def _look_for_clearing(process: Process, slot_id: SlotId, tokens: TokenIds) -> None:
@@ -313,24 +330,13 @@ async def _namespace(
 
 async def _commit(process: Process, slot_id: SlotId, saved: SavedSlot) -> None:
     """Commit the state of an adopted slot, unless several tenants could own it: llama-server tells none."""
-    state, store, tenants = saved.state, process.store, process.tenants or {b""}
+    state, tenants = saved.state, process.tenants or {b""}
     if len(tenants) > 1 or state.n_media or -1 in state.tokens:
         return
-    namespace = process.tenant_namespace(min(tenants))
-    if not store.holds(namespace, state.tokens):
-        new = saved.checkpoint(namespace, CheckpointKind.CONVERSATION)
-        family = family_of(new, state.tokens, store.find(namespace, state.tokens))
-        checkpoint = await store.commit(replace(new, family=family), state.tokens)
-        process.metrics.saves.labels("done").inc()
-        process.metrics.saved_bytes.inc(checkpoint.size_bytes)
-    if not isinstance(process.slots[slot_id].content, Empty):
-        held = Known(
-            state.tokens,
-            namespace,
-            restore_points=state.restore_points,
-            n_saved=len(state.tokens),
-            # An earlier proxy may have restored it.
-            origin=Origin(0 if state.has_every_position else len(state.tokens)),
-            n_points_at_most=len(state.restore_points) or MAX_CONTEXT_CHECKPOINTS,
-        )
-        process.slots.set_content(slot_id, held)
+    was_emptied = isinstance(process.slots[slot_id].content, Empty)
+    # An earlier proxy may have restored it.
+    origin = Origin(0 if state.has_every_position else len(state.tokens))
+    held = Unknown(process.tenant_namespace(min(tenants)), origin=origin)
+    await process.saves.commit(slot_id, held, CheckpointKind.CONVERSATION, saved)
+    if was_emptied:
+        process.slots.set_content(slot_id, Empty())

@@ -27,10 +27,11 @@ from proxy.llama.routes import honours_id_slot, reads_forms
 from proxy.serving.cached import CachedRequest
 from proxy.serving.placement import SimilarRequest, UncachedRequest
 from proxy.serving.process import Process
-from proxy.serving.queue import Turn, replaced
+from proxy.serving.queue import replaced
 from proxy.serving.request import Request
 from proxy.serving.rewriting import Overflow, Stabilizing
 from proxy.store.known_models import tenants_name
+from proxy.tasks import Turn
 
 _MAX_BRIEF_BYTES = 768
 """The body of a chat of some 100 tokens."""
@@ -156,7 +157,7 @@ class Cache:
         async with process.launches.turn() as start:
             await self._serve(process, request, start)
 
-    async def _serve(self, process: Process, request: Request, turn: Turn) -> None:
+    async def _serve(self, process: Process, request: Request, turn: Turn | None) -> None:
         """Serve a request in one of three ways.
 
         1. Its prompt is known: in the slot that the plan chooses. llama-server drops the `id_slot` of

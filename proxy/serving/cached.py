@@ -14,20 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt, RuleKind, SlotId
-from proxy.core.plan import Plan, Restore, StartOption, Why, most_useful, plan_request
+from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt, SlotId
+from proxy.core.plan import Plan, Start, Why, most_useful, plan_extension, plan_request
 from proxy.core.saving import is_place_at_risk
-from proxy.core.slots import (
-    LOADING,
-    TAINTED,
-    Content,
-    Known,
-    Unknown,
-    UseLive,
-    believed_after_shortfall,
-    must_be_erased,
-    shared_tokens,
-)
+from proxy.core.slots import TAINTED, Content, Known, Unknown, must_be_erased, shared_tokens
 from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost, WillBeRefused
 from proxy.explain.causes import Cause
 from proxy.explain.report import Inquiry, Judgement
@@ -37,8 +27,9 @@ from proxy.log import get_logger
 from proxy.serving.launches import displaced_state, first_save, wind_up
 from proxy.serving.planning import look_up, situation
 from proxy.serving.process import Process
-from proxy.serving.queue import Choice, Lease, Turn, replaced
+from proxy.serving.queue import Choice, Lease, replaced
 from proxy.serving.request import Account, Answer, Request
+from proxy.tasks import Turn
 
 _FIRST_TOKEN_SECONDS = 0.02
 _LONG_WAIT_SECONDS = 0.05
@@ -60,7 +51,7 @@ class CachedRequest:
         self,
         process: Process,
         request: Request,
-        turn: Turn,
+        turn: Turn | None,
         read: Callable[[], Coroutine[Any, Any, None]],
     ) -> None:
         """*read* reads the prompt of a request that extends what a slot holds."""
@@ -94,7 +85,7 @@ class CachedRequest:
         with self._kept, await process.queue.lease(self._choose, may_be_passed=True) as self._lease:
             self._account = Account(self._lease.reason, self._prompt.n_tokens)
             self._request.account = self._account
-            process.slots.destine(self._plan.slot_id, self._prompt.tokens)
+            process.slots[self._plan.slot_id].destined = self._prompt.tokens
             if not self._extended:
                 self._note_planned()
             self._account.queued_seconds = time.monotonic() - joined_at
@@ -105,7 +96,7 @@ class CachedRequest:
                 process.has_broken_off = False
             try:
                 await process.launches.clear_others()
-                with process.arrivals.announced(first_save(process, self._prompt, self._plan)):
+                with process.queue.announced(first_save(process, self._prompt, self._plan)):
                     can_reuse = await self._prepare()
                 self._kept.close()
                 self._account.prepared_seconds = time.monotonic() - joined_at
@@ -147,8 +138,8 @@ class CachedRequest:
         plan = plan_request(self._prompt, now)
         if plan is None:
             self._keep_most_useful(now.candidates)
-        elif isinstance(plan.start, Restore):
-            self._keep(plan.start.checkpoint)
+        elif plan.start.restored:
+            self._keep(plan.start.restored.checkpoint)
         self._process.metrics.lookup_seconds.observe(time.perf_counter() - began)
         return Choice((plan.slot_id,), plan, plan.is_warm) if plan else None
 
@@ -156,26 +147,19 @@ class CachedRequest:
         """Go on in the slot that holds *content*: nothing is looked up, restored or displaced."""
         if (slot := self._process.slots.holder(content)) is None:
             return None
-        start = UseLive(len(content.tokens), content.n_tokens)
-        plan = Plan(StartOption(slot.id, start, 0.0), why=Why.EXTENDS)
+        start = Start(slot.id, len(content.tokens), content.n_tokens)
+        plan = Plan(start, why=Why.EXTENDS)
         return Choice((slot.id,), plan, is_warm=True)
 
     def _plan_again(self) -> None:
         """Plan the request anew in the slot that it has: what it was to restore is gone."""
-        plan = self._plan_here(may_restore=True)
-        if isinstance(plan.start, Restore):
-            self._keep(plan.start.checkpoint)
-        self._account.move(plan)
-
-    def _plan_here(self, *, may_restore: bool) -> Plan:
-        """Return the plan of the request in the slot that it has."""
         now = situation(self._process, self._prompt)
         mine = replace(now.slots[self._plan.slot_id], is_leased=False)
-        candidates = now.candidates if may_restore else ()
-        here = replace(now, slots=(mine,), candidates=candidates, expected=())
-        plan = plan_request(self._prompt, here)
+        plan = plan_request(self._prompt, replace(now, slots=(mine,), expected=()))
         assert plan is not None  # a slot is free, and nothing is waited for
-        return plan
+        if plan.start.restored:
+            self._keep(plan.start.restored.checkpoint)
+        self._account.move(plan)
 
     def _keep_most_useful(self, candidates: tuple[Candidate, ...]) -> None:
         _, wanted = most_useful(self._process.rule, candidates, self._prompt.n_tokens)
@@ -197,16 +181,16 @@ class CachedRequest:
     async def _prepare(self) -> bool:
         """Save what is displaced, erase, restore, stop at cuts; return False if nothing may be reused."""
         process, slot_id = self._process, self._plan.slot_id
-        if self._plan.option.displacement.saves:
+        if self._plan.start.displacement.saves:
             save = process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
-            with process.arrivals.announced(displaced_state(process, slot_id)):
+            with process.queue.announced(displaced_state(process, slot_id)):
                 await process.finish(self._lease, save)
         await self._verify()
         # That save may have found what nobody may reuse.
         content = process.slots[slot_id].content
         namespace = self._prompt.namespace
         n_common = shared_tokens(content, self._prompt.tokens, namespace)
-        if self._plan.option.erases or must_be_erased(process.rule, content, namespace, n_common):
+        if self._plan.start.erases or must_be_erased(process.rule, content, namespace, n_common):
             try:
                 await process.finish(self._lease, process.erase(slot_id))
             except UpstreamFault:
@@ -214,8 +198,8 @@ class CachedRequest:
                 self._account.is_degraded = True
                 return False
         try:
-            if isinstance(self._plan.start, Restore):
-                await self._restore(self._plan.start)
+            if self._plan.start.restored:
+                await self._restore(self._plan.start.restored)
             await self._make_stops()
         except Exception as fault:
             if await self._has_ended(fault):
@@ -229,9 +213,9 @@ class CachedRequest:
     async def _verify(self) -> None:
         """Verify what the plan restores; if the file is damaged, make another plan in the same slot."""
         began = time.monotonic()
-        while isinstance(start := self._plan.start, Restore):
+        while restored := self._plan.start.restored:
             try:
-                await self._process.store.verify(start.checkpoint)
+                await self._process.store.verify(restored.checkpoint)
                 break
             except StoreFault as fault:
                 self._process.faults.record("verify", fault)
@@ -240,16 +224,14 @@ class CachedRequest:
                 self._account.failure = Cause.RESTORE_REFUSED
         self._account.restore_seconds = time.monotonic() - began
 
-    async def _restore(self, start: Restore) -> None:
+    async def _restore(self, restored: Candidate) -> None:
         process, slot_id = self._process, self._plan.slot_id
         # What is loaded may be more similar to another's prompt than its own slot is.
-        await process.queue.await_choice()
-        process.slots.set_content(slot_id, LOADING)
+        (await process.queue.hold()).end()
+        process.slots.set_content(slot_id, TAINTED)
         began = time.monotonic()
         try:
-            restore = process.restore(
-                slot_id, self._prompt.namespace, start, self._account.restore_seconds
-            )
+            restore = process.restore(slot_id, restored, self._account.restore_seconds)
             await process.finish(self._lease, restore)
         except Exception:
             self._account.failure = Cause.RESTORE_REFUSED
@@ -356,8 +338,8 @@ class CachedRequest:
         self._inquiry = self._new_inquiry()
         self._note_asked()
         self._note_planned()
-        plan = self._plan_here(may_restore=False)
-        self._account.plan = replace(plan, stops=(), why=Why.EXTENDS)
+        process, slot = self._process, self._process.slots[self._plan.slot_id]
+        self._account.plan = plan_extension(prompt, process.rule, slot, process.rates)
         self._account.n_prompt = prompt.n_tokens
 
     def _settle_safely(self, answer: Answer) -> None:
@@ -373,7 +355,7 @@ class CachedRequest:
         process, account, slot_id = self._process, self._account, self._plan.slot_id
         process.has_broken_off |= answer.is_broken
         if answer.timings is not None or answer.first_token_at is not None:
-            process.slots.note_answer(slot_id)
+            process.slots[slot_id].has_answered = True
         # A request that was refused has not touched the slot (server-context.cpp, send_error at launch).
         if answer.timings is not None or not 400 <= answer.status < 500:
             before = process.slots[slot_id].content
@@ -405,11 +387,6 @@ class CachedRequest:
             self._disagree(timings.cache_n + timings.prompt_n)
             return unknown
         self._confirm()
-        is_gone = account.is_short and not (account.n_reused or account.plan.stops)
-        if is_gone and process.rule.kind is RuleKind.RESTORE_POINTS and isinstance(before, Known):
-            process.n_believed_points = believed_after_shortfall(
-                process.n_believed_points, before.restore_points, account.plan.start.n_reused
-            )
         if account.is_drift and not process.clears_idle_slots:
             return TAINTED
         if prompt.n_tokens + timings.predicted_n >= process.n_ctx:
@@ -421,7 +398,7 @@ class CachedRequest:
                 unknown  # what the checkpoint held is not in the slot, nor on the disk any more
             )
         return process.content_after(
-            before, prompt.tokens, prompt, account.plan.cuts, timings.predicted_n
+            before, replace(prompt, cuts=account.plan.cuts), timings.predicted_n
         )
 
     def _disagree(self, n_really: int) -> None:
@@ -447,8 +424,8 @@ class CachedRequest:
         process, account, start = self._process, self._account, self._plan.start
         if account.n_restored and not account.is_ineffective_restore:
             process.recover(DegradationKind.RESTORES_NOT_REUSED)
-        if account.is_ineffective_restore and isinstance(start, Restore):
-            self._quarantine(start)
+        if account.is_ineffective_restore and start.restored:
+            self._quarantine(start.restored.checkpoint, start.n_reused)
         # A server that clears idle slots puts them into its RAM cache, and brings prompts back from there.
         if account.is_drift and not process.clears_idle_slots:
             process.metrics.drift.inc()
@@ -456,12 +433,12 @@ class CachedRequest:
             process.metrics.live_reuse_short.inc()
             self._learn_stride()
 
-    def _quarantine(self, start: Restore) -> None:
+    def _quarantine(self, checkpoint: Checkpoint, n_expected: int) -> None:
         """Do not offer a checkpoint any more whose restore was not reused as the rule says."""
-        process, account, checkpoint = self._process, self._account, start.checkpoint
+        process, account = self._process, self._account
         process.degrade(
             DegradationKind.RESTORES_NOT_REUSED,
-            f"{account.n_reused} of {start.n_reused} tokens of {checkpoint.file_name}",
+            f"{account.n_reused} of {n_expected} tokens of {checkpoint.file_name}",
         )
         process.metrics.restore_ineffective.inc()
         account.failure = Cause.RESTORE_NOT_REUSED
@@ -472,7 +449,7 @@ class CachedRequest:
         get_logger("cache").warning(
             "a restore was not reused: the checkpoint is quarantined",
             id=self._request.id,
-            expected=start.n_reused,
+            expected=n_expected,
             confirmed=account.n_reused,
             file=checkpoint.file_name,
         )

@@ -2,48 +2,22 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager, suppress
 
 from proxy.core.model import CheckpointKind, ExpectedState, Prompt, RuleKind, SlotId
 from proxy.core.plan import Plan
-from proxy.core.saving import at_savable_point, is_write_back_due
+from proxy.core.saving import at_savable_point, expected_bytes, is_write_back_due
 from proxy.core.slots import Empty, Known, SlotTable
 from proxy.errors import UpstreamFault
 from proxy.llama.client import SlotStatus
-from proxy.serving.process import Process
-from proxy.serving.queue import SlotQueue, Turn, Turns
+from proxy.serving.process import LastTasks, Process
 from proxy.serving.request import Answer, OnStart, Request, do_nothing
+from proxy.tasks import Turn, Turns
 
 # States that are about to be saved. When two requests with the same new header come at the same moment,
 # the first evaluates and saves the header, and the second waits for that state. The same holds for a
 # conversation whose slot is being saved when its next request comes.
-
-
-class Arrivals:
-    """What is about to be saved in the slots of one llama-server process."""
-
-    def __init__(self, queue: SlotQueue) -> None:
-        self._queue = queue
-        self._arrivals: list[ExpectedState] = []
-
-    @contextmanager
-    def announced(self, arrival: ExpectedState | None) -> Iterator[None]:
-        """Let others wait for a state while the block runs; then it is there, or never will be."""
-        if arrival is None:
-            yield
-            return
-        self._arrivals.append(arrival)
-        try:
-            yield
-        finally:
-            self._arrivals.remove(arrival)
-            self._queue.reconsider()
-
-    @property
-    def expected(self) -> tuple[ExpectedState, ...]:
-        """What can be waited for now; what is overdue still counts as about to come."""
-        return tuple(self._arrivals)
 
 
 def displaced_state(process: Process, slot_id: SlotId) -> ExpectedState | None:
@@ -65,8 +39,8 @@ def first_save(process: Process, prompt: Prompt, plan: Plan) -> ExpectedState | 
         return None
     stop, rates = plan.stops[index], process.rates
     points = tuple(before.n_tokens for before in plan.stops[:index])
-    size_bytes = process.bytes_of(stop.n_tokens)
-    seconds = plan.option.displacement.delay_seconds + rates.save_seconds(size_bytes)
+    size_bytes = expected_bytes(process.sizes, stop.n_tokens, 2) or 0
+    seconds = plan.start.displacement.delay_seconds + rates.save_seconds(size_bytes)
     seconds += rates.evaluation_seconds(plan.start.n_reused, stop.n_tokens)
     tokens, expected_at = prompt.tokens[: stop.n_tokens], time.monotonic() + seconds
     is_whole = process.rule.kind is RuleKind.ANY_PREFIX
@@ -80,8 +54,7 @@ def first_save(process: Process, prompt: Prompt, plan: Plan) -> ExpectedState | 
 # nobody.
 
 
-_FIRST_LOOK_SECONDS = 0.005
-_LAST_LOOK_SECONDS = 0.1
+_START_LOOK_SECONDS = 0.02
 _CLOSING_LOOK_SECONDS = 0.01
 
 
@@ -112,19 +85,26 @@ class Launches:
         return self._turns.n_waiting
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[Turn]:
-        """Wait until nobody else is about to start, and see what is left in the slots."""
-        turn = await self._turns.take() if self._process.clears_idle_slots else Turn(None)
+    async def turn(self) -> AsyncIterator[Turn | None]:
+        """Wait until nobody else is about to start, and see what is left in the slots.
+
+        None is a turn that excludes nobody.
+        """
+        if not self._process.clears_idle_slots:
+            yield None
+            return
+        turn = await self._turns.take()
         try:
-            if not turn.has_ended:
-                await self._look()
+            with suppress(UpstreamFault):
+                note_emptied(self._table, await self._process.slot_states())
             yield turn
         finally:
             turn.end()
 
     def try_turn(self) -> Turn | None:
-        """Return the turn if nobody has it."""
-        return self._turns.try_take() if self._process.clears_idle_slots else Turn(None)
+        """Return a turn if nobody has it."""
+        turns = self._turns if self._process.clears_idle_slots else Turns()
+        return turns.try_take()
 
     @property
     def is_save_coming(self) -> bool:
@@ -148,7 +128,7 @@ class Launches:
 
     async def send(
         self,
-        turn: Turn,
+        turn: Turn | None,
         request: Request,
         raw: bytes,
         on_start: OnStart = do_nothing,
@@ -156,7 +136,7 @@ class Launches:
     ) -> Answer:
         """Send a request; its *turn* ends once llama-server runs it. Raises what `Request.send` does."""
         upstream = self._process.upstream
-        if turn.has_ended:
+        if turn is None:
             return await request.send(upstream, raw, on_start, n_found)
         if self._process.rule.kind is not RuleKind.END_ONLY:
             # There a save begins with a cut, whose start would empty the slot that is prepared.
@@ -174,21 +154,12 @@ class Launches:
             watch.cancel()
             turn.end()
 
-    async def _end_at_start(self, turn: Turn, before: dict[SlotId, int] | None) -> None:
+    async def _end_at_start(self, turn: Turn, before: LastTasks | None) -> None:
         """End the turn when some slot has begun another task; a whole answer's start is not told."""
-        pause = _FIRST_LOOK_SECONDS
         while before is not None:
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LAST_LOOK_SECONDS)
-            after = await self._process.last_tasks()
-            if after is None:
-                return
-            if any(task != before.get(slot_id) for slot_id, task in after.items()):
+            await asyncio.sleep(_START_LOOK_SECONDS)
+            if await self._process.begun_since(before):
                 return turn.end()
-
-    async def _look(self) -> None:
-        with suppress(UpstreamFault):
-            note_emptied(self._table, await self._process.slot_states())
 
 
 # Slots of requests whose clients went away: held until llama-server has really let go of them.

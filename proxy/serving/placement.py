@@ -10,7 +10,7 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import Stop
 from proxy.core.messages import Route
 from proxy.core.model import CheckpointKind, SlotId
-from proxy.core.plan import MAX_LOST_TOKENS, StartOption
+from proxy.core.plan import MAX_LOST_TOKENS, Start
 from proxy.core.residency import is_similar_enough, rivals, shared_at_most
 from proxy.core.slots import (
     TAINTED,
@@ -29,15 +29,13 @@ from proxy.llama.bodies import GenerationBody, n_completions, pin, taints_slot, 
 from proxy.llama.routes import is_task_for_each_input
 from proxy.serving.cached import CachedRequest
 from proxy.serving.launches import outlast
-from proxy.serving.process import Process
-from proxy.serving.queue import Choice, Lease, Turn
+from proxy.serving.process import LastTasks, Process
+from proxy.serving.queue import Choice, Lease
 from proxy.serving.request import Answer, OnStart, Request, do_nothing
+from proxy.tasks import Turn
 
 _FIRST_LOOK_SECONDS = 0.01
 _LAST_LOOK_SECONDS = 0.5
-
-LastTasks = dict[SlotId, int]
-"""The id of the last task that each slot ran, which survives the task."""
 
 
 class UncachedRequest:
@@ -55,7 +53,7 @@ class UncachedRequest:
     another tenant's, it waits until all are free.
     """
 
-    def __init__(self, process: Process, request: Request, turn: Turn) -> None:
+    def __init__(self, process: Process, request: Request, turn: Turn | None) -> None:
         self._process = process
         self._queue = process.queue
         self._request = request
@@ -148,18 +146,14 @@ class UncachedRequest:
             await process.finish(lease, process.saves.write_back(slot_id, kind))
         if not must_be_erased(process.rule, process.slots[slot_id].content, self._namespace):
             return True
-        try:
-            await process.finish(lease, process.erase(slot_id))
-            return True
-        except UpstreamFault:
-            process.faults.count("erase")
         # No flag tells /v1/messages to reuse nothing: one token is put into a slot that cannot be erased.
-        try:
-            await process.finish(lease, process.overwrite(slot_id, self._namespace))
-            return True
-        except UpstreamFault:
-            process.faults.count("erase")
-            return False
+        for clear in (process.erase, process.overwrite):
+            try:
+                await process.finish(lease, clear(slot_id))
+                return True
+            except UpstreamFault:
+                process.faults.count("erase")
+        return False
 
     def _mark_unknown(
         self, slot_ids: Iterable[SlotId], *, is_tainted: bool = False, brief: bytes = b""
@@ -201,7 +195,7 @@ class UncachedRequest:
         while self._before is not None:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_LOOK_SECONDS)
-            used = self._changed(await self._process.last_tasks())
+            used = await self._process.begun_since(self._before) or []
             # A slot whose request has just ended may have been chosen before its lease has.
             if len(used) >= self._n_slots and set(used) <= set(lease.held):
                 self._is_placed = True
@@ -210,18 +204,12 @@ class UncachedRequest:
 
     async def _used(self, lease: Lease[None]) -> list[SlotId]:
         """Return which slots the request ran on; all that it leased if that is not known."""
-        after = await self._process.last_tasks()
-        if self._is_placed or self._before is None or after is None:
+        used = None if self._is_placed else await self._process.begun_since(self._before)
+        if used is None:
             return list(lease.held)
-        used = self._changed(after)
         while not set(used) <= set(lease.held):  # noqa: ASYNC110 - they join when their leases end
             await asyncio.sleep(_FIRST_LOOK_SECONDS)
         return used
-
-    def _changed(self, after: LastTasks | None) -> list[SlotId]:
-        if self._before is None or after is None:
-            return []
-        return [slot_id for slot_id in after if self._before.get(slot_id) != after[slot_id]]
 
 
 # Cached requests whose slot llama-server chooses by similarity, because /v1/messages drops id_slot. The
@@ -246,24 +234,20 @@ class SimilarRequest(CachedRequest):
     async def _send(self, *, can_reuse: bool) -> Answer:
         slot_id = self._plan.slot_id
         if not can_reuse:
-            overwrite = self._process.overwrite(slot_id, self._prompt.namespace)
-            await self._process.finish(self._lease, overwrite)
+            await self._process.finish(self._lease, self._process.overwrite(slot_id))
         if self._prompt.n_tokens >= self._process.n_ctx:
             return await self._send_to_be_refused()
         hold = await self._await_turn()
+        is_over, watching = asyncio.Event(), None
         try:
             before = await self._tasks_before(slot_id)
-            is_over = asyncio.Event()
             watching = self._process.tasks.start(self._watch(hold, before, is_over))
-        except BaseException:
-            hold.end()
-            raise
-        try:
             answer = await self._send_as_it_is(self._account.n_reused)
             is_over.set()
             await _see_through(watching)
         finally:
-            watching.cancel()
+            if watching is not None:
+                watching.cancel()
             hold.end()
         return self._confirmed(answer)
 
@@ -298,7 +282,7 @@ class SimilarRequest(CachedRequest):
                 hold.end()
                 raise
             # Only who holds the queue may say so: others then go by what the slot holds.
-            queue.table.note_ready(slot_id, is_ready=stands_out)
+            queue.table[slot_id].is_ready = stands_out
             hold.end()
             if not stands_out:
                 await self._evaluate_all()
@@ -378,13 +362,15 @@ class SimilarRequest(CachedRequest):
         slot_id = self._plan.slot_id
         self._is_placed = before is None  # nothing else is as similar
         while before is not None and not self._is_placed:
-            await _wait(is_over, pause)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await is_over.wait()
             is_last_look = is_over.is_set()
-            after = await self._process.last_tasks()
+            begun = await self._process.begun_since(before) or []
             if is_last_look and (settling := [task for _, task in self._process.settling]):
                 # Their slots are leased, but llama-server may choose them.
                 await asyncio.wait(settling)
-            self._find(before, after)
+            self._find(begun)
             if is_last_look:
                 break
             pause = min(2 * pause, _LAST_SIMILAR_LOOK_SECONDS)
@@ -392,23 +378,18 @@ class SimilarRequest(CachedRequest):
                 hold.end()
                 before = {slot_id: before[slot_id]}  # others may begin in the free ones now
         if self._is_placed:
-            self._process.slots.note_running(self._plan.slot_id)
+            self._process.slots[self._plan.slot_id].note_running()
         if self._is_placed and before is not None and self._plan.slot_id == slot_id:
             self._process.recover(DegradationKind.PLACED_ELSEWHERE)
         hold.end()
 
-    def _find(self, before: LastTasks, after: LastTasks | None) -> None:
-        """Look which slot has run something since; go on in another one if it was that."""
-        if after is None:
-            return
+    def _find(self, begun: list[SlotId]) -> None:
+        """Look which slot has *begun* something; go on in another one if it was that."""
         slot_id, table = self._plan.slot_id, self._process.slots
-        if after.get(slot_id) != before.get(slot_id):
-            self._is_placed = True
-            return
-        for other, task in before.items():
-            if task != after.get(other) and not table[other].is_leased:
-                self._is_placed = True
-                return self._follow(table[other])
+        others = [table[other] for other in begun if not table[other].is_leased]
+        self._is_placed = slot_id in begun or bool(others)
+        if others and slot_id not in begun:
+            self._follow(others[0])
 
     def _follow(self, chosen: Slot) -> None:
         """Take the slot that was chosen instead; the one that was prepared is free again."""
@@ -416,10 +397,10 @@ class SimilarRequest(CachedRequest):
         if chosen.id not in rivals(process.slots[self._plan.slot_id], [chosen], prompt.tokens):
             process.degrade(DegradationKind.PLACED_ELSEWHERE)
         n_common = shared_tokens(chosen.content, prompt.tokens, prompt.namespace)
-        start = live_reuse(process.rule, chosen.content, n_common, prompt.n_tokens)
-        plan = replace(self._plan, option=StartOption(chosen.id, start, 0.0), stops=())
-        process.queue.move(self._lease, plan.slot_id, plan)
-        process.slots.destine(plan.slot_id, prompt.tokens)
+        n_reused, n_at_most = live_reuse(process.rule, chosen.content, n_common, prompt.n_tokens)
+        plan = replace(self._plan, start=Start(chosen.id, n_reused, n_at_most), stops=())
+        self._lease.move(plan.slot_id, plan)
+        process.slots[plan.slot_id].destined = prompt.tokens
         self._account.move(plan)
 
     def _confirmed(self, answer: Answer) -> Answer:
@@ -450,11 +431,3 @@ async def _see_through(watching: "asyncio.Task[None]") -> None:
             raise
         task.uncancel()
         await watching
-
-
-async def _wait(event: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(seconds):
-            await event.wait()
-    except TimeoutError:
-        pass

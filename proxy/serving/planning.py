@@ -1,7 +1,6 @@
 """What a llama-server process could do for a prompt now: the situation that the plan decides on."""
 
 import time
-from itertools import chain
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import Candidate, Prompt
@@ -16,18 +15,13 @@ def look_up(process: Process, prompt: Prompt) -> tuple[tuple[Candidate, ...], in
         return (), 0
     try:
         stored = process.store.find(prompt.namespace, prompt.tokens)
-        longest = next(stored, None)
-        found = (
-            ()
-            if longest is None
-            else promising(process.rule, chain([longest], stored), prompt.n_tokens)
-        )
+        found, n_shared = promising(process.rule, stored, prompt.n_tokens)
     except Exception as fault:
         process.faults.record("lookup", fault)
         process.degrade(DegradationKind.LOOKUPS_FAIL, str(fault))
         return (), 0
     process.recover(DegradationKind.LOOKUPS_FAIL)
-    return found, longest.n_common if longest else 0
+    return found, n_shared
 
 
 def situation(process: Process, prompt: Prompt) -> Situation:
@@ -42,7 +36,7 @@ def situation(process: Process, prompt: Prompt) -> Situation:
         n_shared,
         time.monotonic(),
         process.sizes,
-        process.arrivals.expected,
+        process.queue.expected,
     )
 
 

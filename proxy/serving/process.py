@@ -22,6 +22,7 @@ from proxy.core.cuts import Stop
 from proxy.core.eviction import Removal
 from proxy.core.model import (
     NO_RULE,
+    Candidate,
     Checkpoint,
     CheckpointKind,
     Cuts,
@@ -32,12 +33,10 @@ from proxy.core.model import (
     SlotId,
     tenant_namespace,
 )
-from proxy.core.plan import Restore, most_useful
+from proxy.core.plan import most_useful
 from proxy.core.rates import Rates
-from proxy.core.rule import LearnedRule
-from proxy.core.saving import StateSize, expected_bytes, state_bytes
+from proxy.core.saving import StateSize, state_bytes
 from proxy.core.slots import (
-    LOADING,
     TAINTED,
     Content,
     Empty,
@@ -47,7 +46,7 @@ from proxy.core.slots import (
     Unknown,
     after_evaluation,
 )
-from proxy.core.tokens import Namespace, TokenIds
+from proxy.core.tokens import Namespace
 from proxy.errors import (
     CacheFault,
     NoRoom,
@@ -66,13 +65,15 @@ from proxy.serving.shared import Services, note_quarantined
 from proxy.store.known_models import known_tenants
 
 if TYPE_CHECKING:
-    from proxy.serving.launches import Arrivals, Launches
+    from proxy.serving.launches import Launches
     from proxy.serving.prompts import PromptReader
     from proxy.serving.request import Request
     from proxy.serving.saver import Room
     from proxy.serving.saves import SlotSaves
 
 T = TypeVar("T")
+LastTasks = dict[SlotId, int]
+"""The id of the last task that each slot ran, which survives the task."""
 
 RULE = "self-test {model} {points} context checkpoints {build}"
 """A llama-server that saves context checkpoints has another rule than one that does not: --swa-full and
@@ -140,7 +141,6 @@ class Process(Services):
     room: "Room" = field(init=False)
     saves: "SlotSaves" = field(init=False)
     launches: "Launches" = field(init=False)
-    arrivals: "Arrivals" = field(init=False)
     is_current: Callable[[], Awaitable[bool]] = _is_always
     """Looks at llama-server now; returns whether this process is still the one that answers."""
 
@@ -258,43 +258,28 @@ class Process(Services):
             self.recover(DegradationKind.RULE_IS_NOTHING)
         else:
             self.degrade(DegradationKind.RULE_IS_NOTHING)
-        learned = LearnedRule(rule) if rule.can_restore else None
-        if self.known(RULE, LearnedRule) != learned:
+        learned = rule if rule.can_restore else None
+        if self.known(RULE, Rule) != learned:
             await self.remember(RULE, learned)
-
-    @property
-    def stride_tokens(self) -> int:
-        """How far a new context checkpoint must lie behind the last one of its slot."""
-        return self.rule.stride_tokens if self.rule.kind is RuleKind.END_ONLY else 1
 
     def learn_evaluation(self, timings: Timings) -> None:
         """Note how long an evaluation took, as llama-server says."""
         n_from, n_to = timings.cache_n, timings.cache_n + timings.prompt_n
         self.rates = self.rates.after_evaluation(n_from, n_to, timings.prompt_ms / 1000)
 
-    def bytes_of(self, n_tokens: int) -> int:
-        """Return how large the state of a prompt's first *n_tokens* will be at most; 0 if unknown."""
-        return expected_bytes(self.sizes, n_tokens, 2) or 0
-
     def state_bytes(self, content: Content) -> int:
         """Return how large the state of a slot will be at most; 0 while nothing like it was saved."""
         return state_bytes(self.sizes, content)
 
-    def content_after(
-        self, before: Content, tokens: TokenIds, prompt: Prompt, cuts: Cuts, n_generated: int = 0
-    ) -> Known:
-        """Return what a slot holds once the first *tokens* of a prompt were evaluated in it."""
+    def content_after(self, before: Content, prompt: Prompt, n_generated: int = 0) -> Known:
+        """Return what a slot holds once a prompt, or the first tokens of one, was evaluated in it."""
+        is_far_apart = self.rule.kind is RuleKind.END_ONLY
         return after_evaluation(
             before,
-            tokens,
-            prompt.namespace,
-            cuts=cuts,
+            prompt,
             n_generated=n_generated,
-            shape=prompt.shape,
-            conversation=prompt.conversation if len(tokens) == prompt.n_tokens else b"",
-            title=prompt.title,
             n_believed=self.n_believed_points,
-            stride_tokens=self.stride_tokens,
+            stride_tokens=self.rule.stride_tokens if is_far_apart else 1,
         )
 
     # What llama-server says of its slots.
@@ -304,13 +289,19 @@ class Process(Services):
         with self.watching(DegradationKind.SLOTS_NOT_SHOWN, UpstreamRefused):
             return await self.upstream.slots()
 
-    async def last_tasks(self) -> dict[SlotId, int] | None:
+    async def last_tasks(self) -> LastTasks | None:
         """Return the id of the last task that each slot ran; None if llama-server does not tell."""
         try:
             return {SlotId(state.id): state.id_task for state in await self.slot_states()}
         except UpstreamFault as fault:
             self.faults.record("placement", fault)
             return None
+
+    async def begun_since(self, before: LastTasks | None) -> list[SlotId] | None:
+        """Return which slots run another task than *before*, or have run one; None if it is not told."""
+        if before is None or (after := await self.last_tasks()) is None:
+            return None
+        return [slot_id for slot_id, task in before.items() if after.get(slot_id, -1) != task]
 
     # The actions on a leased slot.
 
@@ -332,14 +323,14 @@ class Process(Services):
     async def erase(self, slot_id: SlotId) -> None:
         """Empty a slot; raises UpstreamFault."""
         self.require_alive()
-        self.slots.set_content(slot_id, Unknown(can_be_adopted=False))
+        self.slots.set_content(slot_id, TAINTED)
         with self.watching(DegradationKind.ERASES_REFUSED, UpstreamFault):
             await self.upstream.erase(slot_id)
         self.slots.set_content(slot_id, Empty())
 
     async def empty(self, slot_id: SlotId) -> None:
         """Save what a free slot holds, and erase the slot; a slot that somebody leases is left alone."""
-        if (lease := self.queue.lease_free(slot_id)) is None:
+        if (lease := self.queue.try_lease(slot_id, passes_all=True)) is None:
             return
         with lease:
             await self.finish(lease, self.saves.write_back(slot_id, CheckpointKind.CONVERSATION))
@@ -348,22 +339,22 @@ class Process(Services):
             except UpstreamFault as fault:
                 self.faults.record("erase", fault)
 
-    async def overwrite(self, slot_id: SlotId, namespace: Namespace) -> None:
+    async def overwrite(self, slot_id: SlotId) -> None:
         """Replace what a slot holds by one token, where it cannot be erased; raises UpstreamFault."""
         self.require_alive()
         self.slots.set_content(slot_id, TAINTED)
         await self.upstream.overwrite(slot_id)
-        self.slots.set_content(slot_id, Unknown(namespace, can_be_adopted=False))
+        self.slots.set_content(slot_id, Empty())
 
     async def restore(
-        self, slot_id: SlotId, namespace: Namespace, start: Restore, waited_seconds: float = 0.0
+        self, slot_id: SlotId, restored: Candidate, waited_seconds: float = 0.0
     ) -> None:
         """Load a checkpoint into a slot; raises CacheFault, and the slot is then empty or unknown.
 
         *waited_seconds* were spent on verification, which reads the file from the disk.
         """
         self.require_alive()
-        checkpoint = start.checkpoint
+        checkpoint, namespace = restored.checkpoint, restored.checkpoint.namespace
         if self.store.is_quarantined(checkpoint):  # since the plan was made
             raise StoreFault(f"{checkpoint.file_name} is quarantined")
         tokens = self.store.index.tokens(checkpoint.id)
@@ -372,7 +363,7 @@ class Process(Services):
                 raise StoreFault(f"tokens of {checkpoint.file_name} are gone")
             async with self.store.using(checkpoint):
                 with self.watching(DegradationKind.RESTORES_REFUSED, UpstreamFault):
-                    await self._load(slot_id, start, waited_seconds)
+                    await self._load(slot_id, restored, waited_seconds)
         except StoreFault:
             self.metrics.restores.labels("missing").inc()
             await self.store.remove(checkpoint, Removal.BROKEN)
@@ -390,7 +381,7 @@ class Process(Services):
         self.metrics.restores.labels("done").inc()
         self.metrics.restored_bytes.inc(checkpoint.size_bytes)
         n_uncut = 0 if checkpoint.has_every_position else checkpoint.n_tokens
-        restored = Known(
+        content = Known(
             tokens,
             namespace,
             restore_points=checkpoint.restore_points,
@@ -402,12 +393,12 @@ class Process(Services):
             origin=Origin(n_uncut, self.store.lineage(checkpoint)),
             n_points_at_most=len(checkpoint.restore_points),
         )
-        self.slots.set_content(slot_id, restored)
+        self.slots.set_content(slot_id, content)
 
-    async def _load(self, slot_id: SlotId, start: Restore, waited_seconds: float) -> None:
-        checkpoint = start.checkpoint
-        self.slots.set_content(slot_id, LOADING)
-        self.slots.note_restore(slot_id, checkpoint)
+    async def _load(self, slot_id: SlotId, restored: Candidate, waited_seconds: float) -> None:
+        checkpoint = restored.checkpoint
+        self.slots.set_content(slot_id, TAINTED)
+        self.slots[slot_id].note_restore(checkpoint)
         began = time.monotonic()
         try:
             n_restored = await self.upstream.restore(slot_id, checkpoint.file_name)
@@ -418,7 +409,7 @@ class Process(Services):
         seconds = time.monotonic() - began
         self.metrics.restore_seconds.observe(seconds)
         self.rates = self.rates.after_restore(
-            checkpoint.size_bytes, waited_seconds + seconds, is_warm=start.is_warm
+            checkpoint.size_bytes, waited_seconds + seconds, is_warm=restored.is_warm
         )
         if n_restored != checkpoint.n_tokens:
             raise UpstreamRefused(200, f"restored {n_restored} of {checkpoint.n_tokens}")
@@ -437,7 +428,8 @@ class Process(Services):
             await self.quarantine_suspects(slot_id)
             raise
         self.learn_evaluation(timings)
-        content = self.content_after(before, tokens, prompt, cuts)
+        evaluated = replace(prompt, tokens=tokens, cuts=cuts, conversation=b"")
+        content = self.content_after(before, evaluated)
         self.slots.set_content(slot_id, replace(content, last_cut=stop.n_tokens))
         return timings
 
@@ -455,8 +447,8 @@ class Process(Services):
         process ended. A process that is told to end lets its connections stand (`Heard`), so nothing is
         suspect then; nor is anything when only the network broke the connection.
         """
-        suspects = self.slots.suspects(slot_id, is_saving=is_saving)
-        self.slots.forget_sources(slot_id)
+        slot = self.slots[slot_id]
+        suspects, slot.sources = slot.suspects(is_saving=is_saving), ()
         if not suspects or not await self.has_ended():
             return False
         names = [checkpoint.file_name for checkpoint in suspects]

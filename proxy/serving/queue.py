@@ -15,16 +15,16 @@ four cases:
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from proxy.core.model import SlotId
+from proxy.core.model import ExpectedState, SlotId
 from proxy.core.slots import TAINTED, SlotTable
 from proxy.errors import ServerAway, TooManyRequests
+from proxy.tasks import Turn, Turns
 
 C = TypeVar("C")
 
@@ -33,66 +33,6 @@ MAX_OVERTAKES = 8
 
 MAX_LOOKED_AT = 8
 """How many waiting requests are asked whether a slot fits them."""
-
-
-class Turn:
-    """The right to be the only one; ending it again is harmless."""
-
-    def __init__(self, end: Callable[[], None] | None) -> None:
-        """Without *end* the turn excludes nobody."""
-        self._end = end
-
-    @property
-    def has_ended(self) -> bool:
-        return self._end is None
-
-    def end(self) -> None:
-        """Let the next one have the turn."""
-        end, self._end = self._end, None
-        if end is not None:
-            end()
-
-
-class Turns:
-    """Hands out a turn that one has at a time, in the order of asking."""
-
-    def __init__(self) -> None:
-        self._is_taken = False
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    @property
-    def n_waiting(self) -> int:
-        return len(self._waiting)
-
-    def try_take(self) -> Turn | None:
-        """Return the turn if nobody has it."""
-        if self._is_taken:
-            return None
-        self._is_taken = True
-        return Turn(self._pass_on)
-
-    async def take(self) -> Turn:
-        """Wait for the turn."""
-        if turn := self.try_take():
-            return turn
-        passed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(passed)
-        try:
-            await passed
-        except asyncio.CancelledError:
-            if passed.done() and not passed.cancelled():
-                self._pass_on()  # the turn came as its taker left
-            else:
-                self._waiting.remove(passed)
-            raise
-        return Turn(self._pass_on)
-
-    def _pass_on(self) -> None:
-        while self._waiting:
-            passed = self._waiting.popleft()
-            if not passed.done():
-                return passed.set_result(None)
-        self._is_taken = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +70,7 @@ class Lease(Generic[C]):
     def __enter__(self) -> "Lease[C]":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def release(self) -> None:
@@ -154,11 +89,12 @@ class Lease(Generic[C]):
         if self._is_handed_over:
             # Whether the abandoned request ran there will never be known.
             self._queue.table.set_content(slot_id, TAINTED)
-            self._queue.table.close_lease(slot_id)
+            self._queue.table[slot_id].close_lease()
 
     def move(self, slot_id: SlotId, reason: C) -> None:
-        """Exchange all slots for another one that was reserved."""
+        """Exchange all slots for another one, which is free; only for who holds the queue."""
         left = self.held
+        self._queue.table.lease(slot_id, time.monotonic())
         self._held.add(slot_id)
         self.slot_ids, self.reason = (slot_id,), reason
         self.give_up(left)
@@ -166,7 +102,7 @@ class Lease(Generic[C]):
     def hand_over(self, task: "asyncio.Task[Any]") -> None:
         """Leave the slots to *task*: they are given back when it ends, whatever becomes of us."""
         for slot_id in self._held:
-            self._queue.table.close_lease(slot_id)
+            self._queue.table[slot_id].close_lease()
         self._is_handed_over = True
         task.add_done_callback(lambda _: self.give_up(self._held))
 
@@ -196,42 +132,43 @@ class SlotQueue:
         self._max_waiting = max_waiting
         self._waiting: deque[_Waiting] = deque()
         self._placement: Lease[Any] | None = None
-        self._choosing = Turns()
+        self._choosing = Turns(self.reconsider)
+        self._expected: list[ExpectedState] = []
         self.on_idle: Callable[[SlotQueue], None] = lambda queue: None
         """Is told when a slot has come free that nobody here waits for."""
-        self._is_held = False
-        self._is_closed = False
-
-    @property
-    def is_closed(self) -> bool:
+        self.is_closed = False
         """Whether llama-server has been replaced since: nothing may be saved or restored any more."""
-        return self._is_closed
 
     @property
     def is_placing(self) -> bool:
         """Whether llama-server may be about to run a request in any slot that is idle to it."""
-        return self._placement is not None or self._is_held
+        return self._placement is not None or self._choosing.is_taken
 
     @property
     def grants_at_once(self) -> bool:
         """Whether a request that finds its slot free gets the slot without waiting."""
-        return not (self._is_closed or self._waiting or self.is_placing)
+        return not (self.is_closed or self._waiting or self.is_placing)
 
     async def hold(self) -> Turn:
         """Grant nothing until the turn ends: llama-server is choosing a slot by what the slots hold."""
-        choosing = await self._choosing.take()
-        self._is_held = True
+        return await self._choosing.take()
 
-        def end() -> None:
-            self._is_held = False
-            choosing.end()
-            self._grant()
+    @contextmanager
+    def announced(self, state: ExpectedState | None) -> Iterator[None]:
+        """Let others wait for a state while the block runs; then it is saved, or never will be."""
+        expected = [state] if state else []
+        self._expected += expected
+        try:
+            yield
+        finally:
+            for each in expected:
+                self._expected.remove(each)
+                self.reconsider()
 
-        return Turn(end)
-
-    async def await_choice(self) -> None:
-        """Wait until nobody holds the queue: what slots hold may change then."""
-        (await self._choosing.take()).end()
+    @property
+    def expected(self) -> tuple[ExpectedState, ...]:
+        """The states that are about to be saved; what is overdue still counts."""
+        return tuple(self._expected)
 
     @property
     def n_waiting(self) -> int:
@@ -250,7 +187,7 @@ class SlotQueue:
         Raises TooManyRequests if the queue is full, ServerAway if llama-server is replaced meanwhile, and
         FreeElsewhere.
         """
-        if self._is_closed:
+        if self.is_closed:
             raise replaced()
         if self.grants_at_once and (choice := choose()):
             return self._reserve(choice, is_placement=is_placement)
@@ -260,16 +197,20 @@ class SlotQueue:
         n_passes = MAX_OVERTAKES if may_be_passed else 0
         waiting = _Waiting(choose, granted, n_passes, is_placement)
         self._waiting.append(waiting)
-        self._grant()
+        self.reconsider()
         try:
             return await granted
         except asyncio.CancelledError:
             self._abandon(waiting)
             raise
 
-    def try_lease(self, slot_id: SlotId) -> Lease[None] | None:
-        """Lease one slot if it is free and nobody waits."""
-        if not self.grants_at_once or self.table[slot_id].is_leased:
+    def try_lease(self, slot_id: SlotId, *, passes_all: bool = False) -> Lease[None] | None:
+        """Lease one slot if it is free and nobody waits.
+
+        It *passes_all* who wait where the caller holds the queue, or is about to start a request.
+        """
+        may_lease = not self.is_closed if passes_all else self.grants_at_once
+        if not may_lease or self.table[slot_id].is_leased:
             return None
         return self._reserve(Choice((slot_id,), None))
 
@@ -278,19 +219,8 @@ class SlotQueue:
         if self._placement is lease:
             self._placement = None
         for slot_id in used:
-            self.table.note_running(slot_id)
+            self.table[slot_id].note_running()
         lease.give_up(set(lease.held) - set(used))
-
-    def lease_free(self, slot_id: SlotId) -> Lease[None] | None:
-        """Lease one slot if it is free, whoever waits; only for who holds the queue."""
-        if self._is_closed or self.table[slot_id].is_leased:
-            return None
-        return self._reserve(Choice((slot_id,), None))
-
-    def move(self, lease: Lease[C], slot_id: SlotId, reason: C) -> None:
-        """Let a lease have a free slot instead of its own; only for who holds the queue."""
-        self.table.lease(slot_id, time.monotonic())
-        lease.move(slot_id, reason)
 
     def take_over(self, slot_id: SlotId) -> Lease[None]:
         """Return the lease of a slot that was found in somebody else's use."""
@@ -298,12 +228,8 @@ class SlotQueue:
 
     def note_running(self, slot_id: SlotId) -> None:
         """Note that llama-server runs the request that a slot was leased for."""
-        self.table.note_running(slot_id)
-        self._grant()
-
-    def reconsider(self) -> None:
-        """Ask those who wait again: what a slot holds has changed."""
-        self._grant()
+        self.table[slot_id].note_running()
+        self.reconsider()
 
     def give_back(self, lease: Lease[Any], slot_ids: set[SlotId]) -> None:
         """Free slots of *lease*; while another lease is a placement, they join that one instead."""
@@ -314,9 +240,9 @@ class SlotQueue:
             if self._placement not in (None, lease):
                 self.table.lease(slot_id, time.monotonic())
                 self._placement.join(slot_id)
-        self._grant()
+        self.reconsider()
         is_idle = not self._waiting and not self.is_placing and bool(self.table.free())
-        if slot_ids and is_idle and not self._is_closed:
+        if slot_ids and is_idle and not self.is_closed:
             self.on_idle(self)
 
     def let_go(self) -> bool:
@@ -330,7 +256,7 @@ class SlotQueue:
 
     def close(self) -> None:
         """Send everybody who waits away; leases that are out stay harmless."""
-        self._is_closed = True
+        self.is_closed = True
         while self._waiting:
             waiting = self._waiting.popleft()
             if not waiting.granted.done():
@@ -338,16 +264,13 @@ class SlotQueue:
 
     def _reserve(self, choice: Choice[C], *, is_placement: bool = False) -> Lease[C]:
         for slot_id in choice.slot_ids:
-            if self.table[slot_id].is_leased:
-                raise ValueError(f"slot {slot_id} is leased already")
-        for slot_id in choice.slot_ids:
             self.table.lease(slot_id, time.monotonic())
         lease = Lease(self, choice)
         if is_placement:
             self._placement = lease
         return lease
 
-    def _grant(self) -> None:
+    def reconsider(self) -> None:
         """Give free slots to those who wait, in arrival order but for a bounded number of overtakes."""
         declined: list[_Waiting] = []
         for waiting in tuple(self._waiting):
@@ -366,7 +289,7 @@ class SlotQueue:
                 overtaken.n_passes -= 1
             self._waiting.remove(taker)
             if taker is not waiting:
-                return self._grant()
+                return self.reconsider()
             if any(overtaken.n_passes == 0 for overtaken in declined):
                 return
 
@@ -416,4 +339,4 @@ class SlotQueue:
                 waiting.granted.result().release()
         elif waiting in self._waiting:
             self._waiting.remove(waiting)
-            self._grant()
+            self.reconsider()

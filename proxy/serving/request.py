@@ -10,7 +10,7 @@ import msgspec
 
 from proxy.core.messages import Route
 from proxy.core.model import Conversation, Outcome, Prompt
-from proxy.core.plan import Plan, Restore, StartOption
+from proxy.core.plan import Plan, Start
 from proxy.core.rates import Rates
 from proxy.core.slots import Known
 from proxy.explain.causes import Cause
@@ -187,7 +187,7 @@ class Account:
         """Whether a restore that answered 200 was not reused as planned."""
         start = self.plan.start
         return (
-            isinstance(start, Restore)
+            start.restored is not None
             and not self.is_degraded
             and self.n_reused is not None
             and self.n_reused < start.n_reused
@@ -204,9 +204,7 @@ class Account:
         """Whether a live slot gave less than it was believed to hold."""
         start = self.plan.start
         return (
-            not isinstance(start, Restore)
-            and self.n_reused is not None
-            and self.n_reused < start.n_reused
+            start.restored is None and self.n_reused is not None and self.n_reused < start.n_reused
         )
 
     @property
@@ -220,7 +218,7 @@ class Account:
     @property
     def n_restored(self) -> int:
         """How many tokens of the prompt a restore spared llama-server, as the reply confirms."""
-        is_restored = isinstance(self.plan.start, Restore) and not self.is_degraded
+        is_restored = self.plan.start.restored is not None and not self.is_degraded
         return (self.n_reused or 0) if is_restored else 0
 
     def describe(self) -> dict[str, Any]:
@@ -228,7 +226,7 @@ class Account:
         plan, start, cuts = self.plan, self.plan.start, self.plan.cuts
         return {
             "slot": plan.slot_id,
-            "chosen": plan.option.kind,
+            "chosen": start.kind,
             "why": plan.why.value,
             "n_prompt": self.n_prompt,
             "expected": start.n_reused,
@@ -238,17 +236,17 @@ class Account:
             "prepared_seconds": round(self.prepared_seconds, 4),
             "evaluation_seconds": round(self.evaluation_seconds, 4),
             "saved_seconds": None if self.saved_seconds is None else round(self.saved_seconds, 4),
-            "expected_seconds": round(plan.option.seconds, 4),
-            "displaced_seconds": round(plan.option.displacement.seconds, 4),
+            "expected_seconds": round(start.seconds, 4),
+            "displaced_seconds": round(start.displacement.seconds, 4),
             "alternatives": tuple(_describe(option) for option in plan.alternatives),
             "stops": tuple(stop.n_tokens for stop in plan.stops),
             "cuts": (cuts.header, cuts.turn_start, cuts.branch),
         }
 
 
-def _describe(option: StartOption) -> str:
+def _describe(option: Start) -> str:
     """Return an option that was not chosen in a few words, with what it would have cost."""
-    way = f"{option.kind} {option.start.n_reused}" if option.start.n_reused else option.kind
+    way = f"{option.kind} {option.n_reused}" if option.n_reused else option.kind
     costs = f"{option.seconds:.3f} s"
     if option.displacement.seconds:
         costs += f" + {option.displacement.seconds:.3f} s displaced"

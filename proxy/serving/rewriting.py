@@ -20,7 +20,7 @@ from proxy.core.cuts import (
     step_of,
 )
 from proxy.core.messages import CONVERSATIONS, list_of
-from proxy.errors import CacheFault, StoreFault, UpstreamFault, UpstreamRefused
+from proxy.errors import CacheFault, StoreFault, UpstreamFault, UpstreamRefused, WillBeRefused
 from proxy.llama.bodies import GenerationBody
 from proxy.llama.client import LlamaServer
 from proxy.llama.routes import Target
@@ -35,7 +35,7 @@ from proxy.stabilize.drops import (
     shortened,
     wanted_tokens,
 )
-from proxy.stabilize.model import Json, Memory, Name, RequestFacts, UnknownShape, list_name
+from proxy.stabilize.model import Json, Memory, Name, RequestFacts, list_name, why_failed
 from proxy.stabilize.run import Seen, stabilize
 from proxy.stabilize.template import BODIES, inlined_body, keeps_inlined, read_facts
 
@@ -71,8 +71,7 @@ class Stabilizing:
         facts = await self._facts_of(process)
         session = request.session or _cache_key(body)
         facts = replace(facts, session=session, tenant=request.tenant.hex())
-        begins = list_of(body.fields.get(list_name(route)))[:_N_FIRST_MESSAGES]
-        key = xxhash.xxh3_128_digest(msgspec.json.encode([route, request.tenant, session, begins]))
+        key = _conversation_key(request, body)
         seen, _ = self._seen.get(key, (Seen(), 0))
         result = stabilize(route, body.fields, self._memory, self._switches, facts, seen)
         for failed, reason in result.failures.items():
@@ -147,6 +146,13 @@ def _cache_key(body: GenerationBody) -> str:
     return next((key for key in keys if isinstance(key, str)), "")
 
 
+def _conversation_key(request: Request, body: GenerationBody, model: str = "") -> bytes:
+    """Return what tells a conversation from others: who leads it, with whom, and how it began."""
+    begins = list_of(body.fields.get(list_name(request.route)))[:_N_FIRST_MESSAGES]
+    told = [request.route, request.tenant, request.session or _cache_key(body), model, begins]
+    return xxhash.xxh3_128_digest(msgspec.json.encode(told))
+
+
 # The setting context_overflow: a conversation that has outgrown the context is shortened. Without the
 # setting llama-server refuses its prompt, and clients know what to do then.
 
@@ -154,7 +160,6 @@ def _cache_key(body: GenerationBody) -> str:
 REWRITE = "context_overflow"
 _N_CONVERSATIONS = 1024
 _N_MESSAGES = 16384
-_N_COUNTED_AT_ONCE = 8
 
 Read = Callable[[Request], Awaitable[None]]
 
@@ -189,21 +194,12 @@ class Overflow:
             conversation = conversation_of(request.route, request.body.fields)
             parts = await self._count(process.upstream, conversation, request)
             places = places_to_cut(parts, step_of(n_ctx, n_room))
-            key = _key_of(process.upstream, request, conversation)
+            key = _conversation_key(request, request.body, process.upstream.target.model)
             return await self._shorten(request, read, places, key, n_room)
-        except UpstreamFault as fault:
-            self._services.faults.record("stabilize", fault)
-        except UnknownShape as fault:
-            self._services.faults.record("stabilize", CacheFault(f"{REWRITE}: {fault}"))
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:
-            failure = CacheFault(f"{REWRITE}: {type(error).__name__}")
+        except WillBeRefused:
+            raise
+        except Exception as error:
+            failure = CacheFault(f"{REWRITE}: {why_failed(error)}")
             self._services.faults.record("stabilize", failure)
         return False
 
@@ -235,16 +231,11 @@ class Overflow:
     ) -> list[MessageSize]:
         """Return the messages with their own tokens, whatever a template adds to them."""
         parts: list[MessageSize] = []
-        for start in range(0, len(conversation), _N_COUNTED_AT_ONCE):
-            some = conversation[start : start + _N_COUNTED_AT_ONCE]
-            counts = await asyncio.gather(
-                *(self._n_tokens(upstream, message, request) for message in some)
-            )
-            for index, n_tokens in enumerate(counts, start):
-                before = conversation[index - 1] if index else None
-                message = conversation[index]
-                begins = begins_turn(message), begins_step(message, before)
-                parts.append(MessageSize(n_tokens, *begins))
+        before: Json | None = None
+        for message in conversation:
+            n_tokens = await self._n_tokens(upstream, message, request)
+            parts.append(MessageSize(n_tokens, begins_turn(message), begins_step(message, before)))
+            before = message
         return parts
 
     async def _n_tokens(self, upstream: LlamaServer, message: Json, request: Request) -> int:
@@ -254,10 +245,3 @@ class Overflow:
             tokens = await upstream.tokenize(text, request.headers, add_special=False)
             self._counts[key] = len(tokens)
         return self._counts[key]
-
-
-def _key_of(upstream: LlamaServer, request: Request, conversation: list[Json]) -> bytes:
-    """Return what tells a conversation from others: with whom, who leads it, and how it began."""
-    model = upstream.target.model
-    began = msgspec.json.encode([model, request.session, rendered_text(conversation[:1])])
-    return xxhash.xxh3_128_digest(request.tenant + began)

@@ -17,7 +17,7 @@ from proxy.core.eviction import Present
 from proxy.core.model import UNTITLED, Checkpoint, CheckpointId, CheckpointKind, FilePart, SlotId
 from proxy.core.plan import most_useful
 from proxy.core.saving import Claim, StateSize, expected_bytes, extent_of
-from proxy.core.slots import Content, Empty, Known
+from proxy.core.slots import Content, Known
 from proxy.core.tokens import Namespace
 from proxy.errors import WRITE_BUDGET, NoRoom, SaveRejected, UpstreamRefused
 from proxy.health import CannotCache
@@ -27,8 +27,6 @@ from proxy.llama.state_file import StateFile, read_state_file
 from proxy.serving.process import Process
 from proxy.serving.shared import Services
 from proxy.store.files import final_name_of, id_of
-
-NOTHING_BELIEVED = Empty()
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +40,7 @@ class SavedSlot:
     seconds: float
 
     def checkpoint(
-        self, namespace: Namespace, kind: CheckpointKind, content: Content = NOTHING_BELIEVED
+        self, namespace: Namespace, kind: CheckpointKind, content: Content
     ) -> Checkpoint:
         """Return the checkpoint to commit for this file of a slot that was believed to hold *content*."""
         known, now = content if isinstance(content, Known) else None, time.time()
@@ -119,10 +117,8 @@ class Saver:
     def _read(self, name: str) -> StateFile:
         path = self._services.store.files.path(name)
         state = read_state_file(path)
-        is_repaired = self.repairs_windows and state.version in NEEDED_BY_VERSIONS
-        if is_repaired and self._repair(name):
-            return read_state_file(path)
-        return state
+        is_in_need = self.repairs_windows and state.version in NEEDED_BY_VERSIONS
+        return read_state_file(path) if is_in_need and self._repair(name) else state
 
     def _repair(self, name: str) -> bool:
         files = self._services.store.files
@@ -229,11 +225,7 @@ class Room:
 
     def _guess_bytes(self, max_bytes: int) -> int:
         store = self._process.store
-        try:
-            free_bytes = store.files.free_bytes()
-        except OSError:
-            free_bytes = 0
-        left_bytes = store.writes.left_bytes
+        free_bytes, left_bytes = store.files.free_bytes(), store.writes.left_bytes
         may_write_bytes = free_bytes if left_bytes is None else min(free_bytes, max(0, left_bytes))
         return min(max_bytes // _GUESS_SHARE, _GUESS_BYTES, may_write_bytes // 2)
 

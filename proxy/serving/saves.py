@@ -42,11 +42,9 @@ class SlotSaves:
     """Saves slots."""
 
     def __init__(self, process: Process) -> None:
-        self._upstream = process.upstream
         self._process = process
         self._table = process.slots
         self._metrics = process.metrics
-        self._room = process.room
         self._postponed: dict[SlotId, tuple[Content, Content]] = {}
 
     async def write_back(
@@ -62,7 +60,7 @@ class SlotSaves:
             return None
         try:
             with self._process.watching(DegradationKind.SAVES_FAIL, CacheFault):
-                async with self._room.for_slot(self._table[slot_id].content) as name:
+                async with self._process.room.for_slot(self._table[slot_id].content) as name:
                     await self._cut_back(slot_id)
                     return await self._save(slot_id, kind, name, is_just_predicted)
         except NoRoom:
@@ -106,7 +104,7 @@ class SlotSaves:
             return
         self._process.require_alive()
         self._table.set_content(slot_id, Unknown(content.namespace, origin=content.origin))
-        timings = await self._upstream.evaluate(slot_id, target.tokens)
+        timings = await self._process.upstream.evaluate(slot_id, target.tokens)
         self._metrics.prompt_tokens.labels("evaluated").inc(timings.prompt_n)
         self._metrics.evaluation_seconds.inc(timings.prompt_ms / 1000)
         self._table.set_content(slot_id, target)
@@ -117,7 +115,7 @@ class SlotSaves:
         """Save a slot as it stands, check the file and commit it; raises CacheFault."""
         content = self._table[slot_id].content
         self._process.require_alive()
-        saved = await self._room.save(slot_id, name)
+        saved = await self._process.room.save(slot_id, name)
         if not saved.state.tokens and self._process.clears_idle_slots:
             # Its request ended just when another one started.
             self._table.set_content(slot_id, Empty())
@@ -125,7 +123,7 @@ class SlotSaves:
         self._require_expected(slot_id, content, saved.state, is_just_predicted)
         self._process.require_alive()
         self._metrics.save_seconds.observe(saved.seconds)
-        return await self._commit(slot_id, content, kind, saved)
+        return await self.commit(slot_id, content, kind, saved)
 
     def _require_expected(
         self, slot_id: SlotId, content: Content, state: StateFile, is_just_predicted: bool
@@ -156,9 +154,10 @@ class SlotSaves:
         self._metrics.drift.inc()
         raise SaveRejected("the slot was used by somebody else: all traffic must go through here")
 
-    async def _commit(
+    async def commit(
         self, slot_id: SlotId, content: Content, kind: CheckpointKind, saved: SavedSlot
     ) -> Checkpoint | None:
+        """Commit the checked file of a slot that held *content*; None if nothing new is in it."""
         state, store, namespace = saved.state, self._process.store, self._namespace_of(content)
         if namespace is None or not state.tokens:
             self._table.set_content(slot_id, Empty() if not state.tokens else content)
@@ -177,7 +176,7 @@ class SlotSaves:
         title = title_of(new.title, family, relatives)
         new = replace(new, family=family, ancestors=tuple(ancestors), title=title)
         checkpoint = await store.commit(new, state.tokens)
-        self._table.note_save(slot_id, checkpoint)
+        self._table[slot_id].note_save(checkpoint)
         self._note_saved(slot_id, content, namespace, state, checkpoint)
         rule = after_save(self._process.rule, has_every_position=checkpoint.has_every_position)
         if rule != self._process.rule:

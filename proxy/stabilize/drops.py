@@ -30,6 +30,7 @@ from proxy.stabilize.model import (
     is_text,
     list_name,
     messages_of,
+    plain_text,
     with_items,
     with_list,
 )
@@ -229,12 +230,9 @@ def fold_system_messages(draft: Draft) -> None:
 
 def _text_at(draft: Draft, index: int, message: Json) -> str:
     """Return the text of a message; raises UnknownShape if there is more than text in the message."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(map(is_text, content)):
-        return "\n".join(part["text"] for part in content)
-    raise UnknownShape(f"{draft.list_name}[{index}].content is not text")
+    if (text := plain_text(message.get("content"))) is None:
+        raise UnknownShape(f"{draft.list_name}[{index}].content is not text")
+    return text
 
 
 def _as_reminder(text: str) -> str:
@@ -274,17 +272,11 @@ def inline_reasoning(draft: Draft) -> None:
     if marks is None:
         return
     messages = draft.messages
-    newest = max((i for i, m in enumerate(messages) if _asks(m)), default=0)
+    newest = max((i for i, m in enumerate(messages) if begins_turn(m)), default=0)
     draft.messages = [
         _inlined(m, draft.route, marks) if i < newest and m.get("role") == "assistant" else m
         for i, m in enumerate(messages)
     ]
-
-
-def _asks(message: Json) -> bool:
-    """Return whether a message of the user is more than tool results."""
-    is_all_results = _has_results(message) and all(map(_is_result, message["content"]))
-    return message.get("role") == "user" and not is_all_results
 
 
 def _inlined(given: Json, route: Route, marks: Marks) -> Json:

@@ -154,6 +154,11 @@ class UnknownShape(Exception):
     """Part of a body is not as the API describes it; the message says where, never what it holds."""
 
 
+def why_failed(error: Exception) -> str:
+    """Return what may be told of a failure; the messages of other errors may quote the prompt."""
+    return str(error) if isinstance(error, UnknownShape) else type(error).__name__
+
+
 @dataclass(frozen=True, slots=True)
 class Marks:
     """How a template writes the reasoning of an answer: what stands before and behind it.
@@ -211,6 +216,15 @@ def messages_of(route: Route, body: Json) -> list[Json]:
 def is_text(part: Any) -> bool:
     is_kind = text_of(part, "type") in ("text", "input_text", "output_text")
     return is_kind and isinstance(part.get("text"), str)
+
+
+def plain_text(content: Any) -> str | None:
+    """Return the text of a message's content, or None if there is more than text in it."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(map(is_text, content)):
+        return "\n".join(part["text"] for part in content)
+    return None
 
 
 def is_of_model(message: Json) -> bool:

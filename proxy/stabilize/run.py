@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 from proxy.core.messages import CONVERSATIONS, Route
 from proxy.core.tokens import common_prefix_length
 from proxy.stabilize import drops, sticky
-from proxy.stabilize.model import Draft, Json, Memory, Name, RequestFacts, UnknownShape, messages_of
+from proxy.stabilize.model import (
+    Draft,
+    Json,
+    Memory,
+    Name,
+    RequestFacts,
+    UnknownShape,
+    messages_of,
+    why_failed,
+)
 
 # How a conversation is recognised depends on what those before the sticky ones change, and must not depend
 # on what the others do. Reasoning comes last because its messages no longer look Anthropic.
@@ -84,12 +93,6 @@ class Stabilized:
     lessons: dict[str, Any] = field(default_factory=dict)
     seen: Seen = NOTHING_SEEN
 
-    def note(self, name: Name, error: Exception) -> None:
-        """Note that a stabilizer failed; other errors' messages may quote the prompt."""
-        self.failures[name] = (
-            str(error) if isinstance(error, UnknownShape) else type(error).__name__
-        )
-
 
 def stabilize(
     route: Route,
@@ -115,7 +118,9 @@ def stabilize(
         if change := _change_of(messages[index], draft, names, result):
             changes[index] = change
     if changes:
-        draft.messages = _joined(messages, changes)
+        kept = ([message] for message in messages)
+        made = (changes[i].made if i in changes else same for i, same in enumerate(kept))
+        draft.messages = [message for group in made for message in group]
     changed_by = {name for change in changes.values() for name in change.changed_by}
     for name, apply in OF_REQUESTS.items():
         if name not in names:
@@ -125,7 +130,7 @@ def stabilize(
             apply(draft)
         except Exception as error:
             draft.body, draft.lessons = before, lessons
-            result.note(name, error)
+            result.failures[name] = why_failed(error)
         if draft.body is not before:
             changed_by.add(name)
     result.body, result.lessons = draft.body, draft.lessons
@@ -145,17 +150,9 @@ def _change_of(
             try:
                 new = [after for before in made for after in apply(draft, before)]
             except Exception as error:
-                result.note(name, error)
+                result.failures[name] = why_failed(error)
                 continue
             if len(new) != len(made) or not all(map(operator.is_, new, made)):
                 made = new
                 changed_by.append(name)
     return Change(made, tuple(changed_by)) if changed_by else None
-
-
-def _joined(messages: list[Json], changes: dict[int, Change]) -> list[Json]:
-    joined, begin = list[Json](), 0
-    for index, change in changes.items():
-        joined += [*messages[begin:index], *change.made]
-        begin = index + 1
-    return joined + messages[begin:]

@@ -17,8 +17,8 @@ from proxy.stabilize.model import (
     Json,
     UnknownShape,
     call_key,
-    is_text,
     key_of,
+    plain_text,
     with_items,
     with_list,
 )
@@ -48,7 +48,9 @@ def sticky_reminders(draft: Draft) -> None:
     what the user wrote in the message and by its number.
     """
     messages = list(draft.messages)
-    texts = {i: _text(m) for i, m in enumerate(messages) if m.get("role") == "user"}
+    texts = {
+        i: plain_text(m.get("content")) for i, m in enumerate(messages) if m.get("role") == "user"
+    }
     prompts = [(i, text) for i, text in texts.items() if text is not None]
     for number, (i, text) in enumerate(prompts, 1):
         key = draft.key("reminder", str(number), without_reminders(text))
@@ -56,19 +58,11 @@ def sticky_reminders(draft: Draft) -> None:
         if first is not None and first != messages[i]["content"] and not is_newest:
             messages[i] = {**messages[i], "content": first}
         # The newest may have lost its reminder by being asked again in another mode.
-        if has_reminder(_text(messages[i]) or "") or (is_newest and first is not None):
+        if has_reminder(plain_text(messages[i]["content"]) or "") or (
+            is_newest and first is not None
+        ):
             draft.lessons[key] = messages[i]["content"]
     draft.messages = messages
-
-
-def _text(message: Json) -> str | None:
-    """Return the text of a message, or None if there is more than text in the message."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and content and all(map(is_text, content)):
-        return "\n".join(part["text"] for part in content)
-    return None
 
 
 # The tools of a conversation as they were first sent.

@@ -337,13 +337,6 @@ class Catalogue:
                 ]
                 yield from sorted(found, key=lambda c: -c.n_common)
 
-    def holds(self, namespace: Namespace, tokens: TokenIds) -> bool:
-        """Return whether a checkpoint of exactly these tokens is there."""
-        return any(
-            found.n_common == found.checkpoint.n_tokens == len(tokens)
-            for found in self.find(namespace, tokens)
-        )
-
     def lineage(self, checkpoint: Checkpoint) -> tuple[CheckpointId, ...]:
         """Return a checkpoint and those of its ancestors that are still there."""
         return (*(i for i in checkpoint.ancestors if self.get(i)), checkpoint.id)

@@ -18,17 +18,12 @@ from itertools import islice
 from math import inf
 from pathlib import Path
 from secrets import token_bytes
+from tempfile import TemporaryDirectory
 
 import msgspec
 import xxhash
 
-from proxy.core.model import (
-    Checkpoint,
-    CheckpointId,
-    is_of_other_secret,
-    keyed_tenant,
-    tenant_namespace,
-)
+from proxy.core.model import Checkpoint, CheckpointId, keyed_tenant, tenant_namespace
 from proxy.core.tokens import PrefixHash, TokenIds, hash_prefixes
 from proxy.errors import (
     IndexDamaged,
@@ -173,13 +168,19 @@ class StoreDirectory:
 
         A damaged index is made anew from the states, at about a millisecond each. Unless it *mends_index*,
         raises IndexDamaged instead. Raises StoreLocked if another process has the directory, StoreFault if
-        it cannot be used.
+        it cannot be used. Of a directory that cannot be written the index is copied, and the copy is used;
+        whoever *reads all* wants to change it.
         """
-        self.files = StateFiles(path)
+        is_readonly = path.is_dir() and not reads_all and not os.access(path, os.W_OK)
+        self.files = StateFiles(path, is_readonly=is_readonly)
         self.rebuild: Rebuild | None = None
         with ExitStack() as opened:
-            opened.enter_context(keep_proxies_out(path, creates_lock=True))
+            opened.enter_context(keep_proxies_out(path, creates_lock=not is_readonly))
             try:
+                if is_readonly:
+                    copy = opened.enter_context(TemporaryDirectory())
+                    states = shutil.ignore_patterns("lpc-*", _DAMAGED + "*")
+                    path = Path(shutil.copytree(path, copy, ignore=states, dirs_exist_ok=True))
                 self.secret = _secret(path / SECRET_NAME)
                 self.index = _open_index(path / "index", mends_index=mends_index)
                 opened.callback(self.index.close)
@@ -218,12 +219,6 @@ class StoreDirectory:
                     self.index.update(moved[-1:], *hashes)
             self.write_sidecars(moved)
             self.index.put_value(tenants_name(model), sorted(known - {tenant}))
-
-    @property
-    def n_of_other_secret(self) -> int:
-        """How many tenants nobody finds any more, because the secret that named them is gone."""
-        tenants = {owner.tenant for _, owner in owners(self.index)}
-        return sum(is_of_other_secret(self.secret, tenant) for tenant in tenants)
 
     def checkpoints(self) -> list[Checkpoint]:
         return self.index.all()

@@ -33,8 +33,9 @@ FileStamp = tuple[int, int, int, int]
 class StateFiles:
     """The state files of one directory."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, *, is_readonly: bool = False) -> None:
+        """In a directory that *is readonly* nothing is written or deleted."""
+        self.directory, self.is_readonly = directory, is_readonly
 
     def new_temporary_name(self) -> str:
         return f"lpc-{secrets.token_hex(8)}.saving"
@@ -72,6 +73,8 @@ class StateFiles:
 
     def write_whole(self, name: str, data: bytes) -> None:
         """Put *data* in the place of a small file; it is durable once the directory is synced."""
+        if self.is_readonly:
+            return
         with self._replacing(name) as temporary, temporary.open("xb") as file:
             temporary.chmod(0o600)
             file.write(data)
@@ -163,7 +166,7 @@ class StateFiles:
         A link or a directory of that name stays.
         """
         names = (self.sidecar_name(name), name) if is_state_name(name) else (name,)
-        for path in map(self.path, names):
+        for path in () if self.is_readonly else map(self.path, names):
             with suppress(FileNotFoundError):
                 if stat.S_ISREG(path.lstat().st_mode):
                     path.unlink()

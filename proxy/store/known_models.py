@@ -12,10 +12,10 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from proxy.core.model import (
+    UNKEYED_BYTES,
     Checkpoint,
     KnownNamespace,
     choose_namespace,
-    is_unkeyed,
     new_namespace,
     tenant_namespace,
 )
@@ -90,7 +90,7 @@ def unkeyed_tenants(index: Index) -> Iterator[tuple[Namespace, bytes]]:
     for name in index.names(TENANTS_PREFIX):
         with suppress(ValueError):  # the name of a damaged value
             model = Namespace(bytes.fromhex(name.removeprefix(TENANTS_PREFIX)))
-            yield from ((model, t) for t in known_tenants(index, model) if is_unkeyed(t))
+            yield from ((model, t) for t in known_tenants(index, model) if len(t) == UNKEYED_BYTES)
 
 
 def namespace_of(index: Index, owner: Owner) -> Namespace | None:

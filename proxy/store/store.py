@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from proxy.core.eviction import Present, Removal
-from proxy.core.model import Checkpoint, CheckpointId, Quarantine
+from proxy.core.model import Checkpoint, CheckpointId, Quarantine, is_of_other_secret
 from proxy.core.saving import Claim
 from proxy.core.tokens import TokenIds, hash_prefixes
 from proxy.errors import NoRoom, StateDamaged, StoreFault, in_words
 from proxy.store.catalogue import Budget, Catalogue, Limits
 from proxy.store.directory import StoreDirectory, Summed
 from proxy.store.files import FileStamp, Verification, temporary_name_of
+from proxy.store.known_models import owners
 
 T = TypeVar("T")
+_READ_ONLY = "the directory is read-only"
 _MOST_CHANGED = 1000
 """So many records wait for the next commit before they are written without one."""
 
@@ -79,12 +81,14 @@ class CheckpointStore(Catalogue):
             report["index_made_anew"] = rebuild.words
         if swept.ignored:
             report["no_regular_files"] = sorted(swept.ignored)
-        if n_strange := self._directory.n_of_other_secret:
-            report["api_keys_of_another_secret"] = n_strange
+        tenants = {owner.tenant for _, owner in owners(self.index)}
+        if strange := [t for t in tenants if is_of_other_secret(self.secret, t)]:
+            report["api_keys_of_another_secret"] = len(strange)
         return report
 
     def _over_budget(self) -> list[Checkpoint]:
-        return self.victims(self.size_bytes - self.limits.max_bytes, Present(time.time()))
+        n_over = 0 if self.files.is_readonly else self.size_bytes - self.limits.max_bytes
+        return self.victims(n_over, Present(time.time()))
 
     def close(self) -> None:
         """Write what is pending and release the directory."""
@@ -213,6 +217,8 @@ class CheckpointStore(Catalogue):
         The bytes stay reserved until that name is committed or discarded. Raises NoRoom, and nothing
         was removed, if what may go does not suffice.
         """
+        if self.files.is_readonly:
+            raise NoRoom(Removal.FREE_SPACE, _READ_ONLY)
         name = self.files.new_temporary_name()
         self._budget.reserve(name, claim)
         await self._make_room(name, claim)
@@ -292,6 +298,8 @@ class CheckpointStore(Catalogue):
 
         A pinned one goes only at an operator's word. A broken one goes in any case: nobody can use it.
         """
+        if self.files.is_readonly and reason is Removal.OPERATOR:
+            raise StoreFault(_READ_ONLY)
         current = self.get(checkpoint.id)
         if current is None:
             return False

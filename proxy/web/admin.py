@@ -13,7 +13,7 @@ import ipaddress
 import time
 from base64 import b64decode
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -187,7 +187,6 @@ class Admin:
             web.get("/requests", self.requests),
             web.get("/requests/{id}", self.explain),
             web.get("/checkpoints", self.checkpoints),
-            web.delete("/checkpoints", self.delete_selected),
             web.delete(_CHECKPOINT, self.delete),
             web.put(_CHECKPOINT + "/pin", self.pin),
             web.delete(_CHECKPOINT + "/pin", self.pin),
@@ -310,29 +309,11 @@ class Admin:
             raise _refused(web.HTTPNotFound, _NOT_THERE)
         if checkpoint.is_pinned and not may_be_pinned:
             raise _refused(web.HTTPConflict, "it is pinned", views.Deleted(0, 0, n_pinned=1))
-        deleted = await _delete(store, [checkpoint])
-        if deleted.n_in_use:
-            raise _refused(web.HTTPConflict, "it is in use; try again", deleted)
-        return json_response(deleted)
-
-    async def delete_selected(self, request: web.Request) -> web.Response:
-        """Delete what lies under a node, was not used for so long, or with `all` everything."""
-        store = self._shared.store
-        selection = views.Selection(
-            _node_id(request, "under"),
-            _whole_number(request, "unused_seconds"),
-            _is_asked_for(request, "pinned"),
-        )
-        may_be_all = _is_asked_for(request, "all")
-        is_everything = selection.node == views.STORE and not selection.unused_seconds
-        if is_everything and not may_be_all:
-            raise _refused(web.HTTPBadRequest, "say `under`, `unused_seconds` or `all`")
-        found = [c async for c in in_slices(store)]
-        selected, n_pinned = views.select(selection, found, time.time())
-        if _is_asked_for(request, "dry_run"):
-            n_bytes = sum(c.size_bytes for c in selected)
-            return json_response(views.Deleted(len(selected), n_bytes, n_pinned, 0, True))
-        return json_response(await _delete(store, selected, n_pinned))
+        if not await store.remove(checkpoint, Removal.OPERATOR) and store.get(checkpoint.id):
+            raise _refused(
+                web.HTTPConflict, "it is in use; try again", views.Deleted(0, 0, n_in_use=1)
+            )
+        return json_response(views.Deleted(1, checkpoint.size_bytes))
 
     # Warming: a header is evaluated and kept before somebody needs it.
 
@@ -440,15 +421,6 @@ async def in_slices(checkpoints: Iterable[Checkpoint]) -> AsyncIterator[Checkpoi
         if time.perf_counter() > slice_ends_at:
             await asyncio.sleep(0)
             slice_ends_at = time.perf_counter() + _SLICE_SECONDS
-
-
-async def _delete(
-    store: CheckpointStore, selected: Sequence[Checkpoint], n_pinned: int = 0
-) -> views.Deleted:
-    deleted = [c for c in selected if await store.remove(c, Removal.OPERATOR)]
-    n_in_use = sum(store.get(c.id) is not None for c in selected)
-    n_bytes = sum(c.size_bytes for c in deleted)
-    return views.Deleted(len(deleted), n_bytes, n_pinned, n_in_use)
 
 
 def _listed(

@@ -194,7 +194,7 @@ class Looks:
         slot = process.slots[request.account.plan.slot_id]
         if slot.is_running or slot.is_ready:
             return "evaluates"
-        return "restores" if request.account.plan.option.kind == "restore" else "evaluates"
+        return "restores" if request.account.plan.start.kind == "restore" else "evaluates"
 
     def _slot(self, slot: Slot) -> dict[str, Any]:
         """Return a slot; numbers are 0 where its content is not known.
@@ -208,7 +208,6 @@ class Looks:
             "state": state_of(slot).value,
             "is_closing": slot.is_closing,
             "n_tokens": known.n_tokens if known else 0,
-            "n_header": known.header if known else 0,
             "n_unsaved": known.n_unsaved if known else 0,
             "n_coming": len(slot.destined) if slot.destined is not None else 0,
             "used_at": round(self._epoch + slot.used_at, 1) if slot.used_at else None,

@@ -15,8 +15,7 @@ import structlog
 
 from proxy.core.messages import Route
 from proxy.core.model import Prompt, Rule, RuleKind, SlotId
-from proxy.core.plan import Plan, StartOption
-from proxy.core.slots import UseLive
+from proxy.core.plan import Plan, Start
 from proxy.core.tokens import Namespace, token_ids
 from proxy.explain.causes import Cause
 from proxy.explain.report import Inquiry, Journal, Judgement, Report
@@ -78,7 +77,7 @@ class Explainer:
         request = Request(
             id=f"{self._n_requests:08x}", path="/v1", route=Route.CHAT, headers={}, relay=_relay
         )
-        plan = Plan(StartOption(SlotId(0), UseLive(n_reused, n_reused), 0.0), n_shared=n_reused)
+        plan = Plan(Start(SlotId(0), n_reused, n_reused), n_shared=n_reused)
         request.answer = Answer(200, None)
         request.account = account = Account(plan, prompt.n_tokens)
         account.add(Timings(n_reused, prompt.n_tokens - n_reused))

@@ -55,7 +55,7 @@ async def test_listener_beyond_loopback_answers_nobody_without_its_token(
         )
         for headers in wrong:
             assert {await status(rig, path, headers=headers) for path in ROUTES} == {401}
-            assert await status(rig, "/checkpoints?all=true", "DELETE", headers=headers) == 401
+            assert await status(rig, "/checkpoints/1", "DELETE", headers=headers) == 401
             assert await status(rig, "/warm", "POST", headers=headers) == 401
         async with rig.client.get(rig.admin_url) as reply:  # what makes a browser ask for it
             assert reply.headers["WWW-Authenticate"].startswith("Basic ")

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -39,7 +40,10 @@ class _Any:
 
 
 async def test_requests_made_from_the_document_get_what_it_promises(
-    start_rig: StartRig, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+    start_rig: StartRig,
+    tmp_path: Path,
+    pytestconfig: pytest.Config,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("aiohttp.server"), "filters", [_is_no_clients_fault])
     is_long = pytestconfig.getoption("--hypothesis-profile") == "long"
@@ -53,6 +57,7 @@ async def test_requests_made_from_the_document_get_what_it_promises(
             *("--exclude-checks", "unsupported_method,missing_required_header"),
             # Some valid numbers and bodies ask for nothing.
             *("--exclude-checks", "positive_data_acceptance"),
+            cwd=tmp_path,  # it leaves its notes there
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )

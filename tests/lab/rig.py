@@ -16,7 +16,8 @@ from tests.lab.running import Running, run_proxy
 from tests.lab.server import LlamaServer, ServerProcess
 from tests.lab.waiting import until
 
-_DEFAULTS = {"min_free_bytes": 0, "idle_save_seconds": 0.05, "drain_seconds": 5.0}
+_LISTENERS = {"listen": "127.0.0.1:0", "admin": "127.0.0.1:0"}
+_DEFAULTS = _LISTENERS | {"min_free_bytes": 0, "idle_save_seconds": 0.05, "drain_seconds": 5.0}
 
 
 S = TypeVar("S", bound=ServerProcess, default=LlamaServer, covariant=True)
@@ -41,10 +42,7 @@ class Rig(Generic[S]):
         self._settles = settles
         self._launch = launch
         self.settings = Settings(
-            slot_save_path=str(directory),
-            listen="127.0.0.1:0",
-            admin="127.0.0.1:0",
-            **{**_DEFAULTS, "upstream": server.base_url, **settings},
+            slot_save_path=str(directory), **{**_DEFAULTS, "upstream": server.base_url, **settings}
         )
         self.running: Running
         self._stack = AsyncExitStack()

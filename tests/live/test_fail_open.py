@@ -2,13 +2,17 @@
 
 import asyncio
 import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 
-from proxy.errors import StoreLocked
+from proxy.core.eviction import Removal
+from proxy.errors import StoreFault, StoreLocked
 from proxy.store.index import Index
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.rig import Rig
@@ -76,6 +80,47 @@ async def test_damaged_index_is_made_anew_before_requests_are_served(
         assert len(rig.running.store) >= n_states
         assert await ask(rig, 1) > 0
         assert rig.sample("restores_total", result="done") == 1
+
+
+@contextmanager
+def read_only(directory: Path) -> Iterator[None]:
+    """Mount a directory over itself, read-only; skips the test where that is refused."""
+    at = str(directory)
+    mounts = (["--bind", at, at], ["-o", "remount,bind,ro", at])
+    if any(subprocess.run(["mount", *mount], capture_output=True).returncode for mount in mounts):
+        subprocess.run(["umount", at], capture_output=True)
+        pytest.skip("mounts are not allowed here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", at], check=True)
+
+
+@pytest.mark.parametrize("kind", ["full", "hybrid"])
+async def test_states_in_a_read_only_directory_are_restored(
+    start_rig: StartRig, tmp_path: Path, kind: str
+) -> None:
+    async with start_rig(kind) as rig:
+        await ask(rig)
+        await rig.stop_proxy()
+        await asyncio.to_thread(rig.server.stop)
+        before = {path: path.read_bytes() for path in sorted((tmp_path / "slots").rglob("*.*"))}
+        with read_only(tmp_path / "slots"):
+            await asyncio.to_thread(rig.server.start)
+            await rig.start_proxy()
+            assert await ask(rig, 1) > 0
+            assert rig.sample("restores_total", result="done") == 1
+            await ask(rig, 2)
+            await rig.settled()
+            health = await rig.health()
+            assert "directory is read-only" in [r["kind"] for r in health["reasons"]]
+            assert health["state"] == "degraded"
+            assert rig.running.store is not None
+            for checkpoint in rig.running.store:
+                with pytest.raises(StoreFault, match="read-only"):
+                    await rig.running.store.remove(checkpoint, Removal.OPERATOR)
+            await rig.stop_proxy()
+        assert {path: path.read_bytes() for path in before} == before
 
 
 async def test_second_proxy_on_the_directory_is_refused(start_rig: StartRig) -> None:

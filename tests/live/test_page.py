@@ -1,6 +1,6 @@
 """The live page in a real Chromium, before the proxy on the real llama-server, with traffic."""
 
-import re
+import asyncio
 from importlib.resources import files
 from typing import Any
 
@@ -24,6 +24,8 @@ def asked_on(day: str) -> list[dict[str, Any]]:
 
 async def test_page_shows_what_happens_as_it_happens_and_why(start_rig: StartRig) -> None:
     async with start_rig("hybrid") as rig, open_page() as page:
+        await page.goto(rig.admin_url + "/")
+        await empty_state_says_where_to_point_a_client(rig, page)
         for messages in (*MESSAGES, asked_on("2026-11-20")):
             await rig.chat(messages, tools=TOOLS, max_tokens=2)
         await rig.settled()
@@ -31,23 +33,41 @@ async def test_page_shows_what_happens_as_it_happens_and_why(start_rig: StartRig
         await page.until(f"{ROWS}.length === {len(MESSAGES) + 1}")
         await slots_and_sums_are_shown(page)
         await new_request_appears_and_is_explained(rig, page)
-        await tree_opens_by_keyboard(page)
+        await misses_and_conversations_are_chosen(page)
+        await store_opens_by_keyboard(page)
+        await states_are_pinned_and_deleted_after_a_question(rig, page)
+        await energy_is_counted_with_the_watts_that_are_given(page)
+        await requests_in_flight_are_shown_first(rig, page)
         await nothing_is_wider_than_a_phone(page)
         await names_and_contrasts_are_as_they_should_be(page)
         await page_goes_on_when_the_proxy_comes_back(rig, page)
+        await history_is_that_of_the_proxy_before(page)
         asked = [url for url in page.requested if not url.startswith(rig.admin_url + "/")]
         assert asked == []
 
 
+async def empty_state_says_where_to_point_a_client(rig: Rig, page: Page) -> None:
+    await page.until("!document.querySelector('#welcome').hidden")
+    told = await page.run("document.querySelector('#welcome').innerText")
+    assert "/v1" in told and "llama-prefix-cache connect opencode" in told
+    assert not await page.run("document.querySelector('#requests').checkVisibility()")
+
+
 async def slots_and_sums_are_shown(page: Page) -> None:
     assert await page.run("document.querySelector('#state').innerText") == "Caching"
+    assert await page.run("document.querySelector('#welcome').hidden")
     slots = await page.run("document.querySelector('#slots tbody').innerText")
     assert "Idle" in slots and "tokens" in slots
-    figures = await page.run("document.querySelector('#today').innerText")
-    assert "Tokens reused" in figures and "3" in figures
+    figures = await page.run("document.querySelector('#figures').innerText")
+    assert "of prompts reused" in figures and "stored" in figures
     bars = f"[...{ROWS}].map(row => row.querySelector('.bar .reused').style.width)"
     widths = [float(width.rstrip("%")) for width in await page.run(bars)]
     assert widths[-1] == 0 and 50 < max(widths) < 100
+    await page.until("document.querySelector('#history .stack .reused')")
+    n_requests = f"{len(MESSAGES) + 1} requests"
+    assert n_requests in await page.run("document.querySelector('#history-sum').innerText")
+    await page.run("document.querySelector('#period [data-name=days]').click()")
+    assert await page.run("document.querySelectorAll('#history .stack').length") == 30
 
 
 async def new_request_appears_and_is_explained(rig: Rig, page: Page) -> None:
@@ -55,39 +75,102 @@ async def new_request_appears_and_is_explained(rig: Rig, page: Page) -> None:
     await rig.chat(asked_on("2026-11-21"), tools=TOOLS, max_tokens=2)
     await page.until(f"{ROWS}.length === {before} + 1")
     assert "1 new request" in await page.run("document.querySelector('#news').textContent")
-    assert await page.run(f"{ROWS}[0].querySelector('button').innerText") == "date"
-    await page.run(f"{ROWS}[0].querySelector('button').click()")
+    assert await page.run(f"{ROWS}[0].querySelector('.title').innerText") == "Hello"
+    assert await page.run(f"{ROWS}[0].querySelector('.miss').innerText") == "date"
+    await page.run(f"{ROWS}[0].querySelector('.miss').click()")
     await page.until("document.querySelector('.explanation')")
     told = await page.run("document.querySelector('.explanation').innerText")
-    assert "sticky_date" in told and "In the system prompt" in told and HOSTILE in told
+    assert "In the system prompt" in told and HOSTILE in told
     assert await page.run("document.querySelector('.explanation del').innerText") == "20"
     assert await page.run("document.querySelector('.explanation ins').innerText") == "21"
     assert await page.run("document.querySelectorAll('img, main script').length") == 0
 
 
-async def tree_opens_by_keyboard(page: Page) -> None:
-    await page.until("document.querySelector('#tree button')")
-    name = await page.run("document.querySelector('#tree button').innerText")
-    assert re.match(r"\S+-tiny \([0-9a-f]{8}\)", name)
+async def misses_and_conversations_are_chosen(page: Page) -> None:
+    n_all = await page.run(f"{ROWS}.length")
+    await page.run("document.querySelector('.figure.bad').click()")
+    missed = f"[...{ROWS}].every(row => row.querySelector('.miss'))"
+    await page.until(f"0 < {ROWS}.length && {ROWS}.length < {n_all} && {missed}")
+    await page.run("document.querySelector('#which [data-name=all]').click()")
+    await page.until(f"{ROWS}.length === {n_all}")
+    # "Hello" was asked on two days: that is one conversation, and where it broke is seen.
+    await page.run(f"{ROWS}[0].querySelector('.title').click()")
+    await page.until("document.querySelectorAll('#turns .stack').length === 2")
+    assert await page.run("document.querySelector('#turns .missed').style.height") != "0%"
+    await page.run("document.querySelector('#turns button.stack').click()")
+    await page.until("document.querySelector('.explanation')")
+    await page.run("document.querySelector('#every-conversation').click()")
+    await page.until(f"{ROWS}.length === {n_all} && document.querySelector('#turns').hidden")
+
+
+async def store_opens_by_keyboard(page: Page) -> None:
+    await page.until("document.querySelector('#map .cell')")
+    names = await page.run("document.querySelector('#map').innerText")
+    assert "Hello" in names and "tokens" in names
     await page.run("document.querySelector('#requests-title').focus()")
     for _ in range(100):
-        if await page.run("document.activeElement.closest('#tree') !== null"):
+        if await page.run("document.activeElement.closest('#map') !== null"):
             break
         await page.press("Tab")
     outline = "getComputedStyle(document.activeElement).outlineStyle"
     assert await page.run(outline) == "solid", "the focus can be seen"
-    for depth in (1, 2):
-        await page.press("Enter")
-        await page.until(f"document.querySelector('#tree {'ul ' * depth} li')")
-        await page.press("Tab")
-    leaf = await page.run("document.querySelector('#tree .leaf').innerText")
-    assert "tokens" in leaf and "made" in leaf
+    await page.press("Enter")
+    await page.until("document.querySelector('#states li')")
+    state = await page.run("document.querySelector('#states li').innerText")
+    assert "tokens" in state and "made" in state
+
+
+async def states_are_pinned_and_deleted_after_a_question(rig: Rig, page: Page) -> None:
+    assert rig.running.store is not None
+    await page.run(
+        "[...document.querySelectorAll('.cell')].find(c => /Hello/.test(c.innerText)).click()"
+    )
+    button = "[...document.querySelectorAll('#states button')].find(b => b.innerText === '{}')"
+    await page.until("/Hello/.test(document.querySelector('#states h3').innerText)")
+    await page.run(button.format("Pin") + ".click()")
+    await page.until("document.querySelector('#map .pinned')")
+    assert any(checkpoint.is_pinned for checkpoint in rig.running.store)
+    await page.until(button.format("Unpin"))
+    n_before = len(rig.running.store)
+    for answer, is_deleted in (("no", False), ("yes", True)):
+        await page.run(button.format("Delete …") + ".click()")
+        await page.until("document.querySelector('dialog').open")
+        asked = await page.run("document.querySelector('#confirm-title').innerText")
+        assert "Delete" in asked and "Hello" in asked and "pinned" in asked
+        await page.run(f"document.querySelector('dialog [value={answer}]').click()")
+        if is_deleted:
+            await page.until("!document.querySelector('#map .pinned')")
+        assert (len(rig.running.store) < n_before) == is_deleted
+
+
+async def energy_is_counted_with_the_watts_that_are_given(page: Page) -> None:
+    input_ = "document.querySelector('.figure input')"
+    await page.run(f"({input_}.value = 36000, {input_}.dispatchEvent(new Event('input')))")
+    shown = f"{input_}.closest('.figure').querySelector('.value').innerText"
+    await page.until(f"/Wh$/.test({shown})")
+
+
+async def requests_in_flight_are_shown_first(rig: Rig, page: Page) -> None:
+    running = [
+        asyncio.ensure_future(rig.chat(asked_on(f"2026-11-0{day}"), max_tokens=1500))
+        for day in range(1, 4)
+    ]
+    await page.until("document.querySelectorAll('#flights li').length === 3")
+    await page.until("/waits for a slot/.test(document.querySelector('#flights').innerText)")
+    flights = await page.run("document.querySelector('#flights').innerText")
+    assert "Hello" in flights and "slot" in flights
+    assert "1 request waiting" in await page.run("document.querySelector('#queue').innerText")
+    for each in running:
+        each.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    await page.until("document.querySelectorAll('#flights li').length === 0")
 
 
 async def nothing_is_wider_than_a_phone(page: Page) -> None:
     await page.resize(360, 740)
-    # A model may have a long name.
-    await page.run("document.querySelector('#tree button').innerText = 'Qwen35_35B_'.repeat(8)")
+    # A conversation may have a long name.
+    for name in ("#states h3", "#requests .title"):
+        await page.run(f"document.querySelector('{name}').innerText = 'Qwen35_35B_'.repeat(8)")
     wide = "[...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().right > 360)"
     assert await page.run(f"{wide}.map(e => e.outerHTML)") == []
     assert await page.run("document.documentElement.scrollWidth") == 360
@@ -112,5 +195,12 @@ async def page_goes_on_when_the_proxy_comes_back(rig: Rig, page: Page) -> None:
     rig.settings = msgspec.structs.replace(rig.settings, admin=f"127.0.0.1:{port}")
     await rig.start_proxy()
     await page.until("document.querySelector('#connection').innerText.startsWith('Live')")
+    await page.goto(rig.admin_url + "/")
     # What a browser says of connections that were refused is the only thing it may complain of.
     assert [c for c in page.complaints if "net::ERR_" not in c] == []
+
+
+async def history_is_that_of_the_proxy_before(page: Page) -> None:
+    await page.until("document.querySelector('#history .stack .reused')")
+    assert await page.run("document.querySelector('.figure .value').innerText") != "–"
+    assert await page.run("document.querySelector('#welcome').hidden")

@@ -3,7 +3,6 @@
 import pytest
 
 from proxy.core.model import CANARY_TOKENS, Rule, RuleKind
-from proxy.core.rule import LearnedRule
 from proxy.servers import self_test
 from proxy.serving.process import RULE, Process
 from tests.lab.conversation import prose
@@ -113,7 +112,7 @@ async def test_rule_that_restores_contradict_is_measured(start_rig: StartRig) ->
     async with start_rig("swa", n_slots=1) as rig:
         assert rig.running.store is not None
         process = process_of(rig)
-        await process.remember(RULE, LearnedRule(wrong))
+        await process.remember(RULE, wrong)
         process.rule = wrong
         for times, name in ((1, "first"), (1, "second"), (2, "first"), (2, "second")):
             await rig.settled()

@@ -18,11 +18,9 @@ from proxy.core.model import (
 from proxy.core.plan import Displacement, Plan, Situation, displace, plan_request
 from proxy.core.rates import Rates
 from proxy.core.saving import StateSize
-from proxy.core.slots import Content, Empty, Known, Origin, Slot, Unknown, UseLive, shared_tokens
+from proxy.core.slots import Content, Empty, Known, Origin, Slot, Unknown, shared_tokens
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, checkpoint, run_of, steady
-
-UNUSED = UseLive()
 
 
 def slots(*contents: Content) -> tuple[Slot, ...]:

@@ -1,21 +1,22 @@
 """What a request reused, held against its plan."""
 
+from dataclasses import replace
+
 import pytest
 
 from proxy.core.cuts import Stop
-from proxy.core.model import SlotId
-from proxy.core.plan import Displacement, Plan, Restore, StartOption
-from proxy.core.slots import UseLive
+from proxy.core.model import Candidate, SlotId
+from proxy.core.plan import Displacement, Plan, Start
 from proxy.llama.client import Timings
 from proxy.serving.request import Account
 from tests.unit.builders import checkpoint
 
-RESTORE = Restore(checkpoint(900), n_reused=900, n_at_most=900)
-LIVE = UseLive(800, 850)
+RESTORE = Start(SlotId(1), 900, 900, Candidate(checkpoint(900), 900))
+LIVE = Start(SlotId(0), 800, 850)
 
 
-def account(start: Restore | UseLive, *replies: Timings) -> Account:
-    result = Account(Plan(StartOption(SlotId(0), start, 0.0)), n_prompt=1000)
+def account(start: Start, *replies: Timings) -> Account:
+    result = Account(Plan(start), n_prompt=1000)
     for timings in replies:
         result.add(timings)
     return result
@@ -34,12 +35,10 @@ def test_account_of_several_replies_counts_the_first_ones_reuse_and_all_evaluati
         (RESTORE, 0, "miss"),
         (LIVE, 800, "hit"),
         (LIVE, 799, "partial"),
-        (UseLive(), 0, "miss"),
+        (Start(SlotId(0)), 0, "miss"),
     ],
 )
-def test_outcome_is_what_the_reply_confirms(
-    start: Restore | UseLive, n_reused: int, outcome: str
-) -> None:
+def test_outcome_is_what_the_reply_confirms(start: Start, n_reused: int, outcome: str) -> None:
     assert account(start, Timings(n_reused, 1000 - n_reused)).outcome == outcome
 
 
@@ -84,12 +83,13 @@ def test_restored_tokens_are_those_that_a_reply_confirms() -> None:
 
 
 def test_description_tells_what_was_chosen_and_what_else_there_was() -> None:
-    option = StartOption(SlotId(1), RESTORE, 0.25, Displacement(50, saves=True, seconds=0.5))
+    displacement = Displacement(50, saves=True, seconds=0.5)
+    start = replace(RESTORE, seconds=0.25, displacement=displacement)
     others = (
-        StartOption(SlotId(0), LIVE, 0.4, Displacement(seconds=1.0)),
-        StartOption(SlotId(2), UseLive(), 2.0),
+        replace(LIVE, seconds=0.4, displacement=Displacement(seconds=1.0)),
+        Start(SlotId(2), seconds=2.0),
     )
-    kept = Account(Plan(option, (Stop(950),), alternatives=others), n_prompt=1000)
+    kept = Account(Plan(start, (Stop(950),), alternatives=others), n_prompt=1000)
     kept.add(Timings(900, 50))
     kept.add(Timings(950, 50))
     told = kept.describe()

@@ -6,8 +6,7 @@ from contextlib import ExitStack
 import pytest
 
 from proxy.core.model import ExpectedState
-from proxy.serving.launches import Arrivals
-from proxy.serving.queue import Choice
+from proxy.serving.queue import Choice, SlotQueue
 from tests.unit.builders import NAMESPACE, run_of
 from tests.unit.queues import ONE, TWO, Choose, join, queue_of, soon
 
@@ -17,48 +16,48 @@ def arrival(n_tokens: int = 1000, seconds: float = 1000.0) -> ExpectedState:
 
 
 def test_announced_state_is_coming_while_the_block_runs() -> None:
-    arrivals = Arrivals(queue_of(1))
-    with arrivals.announced(arrival()):
-        [coming] = arrivals.expected
+    queue = queue_of(1)
+    with queue.announced(arrival()):
+        [coming] = queue.expected
         assert (coming.tokens, coming.namespace) == (run_of(1000), NAMESPACE)
         assert (coming.size_bytes, coming.restore_points) == (5000, (100, 200))
         assert 0 < coming.expected_at - time.monotonic() <= 1000
-    assert arrivals.expected == ()
+    assert queue.expected == ()
 
 
 def test_announced_nothing_is_not_coming() -> None:
-    arrivals = Arrivals(queue_of(1))
-    with arrivals.announced(None):
-        assert arrivals.expected == ()
+    queue = queue_of(1)
+    with queue.announced(None):
+        assert queue.expected == ()
 
 
 def test_announced_state_is_withdrawn_when_it_cannot_be_saved() -> None:
-    arrivals = Arrivals(queue_of(1))
+    queue = queue_of(1)
     with pytest.raises(KeyError):
-        with arrivals.announced(arrival()):
+        with queue.announced(arrival()):
             raise KeyError
-    assert arrivals.expected == ()
+    assert queue.expected == ()
 
 
 def test_announced_states_of_several_requests_go_one_by_one() -> None:
-    arrivals = Arrivals(queue_of(3))
+    queue = queue_of(3)
     first, second, twin = ExitStack(), ExitStack(), ExitStack()
-    first.enter_context(arrivals.announced(arrival(300)))
-    second.enter_context(arrivals.announced(arrival(400)))
-    twin.enter_context(arrivals.announced(arrival(300)))
+    first.enter_context(queue.announced(arrival(300)))
+    second.enter_context(queue.announced(arrival(400)))
+    twin.enter_context(queue.announced(arrival(300)))
     first.close()
-    assert [len(coming.tokens) for coming in arrivals.expected] == [400, 300]
+    assert [len(coming.tokens) for coming in queue.expected] == [400, 300]
     twin.close()
-    assert [len(coming.tokens) for coming in arrivals.expected] == [400]
+    assert [len(coming.tokens) for coming in queue.expected] == [400]
     second.close()
-    assert arrivals.expected == ()
+    assert queue.expected == ()
 
 
-def patient(arrivals: Arrivals, seen: list[tuple[ExpectedState, ...]]) -> Choose:
+def patient(queue: SlotQueue, seen: list[tuple[ExpectedState, ...]]) -> Choose:
     """Return who declines a free slot as long as something is coming."""
 
     def choose() -> Choice[str] | None:
-        seen.append(arrivals.expected)
+        seen.append(queue.expected)
         return None if seen[-1] else Choice((TWO,), "there")
 
     return choose
@@ -69,11 +68,11 @@ async def test_who_waits_for_a_state_is_asked_again_once_it_is_there_or_never_wi
     fails: bool,
 ) -> None:
     queue = queue_of(2)
-    arrivals, seen = Arrivals(queue), list[tuple[ExpectedState, ...]]()
+    seen = list[tuple[ExpectedState, ...]]()
     held = await queue.lease(lambda: Choice((ONE,), ""))
     try:
-        with arrivals.announced(arrival()):
-            waiting = await join(queue, patient(arrivals, seen), may_be_passed=True)
+        with queue.announced(arrival()):
+            waiting = await join(queue, patient(queue, seen), may_be_passed=True)
             assert not waiting.done()
             if fails:
                 raise KeyError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from proxy.core.slots import believed_after_save, believed_after_shortfall
+from proxy.core.slots import believed_after_save
 
 POINTS = (500, 900, 1300, 1700)
 EIGHT, SIXTEEN = tuple(range(800, 1600, 100)), tuple(range(100, 1700, 100))
@@ -27,10 +27,3 @@ def test_save_without_the_oldest_points_shrinks_the_belief(
 
 def test_save_with_many_points_raises_the_belief_again() -> None:
     assert believed_after_save(2, POINTS, SIXTEEN) == 5
-
-
-@pytest.mark.parametrize(("missing", "n_believed"), [(900, 2), (500, 3), (1700, 10), (1800, 10)])
-def test_missing_point_shrinks_the_belief_to_the_newer_points(
-    missing: int, n_believed: int
-) -> None:
-    assert believed_after_shortfall(10, POINTS, missing) == n_believed

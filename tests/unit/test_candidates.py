@@ -28,7 +28,7 @@ def test_promising_of_sorted_candidates_keeps_one_of_the_best(
         key=lambda c: -c.n_common,
     )
     best = max((usable(rule, each, 30) for each in found), default=0)
-    kept = [usable(rule, each, 30) for each in promising(rule, found, 30)]
+    kept = [usable(rule, each, 30) for each in promising(rule, found, 30)[0]]
     assert max(kept, default=0) == best
     assert all(kept)
 
@@ -39,12 +39,12 @@ def test_promising_stops_reading_when_nothing_longer_can_follow() -> None:
         yield candidate(499, 499)
         raise AssertionError("read on")
 
-    assert len(promising(END_ONLY, found(), 2000, n_at_most=32)) == 1
+    assert promising(END_ONLY, found(), 2000)[1] == 1000
 
 
 def test_promising_of_too_many_keeps_the_limit() -> None:
     found = [candidate(1000, 1000, id=CheckpointId(i)) for i in range(9)]
-    assert len(promising(END_ONLY, found, 2000, n_at_most=4)) == 4
+    assert len(promising(END_ONLY, found, 2000, n_at_most=4)[0]) == 4
 
 
 def test_most_useful_is_what_spares_most_and_not_what_shares_most() -> None:

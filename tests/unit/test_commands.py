@@ -27,10 +27,8 @@ from proxy.explain.views import (
     ListedCheckpoint,
     NodeId,
     RequestRecord,
-    Selection,
     Today,
     list_checkpoint,
-    select,
 )
 from proxy.llama.bodies import header_request, parse_body, route_path
 from proxy.llama.routes import generation_route
@@ -81,18 +79,6 @@ def test_few_digits_name_a_checkpoint_or_all_under_a_node(capsys: Capture) -> No
 def test_name_of_a_model_that_begins_ids_too_is_asked_back(capsys: Capture) -> None:
     both = [list_checkpoint(stored, {OTHER_NAMESPACE: "abcd"}) for stored in STORED]
     assert "begins ids, too" in refused("abcd", both, capsys)
-
-
-def test_selection_leaves_out_pinned_ones_and_what_was_used_lately() -> None:
-    def chosen(**fields: Any) -> tuple[list[int], int]:
-        selected, n_pinned = select(Selection(**fields), STORED, now=1000.0)
-        return [c.n_tokens for c in selected], n_pinned
-
-    assert chosen() == ([100, 300], 1)
-    assert chosen(with_pinned=True) == ([100, 200, 300], 0)
-    assert chosen(unused_seconds=600.0) == ([100], 1)
-    assert chosen(node=NodeId(OTHER_NAMESPACE)) == ([300], 0)
-    assert chosen(node=NodeId(NAMESPACE, HEADER, SESSION)) == ([100], 0)
 
 
 def test_sizes_and_ages_in_words() -> None:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.model import CheckpointId, Cuts
+from proxy.core import slots
+from proxy.core.model import NO_CUTS, CheckpointId, Cuts, Prompt
 from proxy.core.slots import (
     CONTEXT_CHECKPOINT_MARGIN,
     MAX_MARKS,
@@ -15,11 +16,17 @@ from proxy.core.slots import (
     Known,
     Origin,
     Unknown,
-    after_evaluation,
     n_believed_points,
 )
-from proxy.core.tokens import common_prefix_length, token_ids
+from proxy.core.tokens import Namespace, TokenIds, common_prefix_length, token_ids
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, branch, run_of
+
+
+def after_evaluation(
+    before: Content, tokens: TokenIds, namespace: Namespace, cuts: Cuts = NO_CUTS, **how: int
+) -> Known:
+    return slots.after_evaluation(before, Prompt(tokens, namespace, cuts), **how)
+
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20).map(token_ids)
 

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from proxy.core.model import NO_RULE, Rule, RuleKind, SlotId
-from proxy.core.plan import Plan, StartOption, Why
-from proxy.core.slots import UseLive
+from proxy.core.plan import Plan, Start, Why
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
 from proxy.explain.known import Loss
@@ -20,8 +19,7 @@ POINTS, ANY = Rule(RuleKind.RESTORE_POINTS), Rule(RuleKind.ANY_PREFIX)
 def served(n_reused: int, n_shared: int, why: Why = Why.NOTHING_FOUND, **changes: Any) -> Account:
     """Return how a prompt of 1,000 tokens was served that reused what was expected."""
     failure = changes.pop("failure", None)
-    option = StartOption(SlotId(0), UseLive(n_reused, n_reused), 0.0)
-    plan = Plan(option, why=why, n_shared=n_shared, **changes)
+    plan = Plan(Start(SlotId(0), n_reused, n_reused), why=why, n_shared=n_shared, **changes)
     return Account(plan, 1000, n_reused=n_reused, failure=failure)
 
 

@@ -22,14 +22,13 @@ from proxy.core.plan import (
     N_ALTERNATIVES,
     NOTHING_DISPLACED,
     SHARED_HEADER_SAVES,
-    Restore,
     Situation,
-    StartOption,
+    Start,
     Why,
     plan_request,
 )
 from proxy.core.rates import Rates
-from proxy.core.slots import Content, Empty, Known, Origin, Slot, Unknown, UseLive
+from proxy.core.slots import Content, Empty, Known, Origin, Slot, Unknown
 from proxy.core.tokens import TokenIds
 from tests.unit.builders import (
     ANY_PREFIX,
@@ -48,7 +47,6 @@ from tests.unit.situations import (
     MEASURED_RULES,
     STEADY_RATES,
     TINY_TOKENS,
-    UNUSED,
     found_for,
     known_contents,
     live_slots,
@@ -77,22 +75,22 @@ def test_plan_of_anything_reuses_only_equal_tokens_that_the_rule_allows(
         assert not free
         return
     assert made.slot_id in free
-    for option in (made.option, *made.alternatives):
+    for option in (made.start, *made.alternatives):
         require_right(rule, tokens, option, dict(enumerate(own for _, own in stored)), free, n_ctx)
 
 
 def require_right(
     rule: Rule,
     tokens: TokenIds,
-    option: StartOption,
+    option: Start,
     stored: dict[int, TokenIds],
     free: dict[SlotId, Slot],
     n_ctx: int,
 ) -> None:
-    n, content = option.start.n_reused, free[option.slot_id].content
+    n, content = option.n_reused, free[option.slot_id].content
     assert 0 <= n < len(tokens)
-    if isinstance(option.start, Restore):
-        used = option.start.checkpoint
+    if option.restored:
+        used = option.restored.checkpoint
         assert 0 < n and stored[used.id][:n] == tokens[:n]
         assert used.n_tokens < n_ctx
         assert n == used.n_tokens or {
@@ -120,13 +118,13 @@ def test_plan_without_a_free_slot_is_none() -> None:
 def test_plan_with_a_live_slot_that_holds_the_prefix_uses_it_without_a_restore() -> None:
     stored = candidate(900, 900)
     made = plan(1000, END_ONLY, Empty(), Known(run_of(900), NAMESPACE), candidates=(stored,))
-    assert (made.slot_id, made.start) == (1, UseLive(900, 900))
+    assert (made.slot_id, made.start.kind, made.start.n_at_most) == (1, "live", 900)
 
 
 def test_plan_with_a_checkpoint_restores_it_into_the_slot_used_longest_ago() -> None:
     stored = candidate(900, 900)
     made = plan(1000, END_ONLY, Empty(), Empty(), candidates=(stored,))
-    assert (made.slot_id, made.start) == (0, Restore(stored.checkpoint, 900, 900))
+    assert (made.slot_id, made.start.restored, made.start.n_reused) == (0, stored, 900)
 
 
 def test_plan_with_a_leased_live_slot_restores_into_another() -> None:
@@ -135,33 +133,35 @@ def test_plan_with_a_leased_live_slot_restores_into_another() -> None:
         Slot(SlotId(1), Empty()),
     )
     made = plan(1000, END_ONLY, candidates=(candidate(900, 900),), slots=held)
-    assert made.slot_id == 1 and isinstance(made.start, Restore)
+    assert made.slot_id == 1 and made.start.restored
 
 
 def test_plan_prefers_more_seconds_saved_over_a_complete_match() -> None:
     short_and_whole = candidate(200, 200, id=CheckpointId(1))
     long_and_half = candidate(9000, 4500, id=CheckpointId(2), restore_points=(4400,))
     made = plan(5000, RESTORE_POINTS, Empty(), candidates=(short_and_whole, long_and_half))
-    assert isinstance(made.start, Restore) and made.start.checkpoint.id == 2
+    assert made.start.restored and made.start.restored.checkpoint.id == 2
 
 
 def test_plan_prefers_a_smaller_file_when_the_restore_costs_more_than_the_tokens() -> None:
     huge = candidate(1000, 1000, id=CheckpointId(1), size_bytes=20 << 30)
     small = candidate(900, 900, id=CheckpointId(2), size_bytes=1 << 20)
     made = plan(1100, END_ONLY, Empty(), candidates=(huge, small))
-    assert isinstance(made.start, Restore) and made.start.checkpoint.id == 2
+    assert made.start.restored and made.start.restored.checkpoint.id == 2
 
 
 def test_plan_with_a_restore_slower_than_evaluation_evaluates() -> None:
     slow = candidate(300, 300, size_bytes=10 << 30)
-    assert plan(400, END_ONLY, Empty(), candidates=(slow,)).start == UNUSED
+    assert plan(400, END_ONLY, Empty(), candidates=(slow,)).start.kind == "nothing"
 
 
 def test_plan_with_a_checkpoint_as_long_as_the_context_does_not_restore_it() -> None:
     full = candidate(5000, 4000, restore_points=(3000,))
-    assert plan(4500, RESTORE_POINTS, Empty(), candidates=(full,), n_ctx=5000).start == UNUSED
+    assert (
+        plan(4500, RESTORE_POINTS, Empty(), candidates=(full,), n_ctx=5000).start.kind == "nothing"
+    )
     made = plan(4500, RESTORE_POINTS, Empty(), candidates=(full,), n_ctx=5001)
-    assert isinstance(made.start, Restore)
+    assert made.start.restored
 
 
 def test_plan_spares_the_slot_with_unsaved_work() -> None:
@@ -171,20 +171,20 @@ def test_plan_spares_the_slot_with_unsaved_work() -> None:
 
 
 def test_plan_that_displaces_much_unsaved_work_saves_it_first() -> None:
-    assert plan(1000, RESTORE_POINTS, Known(branch(0, 5000), NAMESPACE)).option.displacement.saves
-    assert not plan(1000, NOTHING, Known(branch(0, 5000), NAMESPACE)).option.displacement.saves
+    assert plan(1000, RESTORE_POINTS, Known(branch(0, 5000), NAMESPACE)).start.displacement.saves
+    assert not plan(1000, NOTHING, Known(branch(0, 5000), NAMESPACE)).start.displacement.saves
 
 
 def test_plan_that_displaces_little_unsaved_work_does_not_save_it() -> None:
     few = Known(branch(0, MAX_LOST_TOKENS), NAMESPACE)
-    assert not plan(1000, RESTORE_POINTS, few).option.displacement.saves
+    assert not plan(1000, RESTORE_POINTS, few).start.displacement.saves
     more = Known(branch(0, MAX_LOST_TOKENS + 1), NAMESPACE)
-    assert plan(1000, RESTORE_POINTS, more).option.displacement.saves
+    assert plan(1000, RESTORE_POINTS, more).start.displacement.saves
 
 
 def test_plan_over_another_tenants_slot_erases_it_first() -> None:
-    assert plan(1000, ANY_PREFIX, Known(run_of(1000), OTHER_NAMESPACE)).option.erases
-    assert not plan(1000, ANY_PREFIX, Known(run_of(1000), NAMESPACE)).option.erases
+    assert plan(1000, ANY_PREFIX, Known(run_of(1000), OTHER_NAMESPACE)).start.erases
+    assert not plan(1000, ANY_PREFIX, Known(run_of(1000), NAMESPACE)).start.erases
 
 
 RESTORED = Known(run_of(900), NAMESPACE, origin=Origin(600))
@@ -192,14 +192,14 @@ RESTORED = Known(run_of(900), NAMESPACE, origin=Origin(600))
 
 def test_plan_erases_a_restored_slot_instead_of_cutting_it() -> None:
     made = plan(500, END_ONLY, RESTORED)
-    assert (made.option.erases, made.start) == (True, UNUSED)
-    assert not plan(901, END_ONLY, RESTORED).option.erases
+    assert (made.start.erases, made.start.kind) == (True, "nothing")
+    assert not plan(901, END_ONLY, RESTORED).start.erases
 
 
 def test_plan_kinds_of_checkpoint_do_not_matter_for_a_restore() -> None:
     for kind in CheckpointKind:
         made = plan(1000, END_ONLY, Empty(), candidates=(candidate(900, 900, kind=kind),))
-        assert isinstance(made.start, Restore)
+        assert made.start.restored
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -223,7 +223,7 @@ def test_plan_restores_elsewhere_what_it_would_cut_off_another_conversation() ->
     stored = candidate(1000, 1000, kind=CheckpointKind.HEADER, has_every_position=True)
     found: dict[str, Any] = {"candidates": (stored,), "sizes": sizes_of(10**9)}
     made = plan(0, ANY_PREFIX, first, Empty(), tokens=branch(1000, 1500), **found)
-    assert (made.slot_id, type(made.start)) == (1, Restore)
+    assert (made.slot_id, made.start.kind) == (1, "restore")
 
 
 # What a plan is called.
@@ -254,9 +254,9 @@ def test_is_warm_of_anything_goes_on_and_takes_nothing_from_anybody(
     made = plan(0, rule, one, other, tokens=tokens)
     content = (one, other)[made.slot_id]
     if made.is_warm:
-        assert isinstance(made.start, UseLive) and made.start.n_reused > 0
-        assert made.option.displacement == NOTHING_DISPLACED
-        assert content.namespace == NAMESPACE and not made.option.erases
+        assert made.start.kind == "live"
+        assert made.start.displacement == NOTHING_DISPLACED
+        assert content.namespace == NAMESPACE and not made.start.erases
 
 
 def test_alternatives_are_told_in_the_order_of_their_costs() -> None:
@@ -264,7 +264,7 @@ def test_alternatives_are_told_in_the_order_of_their_costs() -> None:
         candidate(n, n, id=CheckpointId(n), has_every_position=True) for n in (200, 400, 600, 800)
     ]
     made = plan(1000, ANY_PREFIX, Empty(), Empty(), candidates=tuple(stored))
-    told = [option.start.n_reused for option in (made.option, *made.alternatives)]
+    told = [option.n_reused for option in (made.start, *made.alternatives)]
     assert told == [800, 800, 600, 400]
     assert [option.slot_id for option in made.alternatives] == [1, 0, 0]
 
@@ -281,15 +281,14 @@ def test_alternatives_of_anything_differ_and_are_not_cheaper_than_what_was_chose
     made = plan_request(Prompt(tokens, NAMESPACE), now)
     if made is None:
         return
-    costs = [option.total_seconds for option in (made.option, *made.alternatives)]
+    costs = [option.total_seconds for option in (made.start, *made.alternatives)]
     assert costs == sorted(costs)
     assert len(made.alternatives) <= N_ALTERNATIVES
     ways = [
-        o.start.checkpoint.id if isinstance(o.start, Restore) else f"live {o.slot_id}"
-        for o in made.alternatives
+        o.restored.checkpoint.id if o.restored else f"live {o.slot_id}" for o in made.alternatives
     ]
     assert len(set(ways)) == len(ways)
-    assert made.option not in made.alternatives
+    assert made.start not in made.alternatives
     assert all(not now.slots[o.slot_id].is_leased for o in made.alternatives)
 
 
@@ -388,6 +387,6 @@ def test_prompt_that_does_not_fit_takes_nothing_from_anybody() -> None:
     own, foreign = Known(run_of(400), NAMESPACE), Known(run_of(400), OTHER_NAMESPACE)
     for n_ctx, contents in ((900, (foreign, own)), (901, (own, foreign)), (901, (Empty(), own))):
         made = plan(901, RESTORE_POINTS, *contents, n_ctx=n_ctx, cuts=Cuts(header=300))
-        assert (made.why, made.stops, made.start) == (Why.TOO_LONG, (), UNUSED)
-        assert (made.option.displacement, made.option.erases) == (NOTHING_DISPLACED, False)
-    assert plan(901, RESTORE_POINTS, foreign, n_ctx=901).option.erases
+        assert (made.why, made.stops, made.start.n_at_most) == (Why.TOO_LONG, (), 0)
+        assert (made.start.displacement, made.start.erases) == (NOTHING_DISPLACED, False)
+    assert plan(901, RESTORE_POINTS, foreign, n_ctx=901).start.erases

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from proxy.core.model import NO_RULE, Rule, RuleKind
-from proxy.core.rule import LearnedRule, RestoreProbe, after_save, derive, judge
+from proxy.core.rule import RestoreProbe, after_save, derive, judge
 
 N_BACK = 20
 
@@ -139,8 +139,6 @@ def test_rule_after_a_save_of_a_cut_window_is_no_longer_any_prefix() -> None:
     assert after_save(end_only, has_every_position=False) == end_only
 
 
-def test_rule_that_an_earlier_version_remembered_is_read() -> None:
-    rule = {"kind": "end only", "end_holds_from": 2200, "is_known": True, "stride_tokens": 256}
-    old = {"rule": rule, "restores_beside": True, "keeps_idle": None, "repairs_windows": False}
-    learned = msgspec.msgpack.decode(msgspec.msgpack.encode(old), type=LearnedRule)
-    assert learned.rule == Rule(RuleKind.END_ONLY, 2200, 256)
+def test_rule_is_read_as_it_was_remembered() -> None:
+    rule = Rule(RuleKind.END_ONLY, 2200, 256)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(rule), type=Rule) == rule

@@ -101,13 +101,6 @@ def test_evaluation_never_measured_that_far_in_is_as_slow_as_the_nearest_that_wa
     assert rates.tokens_per_second(POSITIONS[-1]) == 0
 
 
-def test_evaluation_never_measured_that_far_in_slows_down_as_it_did_before() -> None:
-    rates = taught((0, 1024), (1024, 4096), (4096, 16_384), times=10)
-    for n_from, n_to in ((30_000, 50_000), (120_000, 140_000)):
-        predicted = rates.evaluation_seconds(n_from, n_to)
-        assert predicted == pytest.approx(true_seconds(n_from, n_to), rel=0.3)
-
-
 def test_evaluation_never_measured_that_far_in_is_never_faster_than_before_it() -> None:
     rates = Rates()
     for _ in range(5):
@@ -115,11 +108,12 @@ def test_evaluation_never_measured_that_far_in_is_never_faster_than_before_it() 
     assert rates.evaluation_seconds(100_000, 103_072) == pytest.approx(3.0, rel=0.05)
 
 
-def test_evaluation_never_measured_between_two_that_were_lies_between_them() -> None:
+def test_evaluation_never_measured_between_two_that_were_is_as_fast_as_before_it() -> None:
     rates = taught((0, 1024), (16_384, 65_536), times=5)
-    early, late = rates.evaluation_seconds(0, 1024), rates.evaluation_seconds(20_000, 21_024)
-    assert early < rates.evaluation_seconds(1024, 2048) < late
-    assert early < rates.evaluation_seconds(8000, 9024) < late
+    assert rates.evaluation_seconds(2048, 3072) < rates.evaluation_seconds(20_000, 21_024)
+    assert rates.evaluation_seconds(2048, 3072) == pytest.approx(
+        rates.evaluation_seconds(8000, 9024)
+    )
 
 
 def test_rates_converge_within_a_few_measurements_whatever_the_server_is() -> None:

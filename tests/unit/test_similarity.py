@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from proxy.core.model import SlotId
 from proxy.core.residency import MIN_SIMILARITY, is_similar_enough, rivals, shared_at_most
-from proxy.core.slots import LOADING, TAINTED, Content, Empty, Known, Slot, Unknown, shared_tokens
+from proxy.core.slots import TAINTED, Content, Empty, Known, Slot, Unknown, shared_tokens
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from tests.unit.builders import NAMESPACE, branch, run_of
 
@@ -44,7 +44,7 @@ LEASED = {"is_leased": True}
         (slot(known(30, 90), **LEASED, destined=PROMPT), 30, 100),
         (slot(known(30, 90), **LEASED, destined=PROMPT, is_ready=True), 30, 30),
         (slot(known(30, 30, n_tail=5), **LEASED, destined=PROMPT, is_closing=True), 30, 35),
-        (slot(LOADING, **LEASED, destined=branch(40, 60)), 0, 100),
+        (slot(TAINTED, **LEASED, destined=branch(40, 60)), 0, 100),
         (slot(Unknown(NAMESPACE, likely=run_of(10)), **LEASED, destined=branch(40, 60)), 0, 40),
         (slot(Unknown(NAMESPACE, likely=run_of(10)), **LEASED, is_closing=True), 0, 100),
     ],

@@ -13,7 +13,6 @@ from proxy.core.slots import (
     Origin,
     SlotTable,
     Unknown,
-    UseLive,
     live_reuse,
     shared_tokens,
 )
@@ -33,50 +32,48 @@ SLOT = SlotId(0)
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20).map(token_ids)
 
 
-def reused(rule: Rule, content: Content, namespace: Namespace, tokens: TokenIds) -> UseLive:
+def reused(rule: Rule, content: Content, namespace: Namespace, tokens: TokenIds) -> tuple[int, int]:
     n_common = shared_tokens(content, tokens, namespace)
     return live_reuse(rule, content, n_common, len(tokens))
 
 
 def test_live_reuse_of_an_empty_slot_is_nothing() -> None:
-    assert reused(ANY_PREFIX, Empty(), NAMESPACE, run_of(10)) == UseLive(0, 0)
+    assert reused(ANY_PREFIX, Empty(), NAMESPACE, run_of(10)) == (0, 0)
 
 
 @pytest.mark.parametrize("content", [Unknown(), Unknown(NAMESPACE)])
 def test_live_reuse_of_an_unknown_slot_counts_on_nothing(content: Unknown) -> None:
-    reuse = reused(ANY_PREFIX, content, NAMESPACE, run_of(10))
-    assert reuse.n_reused == 0
-    assert reuse.n_at_most < 10
+    assert reused(ANY_PREFIX, content, NAMESPACE, run_of(10)) == (0, 9)
 
 
 def test_live_reuse_of_another_tenants_slot_is_nothing() -> None:
     content = Known(run_of(10), OTHER_NAMESPACE)
-    assert reused(ANY_PREFIX, content, NAMESPACE, run_of(20)) == UseLive(0, 0)
+    assert reused(ANY_PREFIX, content, NAMESPACE, run_of(20)) == (0, 0)
 
 
 @pytest.mark.parametrize("rule", [ANY_PREFIX, RESTORE_POINTS, END_ONLY])
 def test_live_reuse_of_a_longer_prompt_is_the_whole_slot(rule: Rule) -> None:
-    assert reused(rule, Known(run_of(10), NAMESPACE), NAMESPACE, run_of(20)) == UseLive(10, 10)
+    assert reused(rule, Known(run_of(10), NAMESPACE), NAMESPACE, run_of(20)) == (10, 10)
 
 
 def test_live_reuse_of_the_same_prompt_evaluates_the_last_token_again() -> None:
     content = Known(run_of(10), NAMESPACE, restore_points=(6,))
-    assert reused(ANY_PREFIX, content, NAMESPACE, run_of(10)) == UseLive(9, 9)
-    assert reused(RESTORE_POINTS, content, NAMESPACE, run_of(10)) == UseLive(6, 9)
+    assert reused(ANY_PREFIX, content, NAMESPACE, run_of(10)) == (9, 9)
+    assert reused(RESTORE_POINTS, content, NAMESPACE, run_of(10)) == (6, 9)
 
 
 def test_live_reuse_of_a_diverging_prompt_goes_back_to_a_restore_point() -> None:
     content = Known(run_of(100), NAMESPACE, restore_points=(40, 96))
-    assert reused(RESTORE_POINTS, content, NAMESPACE, branch(95, 200)) == UseLive(40, 95)
-    assert reused(RESTORE_POINTS, content, NAMESPACE, branch(39, 200)) == UseLive(0, 39)
-    assert reused(ANY_PREFIX, content, NAMESPACE, branch(95, 200)) == UseLive(95, 95)
+    assert reused(RESTORE_POINTS, content, NAMESPACE, branch(95, 200)) == (40, 95)
+    assert reused(RESTORE_POINTS, content, NAMESPACE, branch(39, 200)) == (0, 39)
+    assert reused(ANY_PREFIX, content, NAMESPACE, branch(95, 200)) == (95, 95)
 
 
 def test_live_reuse_beyond_an_unreported_tail_is_a_range() -> None:
     content = Known(run_of(100), NAMESPACE, n_tail=7, restore_points=(95,))
-    assert reused(RESTORE_POINTS, content, NAMESPACE, run_of(200)) == UseLive(95, 107)
-    assert reused(ANY_PREFIX, content, NAMESPACE, run_of(200)) == UseLive(100, 107)
-    assert reused(ANY_PREFIX, content, NAMESPACE, run_of(103)) == UseLive(100, 102)
+    assert reused(RESTORE_POINTS, content, NAMESPACE, run_of(200)) == (95, 107)
+    assert reused(ANY_PREFIX, content, NAMESPACE, run_of(200)) == (100, 107)
+    assert reused(ANY_PREFIX, content, NAMESPACE, run_of(103)) == (100, 102)
 
 
 @given(
@@ -90,10 +87,10 @@ def test_live_reuse_of_anything_never_promises_more_than_is_common(
     kind: RuleKind, held: list[int], asked: list[int], n_tail: int, points: set[int]
 ) -> None:
     content = Known(token_ids(held), NAMESPACE, n_tail, tuple(sorted(points)))
-    reuse = reused(Rule(kind), content, NAMESPACE, token_ids(asked))
+    n_reused, n_at_most = reused(Rule(kind), content, NAMESPACE, token_ids(asked))
     n_common = common_prefix_length(content.tokens, token_ids(asked))
-    assert 0 <= reuse.n_reused <= min(n_common, len(asked) - 1)
-    assert reuse.n_reused <= reuse.n_at_most <= min(n_common + n_tail, len(asked) - 1)
+    assert 0 <= n_reused <= min(n_common, len(asked) - 1)
+    assert n_reused <= n_at_most <= min(n_common + n_tail, len(asked) - 1)
 
 
 def test_lease_of_a_free_slot_reserves_it() -> None:
@@ -149,43 +146,43 @@ FIRST, SECOND, THIRD = (checkpoint(10, id=CheckpointId(i)) for i in range(3))
 def restored() -> SlotTable:
     """Return a table whose only slot a state is being restored into."""
     table = SlotTable([Unknown()])
-    table.note_restore(SLOT, FIRST)
+    table[SLOT].note_restore(FIRST)
     return table
 
 
 def test_suspects_of_a_slot_that_nothing_was_restored_into_are_none() -> None:
     table = SlotTable([Unknown()])
-    table.note_save(SLOT, FIRST)
-    assert table.suspects(SLOT) == table.suspects(SLOT, is_saving=True) == ()
+    table[SLOT].note_save(FIRST)
+    assert table[SLOT].suspects() == table[SLOT].suspects(is_saving=True) == ()
 
 
 def test_suspect_is_what_was_restored_until_a_request_was_answered(restored: SlotTable) -> None:
     restored.set_content(SLOT, Unknown(NAMESPACE))
-    assert restored.suspects(SLOT) == (FIRST,)
-    restored.note_answer(SLOT)
-    assert (restored.suspects(SLOT), restored.suspects(SLOT, is_saving=True)) == ((), (FIRST,))
-    restored.note_restore(SLOT, SECOND)
-    assert restored.suspects(SLOT) == (SECOND,)
+    assert restored[SLOT].suspects() == (FIRST,)
+    restored[SLOT].has_answered = True
+    assert (restored[SLOT].suspects(), restored[SLOT].suspects(is_saving=True)) == ((), (FIRST,))
+    restored[SLOT].note_restore(SECOND)
+    assert restored[SLOT].suspects() == (SECOND,)
 
 
 def test_suspects_are_also_what_was_saved_from_there_since(restored: SlotTable) -> None:
-    restored.note_save(SLOT, SECOND)
-    assert restored.suspects(SLOT) == (FIRST, SECOND)
-    restored.note_save(SLOT, THIRD)
-    assert restored.suspects(SLOT) == (SECOND, THIRD)
+    restored[SLOT].note_save(SECOND)
+    assert restored[SLOT].suspects() == (FIRST, SECOND)
+    restored[SLOT].note_save(THIRD)
+    assert restored[SLOT].suspects() == (SECOND, THIRD)
 
 
 def test_emptied_slot_has_no_suspects(restored: SlotTable) -> None:
     restored.set_content(SLOT, Empty())
-    assert restored.suspects(SLOT, is_saving=True) == ()
+    assert restored[SLOT].suspects(is_saving=True) == ()
 
 
 def test_suspects_are_forgotten_in_all_slots_at_once() -> None:
     table = SlotTable([Unknown(), Unknown()])
     for slot in table:
-        table.note_restore(slot.id, FIRST)
+        slot.note_restore(FIRST)
     table.forget_sources()
-    assert [table.suspects(slot.id) for slot in table] == [(), ()]
+    assert [slot.suspects() for slot in table] == [(), ()]
 
 
 def test_distrusted_checkpoint_taints_free_slots_now_and_others_with_their_next_content() -> None:

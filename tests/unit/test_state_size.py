@@ -3,6 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proxy.core.model import Prompt
 from proxy.core.saving import StateSize, expected_bytes, extent_of
 from proxy.core.slots import (
     MAX_CONTEXT_CHECKPOINTS,
@@ -63,11 +64,11 @@ def test_expected_bytes_is_an_upper_bound(
 
 
 def test_extent_of_a_slot_counts_every_evaluation_since_it_was_known() -> None:
-    first = after_evaluation(Empty(), run_of(1000), NAMESPACE, n_generated=9)
+    first = after_evaluation(Empty(), Prompt(run_of(1000), NAMESPACE), n_generated=9)
     assert extent_of(first) == (1008, 3)
-    assert extent_of(after_evaluation(first, run_of(1200), NAMESPACE)) == (1200, 6)
+    assert extent_of(after_evaluation(first, Prompt(run_of(1200), NAMESPACE))) == (1200, 6)
     restored = Known(run_of(100), NAMESPACE, n_points_at_most=31)
-    assert extent_of(after_evaluation(restored, run_of(200), NAMESPACE)) == (
+    assert extent_of(after_evaluation(restored, Prompt(run_of(200), NAMESPACE))) == (
         200,
         MAX_CONTEXT_CHECKPOINTS,
     )

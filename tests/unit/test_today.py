@@ -26,33 +26,37 @@ def record(**fields: object) -> RequestRecord:
 
 def test_reuse_restores_misses_and_seconds_are_added_up() -> None:
     day = Today(since=NOON)
-    day = day.after(record(n_prompt=1000, confirmed=900, chosen="live", saved_seconds=2.0))
-    day = day.after(record(n_prompt=500, confirmed=400, chosen="restore", saved_seconds=-0.5))
-    day = day.after(record(n_prompt=300, confirmed=0, cause=Cause.DATE, n_missed=299))
+    day.add(record(n_prompt=1000, confirmed=900, chosen="live", saved_seconds=2.0))
+    day.add(record(n_prompt=500, confirmed=400, chosen="restore", saved_seconds=-0.5))
+    day.add(record(n_prompt=300, confirmed=0, cause=Cause.DATE, n_missed=299))
     assert day == Today(
         since=NOON,
         n_requests=3,
         n_reusing=2,
+        n_missing=1,
         n_prompt=1800,
         n_reused=1300,
         n_restored=400,
         n_missed=299,
-        n_missing=1,
+        n_new=201,
         saved_seconds=1.5,
     )
 
 
 def test_prompts_whose_reuse_is_not_known_count_as_requests_only() -> None:
-    day = Today(since=NOON).after(record()).after(record(n_prompt=1000, confirmed=None))
+    day = Today(since=NOON)
+    day.add(record())
+    day.add(record(n_prompt=1000, confirmed=None))
     assert day == Today(since=NOON, n_requests=2)
 
 
 def test_new_day_begins_at_its_midnight_with_nothing() -> None:
-    day = Today(since=NOON).after(record(n_prompt=1000, confirmed=900))
-    assert sums_at(day, MIDNIGHT - 1) == day
+    day = Today(since=NOON, n_requests=1, n_prompt=1000, n_reused=900)
+    assert sums_at(day, MIDNIGHT - 1) is day
     new = sums_at(day, MIDNIGHT + 60)
     assert new == Today(since=MIDNIGHT)
-    assert sums_at(new.after(record(n_prompt=10, confirmed=5)), MIDNIGHT + 62).n_reused == 5
+    new.add(record(n_prompt=10, confirmed=5))
+    assert sums_at(new, MIDNIGHT + 62).n_reused == 5
 
 
 def test_minutes_and_hours_tell_what_was_reused_missed_and_new() -> None:
@@ -63,8 +67,9 @@ def test_minutes_and_hours_tell_what_was_reused_missed_and_new() -> None:
     history.add(record(at=NOON + 70, n_prompt=10, confirmed=10, saved_seconds=-1.0))
     history.add(record(at=NOON + 80))
     first = Span(int(NOON), 1, 1, 600, 100, 300, 3.0, 1.0, 3.0)
-    assert history.minutes == [first, Span(int(NOON) + 60, 2, n_reused=10)]
-    assert history.hours == [Span(int(NOON), 3, 1, 610, 100, 300, 3.0, 1.0, 3.0)]
+    second = Span(int(NOON) + 60, 2, n_reused=10, saved_seconds=-1.0)
+    assert history.minutes == [first, second]
+    assert history.hours == [Span(int(NOON), 3, 1, 610, 100, 300, 2.0, 1.0, 3.0)]
     assert history.today.n_requests == 3
 
 

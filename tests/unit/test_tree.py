@@ -56,7 +56,6 @@ def test_node_sums_up_what_lies_under_it() -> None:
         level="header",
         client="OpenCode 1.18",
         n_tokens=500,
-        n_header_tokens=500,
         n_checkpoints=4,
         n_pinned=1,
         size_bytes=3050,
@@ -65,7 +64,7 @@ def test_node_sums_up_what_lies_under_it() -> None:
     )
     session = nodes[str(NodeId(NAMESPACE, 7, 70))]
     assert (session.title, session.client) == ("Mend the login", "OpenCode 1.18")
-    assert (session.n_tokens, session.n_checkpoints, session.created_at) == (603, 2, 0.0)
+    assert (session.n_tokens, session.n_checkpoints) == (603, 2)
     assert nodes[""].n_checkpoints == len(CHECKPOINTS)
     assert nodes[str(NodeId(NAMESPACE, 7, 71))].title == ""
     assert nodes[str(NodeId(NAMESPACE, 0))].client == ""

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from proxy.serving.queue import Turn, Turns
+from proxy.tasks import Turns
 
 
 async def test_turns_are_had_in_the_order_of_asking() -> None:
@@ -21,7 +21,7 @@ async def test_turns_are_had_in_the_order_of_asking() -> None:
 async def test_taken_turn_is_not_had_until_it_ends() -> None:
     turns = Turns()
     first = turns.try_take()
-    assert first is not None and not first.has_ended
+    assert first is not None and turns.is_taken
     assert turns.try_take() is None
     second = asyncio.ensure_future(turns.take())
     await asyncio.sleep(0)
@@ -42,7 +42,7 @@ async def test_who_leaves_the_queue_is_passed_over() -> None:
     await asyncio.gather(leaving, return_exceptions=True)
     assert turns.n_waiting == 1
     first.end()
-    assert not (await staying).has_ended
+    assert (await staying).has_come.is_set()
 
 
 async def test_turn_that_comes_as_one_leaves_is_passed_on() -> None:
@@ -55,9 +55,3 @@ async def test_turn_that_comes_as_one_leaves_is_passed_on() -> None:
     await asyncio.gather(leaving, return_exceptions=True)
     (await staying).end()
     assert turns.try_take() is not None
-
-
-def test_turn_that_excludes_nobody_has_ended_from_the_beginning() -> None:
-    turn = Turn(None)
-    turn.end()
-    assert turn.has_ended

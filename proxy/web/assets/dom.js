@@ -21,16 +21,52 @@ export function say(element, text) {
 // Appends a text that names settings in `backticks`.
 export const prose = (text) => text.split("`").map((part, i) => (i % 2 ? make("code", {}, part) : part));
 
-// A bar of shares of a whole, beside a text that says the same in numbers.
-// *text* is one or more pieces; all but the first are left out where there is no room.
-export function measure([text, ...more], whole, ...parts) {
+// Keeps what the user has chosen, as far as the browser allows that.
+export const kept = {
+  get(name) {
+    try {
+      return localStorage.getItem(name);
+    } catch {
+      return null;
+    }
+  },
+  set(name, value) {
+    try {
+      localStorage.setItem(name, value);
+    } catch {
+      // Then it lasts as long as the page.
+    }
+  },
+};
+
+// Fills a group with one button for each of *options*, a name and its label; returns what presses one.
+export function choice(group, options, onChoose) {
+  const buttons = Object.entries(options).map(([name, label]) =>
+    make("button", { type: "button", "data-name": name, onclick: () => choose(name) }, label));
+  const press = (name) => buttons.forEach((button) => button.setAttribute("aria-pressed", String(button.dataset.name === name)));
+  const choose = (name) => {
+    press(name);
+    onChoose(name);
+  };
+  group.replaceChildren(...buttons);
+  return press;
+}
+
+// The shares of a whole, side by side.
+export function bar(whole, ...parts) {
   const spans = parts.map(([name, n]) => {
     const span = make("span", { class: name });
-    span.style.width = `${whole ? Math.min(100, (100 * n) / whole) : 0}%`;
+    span.style.width = `${whole ? Math.max(0, Math.min(100, (100 * n) / whole)) : 0}%`;
     return span;
   });
-  const bar = make("div", { class: "bar", "aria-hidden": "true" }, ...spans);
-  return make("div", { class: "measure" }, bar, make("span", { class: "quiet" }, text, ...more.map((piece) => make("span", { class: "wide" }, ` · ${piece}`))));
+  return make("div", { class: "bar", "aria-hidden": "true" }, ...spans);
+}
+
+// A bar beside a text that says the same in numbers.
+// *text* is one or more pieces; all but the first are left out where there is no room.
+export function measure([text, ...more], whole, ...parts) {
+  const words = more.map((piece) => make("span", { class: "wide" }, ` · ${piece}`));
+  return make("div", { class: "measure" }, bar(whole, ...parts), make("span", { class: "quiet" }, text, ...words));
 }
 
 // Brings the children of a list to those of *items*, keeping the elements of those that stay.
@@ -54,8 +90,9 @@ export function reconcile(list, items, keyOf, create, update) {
   if (document.activeElement !== focused && focused.isConnected) focused.focus();
 }
 
-export async function fetchJson(path) {
-  const reply = await fetch(path, { cache: "no-store" });
-  if (!reply.ok) throw new Error(`${path}: ${reply.status} ${await reply.text()}`);
-  return reply.json();
+export async function fetchJson(path, method = "GET") {
+  const reply = await fetch(path, { cache: "no-store", method });
+  const content = await reply.json();
+  if (!reply.ok) throw new Error(content.error ?? `${reply.status}`);
+  return content;
 }

@@ -1,59 +1,116 @@
-// The last requests, the newest first; each can be opened to see why it reused no more.
+// The last requests, the newest first, all or chosen ones; each can be opened to see why it reused no more.
 
-import { byId, fetchJson, make, measure, say } from "./dom.js";
+import { byId, choice, fetchJson, make, measure, say } from "./dom.js";
 import { explanation } from "./explanation.js";
-import { clock, counted, number, percent, seconds } from "./words.js";
+import { partsOf, showTurns } from "./turns.js";
+import { clock, counted, nameOf, number, percent, seconds } from "./words.js";
 
-const N_SHOWN = 20;
+const N_SHOWN = 12;
 const N_MORE = 150;
-const NARROW = matchMedia("(max-width: 40rem)");
-
-// One column more than are shown would be an empty one.
-const nColumns = () => (NARROW.matches ? 4 : 5);
+const N_COLUMNS = 6;
+const NOT_MISSES = ["hit", "first sight", "not looked up"];
+const NONE_IS_CHOSEN = { onlyMisses: false, client: "", conversation: "" };
 
 export class Requests {
   #body = byId("requests").tBodies[0];
   #records = [];
+  #recent = []; // whatever is chosen
   #keeps = "text";
   #nShown = N_SHOWN;
+  #chosen = NONE_IS_CHOSEN;
+  #pressWhich;
 
   constructor() {
     byId("older").addEventListener("click", () => this.#showOlder());
-    NARROW.addEventListener("change", () => {
-      for (const row of this.#body.querySelectorAll(".detail")) row.cells[0].colSpan = nColumns();
-    });
+    byId("client").addEventListener("change", (event) => this.choose({ client: event.target.value }));
+    byId("every-conversation").addEventListener("click", () => this.choose({ conversation: "" }));
+    this.#pressWhich = choice(byId("which"), { all: "All", misses: "Misses only" }, (which) => this.choose({ onlyMisses: which === "misses" }));
+    this.#pressWhich("all");
   }
 
   get latest() {
-    return this.#records;
+    return this.#recent;
   }
 
   // Takes what is new, the newest first.
   take(records, keeps) {
     this.#keeps = keeps;
-    const known = new Set(this.#records.map((record) => record.id));
-    const fresh = records.filter((record) => !known.has(record.id));
-    if (!fresh.length) return;
-    const isFirst = !this.#records.length;
+    const known = new Set(this.#recent.map((record) => record.id));
+    const news = records.filter((record) => !known.has(record.id));
+    if (!news.length) return;
+    const isFirst = !this.#recent.length;
+    this.#recent = [...news, ...this.#recent].slice(0, 2 * N_MORE);
+    this.#offerClients();
+    const fresh = news.filter((record) => this.#isChosen(record));
     this.#records = [...fresh, ...this.#records];
     const rows = fresh.map((record) => this.#row(record));
-    if (!isFirst) {
+    if (!isFirst && fresh.length) {
       rows.forEach((row) => row.classList.add("just-come"));
       say(byId("news"), `${counted(fresh.length, "new request")}. The last: ${fresh[0].cause}, ${reuseWords(fresh[0]).join(", ")}`);
     }
     this.#body.prepend(...rows);
     this.#trim();
-    byId("no-requests").hidden = true;
+    this.#showWhatIsChosen();
+  }
+
+  // Shows only misses, one client or one conversation; what is not named stays as it was chosen.
+  async choose(wanted) {
+    const isAll = wanted.onlyMisses === false && this.#chosen.conversation;
+    this.#chosen = { ...(isAll ? NONE_IS_CHOSEN : this.#chosen), ...wanted };
+    this.#nShown = N_SHOWN;
+    this.#pressWhich(this.#chosen.onlyMisses ? "misses" : "all");
+    byId("client").value = this.#chosen.client;
+    byId("requests-title").focus();
+    await this.#load();
+  }
+
+  #isChosen(record) {
+    const { onlyMisses, client, conversation } = this.#chosen;
+    if (onlyMisses && NOT_MISSES.includes(record.cause)) return false;
+    return (!client || record.client === client) && (!conversation || record.conversation === conversation);
+  }
+
+  async #load() {
+    const { onlyMisses, client, conversation } = this.#chosen;
+    const limit = conversation ? N_MORE : this.#nShown;
+    const query = new URLSearchParams({ limit, misses: onlyMisses, client, conversation });
+    const { requests } = await fetchJson(`requests?${query}`);
+    this.#records = requests;
+    this.#body.replaceChildren(...requests.map((record) => this.#row(record)));
+    byId("older").hidden = requests.length < limit;
+    this.#showWhatIsChosen();
+  }
+
+  #showWhatIsChosen() {
+    const { conversation, onlyMisses, client } = this.#chosen;
+    const close = byId("every-conversation");
+    close.hidden = !conversation;
+    say(close, "✕ This conversation only");
+    if (conversation) showTurns(this.#records, (id) => this.show(id));
+    else byId("turns").hidden = true;
+    byId("no-requests").hidden = this.#records.length > 0;
+    const missed = onlyMisses ? "No request has missed what was known" : "No request has come yet";
+    say(byId("no-requests"), client || conversation ? "No such request is known." : `${missed}.`);
+  }
+
+  #offerClients() {
+    const select = byId("client");
+    const known = new Set([...select.options].map((option) => option.value));
+    for (const { client } of this.#recent) {
+      if (client && !known.has(client)) select.append(make("option", { value: client }, client));
+      known.add(client);
+    }
   }
 
   // Opens a request, wherever it is mentioned, and goes there.
   async show(id) {
-    let row = this.#find(id);
-    if (!row) {
+    if (!this.#find(id)) {
+      this.#chosen = NONE_IS_CHOSEN;
+      this.#pressWhich("all");
+      byId("client").value = "";
       await this.#showOlder();
-      row = this.#find(id);
     }
-    const button = row?.querySelector("button[aria-expanded]");
+    const button = this.#find(id)?.querySelector("button[aria-expanded]");
     if (!button) return say(byId("news"), `Request ${id} is not known any more.`);
     if (button.getAttribute("aria-expanded") === "false") button.click();
     button.focus();
@@ -64,14 +121,18 @@ export class Requests {
   }
 
   #row(record) {
+    const isMiss = !NOT_MISSES.includes(record.cause);
     const button = make("button", {
-      type: "button", class: "plain", "aria-expanded": "false", "aria-controls": `why-${record.id}`,
+      type: "button", class: isMiss ? "plain miss" : "plain", "aria-expanded": "false", "aria-controls": `why-${record.id}`,
       onclick: () => this.#toggle(record, button),
     }, record.cause === "not looked up" ? (record.why ?? record.cause) : record.cause);
+    const title = make("button", { type: "button", class: "link title", onclick: () => this.choose({ conversation: record.conversation }) }, nameOf(record));
+    const from = [record.client, record.server ?? record.model].filter(Boolean).join(" · ");
     return make("tr", { "data-id": record.id },
       make("th", { scope: "row", class: "time" }, clock(record.at)),
-      make("td", {}, reuse(record)),
-      make("td", { class: "number" }, duration(record.first_token_seconds)),
+      make("td", { class: "cut" }, title, make("span", { class: "quiet from" }, from), make("div", { class: "narrow" }, reuse(record))),
+      make("td", { class: "wide" }, reuse(record)),
+      make("td", { class: "number wide" }, duration(record.first_token_seconds)),
       make("td", { class: "number wide" }, record.saved_seconds ? seconds(record.saved_seconds) : "–"),
       make("td", {}, button));
   }
@@ -81,7 +142,7 @@ export class Requests {
     const isOpen = button.getAttribute("aria-expanded") === "true";
     button.setAttribute("aria-expanded", String(!isOpen));
     if (isOpen) return row.nextElementSibling.remove();
-    const cell = make("td", { colspan: nColumns() }, "Loading …");
+    const cell = make("td", { colspan: N_COLUMNS }, "Loading …");
     row.after(make("tr", { class: "detail", id: `why-${record.id}` }, cell));
     try {
       const found = await fetchJson(`requests/${encodeURIComponent(record.id)}`);
@@ -93,20 +154,13 @@ export class Requests {
 
   async #showOlder() {
     this.#nShown += N_MORE;
-    const { requests } = await fetchJson(`requests?limit=${this.#nShown}`);
-    const known = new Set(this.#records.map((record) => record.id));
-    const older = requests.filter((record) => !known.has(record.id));
-    this.#records = [...this.#records, ...older];
-    this.#body.append(...older.map((record) => this.#row(record)));
-    byId("older").hidden = requests.length < this.#nShown;
+    await this.#load();
   }
 
   #trim() {
-    for (const record of this.#records.splice(this.#nShown)) {
-      const row = this.#find(record.id);
-      const detail = byId(`why-${record.id}`);
-      detail?.remove();
-      row?.remove();
+    for (const record of this.#records.splice(Math.max(this.#nShown, this.#chosen.conversation ? N_MORE : 0))) {
+      byId(`why-${record.id}`)?.remove();
+      this.#find(record.id)?.remove();
       byId("older").hidden = false;
     }
     if (this.#records.length >= this.#nShown) byId("older").hidden = false;
@@ -118,9 +172,8 @@ const duration = (n) => (n === null ? "–" : seconds(n));
 function reuse(record) {
   const [text, ...more] = reuseWords(record);
   if (!more.length) return make("span", { class: "quiet" }, text);
-  // What was known may be counted in tokens of the older prompt, which can be longer.
-  const missed = Math.min(record.n_missed, record.n_prompt - record.confirmed);
-  return measure([text, ...more], record.n_prompt, ["reused", record.confirmed], ["missed", missed]);
+  const [reused, missed] = partsOf(record);
+  return measure([text, ...more], record.n_prompt, ["reused", reused], ["missed", missed]);
 }
 
 function reuseWords(record) {

@@ -1,7 +1,7 @@
-// How requests are served, what is wrong, and what was saved today.
+// How requests are served, what is wrong, and where clients come in.
 
 import { byId, make, prose, reconcile, say } from "./dom.js";
-import { capital, clock, counted, number, percent, span } from "./words.js";
+import { capital, clock } from "./words.js";
 
 const NAME = document.title;
 const CONNECTIONS = {
@@ -10,6 +10,7 @@ const CONNECTIONS = {
   paused: "Paused",
   gone: "The proxy does not answer",
 };
+const EVERYWHERE = ["", "0.0.0.0", "[::]"];
 
 export function showConnection(connection) {
   say(byId("connection"), CONNECTIONS[connection]);
@@ -40,29 +41,15 @@ function makeReason(reason) {
     make("p", {}, make("strong", {}, "What helps: "), ...prose(reason.cure)));
 }
 
-export function showToday(today) {
-  const saved = today.saved_seconds;
-  const figures = [
-    ["Tokens reused", number(today.n_reused), `${percent(today.n_reused, today.n_prompt)} of ${number(today.n_prompt)} in prompts`],
-    ["Time saved", saved === null ? "–" : span(saved), saved === null ? "not measured yet" : "measured, less the restores"],
-    ["Restored from disk", number(today.n_restored), "of the tokens reused"],
-    ["Requests", number(today.n_requests), `${number(today.n_reusing)} reused something`],
-    ["Known, yet evaluated", number(today.n_missed), "tokens; each request says why"],
-  ];
-  reconcile(byId("today"), figures, ([name]) => name, makeFigure, (element, [, value, note]) => {
-    const [first, second] = element.querySelectorAll("dd");
-    say(first, value);
-    say(second, note);
-  });
-  say(byId("today-title"), `Today, since ${clock(today.since)}`);
-}
-
-function makeFigure([name]) {
-  return make("div", {}, make("dt", {}, name), make("dd"), make("dd", { class: "quiet" }));
-}
-
-export function showQueue(overview) {
-  const running = overview.servers.flatMap((server) => server.slots).filter((slot) => slot.state === "leased" && !slot.is_closing).length;
-  const waiting = overview.n_waiting ? `${counted(overview.n_waiting, "request")} waiting` : "nobody waits";
-  say(byId("queue"), `${running} running, ${waiting}`);
+// Says where to point a client, as long as none has come.
+export function showWelcome({ listen, today, requests, in_flight: inFlight }) {
+  const isNew = !today.n_requests && !requests.length && !inFlight.length;
+  if (isNew === !byId("welcome").hidden) return;
+  byId("welcome").hidden = !isNew;
+  document.body.classList.toggle("new", isNew);
+  const at = listen.lastIndexOf(":");
+  const host = EVERYWHERE.includes(listen.slice(0, at)) ? location.hostname : listen.slice(0, at);
+  const address = `http://${host}${listen.slice(at)}`;
+  say(byId("openai-address"), `${address}/v1`);
+  say(byId("anthropic-address"), address);
 }

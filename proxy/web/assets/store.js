@@ -1,141 +1,139 @@
-// The store as a tree: namespaces, headers, sessions, checkpoints. What is not open is not asked for.
+// The store as a map: headers, in them the conversations that begin with them, by the room that they take.
 
-import { byId, fetchJson, make, reconcile, say } from "./dom.js";
+import { byId, choice, fetchJson, kept, make, say } from "./dom.js";
+import { divide } from "./rectangles.js";
+import { States } from "./states.js";
 import { ago, bytes, counted, number, seconds } from "./words.js";
 
-const PAGE = 100;
-const MAX_PAGE = 1000;
-const REST_MS = 1000; // a busy proxy changes its store often
+const N_NODES = 300;
+const REST_MS = 1500; // a busy proxy changes its store often
+const LABEL_PX = 20;
+const LINE_PX = 17;
+const GAP_PX = 3;
+const AGES = [3600, 86400, 7 * 86400];
 
 export class Store {
-  #root = byId("tree");
-  #version = null; // what is shown; null while that is asked for
+  #map = byId("map");
+  #nodes = [];
+  #nLeftOut = 0;
+  #version = null;
   #isLoading = false;
-  #isStale = false;
+  #measure = kept.get("measure") ?? "bytes";
+  #selected = null;
+  #states = new States(() => this.#load());
 
   constructor() {
-    this.#root.dataset.node = "";
-    this.#refresh();
+    const press = choice(byId("measure"), { bytes: "by bytes", seconds: "by seconds" }, (measure) => {
+      this.#measure = measure;
+      kept.set("measure", measure);
+      this.#draw();
+    });
+    press(this.#measure);
+    new ResizeObserver(() => this.#draw()).observe(this.#map);
   }
 
-  // Takes the store's version; what is open is asked for again if it has changed.
+  // Takes the store's version; the map is asked for again if it has changed.
   take(store) {
-    byId("no-store").hidden = Boolean(store?.n_checkpoints);
+    const isEmpty = !store?.n_checkpoints;
+    byId("no-store").hidden = !isEmpty;
+    byId("map").hidden = byId("map-legend").hidden = isEmpty;
     say(byId("store-size"), store
-      ? `${counted(store.n_checkpoints, "checkpoint")}, ${bytes(store.size_bytes)} of ${bytes(store.max_bytes)}`
+      ? `${counted(store.n_checkpoints, "state")}, ${bytes(store.size_bytes)} of ${bytes(store.max_bytes)}`
       : "is not open");
-    if (store && this.#version !== null && store.version !== this.#version) this.#refresh();
+    if (store && store.version !== this.#version && !this.#isLoading) this.#load();
   }
 
-  async #refresh() {
-    this.#isStale = true;
-    if (this.#isLoading) return;
+  async #load() {
     this.#isLoading = true;
     try {
-      while (this.#isStale) {
-        this.#isStale = false;
-        for (const list of [this.#root, ...this.#root.querySelectorAll("ul")]) {
-          if (list.isConnected) await this.#load(list);
-        }
-        await new Promise((resolve) => setTimeout(resolve, REST_MS));
-      }
-    } finally {
-      this.#isLoading = false;
-    }
-  }
-
-  // Asks for the children of a list's node, as many as are shown or *more*.
-  async #load(list, more = 0) {
-    const shown = list.querySelectorAll(":scope > li[data-id]").length;
-    try {
-      const level = await fetchLevel(list.dataset.node, Math.max(PAGE, shown + more));
-      if (list === this.#root) this.#version = level.version;
-      this.#fill(list, level);
+      const { nodes, n_left_out: nLeftOut, version } = await fetchJson(`tree?limit=${N_NODES}`);
+      [this.#nodes, this.#nLeftOut, this.#version] = [nodes, nLeftOut, version];
+      this.#draw();
+      if (this.#selected) await this.#select(this.#selected);
     } catch {
-      // Nothing lies under this node any more, or the proxy is away.
-      if (list === this.#root) this.#version = -1;
+      this.#version = null; // the proxy is away
+    } finally {
+      setTimeout(() => (this.#isLoading = false), REST_MS);
     }
   }
 
-  #fill(list, { children, nChildren }) {
-    const rest = nChildren - children.length;
-    const items = rest > 0 ? [...children, { level: "more", id: "more" }] : children;
-    reconcile(list, items, (item) => item.id, (item) => this.#item(item), (element, item) => {
-      if (item.level !== "more") say(element.querySelector(".about"), about(item));
-      else say(element.firstElementChild, `Show more of ${number(rest)} others`);
-    });
+  // Lays out the headers, and in each of them its conversations and what they share.
+  #draw() {
+    const { clientWidth: width, clientHeight: height } = this.#map;
+    if (!width) return;
+    const focused = document.activeElement?.dataset?.node;
+    const groups = this.#groups();
+    const areas = divide(groups.map((group) => group.size), { x: 0, y: 0, width, height });
+    this.#map.replaceChildren(...groups.flatMap((group, i) => this.#drawGroup(group, areas[i])));
+    say(byId("map-rest"), this.#nLeftOut ? ` · ${number(this.#nLeftOut)} smaller ones are not shown: llama-prefix-cache ls --all` : "");
+    if (focused) this.#map.querySelector(`[data-node="${CSS.escape(focused)}"]`)?.focus();
   }
 
-  #item(item) {
-    if (item.level === "more") {
-      const more = make("button", { type: "button", onclick: () => this.#load(more.closest("ul"), PAGE) });
-      return make("li", {}, more);
-    }
-    const description = make("span", { class: "about quiet" });
-    if (item.level === "checkpoint") {
-      return make("li", { "data-id": item.id },
-        make("div", { class: "node leaf" }, make("span", {}, name(item)), description));
-    }
-    const button = make("button", {
-      type: "button", class: "plain", "aria-expanded": "false", onclick: () => this.#toggle(item, button),
-    }, name(item));
-    return make("li", { "data-id": item.id }, make("div", { class: "node" }, button, description));
+  #groups() {
+    const below = Map.groupBy(this.#nodes, (node) => node.parent);
+    const models = below.get("") ?? [];
+    const groups = models.flatMap((model) => (below.get(model.id) ?? []).map((header) => {
+      const sessions = below.get(header.id) ?? [];
+      const cells = sessions.map((node) => ({ node, size: this.#sizeOf(node) }));
+      const sharedBytes = header.size_bytes - sessions.reduce((sum, node) => sum + node.size_bytes, 0);
+      const shared = this.#measure === "seconds" ? (header.seconds ?? 0) : sharedBytes;
+      if (shared > 0 && sharedBytes > 0) cells.push({ node: header, size: shared });
+      cells.sort((a, b) => b.size - a.size);
+      const size = cells.reduce((sum, cell) => sum + cell.size, 0);
+      return { header, cells: cells.filter((cell) => cell.size > 0), size, label: headerName(header, model, models) };
+    }));
+    return groups.filter((group) => group.size > 0).sort((a, b) => b.size - a.size);
   }
 
-  async #toggle(item, button) {
-    const isOpen = button.getAttribute("aria-expanded") === "true";
-    button.setAttribute("aria-expanded", String(!isOpen));
-    const element = button.closest("li");
-    if (isOpen) return element.querySelector("ul").remove();
-    const list = make("ul", { "data-node": item.id, "aria-label": `In ${name(item)}` });
-    element.append(list);
-    await this.#load(list);
+  #sizeOf(node) {
+    return this.#measure === "seconds" ? (node.seconds ?? 0) : node.size_bytes;
+  }
+
+  #drawGroup({ label, cells }, { x, y, width: whole, height: high }) {
+    const [width, height] = [Math.max(1, whole - GAP_PX), Math.max(1, high - GAP_PX)];
+    const top = height > 3 * LABEL_PX && width > 4 * LABEL_PX ? LABEL_PX : 0;
+    const name = make("span", { class: "group-name" }, label);
+    place(name, { x, y, width, height: LABEL_PX });
+    const areas = divide(cells.map((cell) => cell.size), { x, y: y + top, width, height: height - top });
+    return [...(top ? [name] : []), ...cells.map(({ node }, i) => this.#drawCell(node, areas[i]))];
+  }
+
+  #drawCell(node, area) {
+    const age = AGES.findIndex((limit) => Date.now() / 1000 - node.last_used_at < limit);
+    const classes = ["cell", `age-${age < 0 ? AGES.length : age}`, node.n_pinned && node.level === "session" ? "pinned" : ""];
+    const said = [this.#measure === "seconds" && node.seconds !== null ? seconds(node.seconds) : bytes(node.size_bytes), `used ${ago(node.last_used_at)}`];
+    const cell = make("button", {
+      type: "button", class: classes.join(" "), "data-node": node.id, title: `${nodeName(node)}: ${said.join(", ")}`,
+      "aria-label": `${nodeName(node)}, ${said.join(", ")}${node.n_pinned ? ", pinned" : ""}`, "aria-pressed": String(node.id === this.#selected),
+      onclick: () => this.#select(node.id),
+    }, make("span", { class: "title" }, nodeName(node)), make("span", { class: "quiet" }, said.join(" · ")));
+    place(cell, area);
+    cell.firstElementChild.style.webkitLineClamp = Math.max(1, Math.floor((area.height - 1.6 * LABEL_PX) / LINE_PX));
+    if (area.width < 56 || area.height < 24) cell.replaceChildren();
+    else if (area.height < 44) cell.lastElementChild.remove();
+    return cell;
+  }
+
+  async #select(id) {
+    const node = this.#nodes.find((each) => each.id === id);
+    this.#selected = node ? id : null;
+    for (const cell of this.#map.querySelectorAll("[data-node]")) cell.setAttribute("aria-pressed", String(cell.dataset.node === id));
+    await this.#states.show(node ?? null, node ? nodeName(node) : "");
   }
 }
 
-// Returns the first *n* children of a node.
-async function fetchLevel(node, n) {
-  const children = [];
-  let level;
-  do {
-    const limit = Math.min(MAX_PAGE, n - children.length);
-    level = await fetchJson(`tree?limit=${limit}&offset=${children.length}&parent=${encodeURIComponent(node)}`);
-    children.push(...level.children);
-  } while (level.next_offset !== null && children.length < n);
-  return { children, nChildren: level.node.n_children, version: level.version };
+function place(element, { x, y, width, height }) {
+  Object.assign(element.style, { left: `${x}px`, top: `${y}px`, width: `${width}px`, height: `${height}px` });
 }
 
-function name(item) {
-  const short = item.id.split("/").at(-1).slice(0, 8);
-  switch (item.level) {
-    case "namespace":
-      if (item.model) return `${item.model} (${short}${item.is_served === false ? ", not served now" : ""})`;
-      return item.is_served === false ? `Another model or key ${short}` : `Model and key ${short}`;
-    case "header":
-      return item.n_tokens ? `Header of ${counted(item.n_tokens, "token")}` : "No known header";
-    case "session":
-      return `Session ${short}`;
-    default:
-      return `${KINDS[item.kind] ?? item.kind} at ${counted(item.n_tokens, "token")}`;
-  }
+function headerName(header, model, models) {
+  const named = header.n_tokens ? `${header.client || "Header"}, ${counted(header.n_tokens, "token")}` : "No header";
+  if (models.length < 2) return named;
+  const isAlone = models.every((other) => other === model || other.model !== model.model);
+  return `${named} · ${model.model ?? "another model"}${isAlone ? "" : ` (key ${model.id.slice(0, 4)})`}`;
 }
 
-const KINDS = { header: "Header", "turn start": "Turn start", branch: "Branch", conversation: "End" };
-
-function about(item) {
-  const parts = [];
-  if (item.level === "checkpoint") {
-    parts.push(bytes(item.size_bytes));
-    if (item.restore_points.length) parts.push(`can be continued at ${counted(item.restore_points.length, "earlier place")}`);
-  } else {
-    if (item.level === "session") parts.push(`up to ${counted(item.n_tokens, "token")}`);
-    parts.push(counted(item.n_checkpoints, "checkpoint"), bytes(item.size_bytes));
-  }
-  parts.push(item.n_restores ? `restored ${number(item.n_restores)}×` : "never restored");
-  parts.push(`made ${ago(item.created_at)}`, `used ${ago(item.last_used_at)}`);
-  if (item.value_seconds) parts.push(`worth ${seconds(item.value_seconds)}`);
-  if (item.is_warm) parts.push("in memory");
-  if (item.quarantine) parts.push(`quarantined: ${item.quarantine.why}`);
-  if (item.is_pinned || item.n_pinned) parts.push(item.is_pinned ? "pinned" : `${number(item.n_pinned)} pinned`);
-  return parts.join(" · ");
+function nodeName(node) {
+  if (node.level === "header") return `Shared: ${node.n_tokens ? `header of ${counted(node.n_tokens, "token")}` : "no header"}`;
+  return node.title || `Conversation ${node.id.split("/").at(-1).slice(0, 8)}`;
 }

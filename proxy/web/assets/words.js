@@ -2,9 +2,19 @@
 
 const NUMBER = new Intl.NumberFormat("en");
 const CLOCK = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+const MINUTE = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit" });
+const COMPACT = new Intl.NumberFormat("en", { notation: "compact" });
 const DAY = new Intl.DateTimeFormat("en", { month: "short", day: "numeric" });
 
 export const number = (n) => NUMBER.format(n);
+export const short = (n) => COMPACT.format(n);
+export const hour = (at) => MINUTE.format(new Date(at * 1000));
+export const day = (at) => DAY.format(new Date(at * 1000));
+
+// What people know a request's conversation by.
+export const nameOf = ({ title, client, path, conversation }) => title || client || path || `Conversation ${conversation}`;
+
+export const energy = (wattHours) => (wattHours < 999.5 ? `${wattHours.toPrecision(2) / 1} Wh` : `${(wattHours / 1000).toFixed(1)} kWh`);
 
 export const counted = (n, noun) => `${number(n)} ${noun}${n === 1 ? "" : "s"}`;
 
