@@ -120,7 +120,7 @@ class Pool(Addresses):
         present = [(server, there) for server in servers if (there := server.process)]
         server, chosen = reader, process
         if len(present) > 1:
-            offers = [_offer(there, request).beside(len(s.on_way)) for s, there in present]
+            offers = [_offer(there, request, len(s.on_way)) for s, there in present]
             server, chosen = present[best_offer(offers)]
         server.on_way.add(request)
         if chosen is not process:
@@ -184,10 +184,10 @@ class Pool(Addresses):
                 server.poke()
 
 
-def _offer(process: Process, request: Request) -> Offer:
+def _offer(process: Process, request: Request, n_ahead: int) -> Offer:
     """Return what a llama-server can do for a request; without a prompt, by how busy it is."""
     if request.prompt is not None:
         namespace = process.tenant_namespace(request.tenant)
-        return offer(process, replace(request.prompt, namespace=namespace))
-    n_busy = sum(slot.is_leased for slot in process.slots)
-    return Offer(0.0, 0, n_busy, process.queue.n_waiting, len(process.slots))
+        return offer(process, replace(request.prompt, namespace=namespace), n_ahead)
+    n_used = sum(slot.is_leased for slot in process.slots) + process.queue.n_waiting + n_ahead
+    return Offer(0.0, 0, n_used / max(1, len(process.slots)))
