@@ -59,7 +59,7 @@ class Addresses:
             server.order = self._order
             self._plain.append(server)
             if not is_single:
-                server.on_attached = self._share_slots
+                server.on_idle = self._call_away
         if self._shared.opened_store is not None:
             self._shared.opened_store.on_damage = self._note_damage
         self._run(partial(verify_stored, self._shared))
@@ -174,14 +174,8 @@ class Addresses:
         upstream = hosted.root.at(hosted.host.target(model))
         return self._followed(self._shared.of(upstream, upstream.target.name), host=hosted)
 
-    def _share_slots(self, process: Process) -> None:
-        """Let requests that wait at another llama-server have the slots that come free here."""
-        queue = process.queue
-        queue.on_idle = self._call_away
-        for _ in queue.table.free():
-            self._call_away(queue)
-
     def _call_away(self, idle: SlotQueue) -> None:
+        """Let a request that waits at another llama-server have a slot that is free."""
         queues = [process.queue for server in self._plain if (process := server.process)]
         fullest = max(queues, key=lambda queue: queue.n_waiting, default=idle)
         if fullest is not idle:

@@ -330,14 +330,13 @@ async def _namespace(
 
 async def _commit(process: Process, slot_id: SlotId, saved: SavedSlot) -> None:
     """Commit the state of an adopted slot, unless several tenants could own it: llama-server tells none."""
-    state, was_emptied = saved.state, isinstance(process.slots[slot_id].content, Empty)
-    tenants = process.tenants or {b""}
+    state, tenants = saved.state, process.tenants or {b""}
     if len(tenants) > 1 or state.n_media or -1 in state.tokens:
         return
-    namespace = process.tenant_namespace(min(tenants))
+    was_emptied = isinstance(process.slots[slot_id].content, Empty)
     # An earlier proxy may have restored it.
     origin = Origin(0 if state.has_every_position else len(state.tokens))
-    held = Unknown(namespace, origin=origin)
+    held = Unknown(process.tenant_namespace(min(tenants)), origin=origin)
     await process.saves.commit(slot_id, held, CheckpointKind.CONVERSATION, saved)
     if was_emptied:
         process.slots.set_content(slot_id, Empty())

@@ -48,6 +48,7 @@ from proxy.servers import self_test
 from proxy.servers.attach import attach
 from proxy.serving.launches import outlast
 from proxy.serving.process import Process
+from proxy.serving.queue import SlotQueue
 from proxy.serving.request import Request
 from proxy.serving.shared import Services
 from proxy.settings import Settings
@@ -231,8 +232,8 @@ class Server(Watched):
         self.epoch = 0
         self.order = ArrivalOrder()
         self.on_way: set[Request] = set()
-        self.on_attached: Callable[[Process], None] = lambda process: None
-        """Called with every process that was attached."""
+        self.on_idle: Callable[[SlotQueue], None] = lambda queue: None
+        """Called for each slot of this llama-server that is free while nobody waits for it."""
         self._settings = settings
         self._n_context_checkpoints = (launch or Launch()).n_context_checkpoints
         self._is_host_of_models = is_host_of_models
@@ -417,7 +418,9 @@ class Server(Watched):
         self._attached_at = time.monotonic()
         self.process = process
         self.enter(Phase.ATTACHED)
-        self.on_attached(process)
+        process.queue.on_idle = self.on_idle
+        for _ in process.slots.free():
+            self.on_idle(process.queue)
         # An attach that failed is repeated again and again, but logged once.
         if process.can_cache or last is None:
             self._log.info(

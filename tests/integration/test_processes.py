@@ -133,7 +133,7 @@ async def test_process_dying_at_first_contact_leaves_it_to_the_next(start_rig: S
 async def test_requests_wait_for_an_attachment_but_not_forever(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifecycle.Server.look, "__defaults__", (0.1,))
+    monkeypatch.setattr(lifecycle, "ATTACH_WAIT_SECONDS", 0.1)
     async with start_rig() as rig:
         gate = rig.server.hold("lora-adapters")
         rig.server.replace_process()
