@@ -147,7 +147,8 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
 @asynccontextmanager
 async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterator[Running]:
     connect_gauges(shared, pool)
-    aliases, page = parse_aliases(settings.aliases), LivePage(Looks(shared, pool))
+    aliases, looks = parse_aliases(settings.aliases), Looks(shared, pool)
+    page = LivePage(looks)
     own_host = split_address(settings.admin)[0]
     token, is_new = admin_token(settings)
     if is_new:
@@ -160,7 +161,7 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
     operators = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
     operators.add_routes([*Admin(shared, pool, aliases).routes(), *page.routes()])
     operators.on_shutdown.append(page.stop)
-    operators.cleanup_ctx.append(page.history_kept)
+    operators.cleanup_ctx.append(looks.history_kept)
     unread = Unread(shared.metrics)
     limit, secret = settings.max_requests, shared.secret
     front = Front(pool, shared.report, unread, limit, aliases, secret)

@@ -151,7 +151,7 @@ def explanation_text(explanation: Explanation) -> Text:
         lines.append(Text.assemble(("cure: ", "bold"), explanation.cure))
     if explanation.nearest is not None:
         lines.append(Text(f"nearest: {_nearest(explanation.nearest)} in common", style="dim"))
-    if explanation.divergence is not None:
+    if explanation.divergence and (explanation.divergence.known or explanation.divergence.now):
         lines += [Text(), *_difference(explanation.divergence)]
     return Text("\n").join(lines)
 
@@ -164,10 +164,6 @@ def _nearest(nearest: Nearest) -> str:
 
 
 def _difference(divergence: Divergence) -> Iterator[Text]:
-    if not divergence.known and not divergence.now:
-        yield Text(f"  known tokens: {list(divergence.known_ids)}", style="red")
-        yield Text(f"  now:          {list(divergence.now_ids)}", style="green")
-        return
     yield Text("  ..." + _visible(divergence.before), style="dim")
     yield Text(f"- {_visible(divergence.known)}", style="red")
     yield Text(f"+ {_visible(divergence.now)}", style="green")
