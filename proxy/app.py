@@ -3,8 +3,9 @@
 import asyncio
 import math
 import stat
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,8 +15,9 @@ from aiohttp import web
 from proxy import __version__
 from proxy.core.conditions import DegradationKind, State
 from proxy.core.eviction import Removal
+from proxy.core.launch import Launch
 from proxy.core.model import Checkpoint, RuleKind
-from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, SlotState, state_of
+from proxy.core.slots import SlotState, state_of
 from proxy.core.tokens import TokenIds
 from proxy.errors import StoreFault, StoreLocked
 from proxy.explain.causes import Cause
@@ -26,9 +28,6 @@ from proxy.llama.routes import Target, parse_aliases
 from proxy.log import get_logger
 from proxy.metrics import POSITION_LABELS, Metrics
 from proxy.servers.pool import Pool
-from proxy.servers.server import Server
-from proxy.serving.process import Process
-from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.serving.shared import Shared, new_shared, note_quarantined
 from proxy.settings import (
     Settings,
@@ -57,38 +56,14 @@ class Running:
     pool: Pool
     shared: Shared
 
-    @property
-    def server(self) -> Server:
-        """The only llama-server, or the first one."""
-        return self.pool.servers[0]
-
-    @property
-    def store(self) -> CheckpointStore | None:
-        return self.shared.opened_store
-
-    @property
-    def metrics(self) -> Metrics:
-        return self.shared.metrics
-
-    @property
-    def degradations(self) -> Degradations:
-        return self.shared.everywhere
-
 
 @asynccontextmanager
-async def run_proxy(
-    settings: Settings,
-    *,
-    rewrite: RewriteStateFile = keep_as_saved,
-    is_llama_server_coming: bool = False,
-    n_context_checkpoints: int = MAX_CONTEXT_CHECKPOINTS,
-) -> AsyncIterator[Running]:
+async def run_proxy(settings: Settings, *, launch: Launch | None = None) -> AsyncIterator[Running]:
     """Serve until the block is left, then finish, write back and close.
 
-    *is_llama_server_coming* says that llama-server is being started: the first requests wait for it.
-    *n_context_checkpoints* is how many llama-server keeps in a slot (--ctx-checkpoints) if known.
-    Raises StoreLocked if another proxy uses the directory, OSError if a port is taken, SettingsError if a
-    file that was given has no token.
+    With a *launch*, llama-server is being started like that: the first requests wait for it. Raises
+    StoreLocked if another proxy uses the directory, OSError if a port is taken, SettingsError if a file
+    that was given has no token.
     """
     metrics = Metrics()
     metrics.build_info.labels(__version__).set(1)
@@ -101,15 +76,7 @@ async def run_proxy(
         async with new_session() as client:
             key = settings.upstream_api_key
             roots = [LlamaServer(client, Target(url), key) for url in parse_urls(settings.upstream)]
-            pool = Pool(
-                settings,
-                shared,
-                roots,
-                rewrite,
-                is_coming=is_llama_server_coming,
-                n_context_checkpoints=n_context_checkpoints,
-            )
-            async with _serve(settings, shared, pool) as running:
+            async with _serve(settings, shared, Pool(settings, shared, roots, launch)) as running:
                 yield running
     finally:
         if store is not None:
@@ -146,8 +113,12 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
 
 @asynccontextmanager
 async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterator[Running]:
-    connect_gauges(shared, pool)
-    aliases, page = parse_aliases(settings.aliases), LivePage(Looks(shared, pool))
+    shared.metrics.gauges.read = partial(set_gauges, shared, pool)
+    if shared.opened_store is not None:
+        shared.opened_store.writes.on_write = shared.metrics.written_bytes.inc
+        count_evictions(shared, shared.opened_store)
+    aliases, looks = parse_aliases(settings.aliases), Looks(shared, pool)
+    page = LivePage(looks)
     own_host = split_address(settings.admin)[0]
     token, is_new = admin_token(settings)
     if is_new:
@@ -160,7 +131,7 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
     operators = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=middlewares)
     operators.add_routes([*Admin(shared, pool, aliases).routes(), *page.routes()])
     operators.on_shutdown.append(page.stop)
-    operators.cleanup_ctx.append(page.history_kept)
+    operators.cleanup_ctx.append(looks.history_kept)
     unread = Unread(shared.metrics)
     limit, secret = settings.max_requests, shared.secret
     front = Front(pool, shared.report, unread, limit, aliases, secret)
@@ -218,69 +189,44 @@ async def _listen(app: web.Application, address: str, drain_seconds: float) -> A
         await runner.cleanup()
 
 
-# Gauges read their values from the running proxy at each scrape; zero while there is nothing.
+# Gauges are set at each scrape; zero while there is nothing.
 
 
-def connect_gauges(shared: Shared, pool: Pool) -> None:
-    """Let every gauge read its value from what serves now."""
-    metrics = shared.metrics
+def set_gauges(shared: Shared, pool: Pool) -> None:
+    """Set every gauge to what is so now."""
+    metrics, processes = shared.metrics, pool.processes
 
-    def is_state(state: State) -> float:
-        return shared.everywhere.state is state
+    def highest(values: Iterable[float]) -> float:
+        return max(values, default=0.0)
 
-    metrics.background_tasks.set_function(lambda: len(shared.tasks))
-    metrics.event_loop_tasks.set_function(lambda: len(asyncio.all_tasks()))
-    metrics.waiting_requests.set_function(lambda: pool.n_waiting)
+    metrics.background_tasks.set(len(shared.tasks))
+    metrics.event_loop_tasks.set(len(asyncio.all_tasks()))
+    metrics.waiting_requests.set(pool.n_waiting)
     for state in State:
-        metrics.state.labels(state).set_function(partial(is_state, state))
-    _connect_processes(metrics, pool)
-    if shared.opened_store is not None:
-        _connect_store(shared, shared.opened_store)
-
-
-def _connect_processes(metrics: Metrics, pool: Pool) -> None:
-    def highest(read: Callable[[Process], float]) -> Callable[[], float]:
-        return lambda: max(map(read, pool.processes), default=0.0)
-
-    def n_slots(held: SlotState) -> float:
-        return sum(state_of(slot) is held for process in pool.processes for slot in process.slots)
-
-    def is_rule(kind: RuleKind, process: Process) -> float:
-        return process.can_cache and str(process.rule) == kind
-
-    def speed(position: float, process: Process) -> float:
-        return process.rates.tokens_per_second(position)
-
+        metrics.state.labels(state).set(shared.everywhere.state is state)
+    slots = Counter(state_of(slot) for process in processes for slot in process.slots)
     for held in SlotState:
-        metrics.slots.labels(held).set_function(partial(n_slots, held))
+        metrics.slots.labels(held).set(slots[held])
+    rules = {str(process.rule) for process in processes if process.can_cache}
     for kind in RuleKind:
-        metrics.rule.labels(kind).set_function(highest(partial(is_rule, kind)))
+        metrics.rule.labels(kind).set(str(kind) in rules)
+    metrics.rule_end_tokens.set(highest(p.rule.end_holds_from for p in processes))
     for position, label in POSITION_LABELS.items():
-        speeds = metrics.evaluation_tokens_per_second
-        speeds.labels(label).set_function(highest(partial(speed, position)))
+        speed = highest(p.rates.tokens_per_second(position) for p in processes)
+        metrics.evaluation_tokens_per_second.labels(label).set(speed)
     restores = metrics.restore_bytes_per_second
-    restores.labels("warm").set_function(highest(lambda a: a.rates.warm_restore.bytes_per_second))
-    restores.labels("cold").set_function(highest(lambda a: a.rates.cold_restore.bytes_per_second))
-    metrics.save_bytes_per_second.set_function(highest(lambda a: a.rates.save.bytes_per_second))
-    metrics.rule_end_tokens.set_function(highest(lambda a: a.rule.end_holds_from))
-
-
-def _connect_store(shared: Shared, store: CheckpointStore) -> None:
-    def free_bytes() -> float:
-        try:
-            return store.files.free_bytes()
-        except OSError:
-            return math.nan
-
-    metrics = shared.metrics
-    count_evictions(shared, store)
-    metrics.checkpoints.set_function(lambda: len(store))
-    metrics.checkpoint_bytes.set_function(lambda: store.size_bytes)
-    metrics.checkpoint_limit_bytes.set(store.limits.max_bytes)
-    store.writes.on_write = metrics.written_bytes.inc
-    metrics.written_last_day_bytes.set_function(lambda: store.writes.last_day_bytes)
-    metrics.write_limit_bytes.set(store.writes.max_bytes_per_day)
-    metrics.disk_free_bytes.set_function(free_bytes)
+    restores.labels("warm").set(highest(p.rates.warm_restore.bytes_per_second for p in processes))
+    restores.labels("cold").set(highest(p.rates.cold_restore.bytes_per_second for p in processes))
+    metrics.save_bytes_per_second.set(highest(p.rates.save.bytes_per_second for p in processes))
+    if (store := shared.opened_store) is not None:
+        metrics.checkpoints.set(len(store))
+        metrics.checkpoint_bytes.set(store.size_bytes)
+        metrics.checkpoint_limit_bytes.set(store.limits.max_bytes)
+        metrics.written_last_day_bytes.set(store.writes.last_day_bytes)
+        metrics.write_limit_bytes.set(store.writes.max_bytes_per_day)
+        metrics.disk_free_bytes.set(math.nan)
+        with suppress(OSError):
+            metrics.disk_free_bytes.set(store.files.free_bytes())
 
 
 def count_evictions(shared: Shared, store: CheckpointStore) -> None:

@@ -14,6 +14,7 @@ import msgspec
 import yaml
 from msgspec import Meta
 
+from proxy.docstrings import docstrings_of_fields
 from proxy.errors import SettingsError, in_words
 from proxy.stabilize.model import SWITCHES_PATTERN
 
@@ -25,197 +26,171 @@ UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 _URL = r"https?://[^/?#,\s]+[^?#,\s]*"
 _ALIAS = r"[^\s=,]+\s*=\s*[^\s=,]+\s*"
+_OPEN = r"(health|metrics)"
 
-Address = Annotated[str, Meta(title="HOST:PORT", pattern=rf"^([^:]*|\[[0-9a-fA-F:]+\]):{_PORT}$")]
+
+def _text(title: str, pattern: str) -> Meta:
+    """Return what a text may be: in words, and as a regular expression."""
+    return Meta(title=title, pattern=f"^{pattern}$")
 
 
-def _about(description: str, more: str, **limits: Any) -> Meta:
-    """Return the words about a setting: --help has the *description*, the documents have *more* too."""
-    return Meta(description=description, extra_json_schema={"more": more}, **limits)
+Address = Annotated[str, _text("HOST:PORT", rf"([^:]*|\[[0-9a-fA-F:]+\]):{_PORT}")]
+Urls = Annotated[
+    str,
+    _text(
+        "http:// or https:// URL, or several, separated by commas", rf"\s*{_URL}\s*(,\s*{_URL}\s*)*"
+    ),
+]
+OpenPaths = Annotated[
+    str,
+    _text(
+        "`health`, `metrics` or both, separated by a comma", rf"\s*({_OPEN}\s*(,\s*{_OPEN}\s*)?)?"
+    ),
+]
+Switches = Annotated[
+    str,
+    Meta(title="`safe`, `all`, `none` and names, separated by commas", pattern=SWITCHES_PATTERN),
+]
+Aliases = Annotated[
+    str,
+    _text("`name = name of llama-server`, separated by commas", rf"\s*({_ALIAS}(,\s*{_ALIAS})*)?"),
+]
+Bytes = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(ge=0)]
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All settings of the proxy.
 
     This struct is the only list of them: flags, environment variables, the settings file,
-    docs/configuration.md and deploy/config.example.yaml are made from it (`make docs`).
+    docs/configuration.md and deploy/config.example.yaml are made from it (`make docs`). The first sentence
+    below each setting stands in --help, all of them in the documents.
     """
 
-    upstream: Annotated[
-        str,
-        _about(
-            "URL of llama-server, of its router or of llama-swap.",
-            "With --api-prefix, add the prefix to the URL. Separate several llama-servers with the same "
-            "model and the same slot_save_path by commas; see docs/models.md.",
-            title="http:// or https:// URL, or several, separated by commas",
-            pattern=rf"^\s*{_URL}\s*(,\s*{_URL}\s*)*$",
-        ),
-    ] = "http://127.0.0.1:8080"
-    slot_save_path: Annotated[
-        str,
-        _about(
-            "The directory that llama-server has as --slot-save-path, seen from here.",
-            "llama-server writes the states to it, the proxy everything else. A state is as private as "
-            "the conversation that it holds: keep other users out (chmod 700).",
-            min_length=1,
-            examples=["/var/lib/llama-prefix-cache"],
-        ),
-    ]
-    listen: Annotated[
-        Address,
-        _about("HOST:PORT for clients.", "Point OpenCode and the like at http://HOST:PORT/v1."),
-    ] = "127.0.0.1:8081"
-    admin: Annotated[
-        Address,
-        _about(
-            "HOST:PORT for the live page, /health, /metrics, /checkpoints and /requests.",
-            "This listener is for operators, not for clients. On an address that other machines reach, it "
-            "asks for a token; see admin_token_file.",
-        ),
-    ] = "127.0.0.1:8082"
-    admin_token_file: Annotated[
-        str,
-        _about(
-            "File with the token that the admin listener asks for.",
-            "Unset: none is asked for on a loopback address. On any other address the proxy makes a token, "
-            "prints it once and keeps it in slot_save_path/admin-token. See docs/security.md.",
-        ),
-    ] = ""
-    admin_open: Annotated[
-        str,
-        _about(
-            "What the admin listener answers without its token: health, metrics.",
-            "Neither has a word of any prompt. For probes and for Prometheus.",
-            title="`health`, `metrics` or both, separated by a comma",
-            pattern=r"^\s*((health|metrics)\s*(,\s*(health|metrics)\s*)?)?$",
-        ),
-    ] = ""
-    upstream_api_key: Annotated[
-        str | None,
-        _about(
-            "llama-server's --api-key, for the proxy's own calls.",
-            "The proxy passes on the keys of clients unchanged.",
-        ),
-    ] = None
-    max_store_bytes: Annotated[
-        int,
-        _about(
-            "Disk budget for checkpoints, such as 20GiB.",
-            "Files that are still being written count. When the budget is full, the proxy first deletes "
-            "the checkpoints that are cheapest to evaluate again.",
-            ge=1 << 20,
-        ),
-    ] = 20 << 30
-    min_free_bytes: Annotated[
-        int,
-        _about(
-            "Free space that saves leave on the disk, such as 2GiB.",
-            "The proxy deletes checkpoints for it. Where that is not enough, nothing is saved.",
-            ge=0,
-        ),
-    ] = 2 << 30
-    max_write_bytes_per_day: Annotated[
-        int,
-        _about(
-            "What saves may write within 24 hours, such as 50GiB; 0 is no limit.",
-            "Writing wears out flash. When less than half is left, the proxy skips saves that spare few "
-            "seconds of evaluation for their bytes. A restart does not reset the count.",
-            ge=0,
-        ),
-    ] = 0
-    idle_save_seconds: Annotated[
-        float,
-        _about(
-            "A slot idle for this long is saved.",
-            "Unless a file already covers what the slot holds.",
-            gt=0,
-        ),
-    ] = 10.0
-    max_requests: Annotated[
-        int,
-        _about(
-            "Generation requests at once; more are answered 503.",
-            "Waiting requests count. The 503 carries Retry-After.",
-            ge=1,
-        ),
-    ] = 256
-    upstream_wait_seconds: Annotated[
-        float,
-        _about(
-            "How long a request waits for a llama-server that is away or loading.",
-            "Waiting requests are served in arrival order and count in max_requests. After this time a "
-            "request is answered 503 with Retry-After. When llama-server has been unreachable for this "
-            "long, or was never reached, requests fail at once. Set more than a large model takes to load.",
-            ge=0,
-        ),
-    ] = 60.0
-    drain_seconds: Annotated[
-        float,
-        _about(
-            "How long running requests may go on at shutdown.",
-            "Then the slots are saved, which may take as long again.",
-            ge=0,
-        ),
-    ] = 30.0
-    share_between_api_keys: Annotated[
-        bool | None,
-        _about(
-            "Let clients with different API keys reuse each other's prefixes.",
-            "Unset: they share if llama-server asks for no key. If llama-server asks for keys, or if this "
-            "is false, they share nothing; llama-server then needs --cache-ram 0 too. See "
-            "docs/security.md.",
-        ),
-    ] = None
-    stabilizers: Annotated[
-        str,
-        _about(
-            "Which rewrites of requests keep prompts from changing at their beginning.",
-            "Such as `safe, sticky_date, -keep_tool_order`; see docs/stabilizers.md.",
-            title="`safe`, `all`, `none` and names, separated by commas",
-            pattern=SWITCHES_PATTERN,
-        ),
-    ] = "safe"
-    context_overflow: Annotated[
-        Literal["pass", "stable"],
-        _about(
-            "A conversation that outgrows the context: pass to llama-server, or cut.",
-            "pass: llama-server refuses the request, and a client that can compact its conversation does. "
-            "stable: the proxy leaves out the oldest turns, many at once; see docs/context-overflow.md.",
-        ),
-    ] = "pass"
-    aliases: Annotated[
-        str,
-        _about(
-            "What llama-server calls the models that clients name.",
-            "Such as `claude-opus-4-6 = qwen`. The proxy passes on any other name unchanged.",
-            title="`name = name of llama-server`, separated by commas",
-            pattern=rf"^\s*({_ALIAS}(,\s*{_ALIAS})*)?$",
-        ),
-    ] = ""
-    explain_keep: Annotated[
-        Literal["none", "tokens", "text"],
-        _about(
-            "What is kept of prompts to explain misses: none, tokens or text.",
-            "Prompts are kept in memory only, and shown on the admin listener only; see docs/misses.md.",
-        ),
-    ] = "text"
-    log_level: Annotated[
-        Literal["debug", "info", "warning", "error"],
-        _about(
-            "Least level logged: debug, info, warning or error.", "Prompt text is never logged."
-        ),
-    ] = "info"
-    log_format: Annotated[
-        Literal["console", "json"],
-        _about(
-            "Form of the log lines: console or json.", "Console is for people, json for machines."
-        ),
-    ] = "console"
+    upstream: Urls = "http://127.0.0.1:8080"
+    """URL of llama-server, of its router or of llama-swap.
+
+    With --api-prefix, add the prefix to the URL. Separate several llama-servers with the same model
+    and the same slot_save_path by commas; see docs/models.md.
+    """
+    slot_save_path: Annotated[str, Meta(min_length=1, examples=["/var/lib/llama-prefix-cache"])]
+    """The directory that llama-server has as --slot-save-path, seen from here.
+
+    llama-server writes the states to it, the proxy everything else. A state is as private as the
+    conversation that it holds: keep other users out (chmod 700).
+    """
+    listen: Address = "127.0.0.1:8081"
+    """HOST:PORT for clients.
+
+    Point OpenCode and the like at http://HOST:PORT/v1.
+    """
+    admin: Address = "127.0.0.1:8082"
+    """HOST:PORT for the live page, /health, /metrics, /checkpoints and /requests.
+
+    This listener is for operators, not for clients. On an address that other machines reach, it
+    asks for a token; see admin_token_file.
+    """
+    admin_token_file: str = ""
+    """File with the token that the admin listener asks for.
+
+    Unset: none is asked for on a loopback address. On any other address the proxy makes a token,
+    prints it once and keeps it in slot_save_path/admin-token. See docs/security.md.
+    """
+    admin_open: OpenPaths = ""
+    """What the admin listener answers without its token: health, metrics.
+
+    Neither has a word of any prompt. For probes and for Prometheus.
+    """
+    upstream_api_key: str | None = None
+    """llama-server's --api-key, for the proxy's own calls.
+
+    The proxy passes on the keys of clients unchanged.
+    """
+    max_store_bytes: Annotated[int, Meta(ge=1 << 20)] = 20 << 30
+    """Disk budget for checkpoints, such as 20GiB.
+
+    Files that are still being written count. When the budget is full, the proxy first deletes the
+    checkpoints that are cheapest to evaluate again.
+    """
+    min_free_bytes: Bytes = 2 << 30
+    """Free space that saves leave on the disk, such as 2GiB.
+
+    The proxy deletes checkpoints for it. Where that is not enough, nothing is saved.
+    """
+    max_write_bytes_per_day: Bytes = 0
+    """What saves may write within 24 hours, such as 50GiB; 0 is no limit.
+
+    Writing wears out flash. When less than half is left, the proxy skips saves that spare few
+    seconds of evaluation for their bytes. A restart does not reset the count.
+    """
+    idle_save_seconds: Annotated[float, Meta(gt=0)] = 10.0
+    """A slot idle for this long is saved.
+
+    Unless a file already covers what the slot holds.
+    """
+    max_requests: Annotated[int, Meta(ge=1)] = 256
+    """Generation requests at once; more are answered 503.
+
+    Waiting requests count. The 503 carries Retry-After.
+    """
+    upstream_wait_seconds: Seconds = 60.0
+    """How long a request waits for a llama-server that is away or loading.
+
+    Waiting requests are served in arrival order and count in max_requests. After this time a
+    request is answered 503 with Retry-After. When llama-server has been unreachable for this long,
+    or was never reached, requests fail at once. Set more than a large model takes to load.
+    """
+    drain_seconds: Seconds = 30.0
+    """How long running requests may go on at shutdown.
+
+    Then the slots are saved, which may take as long again.
+    """
+    share_between_api_keys: bool | None = None
+    """Let clients with different API keys reuse each other's prefixes.
+
+    Unset: they share if llama-server asks for no key. If llama-server asks for keys, or if this is
+    false, they share nothing; llama-server then needs --cache-ram 0 too. See docs/security.md.
+    """
+    stabilizers: Switches = "safe"
+    """Which rewrites of requests keep prompts from changing at their beginning.
+
+    Such as `safe, sticky_date, -keep_tool_order`; see docs/stabilizers.md.
+    """
+    context_overflow: Literal["pass", "stable"] = "pass"
+    """A conversation that outgrows the context: pass to llama-server, or cut.
+
+    pass: llama-server refuses the request, and a client that can compact its conversation does.
+    stable: the proxy leaves out the oldest turns, many at once; see docs/context-overflow.md.
+    """
+    aliases: Aliases = ""
+    """What llama-server calls the models that clients name.
+
+    Such as `claude-opus-4-6 = qwen`. The proxy passes on any other name unchanged.
+    """
+    explain_keep: Literal["none", "tokens", "text"] = "text"
+    """What is kept of prompts to explain misses: none, tokens or text.
+
+    Prompts are kept in memory only, and shown on the admin listener only; see docs/misses.md.
+    """
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level logged: debug, info, warning or error.
+
+    Prompt text is never logged.
+    """
+    log_format: Literal["console", "json"] = "console"
+    """Form of the log lines: console or json.
+
+    Console is for people, json for machines.
+    """
 
 
 NAMES = Settings.__struct_fields__
 SCHEMA: dict[str, dict[str, Any]] = msgspec.json.schema(Settings)["$defs"]["Settings"]["properties"]
-"""What is said of each setting, as JSON Schema; `more` is for the documents."""
+"""The JSON Schema of each setting; `description` is its first sentence, `more` the others."""
+
+for _name, _text_below in docstrings_of_fields(Settings).items():
+    _description, _, _more = _text_below.partition("\n\n")
+    SCHEMA[_name] |= {"description": _description, "more": " ".join(_more.split())}
 
 _BOUNDS = {"minimum": "at least", "exclusiveMinimum": "more than"}
 _KINDS = {
@@ -269,10 +244,10 @@ def parse_urls(urls: str) -> list[str]:
     return [url.rstrip("/") for url in parse_list(urls)]
 
 
-def reachable(address: str) -> str:
-    """Return where a listener at HOST:PORT is reached from this machine."""
+def reachable(address: str, machine: str = "127.0.0.1") -> str:
+    """Return where a listener at HOST:PORT of a *machine* is reached, of this one if none is named."""
     host, _, port = address.rpartition(":")
-    return f"127.0.0.1:{port}" if host in ("", "0.0.0.0", "[::]") else address
+    return f"{machine}:{port}" if host in ("", "0.0.0.0", "[::]") else address
 
 
 def is_loopback(host: str) -> bool:
@@ -363,13 +338,6 @@ def allowed(name: str) -> str:
 
 # Where values come from: flags beat the environment (LLAMA_PREFIX_CACHE_*), which beats the YAML file,
 # which beats the defaults.
-
-
-def load_settings(
-    flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None
-) -> Settings:
-    """Return the settings from all sources; raises SettingsError naming the first that is wrong."""
-    return complete_settings(merge_settings(flags, environment, file))
 
 
 def read_sources(

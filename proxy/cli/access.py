@@ -14,10 +14,10 @@ from urllib.parse import urlencode
 import click
 import msgspec
 
-from proxy.cli.common import Command, Exit, config_option, fail, json_option, settings_of
+from proxy.cli.common import Command, Exit, fail, json_option, setting_options, settings_of
 from proxy.errors import SettingsError, StoreFault, StoreLocked, in_words
 from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint
-from proxy.settings import ADMIN_TOKEN, SCHEMA, reachable, split_address, token_to_show
+from proxy.settings import ADMIN_TOKEN, reachable, split_address, token_to_show
 from proxy.store.directory import StoreDirectory
 from proxy.store.known_models import model_names
 from proxy.store.offline import open_offline
@@ -25,12 +25,6 @@ from proxy.store.offline import open_offline
 T = TypeVar("T")
 _CONNECT_SECONDS = 5.0
 _MIN_DIGITS = 4
-
-
-_ASKS_FOR_TOKEN = (
-    "the proxy at {} asks for its admin token: give --admin-token-file FILE. Unless its settings say"
-    f" otherwise, the file is {ADMIN_TOKEN} in its --slot-save-path"
-)
 
 
 class RunningProxy:
@@ -56,27 +50,16 @@ class RunningProxy:
     def delete(self, checkpoint: ListedCheckpoint, *, with_pinned: bool) -> Deleted:
         """Delete a checkpoint; it may have been pinned, used or deleted since it was listed."""
         path, query = f"/checkpoints/{checkpoint.id}", {"pinned": str(with_pinned)}
-        return self.ask("DELETE", path, Deleted, query, refusals=(404, 409))
+        return self.ask("DELETE", path, Deleted, query=query, refusals=(404, 409))
 
-    def ask(
-        self,
-        method: str,
-        path: str,
-        type_: type[T],
-        query: Mapping[str, str] | None = None,
-        refusals: tuple[int, ...] = (),
-        body: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> T:
-        """Return the answer to a request; an error exits unless its status is one of *refusals*."""
-        with self._reply(method, path, query, body, headers, refusals) as reply:
+    def ask(self, method: str, path: str, type_: type[T], **how: Any) -> T:
+        """Return the answer to a request; *how* it is made is what `_reply` takes."""
+        with self._reply(method, path, **how) as reply:
             return self._decode(reply.read(), type_)
 
-    def lines(
-        self, path: str, body: bytes, query: Mapping[str, str], headers: Mapping[str, str]
-    ) -> Iterator[dict[str, Any]]:
-        """Post *body* and yield each line of JSON of the answer."""
-        with self._reply("POST", path, query, body, headers) as reply:
+    def lines(self, path: str, **how: Any) -> Iterator[dict[str, Any]]:
+        """Post a request and yield each line of JSON of the answer."""
+        with self._reply("POST", path, **how) as reply:
             for line in reply:
                 yield self._decode(line, dict[str, Any])
 
@@ -90,6 +73,7 @@ class RunningProxy:
         headers: Mapping[str, str] | None = None,
         refusals: tuple[int, ...] = (),
     ) -> Iterator[HTTPResponse]:
+        """Yield the answer to a request; an error exits unless its status is one of *refusals*."""
         # Not urllib: proxies of the environment are not for listeners of this machine.
         connection = HTTPConnection(self.address, timeout=_CONNECT_SECONDS)
         try:
@@ -100,7 +84,12 @@ class RunningProxy:
                 connection.request(method, target, body, {**self._headers, **(headers or {})})
                 reply = connection.getresponse()
                 if reply.status == 401:
-                    fail(_ASKS_FOR_TOKEN.format(self.address), Exit.USAGE)
+                    fail(
+                        f"the proxy at {self.address} asks for its admin token: give --admin-token-file"
+                        f" FILE. Unless its settings say otherwise, the file is {ADMIN_TOKEN} in its"
+                        " --slot-save-path",
+                        Exit.USAGE,
+                    )
                 if reply.status not in (200, *refusals):
                     status = Exit.UNAVAILABLE if reply.status == 503 else Exit.FAILED
                     fail(_complaint(reply.read()), status)
@@ -169,25 +158,13 @@ Store = RunningProxy | DirectoryStore
 # Options that say which store, and what they mean.
 
 
-_admin_option = click.option(
-    "--admin",
-    metavar="HOST:PORT",
-    help=f"Admin listener of the running proxy. [{SCHEMA['admin']['default']}]",
-)
-_token_option = click.option(
-    "--admin-token-file", metavar="FILE", help=SCHEMA["admin_token_file"]["description"]
-)
-
-
 def with_proxy(command: Command, *, works_on_directories: bool = False) -> Command:
     """Give a command a running proxy as its first argument, and the options that say which.
 
     If it *works_on_directories*, and no proxy runs, it gets the store of a directory that is known.
     """
 
-    @_admin_option
-    @_token_option
-    @config_option
+    @setting_options("admin", "admin_token_file")
     @json_option
     @functools.wraps(command)
     def run(
@@ -232,10 +209,7 @@ def with_store(command: Command) -> Command:
 def with_directory(command: Command) -> Command:
     """Give a command the settings as its first argument, of which it uses the directory."""
 
-    @click.option(
-        "--slot-save-path", metavar="PATH", help="Directory of the store. [that of `run`]"
-    )
-    @config_option
+    @setting_options("slot_save_path")
     @json_option
     @functools.wraps(command)
     def run(slot_save_path: str | None, config: Path | None, **arguments: Any) -> None:
@@ -249,27 +223,21 @@ def opened(
     directory: Path, *, may_be_new: bool = False, mends_index: bool = False
 ) -> Iterator[StoreDirectory]:
     """Yield the store of a directory; exits with a plain word if it, or the work on it, fails."""
-    try:
-        with (
-            told_plainly(),
-            open_offline(directory, may_be_new=may_be_new, mends_index=mends_index) as store,
-        ):
+    with told_plainly():
+        with open_offline(directory, may_be_new=may_be_new, mends_index=mends_index) as store:
             yield store
-    except StoreLocked:
-        fail(
-            f"a proxy uses {directory}: stop it first, or leave --slot-save-path out where the command can"
-            " ask it (--admin)",
-            Exit.UNAVAILABLE,
-        )
 
 
 @contextmanager
 def told_plainly() -> Iterator[None]:
-    """Exit with a plain word if the work on a directory fails; raises StoreLocked."""
+    """Exit with a plain word if the work on a directory fails."""
     try:
         yield
-    except StoreLocked:
-        raise
+    except StoreLocked as lock:
+        fail(
+            f"{lock}: stop it first, or leave --slot-save-path out where the command can ask it (--admin)",
+            Exit.UNAVAILABLE,
+        )
     except (StoreFault, OSError) as fault:
         fail(fault)
 

@@ -164,7 +164,7 @@ def _setting_option(name: str) -> Callable[[Command], Command]:
     if "boolean" in kinds_of(name):
         return click.option(f"--{flag}/--no-{flag}", default=None, help=said)
     metavar = "BYTES" if is_size(name) else name.rpartition("_")[2].upper()
-    if (default := SCHEMA[name].get("default")) is not None:
+    if default := SCHEMA[name].get("default"):
         said += f" [{written(name, default)}]"
     return click.option(f"--{flag}", metavar=metavar, help=said)
 

@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
@@ -33,9 +33,8 @@ from proxy.cli.common import (
     table_of,
 )
 from proxy.core.rates import seconds_in_words
-from proxy.doctor.examination import Note, examine
-from proxy.doctor.facts import Setup
-from proxy.doctor.findings import Finding, Severity, exit_status, findings_of, summary
+from proxy.doctor.examination import examine
+from proxy.doctor.findings import Finding, Setup, Severity, exit_status, findings_of, summary
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
 from proxy.explain.views import Explanation, Nearest
@@ -151,7 +150,7 @@ def explanation_text(explanation: Explanation) -> Text:
         lines.append(Text.assemble(("cure: ", "bold"), explanation.cure))
     if explanation.nearest is not None:
         lines.append(Text(f"nearest: {_nearest(explanation.nearest)} in common", style="dim"))
-    if explanation.divergence is not None:
+    if explanation.divergence and (explanation.divergence.known or explanation.divergence.now):
         lines += [Text(), *_difference(explanation.divergence)]
     return Text("\n").join(lines)
 
@@ -164,10 +163,6 @@ def _nearest(nearest: Nearest) -> str:
 
 
 def _difference(divergence: Divergence) -> Iterator[Text]:
-    if not divergence.known and not divergence.now:
-        yield Text(f"  known tokens: {list(divergence.known_ids)}", style="red")
-        yield Text(f"  now:          {list(divergence.now_ids)}", style="green")
-        return
     yield Text("  ..." + _visible(divergence.before), style="dim")
     yield Text(f"- {_visible(divergence.known)}", style="red")
     yield Text(f"+ {_visible(divergence.now)}", style="green")
@@ -267,19 +262,20 @@ def doctor(config: Path | None, model: str | None, as_json: bool, **flags: Any) 
     """
     settings = settings_of(flags, config, "known")
     configure_logging("critical", "console")  # what an attach would log is reported
-    setup = _until_interrupted(lambda note: examine(settings, model=model or "", note=note))
+    setup = _until_interrupted(examine(settings, model=model or ""))
     answer(json_report(setup), report(setup, console()), as_json=as_json)
     sys.exit(exit_status(findings_of(setup)))
 
 
-def _until_interrupted(work: Callable[[Note], Coroutine[Any, Any, Setup]]) -> Setup:
-    """Do the work, showing its notes; Ctrl-C and SIGTERM end it with its probes cleaned up."""
+def _until_interrupted(examination: Coroutine[Any, Any, Setup]) -> Setup:
+    """Return what is found out; Ctrl-C and SIGTERM end the examination with its probes cleaned up."""
 
     async def run() -> Setup:
         if (task := asyncio.current_task()) is not None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        with Console(stderr=True).status("") as status:  # shows nothing but on a terminal
-            return await work(status.update)
+        said = "attaching, and trying out states of up to 4,400 tokens"
+        with Console(stderr=True).status(said):  # shows nothing but on a terminal
+            return await examination
 
     try:
         return asyncio.run(run())

@@ -15,7 +15,6 @@ from proxy.cli.access import RunningProxy, with_proxy
 from proxy.cli.common import Exit, Stopping, answer, fail, progress, setting_options, settings_of
 from proxy.core.launch import Launch, let_presets_win, plan_launch
 from proxy.core.rates import seconds_in_words
-from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.errors import LlamaServerDied, SettingsError, StoreLocked, in_words
 from proxy.llama.client import LlamaServer, new_session
 from proxy.llama.flags import known_names, parse_help, read_given, variables_of
@@ -55,16 +54,14 @@ def serve(config: Path | None, **flags: Any) -> None:
 
 
 def _serve(
-    settings: Settings,
-    supervisor: Supervisor | None = None,
-    n_context_checkpoints: int = MAX_CONTEXT_CHECKPOINTS,
+    settings: Settings, supervisor: Supervisor | None = None, launch: Launch | None = None
 ) -> None:
-    """Serve until told to stop, before the llama-server that *supervisor* runs if there is one.
+    """Serve until told to stop, before the llama-server that *supervisor* launches if there is one.
 
     Raises LlamaServerDied.
     """
     try:
-        uvloop.run(_serve_until_told(settings, supervisor, n_context_checkpoints))
+        uvloop.run(_serve_until_told(settings, supervisor, launch))
     except SettingsError as error:
         fail(error, Exit.USAGE)
     except StoreLocked as error:
@@ -83,7 +80,7 @@ def _serve(
 
 
 async def _serve_until_told(
-    settings: Settings, supervisor: Supervisor | None, n_context_checkpoints: int
+    settings: Settings, supervisor: Supervisor | None, launch: Launch | None
 ) -> None:
     """Run the proxy until told to stop; raises LlamaServerDied and what run_proxy does."""
     configure_logging(settings.log_level, settings.log_format)
@@ -92,11 +89,7 @@ async def _serve_until_told(
     running: asyncio.Task[None] | None = None
     try:
         # The proxy listens before llama-server is started, so that a taken port costs nothing.
-        async with run_proxy(
-            settings,
-            is_llama_server_coming=supervisor is not None,
-            n_context_checkpoints=n_context_checkpoints,
-        ):
+        async with run_proxy(settings, launch=launch):
             of = {name: getattr(settings, name) for name in ("listen", "admin", "upstream")}
             where = f"serving {settings.upstream}" if supervisor is None else ""
             says = where and f"{where}: {_listeners(settings)}"
@@ -182,7 +175,7 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
         says_ready=f"ready: {_listeners(settings)}",
     )
     try:
-        _serve(settings, supervisor, launch.n_context_checkpoints)
+        _serve(settings, supervisor, launch)
     except LlamaServerDied as error:
         path = launch.model_path
         is_missing = path and not Path(path).exists()
@@ -301,7 +294,7 @@ def warm(
     body = for_model(file.read(), model) if file else b""
     last: dict[str, Any] = {}
     with progress("evaluating", None) as update:
-        for last in proxy.lines("/warm", body, query, headers):
+        for last in proxy.lines("/warm", query=query, body=body, headers=headers):
             if "n_done" in last:
                 update(completed=last["n_done"], total=last["n_tokens"])
     if "warmed" not in last:

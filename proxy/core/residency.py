@@ -26,7 +26,7 @@ restore nor a stop could gain more than a short message's tokens.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf, isinf
 
 from proxy.core.cuts import is_near
@@ -108,28 +108,21 @@ class Offer:
 
     `seconds` are those of its cheapest plan: to restore and to evaluate, and what it takes from others;
     or of waiting for a slot that is just being saved; infinite if the request would have to wait for
-    another. It finds `n_reused` tokens. `n_busy` of the `n_slots` are in use; `n_waiting` requests wait.
+    another. It finds `n_reused` tokens. `load` is how many requests there are for each slot.
     """
 
     seconds: float
     n_reused: int
-    n_busy: int
-    n_waiting: int
-    n_slots: int
-
-    def beside(self, n_others: int) -> "Offer":
-        """Return what is left of it when so many others come first."""
-        has_room = self.n_busy + n_others < self.n_slots
-        seconds = self.seconds if has_room else inf
-        return replace(self, seconds=seconds, n_waiting=self.n_waiting + n_others)
-
-    @property
-    def load(self) -> float:
-        return (self.n_busy + self.n_waiting) / max(1, self.n_slots)
+    load: float
 
 
-def make_offer(prompt: Prompt, now: Situation, n_waiting: int, *, may_start: bool = True) -> Offer:
-    """Return what a llama-server can do for a prompt; it cannot begin at once unless it *may_start*."""
+def make_offer(
+    prompt: Prompt, now: Situation, n_waiting: int, n_ahead: int = 0, *, may_start: bool = True
+) -> Offer:
+    """Return what a llama-server can do for a prompt; it cannot begin at once unless it *may_start*.
+
+    *n_waiting* requests wait there, and *n_ahead* on their way to it come first.
+    """
     plan = plan_request(prompt, now) if may_start else None
     closing = [(promised_tokens(prompt, now, s), s) for s in now.slots if s.is_closing]
     n_promised, slot = max(closing, key=lambda each: each[0], default=(0, None))
@@ -141,7 +134,8 @@ def make_offer(prompt: Prompt, now: Situation, n_waiting: int, *, may_start: boo
     else:
         shared = (shared_tokens(s.content, prompt.tokens, prompt.namespace) for s in now.slots)
         n_reused, seconds = max(shared, default=0), inf
-    return Offer(seconds, n_reused, n_busy(now.slots), n_waiting, len(now.slots))
+    n_slots, n_used = max(1, len(now.slots)), n_busy(now.slots) + n_ahead
+    return Offer(seconds if n_used < n_slots else inf, n_reused, (n_used + n_waiting) / n_slots)
 
 
 def best_offer(offers: Sequence[Offer]) -> int:

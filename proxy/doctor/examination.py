@@ -7,7 +7,6 @@ module judges nothing.
 """
 
 import os
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from shutil import disk_usage
@@ -20,7 +19,7 @@ from proxy.core.model import Checkpoint
 from proxy.core.saving import expected_bytes
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Empty
 from proxy.core.tokens import Namespace
-from proxy.doctor.facts import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup, is_same_model
+from proxy.doctor.findings import USUAL_TOKENS, HostFacts, LlamaServerFacts, Setup, is_same_model
 from proxy.doctor.probes import ProbedServer, has_ram_cache, scratch
 from proxy.errors import CacheFault, IndexDamaged, StoreFault, StoreLocked, UpstreamFault, in_words
 from proxy.llama.client import LlamaServer, new_session
@@ -28,32 +27,22 @@ from proxy.llama.hosts import recognise
 from proxy.llama.routes import Target
 from proxy.servers import self_test
 from proxy.serving.process import Process
-from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.serving.shared import quarantined_in_words
 from proxy.settings import Settings, parse_urls, reachable, token_to_show
 from proxy.store.directory import keep_proxies_out
 from proxy.store.files import StateFiles
 from proxy.store.known_models import Owner, owners, read_index
 
-Note = Callable[[str], object]
-"""Is told what is going on."""
 Stored = tuple[list[Checkpoint], dict[Namespace, Owner]]
 """The checkpoints of the examined directory, and whose namespaces are theirs."""
 
 _HEALTH_SECONDS = 10.0
 
 
-async def examine(
-    settings: Settings,
-    *,
-    model: str = "",
-    rewrite: RewriteStateFile = keep_as_saved,
-    note: Note = lambda text: None,
-) -> Setup:
+async def examine(settings: Settings, *, model: str = "") -> Setup:
     """Return what there is to know about the llama-servers and the directory of *settings*.
 
-    At a host of models only about *model*, if one is named. *rewrite* is for tests. Raises nothing that a
-    person could mend.
+    At a host of models only about *model*, if one is named. Raises nothing that a person could mend.
     """
     # Facts are printed, and the key must not be.
     told = msgspec.structs.replace(settings, upstream_api_key=None)
@@ -68,18 +57,17 @@ async def examine(
             stored = _examine_directory(setup)
             if setup.problem or setup.lock:
                 return setup
-            note("asking llama-server what it is")
             urls = parse_urls(settings.upstream)
             for url in urls:
                 root = LlamaServer(session, Target(url), settings.upstream_api_key)
-                upstreams, host = await reach(root, model, note)
+                upstreams, host = await reach(root, model)
                 setup.hosts += [host] if host else []
                 for upstream in upstreams:
                     name = upstream.target.name if host or len(urls) > 1 else ""
                     url, kind = upstream.target.base_url, host.kind if host else ""
                     facts = LlamaServerFacts(url=url, name=name, host=kind)
                     setup.llama_servers.append(facts)
-                    await _examine_server(upstream, facts, settings, stored, rewrite, note)
+                    await _examine_server(upstream, facts, settings, stored)
     return setup
 
 
@@ -129,13 +117,11 @@ def _examine_directory(setup: Setup) -> Stored:
     return checkpoints, known
 
 
-async def reach(
-    root: LlamaServer, asked_for: str, note: Note
-) -> tuple[list[LlamaServer], HostFacts | None]:
+async def reach(root: LlamaServer, asked_for: str) -> tuple[list[LlamaServer], HostFacts | None]:
     """Return the llama-servers at an address, and the host if there is one.
 
-    Of a host these are the loaded models, or only the one *asked_for*: that one is loaded if it is not, and
-    *note* is told so. Raises nothing.
+    Of a host these are the loaded models, or only the one *asked_for*: that one is loaded if it is not.
+    Raises nothing.
     """
     host = await recognise(root)
     if host is None:
@@ -146,7 +132,6 @@ async def reach(
         facts.n_at_most = models.n_at_most
         facts.asked_for = models.named(asked_for) or ""
         if facts.asked_for and facts.asked_for not in models.loaded:
-            note(f"having {facts.asked_for} loaded")
             await host.load(facts.asked_for)
             facts.loaded = facts.asked_for
         models = await host.models()
@@ -162,25 +147,17 @@ async def reach(
 
 
 async def _examine_server(
-    upstream: LlamaServer,
-    facts: LlamaServerFacts,
-    settings: Settings,
-    stored: Stored,
-    rewrite: RewriteStateFile,
-    note: Note,
+    upstream: LlamaServer, facts: LlamaServerFacts, settings: Settings, stored: Stored
 ) -> None:
     """Fill in the facts about a llama-server."""
-    name = f"{facts.name}: " if facts.name else ""
     try:
-        async with scratch(upstream, settings, rewrite) as (server, probed):
-            note(f"{name}attaching, and saving and restoring states of up to 4,400 tokens")
-            await server.look(None)
+        async with scratch(upstream, settings) as (server, probed):
+            await server.look(is_patient=True)
             if server.process:
                 await _note_slots(facts, probed, server.process)
             if server.process and server.process.can_cache:
                 await _measure_rule(facts, server.process)
                 _note_states(facts, probed, server.process, stored)
-                note(f"{name}trying out the RAM cache")
                 await _try_ram_cache(facts, probed)
             facts.degradations = tuple(server.services.degradations.active)
     except (StoreFault, OSError) as fault:
@@ -198,12 +175,9 @@ async def _note_slots(facts: LlamaServerFacts, probed: ProbedServer, process: Pr
             # One empty slot was run: what the others held before must be there still.
             told = [status for status in statuses if probed.held[status.id]]
             process.note_clearing(clears=any(not status.n_held for status in told))
-    if probed.empty or len(probed.held) + probed.n_busy == facts.n_slots:
-        facts.n_empty, facts.n_held, facts.n_busy = (
-            len(probed.empty),
-            len(probed.held),
-            probed.n_busy,
-        )
+    counts = len(probed.empty), len(probed.held), probed.n_busy
+    if sum(counts) == facts.n_slots:  # else the attach ended before all slots were looked at
+        facts.n_empty, facts.n_held, facts.n_busy = counts
     facts.probe_name = next(iter(probed.files.issued), "")
     if probed.file is not None:
         facts.probe_mode, facts.probe_owner_uid = probed.file.st_mode & 0o7777, probed.file.st_uid

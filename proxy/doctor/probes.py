@@ -13,13 +13,11 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from proxy.core.conditions import DegradationKind
 from proxy.core.model import SlotId
-from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
 from proxy.core.tokens import TokenIds, token_ids
-from proxy.errors import CacheFault, NoRoom, UpstreamRefused
+from proxy.errors import CacheFault, NoRoom, StateFileMalformed, UpstreamRefused
 from proxy.explain.report import Journal
-from proxy.health import CannotCache, Degradations
+from proxy.health import Degradations
 from proxy.llama.client import (
     QUICK_SECONDS,
     Headers,
@@ -32,7 +30,6 @@ from proxy.llama.client import (
 from proxy.llama.state_file import StateFile, read_state_file
 from proxy.metrics import Metrics
 from proxy.servers.server import Server
-from proxy.serving.saver import RewriteStateFile
 from proxy.serving.shared import new_shared
 from proxy.settings import Settings
 from proxy.store.catalogue import Limits
@@ -109,6 +106,10 @@ class ProbedServer(LlamaServer):
         self._unfinished.add(saving)
         saving.add_done_callback(self._unfinished.discard)
         saved = await asyncio.shield(saving)
+        with suppress(OSError, StateFileMalformed):
+            self.file = self.files.path(file_name).stat()
+            state = await asyncio.to_thread(read_state_file, self.files.path(file_name))
+            self.state = state if state.tokens else self.state
         if slot_id not in self.empty:
             if saved.n_saved:
                 self.held.setdefault(slot_id, 0)
@@ -124,18 +125,20 @@ class ProbedServer(LlamaServer):
         return n_restored
 
     async def erase(self, slot_id: SlotId) -> None:
-        """Empty a slot; raises CannotCache for a slot that may hold work."""
-        if slot_id not in self.empty:
-            raise CannotCache(DegradationKind.EVERY_SLOT_BUSY)
+        """Empty a slot; raises UpstreamRefused for a slot that may hold work."""
+        self._require_empty(slot_id)
         await super().erase(slot_id)
 
     async def evaluate(
         self, slot_id: SlotId, tokens: TokenIds, headers: Headers | None = None
     ) -> Timings:
         """Evaluate tokens in a slot; raises UpstreamRefused for a slot that may hold work."""
+        self._require_empty(slot_id)
+        return await super().evaluate(slot_id, tokens, headers)
+
+    def _require_empty(self, slot_id: SlotId) -> None:
         if slot_id not in self.empty:
             raise UpstreamRefused(409, f"slot {slot_id} may hold work")
-        return await super().evaluate(slot_id, tokens, headers)
 
     async def erase_all(self) -> None:
         """Empty the slots that probes may use; raises UpstreamFault."""
@@ -161,7 +164,7 @@ class ProbedServer(LlamaServer):
 
 @asynccontextmanager
 async def scratch(
-    upstream: LlamaServer, settings: Settings, rewrite: RewriteStateFile
+    upstream: LlamaServer, settings: Settings
 ) -> AsyncIterator[tuple[Server, ProbedServer]]:
     """Yield *upstream* behind a scratch store; its files lie where llama-server writes.
 
@@ -169,21 +172,13 @@ async def scratch(
     not know. Raises StoreFault.
     """
     probed = ProbedServer(upstream, ProbeFiles(Path(settings.slot_save_path)))
-
-    def note_state(path: Path) -> None:
-        probed.file = path.stat()
-        rewrite(path)
-        state = read_state_file(path)
-        probed.state = state if state.tokens else probed.state
-
     metrics = Metrics()
     with TemporaryDirectory(prefix="llama-prefix-cache-doctor-") as folder:
         store = CheckpointStore(Path(folder), Limits(settings.max_store_bytes))
         store.files = probed.files
         shared = new_shared(store, metrics, Degradations(metrics), Journal())
         try:
-            services = shared.of(probed, "")
-            yield Server(settings, services, note_state, MAX_CONTEXT_CHECKPOINTS), probed
+            yield Server(settings, shared.of(probed, "")), probed
         finally:
             await shared.tasks.drain(0)
             await probed.clean_up()

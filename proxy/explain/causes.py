@@ -153,11 +153,8 @@ class Meaning(NamedTuple):
     @property
     def cure(self) -> str:
         """What helps, as long as nothing is known of the request and the configuration."""
-        return " ".join(filter(None, (self.advice, self._switched_on)))
-
-    @property
-    def _switched_on(self) -> str:
-        return self.stabilizer and f"Or switch on a stabilizer: `{self.stabilizer}` {self.helps}"
+        helper = f" Or switch on a stabilizer: `{self.stabilizer}` {self.helps}"
+        return self.advice + helper * bool(self.stabilizer)
 
     def cure_for(
         self, part: PromptPart, switched_on: Collection[str], *, is_same_conversation: bool

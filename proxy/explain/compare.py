@@ -75,7 +75,7 @@ class Divergence(msgspec.Struct, frozen=True):
     """Where two prompts differ first: `before` is the same in both, then come `known` and `now`.
 
     `message` is the message's number; None in the tools and in texts without messages. The texts are about
-    20 tokens long; empty unless explain_keep is text. The ids are those of the next tokens on both sides.
+    20 tokens long; empty unless explain_keep is text.
     """
 
     part: PromptPart = PromptPart.NOWHERE
@@ -83,8 +83,6 @@ class Divergence(msgspec.Struct, frozen=True):
     before: str = ""
     known: str = ""
     now: str = ""
-    known_ids: tuple[int, ...] = ()
-    now_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

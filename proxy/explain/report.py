@@ -49,7 +49,6 @@ MAX_REQUESTS, MAX_MISSES = 2000, 500
 MAX_PROMPTS = 500
 MAX_PROMPT_BYTES = 48 << 20
 LAST, MISS = "last", "miss"
-_N_IDS = 8
 _N_DIGITS = 8
 UNANSWERED = "unanswered"
 _CHEAPER = (Why.NOTHING_WORTH_IT, Why.LIVE_CHEAPER, Why.RESTORE_SHORTER, Why.NOTHING_DISPLACED)
@@ -276,12 +275,9 @@ def _change(new: KnownPrompt, compared: Match) -> tuple[Cause, Divergence] | Non
     is_bare = not new.sketch.messages
     if compared.n_common >= n_ends and (is_bare or goes_on(new.sketch, known.sketch)):
         return None
-    cause, where = find_change(
+    return find_change(
         new.rendering, known.rendering, is_same_conversation=compared.is_same_conversation
     )
-    next_ids = slice(compared.n_common, compared.n_common + _N_IDS)
-    known_ids, now_ids = tuple(known.tokens[next_ids]), tuple(new.tokens[next_ids])
-    return cause, msgspec.structs.replace(where, known_ids=known_ids, now_ids=now_ids)
 
 
 @dataclass(frozen=True, slots=True)

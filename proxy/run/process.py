@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from proxy.core.launch import restart_delay_seconds
@@ -218,27 +219,19 @@ _STEADY_SECONDS = 60.0
 """A process that was ready for so long starts a new count of failures."""
 
 
+@dataclass(frozen=True)
 class Supervisor:
-    """Runs one llama-server command."""
+    """Runs one llama-server command; it gets the `environment` beside ours.
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        is_ready: Callable[[], Awaitable[bool]],
-        *,
-        restarts: bool,
-        is_shown: bool = True,
-        says_ready: str = "",
-    ) -> None:
-        """*environment* is what the command gets beside ours; *is_shown* sends its output to our stderr."""
-        self._command = command
-        self._environment = environment
-        self._is_ready = is_ready
-        self._restarts = restarts
-        self._is_shown = is_shown
-        self._says_ready = says_ready
-        self._log = get_logger("llama-server")
+    `is_shown` sends what it writes to our stderr. `says_ready` is said once `is_ready` says so.
+    """
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    is_ready: Callable[[], Awaitable[bool]]
+    restarts: bool
+    is_shown: bool
+    says_ready: str
 
     async def run(self) -> None:
         """Run llama-server until cancelled, then stop it; cancelled once more, kill it.
@@ -251,20 +244,18 @@ class Supervisor:
         while True:
             end, ready_seconds = await self._run_once()
             has_been_ready = has_been_ready or ready_seconds is not None
-            if not (self._restarts and has_been_ready):
+            if not (self.restarts and has_been_ready):
                 raise LlamaServerDied(end)
             n_failures = 1 if (ready_seconds or 0.0) >= _STEADY_SECONDS else n_failures + 1
             delay_seconds = restart_delay_seconds(n_failures)
             says = f"{end}\nIt is started again in {delay_seconds:.0f} s"
-            self._log.error(end, restart_in_seconds=delay_seconds, says=says)
+            get_logger("llama-server").error(end, restart_in_seconds=delay_seconds, says=says)
             await asyncio.sleep(delay_seconds)
 
     async def _run_once(self) -> tuple[str, float | None]:
         """Return how a process ended, in words, and how long it had been ready; None if it never was."""
-        process = await LlamaProcess.start(
-            self._command, self._environment, is_shown=self._is_shown
-        )
-        self._log.info("started llama-server", pid=process.pid)
+        process = await LlamaProcess.start(self.command, self.environment, is_shown=self.is_shown)
+        get_logger("llama-server").info("started llama-server", pid=process.pid)
         ended = asyncio.ensure_future(process.wait())
         try:
             ready_at = await self._await_ready(ended)
@@ -282,10 +273,12 @@ class Supervisor:
         """Return when it was ready; None if it ended first. Loading a large model takes minutes."""
         began = time.monotonic()
         while not ended.done():
-            if await self._is_ready():
+            if await self.is_ready():
                 now = time.monotonic()
-                seconds, says = round(now - began, 1), self._says_ready
-                self._log.info("llama-server is ready", after_seconds=seconds, says=says)
+                seconds, says = round(now - began, 1), self.says_ready
+                get_logger("llama-server").info(
+                    "llama-server is ready", after_seconds=seconds, says=says
+                )
                 return now
             await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
         return None

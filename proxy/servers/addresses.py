@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
 
+from proxy.core.launch import Launch
 from proxy.core.model import Checkpoint
 from proxy.errors import ServerAway
 from proxy.llama.client import LlamaServer
@@ -22,7 +23,6 @@ from proxy.servers.models import HostedModels
 from proxy.servers.server import ArrivalOrder, Phase, Server
 from proxy.serving.process import Process
 from proxy.serving.queue import SlotQueue
-from proxy.serving.saver import RewriteStateFile
 from proxy.serving.shared import Services, Shared
 from proxy.settings import Settings
 
@@ -37,21 +37,13 @@ class Addresses:
         settings: Settings,
         shared: Shared,
         roots: Sequence[LlamaServer],
-        rewrite: RewriteStateFile,
-        *,
-        is_coming: bool,
-        n_context_checkpoints: int,
+        launch: Launch | None,
     ) -> None:
-        """*is_coming* says that llama-server is being started, so that the first requests wait for it.
-
-        *n_context_checkpoints* is how many a slot is believed to keep, until a save tells.
-        """
+        """With a *launch*, llama-server is being started like that: the first requests wait for it."""
         self._settings = settings
         self._shared = shared
         self._roots = list(roots)
-        self._rewrite = rewrite
-        self._is_coming = is_coming
-        self._n_context_checkpoints = n_context_checkpoints
+        self._launch = launch
         self._running: list[asyncio.Task[None]] = []
         self._plain: list[Server] = []
         self._order = ArrivalOrder()
@@ -63,11 +55,7 @@ class Addresses:
         is_single = len(self._roots) == 1
         for root in self._roots:
             where = "" if is_single else root.target.name
-            server = self._followed(
-                self._shared.of(root, where),
-                is_expected=self._is_coming,
-                is_host_of_models=self._is_host,
-            )
+            server = self._followed(self._shared.of(root, where), is_host_of_models=self._is_host)
             server.order = self._order
             self._plain.append(server)
             if not is_single:
@@ -136,8 +124,7 @@ class Addresses:
 
     def _followed(self, services: Services, **options: Any) -> Server:
         """Return a new Server with its background work; *options* are those of Server."""
-        n_points = self._n_context_checkpoints
-        server = Server(self._settings, services, self._rewrite, n_points, **options)
+        server = Server(self._settings, services, self._launch, **options)
         self._run(server.watch)
         self._run(
             partial(save_idle_slots, lambda: server.process, self._settings.idle_save_seconds)
@@ -268,10 +255,10 @@ class Addresses:
         The process is None if a llama-server is there, but not attached. Raises ServerAway if all are away
         for too long; the request has waited *since* that moment of the monotonic clock.
         """
-        attached = [server for server in servers if server.process]
-        if attached or len(servers) == 1:
-            server = min(attached or servers, key=lambda server: server.n_queued)
-            return server, await server.ready(since)
+        if len(servers) == 1:
+            return servers[0], servers[0].process or await servers[0].ready(since)
+        if attached := [(server, there) for server in servers if (there := server.process)]:
+            return min(attached, key=lambda each: each[0].n_queued)
         waits = {asyncio.ensure_future(server.ready(since)): server for server in servers}
         try:
             for wait in asyncio.as_completed(waits):

@@ -21,28 +21,17 @@ from proxy.core.model import (
     SlotId,
     choose_namespace,
     new_namespace,
-    tenant_namespace,
 )
 from proxy.core.rates import Rates
 from proxy.core.rule import derive
 from proxy.core.saving import StateSize
-from proxy.core.slots import (
-    MAX_CONTEXT_CHECKPOINTS,
-    TAINTED,
-    Content,
-    Empty,
-    Origin,
-    SlotTable,
-    Unknown,
-    n_believed_points,
-)
+from proxy.core.slots import TAINTED, Content, Empty, Origin, SlotTable, Unknown, n_believed_points
 from proxy.core.tokens import Namespace, TokenIds, token_ids
 from proxy.errors import CacheFault, NoRoom, SaveRejected, UpstreamFault, UpstreamRefused
 from proxy.health import CannotCache
 from proxy.llama.client import LlamaServer, Props
 from proxy.llama.model_file import fingerprint_model
 from proxy.llama.state_file import StateFile, read_state_file
-from proxy.log import get_logger
 from proxy.serving.launches import Launches, note_emptied
 from proxy.serving.process import RATES, RULE, SIZES, Process
 from proxy.serving.prompts import PromptReader
@@ -50,14 +39,8 @@ from proxy.serving.queue import SlotQueue
 from proxy.serving.saver import Room, SavedSlot, Saver
 from proxy.serving.saves import SlotSaves
 from proxy.serving.shared import Services
-from proxy.store.known_models import (
-    asking_name,
-    known_namespaces,
-    known_tenants,
-    namespaces_name,
-    owners,
-    tenants_name,
-)
+from proxy.settings import Settings
+from proxy.store.known_models import known_namespaces, known_tenants, namespaces_name, owners
 
 Adopted = dict[SlotId, SavedSlot]
 """The states that slots held at first contact; their files wait for a namespace."""
@@ -97,50 +80,47 @@ async def read_identity(upstream: LlamaServer, props: Props) -> ModelIdentity:
 
 async def attach(
     services: Services,
-    saver: Saver,
+    settings: Settings,
     props: Props,
     process_id: str,
-    *,
-    max_waiting: int,
-    n_context_checkpoints: int = MAX_CONTEXT_CHECKPOINTS,
-    shares_between_api_keys: bool | None,
-    last: Process | None = None,
+    n_context_checkpoints: int,
+    last: Process | None,
 ) -> Process:
     """Return the process that answered with *props*; if it cannot cache, its obstacle says why.
 
-    *last* is the result of an earlier attach to the same process, which could not cache either.
+    A slot is believed to keep *n_context_checkpoints*, until a save or a reply tells. *last* is the result
+    of an earlier attach to the same process, which could not cache either.
     """
     contents: list[Content] = [TAINTED for _ in range(props.total_slots)]
     process = Process(
         **vars(services),
         id=process_id,
         build=props.build_info,
-        queue=SlotQueue(SlotTable(contents), max_waiting),
+        queue=SlotQueue(SlotTable(contents), settings.max_requests),
         n_ctx=props.n_ctx,
         n_believed_points=n_believed_points(n_context_checkpoints),
     )
     process.reader = PromptReader(process.upstream, shares_headers=props.total_slots > 1)
-    process.room = Room(process, saver)
+    process.room = Room(process, Saver(services))
     process.saves = SlotSaves(process)
     process.launches = Launches(process)
     try:
         process.asks_for_key = await _asks_for_key(process.upstream)
-        shares = shares_between_api_keys
+        shares = settings.share_between_api_keys
         process.is_one_tenant = not process.asks_for_key if shares is None else shares
         if process.opened_store is None:
             raise CannotCache(DegradationKind.STORE_NOT_OPEN)
         if not process_id:
             raise CannotCache(DegradationKind.PROCESS_HAS_NO_NAME)
-        await _identify(process, props, are_all_one=bool(shares))
+        await _identify(process, props)
     except CannotCache as obstacle:
         process.obstacle = obstacle
     except CacheFault as fault:
         process.obstacle = CannotCache(DegradationKind.ATTACH_FAILED, str(fault))
     if process.obstacle:
         process.faults.count("attach")
-        if (
-            process.clears_idle_slots is None
-        ):  # no save has shown it, so it is tried once per process
+        # No save may have shown whether idle slots are cleared: then that is tried, once per process.
+        if process.clears_idle_slots is None:
             clears = last.clears_idle_slots if last else await _seen_clearing(process.upstream)
             process.note_clearing(clears=clears)
     return process
@@ -174,7 +154,7 @@ async def _seen_clearing(upstream: LlamaServer) -> bool | None:
     return None
 
 
-async def _identify(process: Process, props: Props, *, are_all_one: bool) -> None:
+async def _identify(process: Process, props: Props) -> None:
     try:
         for status in await process.upstream.slots():
             if status.is_processing:
@@ -184,7 +164,8 @@ async def _identify(process: Process, props: Props, *, are_all_one: bool) -> Non
     async with AsyncExitStack() as files:
         adopted = await _adopt_slots(process, files)
         await _examine(process, await _empty_slot(process, adopted), props)
-        await _find_tenants(process, are_all_one=are_all_one)
+        if not process.is_one_tenant:
+            process.tenants = known_tenants(process.store.index, process.model_namespace)
         process.sizes.extend(process.known(SIZES, list[StateSize]) or [])
         process.rates = process.known(RATES, Rates) or Rates()
         for slot_id, saved in adopted.items():
@@ -347,51 +328,13 @@ async def _namespace(
     return Namespace(named.id)
 
 
-async def _find_tenants(process: Process, *, are_all_one: bool) -> None:
-    """Find the tenants of the model; if keys make no difference, the states of all tenants are united.
-
-    States that were saved when llama-server asked for keys stay with their keys, unless the operator says
-    that all tenants *are_all_one*: a llama-server without keys does not mean that everybody may see them.
-    """
-    store, model = process.store, process.model_namespace
-    tenants = known_tenants(store.index, model)
-    has_asked = store.index.value(asking_name(model), bool)
-    if not process.is_one_tenant:
-        process.tenants = tenants
-        if process.asks_for_key and not has_asked:
-            await store.put_value(asking_name(model), True)
-    elif tenants and (are_all_one or not has_asked):
-        ours = process.tenant_namespace(b"")
-        theirs = {tenant_namespace(model, tenant) for tenant in tenants} - {ours}
-        moving = [checkpoint for checkpoint in store if checkpoint.namespace in theirs]
-        for checkpoint in moving:
-            await store.move(checkpoint, ours)
-        await store.put_value(tenants_name(model), [])
-        if moving:
-            log = get_logger("attach")
-            log.info("states of all API keys are shared now", states=len(moving))
-
-
-def _owner_of(process: Process, tokens: TokenIds) -> Namespace | None:
-    """Return the namespace of the tenant whose tokens a slot holds; None if that is not known.
-
-    llama-server does not say. Of several tenants it is the one whose checkpoints share the longest prefix
-    with the tokens.
-    """
-    namespaces = [process.tenant_namespace(t) for t in process.tenants or {b""}]
-    if len(namespaces) == 1:
-        return namespaces[0]
-    found = ((n, process.store.find(n, tokens)) for n in namespaces)
-    n_common, namespace = max((max((c.n_common for c in f), default=0), n) for n, f in found)
-    return namespace if 2 * n_common >= len(tokens) else None
-
-
 async def _commit(process: Process, slot_id: SlotId, saved: SavedSlot) -> None:
-    """Commit the state of an adopted slot, for the tenant whose tokens it holds."""
+    """Commit the state of an adopted slot, unless several tenants could own it: llama-server tells none."""
     state, was_emptied = saved.state, isinstance(process.slots[slot_id].content, Empty)
-    namespace = _owner_of(process, state.tokens)
-    if namespace is None or state.n_media or -1 in state.tokens:
+    tenants = process.tenants or {b""}
+    if len(tenants) > 1 or state.n_media or -1 in state.tokens:
         return
+    namespace = process.tenant_namespace(min(tenants))
     # An earlier proxy may have restored it.
     origin = Origin(0 if state.has_every_position else len(state.tokens))
     held = Unknown(namespace, origin=origin)

@@ -37,29 +37,26 @@ async def remember_rates(current: Current) -> None:
 
     The next start begins with them.
     """
-    written: Rates | None = None
-
-    async def write() -> None:
-        nonlocal written
-        process = current()
-        if process is None or not process.can_cache:
-            return
-        rates = process.rates
-        if rates is written or rates == Rates():
-            return
-        try:
-            await process.remember(RATES, rates)
-            await process.remember(SIZES, list(process.sizes))
-            written = rates
-        except StoreFault as fault:
-            process.faults.record("remember", fault)
-
+    written = Rates()
     try:
         while True:
             await asyncio.sleep(_WRITE_SECONDS)
-            await write()
+            written = await _remember(current(), written)
     finally:
-        await write()
+        await _remember(current(), written)
+
+
+async def _remember(process: Process | None, written: Rates) -> Rates:
+    """Write the rates and sizes of a process unless the rates are *written*; return what is written now."""
+    if process is None or not process.can_cache or process.rates in (written, Rates()):
+        return written
+    rates = process.rates
+    try:
+        await process.remember(RATES, rates)
+        await process.remember(SIZES, list(process.sizes))
+    except StoreFault as fault:
+        process.faults.record("remember", fault)
+    return rates
 
 
 # Dirty slots are written back when they were idle for a while, and at shutdown.

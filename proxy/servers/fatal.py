@@ -37,9 +37,8 @@ class FatalRequests:
 
         Raises ProxyError at once for a request that llama-server has ended over twice in a row.
         """
-        key = key_of(request)
-        if (n_deaths := self._n_deaths(key)) >= MAX_DEATHS:
-            self._deaths[key] = n_deaths, time.time()
+        if (n_deaths := self._n_deaths(request)) >= MAX_DEATHS:
+            self._deaths[key_of(request)] = n_deaths, time.time()
             raise ProxyError(
                 f"llama-server ended {n_deaths} times in a row while it worked on this request: see "
                 "llama-server's log. The request is tried again once nobody has sent it for "
@@ -50,21 +49,25 @@ class FatalRequests:
             yield
         except ServerAway as away:
             if away.has_ended and await process.has_ended():
-                await self._note_death(key)
+                await self._note_death(request)
             raise
-        if self._deaths.pop(key, None):  # the next death is not one in a row
+        # The next death is not one in a row. No hash is made while nothing has ended llama-server.
+        if self._deaths and (key := key_of(request)) in self._deaths:
+            del self._deaths[key]
             await self._write()
 
-    async def _note_death(self, key: str) -> None:
-        n_before = self._n_deaths(key)
+    async def _note_death(self, request: Request) -> None:
+        n_before, key = self._n_deaths(request), key_of(request)
         self._deaths.pop(key, None)
         self._deaths[key] = n_before + 1, time.time()
         while len(self._deaths) > _MAX_REMEMBERED:
             del self._deaths[next(iter(self._deaths))]
         await self._write()
 
-    def _n_deaths(self, key: str) -> int:
-        n_deaths, last_at = self._deaths.get(key, (0, 0.0))
+    def _n_deaths(self, request: Request) -> int:
+        if not self._deaths:
+            return 0
+        n_deaths, last_at = self._deaths.get(key_of(request), (0, 0.0))
         return n_deaths if time.time() - last_at < FORGET_SECONDS else 0
 
     async def _write(self) -> None:

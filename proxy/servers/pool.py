@@ -15,6 +15,7 @@ begins again.
 
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -42,29 +43,33 @@ MAX_LOADS = 4
 class Pool(Addresses):
     """The llama-servers behind one proxy, as those who send requests see them."""
 
-    def __init__(self, settings: Settings, shared: Shared, *others: Any, **options: Any) -> None:
-        """*others* and *options* are those of Addresses."""
-        super().__init__(settings, shared, *others, **options)
+    def __init__(self, settings: Settings, shared: Shared, *others: Any) -> None:
+        """*others* are those of Addresses."""
+        super().__init__(settings, shared, *others)
         self.stabilizing = Stabilizing(shared, parse_switches(settings.stabilizers))
         overflow = Overflow(shared, is_on=settings.context_overflow == "stable")
         self.cache = Cache(self.stabilizing, overflow)
         self._fatal = FatalRequests(shared.opened_store)
 
-    async def serve(self, request: Request) -> None:
+    async def serve(self, request: Request, lent: Sequence[Server] | None = None) -> None:
         """Serve one request; what sending raises passes through, cache faults do not.
 
-        Raises ServerAway if llama-server is away for too long, or goes away after the request was sent;
+        *lent* are the llama-servers of a `lent` block around the call: to ask for their model again would
+        be to wait behind requests that wait for that model to be unloaded. Raises ServerAway if
+        llama-server is away for too long, or goes away after the request was sent;
         ProxyError if llama-server ended twice while it worked on this request.
         """
         try:
             for n_tries in count(1):
-                async with self.lent(request.model, request.arrived_at, request.headers) as servers:
+                lending = self.lent(request.model, request.arrived_at, request.headers)
+                async with lending if lent is None else nullcontext(lent) as servers:
                     if not servers:
                         await request.send(self.roots[0], request.raw)
                         return self._shared.report.not_looked_up(request, "no such model")
                     if servers[0].host:
                         self._order.leave(request)
-                    if await self._try(servers, request, may_be_lost=n_tries < MAX_LOADS):
+                    may_be_lost = lent is None and n_tries < MAX_LOADS
+                    if await self._try(servers, request, may_be_lost=may_be_lost):
                         return None
                     # A model may wait for other requests to end before it is loaded: with a place in the
                     # order, this request would hold them up.
@@ -72,22 +77,6 @@ class Pool(Addresses):
                         self._order.join(request)
         finally:
             self._order.leave(request)
-
-    async def serve_in(self, servers: Sequence[Server], request: Request) -> None:
-        """Serve one request in a `lent` block, whose model is loaded already.
-
-        `serve` would ask for the model again, behind requests that wait for that model to be unloaded.
-        Raises as `serve` does, and ServerAway if llama-server goes away again and again.
-        """
-        order = servers[0].order
-        try:
-            for _ in range(MAX_LOADS):
-                if await self._try(servers, request, may_be_lost=False):
-                    return
-                order.join(request)
-        finally:
-            order.leave(request)
-        raise ServerAway("llama-server goes away again and again")
 
     async def _try(self, servers: Sequence[Server], request: Request, *, may_be_lost: bool) -> bool:
         """Serve a request; return False if it has to begin again."""
@@ -131,7 +120,7 @@ class Pool(Addresses):
         present = [(server, there) for server in servers if (there := server.process)]
         server, chosen = reader, process
         if len(present) > 1:
-            offers = [_offer(there, request).beside(len(s.on_way)) for s, there in present]
+            offers = [_offer(there, request, len(s.on_way)) for s, there in present]
             server, chosen = present[best_offer(offers)]
         server.on_way.add(request)
         if chosen is not process:
@@ -143,7 +132,6 @@ class Pool(Addresses):
 
         async def turn() -> None:
             await server.order.turn(request)
-            server.order.leave(request)
             server.on_way.discard(request)
 
         try:
@@ -196,10 +184,10 @@ class Pool(Addresses):
                 server.poke()
 
 
-def _offer(process: Process, request: Request) -> Offer:
+def _offer(process: Process, request: Request, n_ahead: int) -> Offer:
     """Return what a llama-server can do for a request; without a prompt, by how busy it is."""
     if request.prompt is not None:
         namespace = process.tenant_namespace(request.tenant)
-        return offer(process, replace(request.prompt, namespace=namespace))
-    n_busy = sum(slot.is_leased for slot in process.slots)
-    return Offer(0.0, 0, n_busy, process.queue.n_waiting, len(process.slots))
+        return offer(process, replace(request.prompt, namespace=namespace), n_ahead)
+    n_used = sum(slot.is_leased for slot in process.slots) + process.queue.n_waiting + n_ahead
+    return Offer(0.0, 0, n_used / max(1, len(process.slots)))

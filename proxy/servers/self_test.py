@@ -23,68 +23,52 @@ BACK_TOKENS = 20
 _DIVERGING_UP_TO_TOKENS = FULL_WINDOW_TOKENS
 
 
-class SelfTest:
-    """Probes leased, empty slots; the holder of the leases erases them afterwards."""
+async def learn_rule(process: Process, slot_id: SlotId) -> Rule:
+    """Return the rule, and leave the longest state in the slot; raises CacheFault.
 
-    def __init__(self, process: Process, n_vocab: int) -> None:
-        self._process = process
-        self._upstream = process.upstream
-        n_longest = PROBE_LENGTHS[-1] + 3 * _MORE_TOKENS
-        self._text = token_ids(
-            (i * 7919 + 1237) % max(2, min(n_vocab, 30011)) for i in range(n_longest)
-        )
+    The slot is leased and empty; the holder of the lease erases it afterwards. Builds before June 2026
+    (b9538) save all cells that they keep of a window, more than the window has, and continue that as it is.
+    One cell more they refuse, so that no window is repaired there.
+    """
+    n_ids = max(2, min((await process.upstream.model_meta()).n_vocab, 30011))
+    n_longest = PROBE_LENGTHS[-1] + 3 * _MORE_TOKENS
+    text = token_ids((i * 7919 + 1237) % n_ids for i in range(n_longest))
+    process.room.saver.repairs_windows = True
+    probes: list[RestoreProbe] = []
+    for n_tokens in (n for n in PROBE_LENGTHS if n + 3 * _MORE_TOKENS < process.n_ctx):
+        try:
+            probes.append(await _probe(process, slot_id, text, n_tokens))
+        except UpstreamRefused:
+            process.room.saver.repairs_windows = False
+            probes.append(await _probe(process, slot_id, text, n_tokens))
+    return judge(probes)
 
-    async def learn_rule(self, slot_id: SlotId) -> Rule:
-        """Return the rule, and leave the longest state in the slot; raises CacheFault.
 
-        Builds before June 2026 (b9538) save all cells that they keep of a window, more than the window
-        has, and continue that as it is. One cell more they refuse, so that no window is repaired there.
-        """
-        self._process.room.saver.repairs_windows = True
-        probes: list[RestoreProbe] = []
-        for n_tokens in (n for n in PROBE_LENGTHS if n + 3 * _MORE_TOKENS < self._process.n_ctx):
-            try:
-                probes.append(await self._probe(slot_id, n_tokens))
-            except UpstreamRefused:
-                self._process.room.saver.repairs_windows = False
-                probes.append(await self._probe(slot_id, n_tokens))
-        return judge(probes)
+async def _probe(process: Process, slot_id: SlotId, text: TokenIds, n_tokens: int) -> RestoreProbe:
+    upstream, trials = process.upstream, list[tuple[int, int, int]]()
+    process.learn_evaluation(await upstream.evaluate(slot_id, text[:n_tokens]))
+    async with process.room.probe(slot_id, n_tokens) as saved:
+        for prompt in _requests(text, n_tokens, saved.state):
+            await upstream.erase(slot_id)
+            await upstream.restore(slot_id, saved.file_name)
+            n_common = common_prefix_length(text[:n_tokens], prompt)
+            n_reused = (await upstream.evaluate(slot_id, prompt)).cache_n
+            trials.append((n_common, min(n_common, len(prompt) - 1), n_reused))
+    state = saved.state
+    return RestoreProbe(n_tokens, state.has_every_position, state.restore_points, tuple(trials))
 
-    async def _probe(self, slot_id: SlotId, n_tokens: int) -> RestoreProbe:
-        self._process.learn_evaluation(
-            await self._upstream.evaluate(slot_id, self._text[:n_tokens])
-        )
-        async with self._process.room.probe(slot_id, n_tokens) as saved:
-            state = saved.state
-            trials = [
-                await self._try(slot_id, saved.file_name, n_tokens, request)
-                for request in self._requests(n_tokens, state)
-            ]
-        return RestoreProbe(n_tokens, state.has_every_position, state.restore_points, tuple(trials))
 
-    def _requests(self, n_tokens: int, state: StateFile) -> list[TokenIds]:
-        """Return the prompts to restore a state for; the next length goes on from the last prompt."""
-        text, n_common = self._text, n_tokens - BACK_TOKENS
-        requests = []
-        # Only at the short length: a prompt of which nothing is reused is evaluated whole.
-        if n_tokens == SHORT_TOKENS:
-            requests += [text[: n_tokens + 1], text[:n_tokens], text[: n_tokens - 1]]
-        can_reuse = state.has_every_position or any(p <= n_common for p in state.restore_points)
-        if n_tokens <= _DIVERGING_UP_TO_TOKENS and can_reuse:
-            requests.append(text[:n_common] + text[-BACK_TOKENS:])
-        return [*requests, text[: n_tokens + _MORE_TOKENS]]
-
-    async def _try(
-        self, slot_id: SlotId, name: str, n_state: int, prompt: TokenIds
-    ) -> tuple[int, int, int]:
-        await self._restore(slot_id, name)
-        n_common = common_prefix_length(self._text[:n_state], prompt)
-        n_reused = (await self._upstream.evaluate(slot_id, prompt)).cache_n
-        return n_common, min(n_common, len(prompt) - 1), n_reused
-
-    async def _restore(self, slot_id: SlotId, name: str) -> None:
-        await self._upstream.erase(slot_id)
-        await self._upstream.restore(slot_id, name)
+def _requests(text: TokenIds, n_tokens: int, state: StateFile) -> list[TokenIds]:
+    """Return the prompts to restore a state for; the next length goes on from the last prompt."""
+    n_common = n_tokens - BACK_TOKENS
+    requests = []
+    # Only at the short length: a prompt of which nothing is reused is evaluated whole.
+    if n_tokens == SHORT_TOKENS:
+        requests += [text[: n_tokens + 1], text[:n_tokens], text[: n_tokens - 1]]
+    can_reuse = state.has_every_position or any(p <= n_common for p in state.restore_points)
+    if n_tokens <= _DIVERGING_UP_TO_TOKENS and can_reuse:
+        requests.append(text[:n_common] + text[-BACK_TOKENS:])
+    return [*requests, text[: n_tokens + _MORE_TOKENS]]
 
 
 async def measure(process: Process, slot_id: SlotId) -> None:
@@ -98,9 +82,8 @@ async def measure(process: Process, slot_id: SlotId) -> None:
     await process.erase(slot_id)
     process.slots.set_content(slot_id, Unknown(can_be_adopted=False))
     process.queue.reconsider()  # no request need wait for what this slot held
-    test = SelfTest(process, (await process.upstream.model_meta()).n_vocab)
     try:
-        rule = await test.learn_rule(slot_id)
+        rule = await learn_rule(process, slot_id)
     finally:
         process.room.saver.repairs_windows = process.rule.needs_repair
     await process.erase(slot_id)  # raises if the process that was measured is gone

@@ -34,6 +34,7 @@ from enum import StrEnum
 from functools import partial
 
 from proxy.core.conditions import OF_PROCESS, DegradationKind
+from proxy.core.launch import Launch
 from proxy.errors import (
     ServerAway,
     UpstreamFault,
@@ -48,7 +49,6 @@ from proxy.servers.attach import attach
 from proxy.serving.launches import outlast
 from proxy.serving.process import Process
 from proxy.serving.request import Request
-from proxy.serving.saver import RewriteStateFile, Saver
 from proxy.serving.shared import Services
 from proxy.settings import Settings
 
@@ -186,11 +186,12 @@ class ArrivalOrder:
             self._changed = asyncio.Event()
 
     async def turn(self, request: Request) -> None:
-        """Wait until no earlier request is left."""
+        """Wait until no earlier request is left, and leave."""
         while request in self._since and request is not min(
             self._since, key=lambda a: a.arrived_at
         ):
             await self._changed.wait()
+        self.leave(request)
 
 
 class Server(Watched):
@@ -204,20 +205,18 @@ class Server(Watched):
         self,
         settings: Settings,
         services: Services,
-        rewrite: RewriteStateFile,
-        n_context_checkpoints: int,
+        launch: Launch | None = None,
         host: Watched | None = None,
         *,
-        is_expected: bool = False,
         is_host_of_models: Callable[["Server"], Awaitable[bool]] | None = None,
     ) -> None:
         """A *host* loads and unloads it; None for an address of its own.
 
-        *is_expected* says that llama-server is being started. *is_host_of_models* is asked when something
-        else than a llama-server answers at the address.
+        With a *launch*, llama-server is being started like that. *is_host_of_models* is asked when
+        something else than a llama-server answers at the address.
         """
         phase = Phase.UNLOADED if host else Phase.ATTACHING
-        was_there = is_expected or host is not None
+        was_there = launch is not None or host is not None
         super().__init__(phase, settings.upstream_wait_seconds, was_there=was_there)
         self.services = services
         self.upstream = services.upstream
@@ -234,14 +233,12 @@ class Server(Watched):
         self.on_way: set[Request] = set()
         self.on_attached: Callable[[Process], None] = lambda process: None
         """Called with every process that was attached."""
-        self._saver = Saver(services, rewrite)
         self._settings = settings
-        self._n_context_checkpoints = n_context_checkpoints
+        self._n_context_checkpoints = (launch or Launch()).n_context_checkpoints
         self._is_host_of_models = is_host_of_models
         self._looking: asyncio.Task[None] | None = None
         self._attached_at = 0.0
-        self._reported = ""
-        self._is_starting = is_expected
+        self._is_starting = launch is not None
         self._log = get_logger("lifecycle")
 
     @property
@@ -251,10 +248,9 @@ class Server(Watched):
     @property
     def n_queued(self) -> int:
         """How many requests wait for a slot, or for llama-server."""
-        if self.process is None:
-            return self.n_waiting
-        n_in_desk = self.process.queue.n_waiting + self.process.launches.n_waiting
-        return self.n_waiting + n_in_desk
+        process = self.process
+        n_for_slots = process.queue.n_waiting + process.launches.n_waiting if process else 0
+        return self.n_waiting + n_for_slots
 
     async def ready(self, since: float) -> Process | None:
         """Return the process that serves; if there is none, look, and wait for llama-server.
@@ -312,11 +308,14 @@ class Server(Watched):
                 min(WATCH_SECONDS, RETURN_WATCH_SECONDS) if self.n_waiting else WATCH_SECONDS
             )
 
-    async def look(self, wait_seconds: float | None = ATTACH_WAIT_SECONDS) -> None:
-        """Wait for a look at llama-server, for at most *wait_seconds*; a running look is shared."""
+    async def look(self, *, is_patient: bool = False) -> None:
+        """Wait for a look at llama-server; a running look is shared.
+
+        An attach is waited for for at most ATTACH_WAIT_SECONDS, unless the caller *is_patient*.
+        """
         if self._looking is None or self._looking.done():
             self._looking = self.services.tasks.start(self._look())
-        await asyncio.wait({self._looking}, timeout=wait_seconds)
+        await asyncio.wait({self._looking}, timeout=None if is_patient else ATTACH_WAIT_SECONDS)
 
     async def _look(self) -> None:
         """Ask llama-server which process it is; if the model was lost and loaded meanwhile, ask again.
@@ -369,14 +368,12 @@ class Server(Watched):
         if last is None or last.id != process_id:
             self._enter_without(Phase.ATTACHING, DegradationKind.ATTACHING)
             await self._attach(props, process_id, epoch)
-        elif (
-            not last.can_cache
-            and _is_idle(last)
-            and time.monotonic() >= self._attached_at + RETRY_SECONDS
-        ):
-            self._close()
-            self.enter(Phase.ATTACHING)
-            await self._attach(props, process_id, epoch, last)
+        elif not last.can_cache and time.monotonic() >= self._attached_at + RETRY_SECONDS:
+            is_busy = last.queue.n_waiting or any(slot.is_leased for slot in last.slots)
+            if not is_busy:
+                self._close()
+                self.enter(Phase.ATTACHING)
+                await self._attach(props, process_id, epoch, last)
 
     def _enter_without(self, phase: Phase, kind: DegradationKind, detail: str = "") -> None:
         """Enter a phase without a process; the last degradations end, this one begins."""
@@ -397,16 +394,8 @@ class Server(Watched):
     ) -> None:
         """Attach to a process; *last* is an attachment to the same one that could not cache."""
         before = self._degradations.kinds & OF_PROCESS  # attaching, or those of the last try
-        process = await attach(
-            self.services,
-            self._saver,
-            props,
-            process_id,
-            max_waiting=self._settings.max_requests,
-            n_context_checkpoints=self._n_context_checkpoints,
-            shares_between_api_keys=self._settings.share_between_api_keys,
-            last=last,
-        )
+        n_points = self._n_context_checkpoints
+        process = await attach(self.services, self._settings, props, process_id, n_points, last)
         if epoch != self.epoch:
             process.queue.close()
             self._degradations.leave()
@@ -430,7 +419,7 @@ class Server(Watched):
         self.enter(Phase.ATTACHED)
         self.on_attached(process)
         # An attach that failed is repeated again and again, but logged once.
-        if process.can_cache or self._reported != process.id:
+        if process.can_cache or last is None:
             self._log.info(
                 "attached to llama-server",
                 build=props.build_info,
@@ -438,7 +427,6 @@ class Server(Watched):
                 caches=process.can_cache,
                 rule=str(process.rule),
             )
-        self._reported = process.id
 
     def _outlast_strangers(self, process: Process) -> None:
         """Lease the slots that were busy at first contact until the requests in them have ended."""
@@ -446,10 +434,6 @@ class Server(Watched):
             if slot.is_leased:
                 ended = self.services.tasks.start(outlast(process, partial(list, [slot.id])))
                 process.queue.take_over(slot.id).hand_over(ended)
-
-
-def _is_idle(process: Process) -> bool:
-    return process.queue.n_waiting == 0 and not any(slot.is_leased for slot in process.slots)
 
 
 def kind_of(fault: UpstreamFault) -> DegradationKind:

@@ -16,11 +16,11 @@ import aiohttp
 
 from proxy.core.cuts import SLACK_TOKENS
 from proxy.core.messages import Route
-from proxy.core.model import Checkpoint, CheckpointKind, Prompt, Rule
+from proxy.core.model import Checkpoint, CheckpointKind, Prompt, Rule, SlotId
 from proxy.core.plan import most_useful
-from proxy.core.slots import Content, Known, Unknown
+from proxy.core.slots import Content, Known
 from proxy.core.tokens import Namespace, TokenIds
-from proxy.errors import CacheFault, ServerAway, UpstreamFault, WillBeRefused
+from proxy.errors import CacheFault, ServerAway, UpstreamFault
 from proxy.explain.report import Keep
 from proxy.explain.views import Explanation
 from proxy.llama.answers import AnswerReader
@@ -113,13 +113,15 @@ class Warming:
             _, process = await self._pool.ready(servers, began)
             if process is None or not process.is_caching:
                 raise NotWarmed("nothing is cached now: /health says why")
-            prompt = await self._read(process, request)
+            await self._pool.cache.read(process, request, may_extend=False)
+            if (prompt := request.prompt) is None:
+                raise NotWarmed(f"this request is not cached: {request.why}")
             wanted = _wanted_tokens(prompt, is_whole=is_whole) - SLACK_TOKENS
             n_usable, checkpoint = _kept(process, prompt)
             if not (was_kept := n_usable >= wanted):
                 watch = process.tasks.start(_watch(process, prompt, on_progress))
                 try:
-                    await self._pool.serve_in(servers, request)
+                    await self._pool.serve(request, servers)
                 finally:
                     watch.cancel()
             on_progress(prompt.n_tokens, prompt.n_tokens)
@@ -138,15 +140,6 @@ class Warming:
             "seconds": round(time.monotonic() - began, 3),
         }
 
-    async def _read(self, process: Process, request: Request) -> Prompt:
-        try:
-            await self._pool.cache.read(process, request, may_extend=False)
-        except (WillBeRefused, ServerAway) as why:
-            raise NotWarmed(f"this request is not cached: {why}") from why
-        if request.prompt is None:
-            raise NotWarmed(f"this request is not cached: {request.why}")
-        return request.prompt
-
 
 async def _watch(process: Process, prompt: Prompt, on_progress: OnProgress) -> None:
     """Report again and again how many tokens of the prompt are evaluated."""
@@ -155,10 +148,10 @@ async def _watch(process: Process, prompt: Prompt, on_progress: OnProgress) -> N
             statuses = await process.slot_states()
         except UpstreamFault:
             return  # --no-slots
-        busy = [s.n_held or 0 for s in statuses if s.is_processing]
-        leased = (slot.content for slot in process.slots if slot.is_leased)
-        if busy and any(_is_of(prompt, content) for content in leased):
-            on_progress(min(max(busy), prompt.n_tokens), prompt.n_tokens)
+        for status in statuses:
+            is_ours = process.slots[SlotId(status.id)].destined == prompt.tokens
+            if is_ours and status.is_processing:
+                on_progress(min(status.n_held or 0, prompt.n_tokens), prompt.n_tokens)
         await asyncio.sleep(_LOOK_SECONDS)
 
 
@@ -226,11 +219,3 @@ def _why_not_kept(rule: Rule, n_usable: int, wanted: int) -> str:
             "checkpoint of llama-server's, and this one has none that would do"
         )
     return f"it was evaluated, but {n_usable:,} of {wanted:,} tokens are kept: /health says why"
-
-
-def _is_of(prompt: Prompt, content: Content) -> bool:
-    """Return whether a slot is being filled with the beginning of a prompt."""
-    tokens = content.tokens if isinstance(content, Known) else None
-    if isinstance(content, Unknown):
-        tokens = content.likely
-    return bool(tokens) and tokens == prompt.tokens[: len(tokens or ())]

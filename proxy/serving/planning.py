@@ -40,8 +40,9 @@ def situation(process: Process, prompt: Prompt) -> Situation:
     )
 
 
-def offer(process: Process, prompt: Prompt) -> Offer:
-    """Return what this process could do for a prompt at once; nothing is reserved."""
+def offer(process: Process, prompt: Prompt, n_ahead: int) -> Offer:
+    """Return what this process could do for a prompt, behind *n_ahead* others; nothing is reserved."""
     n_waiting = process.queue.n_waiting + process.launches.n_waiting
     may_start = not process.launches.is_save_coming
-    return make_offer(prompt, situation(process, prompt), n_waiting, may_start=may_start)
+    now = situation(process, prompt)
+    return make_offer(prompt, now, n_waiting, n_ahead, may_start=may_start)

@@ -206,15 +206,12 @@ class Process(Services):
             self.degradations.end(*kinds)
 
     @contextmanager
-    def watching(self, kind: DegradationKind, *faults: type[CacheFault]) -> Iterator[None]:
-        """Begin a degradation if one of *faults* leaves the block, end it if none does.
-
-        NoRoom is no failure: it counts only where it is named.
-        """
+    def watching(self, kind: DegradationKind, fault_type: type[CacheFault]) -> Iterator[None]:
+        """Begin a degradation if a fault leaves the block, end it if none does; NoRoom is no failure."""
         try:
             yield
-        except faults as fault:
-            if not isinstance(fault, NoRoom) or NoRoom in faults:
+        except fault_type as fault:
+            if not isinstance(fault, NoRoom):
                 self.degrade(kind, str(fault))
             raise
         self.recover(kind)

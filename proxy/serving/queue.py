@@ -231,6 +231,29 @@ class SlotQueue:
         self.table[slot_id].note_running()
         self.reconsider()
 
+    def reconsider(self) -> None:
+        """Give free slots to those who wait, in arrival order but for a bounded number of overtakes."""
+        declined: list[_Waiting] = []
+        for waiting in tuple(self._waiting):
+            if self.is_placing:
+                return
+            if waiting.granted.done():
+                self._waiting.remove(waiting)
+                continue
+            taker = self._try_to_grant(waiting)
+            if taker is None:
+                if waiting.n_passes == 0 or not self.table.free():
+                    return
+                declined.append(waiting)
+                continue
+            for overtaken in islice(self._waiting, self._waiting.index(taker)):
+                overtaken.n_passes -= 1
+            self._waiting.remove(taker)
+            if taker is not waiting:
+                return self.reconsider()
+            if any(overtaken.n_passes == 0 for overtaken in declined):
+                return
+
     def give_back(self, lease: Lease[Any], slot_ids: set[SlotId]) -> None:
         """Free slots of *lease*; while another lease is a placement, they join that one instead."""
         if self._placement is lease and not lease.reserved:
@@ -269,29 +292,6 @@ class SlotQueue:
         if is_placement:
             self._placement = lease
         return lease
-
-    def reconsider(self) -> None:
-        """Give free slots to those who wait, in arrival order but for a bounded number of overtakes."""
-        declined: list[_Waiting] = []
-        for waiting in tuple(self._waiting):
-            if self.is_placing:
-                return
-            if waiting.granted.done():
-                self._waiting.remove(waiting)
-                continue
-            taker = self._try_to_grant(waiting)
-            if taker is None:
-                if waiting.n_passes == 0 or not self.table.free():
-                    return
-                declined.append(waiting)
-                continue
-            for overtaken in islice(self._waiting, self._waiting.index(taker)):
-                overtaken.n_passes -= 1
-            self._waiting.remove(taker)
-            if taker is not waiting:
-                return self.reconsider()
-            if any(overtaken.n_passes == 0 for overtaken in declined):
-                return
 
     def _try_to_grant(self, waiting: _Waiting) -> _Waiting | None:
         """Grant the slots that *waiting* chooses; return who has them, None if it chooses none.

@@ -8,10 +8,9 @@ checked is garbage, and is swept as such.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present
@@ -28,13 +27,6 @@ from proxy.llama.state_file import StateFile, read_state_file
 from proxy.serving.process import Process
 from proxy.serving.shared import Services
 from proxy.store.files import final_name_of, id_of
-
-RewriteStateFile = Callable[[Path], None]
-"""Applied to each file that llama-server saved, before it is read: how tests play older builds."""
-
-
-def keep_as_saved(path: Path) -> None:
-    """Leave a saved file as llama-server wrote it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +69,8 @@ class SavedSlot:
 class Saver:
     """Has llama-server save slots."""
 
-    def __init__(self, services: Services, rewrite: RewriteStateFile) -> None:
+    def __init__(self, services: Services) -> None:
         self._services = services
-        self._rewrite = rewrite
         self.repairs_windows = True
         """Whether cut windows are repaired where the file's version may need it; the rule tells."""
 
@@ -111,7 +102,6 @@ class Saver:
             n_bytes = path.stat().st_size
             if n_bytes != reply.n_written:
                 raise SaveRejected(f"wrote {reply.n_written} bytes, the file has {n_bytes}")
-            self._rewrite(path)
             state = self._read(name)
             parts = self._services.store.files.parts(name, state.part_sizes)
         except FileNotFoundError as error:

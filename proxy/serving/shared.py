@@ -85,7 +85,7 @@ def new_shared(
     """Return what all llama-servers share when a proxy starts."""
     faults, report = Faults(metrics), Report(metrics, journal)
     tasks, served = Tasks(), NewestProcesses()
-    secret = token_bytes() if store is None else store.secret
+    secret = token_bytes() if store is None else store.secret  # an empty store is false
     return Shared(store, metrics, faults, degradations, report, journal, tasks, served, secret)
 
 

@@ -189,7 +189,7 @@ class Catalogue:
         return self._n
 
     def __iter__(self) -> Iterator[Checkpoint]:
-        return self._those([checkpoint_id for checkpoint_id, _ in self.index.summaries()])
+        return self._those(self.index.ids())
 
     def newest(self, n_at_most: int) -> Iterator[Checkpoint]:
         """Yield checkpoints of the highest scores: mostly those last used."""

@@ -234,16 +234,23 @@ class Index:
         found = [(s.verified_at, i) for i, s in self.summaries() if s.verified_at < moment]
         return [checkpoint_id for _, checkpoint_id in sorted(found)]
 
+    def ids(self) -> Iterator[CheckpointId]:
+        """Yield the ids of all checkpoints, ascending; no transaction stays open."""
+        return (CheckpointId(_ID.unpack(key)[0]) for key in self._keys(self._summaries))
+
     def least_valuable(self) -> Iterator[CheckpointId]:
         """Yield the ids of all checkpoints, the lowest score first; no transaction stays open."""
+        return (CheckpointId(_PLACE.unpack(key)[1]) for key in self._keys(self._order))
+
+    def _keys(self, database: Any) -> Iterator[bytes]:
         begin = b""
         while True:
-            with _faults(), self._env.begin(db=self._order) as txn, txn.cursor() as cursor:
+            with _faults(), self._env.begin(db=database) as txn, txn.cursor() as cursor:
                 is_there = cursor.set_range(begin)
                 keys = list(islice(cursor.iternext(values=False), _PLACES_AT_ONCE))
             if not is_there:
                 return
-            yield from (CheckpointId(_PLACE.unpack(key)[1]) for key in keys)
+            yield from keys
             begin = keys[-1] + b"\0"
 
     def most_valuable(self, n_at_most: int) -> list[CheckpointId]:

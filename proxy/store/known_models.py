@@ -93,11 +93,6 @@ def unkeyed_tenants(index: Index) -> Iterator[tuple[Namespace, bytes]]:
             yield from ((model, t) for t in known_tenants(index, model) if len(t) == UNKEYED_BYTES)
 
 
-def asking_name(model_namespace: Namespace | None) -> str:
-    """Return the name of the value that says whether llama-server has asked for this model's keys."""
-    return f"asked for keys {(model_namespace or b'').hex()}"
-
-
 def namespace_of(index: Index, owner: Owner) -> Namespace | None:
     """Return the namespace of the same model and tenant in this index; None if it has not met the model."""
     chosen = choose_namespace(known_namespaces(index, owner.static), owner.known.canary)
@@ -116,6 +111,4 @@ def introduce(index: Index, owner: Owner) -> Namespace:
     tenants = known_tenants(index, model)
     if owner.tenant not in tenants:
         index.put_value(tenants_name(model), sorted(tenants | {owner.tenant}))
-    if owner.tenant:  # a key that nobody asks for makes no tenant, or not for long
-        index.put_value(asking_name(model), True)
     return tenant_namespace(model, owner.tenant)

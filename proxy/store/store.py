@@ -10,15 +10,14 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from proxy.core.eviction import Present, Removal, family_of
+from proxy.core.eviction import Present, Removal
 from proxy.core.model import Checkpoint, CheckpointId, Quarantine, is_of_other_secret
 from proxy.core.saving import Claim
-from proxy.core.tokens import Namespace, TokenIds, hash_prefixes
+from proxy.core.tokens import TokenIds, hash_prefixes
 from proxy.errors import NoRoom, StateDamaged, StoreFault, in_words
 from proxy.store.catalogue import Budget, Catalogue, Limits
 from proxy.store.directory import StoreDirectory, Summed
@@ -206,21 +205,6 @@ class CheckpointStore(Catalogue):
     async def _update(self, *records: Checkpoint | None) -> None:
         there = [record for record in records if record is not None]
         await self._write(partial(self._directory.update, there))
-
-    async def move(self, checkpoint: Checkpoint, namespace: Namespace) -> None:
-        """Give a checkpoint to another namespace; one that is gone stays gone."""
-        with self.keep(checkpoint):
-            tokens = self.index.tokens(checkpoint.id)
-            if tokens is None:
-                return
-            new, relatives = hash_prefixes(namespace, tokens), self.find(namespace, tokens)
-            moved = replace(checkpoint, namespace=namespace)
-            moved = replace(moved, family=family_of(moved, tokens, relatives))
-            old = hash_prefixes(checkpoint.namespace, tokens)
-            await self._write(
-                partial(self._directory.update, [moved], old, new),
-                then=lambda _: self.change(moved.id, namespace=namespace, family=moved.family),
-            )
 
     async def put_value(self, name: str, value: object) -> None:
         await self._write(partial(self.index.put_value, name, value))

@@ -71,18 +71,27 @@ class Looks:
     def history(self) -> History:
         return self._shared.journal.past
 
-    async def take_up_history(self) -> None:
-        """Go on with the history that the proxy before has kept, if there is one."""
+    async def history_kept(self, _: web.Application) -> AsyncIterator[None]:
+        """Go on with the history of the proxy before, and write it from time to time and at the end."""
         with suppress(StoreFault):
             if kept := self._shared.store.index.value(_HISTORY, History):
                 self._shared.journal.past = kept
+        keeping = asyncio.ensure_future(self._keep_history())
+        yield
+        keeping.cancel()
+        await self._write_history()
 
-    async def keep_history(self) -> None:
-        """Write the history into the index, if it has changed; should that fail, it is lost."""
-        if self._n_kept != (n_recorded := self._shared.journal.n_recorded):
-            with suppress(StoreFault):
-                await self._shared.store.put_value(_HISTORY, self.history)
+    async def _keep_history(self) -> None:
+        while True:
+            await asyncio.sleep(KEPT_SECONDS)
+            await self._write_history()
+
+    async def _write_history(self) -> None:
+        n_recorded = self._shared.journal.n_recorded
+        if n_recorded != self._n_kept:
             self._n_kept = n_recorded
+            with suppress(StoreFault):  # should that fail, counts are lost
+                await self._shared.store.put_value(_HISTORY, self.history)
 
     def since(self, position: str) -> dict[str, Any]:
         """Return the present and the requests since a position; the last ones if it is not known.
@@ -140,11 +149,11 @@ class Looks:
             self._asking = self._shared.tasks.start(self._ask())
 
     async def _ask(self) -> None:
-        for server, process in self._attached():
+        for _, process in self._attached():
             if any(slot.is_leased for slot in process.slots):
                 with suppress(UpstreamFault):  # a build that does not tell, or one that is gone
                     for status in await process.upstream.slots():
-                        self._progress[server.name, status.id] = status
+                        self._progress[process.where, status.id] = status
 
     def _attached(self) -> list[tuple[Server, Process]]:
         return [(s, process) for s in self._pool.servers if (process := s.process)]
@@ -180,7 +189,7 @@ class Looks:
         }
 
     def _phase(self, request: Request) -> str:
-        process = next((p for s, p in self._attached() if s.name == request.server), None)
+        process = next((p for _, p in self._attached() if p.where == request.server), None)
         if request.answer is not None:
             return "ends"
         if request.has_token():
@@ -230,19 +239,6 @@ class LivePage:
             web.get("/events", self.events),
             web.get("/history", self.history),
         ]
-
-    async def history_kept(self, _: web.Application) -> AsyncIterator[None]:
-        """Go on with the history of the proxy before, and write it from time to time and at the end."""
-        await self._looks.take_up_history()
-        keeping = asyncio.ensure_future(self._keep_history())
-        yield
-        keeping.cancel()
-        await self._looks.keep_history()
-
-    async def _keep_history(self) -> None:
-        while True:
-            await asyncio.sleep(KEPT_SECONDS)
-            await self._looks.keep_history()
 
     async def history(self, request: web.Request) -> web.Response:
         """Return what was reused in the last two hours, in the last 30 days, and today."""

@@ -18,7 +18,6 @@ from typing import Any
 import aiohttp
 import click
 
-from proxy.app import Running, run_proxy
 from proxy.core.model import Family
 from proxy.core.tokens import Namespace, hash_prefixes, token_ids
 from proxy.explain.causes import Cause
@@ -27,11 +26,11 @@ from proxy.log import configure_logging
 from proxy.settings import Settings
 from proxy.store.catalogue import Limits
 from proxy.store.store import CheckpointStore
-from proxy.web.page import LOOK_SECONDS
 from tests.lab.browser import Page, open_page
 from tests.lab.conversation import prose, system, tool_call, tool_result, tools
 from tests.lab.models import model_path
 from tests.lab.rig import Rig
+from tests.lab.running import Running, run_proxy
 from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer, find_free_port
 from tests.store.conftest import new_checkpoint
 
@@ -113,7 +112,8 @@ async def _take_screenshots() -> None:
             await _pictures_of_parts(page)
             running = [asyncio.ensure_future(_ask(rig, number)) for number in range(3)]
             await page.until("document.querySelectorAll('#flights .bar').length > 1")
-            await asyncio.sleep(LOOK_SECONDS * 3)  # until llama-server has told how far it is
+            done = "[...document.querySelectorAll('#flights .done')]"
+            await page.until(f"{done}.some(part => parseFloat(part.style.width) > 5)")
             await _picture(page, "live-page-now.png", 1040, "now")
             await _picture(page, "live-page.png", 1040)
             await page.prefer(prefers_color_scheme="dark")
@@ -163,7 +163,7 @@ def _worked(at: float, chance: random.Random) -> RequestRecord:
 
 async def _talk(rig: Rig) -> None:
     """Hold conversations of two clients, and one whose system prompt tells the time."""
-    for number, (client, task, n_requests) in enumerate(TASKS):
+    for number, (client, task, n_requests) in enumerate(reversed(TASKS)):
         of_claude = client == CLAUDE_CODE
         header, known = system(500 if of_claude else 250, seed=7 + of_claude), tools(4 + of_claude)
         messages: list[Any] = [header, {"role": "user", "content": task}]
@@ -187,7 +187,8 @@ async def _ask(rig: Rig, number: int) -> None:
         system(500 if client == CLAUDE_CODE else 250, seed=7 + (client == CLAUDE_CODE)),
         {"role": "user", "content": f"{task}\n{prose(90 + number, 1700)}"},
     ]
-    await _stream(rig, client, messages, max_tokens=600)
+    known = tools(4 + (client == CLAUDE_CODE))
+    await _stream(rig, client, messages, tools=known, max_tokens=600)
 
 
 async def _stream(rig: Rig, client: str, messages: list[Any], **fields: Any) -> None:
@@ -220,6 +221,8 @@ async def _pictures_of_parts(page: Page) -> None:
     await page.run("document.querySelector('#map .cell').click()")
     await page.until("document.querySelector('#states li')")
     await _picture(page, "live-page-store.png", 1040, "store")
+    watts = "document.querySelector('.figure input')"
+    await page.run(f"({watts}.value = 350, {watts}.dispatchEvent(new Event('input')))")
     await page.run("document.activeElement.blur()")
 
 

@@ -3,14 +3,13 @@
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from tests.bench.ledger import Ledger
 from tests.bench.progress import tell
 from tests.bench.rigs import open_rig
 from tests.bench.section import Section
 from tests.bench.workload import Request, conversation, second_conversation
 from tests.lab.models import MEMORIES
-from tests.lab.older_builds import strip_context_checkpoints
+from tests.lab.older_builds import RewriteStateFile, keep_as_saved, strip_context_checkpoints
 from tests.lab.rig import Rig
 
 SLACK_TOKENS = 32

@@ -14,12 +14,12 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from proxy.app import Running, run_proxy
 from proxy.core.conditions import DegradationKind
 from proxy.core.saving import is_write_back_due
 from proxy.serving.process import Process
 from proxy.settings import Settings
 from tests.fakes.llama_server import FakeLlamaServer, Seen
+from tests.lab.running import Running, run_proxy
 from tests.lab.waiting import HANG_SECONDS, until
 
 CHAT = "/v1/chat/completions"

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
-from proxy.app import run_proxy
+from proxy.core.launch import Launch
 from proxy.servers import server as lifecycle
 from proxy.settings import Settings
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION, KEYS, Reply, Rig, hang_up, question
 from tests.integration.test_queue import occupy, served
+from tests.lab.running import run_proxy
 from tests.lab.server import find_free_port
 from tests.lab.waiting import HANG_SECONDS, until
 
@@ -166,7 +167,7 @@ async def test_address_where_nothing_ever_answered_is_not_waited_for(
             listen="127.0.0.1:0",
             admin="127.0.0.1:0",
         )
-        async with run_proxy(settings, is_llama_server_coming=is_coming) as rig.running:
+        async with run_proxy(settings, launch=Launch() if is_coming else None) as rig.running:
             asked = ask(rig, "a", COMPLETION)
             if is_coming:
                 await waiting(rig, 1)

@@ -14,8 +14,7 @@ import pytest
 from proxy.cli.common import Exit
 from proxy.core.conditions import DegradationKind
 from proxy.doctor.examination import examine
-from proxy.doctor.facts import LlamaServerFacts
-from proxy.doctor.findings import Severity, exit_status, findings_of
+from proxy.doctor.findings import LlamaServerFacts, Severity, exit_status, findings_of
 from proxy.settings import Settings
 from tests.fakes.faults import Faults
 from tests.fakes.llama_server import FakeLlamaServer

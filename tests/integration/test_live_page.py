@@ -123,3 +123,40 @@ async def test_reader_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPa
         assert events.n_readers == 1
         await until(lambda: not events.n_readers)
         writer.close()
+
+
+async def test_request_in_flight_is_told_with_what_it_waits_for(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1) as rig:
+        gate = rig.server.hold("generate")
+        running = [asyncio.ensure_future(rig.chat(question("a")))]
+        await gate.reached()
+        running.append(asyncio.ensure_future(rig.chat(question("b"))))
+        await rig.waiting(1)
+        [flight, waiting] = (await look(rig, ""))["in_flight"]
+        assert (flight["phase"], waiting["phase"]) == ("evaluates", "waits for a slot")
+        assert flight["slot"] == 0 and flight["n_prompt"] > 0 and waiting["slot"] is None
+        assert flight["client"].startswith("Python") and flight["title"]
+        gate.open()
+        await asyncio.gather(*running)
+        assert (await look(rig, ""))["in_flight"] == []
+
+
+async def test_history_goes_on_after_a_restart(start_rig: StartRig) -> None:
+    async with start_rig() as rig:
+        await rig.chat(question("a", 300))
+        await rig.settled()
+        before = await history(rig)
+        assert before["today"]["n_requests"] == 1 and before["hours"][0][1] == 1
+        await rig.stop_proxy()
+        await rig.start_proxy()
+        assert await history(rig) == before
+        await rig.chat(question("a", 300))
+        await rig.settled()
+        after = await history(rig)
+        assert after["today"]["n_requests"] == 2
+        assert sum(minute[1] for minute in after["minutes"]) == 2
+
+
+async def history(rig: Rig) -> Any:
+    async with rig.client.get(rig.admin_url + "/history") as reply:
+        return msgspec.json.decode(await reply.read())

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from proxy.app import run_proxy
 from proxy.llama.client import LlamaServer
 from proxy.llama.hosts import Models
 from proxy.llama.routes import Target
@@ -19,6 +18,7 @@ from proxy.settings import Settings
 from tests.fakes.llama_server import FakeLlamaServer
 from tests.integration.conftest import StartRig
 from tests.integration.rig import Rig
+from tests.lab.running import run_proxy
 from tests.lab.waiting import until
 
 

@@ -2,13 +2,38 @@
 
 import os
 import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from proxy.llama.state_file import read_state_file
+from proxy.llama.state_file import StateFile, read_state_file
+from proxy.serving import saver
+
+RewriteStateFile = Callable[[Path], None]
+"""Applied to each file that llama-server saved, before the proxy reads it."""
 
 _ROTATION_BYTES = 8
 _VERSION_OFFSET = 4
 _BEFORE_ROTATIONS = 8
+
+
+def keep_as_saved(path: Path) -> None:
+    """Leave a saved file as llama-server wrote it."""
+
+
+@contextmanager
+def rewriting(rewrite: RewriteStateFile) -> Iterator[None]:
+    """Rewrite every file that is saved while the block runs."""
+
+    def read_rewritten(path: Path) -> StateFile:
+        rewrite(path)
+        return read_state_file(path)
+
+    setattr(saver, "read_state_file", read_rewritten)  # noqa: B010 - mypy forbids the plain assignment
+    try:
+        yield
+    finally:
+        setattr(saver, "read_state_file", read_state_file)  # noqa: B010 - as above
 
 
 def strip_context_checkpoints(path: Path) -> None:

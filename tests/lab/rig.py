@@ -8,11 +8,11 @@ from typing import Any, Generic
 import aiohttp
 from typing_extensions import TypeVar
 
-from proxy.app import Running, run_proxy
+from proxy.core.launch import Launch
 from proxy.core.saving import is_write_back_due
-from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS
-from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.settings import Settings
+from tests.lab.older_builds import RewriteStateFile, keep_as_saved, rewriting
+from tests.lab.running import Running, run_proxy
 from tests.lab.server import LlamaServer, ServerProcess
 from tests.lab.waiting import until
 
@@ -33,14 +33,14 @@ class Rig(Generic[S]):
         *,
         rewrite: RewriteStateFile = keep_as_saved,
         settles: bool = True,
-        n_context_checkpoints: int = MAX_CONTEXT_CHECKPOINTS,
+        launch: Launch | None = None,
         **settings: Any,
     ) -> None:
         """Without *settles* the first start does not wait until everything is known."""
         self.server = server
         self.rewrite = rewrite
         self._settles = settles
-        self._n_context_checkpoints = n_context_checkpoints
+        self._launch = launch
         self.settings = Settings(
             slot_save_path=str(directory), **{**_DEFAULTS, "upstream": server.base_url, **settings}
         )
@@ -58,13 +58,9 @@ class Rig(Generic[S]):
 
     async def start_proxy(self) -> None:
         self._stack = AsyncExitStack()
-        self.running = await self._stack.enter_async_context(
-            run_proxy(
-                self.settings,
-                rewrite=self.rewrite,
-                n_context_checkpoints=self._n_context_checkpoints,
-            )
-        )
+        self._stack.enter_context(rewriting(self.rewrite))
+        proxy = run_proxy(self.settings, launch=self._launch)
+        self.running = await self._stack.enter_async_context(proxy)
         self.client = await self._stack.enter_async_context(
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600))
         )

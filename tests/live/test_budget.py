@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from proxy.serving.saver import keep_as_saved
 from tests.lab.conversation import Message, prose, system, user
-from tests.lab.older_builds import strip_context_checkpoints
+from tests.lab.older_builds import keep_as_saved, strip_context_checkpoints
 from tests.lab.rig import Rig
 from tests.lab.sampler import SizeSampler
 from tests.live.conftest import StartRig, in_long

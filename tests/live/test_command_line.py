@@ -17,10 +17,11 @@ import pytest
 import yaml
 
 from proxy.errors import SettingsError
-from proxy.settings import NAMES, load_settings
+from proxy.settings import NAMES
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer, find_free_port
+from tests.lab.settings import load_settings
 from tests.lab.waiting import wait_until
 
 EXAMPLE = REPOSITORY / "deploy" / "config.example.yaml"

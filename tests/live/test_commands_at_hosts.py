@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from proxy.doctor.examination import examine
-from proxy.doctor.facts import Setup
-from proxy.doctor.findings import Severity, exit_status, findings_of, summary
+from proxy.doctor.findings import Setup, Severity, exit_status, findings_of, summary
 from proxy.settings import Settings
 from tests.documents.blocks import blocks_for
 from tests.lab.conversation import agent_requests, system, tools
@@ -95,7 +94,7 @@ async def test_commands_before_a_router_say_which_model(
         assert status == 0 and re.search(r"llama-server full +rule: any prefix; slots: ", output)
         await rig.settled()
         status, output = await command("ls", "full", *admin)
-        assert status == 0 and re.search(r"[0-9a-f]{8} full: ", output)
+        assert status == 0 and re.search(r"^full .*  [0-9a-f]{8}$", output, re.M)
         purged = await asked("purge", "--namespace", "full", "--dry-run", *admin)
         assert purged["n_deleted"] == len((await asked("ls", *admin))["checkpoints"]) > 0
         status, output = await command("ls", "hybrid", *admin)

@@ -19,12 +19,18 @@ import yaml
 
 from proxy.core.model import RuleKind
 from proxy.doctor.examination import examine
-from proxy.doctor.facts import LlamaServerFacts, Setup
-from proxy.doctor.findings import Severity, exit_status, findings_of, summary
+from proxy.doctor.findings import (
+    LlamaServerFacts,
+    Setup,
+    Severity,
+    exit_status,
+    findings_of,
+    summary,
+)
 from proxy.settings import Settings
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
-from tests.lab.older_builds import strip_context_checkpoints
+from tests.lab.older_builds import rewriting, strip_context_checkpoints
 from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer
 from tests.live.conftest import StartRig, in_long
 
@@ -309,7 +315,8 @@ async def test_states_without_context_checkpoints_are_named(
     new_server: NewServer, directory: Path
 ) -> None:
     with new_server("hybrid") as server:
-        stripped = await diagnose(server, directory, rewrite=strip_context_checkpoints)
+        with rewriting(strip_context_checkpoints):
+            stripped = await diagnose(server, directory)
     with new_server("hybrid", "--ctx-checkpoints", "0") as server:
         without = await diagnose(server, directory)
     for found in (stripped, without):

@@ -11,12 +11,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from proxy.app import run_proxy
 from proxy.core.eviction import Removal
 from proxy.errors import StoreFault, StoreLocked
 from proxy.store.index import Index
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.rig import Rig
+from tests.lab.running import run_proxy
 from tests.live.conftest import StartRig
 
 MESSAGES = agent_requests(2, 1, header=[system(150)])

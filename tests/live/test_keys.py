@@ -10,11 +10,7 @@ import msgspec
 import openai
 import pytest
 
-from proxy.core.model import tenant_namespace
-from proxy.core.tokens import Namespace
-from proxy.store.known_models import known_tenants
-from proxy.web.clients import tenant_of
-from tests.lab.conversation import agent_requests, prose, system, tools, user
+from tests.lab.conversation import prose, system, tools, user
 from tests.lab.rig import Rig
 from tests.lab.server import request
 from tests.lab.wrong_keys import REFUSED, SHAPES, bearer, send
@@ -165,39 +161,7 @@ async def test_warm_needs_the_clients_key_where_llama_server_asks_for_one(
         assert (await rig.health())["reasons"][0]["kind"] == "several API keys"
 
 
-async def test_tenants_of_an_older_store_become_one_and_stay_pinned(start_rig: StartRig) -> None:
-    """Older versions gave each key states of its own, whether llama-server asked for one or not."""
-    first, second = agent_requests(1, 2, header=HEADER)[:2]
-    async with start_rig("hybrid", share_between_api_keys=False) as rig:
-        await ask(rig, first, "none")
-        await rig.settled()
-        await ask(rig, [*HEADER[:1], user(9, 200)])
-        await rig.settled()
-        store = rig.running.store
-        assert store is not None
-        [kept] = [c for c in store if c.namespace == _namespace_of(rig, "none")][:1]
-        await store.pin(kept.id, is_pinned=True)
-        n_states = len(store)
-        assert (await rig.health())["reasons"] == []  # no key is asked: the reminder would be wrong
-        rig.settings = _with(rig, share_between_api_keys=None)
-        await rig.restart()
-        store = rig.running.store
-        assert store is not None and len(store) == n_states
-        assert {c.namespace for c in store} == {_namespace_of(rig, None)}
-        assert [c.id for c in store if c.is_pinned] == [kept.id]
-        assert known_tenants(store.index, _model(rig)) == set()
-        assert await reused(rig, second, "another") > 1000
-        assert await reused(rig, [*HEADER, user(9, 200)]) > 1000
-        await rig.stop_proxy()
-        assert (await asked("check", "--slot-save-path", rig.settings.slot_save_path))[
-            "problems"
-        ] == []
-        await rig.start_proxy()
-
-
-async def test_states_of_keys_that_were_asked_for_stay_theirs_until_the_operator_shares_them(
-    start_rig: StartRig,
-) -> None:
+async def test_states_of_keys_that_were_asked_for_stay_theirs(start_rig: StartRig) -> None:
     messages = [*HEADER, user(1)]
     async with start_rig("hybrid", **KEYED) as rig:
         await ask(rig, messages, "ann")
@@ -214,8 +178,9 @@ async def test_states_of_keys_that_were_asked_for_stay_theirs_until_the_operator
         assert await reused(rig, messages, "ann") > 1000
         # What was everybody's is now of nobody whom llama-server lets in.
         assert await reused(rig, messages, "bob") == 0
-        rig.settings = _with(rig, share_between_api_keys=True)
+        rig.settings = msgspec.structs.replace(rig.settings, share_between_api_keys=True)
         await rig.restart()
+        # Shared is what was kept while nobody was asked.
         assert await reused(rig, messages, "bob") > 1000
 
 
@@ -252,18 +217,3 @@ async def test_no_key_gets_anything_of_another_on_any_route_before_and_after_a_r
         for name in ROUTES:
             assert await reuse(name, "bob", 2) < 40, name
             assert await reuse(name, "ann", 2) > 100, name
-
-
-def _with(rig: Rig, **settings: Any) -> Any:
-    return msgspec.structs.replace(rig.settings, **settings)
-
-
-def _model(rig: Rig) -> Namespace | None:
-    process = rig.running.server.process
-    assert process is not None
-    return process.model_namespace
-
-
-def _namespace_of(rig: Rig, key: str | None) -> Namespace:
-    secret = rig.running.shared.secret
-    return tenant_namespace(_model(rig), tenant_of(bearer(key) if key else {}, secret))

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from proxy.serving.saver import keep_as_saved
 from tests.lab.conversation import agent_requests, system
 from tests.lab.models import MEMORIES
-from tests.lab.older_builds import strip_context_checkpoints
+from tests.lab.older_builds import keep_as_saved, strip_context_checkpoints
 from tests.live.conftest import ONE_KIND, StartRig, in_long
 from tests.live.ledger import SLACK_TOKENS, Ledger
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from proxy.core.launch import Launch
 from tests.lab.conversation import (
     Message,
     agent_requests,
@@ -78,7 +79,8 @@ async def test_start_of_a_turn_outlives_a_tool_loop_that_llama_server_forgets_it
 ) -> None:
     first, *loop, second = agent_requests(2, 20, header=HEADER)[:22]
     flags = ("--ctx-checkpoints", str(context_checkpoints))
-    options = {**NEVER_IDLE, "n_context_checkpoints": context_checkpoints, "extra_args": flags}
+    launch = Launch(n_context_checkpoints=context_checkpoints)
+    options = {**NEVER_IDLE, "launch": launch, "extra_args": flags}
     async with start_rig(kind, n_slots=1, **options) as rig:
         counted = Counted(rig)
         for messages in (first, *loop, second):

@@ -11,13 +11,7 @@ from proxy.core.eviction import Removal
 from proxy.core.model import KnownNamespace, keyed_tenant, tenant_namespace
 from proxy.core.tokens import Namespace
 from proxy.store.directory import SECRET_NAME
-from proxy.store.known_models import (
-    asking_name,
-    known_namespaces,
-    known_tenants,
-    namespaces_name,
-    tenants_name,
-)
+from proxy.store.known_models import known_namespaces, known_tenants, namespaces_name, tenants_name
 from proxy.store.offline import open_offline
 from proxy.store.store import CheckpointStore
 from proxy.store.transfer import BundleRefused, export_checkpoints, import_checkpoints, read_records
@@ -33,7 +27,7 @@ def nothing(_: int) -> None:
     """Ignore progress."""
 
 
-async def fill(directory: Path, tenant_of: Callable[[bytes], bytes], *, is_asked: bool) -> None:
+async def fill(directory: Path, tenant_of: Callable[[bytes], bytes]) -> None:
     """Leave a store that knows one key, with a state of that key and one of nobody."""
     os.makedirs(directory, exist_ok=True)
     with opened(directory) as store:
@@ -42,8 +36,6 @@ async def fill(directory: Path, tenant_of: Callable[[bytes], bytes], *, is_asked
             namespaces_name("static"), [KnownNamespace(MODEL, [(5, -0.5)], "coder")]
         )
         await store.put_value(tenants_name(MODEL), [tenant])
-        if is_asked:
-            await store.put_value(asking_name(MODEL), True)
         for tokens, owner in zip(PROMPTS, (tenant, b""), strict=True):
             content = state_file(words(tokens), attention(len(tokens)))
             namespace = tenant_namespace(MODEL, owner)
@@ -83,16 +75,12 @@ def test_secret_is_made_with_the_directory_and_stays(tmp_path: Path) -> None:
         assert store.secret == secret
 
 
-@pytest.mark.parametrize("is_asked", [True, False])
-async def test_digests_of_an_older_store_are_keyed_at_its_first_opening(
-    tmp_path: Path, is_asked: bool
-) -> None:
-    await fill(tmp_path, unkeyed, is_asked=is_asked)
+async def test_digests_of_an_older_store_are_keyed_at_its_first_opening(tmp_path: Path) -> None:
+    await fill(tmp_path, unkeyed)
     for _ in range(2):
         with opened(tmp_path) as store:
             assert n_found(store) == (1, 1)
             assert known_tenants(store.index, model_in(store)) == {keyed(store.secret)}
-            assert bool(store.index.value(asking_name(MODEL), bool)) == is_asked
             assert "api_keys_of_another_secret" not in store.report
             # LMDB leaves what was there before in pages that nobody reads: they are used again.
     assert [n for n in told_of(tmp_path, OLD, tenant_namespace(MODEL, OLD)) if ".meta" in n] == []
@@ -101,7 +89,7 @@ async def test_digests_of_an_older_store_are_keyed_at_its_first_opening(
 async def test_index_made_anew_from_records_of_an_older_store_has_keyed_digests(
     tmp_path: Path,
 ) -> None:
-    await fill(tmp_path, unkeyed, is_asked=True)
+    await fill(tmp_path, unkeyed)
     for path in (tmp_path / "index").iterdir():
         path.unlink()
     with opened(tmp_path) as store:
@@ -111,7 +99,7 @@ async def test_index_made_anew_from_records_of_an_older_store_has_keyed_digests(
 
 
 async def test_secret_that_is_gone_is_told_and_loses_no_state_of_nobody(tmp_path: Path) -> None:
-    await fill(tmp_path, keyed, is_asked=True)
+    await fill(tmp_path, keyed)
     (tmp_path / SECRET_NAME).unlink()
     with opened(tmp_path) as store:
         assert store.report["api_keys_of_another_secret"] == 1
@@ -133,7 +121,7 @@ async def test_state_of_a_key_is_entered_only_where_that_key_will_find_it(
     tmp_path: Path, has_secret: bool
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    await fill(first, keyed, is_asked=True)
+    await fill(first, keyed)
     file = await exported(first, tmp_path)
     secret = (first / SECRET_NAME).read_bytes()
     assert secret not in file.read_bytes() and OLD not in file.read_bytes()
@@ -154,7 +142,7 @@ async def test_export_of_an_older_version_is_entered_under_the_secret_of_the_dir
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    await fill(first, unkeyed, is_asked=True)
+    await fill(first, unkeyed)
     with monkeypatch.context() as patched:
         patched.setattr("proxy.store.directory.StoreDirectory._key_tenants", lambda _: None)
         file = await exported(first, tmp_path)

@@ -368,4 +368,4 @@ def test_commands_work_on_the_directory(directory: Path, tmp_path: Path) -> None
     with opened(directory):
         for held in (["ls"], ["check"], ["import", str(file)], ["purge", "--everything", "--yes"]):
             status, output = run(directory, *held)
-            assert status == 69 and f"a proxy uses {directory}" in output
+            assert status == 69 and f"another llama-prefix-cache uses {directory}" in output

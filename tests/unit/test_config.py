@@ -7,7 +7,8 @@ import pytest
 
 from proxy.errors import SettingsError
 from proxy.llama.routes import parse_aliases
-from proxy.settings import ENVIRONMENT_PREFIX, NAMES, Settings, load_settings, split_address
+from proxy.settings import ENVIRONMENT_PREFIX, NAMES, Settings, split_address
+from tests.lab.settings import load_settings
 
 
 def load(

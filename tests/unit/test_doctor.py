@@ -11,8 +11,16 @@ from proxy.cli.common import console
 from proxy.cli.look import json_report, report
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import KnownNamespace, Rule, RuleKind
-from proxy.doctor.facts import HostFacts, LlamaServerFacts, Setup
-from proxy.doctor.findings import Finding, Severity, exit_status, findings_of, summary
+from proxy.doctor.findings import (
+    Finding,
+    HostFacts,
+    LlamaServerFacts,
+    Setup,
+    Severity,
+    exit_status,
+    findings_of,
+    summary,
+)
 from proxy.health import Degradation
 from proxy.llama.state_file import Section
 from proxy.settings import Settings

@@ -15,9 +15,9 @@ import yaml
 from click.testing import CliRunner
 
 from proxy.__main__ import main
-from proxy.settings import load_settings
 from tests.documents.blocks import PAGES, TEXT, Block, all_blocks, blocks_for
 from tests.documents.files import REPOSITORY
+from tests.lab.settings import load_settings
 
 REASONS = (
     *("no container engine", "systemd", "macOS", "a GPU", "another machine", "the network"),

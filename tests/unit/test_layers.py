@@ -43,11 +43,13 @@ MAY_IMPORT = {
     "proxy.cli": {"proxy.app", "proxy.cli", "proxy.core", "proxy.errors", "proxy.explain"}
     | {"proxy.llama", "proxy.log", "proxy.run", "proxy.settings", "proxy.store"},
     "proxy.cli.look": {"proxy.doctor", "proxy.servers", "proxy.serving"},
-    "proxy.settings": {"proxy.errors", "proxy.stabilize.model"},
+    "proxy.docstrings": set(),
+    "proxy.settings": {"proxy.docstrings", "proxy.errors", "proxy.stabilize.model"},
     "proxy.errors": set(),
     "proxy.log": set(),
     "proxy.tasks": {"proxy.log"},
-    "proxy.metrics": {"proxy.core", "proxy.explain.causes", "proxy.stabilize.model"},
+    "proxy.metrics": {"proxy.core", "proxy.docstrings", "proxy.explain.causes"}
+    | {"proxy.stabilize.model"},
     "proxy.health": {"proxy.core", "proxy.errors", "proxy.log", "proxy.metrics"},
     "proxy.app": {"proxy"},
     "proxy.__main__": {"proxy"},
@@ -73,11 +75,12 @@ def lies_in(name: str, package: str) -> bool:
 
 
 def is_pure(name: str) -> bool:
-    """Whether a module only decides: core, stabilizers, explanations, doctor's facts and findings."""
+    """Whether a module only decides: core, stabilizers, explanations, doctor's findings."""
     if lies_in(name, "proxy.explain"):
         return name != "proxy.explain.report"
-    judges = lies_in(name, "proxy.doctor") and name.endswith(("facts", "findings"))
-    return judges or any(lies_in(name, layer) for layer in ("proxy.core", "proxy.stabilize"))
+    return name == "proxy.doctor.findings" or any(
+        lies_in(name, layer) for layer in ("proxy.core", "proxy.stabilize")
+    )
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -4,11 +4,15 @@ from math import inf
 
 import pytest
 
-from proxy.core.residency import Offer, best_offer
+from proxy.core.model import Prompt
+from proxy.core.residency import Offer, best_offer, make_offer
+from proxy.core.slots import Empty
+from tests.unit.builders import ANY_PREFIX, NAMESPACE, run_of
+from tests.unit.situations import situation
 
 
 def offer(seconds: float = 5.0, n_reused: int = 0, n_busy: int = 0, n_waiting: int = 0) -> Offer:
-    return Offer(seconds, n_reused, n_busy, n_waiting, n_slots=2)
+    return Offer(seconds, n_reused, load=(n_busy + n_waiting) / 2)
 
 
 WAITING = inf
@@ -32,8 +36,9 @@ def test_request_goes_to(case: str) -> None:
     assert best_offer(offers) == place
 
 
-def test_offer_is_worth_less_beside_others_who_come_first() -> None:
-    assert offer(n_busy=1).beside(0) == offer(n_busy=1)
-    assert offer().beside(1) == offer(n_waiting=1)
-    assert offer(n_busy=1).beside(1) == offer(WAITING, n_busy=1, n_waiting=1)
-    assert best_offer([offer().beside(1), offer()]) == 1
+def test_offer_is_worth_less_where_others_come_first() -> None:
+    now, asked = situation(ANY_PREFIX, Empty(), Empty()), Prompt(run_of(1000), NAMESPACE)
+    alone, beside_one, beside_two = (make_offer(asked, now, 0, n_ahead) for n_ahead in range(3))
+    assert (alone.load, beside_one.load, beside_two.load) == (0, 0.5, 1)
+    assert alone.seconds == beside_one.seconds < beside_two.seconds == WAITING
+    assert best_offer([beside_one, alone]) == 1

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from proxy.errors import SettingsError
-from proxy.settings import load_settings
 from proxy.stabilize.model import SAFE, Name, parse_switches
 from proxy.stabilize.run import OF_MESSAGES, OF_REQUESTS
+from tests.lab.settings import load_settings
 
 ALL = frozenset(Name)
 

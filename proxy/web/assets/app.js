@@ -39,7 +39,7 @@ function show(overview) {
 function showTimes() {
   showQueue(last);
   showFlights(last);
-  showSlots(last.servers, requests.latest, (conversation) => requests.choose({ conversation }));
+  showSlots(last.servers, [...last.in_flight, ...requests.latest], (conversation) => requests.choose({ conversation }));
 }
 
 const stream = new Stream(show, showConnection);

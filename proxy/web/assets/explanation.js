@@ -74,7 +74,7 @@ function times(request) {
 }
 
 function texts(divergence, keeps) {
-  if (!divergence.known && !divergence.now) return ids(divergence, keeps);
+  if (!divergence.known && !divergence.now) return make("p", { class: "quiet" }, `The texts are not kept: explain_keep is ${keeps}.`);
   // Prompts part within a word as often as not.
   const [begun] = divergence.before.match(/[\p{L}\p{N}_]*$/u);
   const before = divergence.before.slice(0, divergence.before.length - begun.length);
@@ -91,12 +91,3 @@ function line(before, pieces, mark) {
 
 // White space that has changed would be marked, but not seen.
 const visible = (text) => text.replace(/\n/g, "⏎\n").replace(/\t/g, "⇥").replace(/^ +$/, (spaces) => "␣".repeat(spaces.length));
-
-function ids(divergence, keeps) {
-  const why = keeps === "text" ? "" : ` (explain_keep is ${keeps}, so that no text is kept)`;
-  if (!divergence.known_ids.length && !divergence.now_ids.length) return null;
-  return make("figure", { class: "texts" },
-    make("figcaption", {}, `Token ids known before, and now${why}`),
-    make("pre", {}, make("del", {}, divergence.known_ids.join(" "))),
-    make("pre", {}, make("ins", {}, divergence.now_ids.join(" "))));
-}

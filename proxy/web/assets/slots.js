@@ -5,7 +5,7 @@ import { ago, nameOf as titleOf, number } from "./words.js";
 
 const STATES = { leased: "In use", known: "Idle", empty: "Empty", unknown: "Not known" };
 
-// *requests* are the last ones, the newest first; *choose* shows a conversation.
+// *requests* are those in flight and the last ones, the newest first; *choose* shows a conversation.
 export function showSlots(servers, requests, choose) {
   const several = servers.length > 1;
   const slots = servers.flatMap((server) => server.slots.map((slot) => ({ server, slot })));

@@ -95,13 +95,13 @@ export class Store {
     const name = make("span", { class: "group-name" }, label);
     place(name, { x, y, width, height: LABEL_PX });
     const areas = divide(cells.map((cell) => cell.size), { x, y: y + top, width, height: height - top });
-    return [...(top ? [name] : []), ...cells.map(({ node }, i) => this.#drawCell(node, areas[i]))];
+    return [...(top ? [name] : []), ...cells.map(({ node, size }, i) => this.#drawCell(node, size, areas[i]))];
   }
 
-  #drawCell(node, area) {
+  #drawCell(node, size, area) {
     const age = AGES.findIndex((limit) => Date.now() / 1000 - node.last_used_at < limit);
     const classes = ["cell", `age-${age < 0 ? AGES.length : age}`, node.n_pinned && node.level === "session" ? "pinned" : ""];
-    const said = [this.#measure === "seconds" && node.seconds !== null ? seconds(node.seconds) : bytes(node.size_bytes), `used ${ago(node.last_used_at)}`];
+    const said = [this.#measure === "seconds" ? seconds(size) : bytes(size), `used ${ago(node.last_used_at)}`];
     const cell = make("button", {
       type: "button", class: classes.join(" "), "data-node": node.id, title: `${nodeName(node)}: ${said.join(", ")}`,
       "aria-label": `${nodeName(node)}, ${said.join(", ")}${node.n_pinned ? ", pinned" : ""}`, "aria-pressed": String(node.id === this.#selected),

@@ -11,7 +11,7 @@ export function showTurns(records, show) {
   figure.hidden = !turns.length;
   if (!turns.length) return;
   const last = turns.at(-1);
-  const about = [last.client, last.model, counted(turns.length, "request"), `${number(last.n_prompt)} tokens long now`];
+  const about = [last.client, last.model, counted(turns.length, "request"), `${number(last.n_prompt)} tokens long`];
   say(figure.querySelector("figcaption .title"), nameOf(last));
   say(figure.querySelector("figcaption .quiet"), about.filter(Boolean).join(" · "));
   showColumns(figure.querySelector(".columns"), turns.map((turn) => ({

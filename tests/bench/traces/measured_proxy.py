@@ -13,11 +13,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from proxy.app import Running, run_proxy
 from proxy.cli import serve as command
-from proxy.serving.saver import RewriteStateFile, keep_as_saved
 from proxy.settings import Settings
-from tests.lab.older_builds import strip_context_checkpoints
+from tests.lab.older_builds import (
+    RewriteStateFile,
+    keep_as_saved,
+    rewriting,
+    strip_context_checkpoints,
+)
+from tests.lab.running import Running, run_proxy
 
 
 def main(folder: str, *options: str) -> None:
@@ -28,8 +32,9 @@ def main(folder: str, *options: str) -> None:
 
     @asynccontextmanager
     async def run_measured(settings: Settings, **more: Any) -> AsyncIterator[Running]:
-        async with run_proxy(settings, rewrite=rewrite, **more) as running:
-            yield running
+        with rewriting(rewrite):
+            async with run_proxy(settings, **more) as running:
+                yield running
         file = Path(folder) / f"{os.getpid()}.metrics"
         file.write_bytes(running.metrics.exposition())
 

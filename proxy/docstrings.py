@@ -1,0 +1,18 @@
+"""What is told of settings and of metrics: the docstrings that stand below their names."""
+
+import ast
+import inspect
+from functools import cache
+from itertools import pairwise
+
+
+@cache
+def docstrings_of_fields(kind: type) -> dict[str, str]:
+    """Return the docstring below each field of a class, by the field's name."""
+    (definition,) = ast.parse(inspect.getsource(kind)).body
+    texts: dict[str, str] = {}
+    for field, below in pairwise(ast.iter_child_nodes(definition)):
+        if isinstance(field, ast.Assign | ast.AnnAssign) and isinstance(below, ast.Expr):
+            target = field.target if isinstance(field, ast.AnnAssign) else field.targets[0]
+            texts[ast.unparse(target)] = inspect.cleandoc(ast.literal_eval(below.value))
+    return texts
