@@ -10,6 +10,7 @@ from proxy.core.slots import Unknown
 from tests.fakes.faults import Faults
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, KEYS, MESSAGES_FORMS, Form, Rig, hang_up, question
+from tests.lab.waiting import until
 
 
 def last_sent(rig: Rig) -> dict[str, Any]:
@@ -125,7 +126,7 @@ async def test_leaving_before_the_slot_is_erased_does_not_make_its_tokens_ones_o
         leaving = asyncio.ensure_future(rig.chat("b", key="bob", **fields))
         await gate.reached()
         await hang_up(leaving)
-        await asyncio.sleep(0.03)  # llama-server sees that it is gone
+        await until(lambda: rig.sample("unanswered_requests_total", reason="client left") == 1)
         gate.open()
         await rig.settled()
         assert len(rig.checkpoints) == 1
