@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from proxy.core.slots import Known, Slot, state_of
+from proxy.core.slots import TAINTED, Known, Slot, state_of
 from proxy.errors import StoreFault, UpstreamFault
 from proxy.explain.views import History
 from proxy.llama.client import SlotStatus
@@ -200,10 +200,8 @@ class Looks:
             if request.prompt is not None:
                 return "waits for a slot"
             return "is forwarded" if request.why else "is read"
-        slot = process.slots[request.account.plan.slot_id]
-        if slot.is_running or slot.is_ready:
-            return "evaluates"
-        return "restores" if request.account.plan.start.kind == "restore" else "evaluates"
+        is_loading = process.slots[request.account.plan.slot_id].content is TAINTED
+        return "restores" if is_loading else "evaluates"
 
     def _slot(self, slot: Slot) -> dict[str, Any]:
         """Return a slot; numbers are 0 where its content is not known.

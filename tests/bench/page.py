@@ -185,7 +185,7 @@ async def _ask(rig: Rig, number: int) -> None:
     client, task, _ = TASKS[number]
     messages = [
         system(500 if client == CLAUDE_CODE else 250, seed=7 + (client == CLAUDE_CODE)),
-        {"role": "user", "content": f"{task}\n{prose(90 + number, 1700)}"},
+        {"role": "user", "content": f"{task}\n{prose(90 + number, 800)}"},
     ]
     known = tools(4 + (client == CLAUDE_CODE))
     await _stream(rig, client, messages, tools=known, max_tokens=600)

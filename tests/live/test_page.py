@@ -153,7 +153,9 @@ async def energy_is_counted_with_the_watts_that_are_given(page: Page) -> None:
 
 async def requests_in_flight_are_shown_first(rig: Rig, page: Page) -> None:
     running = [
-        asyncio.ensure_future(rig.chat(asked_on(f"2026-11-0{day}"), max_tokens=1500))
+        asyncio.ensure_future(
+            rig.chat(asked_on(f"2026-11-0{day}"), max_tokens=1500, ignore_eos=True)
+        )
         for day in range(1, 4)
     ]
     await page.until("document.querySelectorAll('#flights li').length === 3")
