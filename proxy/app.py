@@ -4,7 +4,7 @@ import asyncio
 import math
 import stat
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -138,6 +138,9 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
     clients = web.Application(client_max_size=MAX_BODY_BYTES)
     clients.router.add_route("*", "/{path:.*}", front.handle)
     clients.on_shutdown.append(unread.stop)
+    # Before anything is asked of llama-server, which another proxy may have: it would be disturbed.
+    for address in (settings.admin, settings.listen):
+        (await _bind(asyncio.Protocol, address)).close()
     # In reverse order of leaving: stop listening, then save, then stop watching.
     async with pool.followed():
         try:
@@ -176,17 +179,22 @@ async def _listen(app: web.Application, address: str, drain_seconds: float) -> A
     assert connected is not None
     listener: asyncio.Server | None = None
     try:
-        host, port = split_address(address)
-        loop = asyncio.get_running_loop()
-        try:
-            listener = await loop.create_server(lambda: Connection(connected()), host or None, port)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, address) from error
+        listener = await _bind(lambda: Connection(connected()), address)
         yield int(listener.sockets[0].getsockname()[1])
     finally:
         if listener is not None:
             listener.close()
         await runner.cleanup()
+
+
+async def _bind(new_protocol: Callable[[], asyncio.Protocol], address: str) -> asyncio.Server:
+    """Listen at HOST:PORT; raises OSError with the address as its file name."""
+    host, port = split_address(address)
+    loop = asyncio.get_running_loop()
+    try:
+        return await loop.create_server(new_protocol, host or None, port)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, address) from error
 
 
 # Gauges are set at each scrape; zero while there is nothing.

@@ -372,7 +372,9 @@ def default_directory() -> Path:
 def complete_settings(merged: dict[str, Any], *, needs_directory: bool = True) -> Settings:
     """Return the settings with their defaults; raises SettingsError without a directory that is needed."""
     if "slot_save_path" not in merged:
-        raise SettingsError("slot_save_path is missing: give llama-server's --slot-save-path")
+        raise SettingsError(
+            "slot_save_path is missing: give llama-server's --slot-save-path, or start it by `run`"
+        )
     settings = _convert(merged, "settings", strict=False)
     path = Path(settings.slot_save_path).expanduser()
     try:

@@ -73,7 +73,8 @@ def connect(
     if model.endswith(".gguf"):  # a path, which says nothing; one model goes by any name
         model = Path(model).stem
     facts = {"URL": f"http://{server.address}", "MODEL": model, "KEY": api_key}
-    client = client_of(name, {**facts, "CONTEXT": min(contexts)})
+    n_ctx = min(contexts)
+    client = client_of(name, {**facts, "CONTEXT": n_ctx, "OUTPUT": min(8192, n_ctx // 4)})
     content, hint = client["content"], client.get("hint", "")
     if not write:
         shown = written(file or Path(client.get("file", ".env")), content)

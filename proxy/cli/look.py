@@ -127,7 +127,8 @@ def explanation_text(explanation: Explanation) -> Text:
     """Return an explanation for a terminal."""
     request = explanation.request
     by = f"  by {request.server}" if request.server else ""
-    outcome = request.outcome, f"bold {_COLOURS.get(request.outcome, 'default')}"
+    named = "miss" if request.cause.is_miss else request.outcome  # some of it may have been reused
+    outcome = named, f"bold {_COLOURS.get(named, 'default')}"
     lines = [Text.assemble(outcome, f"  {request.id}  {request.path}{by}")]
     at = f"{datetime.fromtimestamp(request.at):%Y-%m-%d %H:%M:%S}"
     lines.append(Text(f"{_visible(named_in_words(msgspec.structs.asdict(request)))}, {at}"))

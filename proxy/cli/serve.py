@@ -30,6 +30,7 @@ from proxy.run.process import (
 )
 from proxy.settings import (
     NAMES,
+    SCHEMA,
     Settings,
     complete_settings,
     default_directory,
@@ -114,7 +115,9 @@ async def _serve_until_told(
 def _listeners(settings: Settings) -> str:
     """Return where clients and people find the proxy."""
     url, page = (f"http://{reachable(address)}" for address in (settings.listen, settings.admin))
-    return f"clients {url}/v1 (Anthropic: {url}), live page {page}\n{_CONNECT}"
+    is_usual = settings.admin == SCHEMA["admin"]["default"]
+    where = "" if is_usual else f" --admin {reachable(settings.admin)}"
+    return f"clients {url}/v1 (Anthropic: {url}), live page {page}\n{_CONNECT}{where}"
 
 
 # `llama-prefix-cache run`: starts llama-server itself and serves in front of it.

@@ -258,7 +258,8 @@ def _delete(
         n_bytes = sum(checkpoint.size_bytes for checkpoint in going)
         return Deleted(len(going), n_bytes, len(chosen) - len(going), is_dry_run=True)
     if len(going) > 1 and not is_sure:
-        _confirm(_sum(going))
+        n_pinned = len(chosen) - len(going)
+        _confirm(_sum(going) + (f" ({n_pinned} pinned ones stay)" if n_pinned else ""))
     replies = [store.delete(checkpoint, with_pinned=with_pinned) for checkpoint in going]
     return Deleted(
         sum(reply.n_deleted for reply in replies),

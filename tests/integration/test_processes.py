@@ -3,13 +3,16 @@
 import asyncio
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from proxy.app import run_proxy
 from proxy.errors import UpstreamUnreachable
 from proxy.llama.client import Props
 from proxy.servers import server as lifecycle
+from proxy.settings import Settings
 from tests.fakes.faults import Faults
 from tests.integration.conftest import StartRig
 from tests.integration.rig import CHAT, COMPLETION, Rig, question
@@ -326,3 +329,22 @@ async def test_process_that_is_lost_during_a_look_is_not_attached(
         server.appear()
         assert (await rig.chat("a")).status == 200
         assert server.process is not None
+
+
+async def test_taken_port_is_refused_before_llama_server_is_asked_anything(
+    start_rig: StartRig, tmp_path: Path
+) -> None:
+    async with start_rig() as rig:
+        directory = tmp_path / "of another"
+        directory.mkdir(mode=0o700)
+        settings = Settings(
+            upstream=rig.server.base_url,
+            slot_save_path=str(directory),
+            listen=rig.base_url.removeprefix("http://"),
+            admin="127.0.0.1:0",
+        )
+        n_saves = len(rig.server.seen_at("save"))
+        with pytest.raises(OSError, match="in use"):
+            async with run_proxy(settings):
+                pass
+        assert len(rig.server.seen_at("save")) == n_saves
