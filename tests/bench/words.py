@@ -1,9 +1,9 @@
 """The demo with a real small model and real words: `make demo MODEL=smollm2`.
 
 A person asks about this project's README, everything is restarted in the middle, and the conversation goes
-on: through the proxy, and on llama-server alone. Fails if the proxy evaluates what was evaluated before, or
-if an answer before the restart is another one than llama-server's. Behind the restart llama-server alone
-evaluates the whole prompt in large batches, whose rounding differs: there an answer may be another one.
+on: through the proxy, and on llama-server alone. Fails if the proxy evaluates what was evaluated before.
+Answers may differ: llama-server rounds otherwise when it evaluates a prompt in other batches, as it does
+with and without a restored state or a stop at the header (tests/bench/correctness.py measures how far).
 """
 
 import asyncio
@@ -88,17 +88,13 @@ async def converse(
     return turns
 
 
-def failures(ours: list[Turn], alone: list[Turn]) -> list[str]:
+def failures(ours: list[Turn]) -> list[str]:
     """Return what the proxy promises and did not do."""
-    found = [
+    return [
         f"{turn.question}: {turn.n_evaluated} tokens evaluated for {turn.n_new} new ones"
         for turn in ours
         if turn.n_evaluated > turn.n_new + SLACK_TOKENS
     ]
-    for mine, theirs in list(zip(ours, alone, strict=True))[:RESTARTS_BEFORE]:
-        if mine.reply.text != theirs.reply.text:
-            found.append(f"{mine.question}: not what llama-server answers alone")
-    return found
 
 
 def _table(ours: list[Turn], alone: list[Turn]) -> Table:
@@ -140,12 +136,13 @@ async def show(leftovers: ExitStack) -> int:
             await stack.stop()
     ours, alone = played
     console.print(_table(ours, alone), highlight=False)
-    for failure in (broken := failures(ours, alone)):
+    for failure in (broken := failures(ours)):
         console.print(f"[bold red]not as promised:[/] {failure}")
     n_same = sum(a.reply.text == b.reply.text for a, b in zip(ours, alone, strict=True))
-    console.print(
-        f"{n_same} of {len(ours)} answers are those of llama-server alone.", highlight=False
-    )
+    told = f"{n_same} of {len(ours)} answers are those of llama-server alone, to the letter"
+    if n_same < len(ours):
+        told += "; a prompt that is evaluated in other batches is rounded otherwise"
+    console.print(f"{told}.", highlight=False)
     return 1 if broken else 0
 
 

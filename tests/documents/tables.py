@@ -1,7 +1,6 @@
 """The tables of metrics, stabilizers and of what can be wrong, from the code that has them."""
 
 from proxy.core.conditions import DegradationKind
-from proxy.explain.causes import MEANINGS
 from proxy.metrics import Metrics
 from proxy.stabilize.model import SAFE, Name
 from proxy.stabilize.run import OF_MESSAGES, OF_REQUESTS
@@ -21,14 +20,6 @@ def degradations_table() -> str:
     rows = ["| kind | state | cure |", "|---|---|---|"]
     for kind in DegradationKind:
         rows.append(f"| {kind} | {kind.leads_to} | {kind.cure} |")
-    return "\n".join(rows) + "\n"
-
-
-def causes_table() -> str:
-    """Return every cause of a miss with its cure, as a Markdown table; `explain` says the rest."""
-    rows = ["| cause | cure |", "|---|---|"]
-    for cause, meaning in MEANINGS.items():
-        rows.append(f"| {cause} | {meaning.cure} |")
     return "\n".join(rows) + "\n"
 
 

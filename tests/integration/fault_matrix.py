@@ -146,6 +146,9 @@ def table() -> str:
     alike: dict[tuple[str, str, str, str], list[str]] = {}
     for row in ROWS:
         alike.setdefault((row.at, row.client, row.outcome, row.says or "-"), []).append(row.fault)
+    places: dict[tuple[str, ...], list[str]] = {}
     for (at, *result), faults in alike.items():
-        lines.append(f"| {' | '.join((at, _joined(faults), *result))} |")
+        places.setdefault((_joined(faults), *result), []).append(at)
+    for cells, ats in places.items():
+        lines.append(f"| {' | '.join((', '.join(ats), *cells))} |")
     return "\n".join(lines) + "\n"
