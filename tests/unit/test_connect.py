@@ -12,7 +12,10 @@ import yaml
 from proxy.cli.connect import NAMES, _undo, _write, client_of, merged_text, written
 from tests.lab.server import REPOSITORY
 
-FACTS = {"URL": "http://127.0.0.1:8081", "MODEL": "local-model", "KEY": "none", "CONTEXT": 65536, "OUTPUT": 8192}
+FACTS = {
+    **{"URL": "http://127.0.0.1:8081", "MODEL": "local-model", "KEY": "none"},
+    **{"CONTEXT": 65536, "OUTPUT": 8192},
+}
 
 
 def content(name: str) -> dict[str, Any]:
