@@ -207,7 +207,7 @@ def test_healthy_run_looks_healthy(new_run: StartRun) -> None:
     expected = (
         r"starting llama-server: full-tiny.gguf, 1 slot of 16,384 tokens; added: --slot-save-path .*",
         rf"ready: clients {clients}/v1 \(Anthropic: {clients}\), live page {page}; connect OpenCode, .*"
-        " connect opencode",
+        rf" connect opencode --admin {page.removeprefix('http://')}",
         r"chat  [\d,]+ tokens, 0 reused \(0.0 %\), answered in [\d.]+ m?s  slot 0  new",
         r"chat  [\d,]+ tokens, [\d,]+ reused \(9\d.\d %\), answered in [\d.]+ m?s, saved .* slot 0.*",
         r"finishing requests and saving slots",
