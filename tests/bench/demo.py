@@ -18,6 +18,11 @@ from tests.bench.workload import session
 from tests.lab.server import LlamaServerError
 
 NARROWEST = 100
+_BEFORE = "A coding session of eight requests, twice; about two minutes on two cores."
+_NEXT = (
+    "Next: with a model of yours, `llama-prefix-cache run -- llama-server -m model.gguf -c 65536 -fa on`\n"
+    "(docs/quickstart.md); or see real words, `make demo MODEL=smollm2`."
+)
 EXPECTED_FAILURES = (LlamaServerError, ProxyError, RequestFailed, OSError, RuntimeError)
 
 
@@ -31,6 +36,7 @@ class Demo:
 
     async def run(self) -> int:
         """Play both sessions and print the results; return the exit status."""
+        self._console.print(_BEFORE, highlight=False)
         try:
             through_proxy = await self._play("through the proxy", has_proxy=True)
             alone = await self._play("llama-server alone", has_proxy=False)
@@ -42,6 +48,7 @@ class Demo:
             self._console.print(f"[bold red]not as promised:[/] {failure}")
         if not broken:
             self._console.print(summary(through_proxy, alone), highlight=False)
+            self._console.print(_NEXT, highlight=False)
         return 1 if broken else 0
 
     async def _play(self, title: str, *, has_proxy: bool) -> list[Measured]:
