@@ -209,8 +209,8 @@ class DegradationKind(StrEnum):
         "several API keys",
         "Several of the API keys that llama-server asks for are in use. Its RAM cache, which cannot be "
         "seen from here, would share prompts between them.",
-        "Start llama-server with --cache-ram 0, or set share_between_api_keys if they are one "
-        "household. The notice stays, since neither can be checked.",
+        "Start llama-server by `run`, which turns that cache off, or with --cache-ram 0; or set "
+        "share_between_api_keys if they are one household. Without `run` the notice stays: nothing tells.",
         State.CACHING,
     )
 

@@ -53,6 +53,8 @@ class Launch:
     api_prefix: str = ""
     slot_save_path: str = ""
     n_context_checkpoints: int = 32
+    has_ram_cache: bool = True
+    """Whether llama-server may keep prompts in its RAM cache, for any API key."""
     api_key: str | None = None
     api_key_file: str | None = None
     additions: list[tuple[str, ...]] = field(default_factory=list)
@@ -198,6 +200,7 @@ def _keep_idle_slots(launch: Launch, given: Mapping[str, Given], known: Collecti
     if ram is None:
         _add(launch, known, "--cache-ram", "0")
     if ram is None or ram.value == "0":
+        launch.has_ram_cache = False
         return
     launch.warnings.append(
         f"{ram}: llama-server moves prompts between slots and its RAM cache behind the proxy's back, "
@@ -233,6 +236,7 @@ def let_presets_win(launch: Launch, variables: Mapping[str, str]) -> None:
 
     The directory stays a flag: it is the same for all models.
     """
+    launch.has_ram_cache = True  # a preset may say so
     for name, *values in launch.additions.copy():
         if name in variables and name not in ("--port", _SAVE_PATH):
             launch.additions.remove((name, *values))

@@ -14,6 +14,7 @@ import msgspec
 import xxhash
 
 from proxy.core.conditions import DegradationKind
+from proxy.core.launch import Launch
 from proxy.core.model import (
     CANARY_TOKENS,
     CheckpointKind,
@@ -83,13 +84,13 @@ async def attach(
     settings: Settings,
     props: Props,
     process_id: str,
-    n_context_checkpoints: int,
+    launch: Launch,
     last: Process | None,
 ) -> Process:
     """Return the process that answered with *props*; if it cannot cache, its obstacle says why.
 
-    A slot is believed to keep *n_context_checkpoints*, until a save or a reply tells. *last* is the result
-    of an earlier attach to the same process, which could not cache either.
+    A slot is believed to keep as many context checkpoints as *launch* says, until a save or a reply tells.
+    *last* is the result of an earlier attach to the same process, which could not cache either.
     """
     contents: list[Content] = [TAINTED for _ in range(props.total_slots)]
     process = Process(
@@ -98,7 +99,8 @@ async def attach(
         build=props.build_info,
         queue=SlotQueue(SlotTable(contents), settings.max_requests),
         n_ctx=props.n_ctx,
-        n_believed_points=n_believed_points(n_context_checkpoints),
+        n_believed_points=n_believed_points(launch.n_context_checkpoints),
+        has_ram_cache=launch.has_ram_cache,
     )
     process.reader = PromptReader(process.upstream, shares_headers=props.total_slots > 1)
     process.room = Room(process, Saver(services))

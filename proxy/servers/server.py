@@ -235,7 +235,7 @@ class Server(Watched):
         self.on_idle: Callable[[SlotQueue], None] = lambda queue: None
         """Called for each slot of this llama-server that is free while nobody waits for it."""
         self._settings = settings
-        self._n_context_checkpoints = (launch or Launch()).n_context_checkpoints
+        self._launch = launch or Launch()
         self._is_host_of_models = is_host_of_models
         self._looking: asyncio.Task[None] | None = None
         self._attached_at = 0.0
@@ -395,8 +395,7 @@ class Server(Watched):
     ) -> None:
         """Attach to a process; *last* is an attachment to the same one that could not cache."""
         before = self._degradations.kinds & OF_PROCESS  # attaching, or those of the last try
-        n_points = self._n_context_checkpoints
-        process = await attach(self.services, self._settings, props, process_id, n_points, last)
+        process = await attach(self.services, self._settings, props, process_id, self._launch, last)
         if epoch != self.epoch:
             process.queue.close()
             self._degradations.leave()

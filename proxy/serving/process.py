@@ -103,10 +103,11 @@ class Process(Services):
     requests whose tokens the proxy predicted wrongly. The plan counts on the newest `n_believed_points`
     context checkpoints of a live slot. `asks_for_key` says that llama-server refuses requests without an
     API key, `taken_keys` by their digests which keys llama-server takes. `is_one_tenant` says that
-    keys make no difference to reuse. `unsupported_paths` are routes that llama-server has answered 501.
-    `clears_idle_slots` says whether a slot that starts empties idle slots; None where the attach could
-    not tell. `saves_context_checkpoints` is what the probe save showed: it depends on flags that
-    llama-server does not tell. `sizes` are those of the newest saves.
+    keys make no difference to reuse, `has_ram_cache` that llama-server may keep prompts outside its slots.
+    `unsupported_paths` are routes that llama-server has answered 501. `clears_idle_slots` says whether a
+    slot that starts empties idle slots; None where the attach could not tell. `saves_context_checkpoints`
+    is what the probe save showed: it depends on flags that llama-server does not tell. `sizes` are those of
+    the newest saves.
     """
 
     id: str
@@ -114,6 +115,7 @@ class Process(Services):
     queue: SlotQueue
     n_ctx: int
     n_believed_points: int = 10
+    has_ram_cache: bool = True
     obstacle: CannotCache | None = None
     model_namespace: Namespace | None = None
     saves_context_checkpoints: bool = False
@@ -229,7 +231,7 @@ class Process(Services):
 
     def note_tenants(self) -> None:
         """Look whether several keys are in use: llama-server's RAM cache does not tell them apart."""
-        if self.asks_for_key and len(self.tenants - {b""}) > 1:
+        if self.has_ram_cache and self.asks_for_key and len(self.tenants - {b""}) > 1:
             self.degrade(DegradationKind.SEVERAL_API_KEYS)
 
     def note_clearing(self, *, clears: bool | None) -> None:

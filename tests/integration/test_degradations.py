@@ -171,6 +171,17 @@ async def test_several_api_keys_are_noted(start_rig: StartRig) -> None:
         assert await rig.reasons() == ["several API keys"]
 
 
+async def test_several_api_keys_are_not_noted_where_the_ram_cache_is_known_to_be_off(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(**KEYS) as rig:
+        assert rig.process is not None
+        rig.process.has_ram_cache = False  # as `run` tells of a llama-server that it has started
+        for key in ("alice", "bob"):
+            await rig.chat("a", key=key)
+        assert await rig.reasons() == []
+
+
 async def test_reasons_of_a_process_end_with_it(start_rig: StartRig) -> None:
     async with start_rig(n_slots=1) as rig:
         rig.server.faults.refuse["save"] = 500

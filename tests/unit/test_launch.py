@@ -32,7 +32,7 @@ def test_plan_launch_of_a_bare_command_adds_everything() -> None:
         "--slot-save-path /cache --port 50123 -np 1 --cache-ram 0 --ctx-checkpoints 8 --metrics"
     )
     assert (made.upstream, made.slot_save_path) == ("http://127.0.0.1:50123", "/cache")
-    assert made.n_context_checkpoints == 8
+    assert (made.n_context_checkpoints, made.has_ram_cache) == (8, False)
     assert (made.conflicts, made.warnings) == ([], [])
     assert made.says == "the models that it finds, 1 slot of as long as the model allows"
 
@@ -145,6 +145,7 @@ def test_plan_launch_takes_one_of_llama_servers_keys() -> None:
 def test_what_is_added_to_a_router_with_presets_overrides_none_of_them() -> None:
     variables = {name: f"VARIABLE_OF{name}" for name in KNOWN - {"--metrics"}}
     made = launch(cache_ram="512")
+    assert made.has_ram_cache
     let_presets_win(made, variables)
     assert added(made) == "--slot-save-path /cache --port 50123 --metrics"
     assert made.environment == {
