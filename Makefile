@@ -124,9 +124,10 @@ type: $(SETUP)
 docs: $(SETUP)
 	$(BIN)/python -m tests.documents
 
-# The pictures of the live page in docs/, from a real browser.
+# The pictures in docs/: the live page in a real browser, and the demo's terminal.
 screenshots: $(SETUP) llama-server models chromium
 	$(BIN)/python -m tests.bench.page screenshots
+	$(BIN)/python -m tests.bench.demo --svg docs/demo.svg
 
 # The tables of docs/benchmarks.md, and more that are only printed (an hour and a half), or only traces: make bench TRACE=interleaved MODEL=hybrid.
 # Also SIZE, SLOTS, VARIANT, TIMES=N for several runs, AGAIN=1, VERBOSE=1 for every request.

@@ -5,8 +5,11 @@ llama-server alone. Evaluated tokens are llama-server's own count, so the proxy'
 Fails if what it shows is not what the proxy promises.
 """
 
+import argparse
+import re
 import sys
 from contextlib import ExitStack
+from pathlib import Path
 
 from rich.console import Console
 
@@ -84,13 +87,29 @@ def _progress(measured: Measured) -> str:
     )
 
 
-async def show(leftovers: ExitStack) -> int:
-    """Run the demo on the standard output."""
+async def show(leftovers: ExitStack, picture: Path | None) -> int:
+    """Run the demo on the standard output; draw the terminal into *picture*, an SVG file."""
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=NARROWEST)
-    return await Demo(console, leftovers).run()
+    if picture or not console.is_terminal:
+        console = Console(width=NARROWEST, record=picture is not None)
+    status = await Demo(console, leftovers).run()
+    if picture and not status:
+        _draw(console, picture)
+    return status
+
+
+def _draw(console: Console, picture: Path) -> None:
+    """Draw the terminal, without the fonts that a browser would fetch from elsewhere."""
+    drawn = console.export_svg(title="make demo")
+    picture.write_text(re.sub(r"@font-face \{.*?\}\s*|\s*<!--.*?-->", "", drawn, flags=re.DOTALL))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Show what the proxy is for.")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the terminal into FILE")
+    arguments = parser.parse_args()
+    return run_to_the_end(lambda leftovers: show(leftovers, arguments.svg))
 
 
 if __name__ == "__main__":
-    sys.exit(run_to_the_end(show))
+    sys.exit(main())
