@@ -134,7 +134,11 @@ class Journal:
 
     def title_of(self, request: "Request") -> Title:
         """Return what people know a request's conversation by, as far as text is kept."""
-        return Title(_words_of(request) if self.keep is Keep.TEXT else "", request.client)
+        return Title(self.shown(_words_of(request)), request.client)
+
+    def shown(self, words: str) -> str:
+        """Return a conversation's first words if text is kept."""
+        return words if self.keep is Keep.TEXT else ""
 
     def note_loss(self, namespace: Namespace, tokens: TokenIds | None, cause: Cause) -> None:
         """Note why the state of these tokens is gone, for the requests that miss it."""
@@ -451,11 +455,14 @@ class Report:
 
     def described(self, request: "Request") -> dict[str, Any]:
         """Return what people know a request by."""
-        words, client = self._journal.title_of(request)
-        tells_apart = repr((request.tenant, request.session, _words_of(request))).encode()
-        conversation = xxhash.xxh3_64_hexdigest(tells_apart)[:_N_DIGITS]
-        named = {"title": words, "client": client, "model": request.model}
-        return {**named, "conversation": conversation}
+        words = _words_of(request)
+        tells_apart = repr((request.tenant, request.session, words)).encode()
+        return {
+            "title": self._journal.shown(words),
+            "client": request.client,
+            "model": request.model,
+            "conversation": xxhash.xxh3_64_hexdigest(tells_apart)[:_N_DIGITS],
+        }
 
 
 def _line(record: RequestRecord) -> dict[str, object]:

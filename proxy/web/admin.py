@@ -109,9 +109,9 @@ def only_own_pages(own_host: str, *, asks_for_token: bool) -> Middleware:
         except StoreFault as fault:
             raise _refused(web.HTTPServiceUnavailable, str(fault)) from fault
         except web.HTTPNotFound as why:
-            raise (
-                why if why.content_type == _JSON else _refused(type(why), "no such route")
-            ) from why
+            if why.content_type == _JSON:
+                raise
+            raise _refused(type(why), "no such route") from why
 
     return check
 
