@@ -133,15 +133,19 @@ async def states_are_pinned_and_deleted_after_a_question(rig: Rig, page: Page) -
     assert any(checkpoint.is_pinned for checkpoint in rig.running.store)
     await page.until(button.format("Unpin"))
     n_before = len(rig.running.store)
-    for answer, is_deleted in (("no", False), ("yes", True)):
-        await page.run(button.format("Delete …") + ".click()")
-        await page.until("document.querySelector('dialog').open")
-        asked = await page.run("document.querySelector('#confirm-title').innerText")
-        assert "Delete" in asked and "Task" in asked and "pinned" in asked
-        await page.run(f"document.querySelector('dialog [value={answer}]').click()")
-        if is_deleted:
-            await page.until("!document.querySelector('#map .pinned')")
-        assert (len(rig.running.store) < n_before) == is_deleted
+    await page.run(button.format("Delete …") + ".click()")
+    await page.until("document.querySelector('dialog').open")
+    asked = await page.run("document.querySelector('#confirm-title').innerText")
+    assert "Delete" in asked and "Task" in asked and "pinned" in asked
+    answer = "document.querySelector('dialog [value={}]').click()"
+    await page.run(answer.format("no"))
+    assert len(rig.running.store) == n_before
+    # A quick hand: the dialog of the first answer has not said yet that it closed.
+    asks = button.format("Delete …") + ".click()"
+    await page.run(f"{asks}; {answer.format('no')}; {asks}; {answer.format('yes')}")
+    await page.until("!document.querySelector('#map .pinned')")
+    assert len(rig.running.store) < n_before
+    assert page.complaints == []
 
 
 async def energy_is_counted_with_the_watts_that_are_given(page: Page) -> None:

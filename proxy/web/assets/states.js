@@ -45,10 +45,8 @@ export class States {
     const pinned = nPinned ? ` ${counted(nPinned, "state")} of it pinned.` : "";
     const dialog = byId("confirm");
     say(byId("confirm-title"), `Delete ${counted(states.length, "state")} of “${name}” with ${bytes(size)}?${cost}${pinned}`);
-    dialog.returnValue = "no";
-    dialog.addEventListener("close", () => {
-      if (dialog.returnValue === "yes") this.#change(states, (id) => fetchJson(`checkpoints/${id}?pinned=true`, "DELETE"));
-    }, { once: true });
+    // A click is heard at once; "close" comes later, perhaps when the next question is asked already.
+    dialog.querySelector("[value=yes]").onclick = () => this.#change(states, (id) => fetchJson(`checkpoints/${id}?pinned=true`, "DELETE"));
     dialog.showModal();
   }
 
