@@ -9,14 +9,17 @@ from typing import Any
 import msgspec
 
 from proxy.core.messages import Route
-from proxy.core.model import Conversation, Outcome, Prompt
+from proxy.core.model import Conversation, Outcome, Prompt, salted_tenant
 from proxy.core.plan import Plan, Start
 from proxy.core.rates import Rates
 from proxy.core.slots import Known
+from proxy.errors import ProxyError
 from proxy.explain.causes import Cause
 from proxy.llama.answers import CallMade
-from proxy.llama.bodies import GenerationBody, parse_body
+from proxy.llama.bodies import GenerationBody, is_too_deep, parse_body
 from proxy.llama.client import LlamaServer, Timings
+
+_SALT = "cache_salt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,7 @@ class Request:
     """A client's request on a generation route, from its arrival until its answer is whole.
 
     `withdraw` ends a `relay` of which the client has no token yet: that raises ServerAway then.
-    `headers` are those with the client's API key, `tenant` a digest of that key, empty without one.
+    `headers` are those with the client's API key. `tenant` names that key and the salt, empty without both.
     `model` is what the client calls the model, `session` its session, `client` itself; each empty if the
     client does not say. `has_token` tells whether a token of the answer has come. `arrived_at` is of the
     monotonic clock, `at` in seconds since 1970. `raw` is the body as it is to be sent, `body` the same
@@ -99,10 +102,24 @@ class Request:
     answered_at: float = 0.0
     _received: tuple[bytes, GenerationBody | None] = (b"", None)
 
-    def receive(self, raw: bytes) -> "Request":
+    def receive(self, raw: bytes, secret: bytes) -> "Request":
         """Take the body that the client sent, which is decoded here and nowhere else; return this
-        request."""
-        self._received = raw, parse_body(raw)
+        request.
+
+        `cache_salt`, vLLM's name, splits the tenant further, and is not sent on. Raises ProxyError if it
+        is no text, as vLLM says.
+        """
+        body = parse_body(raw)
+        if body is None and b'"cache_salt"' in raw and is_too_deep(raw):
+            raise ProxyError("a body with a cache_salt is nested too deeply", 400)
+        if body is not None and _SALT in body.fields:
+            salt = body.fields.pop(_SALT)
+            if salt is not None and not (isinstance(salt, str) and salt):
+                raise ProxyError("cache_salt must be a non-empty string", 400)
+            raw = msgspec.json.encode(body.fields)
+            body = GenerationBody(raw, body.fields)
+            self.tenant = salted_tenant(secret, self.tenant, salt) if salt else self.tenant
+        self._received = raw, body
         self.begin("")
         self.model = self.model or (self.body.named_model if self.body else "")
         return self

@@ -177,7 +177,7 @@ class Front:
         try:
             body = await self._read_body(exchange.client)
             with self._counted(), self.report.in_flight(request):
-                if request.receive(body).wants_stream:
+                if request.receive(body, self.secret).wants_stream:
                     exchange.writer.keep()
                 await self.pool.serve(request)
         except BaseException as error:
