@@ -259,7 +259,7 @@ class Process(Services):
         If nothing can be restored, that may have been a disturbance: it is not remembered.
         """
         self.rule = rule
-        self.room.saver.repairs_windows = rule.needs_repair
+        self.room.repairs_windows = rule.needs_repair
         if rule.can_restore:
             self.recover(DegradationKind.RULE_IS_NOTHING)
         else:
