@@ -136,7 +136,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     upstream_wait_seconds: Seconds = 60.0
     """How long a request waits for a llama-server that is away or loading.
 
-    Waiting requests are served in arrival order and count in max_requests. After this time a
+    Waiting requests count in max_requests; for a slot they wait in arrival order. After this time a
     request is answered 503 with Retry-After. When llama-server has been unreachable for this long,
     or was never reached, requests fail at once. Set more than a large model takes to load.
     """

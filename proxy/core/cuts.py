@@ -18,8 +18,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from proxy.core.model import Candidate, CheckpointKind, Cuts, Rule, RuleKind
-from proxy.core.rule import highest_point, usable_tokens
+from proxy.core.model import (
+    Candidate,
+    CheckpointKind,
+    Cuts,
+    Rule,
+    RuleKind,
+    highest_point,
+    usable_tokens,
+)
 
 SLACK_TOKENS = 16
 """A cut counts as covered by a restore point this close below it."""

@@ -43,9 +43,9 @@ from proxy.core.model import (
     Rule,
     RuleKind,
     Title,
+    highest_point,
 )
 from proxy.core.rates import Rates
-from proxy.core.rule import highest_point
 from proxy.core.tokens import (
     BLOCK_TOKENS,
     FIRST_BLOCK_TOKENS,

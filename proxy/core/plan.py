@@ -21,9 +21,17 @@ from enum import StrEnum
 from operator import itemgetter
 
 from proxy.core.cuts import SLACK_TOKENS, Stop, branch_of, choose_stops
-from proxy.core.model import Candidate, Checkpoint, Cuts, ExpectedState, Prompt, Rule, SlotId
+from proxy.core.model import (
+    Candidate,
+    Checkpoint,
+    Cuts,
+    ExpectedState,
+    Prompt,
+    Rule,
+    SlotId,
+    usable_tokens,
+)
 from proxy.core.rates import Rates
-from proxy.core.rule import usable_tokens
 from proxy.core.saving import (
     STEADY_SECONDS,
     StateSize,

@@ -25,9 +25,8 @@ from operator import add
 
 from proxy.core.cuts import SLACK_TOKENS, is_near, places_in_message
 from proxy.core.eviction import Present
-from proxy.core.model import Candidate, CheckpointId, CheckpointKind, Rule, RuleKind
+from proxy.core.model import Candidate, CheckpointId, CheckpointKind, Rule, RuleKind, highest_point
 from proxy.core.rates import Rates
-from proxy.core.rule import highest_point
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Content, Known, Unknown, cut_to
 from proxy.core.tokens import FIRST_BLOCK_TOKENS
 

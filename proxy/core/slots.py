@@ -22,8 +22,8 @@ from proxy.core.model import (
     RuleKind,
     SlotId,
     Title,
+    highest_point,
 )
-from proxy.core.rule import highest_point
 from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace, TokenIds, common_prefix_length
 
 MAX_CONTEXT_CHECKPOINTS = 32

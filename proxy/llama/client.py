@@ -410,14 +410,13 @@ class LlamaServer:
             was_sent = not isinstance(error, aiohttp.ClientOSError) or error.errno is not None
             kind = UpstreamLost if was_sent else UpstreamUnreachable
             raise kind(f"{method} {path}: {reason_of(error)}") from error
-        target, ended = self.target, f"{method} {path}: {self.target.name} has ended"
-        is_unreached = target.says_unreached(status, content)
-        if target.says_gone(content) or (is_unreached and not target.tells_unreached):
-            raise UpstreamLost(ended)
+        is_unreached = self.target.says_unreached(status, content)
+        if is_unreached or self.target.says_gone(content):
+            is_known = is_unreached and self.target.host == "router"
+            kind = UpstreamUnreachable if is_known else UpstreamLost
+            raise kind(f"{method} {path}: {self.target.name} has ended")
         if status == 200:
             return response.headers, content
-        if is_unreached:
-            raise UpstreamUnreachable(ended)
         raise UpstreamRefused(status, error_message(content))
 
 

@@ -154,11 +154,6 @@ class Target:
         """Whether its host says in plain text what went wrong with llama-server."""
         return self.host == "router"
 
-    @property
-    def tells_unreached(self) -> bool:
-        """Whether one that could not be reached can be told from one that went away before it answered."""
-        return self.host != "llama-swap"
-
     def path(self, method: str, path: str) -> str:
         """Return the path, with its query, of a call of the proxy's own."""
         if self.host == "router":
@@ -178,7 +173,10 @@ class Target:
         return self.host == "router" and chunk.endswith(_GONE)
 
     def says_unreached(self, status: int, content: bytes) -> bool:
-        """Return whether an answer is its host's, which could not reach llama-server."""
+        """Return whether an answer is its host's, which could not reach llama-server.
+
+        llama-swap answers the same if llama-server went away before it answered.
+        """
         if self.host == "router":
             return content.startswith(_UNREACHED)
         return self.host == "llama-swap" and status == _BAD_GATEWAY and not content

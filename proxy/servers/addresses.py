@@ -20,7 +20,7 @@ from proxy.llama.routes import unloads_models
 from proxy.log import get_logger
 from proxy.servers.background import drain, remember_rates, save_idle_slots, verify_stored
 from proxy.servers.models import HostedModels
-from proxy.servers.server import ArrivalOrder, Phase, Server
+from proxy.servers.server import Phase, Server
 from proxy.serving.process import Process
 from proxy.serving.queue import SlotQueue
 from proxy.serving.shared import Services, Shared
@@ -46,7 +46,6 @@ class Addresses:
         self._launch = launch
         self._running: list[asyncio.Task[None]] = []
         self._plain: list[Server] = []
-        self._order = ArrivalOrder()
         self._hosts: dict[LlamaServer, HostedModels] = {}
 
     @asynccontextmanager
@@ -56,7 +55,6 @@ class Addresses:
         for root in self._roots:
             where = "" if is_single else root.target.name
             server = self._followed(self._shared.of(root, where), is_host_of_models=self._is_host)
-            server.order = self._order
             self._plain.append(server)
             if not is_single:
                 server.on_idle = self._call_away

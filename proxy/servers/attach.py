@@ -21,10 +21,10 @@ from proxy.core.model import (
     Rule,
     SlotId,
     choose_namespace,
+    derive,
     new_namespace,
 )
 from proxy.core.rates import Rates
-from proxy.core.rule import derive
 from proxy.core.saving import StateSize
 from proxy.core.slots import TAINTED, Content, Empty, Origin, SlotTable, Unknown, n_believed_points
 from proxy.core.tokens import Namespace, TokenIds, token_ids
@@ -37,7 +37,7 @@ from proxy.serving.launches import Launches, note_emptied
 from proxy.serving.process import RATES, RULE, SIZES, Process
 from proxy.serving.prompts import PromptReader
 from proxy.serving.queue import SlotQueue
-from proxy.serving.saver import Room, SavedSlot, Saver
+from proxy.serving.saver import Room, SavedSlot
 from proxy.serving.saves import SlotSaves
 from proxy.serving.shared import Services
 from proxy.settings import Settings
@@ -103,7 +103,7 @@ async def attach(
         has_ram_cache=launch.has_ram_cache,
     )
     process.reader = PromptReader(process.upstream, shares_headers=props.total_slots > 1)
-    process.room = Room(process, Saver(services))
+    process.room = Room(process)
     process.saves = SlotSaves(process)
     process.launches = Launches(process)
     try:

@@ -21,13 +21,13 @@ from itertools import count
 from typing import Any
 
 from proxy.core.model import Outcome
-from proxy.core.residency import Offer, best_offer
+from proxy.core.residency import Offer, best_offer, make_offer
 from proxy.errors import ServerAway, WillBeRefused
 from proxy.servers.addresses import Addresses
 from proxy.servers.fatal import FatalRequests
 from proxy.servers.server import Server
 from proxy.serving.cache import Cache
-from proxy.serving.planning import offer
+from proxy.serving.planning import situation
 from proxy.serving.process import Process
 from proxy.serving.queue import FreeElsewhere
 from proxy.serving.request import Request
@@ -59,84 +59,61 @@ class Pool(Addresses):
         llama-server is away for too long, or goes away after the request was sent;
         ProxyError if llama-server ended twice while it worked on this request.
         """
-        try:
-            for n_tries in count(1):
-                lending = self.lent(request.model, request.arrived_at, request.headers)
-                async with lending if lent is None else nullcontext(lent) as servers:
-                    if not servers:
-                        await request.send(self.roots[0], request.raw)
-                        return self._shared.report.not_looked_up(request, "no such model")
-                    if servers[0].host:
-                        self._order.leave(request)
-                    may_be_lost = lent is None and n_tries < MAX_LOADS
-                    if await self._try(servers, request, may_be_lost=may_be_lost):
-                        return None
-                    # A model may wait for other requests to end before it is loaded: with a place in the
-                    # order, this request would hold them up.
-                    if not servers[0].host:
-                        self._order.join(request)
-        finally:
-            self._order.leave(request)
+        for n_tries in count(1):
+            lending = self.lent(request.model, request.arrived_at, request.headers)
+            async with lending if lent is None else nullcontext(lent) as servers:
+                if not servers:
+                    await request.send(self.roots[0], request.raw)
+                    return self._shared.report.not_looked_up(request, "no such model")
+                may_be_lost = lent is None and n_tries < MAX_LOADS
+                if await self._try(servers, request, may_be_lost=may_be_lost):
+                    return None
 
     async def _try(self, servers: Sequence[Server], request: Request, *, may_be_lost: bool) -> bool:
         """Serve a request; return False if it has to begin again."""
-        order, since = servers[0].order, request.arrived_at
-        if order or not any(server.process for server in servers):
-            since = order.join(request)
         epoch = servers[0].epoch
-        try:
-            server, process = await self.ready(servers, since)
-            if process is None:
-                is_over = await server.is_lost()
-                # A model that was lost meanwhile may even have been loaded again.
-                if may_be_lost and server.epoch != epoch if server.host else is_over:
-                    return False
-                order.leave(request)
-                return await self._serve_unplaced(server, request, may_be_lost)
-            try:
-                await self.cache.read(process, request)
-                server, process = await self._choose(servers, server, process, request)
-            except WillBeRefused as why:
-                order.leave(request)
-                await self._watched(server, request, self.cache.let_refuse(process, request, why))
-                return True
-            except ServerAway:
-                server.poke()
-                await server.is_lost()
+        server, process = await self.ready(servers, time.monotonic())
+        if process is None:
+            is_over = await server.is_lost()
+            # A model that was lost meanwhile may even have been loaded again.
+            if may_be_lost and server.epoch != epoch if server.host else is_over:
                 return False
-            if len(servers) > 1:  # the time in the queues of all llama-servers counts
-                request.queued_at = request.queued_at or time.monotonic()
-            return await self._serve_by(server, process, request)
-        finally:
-            for each in servers:
-                each.on_way.discard(request)
-            if servers[0].host:
-                order.leave(request)
+            return await self._serve_unplaced(server, request, may_be_lost)
+        try:
+            await self.cache.read(process, request)
+            server, process = await self._choose(servers, server, process, request)
+        except WillBeRefused as why:
+            await self._watched(server, request, self.cache.let_refuse(process, request, why))
+            return True
+        except ServerAway:
+            server.poke()
+            await server.is_lost()
+            return False
+        if len(servers) > 1:  # the time in the queues of all llama-servers counts
+            request.queued_at = request.queued_at or time.monotonic()
+        return await self._serve_by(server, process, request)
 
     async def _choose(
         self, servers: Sequence[Server], reader: Server, process: Process, request: Request
     ) -> tuple[Server, Process]:
         """Return the best llama-server for a request that *reader* has read; raises as `Cache.read`."""
         present = [(server, there) for server in servers if (there := server.process)]
-        server, chosen = reader, process
-        if len(present) > 1:
-            offers = [_offer(there, request, len(s.on_way)) for s, there in present]
-            server, chosen = present[best_offer(offers)]
-        server.on_way.add(request)
+        if len(present) < 2:
+            return reader, process
+        server, chosen = present[best_offer([_offer(there, request) for _, there in present])]
         if chosen is not process:
-            await self.cache.take_over(chosen, request)
+            chosen.on_way.add(request)
+            try:
+                await self.cache.take_over(chosen, request)
+            finally:
+                chosen.on_way.discard(request)
         return server, chosen
 
     async def _serve_by(self, server: Server, process: Process, request: Request) -> bool:
         """Serve a request that was read; return False if it has to begin again."""
-
-        async def turn() -> None:
-            await server.order.turn(request)
-            server.on_way.discard(request)
-
         try:
             async with self._fatal.watching(request, process):
-                await self._watched(server, request, self.cache.serve(process, request, turn))
+                await self._watched(server, request, self.cache.serve(process, request))
         except FreeElsewhere:
             return False
         except ServerAway as away:
@@ -184,10 +161,12 @@ class Pool(Addresses):
                 server.poke()
 
 
-def _offer(process: Process, request: Request, n_ahead: int) -> Offer:
-    """Return what a llama-server can do for a request; without a prompt, by how busy it is."""
-    if request.prompt is not None:
-        namespace = process.tenant_namespace(request.tenant)
-        return offer(process, replace(request.prompt, namespace=namespace), n_ahead)
-    n_used = sum(slot.is_leased for slot in process.slots) + process.queue.n_waiting + n_ahead
-    return Offer(0.0, 0, n_used / max(1, len(process.slots)))
+def _offer(process: Process, request: Request) -> Offer:
+    """Return what a llama-server can do for a request now; without a prompt, by how busy it is."""
+    n_waiting, n_ahead = process.n_queued, len(process.on_way)
+    if request.prompt is None:
+        n_used = sum(slot.is_leased for slot in process.slots) + n_waiting + n_ahead
+        return Offer(0.0, 0, n_used / max(1, len(process.slots)))
+    prompt = replace(request.prompt, namespace=process.tenant_namespace(request.tenant))
+    may_start = not process.launches.is_save_coming
+    return make_offer(prompt, situation(process, prompt), n_waiting, n_ahead, may_start=may_start)

@@ -7,8 +7,7 @@ leave it.
 """
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import CheckpointKind, Rule, SlotId
-from proxy.core.rule import FULL_WINDOW_TOKENS, RestoreProbe, judge
+from proxy.core.model import FULL_WINDOW_TOKENS, CheckpointKind, RestoreProbe, Rule, SlotId, judge
 from proxy.core.slots import Unknown, choose_slot_to_empty
 from proxy.core.tokens import TokenIds, common_prefix_length, token_ids
 from proxy.errors import UpstreamRefused
@@ -33,13 +32,13 @@ async def learn_rule(process: Process, slot_id: SlotId) -> Rule:
     n_ids = max(2, min((await process.upstream.model_meta()).n_vocab, 30011))
     n_longest = PROBE_LENGTHS[-1] + 3 * _MORE_TOKENS
     text = token_ids((i * 7919 + 1237) % n_ids for i in range(n_longest))
-    process.room.saver.repairs_windows = True
+    process.room.repairs_windows = True
     probes: list[RestoreProbe] = []
     for n_tokens in (n for n in PROBE_LENGTHS if n + 3 * _MORE_TOKENS < process.n_ctx):
         try:
             probes.append(await _probe(process, slot_id, text, n_tokens))
         except UpstreamRefused:
-            process.room.saver.repairs_windows = False
+            process.room.repairs_windows = False
             probes.append(await _probe(process, slot_id, text, n_tokens))
     return judge(probes)
 
@@ -85,7 +84,7 @@ async def measure(process: Process, slot_id: SlotId) -> None:
     try:
         rule = await learn_rule(process, slot_id)
     finally:
-        process.room.saver.repairs_windows = process.rule.needs_repair
+        process.room.repairs_windows = process.rule.needs_repair
     await process.erase(slot_id)  # raises if the process that was measured is gone
     await process.learn_rule(rule)
     process.recover(DegradationKind.RESTORES_NOT_REUSED)

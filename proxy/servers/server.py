@@ -49,7 +49,6 @@ from proxy.servers.attach import attach
 from proxy.serving.launches import outlast
 from proxy.serving.process import Process
 from proxy.serving.queue import SlotQueue
-from proxy.serving.request import Request
 from proxy.serving.shared import Services
 from proxy.settings import Settings
 
@@ -163,43 +162,10 @@ async def _await_event(event: asyncio.Event, seconds: float) -> None:
             await event.wait()
 
 
-class ArrivalOrder:
-    """Lets requests that waited for llama-server join the queue for a slot in the order of their arrival.
-
-    They wait together, and their prompts are read at the same time; some prompts take longer than others.
-    """
-
-    def __init__(self) -> None:
-        self._since: dict[Request, float] = {}
-        self._changed = asyncio.Event()
-
-    def __len__(self) -> int:
-        return len(self._since)
-
-    def join(self, request: Request) -> float:
-        """Note that a request waits; return since when, of the monotonic clock."""
-        return self._since.setdefault(request, time.monotonic())
-
-    def leave(self, request: Request) -> None:
-        """Note that a request does not wait any more; a second call does nothing."""
-        if self._since.pop(request, None) is not None:
-            self._changed.set()
-            self._changed = asyncio.Event()
-
-    async def turn(self, request: Request) -> None:
-        """Wait until no earlier request is left, and leave."""
-        while request in self._since and request is not min(
-            self._since, key=lambda a: a.arrived_at
-        ):
-            await self._changed.wait()
-        self.leave(request)
-
-
 class Server(Watched):
     """One llama-server: at an address of its own, or as a model of a host.
 
-    `process` serves requests; None unless the phase is attached. The requests in `on_way` will be served
-    here, but have not joined the queue for a slot yet.
+    `process` serves requests; None unless the phase is attached.
     """
 
     def __init__(
@@ -230,8 +196,6 @@ class Server(Watched):
             self.upstream.require_loaded = self.require_loaded
         self.process: Process | None = None
         self.epoch = 0
-        self.order = ArrivalOrder()
-        self.on_way: set[Request] = set()
         self.on_idle: Callable[[SlotQueue], None] = lambda queue: None
         """Called for each slot of this llama-server that is free while nobody waits for it."""
         self._settings = settings
@@ -249,9 +213,7 @@ class Server(Watched):
     @property
     def n_queued(self) -> int:
         """How many requests wait for a slot, or for llama-server."""
-        process = self.process
-        n_for_slots = process.queue.n_waiting + process.launches.n_waiting if process else 0
-        return self.n_waiting + n_for_slots
+        return self.n_waiting + (self.process.n_queued if self.process else 0)
 
     async def ready(self, since: float) -> Process | None:
         """Return the process that serves; if there is none, look, and wait for llama-server.

@@ -2,7 +2,6 @@
 helps."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 
@@ -142,10 +141,8 @@ class Cache:
         await self._note_tenant(process, request.tenant)
         request.server = process.where
 
-    async def serve(
-        self, process: Process, request: Request, turn: Callable[[], Awaitable[None]]
-    ) -> None:
-        """Serve a request that was read, as soon as its *turn* to join the queue has come.
+    async def serve(self, process: Process, request: Request) -> None:
+        """Serve a request that was read.
 
         What sending raises passes through, cache faults do not. Raises ServerAway if llama-server was
         replaced before anything was sent.
@@ -153,7 +150,6 @@ class Cache:
         read = partial(self._read_prompt, process)
         if await self._overflow.fit(process, request, read) and not await process.is_current():
             raise replaced()  # that took its time
-        await turn()
         async with process.launches.turn() as start:
             await self._serve(process, request, start)
 

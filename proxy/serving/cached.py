@@ -82,7 +82,10 @@ class CachedRequest:
             self._note_asked()
             if process.queue.n_waiting:
                 self._keep_most_useful(look_up(process, self._prompt)[0])
-        with self._kept, await process.queue.lease(self._choose, may_be_passed=True) as self._lease:
+        lease = process.queue.lease(
+            self._choose, since=self._request.arrived_at, may_be_passed=True
+        )
+        with self._kept, await lease as self._lease:
             self._account = Account(self._lease.reason, self._prompt.n_tokens)
             self._request.account = self._account
             process.slots[self._plan.slot_id].destined = self._prompt.tokens

@@ -78,7 +78,7 @@ class UncachedRequest:
             slot = slot or choose_slot_for_bypass(slots, namespace)
             return Choice((slot.id,), None) if slot else None
 
-        with await self._queue.lease(choose) as lease:
+        with await self._queue.lease(choose, since=self._request.arrived_at) as lease:
             (slot_id,) = lease.slot_ids
             is_tainted = taints_slot(body)
             try:
@@ -94,9 +94,13 @@ class UncachedRequest:
     async def serve_unpinned(self) -> None:
         """Serve the request in a slot of llama-server's choice, or in several."""
         may_be_passed = self._n_slots == 1  # it then waits only until others really run
-        with await self._queue.lease(
-            self._choose, may_be_passed=may_be_passed, is_placement=True
-        ) as lease:
+        leasing = self._queue.lease(
+            self._choose,
+            since=self._request.arrived_at,
+            may_be_passed=may_be_passed,
+            is_placement=True,
+        )
+        with await leasing as lease:
             placement = None
             try:
                 is_clear = await self._clear_way(lease)

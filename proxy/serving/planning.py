@@ -5,7 +5,6 @@ import time
 from proxy.core.conditions import DegradationKind
 from proxy.core.model import Candidate, Prompt
 from proxy.core.plan import Situation, promising
-from proxy.core.residency import Offer, make_offer
 from proxy.serving.process import Process
 
 
@@ -38,11 +37,3 @@ def situation(process: Process, prompt: Prompt) -> Situation:
         process.sizes,
         process.queue.expected,
     )
-
-
-def offer(process: Process, prompt: Prompt, n_ahead: int) -> Offer:
-    """Return what this process could do for a prompt, behind *n_ahead* others; nothing is reserved."""
-    n_waiting = process.queue.n_waiting + process.launches.n_waiting
-    may_start = not process.launches.is_save_coming
-    now = situation(process, prompt)
-    return make_offer(prompt, now, n_waiting, n_ahead, may_start=may_start)

@@ -145,6 +145,8 @@ class Process(Services):
     room: "Room" = field(init=False)
     saves: "SlotSaves" = field(init=False)
     launches: "Launches" = field(init=False)
+    on_way: "set[Request]" = field(default_factory=set)
+    """Requests that another llama-server has read, and that will be served by this process."""
     is_current: Callable[[], Awaitable[bool]] = _is_always
     """Looks at llama-server now; returns whether this process is still the one that answers."""
 
@@ -160,6 +162,11 @@ class Process(Services):
     @property
     def is_caching(self) -> bool:
         return self.can_cache and self.rule.can_restore
+
+    @property
+    def n_queued(self) -> int:
+        """How many requests wait for a slot, or for their turn to start."""
+        return self.queue.n_waiting + self.launches.n_waiting
 
     def can_extend(self, content: Known) -> bool:
         """Return whether a request may go on at once in the slot that still holds exactly *content*."""
@@ -259,7 +266,7 @@ class Process(Services):
         If nothing can be restored, that may have been a disturbance: it is not remembered.
         """
         self.rule = rule
-        self.room.saver.repairs_windows = rule.needs_repair
+        self.room.repairs_windows = rule.needs_repair
         if rule.can_restore:
             self.recover(DegradationKind.RULE_IS_NOTHING)
         else:

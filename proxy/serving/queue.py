@@ -1,5 +1,7 @@
 """The queue for slots: requests wait in order of arrival; a lease is granted and reserved in one step.
 
+That order is of their arrival at the proxy: a request whose prompt takes long to read loses no place.
+
 A waiting request brings a function that chooses among the slots as they are at that moment. There are
 four cases:
 
@@ -13,6 +15,7 @@ four cases:
 """
 
 import asyncio
+import bisect
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -118,6 +121,7 @@ class FreeElsewhere(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
+    since: float
     choose: Callable[[], Choice[Any] | None]
     granted: "asyncio.Future[Lease[Any]]"
     n_passes: int
@@ -178,11 +182,13 @@ class SlotQueue:
         self,
         choose: Callable[[], Choice[C] | None],
         *,
+        since: float | None = None,
         may_be_passed: bool = False,
         is_placement: bool = False,
     ) -> Lease[C]:
         """Wait for the turn and for slots to choose from.
 
+        Its place is that of its arrival, at *since* of the monotonic clock, or else of this call.
         With *may_be_passed*, declining free slots does not hold up those who came later, within bounds.
         Raises TooManyRequests if the queue is full, ServerAway if llama-server is replaced meanwhile, and
         FreeElsewhere.
@@ -195,8 +201,9 @@ class SlotQueue:
             raise TooManyRequests(f"{self._max_waiting} requests are waiting for a slot already")
         granted: asyncio.Future[Lease[C]] = asyncio.get_running_loop().create_future()
         n_passes = MAX_OVERTAKES if may_be_passed else 0
-        waiting = _Waiting(choose, granted, n_passes, is_placement)
-        self._waiting.append(waiting)
+        since = time.monotonic() if since is None else since
+        waiting = _Waiting(since, choose, granted, n_passes, is_placement)
+        bisect.insort(self._waiting, waiting, key=lambda each: each.since)
         self.reconsider()
         try:
             return await granted

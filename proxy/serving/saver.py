@@ -25,7 +25,6 @@ from proxy.llama.client import Saved
 from proxy.llama.state_edits import NEEDED_BY_VERSIONS, repair_window
 from proxy.llama.state_file import StateFile, read_state_file
 from proxy.serving.process import Process
-from proxy.serving.shared import Services
 from proxy.store.files import final_name_of, id_of
 
 
@@ -66,70 +65,6 @@ class SavedSlot:
         )
 
 
-class Saver:
-    """Has llama-server save slots."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self.repairs_windows = True
-        """Whether cut windows are repaired where the file's version may need it; the rule tells."""
-
-    async def save(self, slot_id: SlotId, name: str) -> SavedSlot:
-        """Save a slot to a file that the caller deletes or commits.
-
-        Raises UpstreamFault, CannotCache if llama-server saves nothing that the proxy can read,
-        SaveRejected if the file is not what the reply says, StateFileMalformed if it is no state file,
-        StoreFault if there is no store.
-        """
-        began = time.monotonic()
-        try:
-            reply = await self._services.upstream.save(slot_id, name)
-        except UpstreamRefused as refusal:
-            if refusal.status == 501:
-                raise CannotCache(DegradationKind.NO_SLOT_SAVE_PATH) from refusal
-            if refusal.status == 403:  # another llama-prefix-cache
-                raise CannotCache(DegradationKind.NOT_A_LLAMA_SERVER, str(refusal)) from refusal
-            raise
-        seconds = time.monotonic() - began
-        state, parts = await asyncio.to_thread(self._check, name, reply)
-        # All builds before July 2026 and some later ones, for which that is needless.
-        self._services.upstream.keeps_points_of_others = state.version <= 2
-        return SavedSlot(name, state, parts, reply.n_written, seconds)
-
-    def _check(self, name: str, reply: Saved) -> tuple[StateFile, tuple[FilePart, ...]]:
-        path = self._services.store.files.path(name)
-        try:
-            n_bytes = path.stat().st_size
-            if n_bytes != reply.n_written:
-                raise SaveRejected(f"wrote {reply.n_written} bytes, the file has {n_bytes}")
-            state = self._read(name)
-            parts = self._services.store.files.parts(name, state.part_sizes)
-        except FileNotFoundError as error:
-            detail = f"nothing came to {path.parent}"
-            raise CannotCache(DegradationKind.OTHER_DIRECTORY, detail) from error
-        except OSError as error:
-            detail = f"{path}: {error.strerror}"
-            raise CannotCache(DegradationKind.FILES_UNREADABLE, detail) from error
-        if len(state.tokens) != reply.n_saved:
-            raise SaveRejected(f"saved {reply.n_saved} tokens, the file has {len(state.tokens)}")
-        return state, parts
-
-    def _read(self, name: str) -> StateFile:
-        path = self._services.store.files.path(name)
-        state = read_state_file(path)
-        is_in_need = self.repairs_windows and state.version in NEEDED_BY_VERSIONS
-        return read_state_file(path) if is_in_need and self._repair(name) else state
-
-    def _repair(self, name: str) -> bool:
-        files = self._services.store.files
-        try:
-            return repair_window(files.path(name))
-        except PermissionError:
-            # llama-server runs under another uid: the directory is shared, its files are not.
-            files.take_over(name)
-            return repair_window(files.path(name))
-
-
 _GUESS_SHARE = 16
 _GUESS_BYTES = 256 << 20
 """Where nothing is known of a model's states, this part of the budget is set aside for one, but no more
@@ -143,11 +78,12 @@ _N_SIZES = 256
 
 
 class Room:
-    """Reserves room in the store for the states of one llama-server process."""
+    """Has llama-server save slots, each into a file that room was made for in the store."""
 
-    def __init__(self, process: Process, saver: Saver) -> None:
+    def __init__(self, process: Process) -> None:
         self._process = process
-        self.saver = saver
+        self.repairs_windows = True
+        """Whether cut windows are repaired where the file's version may need it; the rule tells."""
 
     def _present(self) -> Present:
         return self._process.served.present(self._process)
@@ -176,20 +112,56 @@ class Room:
             yield await self.save(slot_id, name)
 
     async def save(self, slot_id: SlotId, name: str) -> SavedSlot:
-        """Save a slot under a name that room was made for; raises what `Saver.save` does, and NoRoom.
+        """Have a slot saved under a name that room was made for; the caller commits or deletes the file.
 
-        What the file really takes is learned, and more room is made if that is more than expected.
+        What the file really takes is learned, and more room is made if that is more than expected. Raises
+        NoRoom, UpstreamFault, CannotCache if llama-server saves nothing that the proxy can read,
+        SaveRejected if the file is not what the reply says, StateFileMalformed if it is no state file,
+        StoreFault if there is no store.
         """
-        saved = await self.saver.save(slot_id, name)
-        state = saved.state
-        n_bytes = max(saved.n_written, state.size_bytes)  # a repair makes a file longer
+        process, began = self._process, time.monotonic()
+        try:
+            reply = await process.upstream.save(slot_id, name)
+        except UpstreamRefused as refusal:
+            if refusal.status == 501:
+                raise CannotCache(DegradationKind.NO_SLOT_SAVE_PATH) from refusal
+            if refusal.status == 403:  # another llama-prefix-cache
+                raise CannotCache(DegradationKind.NOT_A_LLAMA_SERVER, str(refusal)) from refusal
+            raise
+        seconds = time.monotonic() - began
+        state, parts = await asyncio.to_thread(self._check, name, reply)
+        # All builds before July 2026 and some later ones, for which that is needless.
+        process.upstream.keeps_points_of_others = state.version <= 2
+        n_bytes = max(reply.n_written, state.size_bytes)  # a repair makes a file longer
         fixed_bytes = min(n_bytes, state.recurrent_bytes)
         size = StateSize(len(state.tokens), len(state.restore_points), n_bytes, fixed_bytes)
-        self._process.sizes.append(size)
-        self._process.rates = self._process.rates.after_save(saved.n_written, saved.seconds)
+        process.sizes.append(size)
+        process.rates = process.rates.after_save(reply.n_written, seconds)
         with self._refusals_told():
-            await self._process.store.settle(name, state.size_bytes)
-        return saved
+            await process.store.settle(name, state.size_bytes)
+        return SavedSlot(name, state, parts, reply.n_written, seconds)
+
+    def _check(self, name: str, reply: Saved) -> tuple[StateFile, tuple[FilePart, ...]]:
+        files = self._process.store.files
+        path = files.path(name)
+        try:
+            n_bytes = path.stat().st_size
+            if n_bytes != reply.n_written:
+                raise SaveRejected(f"wrote {reply.n_written} bytes, the file has {n_bytes}")
+            state = read_state_file(path)
+            if self.repairs_windows and state.version in NEEDED_BY_VERSIONS:
+                if files.edit(name, repair_window):
+                    state = read_state_file(path)
+            parts = files.parts(name, state.part_sizes)
+        except FileNotFoundError as error:
+            detail = f"nothing came to {path.parent}"
+            raise CannotCache(DegradationKind.OTHER_DIRECTORY, detail) from error
+        except OSError as error:
+            detail = f"{path}: {error.strerror}"
+            raise CannotCache(DegradationKind.FILES_UNREADABLE, detail) from error
+        if len(state.tokens) != reply.n_saved:
+            raise SaveRejected(f"saved {reply.n_saved} tokens, the file has {len(state.tokens)}")
+        return state, parts
 
     @asynccontextmanager
     async def _reserved(self, claim: Claim) -> AsyncIterator[str]:

@@ -11,8 +11,15 @@ from dataclasses import replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Removal, family_of, superseded, title_of
-from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, RuleKind, SlotId
-from proxy.core.rule import after_save
+from proxy.core.model import (
+    Candidate,
+    Checkpoint,
+    CheckpointId,
+    CheckpointKind,
+    RuleKind,
+    SlotId,
+    after_save,
+)
 from proxy.core.saving import (
     at_savable_point,
     edit_places,
@@ -270,11 +277,8 @@ class SlotSaves:
 def _select(
     files: StateFiles, saved: SavedSlot, own: Collection[int], grafted: dict[int, Source]
 ) -> SavedSlot:
-    source = Source(files.path(saved.file_name), saved.parts)
-    try:
-        parts = select_context_checkpoints(source, own, grafted)
-    except PermissionError:
-        # llama-server runs under another uid: the directory is shared, its files are not.
-        files.take_over(saved.file_name)
-        parts = select_context_checkpoints(source, own, grafted)
-    return replace(saved, state=read_state_file(source.path), parts=parts)
+    parts = files.edit(
+        saved.file_name,
+        lambda path: select_context_checkpoints(Source(path, saved.parts), own, grafted),
+    )
+    return replace(saved, state=read_state_file(files.path(saved.file_name)), parts=parts)

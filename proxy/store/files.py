@@ -10,18 +10,20 @@ import re
 import secrets
 import shutil
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
 from proxy.core.model import Checkpoint, CheckpointId, FilePart
 from proxy.errors import StateDamaged, StoreFault
 
+T = TypeVar("T")
 _OURS = re.compile(r"lpc-[0-9a-f]{16}\.(saving|state|meta)")
 _READ_BYTES = 256 << 10
 """Small enough that what was read is hashed out of the processor's cache."""
@@ -171,11 +173,16 @@ class StateFiles:
                 if stat.S_ISREG(path.lstat().st_mode):
                     path.unlink()
 
-    def take_over(self, name: str) -> None:
-        """Put a copy of our own in the place of a file that only its owner can change."""
-        with self._replacing(name) as copy:
-            shutil.copyfile(self.path(name), copy)
-            self._protect(copy)
+    def edit(self, name: str, change: Callable[[Path], T]) -> T:
+        """Change a file, or else a copy of our own in its place; return what *change* returns."""
+        try:
+            return change(self.path(name))
+        except PermissionError:
+            # llama-server runs under another uid: the directory is shared, its files are not.
+            with self._replacing(name) as copy:
+                shutil.copyfile(self.path(name), copy)
+                self._protect(copy)
+            return change(self.path(name))
 
     def _protect(self, path: Path) -> None:
         # A state is as good as the transcript. With llama-server under another uid the directory is

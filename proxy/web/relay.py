@@ -267,14 +267,12 @@ class _Tap(asyncio.Protocol):
 
 
 async def _gone(target: Target, answer: aiohttp.ClientResponse) -> ServerAway:
-    """Return what a host says of a llama-server that it could not reach, or that did not answer."""
+    """Return what a router says of a llama-server that it could not reach, or that did not answer."""
     body = await answer.read()
     message = f"{target.name}: {body[:200].decode(errors='replace')}"
-    if target.says_gone(body) or not target.says_unreached(answer.status, body):
-        return ServerAway(message, has_ended=target.says_gone(body))
-    if target.tells_unreached:
+    if target.says_unreached(answer.status, body):
         return ServerAway(message, was_sent="no")
-    return ServerAway(message, was_sent="perhaps", has_ended=True)
+    return ServerAway(message, has_ended=target.says_gone(body))
 
 
 def _is_stream(answer: aiohttp.ClientResponse) -> bool:

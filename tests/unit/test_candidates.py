@@ -5,9 +5,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.model import Candidate, CheckpointId, Rule
+from proxy.core.model import Candidate, CheckpointId, Rule, usable_tokens
 from proxy.core.plan import most_useful, promising
-from proxy.core.rule import usable_tokens
 from tests.unit.builders import END_ONLY, RESTORE_POINTS, candidate
 from tests.unit.situations import MEASURED_RULES
 

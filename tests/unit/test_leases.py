@@ -42,6 +42,18 @@ async def test_leases_are_granted_in_arrival_order() -> None:
     assert n_free(queue) == 1
 
 
+async def test_request_that_was_long_in_reading_keeps_the_place_of_its_arrival() -> None:
+    queue = queue_of(1)
+    held = await queue.lease(any_slot(queue))
+    late = await join(queue, any_slot(queue))
+    early = asyncio.ensure_future(queue.lease(any_slot(queue), since=0.0))
+    await asyncio.sleep(0)
+    held.release()
+    with await soon(early):
+        assert not late.done()
+    (await soon(late)).release()
+
+
 async def test_newcomer_does_not_overtake_one_who_waits_for_more_slots() -> None:
     queue = queue_of(2)
     first = await queue.lease(any_slot(queue))

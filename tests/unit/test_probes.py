@@ -3,8 +3,7 @@
 import msgspec
 import pytest
 
-from proxy.core.model import NO_RULE, Rule, RuleKind
-from proxy.core.rule import RestoreProbe, after_save, derive, judge
+from proxy.core.model import NO_RULE, RestoreProbe, Rule, RuleKind, after_save, derive, judge
 
 N_BACK = 20
 

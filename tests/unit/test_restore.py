@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.model import Rule, RuleKind
-from proxy.core.rule import highest_point, usable_tokens
+from proxy.core.model import Rule, RuleKind, highest_point, usable_tokens
 from tests.unit.builders import ANY_PREFIX, END_ONLY, NOTHING, RESTORE_POINTS, checkpoint
 
 POINTS = st.lists(st.integers(1, 60), max_size=5, unique=True).map(lambda p: tuple(sorted(p)))

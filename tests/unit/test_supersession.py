@@ -9,8 +9,15 @@ from hypothesis import strategies as st
 
 from proxy.core.cuts import SLACK_TOKENS
 from proxy.core.eviction import SMALL_LOSS_TOKENS, superseded
-from proxy.core.model import Candidate, Checkpoint, CheckpointId, CheckpointKind, Rule, RuleKind
-from proxy.core.rule import usable_tokens
+from proxy.core.model import (
+    Candidate,
+    Checkpoint,
+    CheckpointId,
+    CheckpointKind,
+    Rule,
+    RuleKind,
+    usable_tokens,
+)
 from tests.unit.builders import ANY_PREFIX, END_ONLY, NOTHING, RESTORE_POINTS, candidate, checkpoint
 
 NEWER = CheckpointId(99)

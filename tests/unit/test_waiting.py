@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.core.model import Candidate, ExpectedState, Prompt, Rule, RuleKind, SlotId
+from proxy.core.model import Candidate, ExpectedState, Prompt, Rule, RuleKind, SlotId, usable_tokens
 from proxy.core.plan import WORTH_WAITING_SHARE, WORTH_WAITING_TOKENS, expected_tokens, plan_request
-from proxy.core.rule import usable_tokens
 from proxy.core.slots import Content, Empty, Known, Slot
 from proxy.core.tokens import TokenIds
 from tests.unit.builders import (
