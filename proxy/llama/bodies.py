@@ -184,6 +184,18 @@ def pin(body: GenerationBody, slot_id: SlotId, *, reuses: bool = True) -> bytes:
     return body.raw[:start] + spliced + body.raw[start:]
 
 
+def asked_comparison(route: Route, body: GenerationBody) -> tuple[bool, str]:
+    """Return whether a request asks for cache diagnostics, and the id of the answer to compare with.
+
+    Without that id it is the first of its conversation.
+    """
+    if route is Route.MESSAGES:
+        asked = body.fields.get("diagnostics")
+        return isinstance(asked, dict), text_of(asked, "previous_message_id")
+    named = text_of(body.fields.get("prompt_cache_options"), "comparison_response_id")
+    return route is Route.RESPONSES and bool(named), named
+
+
 def without_reuse(body: GenerationBody) -> bytes:
     """Return the body with `cache_prompt` off."""
     return msgspec.json.encode({**body.fields, "cache_prompt": False})

@@ -84,7 +84,7 @@ class CachedRequest:
                 self._keep_most_useful(look_up(process, self._prompt)[0])
         with self._kept, await process.queue.lease(self._choose, may_be_passed=True) as self._lease:
             self._account = Account(self._lease.reason, self._prompt.n_tokens)
-            self._request.account = self._account
+            self._request.account, self._request.foresee = self._account, self._foresee
             process.slots[self._plan.slot_id].destined = self._prompt.tokens
             if not self._extended:
                 self._note_planned()
@@ -175,6 +175,12 @@ class CachedRequest:
             self._inquiry.note_planned()
         except Exception as error:  # only an explanation would be the poorer
             self._process.faults.record("explain", error)
+
+    def _foresee(self) -> Cause:
+        """Return the cause that the reply will show if it confirms the plan."""
+        if self._extended:
+            return Cause.HIT
+        return self._inquiry.foresee(self._account, self._request.id).cause
 
     # The slot is brought to where the plan wants it.
 

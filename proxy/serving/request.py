@@ -49,6 +49,10 @@ def do_nothing() -> None:
     """Do nothing when llama-server starts a request."""
 
 
+def _not_looked_up() -> Cause:
+    return Cause.NOT_LOOKED_UP
+
+
 @dataclass(eq=False, kw_only=True)
 class Request:
     """A client's request on a generation route, from its arrival until its answer is whole.
@@ -67,6 +71,7 @@ class Request:
     holds, that is in `extends`, and `prompt` has these tokens until the real one has been read. One that
     `is_brief` is too short to be looked up. The request joined its first queue at `queued_at` of the
     monotonic clock, 0 if it has joined none yet, and its answer was whole at `answered_at`.
+    `foresee` returns why no more will be reused than planned.
     """
 
     path: str
@@ -97,6 +102,7 @@ class Request:
     account: "Account | None" = None
     answer: Answer | None = None
     answered_at: float = 0.0
+    foresee: Callable[[], Cause] = _not_looked_up
     _received: tuple[bytes, GenerationBody | None] = (b"", None)
 
     def receive(self, raw: bytes) -> "Request":
@@ -111,7 +117,7 @@ class Request:
         """Begin anew with the body that the client sent, at the llama-server of that name."""
         (self.raw, self.body), self.server = self._received, server
         self.rewrites, self.chat, self.prompt, self.why, self.account = (), None, None, None, None
-        self.answered_at = 0.0
+        self.answered_at, self.foresee = 0.0, _not_looked_up
         self.conversation, self.extends, self.is_brief = None, None, False
 
     def rewrite(self, fields: dict[str, Any], *names: str) -> None:

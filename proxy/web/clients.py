@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import xxhash
 from aiohttp import HttpVersion11, web
@@ -174,6 +175,7 @@ class Front:
             has_token=lambda: exchange.has_token,
             model=model,
         )
+        exchange.tell = partial(self.report.told, request)
         try:
             body = await self._read_body(exchange.client)
             with self._counted(), self.report.in_flight(request):
