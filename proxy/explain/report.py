@@ -99,12 +99,14 @@ NOT_JUDGED = Judgement()
 class Told(NamedTuple):
     """What a client is told beside an answer: a header, and the diagnostics that it has asked for.
 
-    `on_id` is to be called with what llama-server calls the answer, if that may be asked about later.
+    `on_id` is to be called with what llama-server calls the answer, if that may be asked about later. The
+    answer of a request that `warms` is empty.
     """
 
     header: str = ""
     diagnose: Diagnose | None = None
     on_id: Callable[[str], object] | None = None
+    warms: str = ""
 
 
 NOTHING_TOLD = Told()
@@ -397,6 +399,8 @@ def judge(
     """
     n_known, n_reused, plan = _n_known(served, past), served.n_reused or 0, served.plan
     n_unused = n_known - n_reused
+    if plan.why is Why.NOT_WANTED:
+        return Judgement(Cause.NOT_LOOKED_UP)
     if served.failure is not None:
         n_expected = max(n_known, plan.start.n_reused)
         return Judgement(served.failure, max(0, n_expected - n_reused))
@@ -463,10 +467,10 @@ class Report:
     def told(self, request: "Request") -> Told:
         """Return what a client is told beside its answer, which begins now; no fault here keeps it back."""
         try:
-            return Told(_cache_header(request), *self._comparison(request))
+            return Told(_cache_header(request), *self._comparison(request), request.warms)
         except Exception as error:
             self._log.warning("explain failed", id=request.id, reason=repr(error))
-            return NOTHING_TOLD
+            return Told(warms=request.warms)
 
     def _comparison(
         self, request: "Request"

@@ -239,6 +239,35 @@ Diagnose = Callable[[int], Any]
 """Returns the diagnostics of an answer that reused so many tokens."""
 
 
+def empty_answer(path: str, body: bytes, *, as_stream: bool) -> bytes:
+    """Return the answer to a request that only warms: as llama-server's, but nothing was generated."""
+    whole = object_in(body)
+    if whole is None:
+        return body
+    whole["usage"] = {**member(whole, "usage", {}), "output_tokens": 0}
+    if is_anthropic(path):
+        whole |= {"content": [], "stop_reason": "max_tokens"}
+        begun = {**whole, "stop_reason": None}
+        end: Json = {"delta": {"stop_reason": "max_tokens", "stop_sequence": None}}
+        events = {
+            "message_start": {"message": begun},
+            "message_delta": {**end, "usage": {"output_tokens": 0}},
+            "message_stop": {},
+        }
+    else:
+        whole["usage"]["total_tokens"] = whole["usage"].get("input_tokens", 0)
+        whole |= {"output": [], "status": "completed"}
+        begun = {**whole, "status": "in_progress", "usage": None}
+        events = {
+            "response.created": {"response": begun, "sequence_number": 0},
+            "response.completed": {"response": whole, "sequence_number": 1},
+        }
+    if not as_stream:
+        return msgspec.json.encode(whole)
+    told = ((kind, msgspec.json.encode({"type": kind, **event})) for kind, event in events.items())
+    return b"".join(b"event: %b\ndata: %b\n\n" % (kind.encode(), data) for kind, data in told)
+
+
 class TrueUsage:
     """Corrects one answer; *n_found* tokens were there before the proxy evaluated any for it.
 

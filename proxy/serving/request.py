@@ -4,7 +4,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -15,8 +15,10 @@ from proxy.core.rates import Rates
 from proxy.core.slots import Known
 from proxy.explain.causes import Cause
 from proxy.llama.answers import CallMade
-from proxy.llama.bodies import GenerationBody, parse_body
+from proxy.llama.bodies import GenerationBody, cache_wishes, only_to_warm, parse_body
 from proxy.llama.client import LlamaServer, Timings
+
+NO_STORE, NO_READ = "no_store", "no_read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,9 @@ class Request:
     `withdraw` ends a `relay` of which the client has no token yet: that raises ServerAway then.
     `headers` are those with the client's API key, `tenant` a digest of that key, empty without one.
     `model` is what the client calls the model, `session` its session, `client` itself; each empty if the
-    client does not say. `has_token` tells whether a token of the answer has come. `arrived_at` is of the
+    client does not say. `asked_cache` is its header X-Prefix-Cache, `wishes` are no_store and no_read.
+    A request that `warms` wants its prompt evaluated and saved, and an empty answer: whole, or as a stream.
+    `has_token` tells whether a token of the answer has come. `arrived_at` is of the
     monotonic clock, `at` in seconds since 1970. `raw` is the body as it is to be sent, `body` the same
     decoded, None if it is no JSON object.
 
@@ -83,6 +87,9 @@ class Request:
     session: str = ""
     client: str = ""
     model: str = ""
+    asked_cache: str = ""
+    wishes: frozenset[str] = frozenset()
+    warms: Literal["", "whole", "stream"] = ""
     has_token: Callable[[], bool] = bool
     id: str = field(default_factory=lambda: secrets.token_hex(4))
     arrived_at: float = field(default_factory=time.monotonic)
@@ -108,9 +115,15 @@ class Request:
     def receive(self, raw: bytes) -> "Request":
         """Take the body that the client sent, which is decoded here and nowhere else; return this
         request."""
-        self._received = raw, parse_body(raw)
+        body = parse_body(raw)
+        if body and (warming := only_to_warm(self.route, body)):
+            self.warms = "stream" if body.wants_stream else "whole"
+            raw, body = warming, parse_body(warming)
+        self._received = raw, body
         self.begin("")
-        self.model = self.model or (self.body.named_model if self.body else "")
+        self.wishes = cache_wishes(body, self.asked_cache)
+        self.model = self.model or (body.named_model if body else "")
+        self.session = self.session or (body.session if body else "")
         return self
 
     def begin(self, server: str) -> None:

@@ -171,6 +171,7 @@ class Front:
             withdraw=exchange.withdraw,
             tenant=tenant_of(keys, self.secret),
             session=_session_of(headers),
+            asked_cache=headers.get("X-Prefix-Cache", ""),
             client=client_name(headers.get("User-Agent", "")),
             has_token=lambda: exchange.has_token,
             model=model,

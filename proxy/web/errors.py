@@ -14,7 +14,7 @@ from aiohttp import web
 from proxy.core.messages import Route
 from proxy.errors import ProxyError
 from proxy.explain.report import Told
-from proxy.llama.answers import MAX_BUFFERED_BYTES, Diagnose, TrueUsage
+from proxy.llama.answers import MAX_BUFFERED_BYTES, Diagnose, TrueUsage, empty_answer
 from proxy.llama.routes import generation_route, is_anthropic
 
 HOP = "llama-prefix-cache"
@@ -181,6 +181,9 @@ def edits_of(
     is_small = int(headers.get("Content-Length", MAX_BUFFERED_BYTES + 1)) <= MAX_BUFFERED_BYTES
     if is_small and content_type.startswith("application/json"):
         edit = edit_of_answer(path, answer.status, n_found, told.diagnose)
+        if told.warms:
+            is_stream, true = told.warms == "stream", edit or _as_it_is
+            return None, lambda body: empty_answer(path, true(body), as_stream=is_stream)
         # Read whole: its id is noted before the client has it.
         return None, edit or (_as_it_is if told.on_id else None)
     return None, None

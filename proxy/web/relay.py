@@ -226,6 +226,8 @@ class Exchange:
         client, answer, headers = self.client, self._answer, end_to_end(self._answer.headers)
         if self._told.header:
             headers["X-Prefix-Cache"] = self._told.header
+        if self._told.warms == "stream":
+            headers["Content-Type"] = "text/event-stream"
         if edited is not None:
             headers["Content-Length"] = str(len(edited[1]))
         response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)
