@@ -27,7 +27,7 @@ from proxy.serving.cached import CachedRequest
 from proxy.serving.placement import SimilarRequest, UncachedRequest
 from proxy.serving.process import Process
 from proxy.serving.queue import replaced
-from proxy.serving.request import Request
+from proxy.serving.request import NO_READ, Request
 from proxy.serving.rewriting import Overflow, Stabilizing
 from proxy.store.known_models import known_tenants, tenants_name
 from proxy.tasks import Turn
@@ -77,6 +77,8 @@ class Cache:
         Such a chat takes a slot only where nothing is lost for it.
         """
         n_bytes, rates = len(request.raw), process.rates
+        if request.wishes or request.warms:
+            return False
         if n_bytes > _MAX_BRIEF_BYTES or not honours_id_slot(request.route):
             return False
         seconds = rates.evaluation_seconds(0, n_bytes // _BYTES_PER_TOKEN)
@@ -90,6 +92,8 @@ class Cache:
     async def _extends(self, process: Process, request: Request) -> bool:
         """Return whether a request plainly goes on with what a slot holds, and note with what."""
         if not self._understand(process, request) or not (conversation := request.conversation):
+            return False
+        if NO_READ in request.wishes:
             return False
         # The slot's last answer is whole; what the slot holds will be known sooner than our prompt.
         ending = [t for digests, t in process.settling if conversation.n_behind(digests)]
