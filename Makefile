@@ -94,7 +94,7 @@ test: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus chromium
 test-long: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus chromium
 	$(BIN)/python -m pytest -n 4 --dist worksteal --hypothesis-profile=long -m ""
 
-# The real Claude Code and OpenCode, pinned in tests/clients/package.json; npm is only needed to fetch them.
+# The real clients, pinned in tests/clients/package.json; npm is only needed to fetch them.
 test-clients: $(SETUP) llama-server models $(CLIENTS)
 	$(BIN)/python -m pytest tests/clients -s
 $(CLIENTS): tests/clients/package.json

@@ -207,8 +207,8 @@ class DegradationKind(StrEnum):
     )
     SEVERAL_API_KEYS = (
         "several API keys",
-        "Several of the API keys that llama-server asks for are in use. Its RAM cache, which cannot be "
-        "seen from here, would share prompts between them.",
+        "Several API keys or salts are in use. llama-server's RAM cache, which cannot be seen from here, "
+        "would share prompts between them.",
         "Start llama-server by `run`, which turns that cache off, or with --cache-ram 0; or set "
         "share_between_api_keys if they are one household. Without `run` the notice stays: nothing tells.",
         State.CACHING,

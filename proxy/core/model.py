@@ -463,18 +463,35 @@ def is_same_canary(left: Sequence[tuple[int, float]], right: Sequence[tuple[int,
 _SECRET_ID_BYTES = 4
 UNKEYED_BYTES = 16
 """The length of the tenants of older versions: digests that anybody could make of a guessed key."""
+_NO_KEY = bytes(_SECRET_ID_BYTES + 16)
+"""What a salted tenant without an API key begins with."""
 
 
 def keyed_tenant(secret: bytes, digest: bytes) -> bytes:
     """Return what a directory calls the tenant whose API key has a *digest*, and which secret made it."""
-    secret_id = blake2b(key=secret, digest_size=_SECRET_ID_BYTES).digest()
-    return secret_id + blake2b(digest, key=secret, digest_size=16).digest()
+    return _keyed_name(secret, digest, b"")
+
+
+def salted_tenant(secret: bytes, tenant: bytes, salt: str) -> bytes:
+    """Return a tenant split further by the `cache_salt` of a request: two names, the key's first."""
+    name = _keyed_name(secret, salt.encode(errors="surrogatepass"), b"cache_salt")
+    return (tenant or _NO_KEY) + name
+
+
+def tenant_without_key(tenant: bytes) -> bytes:
+    """Return a tenant as it is where API keys make no difference: only its salt does."""
+    return _NO_KEY + salt if (salt := tenant[len(_NO_KEY) :]) else b""
 
 
 def is_of_other_secret(secret: bytes, tenant: bytes) -> bool:
     """Return whether a tenant was named with the secret of another directory."""
     ours = keyed_tenant(secret, b"")[:_SECRET_ID_BYTES]
-    return len(tenant) > UNKEYED_BYTES and not tenant.startswith(ours)
+    return len(tenant) > UNKEYED_BYTES and not tenant[-len(_NO_KEY) :].startswith(ours)
+
+
+def _keyed_name(secret: bytes, text: bytes, purpose: bytes) -> bytes:
+    secret_id = blake2b(key=secret, digest_size=_SECRET_ID_BYTES).digest()
+    return secret_id + blake2b(text, key=secret, person=purpose, digest_size=16).digest()
 
 
 def tenant_namespace(model_namespace: Namespace | None, tenant: bytes) -> Namespace:

@@ -129,6 +129,7 @@ class Why(StrEnum):
     NOTHING_RESTORABLE = "no free slot holds a usable prefix, and nothing can be restored"
     NOTHING_WORTH_IT = "evaluating is cheaper than any restore"
     NOTHING_DISPLACED = "going on in a live slot would displace more than it saves"
+    NOT_WANTED = "the client asks for no_read"
     TOO_LONG = "llama-server will refuse it: it is as long as a slot's context, or longer"
 
 

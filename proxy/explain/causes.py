@@ -114,8 +114,8 @@ slot lost by a restart: The slot that held it was lost when llama-server restart
 state not kept: Another request took the slot, and its state was not worth a file, or could not be
     written.
     -> Look at /health (saves fail, no room, write budget); more slots (-np) keep more conversations.
-known under another API key: A state of another API key begins with this prompt; states are not shared
-    between keys.
+known under another API key: A state of another API key or salt begins with this prompt; states are
+    not shared between these.
     -> If both are of one household, set `share_between_api_keys: true`. What `warm` is to keep for
     clients, it must be given their key for (`--api-key`).
 slot in use: The state lies in a slot that another request was using.

@@ -7,25 +7,38 @@ the last requests, in memory only.
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime
 from enum import StrEnum
+from functools import partial
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import xxhash
 
+from proxy.core.messages import Route
 from proxy.core.model import Outcome, Prompt, Rule, RuleKind, Title
 from proxy.core.plan import Plan, Why
-from proxy.core.tokens import Namespace, TokenIds
+from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.errors import ProxyError, ServerAway, TooManyRequests
 from proxy.explain.causes import MEANINGS, Cause, PromptPart
 from proxy.explain.compare import Divergence, Rendering, find_change
 from proxy.explain.known import SLACK_TOKENS, KnownPrompt, KnownPrompts, Loss, Match
-from proxy.explain.sketch import goes_on, words_of
+from proxy.explain.sketch import (
+    Compared,
+    Named,
+    anthropic_diagnostics,
+    changes,
+    goes_on,
+    named,
+    openai_diagnostics,
+    share_in_common,
+    sketch_of,
+    words_of,
+)
 from proxy.explain.views import (
     Explanation,
     History,
@@ -35,7 +48,8 @@ from proxy.explain.views import (
     api_name,
     in_words,
 )
-from proxy.llama.bodies import GenerationBody
+from proxy.llama.answers import Diagnose
+from proxy.llama.bodies import GenerationBody, asked_comparison
 from proxy.log import get_logger
 from proxy.metrics import Metrics
 from proxy.store.store import CheckpointStore
@@ -46,10 +60,11 @@ if TYPE_CHECKING:
 
 TOKENIZED_OTHERWISE = "requests of this shape are tokenized differently"
 MAX_REQUESTS, MAX_MISSES = 2000, 500
-MAX_PROMPTS = 500
+MAX_PROMPTS = MAX_NAMED = 500
 MAX_PROMPT_BYTES = 48 << 20
 LAST, MISS = "last", "miss"
 _N_DIGITS = 8
+_BYTES_PER_TOKEN = 4
 UNANSWERED = "unanswered"
 _CHEAPER = (Why.NOTHING_WORTH_IT, Why.LIVE_CHEAPER, Why.RESTORE_SHORTER, Why.NOTHING_DISPLACED)
 
@@ -81,6 +96,22 @@ class Judgement(msgspec.Struct, frozen=True):
 NOT_JUDGED = Judgement()
 
 
+class Told(NamedTuple):
+    """What a client is told beside an answer: a header, and the diagnostics that it has asked for.
+
+    `on_id` is to be called with what llama-server calls the answer, if that may be asked about later. The
+    answer of a request that `warms` is empty.
+    """
+
+    header: str = ""
+    diagnose: Diagnose | None = None
+    on_id: Callable[[str], object] | None = None
+    warms: str = ""
+
+
+NOTHING_TOLD = Told()
+
+
 def sums_at(today: Today, now: float) -> Today:
     """Return the sums of the day that *now* lies in, in local time; those of a new day start at zero."""
     day = date.fromtimestamp(now)
@@ -103,6 +134,8 @@ class Journal:
         self.prompts = KnownPrompts(MAX_PROMPT_BYTES, 0 if keep is Keep.NONE else MAX_PROMPTS)
         self.past = History(today=Today(since=time.time()))
         self.in_flight: dict[str, Request] = {}
+        self._named: OrderedDict[tuple[bytes, str], Named] = OrderedDict()
+        """By the client's key, and by llama-server's id of the answer."""
         self.n_recorded = 0
         """How many requests have ended since the proxy was started: it tells whether there is news."""
 
@@ -145,6 +178,29 @@ class Journal:
         if tokens is not None:
             self.prompts.note_loss(namespace, tokens, cause)
 
+    def note_named(self, tenant: bytes, new: Named, message_id: str) -> None:
+        """Keep what a request is compared by, under llama-server's id of its answer."""
+        self._named[tenant, message_id] = new
+        if len(self._named) > MAX_NAMED:
+            self._named.popitem(last=False)
+
+    def compare(
+        self, tenant: bytes, message_id: str, new: Named, prompt: Prompt | None
+    ) -> Compared | None:
+        """Return a request beside the one that had the answer of this id; None if that is not known."""
+        if (old := self._named.get((tenant, message_id))) is None:
+            return None
+        changed = frozenset(changes(new, old))
+        known, explanation = self.prompts.find(old.request_id), self.explain(old.request_id)
+        sizes_bytes = sum(old.sketch.sizes) if old.sketch else 0
+        n_known = explanation and explanation.request.n_prompt or sizes_bytes // _BYTES_PER_TOKEN
+        if known is not None and prompt is not None:
+            is_same = known.namespace == prompt.namespace
+            n_common = common_prefix_length(known.tokens, prompt.tokens) if is_same else 0
+            return Compared(changed, n_known, min(n_known, n_common))
+        share = share_in_common(new.sketch, old.sketch) if new.sketch and old.sketch else 0.0
+        return Compared(changed, n_known, int(share * n_known))
+
     def latest(
         self, limit: int, *, conversation: str = "", client: str = "", only_misses: bool = False
     ) -> list[RequestRecord]:
@@ -182,6 +238,14 @@ class Journal:
         return chain(reversed(self._explanations.values()), reversed(self._misses))
 
 
+class _Found(NamedTuple):
+    """What is found out about a request: its prompt as it is to be kept, and the two known ones nearest."""
+
+    judgement: Judgement
+    new: KnownPrompt
+    matches: tuple[Match | None, Match | None]
+
+
 @dataclass
 class Inquiry:
     """Finds out why one request reused no more; *body* is in the chat form if it has messages.
@@ -197,16 +261,40 @@ class Inquiry:
     _store: CheckpointStore | None = None
     _known: list[KnownPrompt] = field(default_factory=list)
     _planned_at: float = field(default_factory=time.monotonic)
+    _found: "tuple[tuple[object, ...], _Found] | None" = None
 
     def note_planned(self) -> None:
         """Note which prompts are known now."""
         self._planned_at = time.monotonic()
         self._known = self._journal.prompts.newest()
 
+    def foresee(self, account: "Account", request_id: str) -> Judgement:
+        """Return the judgement on a request of which no more is known than its plan."""
+        if account.n_reused is None:
+            account = replace(account, n_reused=account.plan.start.n_reused)
+        return self._find(account, request_id).judgement
+
     def judge(self, account: "Account", request_id: str) -> Judgement:
         """Return why no more was reused, once that is known; the prompt is known from now on."""
         if account.n_reused is None:
             return NOT_JUDGED
+        known, (judgement, new, matches) = (self._journal.prompts, self._find(account, request_id))
+        if account.failure is not Cause.TOKENIZED_OTHERWISE:
+            if self._journal.keep is not Keep.TEXT:
+                new.rendering.reduce()
+            known.add(new, matches)
+        return msgspec.structs.replace(
+            judgement, nearest=self._nearest(matches[1], account.plan.n_shared)
+        )
+
+    def _find(self, account: "Account", request_id: str) -> "_Found":
+        """Return what is found out; once, if all goes as planned."""
+        facts = account.plan, account.n_reused, account.failure
+        if self._found is None or self._found[0] != facts:
+            self._found = facts, self._look(account, request_id)
+        return self._found[1]
+
+    def _look(self, account: "Account", request_id: str) -> "_Found":
         prompt, known, plan = self._prompt, self._journal.prompts, account.plan
         is_text_kept = self._journal.keep is Keep.TEXT
         rendering = Rendering(self._body.fields, prompt.text if is_text_kept else "")
@@ -214,19 +302,16 @@ class Inquiry:
         new = KnownPrompt(prompt.namespace, prompt.tokens, rendering, slot, now, (request_id,))
         is_plain = account.failure is None and not account.n_restored
         last: Match | None = None
-        if is_plain and plan.n_shared <= account.n_reused + SLACK_TOKENS:
-            last = known.continued(new, account.n_reused)
+        n_reused = account.n_reused or 0
+        if is_plain and plan.n_shared <= n_reused + SLACK_TOKENS:
+            last = known.continued(new, n_reused)
         nearest, compared = last, last
         if last is not None:
             judgement = Judgement(Cause.HIT)
         else:
             nearest, compared = known.matches(new, self._known, self._planned_at)
             judgement = self._compare(new, nearest, compared, account)
-        if account.failure is not Cause.TOKENIZED_OTHERWISE:
-            if not is_text_kept:
-                rendering.reduce()
-            known.add(new, (nearest, compared))
-        return msgspec.structs.replace(judgement, nearest=self._nearest(compared, plan.n_shared))
+        return _Found(judgement, new, (nearest, compared))
 
     def _compare(
         self, new: KnownPrompt, nearest: Match | None, compared: Match | None, account: "Account"
@@ -314,6 +399,8 @@ def judge(
     """
     n_known, n_reused, plan = _n_known(served, past), served.n_reused or 0, served.plan
     n_unused = n_known - n_reused
+    if plan.why is Why.NOT_WANTED:
+        return Judgement(Cause.NOT_LOOKED_UP)
     if served.failure is not None:
         n_expected = max(n_known, plan.start.n_reused)
         return Judgement(served.failure, max(0, n_expected - n_reused))
@@ -376,6 +463,34 @@ class Report:
             yield
         finally:
             del self._journal.in_flight[request.id]
+
+    def told(self, request: "Request") -> Told:
+        """Return what a client is told beside its answer, which begins now; no fault here keeps it back."""
+        try:
+            return Told(_cache_header(request), *self._comparison(request), request.warms)
+        except Exception as error:
+            self._log.warning("explain failed", id=request.id, reason=repr(error))
+            return Told(warms=request.warms)
+
+    def _comparison(
+        self, request: "Request"
+    ) -> tuple[Diagnose | None, Callable[[str], object] | None]:
+        """Return how a request differs from the one that it names, and how it is kept to be named."""
+        body, route, journal = request.body, request.route, self._journal
+        is_asked, message_id = asked_comparison(route, body) if body else (False, "")
+        if body is None or not (is_asked or route is Route.RESPONSES):
+            return None, None
+        new = named(
+            request.id, body.fields, sketch_of(request.chat.fields) if request.chat else None
+        )
+        on_id = partial(journal.note_named, request.tenant, new)
+        if not message_id:
+            return (lambda _: None) if is_asked else None, on_id
+        compared = journal.compare(request.tenant, message_id, new, request.prompt)
+        if route is Route.RESPONSES:
+            return partial(openai_diagnostics, compared), on_id
+        told = anthropic_diagnostics(compared)
+        return lambda _: told, on_id
 
     def answered(self, request: "Request", judgement: Judgement) -> None:
         """Report a request that was looked up, once its answer was relayed."""
@@ -463,6 +578,17 @@ class Report:
             "model": request.model,
             "conversation": xxhash.xxh3_64_hexdigest(tells_apart)[:_N_DIGITS],
         }
+
+
+def _cache_header(request: "Request") -> str:
+    """Return the value of X-Prefix-Cache: what is planned, for llama-server's own counts come later."""
+    cause = f"cause={request.foresee().replace(' ', '-')}"
+    if (account := request.account) is None:
+        return cause
+    start = account.plan.start
+    n_reused = start.n_reused if account.n_reused is None else account.n_reused
+    n_evaluated = "" if request.extends else f"evaluated={account.n_prompt - n_reused} "
+    return f"reused={n_reused} {n_evaluated}{cause}"
 
 
 def _line(record: RequestRecord) -> dict[str, object]:

@@ -1,9 +1,9 @@
-"""What a chat request is made of, in digests: its tools and its messages."""
+"""What a chat request is made of, in digests: its tools and its messages; and how two differ."""
 
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import xxhash
@@ -33,7 +33,8 @@ class Sketch:
 
     `roles` has a letter for each message: s, u, a or t for system, user, assistant or tool, and A for an
     answer so long that hardly two conversations have it. A prompt without messages has an empty sketch.
-    `n_system_chars` is the length of the leading system message's text.
+    `n_system_chars` is the length of the leading system message's text, `sizes` those of the tools and then
+    of the messages, about in bytes.
     """
 
     names: Digests
@@ -41,6 +42,7 @@ class Sketch:
     roles: str
     messages: Digests
     n_system_chars: int = 0
+    sizes: tuple[int, ...] = ()
 
     @property
     def n_leading_system(self) -> int:
@@ -94,6 +96,16 @@ def first_difference(new: Sketch, old: Sketch) -> int | None:
     return next((i for i in range(n_both) if new.messages[i] != old.messages[i]), None)
 
 
+def share_in_common(new: Sketch, old: Sketch) -> float:
+    """Return about how much of an older prompt stands before the first difference; tools come first."""
+    if new.tools != old.tools:
+        return 0.0
+    n_both = min(len(new.messages), len(old.messages))
+    message = first_difference(new, old)
+    n_same = len(old.tools) + (n_both if message is None else message)
+    return sum(old.sizes[:n_same]) / max(1, sum(old.sizes))
+
+
 def is_truncated(new: Sketch, old: Sketch, message: int) -> bool:
     """Return whether later messages of *old* stand in *new* at *message*, or soon behind it.
 
@@ -114,18 +126,19 @@ def sketch_of(fields: dict[str, Any]) -> Sketch:
     tools = list_of(fields.get("tools")) if messages else []
     names = [text_of(member(tool, "function", {}), "name") for tool in tools]
     leading = messages[0] if messages and is_system(messages[0]) else {}
-    parts = [_part(message) for message in messages]
+    parts, encoded = [_part(message) for message in messages], list(map(msgspec.json.encode, tools))
     return Sketch(
         digests([xxhash.xxh3_64_intdigest(name.encode()) for name in names]),
-        digests([xxhash.xxh3_64_intdigest(msgspec.json.encode(tool)) for tool in tools]),
-        "".join(letter for letter, _ in parts),
-        digests([digest for _, digest in parts]),
+        digests(list(map(xxhash.xxh3_64_intdigest, encoded))),
+        "".join(letter for letter, _, _ in parts),
+        digests([digest for _, digest, _ in parts]),
         sum(len(piece) for piece in _texts(leading.get("content"))),
+        (*map(len, encoded), *(size for _, _, size in parts)),
     )
 
 
-def _part(message: dict[str, Any]) -> tuple[str, int]:
-    """Return the letter and the digest of a message."""
+def _part(message: dict[str, Any]) -> tuple[str, int, int]:
+    """Return the letter, the digest and the size of a message."""
     role, content = text_of(message, "role"), message.get("content")
     if len(message) == 2 and role in _SEEDS and isinstance(content, str):
         # Most messages are no more than that, and to encode them would take as long as all the rest.
@@ -134,7 +147,7 @@ def _part(message: dict[str, Any]) -> tuple[str, int]:
         encoded = msgspec.json.encode(message)
         size_bytes, digest = len(encoded), xxhash.xxh3_64_intdigest(encoded)
     letter = _LETTERS.get(role, "u")
-    return "A" if letter == "a" and size_bytes > _LONG_BYTES else letter, digest
+    return "A" if letter == "a" and size_bytes > _LONG_BYTES else letter, digest, size_bytes
 
 
 def words_of(fields: dict[str, Any]) -> str:
@@ -165,3 +178,121 @@ def _texts(content: Any) -> Iterator[str]:
     parts = list_of(content)
     texts = [content] if isinstance(content, str) else [text_of(part, "text") for part in parts]
     yield from (text.strip() for text in texts if text.strip())
+
+
+# How a request differs from an earlier one that its client names, told as the hosted APIs tell it.
+
+
+class Named(NamedTuple):
+    """A request that its client may name later: what it said of `_SAID`, and its sketch if it was read."""
+
+    request_id: str
+    said: tuple[Any, ...]
+    sketch: Sketch | None
+
+
+class Compared(NamedTuple):
+    """A request beside the one that it names: what was `changed`, and about how many tokens they share.
+
+    `n_known` are those of the named request's prompt.
+    """
+
+    changed: frozenset[str]
+    n_known: int
+    n_common: int
+
+
+_SAID = ("model", "speed", "prompt_cache_key", "service_tier", "text.format", "text.verbosity") + (
+    *("reasoning.effort", "tool_choice", "thinking", "output_config"),
+)
+"""What a body may say besides its tools and messages; none of it changes how a prompt is cached here."""
+_OF_PROMPT = frozenset(("tools", "system", "messages", "compacted"))
+_OTHER = dict.fromkeys(("tool_choice", "thinking", "output_config", "unread"), "unavailable")
+_ANTHROPIC = {
+    **{"model": "model_changed", "speed": "model_changed", "system": "system_changed"},
+    **{"tools": "tools_changed", "compacted": "messages_changed", "messages": "messages_changed"},
+    **_OTHER,
+}
+_OPENAI = {
+    **{"model": "model_changed", "prompt_cache_key": "prompt_cache_key_changed"},
+    **{"tools": "tools_changed", "text.format": "text_format_changed"},
+    **{"reasoning.effort": "reasoning_effort_changed", "text.verbosity": "verbosity_changed"},
+    **{"compacted": "context_compacted", "system": "input_changed", "messages": "input_changed"},
+    **{"service_tier": "service_tier_changed"},
+    **_OTHER,
+}
+"""What the APIs call a change; of several the first one in these tables counts."""
+_END_TOKENS, _SLACK_TOKENS = 4, 64
+"""So many tokens at a known prompt's end may be evaluated again though all of it counts as reused: its
+generation prompt, and under an equal conversation the reasoning that the template drops."""
+
+
+def named(request_id: str, fields: dict[str, Any], sketch: Sketch | None) -> Named:
+    """Return what is remembered of a request, by the *fields* of the client's body."""
+    return Named(request_id, tuple(_said(fields, path) for path in _SAID), sketch)
+
+
+def _said(fields: Any, path: str) -> Any:
+    for key in path.split("."):
+        fields = member(fields, key)
+    return fields if fields is None else xxhash.xxh3_64_intdigest(msgspec.json.encode(fields))
+
+
+def changes(new: Named, old: Named) -> Iterator[str]:
+    """Yield what has changed since an older request, by the names that the tables above begin with."""
+    yield from (name for name, a, b in zip(_SAID, new.said, old.said, strict=True) if a != b)
+    now, before = new.sketch, old.sketch
+    if now is None or before is None:
+        yield "unread"
+        return
+    if now.tools != before.tools:
+        yield "tools"
+    begin, began = now.n_leading_system, before.n_leading_system
+    if now.messages[:begin] != before.messages[:began]:
+        yield "system"
+    if any(map(int.__ne__, now.messages[begin:], before.messages[began:])):
+        yield "compacted" if is_compacted(now, before) else "messages"
+
+
+def is_compacted(new: Sketch, old: Sketch) -> bool:
+    """Return whether a conversation was made shorter: what came first has gone, or is summed up."""
+    begin, began = new.n_leading_system, old.n_leading_system
+    n_new, n_old = len(new.messages) - begin, len(old.messages) - began
+    if have_same_first_message(new, old):
+        return False
+    return is_truncated(new, old, begin) or (n_old >= 3 and 2 * n_new <= n_old)
+
+
+def anthropic_diagnostics(compared: Compared | None) -> dict[str, Any] | None:
+    """Return `diagnostics` of a Message; None compares with a request that is not known."""
+    if compared is None:
+        return {"cache_miss_reason": {"type": "previous_message_not_found"}}
+    kind = next((_ANTHROPIC[name] for name in _ANTHROPIC if name in compared.changed), None)
+    if kind is None:
+        return None
+    n_missed = compared.n_known - compared.n_common
+    told = {} if kind == "unavailable" else {"cache_missed_input_tokens": n_missed}
+    return {"cache_miss_reason": {"type": kind, **told}}
+
+
+def openai_diagnostics(compared: Compared | None, n_cached: int) -> dict[str, Any]:
+    """Return `prompt_cache_diagnostics` of a Response that reused *n_cached* tokens.
+
+    What only the settings of a request change here is a miss only if tokens were evaluated again.
+    """
+    if compared is None:
+        return {"type": "comparison_response_not_found"}
+    changed, n_missed = compared.changed, compared.n_known - max(compared.n_common, n_cached)
+    is_of_prompt = not changed.isdisjoint(_OF_PROMPT)
+    n_evaluated = compared.n_known - n_cached
+    if n_evaluated <= (_END_TOKENS if is_of_prompt else _SLACK_TOKENS):
+        return {"type": "cache_hit"}
+    kind = next((_OPENAI[name] for name in _OPENAI if name in changed), "unavailable")
+    if kind == "unavailable":
+        return {"type": kind}
+    return {
+        "type": "cache_miss",
+        "reason": kind,
+        "cache_missed_tokens": max(0, n_missed if is_of_prompt else n_evaluated),
+        "comparison_reusable_tokens": compared.n_known,
+    }

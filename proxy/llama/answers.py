@@ -7,14 +7,14 @@ only OpenAI's usage.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
-from proxy.core.messages import Route, member, object_in
+from proxy.core.messages import Route, member, object_in, text_of
 from proxy.llama.client import Timings
 from proxy.llama.routes import is_anthropic
 
@@ -73,6 +73,7 @@ class AnswerReader:
         self._growing: dict[Any, list[str]] = {}
         """The id, the name and the parts of the arguments of calls of which more may follow."""
         self._has_ended = False
+        self._message_id = ""
         self.has_token = False
         """Whether a stream has brought its first token.
 
@@ -84,6 +85,12 @@ class AnswerReader:
     def is_complete(self) -> bool:
         """Whether llama-server has said all: the end of the stream, or a whole JSON object."""
         return self._has_ended if self._is_stream else self.timings() is not None
+
+    @property
+    def message_id(self) -> str:
+        """What llama-server calls its answer, once that has come; empty before."""
+        self._read_whole()
+        return self._message_id
 
     def feed(self, chunk: bytes) -> None:
         if len(self._buffer) + len(chunk) > MAX_BUFFERED_BYTES:
@@ -110,6 +117,7 @@ class AnswerReader:
     def _read_event(self, event: Json, data: bytes = b"") -> None:
         self._timings = _converted(event.get("timings"), Timings) or self._timings
         for carrier in (event, event.get("message"), event.get("response")):
+            self._message_id = self._message_id or text_of(carrier, "id")
             if usage := _converted(member(carrier, "usage"), _Usage):
                 self._usages.append(usage)
         is_last = event.get("stop") is True or event.get("type") in _LAST_EVENTS
@@ -216,46 +224,83 @@ def _complete(growing: list[str]) -> CallMade:
 
 
 # The usage that clients are shown, corrected: what the proxy evaluated at a stop just before is not
-# cached. All else of the answer, `timings` included, stays llama-server's byte for byte, and no total
-# is reduced. Quotes inside a JSON string are escaped, so that what a model says never looks like a
-# field; a tool call's input in a Messages answer that comes whole is no string, so there only what
-# follows the last "usage" counts.
+# cached. Beside it stand the diagnostics that a client has asked for. All else of the answer, `timings`
+# included, stays llama-server's byte for byte, and no total is reduced. Quotes inside a JSON string are
+# escaped, so that what a model says never looks like a field; a tool call's input in a Messages answer
+# that comes whole is no string, so there only what follows the last "usage" counts.
 
 
 _READ = re.compile(rb'"cache_read_input_tokens"\s*:\s*(\d+)')
 _CREATED = re.compile(rb'("cache_creation_input_tokens"\s*:\s*)(\d+)')
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*(\d+)')
+_LAST_RESPONSES = tuple(b'"%b"' % kind.encode() for kind in _LAST_EVENTS[1:])
+
+Diagnose = Callable[[int], Any]
+"""Returns the diagnostics of an answer that reused so many tokens."""
+
+
+def empty_answer(path: str, body: bytes, *, as_stream: bool) -> bytes:
+    """Return the answer to a request that only warms: as llama-server's, but nothing was generated."""
+    whole = object_in(body)
+    if whole is None:
+        return body
+    whole["usage"] = {**member(whole, "usage", {}), "output_tokens": 0}
+    if is_anthropic(path):
+        whole |= {"content": [], "stop_reason": "max_tokens"}
+        begun = {**whole, "stop_reason": None}
+        end: Json = {"delta": {"stop_reason": "max_tokens", "stop_sequence": None}}
+        events = {
+            "message_start": {"message": begun},
+            "message_delta": {**end, "usage": {"output_tokens": 0}},
+            "message_stop": {},
+        }
+    else:
+        whole["usage"]["total_tokens"] = whole["usage"].get("input_tokens", 0)
+        whole |= {"output": [], "status": "completed"}
+        begun = {**whole, "status": "in_progress", "usage": None}
+        events = {
+            "response.created": {"response": begun, "sequence_number": 0},
+            "response.completed": {"response": whole, "sequence_number": 1},
+        }
+    if not as_stream:
+        return msgspec.json.encode(whole)
+    told = ((kind, msgspec.json.encode({"type": kind, **event})) for kind, event in events.items())
+    return b"".join(b"event: %b\ndata: %b\n\n" % (kind.encode(), data) for kind, data in told)
 
 
 class TrueUsage:
     """Corrects one answer; *n_found* tokens were there before the proxy evaluated any for it.
 
-    None says that it evaluated none.
+    None says that it evaluated none. *diagnose* is there if the client has asked for it.
     """
 
-    def __init__(self, path: str, n_found: int | None) -> None:
+    def __init__(self, path: str, n_found: int | None, diagnose: Diagnose | None = None) -> None:
         self._is_anthropic = is_anthropic(path)
         self._n_found = n_found
+        self._diagnose = diagnose
 
     @property
     def is_needed(self) -> bool:
         """Whether an answer may need it; Anthropic's always says what is newly cached, if only 0."""
-        return self._is_anthropic or self._n_found is not None
+        return self._is_anthropic or self._n_found is not None or self._diagnose is not None
 
     def of_answer(self, body: bytes) -> bytes:
         """Return a JSON answer that came whole."""
         if not self._is_anthropic:
-            return self._openai(body)
+            return self._openai(body, b"{")
         start = body.rfind(b'"usage"')
-        return body if start < 0 else body[:start] + self._anthropic(body[start:])
+        edited = body if start < 0 else body[:start] + self._anthropic(body[start:])
+        return self._diagnosed(edited, b"{", 0)
 
     def of_line(self, line: bytes) -> bytes:
         """Return one line of a stream."""
         if not line.startswith(b"data:"):
             return line
         if not self._is_anthropic:
-            return self._openai(line)
-        return self._anthropic(line) if b'"message_start"' in line else line
+            return self._openai(line, b'"response":{' if _has_any(_LAST_RESPONSES, line) else b"")
+        if b'"message_start"' not in line:
+            return line
+        return self._diagnosed(self._anthropic(line), b'"message":{', 0)
 
     def _anthropic(self, data: bytes) -> bytes:
         found = _READ.search(data)
@@ -264,16 +309,30 @@ class TrueUsage:
         n_read, n_new = self._split(int(found[1]))
         usage = b'"cache_read_input_tokens":%d' % n_read
         if not _CREATED.search(data):
-            usage += b',"cache_creation_input_tokens":0'
+            usage += b',"cache_creation":{"ephemeral_5m_input_tokens":%d' % n_new
+            usage += b',"ephemeral_1h_input_tokens":0},"cache_creation_input_tokens":0'
         data = data[: found.start()] + usage + data[found.end() :]
         return _CREATED.sub(lambda m: m[1] + b"%d" % (int(m[2]) + n_new), data, count=1)
 
-    def _openai(self, data: bytes) -> bytes:
+    def _openai(self, data: bytes, opens: bytes) -> bytes:
         found = list(_CACHED.finditer(data))
         if not found:
             return data
-        n_read, _ = self._split(int(found[-1][1]))
-        return data[: found[-1].start(1)] + b"%d" % n_read + data[found[-1].end(1) :]
+        n_read, n_new = self._split(int(found[-1][1]))
+        told = b"%d" % n_read
+        if (n_new or self._diagnose) and b'"cache_write_tokens"' not in data:
+            told += b',"cache_write_tokens":%d' % n_new
+        data = data[: found[-1].start(1)] + told + data[found[-1].end(1) :]
+        return self._diagnosed(data, opens, n_read)
+
+    def _diagnosed(self, data: bytes, opens: bytes, n_read: int) -> bytes:
+        """Return an answer with its diagnostics behind what *opens* its message."""
+        if self._diagnose is None or not opens:
+            return data
+        head, opened, rest = data.partition(opens)
+        name = b"diagnostics" if self._is_anthropic else b"prompt_cache_diagnostics"
+        told = msgspec.json.encode(self._diagnose(n_read))
+        return b'%b%b"%b":%b,%b' % (head, opened, name, told, rest) if opened else data
 
     def _split(self, n_cached: int) -> tuple[int, int]:
         """Return how many of the cached tokens were there before, and how many are new."""

@@ -39,6 +39,9 @@ RENDERING_FIELDS = (
     "response_format",
     "json_schema",
 )
+_CACHE_KEYS = ("prompt_cache_key", "promptCacheKey")
+"""OpenAI's name for a session, and OpenCode's for other providers."""
+_LIMITS = {Route.MESSAGES: "max_tokens", Route.RESPONSES: "max_output_tokens"}
 _CONVERSIONS = {Route.MESSAGES: chat_of_messages, Route.RESPONSES: chat_of_responses}
 _CONVERTED_FIELDS = (
     "messages",
@@ -68,6 +71,11 @@ class GenerationBody:
     def named_model(self) -> str:
         """What the client calls the model, empty if it does not say."""
         return text_of(self.fields, "model")
+
+    @property
+    def session(self) -> str:
+        """What a client without a header for it calls its session by, empty if it does not say."""
+        return next(filter(None, (text_of(self.fields, name) for name in _CACHE_KEYS)), "")
 
     def shape(self, path: str) -> str:
         """Return what requests that are rendered alike have in common, for counting and disabling."""
@@ -182,6 +190,39 @@ def pin(body: GenerationBody, slot_id: SlotId, *, reuses: bool = True) -> bytes:
     start = body.raw.index(b"{") + 1
     spliced = msgspec.json.encode(owned)[1:-1] + (b"," if body.fields else b"")
     return body.raw[:start] + spliced + body.raw[start:]
+
+
+def asked_comparison(route: Route, body: GenerationBody) -> tuple[bool, str]:
+    """Return whether a request asks for cache diagnostics, and the id of the answer to compare with.
+
+    Without that id it is the first of its conversation.
+    """
+    if route is Route.MESSAGES:
+        asked = body.fields.get("diagnostics")
+        return isinstance(asked, dict), text_of(asked, "previous_message_id")
+    named = text_of(body.fields.get("prompt_cache_options"), "comparison_response_id")
+    return route is Route.RESPONSES and bool(named), named
+
+
+def cache_wishes(body: GenerationBody | None, header: str) -> frozenset[str]:
+    """Return what of no_store and no_read a client asks for: `cache` of the body, in LiteLLM's words too.
+
+    *header* is X-Prefix-Cache, for those who cannot change the body.
+    """
+    given = member(body.fields, "cache") if body else None
+    asked = [name for name, on in given.items() if on is True] if isinstance(given, dict) else []
+    words = {word.strip().lower().replace("-", "_") for word in [*asked, *header.split(",")]}
+    return frozenset({"no_cache": "no_read"}.get(word, word) for word in words)
+
+
+def only_to_warm(route: Route, body: GenerationBody) -> bytes | None:
+    """Return the request that evaluates a prompt for nobody, None if its client wants an answer."""
+    options = body.fields.get("prompt_cache_options")
+    is_free_of_answer = route is Route.MESSAGES and body.fields.get("max_tokens") == 0
+    if not (is_free_of_answer or (route is Route.RESPONSES and member(options, "prewarm") is True)):
+        return None
+    fields = {name: value for name, value in body.fields.items() if name not in _DROPPED}
+    return msgspec.json.encode({**fields, _LIMITS[route]: 1})
 
 
 def without_reuse(body: GenerationBody) -> bytes:

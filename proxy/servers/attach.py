@@ -110,6 +110,8 @@ async def attach(
         process.asks_for_key = await _asks_for_key(process.upstream)
         shares = settings.share_between_api_keys
         process.is_one_tenant = not process.asks_for_key if shares is None else shares
+        if process.is_one_tenant:
+            process.tenants.add(b"")
         if process.opened_store is None:
             raise CannotCache(DegradationKind.STORE_NOT_OPEN)
         if not process_id:
@@ -166,8 +168,8 @@ async def _identify(process: Process, props: Props) -> None:
     async with AsyncExitStack() as files:
         adopted = await _adopt_slots(process, files)
         await _examine(process, await _empty_slot(process, adopted), props)
-        if not process.is_one_tenant:
-            process.tenants = known_tenants(process.store.index, process.model_namespace)
+        known = known_tenants(process.store.index, process.model_namespace)
+        process.tenants |= {tenant for tenant in known if process.tenant_here(tenant) == tenant}
         process.sizes.extend(process.known(SIZES, list[StateSize]) or [])
         process.rates = process.known(RATES, Rates) or Rates()
         for slot_id, saved in adopted.items():

@@ -73,7 +73,8 @@ class Warming:
             tenant=tenant,
             model=upstream.target.model,
         )
-        return request.receive(tokens_request(wanted, upstream.target.model))
+        raw = tokens_request(wanted, upstream.target.model)
+        return request.receive(raw, self._shared.secret)
 
     def _owner(self, namespace: Namespace) -> tuple[LlamaServer, bytes]:
         """Return the llama-server that serves a namespace, and its tenant."""

@@ -11,7 +11,7 @@ from proxy.core.messages import Route
 from proxy.core.model import Prompt
 from proxy.core.residency import slot_to_extend
 from proxy.core.slots import Known, choose_slot_for_brief
-from proxy.errors import NotConvertible, UpstreamFault, UpstreamRefused, WillBeRefused
+from proxy.errors import NotConvertible, StoreFault, UpstreamFault, UpstreamRefused, WillBeRefused
 from proxy.explain.report import TOKENIZED_OTHERWISE
 from proxy.llama.bodies import (
     GenerationBody,
@@ -27,14 +27,17 @@ from proxy.serving.cached import CachedRequest
 from proxy.serving.placement import SimilarRequest, UncachedRequest
 from proxy.serving.process import Process
 from proxy.serving.queue import replaced
-from proxy.serving.request import Request
+from proxy.serving.request import NO_READ, Request
 from proxy.serving.rewriting import Overflow, Stabilizing
-from proxy.store.known_models import tenants_name
+from proxy.store.known_models import known_tenants, tenants_name
 from proxy.tasks import Turn
 
 _MAX_BRIEF_BYTES = 768
 """The body of a chat of some 100 tokens."""
 _BYTES_PER_TOKEN = 4
+_MAX_TENANTS = 4096
+"""A client may send a new salt with each request. States of tenants that are not noted do not outlive the
+index: their records name no owner."""
 _LOOKING_SECONDS = 0.05
 """What it takes to read a prompt, to plan, and to restore and save a small state."""
 _FAR_OVER_BYTES = 20
@@ -56,7 +59,7 @@ class Cache:
         Raises WillBeRefused, or ServerAway if llama-server was replaced.
         """
         request.begin(process.where)
-        await self._require_key(process, request)
+        await self._admit(process, request)
         await self._stabilizing.rewrite(process, request)
         if request.path in process.unsupported_paths:
             raise WillBeRefused("llama-server does not support it")
@@ -74,6 +77,8 @@ class Cache:
         Such a chat takes a slot only where nothing is lost for it.
         """
         n_bytes, rates = len(request.raw), process.rates
+        if request.wishes or request.warms:
+            return False
         if n_bytes > _MAX_BRIEF_BYTES or not honours_id_slot(request.route):
             return False
         seconds = rates.evaluation_seconds(0, n_bytes // _BYTES_PER_TOKEN)
@@ -81,14 +86,14 @@ class Cache:
             return False
         if not self._understand(process, request) or not (conversation := request.conversation):
             return False
-        if not process.is_one_tenant and request.tenant not in process.tenants:
-            return False  # reading its prompt notes whose it is
         namespace = process.tenant_namespace(request.tenant)
         return choose_slot_for_brief(process.slots, conversation, namespace) is not None
 
     async def _extends(self, process: Process, request: Request) -> bool:
         """Return whether a request plainly goes on with what a slot holds, and note with what."""
         if not self._understand(process, request) or not (conversation := request.conversation):
+            return False
+        if NO_READ in request.wishes:
             return False
         # The slot's last answer is whole; what the slot holds will be known sooner than our prompt.
         ending = [t for digests, t in process.settling if conversation.n_behind(digests)]
@@ -137,8 +142,7 @@ class Cache:
             return await self.read(process, request)
         if not await process.is_current():
             raise replaced()
-        if prompt is not None:
-            await self._note_tenant(process, request.tenant)
+        await self._note_tenant(process, request.tenant)
         request.server = process.where
 
     async def serve(self, process: Process, request: Request) -> None:
@@ -185,23 +189,22 @@ class Cache:
             process.taken_keys[_key_digest(request)] = True
         process.report.not_looked_up(request, str(why))
 
-    async def _require_key(self, process: Process, request: Request) -> None:
-        """Raise WillBeRefused if llama-server does not take the client's key.
+    async def _admit(self, process: Process, request: Request) -> None:
+        """Note whose request it is; raises WillBeRefused if llama-server does not take the client's key.
 
         Nothing else proves a key: a prompt of token ids is not tokenized, and a request without a key is
         tokenized with the proxy's own. Each key is asked about once: a process keeps the keys that it has.
         """
-        if not process.asks_for_key:
-            return
         taken, digest = process.taken_keys, _key_digest(request)
-        if digest not in taken:
+        if process.asks_for_key and digest not in taken:
             try:
                 taken[digest] = await process.upstream.takes_key(request.headers)
             except UpstreamFault:
                 return  # the next call finds out what is wrong with llama-server
-        if not taken.get(digest, True):
+        if process.asks_for_key and not taken.get(digest, True):
             given = "this API key is refused" if request.headers else "an API key is needed"
             raise WillBeRefused(f"llama-server says that {given}")
+        await self._note_tenant(process, request.tenant)
 
     async def _read_prompt(self, process: Process, request: Request) -> None:
         """Find what llama-server will evaluate; without a prompt `request.why` says why not."""
@@ -216,7 +219,6 @@ class Cache:
             prompt = await process.reader.read(
                 request.route, request.chat, request.headers, namespace, process.rule, process.n_ctx
             )
-            await self._note_tenant(process, request.tenant)
         except Exception as fault:
             if isinstance(fault, UpstreamRefused) and fault.status in (401, 403):
                 raise WillBeRefused("llama-server refuses the key") from fault
@@ -249,13 +251,19 @@ class Cache:
         return True
 
     async def _note_tenant(self, process: Process, tenant: bytes) -> None:
-        """Note whose key llama-server has taken."""
-        is_new = not process.is_one_tenant and tenant not in process.tenants
-        if process.can_cache and is_new:
-            process.tenants.add(tenant)
-            name = tenants_name(process.model_namespace)
-            await process.store.put_value(name, sorted(process.tenants))
-            process.note_tenants()
+        """Note a tenant whose key llama-server has taken; of very many, only the first are noted."""
+        tenant = process.tenant_here(tenant)
+        if tenant in process.tenants or len(process.tenants) >= _MAX_TENANTS:
+            return
+        process.tenants.add(tenant)
+        process.note_tenants()
+        if process.can_cache:
+            model, index = process.model_namespace, process.store.index
+            tenants = sorted(known_tenants(index, model) | process.tenants)
+            try:
+                await process.store.put_value(tenants_name(model), tenants)
+            except StoreFault as fault:
+                process.faults.record("remember", fault)
 
 
 def _key_digest(request: Request) -> bytes:

@@ -28,7 +28,7 @@ from proxy.serving.launches import displaced_state, first_save, wind_up
 from proxy.serving.planning import look_up, situation
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease, replaced
-from proxy.serving.request import Account, Answer, Request
+from proxy.serving.request import NO_READ, NO_STORE, Account, Answer, Request
 from proxy.tasks import Turn
 
 _FIRST_TOKEN_SECONDS = 0.02
@@ -87,7 +87,7 @@ class CachedRequest:
         )
         with self._kept, await lease as self._lease:
             self._account = Account(self._lease.reason, self._prompt.n_tokens)
-            self._request.account = self._account
+            self._request.account, self._request.foresee = self._account, self._foresee
             process.slots[self._plan.slot_id].destined = self._prompt.tokens
             if not self._extended:
                 self._note_planned()
@@ -139,6 +139,7 @@ class CachedRequest:
         self._kept.close()
         now = situation(self._process, self._prompt)
         plan = plan_request(self._prompt, now)
+        plan = plan and self._as_wished(plan)
         if plan is None:
             self._keep_most_useful(now.candidates)
         elif plan.start.restored:
@@ -154,12 +155,30 @@ class CachedRequest:
         plan = Plan(start, why=Why.EXTENDS)
         return Choice((slot.id,), plan, is_warm=True)
 
+    def _as_wished(self, plan: Plan) -> Plan:
+        """Return a plan that neither reuses nor saves what the client does not want reused or saved."""
+        if NO_READ in self._request.wishes:
+            start = replace(plan.start, n_reused=0, n_at_most=0, restored=None, erases=True)
+            plan = replace(plan, start=start, why=Why.NOT_WANTED)
+        if NO_STORE in self._request.wishes:
+            plan = replace(plan, stops=tuple(replace(stop, save_as=None) for stop in plan.stops))
+        return plan
+
+    def _unsaved(self, content: Content) -> Content:
+        """Return what the slot holds; if the client does not want that saved, as what need not be."""
+        if NO_STORE not in self._request.wishes:
+            return content
+        if isinstance(content, Known):
+            return replace(content, n_saved=content.n_tokens)
+        return replace(content, can_be_adopted=False) if isinstance(content, Unknown) else content
+
     def _plan_again(self) -> None:
         """Plan the request anew in the slot that it has: what it was to restore is gone."""
         now = situation(self._process, self._prompt)
         mine = replace(now.slots[self._plan.slot_id], is_leased=False)
         plan = plan_request(self._prompt, replace(now, slots=(mine,), expected=()))
         assert plan is not None  # a slot is free, and nothing is waited for
+        plan = self._as_wished(plan)
         if plan.start.restored:
             self._keep(plan.start.restored.checkpoint)
         self._account.move(plan)
@@ -178,6 +197,12 @@ class CachedRequest:
             self._inquiry.note_planned()
         except Exception as error:  # only an explanation would be the poorer
             self._process.faults.record("explain", error)
+
+    def _foresee(self) -> Cause:
+        """Return the cause that the reply will show if it confirms the plan."""
+        if self._extended:
+            return Cause.HIT
+        return self._inquiry.foresee(self._account, self._request.id).cause
 
     # The slot is brought to where the plan wants it.
 
@@ -301,7 +326,7 @@ class CachedRequest:
         for slot_id in self._lease.held:
             origin = self._process.slots[slot_id].content.origin
             content = Unknown(self._prompt.namespace, likely=self._prompt.tokens, origin=origin)
-            self._process.slots.set_content(slot_id, content)
+            self._process.slots.set_content(slot_id, self._unsaved(content))
             winding_up = wind_up(self._process, slot_id, self._prompt.n_tokens)
             self._lease.hand_over(self._process.tasks.start(winding_up))
 
@@ -316,7 +341,7 @@ class CachedRequest:
         slot_id, prompt = self._plan.slot_id, self._prompt
         before = process.slots[slot_id].content
         held = Unknown(prompt.namespace, likely=prompt.tokens, origin=before.origin)
-        process.slots.set_content(slot_id, held)
+        process.slots.set_content(slot_id, self._unsaved(held))
         task = process.tasks.start(self._settle_extended(answer, before))
         settling = self._request.conversation.digests, task
         process.settling.append(settling)
@@ -362,8 +387,8 @@ class CachedRequest:
         # A request that was refused has not touched the slot (server-context.cpp, send_error at launch).
         if answer.timings is not None or not 400 <= answer.status < 500:
             before = process.slots[slot_id].content
-            process.slots.set_content(slot_id, self._held(before, answer.timings))
-        self._save_if_at_risk(slot_id)
+            process.slots.set_content(slot_id, self._unsaved(self._held(before, answer.timings)))
+        self._save_now(slot_id, is_at_risk=not self._request.warms)
         metrics = process.metrics
         metrics.prompt_tokens.labels("reused").inc(account.n_reused or 0)
         metrics.prompt_tokens.labels("evaluated").inc(account.n_evaluated)
@@ -466,13 +491,13 @@ class CachedRequest:
             process.rule = rule
             process.tasks.start(process.learn_rule(rule))
 
-    def _save_if_at_risk(self, slot_id: SlotId) -> None:
-        """Save the slot if llama-server is about to drop a place that the conversation comes back to."""
+    def _save_now(self, slot_id: SlotId, *, is_at_risk: bool) -> None:
+        """Save the slot; with *is_at_risk* only if llama-server is about to drop a needed place."""
         process = self._process
         if process.queue.is_placing:
             return  # another request may be running in this slot already
         content = process.slots[slot_id].content
-        if is_place_at_risk(process.rule, content, process.n_believed_points):
+        if not is_at_risk or is_place_at_risk(process.rule, content, process.n_believed_points):
             save = process.saves.write_back(
                 slot_id, CheckpointKind.CONVERSATION, is_just_predicted=True
             )

@@ -31,7 +31,7 @@ from proxy.serving.cached import CachedRequest
 from proxy.serving.launches import outlast
 from proxy.serving.process import LastTasks, Process
 from proxy.serving.queue import Choice, Lease
-from proxy.serving.request import Answer, OnStart, Request, do_nothing
+from proxy.serving.request import NO_READ, Answer, OnStart, Request, do_nothing
 from proxy.tasks import Turn
 
 _FIRST_LOOK_SECONDS = 0.01
@@ -82,7 +82,7 @@ class UncachedRequest:
             (slot_id,) = lease.slot_ids
             is_tainted = taints_slot(body)
             try:
-                can_reuse = await self._clear_way(lease)
+                can_reuse = await self._clear_way(lease) and NO_READ not in self._request.wishes
                 raw = pin(body, slot_id, reuses=can_reuse)
                 await self._send(raw, lambda: self._queue.note_running(slot_id))
             except BaseException:
@@ -109,7 +109,8 @@ class UncachedRequest:
                     placement = self._process.tasks.start(self._await_placement(lease))
                 # Where another tenant's tokens are still there, nothing may be reused.
                 raw = self._request.raw
-                if not is_clear and self._body is not None:
+                may_reuse = is_clear and NO_READ not in self._request.wishes
+                if not may_reuse and self._body is not None:
                     raw = without_reuse(self._body)
                 await self._send(raw)
                 used = await self._used(lease)

@@ -32,6 +32,7 @@ from proxy.core.model import (
     RuleKind,
     SlotId,
     tenant_namespace,
+    tenant_without_key,
 )
 from proxy.core.plan import most_useful
 from proxy.core.rates import Rates
@@ -104,6 +105,7 @@ class Process(Services):
     context checkpoints of a live slot. `asks_for_key` says that llama-server refuses requests without an
     API key, `taken_keys` by their digests which keys llama-server takes. `is_one_tenant` says that
     keys make no difference to reuse, `has_ram_cache` that llama-server may keep prompts outside its slots.
+    `tenants` are those that may have tokens in the slots: who has asked, and b"" if keys do not matter.
     `unsupported_paths` are routes that llama-server has answered 501. `clears_idle_slots` says whether a
     slot that starts empties idle slots; None where the attach could not tell. `saves_context_checkpoints`
     is what the probe save showed: it depends on flags that llama-server does not tell. `sizes` are those of
@@ -177,8 +179,12 @@ class Process(Services):
             raise UpstreamUnreachable("llama-server was replaced meanwhile")
 
     def tenant_namespace(self, tenant: bytes) -> Namespace:
-        """Return the namespace of one tenant of this model, of all tenants if keys make no difference."""
-        return tenant_namespace(self.model_namespace, b"" if self.is_one_tenant else tenant)
+        """Return the namespace of one tenant of this model."""
+        return tenant_namespace(self.model_namespace, self.tenant_here(tenant))
+
+    def tenant_here(self, tenant: bytes) -> bytes:
+        """Return a tenant as far as it makes a difference here: the salt always does, the key may not."""
+        return tenant_without_key(tenant) if self.is_one_tenant else tenant
 
     def n_known_to_others(self, prompt: Prompt) -> int:
         """Return how many tokens of a prompt the states of other tenants of this model would give."""
@@ -237,8 +243,9 @@ class Process(Services):
             self.recover(DegradationKind.TOKENIZED_OTHERWISE)
 
     def note_tenants(self) -> None:
-        """Look whether several keys are in use: llama-server's RAM cache does not tell them apart."""
-        if self.has_ram_cache and self.asks_for_key and len(self.tenants - {b""}) > 1:
+        """Look whether several tenants are there: llama-server's RAM cache does not tell them apart."""
+        tenants = self.tenants if self.is_one_tenant else self.tenants - {b""}
+        if self.has_ram_cache and len(tenants) > 1:
             self.degrade(DegradationKind.SEVERAL_API_KEYS)
 
     def note_clearing(self, *, clears: bool | None) -> None:

@@ -4,19 +4,29 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from proxy.core.messages import Route
-from proxy.core.model import Conversation, Outcome, Prompt
+from proxy.core.model import Conversation, Outcome, Prompt, salted_tenant
 from proxy.core.plan import Plan, Start
 from proxy.core.rates import Rates
 from proxy.core.slots import Known
+from proxy.errors import ProxyError
 from proxy.explain.causes import Cause
 from proxy.llama.answers import CallMade
-from proxy.llama.bodies import GenerationBody, parse_body
+from proxy.llama.bodies import (
+    GenerationBody,
+    cache_wishes,
+    is_too_deep,
+    only_to_warm,
+    parse_body,
+)
 from proxy.llama.client import LlamaServer, Timings
+
+NO_STORE, NO_READ = "no_store", "no_read"
+_SALT = "cache_salt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +59,20 @@ def do_nothing() -> None:
     """Do nothing when llama-server starts a request."""
 
 
+def _not_looked_up() -> Cause:
+    return Cause.NOT_LOOKED_UP
+
+
 @dataclass(eq=False, kw_only=True)
 class Request:
     """A client's request on a generation route, from its arrival until its answer is whole.
 
     `withdraw` ends a `relay` of which the client has no token yet: that raises ServerAway then.
-    `headers` are those with the client's API key, `tenant` a digest of that key, empty without one.
+    `headers` are those with the client's API key. `tenant` names that key and the salt, empty without both.
     `model` is what the client calls the model, `session` its session, `client` itself; each empty if the
-    client does not say. `has_token` tells whether a token of the answer has come. `arrived_at` is of the
+    client does not say. `asked_cache` is its header X-Prefix-Cache, `wishes` are no_store and no_read.
+    A request that `warms` wants its prompt evaluated and saved, and an empty answer: whole, or as a stream.
+    `has_token` tells whether a token of the answer has come. `arrived_at` is of the
     monotonic clock, `at` in seconds since 1970. `raw` is the body as it is to be sent, `body` the same
     decoded, None if it is no JSON object.
 
@@ -67,6 +83,7 @@ class Request:
     holds, that is in `extends`, and `prompt` has these tokens until the real one has been read. One that
     `is_brief` is too short to be looked up. The request joined its first queue at `queued_at` of the
     monotonic clock, 0 if it has joined none yet, and its answer was whole at `answered_at`.
+    `foresee` returns why no more will be reused than planned.
     """
 
     path: str
@@ -78,6 +95,9 @@ class Request:
     session: str = ""
     client: str = ""
     model: str = ""
+    asked_cache: str = ""
+    wishes: frozenset[str] = frozenset()
+    warms: Literal["", "whole", "stream"] = ""
     has_token: Callable[[], bool] = bool
     id: str = field(default_factory=lambda: secrets.token_hex(4))
     arrived_at: float = field(default_factory=time.monotonic)
@@ -97,21 +117,41 @@ class Request:
     account: "Account | None" = None
     answer: Answer | None = None
     answered_at: float = 0.0
+    foresee: Callable[[], Cause] = _not_looked_up
     _received: tuple[bytes, GenerationBody | None] = (b"", None)
 
-    def receive(self, raw: bytes) -> "Request":
+    def receive(self, raw: bytes, secret: bytes) -> "Request":
         """Take the body that the client sent, which is decoded here and nowhere else; return this
-        request."""
-        self._received = raw, parse_body(raw)
+        request.
+
+        `cache_salt`, vLLM's name, splits the tenant further, and is not sent on. Raises ProxyError if it
+        is no text, as vLLM says.
+        """
+        body = parse_body(raw)
+        if body is None and b'"cache_salt"' in raw and is_too_deep(raw):
+            raise ProxyError("a body with a cache_salt is nested too deeply", 400)
+        if body is not None and _SALT in body.fields:
+            salt = body.fields.pop(_SALT)
+            if salt is not None and not (isinstance(salt, str) and salt):
+                raise ProxyError("cache_salt must be a non-empty string", 400)
+            raw = msgspec.json.encode(body.fields)
+            body = GenerationBody(raw, body.fields)
+            self.tenant = salted_tenant(secret, self.tenant, salt) if salt else self.tenant
+        if body and (warming := only_to_warm(self.route, body)):
+            self.warms = "stream" if body.wants_stream else "whole"
+            raw, body = warming, parse_body(warming)
+        self._received = raw, body
         self.begin("")
-        self.model = self.model or (self.body.named_model if self.body else "")
+        self.wishes = cache_wishes(body, self.asked_cache)
+        self.model = self.model or (body.named_model if body else "")
+        self.session = self.session or (body.session if body else "")
         return self
 
     def begin(self, server: str) -> None:
         """Begin anew with the body that the client sent, at the llama-server of that name."""
         (self.raw, self.body), self.server = self._received, server
         self.rewrites, self.chat, self.prompt, self.why, self.account = (), None, None, None, None
-        self.answered_at = 0.0
+        self.answered_at, self.foresee = 0.0, _not_looked_up
         self.conversation, self.extends, self.is_brief = None, None, False
 
     def rewrite(self, fields: dict[str, Any], *names: str) -> None:

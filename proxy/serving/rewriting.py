@@ -47,8 +47,6 @@ _SEEN_BYTES = 16 << 20
 """The messages of so many bytes of bodies are remembered; decoded they take about twice that."""
 _N_FIRST_MESSAGES = 2
 """A conversation is told from others by its first messages: most often a system prompt and a question."""
-_CACHE_KEYS = ("prompt_cache_key", "promptCacheKey")
-"""OpenAI's name, and OpenCode's for other providers."""
 
 
 class Stabilizing:
@@ -69,8 +67,7 @@ class Stabilizing:
         if route not in CONVERSATIONS or body is None or not self._switches:
             return
         facts = await self._facts_of(process)
-        session = request.session or _cache_key(body)
-        facts = replace(facts, session=session, tenant=request.tenant.hex())
+        facts = replace(facts, session=request.session, tenant=request.tenant.hex())
         key = _conversation_key(request, body)
         seen, _ = self._seen.get(key, (Seen(), 0))
         result = stabilize(route, body.fields, self._memory, self._switches, facts, seen)
@@ -140,16 +137,10 @@ async def _render(upstream: LlamaServer, body: dict[str, object]) -> str | None:
         raise
 
 
-def _cache_key(body: GenerationBody) -> str:
-    """Return what a client without a header for it calls its session by."""
-    keys = (body.fields.get(name) for name in _CACHE_KEYS)
-    return next((key for key in keys if isinstance(key, str)), "")
-
-
 def _conversation_key(request: Request, body: GenerationBody, model: str = "") -> bytes:
     """Return what tells a conversation from others: who leads it, with whom, and how it began."""
     begins = list_of(body.fields.get(list_name(request.route)))[:_N_FIRST_MESSAGES]
-    told = [request.route, request.tenant, request.session or _cache_key(body), model, begins]
+    told = [request.route, request.tenant, request.session, model, begins]
     return xxhash.xxh3_128_digest(msgspec.json.encode(told))
 
 

@@ -346,7 +346,7 @@ class Admin:
         relay = partial(send_for_nobody, path, keys)
         tenant = tenant_of(keys, self._shared.secret)
         warmed = Request(path=path, route=route, headers=keys, relay=relay, tenant=tenant)
-        return warmed.receive(with_alias(wanted, self._aliases))
+        return warmed.receive(with_alias(wanted, self._aliases), self._shared.secret)
 
 
 # What a query says.

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import xxhash
 from aiohttp import HttpVersion11, web
@@ -170,14 +171,16 @@ class Front:
             withdraw=exchange.withdraw,
             tenant=tenant_of(keys, self.secret),
             session=_session_of(headers),
+            asked_cache=headers.get("X-Prefix-Cache", ""),
             client=client_name(headers.get("User-Agent", "")),
             has_token=lambda: exchange.has_token,
             model=model,
         )
+        exchange.tell = partial(self.report.told, request)
         try:
             body = await self._read_body(exchange.client)
             with self._counted(), self.report.in_flight(request):
-                if request.receive(body).wants_stream:
+                if request.receive(body, self.secret).wants_stream:
                     exchange.writer.keep()
                 await self.pool.serve(request)
         except BaseException as error:

@@ -13,7 +13,8 @@ from aiohttp import web
 
 from proxy.core.messages import Route
 from proxy.errors import ProxyError
-from proxy.llama.answers import MAX_BUFFERED_BYTES, TrueUsage
+from proxy.explain.report import Told
+from proxy.llama.answers import MAX_BUFFERED_BYTES, Diagnose, TrueUsage, empty_answer
 from proxy.llama.routes import generation_route, is_anthropic
 
 HOP = "llama-prefix-cache"
@@ -140,24 +141,32 @@ class StreamEdit:
         return self._usage.of_line(line)
 
 
-def edit_of_stream(path: str, n_found: int | None) -> StreamEdit | None:
+def edit_of_stream(
+    path: str, n_found: int | None, diagnose: Diagnose | None = None
+) -> StreamEdit | None:
     """Return how a stream is edited, None if it passes as it is; *n_found* is as in serving's Relay."""
-    usage = TrueUsage(path, n_found)
+    usage = TrueUsage(path, n_found, diagnose)
     return StreamEdit(usage, is_anthropic=is_anthropic(path)) if usage.is_needed else None
 
 
-def edit_of_answer(path: str, status: int, n_found: int | None) -> Edit | None:
+def edit_of_answer(
+    path: str, status: int, n_found: int | None, diagnose: Diagnose | None = None
+) -> Edit | None:
     """Return how an answer that comes whole is edited, None if it passes as it is."""
     if status == 200:
-        usage = TrueUsage(path, n_found)
+        usage = TrueUsage(path, n_found, diagnose)
         return usage.of_answer if usage.is_needed else None
     if status >= 400 and is_anthropic(path):
         return lambda body: anthropic_error(status, body)
     return None
 
 
+def _as_it_is(body: bytes) -> bytes:
+    return body
+
+
 def edits_of(
-    path: str, answer: aiohttp.ClientResponse, n_found: int | None
+    path: str, answer: aiohttp.ClientResponse, n_found: int | None, told: Told
 ) -> tuple[StreamEdit | None, Edit | None]:
     """Return how an answer to a request of *path* is edited: as a stream, or once it is read whole."""
     headers = answer.headers
@@ -165,11 +174,16 @@ def edits_of(
         return None, None
     content_type = headers.get("Content-Type", "")
     if content_type.startswith("text/event-stream"):
-        return edit_of_stream(path, n_found), None
+        return edit_of_stream(path, n_found, told.diagnose), None
     if answer.status == 500 and "Content-Length" not in headers:
         # Read whole: a router may say in it that its llama-server is gone.
-        return None, lambda body: body
+        return None, _as_it_is
     is_small = int(headers.get("Content-Length", MAX_BUFFERED_BYTES + 1)) <= MAX_BUFFERED_BYTES
     if is_small and content_type.startswith("application/json"):
-        return None, edit_of_answer(path, answer.status, n_found)
+        edit = edit_of_answer(path, answer.status, n_found, told.diagnose)
+        if told.warms:
+            is_stream, true = told.warms == "stream", edit or _as_it_is
+            return None, lambda body: empty_answer(path, true(body), as_stream=is_stream)
+        # Read whole: its id is noted before the client has it.
+        return None, edit or (_as_it_is if told.on_id else None)
     return None, None

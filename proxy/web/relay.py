@@ -10,6 +10,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from proxy.errors import ProxyError, ServerAway
+from proxy.explain.report import NOTHING_TOLD, Told
 from proxy.llama.answers import AnswerReader
 from proxy.llama.client import Heard, LlamaServer, reason_of
 from proxy.llama.routes import Target, generation_route
@@ -41,8 +42,9 @@ def end_to_end(
 class Exchange:
     """One client's request, passed to llama-server, and llama-server's answer, relayed to the client.
 
-    `path` is the client's, as a llama-server would see it. `is_answered` says that llama-server's answer
-    has come to its end, be it an error's. `_answer` is the answer that is relayed now, `_reader` reads it.
+    `path` is the client's, as a llama-server would see it. `tell` returns what the client of a generation
+    is told beside the answer, once that begins. `is_answered` says that llama-server's answer has come to
+    its end, be it an error's. `_answer` is the answer that is relayed now, `_reader` reads it.
     """
 
     _answer: aiohttp.ClientResponse
@@ -54,6 +56,8 @@ class Exchange:
         self.path = path
         self.route = generation_route(client.method, path)
         self.writer = ClientWriter(client, unread)
+        self.tell: Callable[[], Told] = lambda: NOTHING_TOLD
+        self._told = NOTHING_TOLD
         self.is_answered = False
         self._has_begun = False
         self.has_token = False
@@ -123,7 +127,8 @@ class Exchange:
         waiting = self.writer.response
         if waiting is not None and not (answer.status == 200 and _is_stream(answer)):
             return await self._refuse_in_stream(waiting)
-        lines, whole = edits_of(self.path, answer, n_found)
+        self._told = self.tell() if answer.status == 200 else NOTHING_TOLD
+        lines, whole = edits_of(self.path, answer, n_found, self._told)
         edited: tuple[bytes, bytes] | None = None
         if whole is not None:
             body = await answer.read()
@@ -200,6 +205,9 @@ class Exchange:
         """Read a chunk of the answer, and write what is passed on for it."""
         self._heard.note()
         self._reader.feed(chunk)
+        if self._told.on_id and (message_id := self._reader.message_id):
+            self._told.on_id(message_id)
+            self._told = NOTHING_TOLD
         if self._first_token_at is None and self._reader.has_token:
             self._first_token_at, self.has_token = self._heard.heard_at, True
         if passed_on:
@@ -216,6 +224,10 @@ class Exchange:
 
     async def _begin(self, edited: tuple[bytes, bytes] | None) -> web.StreamResponse:
         client, answer, headers = self.client, self._answer, end_to_end(self._answer.headers)
+        if self._told.header:
+            headers["X-Prefix-Cache"] = self._told.header
+        if self._told.warms == "stream":
+            headers["Content-Type"] = "text/event-stream"
         if edited is not None:
             headers["Content-Length"] = str(len(edited[1]))
         response = web.StreamResponse(status=answer.status, reason=answer.reason, headers=headers)

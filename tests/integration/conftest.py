@@ -33,6 +33,7 @@ SETTINGS = (
     "admin_open",
     "admin_token_file",
     "explain_keep",
+    "has_salts",
 )
 
 

@@ -52,6 +52,10 @@ def with_image(messages: Messages) -> Messages:
 
 KEYS: dict[str, Any] = {"api_keys": ("own", "alice", "bob", "carol"), "upstream_api_key": "own"}
 """Options of a rig whose llama-server asks for a key; without, all clients are one tenant."""
+SALTS: dict[str, Any] = {"has_salts": True}
+"""Options of a rig whose llama-server asks for no key, and whose clients tell themselves apart."""
+
+TENANTS = pytest.mark.parametrize("tenants", [KEYS, SALTS], ids=["keys", "salts"])
 
 MESSAGES_FORMS = pytest.mark.parametrize("form", [list, with_image], ids=["read", "not read"])
 """Only if the prompt of a /v1/messages request is read is a slot prepared for it that is the most similar
@@ -92,8 +96,12 @@ class Rig:
     Leaving it proves that nothing was leaked: no lease, no place in the queue, no temporary file.
     """
 
-    def __init__(self, server: FakeLlamaServer, **settings: Any) -> None:
+    def __init__(
+        self, server: FakeLlamaServer, *, has_salts: bool = False, **settings: Any
+    ) -> None:
+        """With *has_salts* what tells clients apart is no key, but the `cache_salt` of their requests."""
         self.server = server
+        self.has_salts = has_salts
         self.options = settings
         self.running: Running
         self._stack = AsyncExitStack()
@@ -189,6 +197,8 @@ class Rig:
 
     async def post(self, path: str, body: Any, *, key: str | None = None, **kwargs: Any) -> Reply:
         """Post to the proxy, as it is if it is bytes, and return whatever comes."""
+        if self.has_salts and key and isinstance(body, dict):
+            body, key = {**body, "cache_salt": key}, None
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         headers |= {"Content-Type": "application/json", **kwargs.pop("headers", {})}

@@ -9,16 +9,32 @@ from proxy.core.model import SlotId
 from proxy.core.slots import Unknown
 from tests.fakes.faults import Faults
 from tests.integration.conftest import StartRig
-from tests.integration.rig import CHAT, KEYS, MESSAGES_FORMS, Form, Rig, hang_up, question
+from tests.integration.rig import (
+    CHAT,
+    KEYS,
+    MESSAGES_FORMS,
+    SALTS,
+    TENANTS,
+    Form,
+    Rig,
+    hang_up,
+    question,
+    with_image,
+)
 from tests.lab.waiting import until
+
+Tenants = dict[str, Any]
 
 
 def last_sent(rig: Rig) -> dict[str, Any]:
     return rig.requests_seen()[-1].fields
 
 
-async def test_slot_of_another_tenant_is_erased_first(start_rig: StartRig) -> None:
-    async with start_rig(n_slots=1, **KEYS) as rig:
+@TENANTS
+async def test_slot_of_another_tenant_is_erased_first(
+    start_rig: StartRig, tenants: Tenants
+) -> None:
+    async with start_rig(n_slots=1, **tenants) as rig:
         await rig.chat("a", key="alice")
         await rig.settled()
         n_erased = len(rig.server.seen_at("erase"))
@@ -27,28 +43,38 @@ async def test_slot_of_another_tenant_is_erased_first(start_rig: StartRig) -> No
         assert last_sent(rig)["cache_prompt"] is True
 
 
-async def test_slot_of_the_same_tenant_is_not_erased(start_rig: StartRig) -> None:
-    async with start_rig(n_slots=1, **KEYS) as rig:
+@TENANTS
+async def test_slot_of_the_same_tenant_is_not_erased(start_rig: StartRig, tenants: Tenants) -> None:
+    async with start_rig(n_slots=1, **tenants) as rig:
         await rig.chat("a", key="alice")
         n_erased = len(rig.server.seen_at("erase"))
         assert (await rig.chat("a", key="alice")).n_reused == 308
-        as_header = await rig.post(
-            CHAT, {"messages": question("a")}, headers={"X-Api-Key": "alice"}
-        )
-        assert as_header.n_reused == 308
         assert len(rig.server.seen_at("erase")) == n_erased
 
 
-async def test_displaced_work_of_another_tenant_is_saved_for_him(start_rig: StartRig) -> None:
-    async with start_rig(n_slots=1, idle_save_seconds=60.0, **KEYS) as rig:
+async def test_key_is_the_same_in_either_header(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, **KEYS) as rig:
+        await rig.chat("a", key="alice")
+        headers = {"X-Api-Key": "alice"}
+        assert (await rig.post(CHAT, {"messages": question("a")}, headers=headers)).n_reused == 308
+
+
+@TENANTS
+async def test_displaced_work_of_another_tenant_is_saved_for_him(
+    start_rig: StartRig, tenants: Tenants
+) -> None:
+    async with start_rig(n_slots=1, idle_save_seconds=60.0, **tenants) as rig:
         await rig.chat("a", key="alice")
         assert (await rig.chat("a", key="bob")).n_reused == 0
         assert rig.checkpoints == [("conversation", 312)]
         assert (await rig.chat("a", key="alice")).n_reused == 308
 
 
-async def test_checkpoint_of_another_tenant_is_not_restored(start_rig: StartRig) -> None:
-    async with start_rig(n_slots=1, **KEYS) as rig:
+@TENANTS
+async def test_checkpoint_of_another_tenant_is_not_restored(
+    start_rig: StartRig, tenants: Tenants
+) -> None:
+    async with start_rig(n_slots=1, **tenants) as rig:
         await rig.chat("a", key="alice")
         await rig.settled()
         rig.server.replace_process()
@@ -64,9 +90,12 @@ async def test_shared_keys_share_everything(start_rig: StartRig) -> None:
         assert (await rig.chat("a", key="bob")).n_reused == 308
 
 
+@TENANTS
 @pytest.mark.parametrize("status", [500, 501])
-async def test_slot_that_cannot_be_erased_is_not_reused(start_rig: StartRig, status: int) -> None:
-    async with start_rig(n_slots=1, **KEYS) as rig:
+async def test_slot_that_cannot_be_erased_is_not_reused(
+    start_rig: StartRig, tenants: Tenants, status: int
+) -> None:
+    async with start_rig(n_slots=1, **tenants) as rig:
         await rig.chat("a", key="alice")
         await rig.settled()
         rig.server.faults.refuse["erase"] = status
@@ -79,11 +108,12 @@ async def test_slot_that_cannot_be_erased_is_not_reused(start_rig: StartRig, sta
         assert (await rig.chat("a", key="alice")).n_reused == 0
 
 
+@TENANTS
 @pytest.mark.parametrize("fields", [{"cache_prompt": True, "n_cache_reuse": 8}, {"n": 2}])
 async def test_slot_that_cannot_be_erased_is_not_reused_by_an_uncached_request(
-    start_rig: StartRig, fields: dict[str, Any]
+    start_rig: StartRig, tenants: Tenants, fields: dict[str, Any]
 ) -> None:
-    async with start_rig(n_slots=2, **KEYS) as rig:
+    async with start_rig(n_slots=2, **tenants) as rig:
         for name in "ab":
             await rig.chat(name, key="alice")
         await rig.settled()
@@ -92,11 +122,12 @@ async def test_slot_that_cannot_be_erased_is_not_reused_by_an_uncached_request(
         assert (reply.status, reply.n_reused) == (200, 0)
 
 
+@TENANTS
 @MESSAGES_FORMS
 async def test_messages_request_finds_nothing_of_another_tenant(
-    start_rig: StartRig, form: Form
+    start_rig: StartRig, tenants: Tenants, form: Form
 ) -> None:
-    async with start_rig(n_slots=2, **KEYS) as rig:
+    async with start_rig(n_slots=2, **tenants) as rig:
         for name in "ab":
             await rig.chat(name, key="alice")
         await rig.settled()
@@ -106,19 +137,23 @@ async def test_messages_request_finds_nothing_of_another_tenant(
         assert rig.server.n_evaluated - n_before >= 309
 
 
-async def test_server_without_slot_actions_keeps_tenants_apart(start_rig: StartRig) -> None:
+@TENANTS
+async def test_server_without_slot_actions_keeps_tenants_apart(
+    start_rig: StartRig, tenants: Tenants
+) -> None:
     faults = Faults(refuse={"save": 501, "restore": 501, "erase": 501})
-    async with start_rig(n_slots=1, faults=faults, **KEYS) as rig:
+    async with start_rig(n_slots=1, faults=faults, **tenants) as rig:
         await rig.chat("a", key="alice")
         assert (await rig.chat("a", key="alice")).n_reused == 308
         assert (await rig.chat("a", key="bob")).n_reused == 0
 
 
+@TENANTS
 @pytest.mark.parametrize("fields", [{}, {"cache_prompt": False}])
 async def test_leaving_before_the_slot_is_erased_does_not_make_its_tokens_ones_own(
-    start_rig: StartRig, fields: dict[str, Any]
+    start_rig: StartRig, tenants: Tenants, fields: dict[str, Any]
 ) -> None:
-    async with start_rig(n_slots=1, **KEYS) as rig:
+    async with start_rig(n_slots=1, **tenants) as rig:
         await rig.chat("a", key="alice")
         await rig.settled()
         rig.server.faults.forgets_dropped_actions = True
@@ -131,6 +166,95 @@ async def test_leaving_before_the_slot_is_erased_does_not_make_its_tokens_ones_o
         await rig.settled()
         assert len(rig.checkpoints) == 1
         assert (await rig.chat("a", key="bob")).n_reused == 0
+
+
+SALT_REFUSED = "llama-prefix-cache: cache_salt must be a non-empty string"
+
+
+# What `cache_salt`, vLLM's name, adds to the key.
+
+
+async def test_salt_splits_what_a_key_shares_and_llama_server_never_sees_it(
+    start_rig: StartRig,
+) -> None:
+    async with start_rig(n_slots=1, **KEYS) as rig:
+        seen = []
+        for key, salt in (("alice", "x"), ("alice", None), ("bob", "x"), ("alice", "y")):
+            seen.append((await rig.chat("a", key=key, cache_salt=salt)).n_reused)
+            await rig.settled()
+        assert seen == [0, 0, 0, 0]
+        rig.server.replace_process()
+        await rig.attached()
+        assert (await rig.chat("a", key="bob", cache_salt="y")).n_reused == 0
+        assert (await rig.chat("a", key="alice", cache_salt="x")).n_reused == 308
+        assert not [r for r in rig.server.seen if b"cache_salt" in r.body]
+
+
+async def test_salt_splits_what_all_keys_share(start_rig: StartRig) -> None:
+    async with start_rig(n_slots=1, share_between_api_keys=True, **KEYS) as rig:
+        assert (await rig.chat("a", key="alice", cache_salt="x")).n_reused == 0
+        assert (await rig.chat("a", key="bob")).n_reused == 0
+        assert (await rig.chat("a", key="bob", cache_salt="x")).n_reused == 308
+
+
+async def test_tenants_of_a_salt_are_known_to_the_next_proxy(start_rig: StartRig) -> None:
+    """What slots hold at its start may be of any of them, so that nobody is given it."""
+    async with start_rig(n_slots=1, idle_save_seconds=60.0, **SALTS) as rig:
+        await rig.chat("a", key="x")
+        await rig.stop_proxy()
+        await rig.start_proxy()
+        for salt in (None, "y"):
+            assert (await rig.chat("a", key=salt)).n_reused == 0
+        assert rig.process is not None and len(rig.process.tenants) == 3
+
+
+@TENANTS
+@MESSAGES_FORMS
+async def test_slot_that_another_tenant_leaves_behind_is_not_joined(
+    start_rig: StartRig, tenants: Tenants, form: Form
+) -> None:
+    """Whoever's prompt is never read is a tenant, too."""
+    async with start_rig(n_slots=2, **tenants) as rig:
+        n_before = rig.server.n_evaluated
+        gate = rig.server.hold("generate", n_calls=1)
+        body = {"messages": form(question("a"))}
+        first = asyncio.ensure_future(rig.post("/v1/messages", body, key="alice"))
+        await gate.reached()
+        second = asyncio.ensure_future(rig.post("/v1/messages", body, key="bob"))
+        if form is with_image:
+            await rig.waiting(1)
+        gate.open()
+        assert [reply.status for reply in await asyncio.gather(first, second)] == [200, 200]
+        assert rig.server.n_evaluated - n_before >= 2 * 309
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
+@pytest.mark.parametrize("salt", ["", 1, ["x"], {}, True])
+async def test_salt_of_a_wrong_type_is_refused(
+    start_rig: StartRig, path: str, salt: object
+) -> None:
+    async with start_rig() as rig:
+        n_seen = len(rig.requests_seen())
+        reply = await rig.post(path, {"messages": question("a"), "cache_salt": salt})
+        assert reply.status == 400
+        assert reply.content["error"]["message"] == SALT_REFUSED
+        assert (reply.content.get("type") == "error") is (path == "/v1/messages")
+        assert len(rig.requests_seen()) == n_seen
+
+
+async def test_salt_in_a_body_that_is_too_deep_is_refused(start_rig: StartRig) -> None:
+    """llama-server would take such a body, and nobody would know whose tokens its slot holds."""
+    async with start_rig() as rig:
+        deep = b'{"prompt": "a", "x": ' + b"[" * 5000 + b"]" * 5000
+        assert (await rig.post("/completion", deep + b', "cache_salt": "x"}')).status == 400
+
+
+async def test_salts_are_noted_where_the_ram_cache_may_share_them(start_rig: StartRig) -> None:
+    async with start_rig(**SALTS) as rig:
+        await rig.chat("a")
+        assert await rig.reasons() == []
+        await rig.chat("a", key="x")
+        assert await rig.reasons() == ["several API keys"]
 
 
 # Who llama-server refuses.

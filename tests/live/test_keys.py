@@ -194,15 +194,29 @@ ROUTES: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
 }
 
 
-async def test_no_key_gets_anything_of_another_on_any_route_before_and_after_a_restart(
-    start_rig: StartRig,
-) -> None:
-    async with start_rig("hybrid", **KEYED) as rig:
+Who = Callable[[str], tuple[str | None, dict[str, str]]]
+"""What somebody sends with a request: a key, and fields of the body."""
 
-        async def reuse(name: str, key: str, seed: int) -> int:
+
+@pytest.mark.parametrize(
+    ("options", "who"),
+    [
+        (KEYED, lambda name: (name, {})),
+        ({}, lambda name: (None, {"cache_salt": name})),
+        (KEYED, lambda name: ("ann", {"cache_salt": name})),
+    ],
+    ids=["keys", "salts", "salts of one key"],
+)
+async def test_nobody_gets_anything_of_another_on_any_route_before_and_after_a_restart(
+    start_rig: StartRig, options: dict[str, Any], who: Who
+) -> None:
+    async with start_rig("hybrid", **options) as rig:
+
+        async def reuse(name: str, person: str, seed: int) -> int:
             path, fields = ROUTES[name]
+            key, salt = who(person)
             text = prose(1000 * [*ROUTES].index(name) + seed, 300)
-            body = json.dumps({**fields(text), "max_tokens": 2}).encode()
+            body = json.dumps({**fields(text), "max_tokens": 2, **salt}).encode()
             status, answer = await send(rig.client, rig.base_url, (path, body), key)
             assert status == 200, answer
             await rig.settled()

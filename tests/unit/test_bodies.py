@@ -12,10 +12,12 @@ from proxy.core.model import SlotId
 from proxy.llama.bodies import (
     GenerationBody,
     bypass_reason,
+    cache_wishes,
     chat_reason,
     last_user_index,
     leading_system,
     n_completions,
+    only_to_warm,
     parse_body,
     pin,
     rendering_key,
@@ -282,3 +284,41 @@ def test_shape_is_shared_by_requests_of_one_kind_and_holds_no_text() -> None:
     one = body({**CHAT, "model": "m"}).shape("/v1/chat/completions")
     two = body({"model": "n", "messages": [{"role": "user", "content": "other"}]})
     assert one == two.shape("/v1/chat/completions") == "/v1/chat/completions user messages,model"
+
+
+@pytest.mark.parametrize(
+    ("cache", "header", "expected"),
+    [
+        (None, "", set()),
+        ({"no_store": True, "no_read": False}, "", {"no_store"}),
+        ({"no-store": True, "no-cache": True, "ttl": 5}, "", {"no_store", "no_read"}),
+        (None, "no-read, No-Store", {"no_store", "no_read"}),
+        ("no_store", "no-cache", {"no_read"}),
+    ],
+)
+def test_wishes_are_read_from_the_body_and_from_the_header(
+    cache: Any, header: str, expected: set[str]
+) -> None:
+    body = GenerationBody(b"", {"cache": cache})
+    assert cache_wishes(body, header) & {"no_store", "no_read"} == expected
+    assert cache_wishes(None, header) <= cache_wishes(body, header)
+
+
+@pytest.mark.parametrize(
+    ("route", "fields", "expected"),
+    [
+        (Route.MESSAGES, {"max_tokens": 0, "stream": True}, {"max_tokens": 1}),
+        (Route.MESSAGES, {"max_tokens": 1}, None),
+        (Route.CHAT, {"max_tokens": 0}, None),
+        (
+            *(Route.RESPONSES, {"prompt_cache_options": {"prewarm": True}}),
+            {"prompt_cache_options": {"prewarm": True}, "max_output_tokens": 1},
+        ),
+        (Route.RESPONSES, {"prompt_cache_options": {"prewarm": "yes"}}, None),
+    ],
+)
+def test_request_that_only_warms_is_known_by_what_it_says(
+    route: Route, fields: Any, expected: Any
+) -> None:
+    raw = only_to_warm(route, GenerationBody(b"", fields))
+    assert (None if raw is None else json.loads(raw)) == expected

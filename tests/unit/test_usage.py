@@ -74,7 +74,8 @@ def without_cached(content: bytes) -> list[Any]:
             return [clean(part) for part in value]
         if not isinstance(value, dict) or value == LIES:
             return value
-        changed = ("cached_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
+        changed = {"cached_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"}
+        changed |= {"cache_creation", "cache_write_tokens"}
         return {key: clean(part) for key, part in value.items() if key not in changed}
 
     return [clean(event) for event in events_of(content)]
@@ -132,8 +133,10 @@ def test_messages_always_says_what_is_newly_cached(n_found: int | None) -> None:
     )
     assert edit is not None and lines is not None
     n_new = 1996 - (1996 if n_found is None else n_found)
-    usage = {**ANTHROPIC, "cache_read_input_tokens": 1996 - n_new}
+    usage: dict[str, Any] = {**ANTHROPIC, "cache_read_input_tokens": 1996 - n_new}
     usage["cache_creation_input_tokens"] = n_new
+    by_time = {"ephemeral_5m_input_tokens": n_new, "ephemeral_1h_input_tokens": 0}
+    usage["cache_creation"] = by_time
     assert json.loads(edit(encoded(MESSAGE)))["usage"] == usage
     start = events_of(lines.feed(stream_of(STREAMS["messages"][1])))[0]
     assert start["message"]["usage"] == usage
