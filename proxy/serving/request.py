@@ -16,13 +16,7 @@ from proxy.core.slots import Known
 from proxy.errors import ProxyError
 from proxy.explain.causes import Cause
 from proxy.llama.answers import CallMade
-from proxy.llama.bodies import (
-    GenerationBody,
-    cache_wishes,
-    is_too_deep,
-    only_to_warm,
-    parse_body,
-)
+from proxy.llama.bodies import GenerationBody, cache_wishes, is_too_deep, only_to_warm, parse_body
 from proxy.llama.client import LlamaServer, Timings
 
 NO_STORE, NO_READ = "no_store", "no_read"
