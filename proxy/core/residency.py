@@ -215,7 +215,9 @@ def slot_to_extend(
         n_new = conversation.n_behind(content.conversation)
         if not n_new or must_be_erased(rule, content, namespace):
             continue
-        tokens, n_tokens = content.tokens, content.n_tokens + _tokens_at_most(conversation, n_new)
+        tokens = content.tokens
+        # No token is shorter than a byte.
+        n_new_tokens = sum(conversation.sizes_bytes[-n_new:]) + (n_new + 1) * _FRAME_TOKENS
         is_only = all(
             (shared_tokens(s.content, tokens) if is_pinned else shared_at_most(s, tokens))
             < len(tokens)
@@ -223,14 +225,9 @@ def slot_to_extend(
             if s.id != slot.id
         )
         goes_on = _gains_nothing_elsewhere(conversation, n_new, content, rule)
-        if n_tokens < n_ctx and is_only and goes_on:
+        if content.n_tokens + n_new_tokens < n_ctx and is_only and goes_on:
             return slot
     return None
-
-
-def _tokens_at_most(conversation: Conversation, n_new: int) -> int:
-    """Return how many tokens the newest messages are at most: no token is shorter than a byte."""
-    return sum(conversation.sizes_bytes[-n_new:]) + (n_new + 1) * _FRAME_TOKENS
 
 
 def _gains_nothing_elsewhere(

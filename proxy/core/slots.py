@@ -227,7 +227,7 @@ class SlotTable(list[Slot]):
 
     def holder(self, content: Content) -> Slot | None:
         """Return the free slot that still holds this very content."""
-        return next((slot for slot in self.free() if slot.content is content), None)
+        return next((s for s in self if s.content is content and not s.is_leased), None)
 
     def lease(self, slot_id: SlotId, now: float) -> None:
         """Reserve a slot; raises ValueError if it is leased."""

@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import date, datetime
 from enum import StrEnum
 from functools import partial
@@ -52,7 +52,6 @@ from proxy.llama.answers import Diagnose
 from proxy.llama.bodies import GenerationBody, asked_comparison
 from proxy.log import get_logger
 from proxy.metrics import Metrics
-from proxy.store.store import CheckpointStore
 
 if TYPE_CHECKING:
     from proxy.serving.process import Process
@@ -250,22 +249,17 @@ class _Found(NamedTuple):
 class Inquiry:
     """Finds out why one request reused no more; *body* is in the chat form if it has messages.
 
-    Owns: when known prompts are looked up. What other requests evaluate while this one runs was not there
+    It is made when the request has been planned. What other requests evaluate from then on was not there
     for this one. A request that goes on in the slot of its conversation is compared with nothing.
     """
 
-    _journal: Journal
     _process: "Process"
     _prompt: Prompt
     _body: GenerationBody
-    _store: CheckpointStore | None = None
-    _known: list[KnownPrompt] = field(default_factory=list)
-    _planned_at: float = field(default_factory=time.monotonic)
     _found: "tuple[tuple[object, ...], _Found] | None" = None
 
-    def note_planned(self) -> None:
-        """Note which prompts are known now."""
-        self._planned_at = time.monotonic()
+    def __post_init__(self) -> None:
+        self._journal, self._planned_at = self._process.journal, time.monotonic()
         self._known = self._journal.prompts.newest()
 
     def foresee(self, account: "Account", request_id: str) -> Judgement:
@@ -339,7 +333,7 @@ class Inquiry:
         """Return the judgement, or that another API key's states have what is not known under this one."""
         n_reused = account.n_reused or 0
         is_explained = judgement.cause.is_miss or account.n_prompt - n_reused <= SLACK_TOKENS
-        if is_explained or self._store is None or not self._process.can_cache:
+        if is_explained or self._process.opened_store is None or not self._process.can_cache:
             return judgement
         n_missed = self._process.n_known_to_others(self._prompt) - n_reused
         return Judgement(Cause.OTHER_KEY, n_missed) if n_missed > SLACK_TOKENS else judgement

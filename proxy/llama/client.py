@@ -275,7 +275,9 @@ class LlamaServer:
         return await self.call("GET", path, list[dict[str, Any]], key="data", seconds=QUICK_SECONDS)
 
     async def model_meta(self) -> ModelMeta:
-        entries = [m for m in await self.models() if self.target.is_listed_as(text_of(m, "id"))]
+        entries = await self.models()
+        if self.target.host == "router":  # which lists all of its models
+            entries = [m for m in entries if text_of(m, "id") == self.target.model]
         meta = next(filter(None, (member(m, "meta") for m in entries)), None)
         known = {name: member(meta, name) for name in ModelMeta.__struct_fields__}
         return ModelMeta(**{name: n for name, n in known.items() if isinstance(n, int)})

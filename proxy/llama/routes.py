@@ -149,11 +149,6 @@ class Target:
         """What people are told of it: the model, or else the address."""
         return self.model or urlsplit(self.base_url).netloc
 
-    @property
-    def speaks_plainly(self) -> bool:
-        """Whether its host says in plain text what went wrong with llama-server."""
-        return self.host == "router"
-
     def path(self, method: str, path: str) -> str:
         """Return the path, with its query, of a call of the proxy's own."""
         if self.host == "router":
@@ -180,7 +175,3 @@ class Target:
         if self.host == "router":
             return content.startswith(_UNREACHED)
         return self.host == "llama-swap" and status == _BAD_GATEWAY and not content
-
-    def is_listed_as(self, model_id: str) -> bool:
-        """Return whether an entry of /v1/models is of this one: a router lists all of its models."""
-        return self.host != "router" or model_id == self.model

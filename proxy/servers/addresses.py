@@ -95,11 +95,6 @@ class Addresses:
         return n_for_models + sum(server.n_queued for server in self.servers)
 
     @property
-    def is_single(self) -> bool:
-        """Whether there is one llama-server, at an address of its own."""
-        return len(self._plain) == 1 and not self._hosts
-
-    @property
     def roots(self) -> list[LlamaServer]:
         """What answers at the addresses, those first that are there."""
         plain = {server.upstream: server.process is None for server in self._plain}

@@ -44,6 +44,7 @@ class CachedRequest:
     """
 
     _account: Account
+    _inquiry: Inquiry
     _lease: Lease[Plan]
     _reading: "asyncio.Task[None] | None" = None
 
@@ -64,12 +65,7 @@ class CachedRequest:
         self._is_awaited = asyncio.Event()
         self._prompt = request.prompt
         self._body = request.body
-        self._inquiry = self._new_inquiry()
         self._kept = ExitStack()
-
-    def _new_inquiry(self) -> Inquiry:
-        process, body = self._process, self._request.chat or self._body
-        return Inquiry(process.journal, process, self._prompt, body, process.opened_store)
 
     @property
     def _plan(self) -> Plan:
@@ -98,10 +94,7 @@ class CachedRequest:
                     raise replaced()
                 process.has_broken_off = False
             try:
-                await process.launches.clear_others()
-                with process.queue.announced(first_save(process, self._prompt, self._plan)):
-                    can_reuse = await self._prepare()
-                self._kept.close()
+                can_reuse = bool(self._extended) or await self._prepare()
                 self._account.prepared_seconds = time.monotonic() - joined_at
                 answer = await self._send(can_reuse=can_reuse)
             except BaseException as error:
@@ -194,7 +187,7 @@ class CachedRequest:
 
     def _note_planned(self) -> None:
         try:
-            self._inquiry.note_planned()
+            self._inquiry = Inquiry(self._process, self._prompt, self._request.chat or self._body)
         except Exception as error:  # only an explanation would be the poorer
             self._process.faults.record("explain", error)
 
@@ -207,6 +200,17 @@ class CachedRequest:
     # The slot is brought to where the plan wants it.
 
     async def _prepare(self) -> bool:
+        """Bring the slot to where the plan wants it; return False if nothing may be reused.
+
+        A request that extends what its slot holds needs nothing of that.
+        """
+        await self._process.launches.clear_others()
+        with self._process.queue.announced(first_save(self._process, self._prompt, self._plan)):
+            can_reuse = await self._fill_slot()
+        self._kept.close()
+        return can_reuse
+
+    async def _fill_slot(self) -> bool:
         """Save what is displaced, erase, restore, stop at cuts; return False if nothing may be reused."""
         process, slot_id = self._process, self._plan.slot_id
         if self._plan.start.displacement.saves:
@@ -363,7 +367,6 @@ class CachedRequest:
     def _take_prompt(self, prompt: Prompt) -> None:
         """Go on with the prompt that was read, in the slot whose content the request extends."""
         self._prompt, self._extended = prompt, None
-        self._inquiry = self._new_inquiry()
         self._note_asked()
         self._note_planned()
         process, slot = self._process, self._process.slots[self._plan.slot_id]

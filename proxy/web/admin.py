@@ -12,7 +12,6 @@ import hmac
 import ipaddress
 import time
 from base64 import b64decode
-from collections import Counter
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -30,16 +29,13 @@ from proxy import __version__
 from proxy.core.eviction import Present, Removal
 from proxy.core.messages import Route
 from proxy.core.model import Checkpoint, CheckpointId
-from proxy.core.slots import state_of
+from proxy.core.slots import Known, Slot, state_of
 from proxy.core.tokens import Namespace
 from proxy.errors import CacheFault, ProxyError, StoreFault
 from proxy.explain import views
-from proxy.health import Degradation
 from proxy.llama.bodies import header_request, parse_body, route_path
 from proxy.llama.routes import Aliases, generation_route, with_alias
-from proxy.metrics import POSITION_LABELS
 from proxy.servers.pool import Pool
-from proxy.servers.server import Server
 from proxy.servers.warming import NotWarmed, Warming, send_for_nobody
 from proxy.serving.request import Request
 from proxy.serving.shared import Shared
@@ -65,6 +61,7 @@ _NOT_THERE = "there is no checkpoint with this id"
 _JSON = "application/json"
 _IS_OPERATOR = web.RequestKey("is_operator", bool)
 """Set if a request has shown the listener's token: its Authorization is no client's key then."""
+_CLOCK_BEGAN_AT = time.time() - time.monotonic()
 _SLICE_SECONDS = 0.002
 _MOST = 1 << 40
 """No number in a query is larger."""
@@ -199,32 +196,7 @@ class Admin:
 
     async def health(self, request: web.Request) -> web.Response:
         """200 as long as requests are answered; `state` and `reasons` say how well they are cached."""
-        degradations, store = self._shared.everywhere, self._shared.opened_store
-        body: dict[str, object] = {
-            "state": degradations.state,
-            "since": moment(degradations.since),
-            "reasons": [describe(degradation) for degradation in degradations.active],
-        }
-        if self._pool.is_single:
-            body |= _describe_server(self._pool.servers[0])
-        else:
-            body["llama_servers"] = {s.name: _describe_server(s) for s in self._pool.servers}
-        body |= self._pool.ends
-        body["waiting"] = self._pool.n_waiting
-        body["background_tasks"] = len(self._shared.tasks)
-        if store is not None:
-            total = self._shared.metrics.total
-            n_bytes, n_restored = total("written_bytes"), total("restored_tokens")
-            n_reused = total("prompt_tokens", source="reused")
-            body["checkpoints"], body["checkpoint_bytes"] = len(store), store.size_bytes
-            body["writes"] = {
-                "bytes_last_day": store.writes.last_day_bytes,
-                "max_bytes_per_day": store.writes.max_bytes_per_day,
-                # Since the proxy started.
-                "bytes_per_reused_token": round(n_bytes / n_reused, 1) if n_reused else None,
-                "bytes_per_restored_token": round(n_bytes / n_restored, 1) if n_restored else None,
-            }
-        return json_response(body)
+        return json_response(standing(self._shared, self._pool))
 
     async def openapi(self, request: web.Request) -> web.Response:
         """Return what programs can ask of this listener, as an OpenAPI document."""
@@ -431,39 +403,68 @@ def _listed(
     return views.list_checkpoint(checkpoint, names, value_seconds=value_seconds, is_warm=is_warm)
 
 
-def _describe_server(server: Server) -> dict[str, object]:
-    """Return whether a llama-server is attached, and if so what is known of it."""
-    if (process := server.process) is None:
-        return {"llama_server": "not attached"}
-    rates = process.rates
+def standing(shared: Shared, pool: Pool) -> dict[str, Any]:
+    """Return how requests are served now, by which llama-servers, and how full the store is.
+
+    /health, the live page and `stats` are told the same. `servers` are those that are attached.
+    """
+    degradations, store = shared.everywhere, shared.opened_store
     return {
-        "llama_server": "attached",
-        "rule": str(process.rule),
-        "slots": Counter(state_of(slot).value for slot in process.slots),
-        # What was not measured yet is 0.
-        "rates": {
-            "evaluation_tokens_per_second": {
-                label: round(rates.tokens_per_second(position), 1)
-                for position, label in POSITION_LABELS.items()
-            },
-            "restore_bytes_per_second": {
-                "warm": round(rates.warm_restore.bytes_per_second),
-                "cold": round(rates.cold_restore.bytes_per_second),
-            },
-            "save_bytes_per_second": round(rates.save.bytes_per_second),
+        **pool.ends,
+        "state": degradations.state,
+        "since": _moment(degradations.since),
+        "reasons": [
+            {
+                "kind": each.kind,
+                "reason": each.reason,
+                "cure": each.kind.cure,
+                "since": _moment(each.since),
+            }
+            for each in degradations.active
+        ],
+        "servers": [
+            {
+                # The model, where one address has several models.
+                "name": server.name,
+                "build": process.build,
+                "rule": str(process.rule),
+                "n_ctx": process.n_ctx,
+                "slots": [_describe_slot(slot) for slot in process.slots],
+            }
+            for server in pool.servers
+            if (process := server.process)
+        ],
+        "n_waiting": pool.n_waiting,
+        "store": None
+        if store is None
+        else {
+            "n_checkpoints": len(store),
+            "size_bytes": store.size_bytes,
+            "max_bytes": store.limits.max_bytes,
+            "written_last_day_bytes": store.writes.last_day_bytes,
+            "max_write_bytes_per_day": store.writes.max_bytes_per_day,
+            "version": store.version,
         },
     }
 
 
-def describe(degradation: Degradation) -> dict[str, str]:
-    """Return what is wrong, since when, and what mends it."""
+def _describe_slot(slot: Slot) -> dict[str, Any]:
+    """Return a slot; numbers are 0 where its content is not known.
+
+    `n_coming` is how long the prompt is that is being served there. `used_at` is when the slot was leased
+    or given back, in seconds since 1970; null if that was before the proxy was started.
+    """
+    known = slot.content if isinstance(slot.content, Known) else None
     return {
-        "kind": degradation.kind.value,
-        "reason": degradation.reason,
-        "cure": degradation.kind.cure,
-        "since": moment(degradation.since),
+        "id": slot.id,
+        "state": state_of(slot),
+        "is_closing": slot.is_closing,
+        "n_tokens": known.n_tokens if known else 0,
+        "n_unsaved": known.n_unsaved if known else 0,
+        "n_coming": len(slot.destined) if slot.destined is not None else 0,
+        "used_at": round(_CLOCK_BEGAN_AT + slot.used_at, 1) if slot.used_at else None,
     }
 
 
-def moment(seconds: float) -> str:
+def _moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

@@ -16,16 +16,14 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from proxy.core.slots import TAINTED, Known, Slot, state_of
+from proxy.core.slots import TAINTED
 from proxy.errors import StoreFault, UpstreamFault
 from proxy.explain.views import History
 from proxy.llama.client import SlotStatus
 from proxy.servers.pool import Pool
-from proxy.servers.server import Server
-from proxy.serving.process import Process
 from proxy.serving.request import Request
 from proxy.serving.shared import Shared
-from proxy.web.admin import describe, json_response, moment
+from proxy.web.admin import json_response, standing
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -61,7 +59,6 @@ class Looks:
         self._shared = shared
         self._pool = pool
         self._run = secrets.token_hex(4)
-        self._epoch = time.time() - time.monotonic()
         self._progress: dict[tuple[str, int], SlotStatus] = {}
         self._asking: asyncio.Task[None] | None = None
         self._asked_at = 0.0
@@ -99,37 +96,12 @@ class Looks:
         The field `position` names this look: from the next look that gives it, only later requests come.
         """
         self._ask_for_progress()
-        degradations, journal = self._shared.everywhere, self._shared.journal
-        store = self._shared.opened_store
-        run, _, number = position.partition("-")
+        journal, (run, _, number) = self._shared.journal, position.partition("-")
         is_known = run == self._run and number.isdecimal() and len(number) <= _MAX_DIGITS
         n_seen = int(number) if is_known else 0
         return {
-            **self._pool.ends,
-            "state": degradations.state.value,
-            "since": moment(degradations.since),
-            "reasons": [describe(degradation) for degradation in degradations.active],
-            "servers": [
-                {
-                    # The model, where one address has several models.
-                    "name": server.name,
-                    "build": process.build,
-                    "rule": str(process.rule),
-                    "n_ctx": process.n_ctx,
-                    "slots": [self._slot(slot) for slot in process.slots],
-                }
-                for server, process in self._attached()
-            ],
-            "n_waiting": self._pool.n_waiting,
+            **standing(self._shared, self._pool),
             "in_flight": [self._flight(request) for request in journal.in_flight.values()],
-            "store": None
-            if store is None
-            else {
-                "n_checkpoints": len(store),
-                "size_bytes": store.size_bytes,
-                "max_bytes": store.limits.max_bytes,
-                "version": store.version,
-            },
             "today": journal.today(),
             "keeps": journal.keep.value,
             "position": f"{self._run}-{journal.n_recorded}",
@@ -149,14 +121,11 @@ class Looks:
             self._asking = self._shared.tasks.start(self._ask())
 
     async def _ask(self) -> None:
-        for _, process in self._attached():
+        for process in self._pool.processes:
             if any(slot.is_leased for slot in process.slots):
                 with suppress(UpstreamFault):  # a build that does not tell, or one that is gone
                     for status in await process.upstream.slots():
                         self._progress[process.where, status.id] = status
-
-    def _attached(self) -> list[tuple[Server, Process]]:
-        return [(s, process) for s in self._pool.servers if (process := s.process)]
 
     def _flight(self, request: Request) -> dict[str, Any]:
         """Return a request that has not ended; `phase` says what it waits for, or what is done for it.
@@ -189,7 +158,7 @@ class Looks:
         }
 
     def _phase(self, request: Request) -> str:
-        process = next((p for _, p in self._attached() if p.where == request.server), None)
+        process = next((p for p in self._pool.processes if p.where == request.server), None)
         if request.answer is not None:
             return "ends"
         if request.has_token():
@@ -202,23 +171,6 @@ class Looks:
             return "is forwarded" if request.why else "is read"
         is_loading = process.slots[request.account.plan.slot_id].content is TAINTED
         return "restores" if is_loading else "evaluates"
-
-    def _slot(self, slot: Slot) -> dict[str, Any]:
-        """Return a slot; numbers are 0 where its content is not known.
-
-        `n_coming` is how long the prompt is that is being served there. `used_at` is when the slot was
-        leased or given back, in seconds since 1970; null if that was before the proxy was started.
-        """
-        known = slot.content if isinstance(slot.content, Known) else None
-        return {
-            "id": slot.id,
-            "state": state_of(slot).value,
-            "is_closing": slot.is_closing,
-            "n_tokens": known.n_tokens if known else 0,
-            "n_unsaved": known.n_unsaved if known else 0,
-            "n_coming": len(slot.destined) if slot.destined is not None else 0,
-            "used_at": round(self._epoch + slot.used_at, 1) if slot.used_at else None,
-        }
 
 
 class LivePage:

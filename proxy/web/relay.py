@@ -97,7 +97,7 @@ class Exchange:
             async with answer:
                 if _is_stream(answer):
                     on_start()
-                elif upstream.target.speaks_plainly and answer.content_type == "text/plain":
+                elif upstream.target.host == "router" and answer.content_type == "text/plain":
                     raise await _gone(upstream.target, answer)
                 with upstream.heard(answer.close) as heard:
                     self._answer, self._heard = answer, heard

@@ -26,7 +26,7 @@ from proxy.serving.process import Process
 from proxy.serving.request import Account, Answer, Request
 
 SPACE = Namespace(b"n" * 16)
-PROCESS = cast(Process, SimpleNamespace(rule=Rule(RuleKind.RESTORE_POINTS), id="process"))
+RULE = Rule(RuleKind.RESTORE_POINTS)
 CHARACTERS_A_TOKEN = 4
 N_MISSES = 300
 SIZES = ((1_000, 250), (32_000, 250), (128_000, 250), (12_001, 1))
@@ -69,6 +69,8 @@ class Explainer:
     def __init__(self) -> None:
         self.journal = Journal()
         self.report = Report(Metrics(), self.journal)
+        facts = {"rule": RULE, "id": "process", "opened_store": None, "journal": self.journal}
+        self.process = cast(Process, SimpleNamespace(**facts))
         self._n_requests = 0
 
     def serve(self, prompt: Prompt, body: GenerationBody, n_reused: int) -> tuple[float, Judgement]:
@@ -82,8 +84,7 @@ class Explainer:
         request.account = account = Account(plan, prompt.n_tokens)
         account.add(Timings(n_reused, prompt.n_tokens - n_reused))
         began = time.thread_time()
-        inquiry = Inquiry(self.journal, PROCESS, prompt, body)
-        inquiry.note_planned()
+        inquiry = Inquiry(self.process, prompt, body)
         judgement = inquiry.judge(account, request.id)
         self.report.answered(request, judgement)
         return 1000 * (time.thread_time() - began), judgement

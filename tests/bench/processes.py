@@ -150,13 +150,12 @@ class ProxyProcess:
 
 
 def n_leased(health: Health) -> int:
-    """Return how many slots are leased, of one llama-server or of all of several."""
-    servers = health.get("llama_servers", {"": health}).values()
-    return sum(server.get("slots", {}).get("leased", 0) for server in servers)
+    """Return how many slots are leased, of all llama-servers."""
+    return sum(slot["state"] == "leased" for each in health["servers"] for slot in each["slots"])
 
 
 def _is_idle(health: Health) -> bool:
-    return not n_leased(health) and not health.get("waiting")
+    return not n_leased(health) and not health["n_waiting"]
 
 
 class Stack:

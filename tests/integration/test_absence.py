@@ -41,7 +41,7 @@ async def test_queued_and_new_requests_wait_for_a_slot_in_arrival_order(
         for n_waiting, name in enumerate(["d", "e"], 3):
             asked.append(rig.begin_chat(name))
             await waiting(rig, n_waiting)
-        assert ((await rig.health())["waiting"], rig.sample("waiting_requests")) == (4, 4)
+        assert ((await rig.health())["n_waiting"], rig.sample("waiting_requests")) == (4, 4)
         gate = rig.server.hold("tokenize")
         await rig.server.restart()
         await until(lambda: gate.n_reached >= 4)

@@ -145,4 +145,4 @@ async def test_many_clients_that_leave_leak_nothing(start_rig: StartRig, with_sl
                 await hang_up(asked.pop(i % len(asked)))
         await asyncio.gather(*asked)
         await rig.settled()
-        assert (await rig.health())["waiting"] == 0
+        assert (await rig.health())["n_waiting"] == 0

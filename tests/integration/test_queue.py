@@ -37,7 +37,7 @@ async def order_of_service(rig: Rig, *names: str) -> list[str]:
     for n_waiting, name in enumerate(names, 1):
         asked.append(rig.begin_chat(name))
         await rig.waiting(n_waiting)
-    assert (await rig.health())["waiting"] == len(names)
+    assert (await rig.health())["n_waiting"] == len(names)
     gate.open()
     await asyncio.gather(*asked)
     return served(rig)

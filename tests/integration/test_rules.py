@@ -57,7 +57,7 @@ async def test_rule_is_learned_and_the_conversation_restored_as_far_as_it_goes(
 ) -> None:
     async with start_rig(n_slots=1, memory=memory, file_version=file_version) as rig:
         health = await rig.health()
-        assert health["rule"] == rule
+        assert health["servers"][0]["rule"] == rule
         assert health["state"] == "caching"
         messages = question("a")
         reply = await rig.chat(messages)
@@ -287,5 +287,5 @@ async def test_known_rule_is_not_derived_again(start_rig: StartRig) -> None:
         assert n_restores == 2
         rig.server.replace_process()
         await rig.attached()
-        assert (await rig.health())["rule"] == "any prefix"
+        assert (await rig.health())["servers"][0]["rule"] == "any prefix"
         assert len(rig.server.seen_at("restore")) == n_restores

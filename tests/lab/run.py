@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,11 @@ _SETTINGS = {
 }
 
 LLAMA_SERVER_ARGUMENTS = ("-c", "16384", "-t", "1", "--fit", "off", "-fa", "on")
+
+
+def slots_in(health: dict[str, Any]) -> Counter[str]:
+    """Return how many slots of the first llama-server are in which state."""
+    return Counter(slot["state"] for slot in health["servers"][0]["slots"])
 
 
 class RunProcess:

@@ -280,4 +280,4 @@ async def test_counting_takes_no_slot_and_waits_for_none(start_rig: StartRig) ->
         answering.cancel()
         await rig.settled()
         assert rig.sample("requests_total", outcome="bypass") == 0
-        assert (await rig.health())["waiting"] == 0
+        assert (await rig.health())["n_waiting"] == 0

@@ -7,6 +7,7 @@ import pytest
 
 from proxy.core.tokens import BLOCK_TOKENS, FIRST_BLOCK_TOKENS
 from tests.lab.rig import Rig
+from tests.lab.run import slots_in
 from tests.live.conftest import StartRig, in_long
 
 SLIDING_WINDOW = 512
@@ -105,4 +106,4 @@ async def test_prompt_that_fills_the_context_is_served_and_a_larger_one_refused(
                 assert (await reply.json())["error"]["type"] == "exceed_context_size_error"
         n_evaluated, _ = await complete(rig, prompt(1010))
         assert n_evaluated <= 1010
-        assert (await rig.health())["slots"].get("leased", 0) == 0
+        assert slots_in(await rig.health())["leased"] == 0

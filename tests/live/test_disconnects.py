@@ -9,6 +9,7 @@ import pytest
 
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.rig import Rig
+from tests.lab.run import slots_in
 from tests.live.conftest import StartRig, in_long
 
 N_REQUESTS = 250
@@ -62,7 +63,7 @@ async def test_clients_that_leave_at_random_moments_leak_nothing(
         assert 50 < outcomes.count("left") < N_REQUESTS - 50
         await rig.settled()
         health = await rig.health()
-        assert (health["slots"].get("leased", 0), health["waiting"]) == (0, 0)
+        assert (slots_in(health)["leased"], health["n_waiting"]) == (0, 0)
         reply = await rig.chat(CONVERSATIONS[0][0], tools=TOOLS)
         assert reply["choices"]
         assert rig.sample("restore_ineffective_total") == 0

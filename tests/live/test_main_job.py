@@ -7,6 +7,7 @@ import pytest
 from tests.lab.conversation import agent_requests, system
 from tests.lab.models import MEMORIES
 from tests.lab.older_builds import keep_as_saved, strip_context_checkpoints
+from tests.lab.run import slots_in
 from tests.live.conftest import ONE_KIND, StartRig, in_long
 from tests.live.ledger import SLACK_TOKENS, Ledger
 
@@ -58,7 +59,7 @@ async def test_older_builds_continue_at_the_end_of_the_state(
     async with start_rig(kind, rewrite=strip_context_checkpoints) as rig:
         ledger = Ledger(rig)
         expected = "any prefix" if kind == "full" else "end only"
-        assert (await rig.health())["rule"] == expected
+        assert (await rig.health())["servers"][0]["rule"] == expected
         for messages in requests[:5]:
             await ledger.ask(messages)
         await rig.restart()
@@ -100,10 +101,12 @@ async def test_slots_are_adopted_when_only_the_proxy_restarts(
     async with start_rig(kind) as rig:
         ledger = Ledger(rig)
         await ledger.ask(requests[0])
-        n_checkpoints = (await rig.health())["checkpoints"]
+        n_checkpoints = (await rig.health())["store"]["n_checkpoints"]
         await rig.restart(server=False)
-        assert (await rig.health())["slots"] == {"empty": 1, "known": 1}
-        assert (await rig.health())["checkpoints"] == n_checkpoints  # adopted, not saved twice
+        assert slots_in(await rig.health()) == {"empty": 1, "known": 1}
+        assert (await rig.health())["store"][
+            "n_checkpoints"
+        ] == n_checkpoints  # adopted, not saved twice
         for messages in requests[1:]:
             n_new, n_evaluated, _ = await ledger.ask(messages)
             assert n_evaluated <= n_new + SLACK_TOKENS

@@ -55,8 +55,7 @@ class Models:
         """Return once /health names exactly these models as attached."""
 
         async def are_attached() -> bool:
-            told = (await self.rig.health()).get("llama_servers", {})
-            return {n for n in told if told[n]["llama_server"] == "attached"} == names
+            return {server["name"] for server in (await self.rig.health())["servers"]} == names
 
         await until(are_attached)
 

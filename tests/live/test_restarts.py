@@ -87,7 +87,7 @@ async def test_queue_outlives_the_server_and_its_states_are_restored(start_rig: 
         asked = await queue(rig, (0, 1), (1, 1))
         await kill(rig, stream)
         asked += await queue(rig, (0, 2))
-        assert (await rig.health())["waiting"] == 3
+        assert (await rig.health())["n_waiting"] == 3
         await asyncio.to_thread(rig.server.start)
         replies = await asyncio.gather(*asked)
         n_evaluated = await rig.evaluated()
@@ -117,7 +117,7 @@ async def test_other_model_on_the_same_port_has_states_of_its_own(start_rig: Sta
         assert rig.sample("restores_total", result="done") == 0
         assert rig.sample("prompt_tokens_total", source="reused") == n_reused
         await rig.settled()
-        assert (await rig.health())["rule"] == "any prefix"
+        assert (await rig.health())["servers"][0]["rule"] == "any prefix"
         assert reply["choices"] == cold(rig, 0, 1)["choices"]
         await rig.post(CHAT, body(0, 1))  # the direct request is not the proxy's to know of
         await rig.settled()
@@ -132,7 +132,7 @@ async def test_other_model_on_the_same_port_has_states_of_its_own(start_rig: Sta
         n_new = reply["usage"]["prompt_tokens"] - reply["timings"]["cache_n"]
         assert n_new < reply["usage"]["prompt_tokens"] / 3
         await rig.settled()
-        assert (await rig.health())["rule"] == "restore points"
+        assert (await rig.health())["servers"][0]["rule"] == "restore points"
         assert reply["choices"] == cold(rig, 0, 1)["choices"]
 
 

@@ -19,7 +19,7 @@ import pytest
 from tests.lab.interleaved import HEADER, TOOLS, Conversations
 from tests.lab.models import model_path
 from tests.lab.processes import await_end, is_alive
-from tests.lab.run import LLAMA_SERVER_ARGUMENTS, RunProcess
+from tests.lab.run import LLAMA_SERVER_ARGUMENTS, RunProcess, slots_in
 from tests.lab.server import DEFAULT_MODEL_FOLDER, find_free_port
 from tests.live.conftest import ONE_KIND
 
@@ -95,7 +95,7 @@ def test_commands_know_where_run_keeps_states_and_what_it_stands_before(
     data = json.dumps({**body, "tools": TOOLS}).encode()
     with urlopen(Request(f"{run.base_url}/v1/chat/completions", data, headers)) as reply:
         assert reply.status == 200
-    run.wait_for(lambda: run.health()["checkpoints"])
+    run.wait_for(lambda: run.health()["store"]["n_checkpoints"])
     doctor = command("doctor")
     assert doctor.returncode == 0, doctor.stdout
     assert doctor.stdout.startswith("Caching will work.") and "It is caching" in doctor.stdout
@@ -142,7 +142,7 @@ def test_second_signal_does_not_wait_for_a_running_request(new_run: StartRun) ->
     endless = {"prompt": "a", "n_predict": -1, "ignore_eos": True, "cache_prompt": True}
     with ThreadPoolExecutor() as client:
         asked = client.submit(run.post, "/completion", endless)
-        run.wait_for(lambda: run.health()["slots"] == {"leased": 1})
+        run.wait_for(lambda: slots_in(run.health()) == {"leased": 1})
         run.send(signal.SIGTERM)
         run.wait_for(lambda: "finishing requests" in run.log_text())
         assert run.stop() == 130
@@ -162,11 +162,11 @@ def test_llama_server_that_dies_is_started_again_with_restart(new_run: StartRun)
     run = new_run("hybrid", options=("--restart", "--idle-save-seconds", "0.2"))
     run.start_and_await_caching()
     ask(run, "first")
-    run.wait_for(lambda: run.health()["checkpoints"])
+    run.wait_for(lambda: run.health()["store"]["n_checkpoints"])
     os.kill(run.server_pids()[0], signal.SIGKILL)
     run.wait_for(lambda: len(run.server_pids()) == 2)
     run.wait_for(lambda: run.log_text().count("llama-server is ready") == 2)
-    run.wait_for(lambda: run.health().get("llama_server") == "attached")
+    run.wait_for(lambda: run.health()["servers"])
     usage = ask(run, "second")["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] * 0.9
     assert run.stop() == 0

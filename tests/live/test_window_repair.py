@@ -200,7 +200,7 @@ async def test_conversation_goes_on_from_repaired_files_with_equal_answers(
 
     async with start_rig("swa", rewrite=repair) as rig:
         health = await rig.health()
-        assert health["rule"] == "end only"
+        assert health["servers"][0]["rule"] == "end only"
         tokens = prompt(3000)
         await rig.post("/completion", {"prompt": tokens[:2500], "n_predict": 0})
         await rig.restart()
@@ -229,7 +229,9 @@ async def test_restored_window_is_never_cut_where_the_server_would(
         tokens = prompt(n_tokens)
         await rig.post("/completion", {"prompt": tokens, "n_predict": 0})
         await rig.restart()
-        assert (await rig.health())["rule"] == "end only"  # the file has shown the window
+        assert (await rig.health())["servers"][0][
+            "rule"
+        ] == "end only"  # the file has shown the window
         extended = await rig.post("/completion", {"prompt": [*tokens, 5, 6, 7], "n_predict": 0})
         assert n_reused(extended) >= n_tokens - 1
         body: dict[str, Any] = {
@@ -249,10 +251,13 @@ async def test_restored_window_is_never_cut_where_the_server_would(
 
 async def test_rule_is_learned_again_where_a_flag_has_changed_it(start_rig: StartRig) -> None:
     async with start_rig("swa", n_slots=1) as rig:
-        assert (await rig.health())["rule"] == "restore points"
+        assert (await rig.health())["servers"][0]["rule"] == "restore points"
         await rig.stop_proxy()
         await asyncio.to_thread(rig.server.stop)
         rig.server.extra_args = ("--swa-full",)
+        # Until a window was cut on saving:
         await asyncio.to_thread(rig.server.start)
         await rig.start_proxy()
-        assert (await rig.health())["rule"] == "any prefix"  # until a window was cut on saving
+        assert (await rig.health())["servers"][0][
+            "rule"
+        ] == "any prefix"  # until a window was cut on saving
