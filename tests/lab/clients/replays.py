@@ -80,6 +80,7 @@ def _claude_code(prompt: str, *later: Any, line: str = "", **more: Any) -> Body:
     tools = _tagged_tools(cc.tools()[:4], "")
     body = cc.request(prompt, *later, **{"tools": tools, **more})
     body["system"][1]["text"] = f"{TAG}. You are an agent of the command line."
+    body = _edited(body, "# Environment\n", f"# Environment\n{TAG}\n")
     return _edited(body, "Notes are kept", f"{line}\nNotes are kept") if line else body
 
 
