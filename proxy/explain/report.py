@@ -339,8 +339,9 @@ class Inquiry:
             past = Past(nearest.n_common, n_like, is_of_other, nearest.loss)
         if compared is not None and account.failure is None and may_be_missed(account, past):
             change = _change(new, compared)
-            if change is not None and change[1].message == len(new.sketch.messages) - 1:
-                # What follows a change in the newest message is new in any case.
+            is_in_newest = change and change[1].message == len(new.sketch.messages) - 1
+            if change and is_in_newest and change[0] is not Cause.SESSION:
+                # What follows a change in the newest message is new, but for what a client puts in front.
                 past = replace(past, n_like=compared.n_common)
         judgement = judge(account, self._process.rule, past, change)
         divergence = change[1] if change and change[1].part is not PromptPart.NOWHERE else None
