@@ -33,8 +33,33 @@ setup: $(SETUP)
 $(SETUP): pyproject.toml
 	@$(NEED_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+ifeq ($(LOCKED),)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+else
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r deploy/requirements-dev.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+endif
 	@touch $@
+
+# What the image and CI install, with the hashes of all files; pip's own settings say where from.
+LOCK := $(LAB)/lock/bin/pip-compile --quiet --generate-hashes --strip-extras --allow-unsafe --no-header --no-annotate \
+  --no-emit-index-url --no-emit-trusted-host --no-emit-find-links
+lock:
+	@$(NEED_PYTHON)
+	test -x $(LAB)/lock/bin/pip-compile || $(PYTHON) -m venv $(LAB)/lock
+	$(LAB)/lock/bin/python -m pip install --quiet --disable-pip-version-check 'pip-tools>=7.5'
+	$(LOCK) --upgrade --output-file deploy/requirements.lock pyproject.toml
+	$(LOCK) --upgrade --extra dev --build-deps-for editable --constraint deploy/requirements.lock \
+	  --output-file deploy/requirements-dev.lock pyproject.toml
+
+# The tests that need no llama-server, with the lowest versions that pyproject.toml allows.
+test-lowest:
+	@$(NEED_PYTHON)
+	$(PYTHON) -m venv --clear $(LAB)/lowest
+	$(PYTHON) -c "import re, tomllib; needs = tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']; \
+	  print(*(re.sub('>=([0-9.]+).*', r'==\1', need) for need in needs), sep='\n')" >$(LAB)/lowest/lowest.txt
+	$(LAB)/lowest/bin/python -m pip install --quiet --disable-pip-version-check -c $(LAB)/lowest/lowest.txt --editable '.[dev]'
+	$(LAB)/lowest/bin/python -m pytest -n 2 --dist worksteal tests/unit tests/store
 
 # A llama-server in LLAMA_SERVER_BIN or on PATH wins; otherwise Debian's own is unpacked into .lab.
 llama-server:
@@ -184,7 +209,7 @@ uninstall:
 	rm -rf $(INSTALLED) $(PREFIX)/bin/$(NAME)
 	rm -f $(addprefix $(UNITS)/,$(notdir $(wildcard deploy/systemd/*.service)))
 
-.PHONY: test-image test-bare release-check install install-units uninstall
+.PHONY: lock test-lowest audit test-image test-bare release-check install install-units uninstall
 
 # The steps of deploy/Dockerfile on a bare Debian, and what comes of them before a real llama-server.
 # Root only: it mounts and changes users. Nothing of that outlives it.
@@ -197,10 +222,15 @@ test-bare: $(SETUP) models $(DEBIAN)
 $(DEBIAN):
 	tests/deployment/fetch_debian_root.sh $@
 
-# Wheel and sdist, their metadata and licences, and the documents: what must hold before a release.
+# Wheel, sdist and bill of materials, in dist/; their metadata and licences: what must hold before a release.
 release-check: $(SETUP)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[release]'
 	$(BIN)/python -m tests.release
+
+# Known vulnerabilities of what the image installs; asks PyPI.
+audit: $(SETUP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[release]'
+	$(BIN)/python -m pip_audit --require-hashes --disable-pip -r deploy/requirements.lock
 
 clean:
 	rm -rf $(VENV) $(LAB) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

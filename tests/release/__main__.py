@@ -1,6 +1,7 @@
 """`make release-check`: whether what lies here can be given to people."""
 
 import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -8,13 +9,25 @@ from pathlib import Path
 
 from proxy import __version__
 from tests.release.licences import unfit_licences
-from tests.release.packages import REPOSITORY, build, install, missing_from, run, run_module
+from tests.release.packages import (
+    REPOSITORY,
+    build,
+    install,
+    missing_from,
+    run,
+    run_module,
+    write_bill,
+)
+
+DIST = REPOSITORY / "dist"
 
 
 def complaints(folder: Path) -> Iterator[str]:
     """Yield what is wrong; a step that cannot be done at all raises CalledProcessError."""
-    packages = build(folder / "dist")
-    print(f"built      {packages.sdist.name}, {packages.wheel.name}")
+    packages = build(DIST)
+    print(
+        f"built      {packages.sdist.name}, {packages.wheel.name}, {write_bill(packages.wheel).name}"
+    )
     yield from missing_from(packages)
     print(run_module("twine", "--no-color", "check", "--strict", *map(str, packages)).strip())
     for package in packages:
@@ -35,6 +48,7 @@ def complaints(folder: Path) -> Iterator[str]:
 
 
 def main() -> None:
+    shutil.rmtree(DIST, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
         found = list(complaints(Path(folder)))
     for complaint in found:

@@ -27,6 +27,15 @@ def build(folder: Path) -> Packages:
     return Packages(sdist, wheel)
 
 
+def write_bill(wheel: Path) -> Path:
+    """Write the bill of materials beside the wheel: what the image installs, as CycloneDX; return it."""
+    bill = wheel.with_suffix(".cdx.json")
+    lock, project = REPOSITORY / "deploy/requirements.lock", REPOSITORY / "pyproject.toml"
+    told = ("--output-reproducible", "--pyproject", str(project), "--output-file", str(bill))
+    run_module("cyclonedx_py", "requirements", *told, str(lock))
+    return bill
+
+
 def missing_from(packages: Packages) -> list[str]:
     """Return what is under version control in proxy/ but not in a package, or the other way round."""
     listed = run("git", "-C", str(REPOSITORY), "ls-files", "proxy").splitlines()
