@@ -129,7 +129,8 @@ def explanation_text(explanation: Explanation) -> Text:
     by = f"  by {request.server}" if request.server else ""
     named = "miss" if request.cause.is_miss else request.outcome  # some of it may have been reused
     outcome = named, f"bold {_COLOURS.get(named, 'default')}"
-    lines = [Text.assemble(outcome, f"  {request.id}  {request.path}{by}")]
+    kind = f"  {request.kind.value}" if request.kind else ""
+    lines = [Text.assemble(outcome, f"  {request.id}  {request.path}{by}{kind}")]
     at = f"{datetime.fromtimestamp(request.at):%Y-%m-%d %H:%M:%S}"
     lines.append(Text(f"{_visible(named_in_words(msgspec.structs.asdict(request)))}, {at}"))
     if request.n_prompt is not None and request.confirmed is not None:

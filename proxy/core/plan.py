@@ -249,7 +249,9 @@ def displace(
     The prompt goes on with *n_reused* tokens of the content; None: the slot is filled anew.
     """
     content, rates = slot.content, now.rates
-    if not isinstance(content, Known) or is_continued(content, prompt, n_common):
+    if not isinstance(content, Known) or content.is_aside:
+        return NOTHING_DISPLACED
+    if is_continued(content, prompt, n_common):
         return NOTHING_DISPLACED
     size_bytes, n_lost = state_bytes(now.sizes, content), content.n_unsaved
     if n_reused is not None:

@@ -78,7 +78,8 @@ class Known:
     `last_cut` its prompt was last cut (0: nowhere). `marks` are other cuts, ascending, to which requests
     may come back: where turns began, where prompts branched. A checkpoint in the store covers `n_saved`
     tokens and can be continued at the `saved_points`. `shape` is the kind of request that the tokens were
-    predicted for, `conversation` and `title` those of the Prompt that the tokens begin with.
+    predicted for, `conversation` and `title` those of the Prompt that the tokens begin with. To what a side
+    call left, which `is_aside`, nobody comes back: it is not saved, and costs nothing to lose.
     """
 
     tokens: TokenIds
@@ -96,6 +97,7 @@ class Known:
     title: Title = UNTITLED
     origin: Origin = EVALUATED
     n_points_at_most: int = MAX_CONTEXT_CHECKPOINTS
+    is_aside: bool = False
 
     @property
     def n_tokens(self) -> int:

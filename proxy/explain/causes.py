@@ -18,6 +18,7 @@ class Cause(StrEnum):
 
     BILLING_HEADER = "billing header"
     DATE = "date"
+    SESSION = "session id"
     ENVIRONMENT = "environment block"
     TOOL_ORDER = "tool order changed"
     TOOL_TEXT = "tool text changed"
@@ -76,6 +77,9 @@ billing header: Claude Code's billing line, at the top of the system prompt, has
 date: A date or a time of day in the prompt has changed.
     -> Take the time out of the system prompt and put it into the newest message.
     => sticky_date lets a conversation keep the time that it began with.
+session id: An id, a temporary path or an address that names the session has changed.
+    -> Have the client name its session behind what sessions share, or not at all.
+    => sticky_session leaves it out there and tells it in the newest message, from the third session on.
 environment block: The block that describes the environment (folder, platform, git status) has changed.
     -> None if the client works elsewhere now. What changes by itself belongs behind what does not.
 tool order changed: The same tools came in another order.
@@ -167,15 +171,16 @@ class Meaning(NamedTuple):
             return (
                 f"{self.advice} No stabilizer helps: this is the beginning of another conversation."
             )
-        if name == "sticky_date" and part is not PromptPart.SYSTEM:
-            return f"{self.advice} No stabilizer helps: `{name}` looks at the system prompt only."
+        if name == "sticky_date" and part not in _IN_FRONT:
+            return f"{self.advice} No stabilizer helps: `{name}` looks at the beginning only."
         if name in switched_on:
             why = f"`{name}` is on, but has not known this change, or not since the proxy was started."
             return f"{self.advice} {why}"
         return f"{self.cure} That helps from the next conversation on, not this one."
 
 
-_EVERYWHERE = ("drop_billing_header", "inline_reasoning")
+_IN_FRONT = (PromptPart.TOOLS, PromptPart.SYSTEM, PromptPart.USER)
+_EVERYWHERE = ("drop_billing_header", "inline_reasoning", "sticky_session")
 """These stabilizers do the same in every conversation; the others hold what a conversation began with."""
 
 

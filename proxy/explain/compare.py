@@ -146,12 +146,14 @@ def _is_in_system(new: Rendering, differing: int | None, at: int | None) -> bool
 
 def _cause(pair: _Pair) -> Cause:
     in_header = pair.part in (PromptPart.TOOLS, PromptPart.SYSTEM)
-    if pair.part is PromptPart.TOOLS:
+    if pair.part is PromptPart.TOOLS and not pair.is_by(is_id):
         return _cause_in_tools(pair)
     if in_header and pair.is_by(is_billing if pair.is_same else are_both_billing):
         return Cause.BILLING_HEADER
     if (in_header or pair.is_same) and pair.is_by(is_date):
         return Cause.DATE
+    if (in_header or pair.is_same or pair.is_by(is_reminder)) and pair.is_by(is_id):
+        return Cause.SESSION
     return _cause_in_system(pair) if in_header else _cause_in_messages(pair)
 
 
@@ -220,10 +222,10 @@ def _cause_in_bare_text(new: Rendering, old: Rendering, at: int | None) -> Cause
 _BILLING = "x-anthropic-billing-header"
 _LONG_LINE = 500
 """No more of a line is looked at before and behind the change."""
-_DATE_CHARACTERS = 64
-"""A date is searched for this far before and behind the change."""
+_NEAR_DATE = 64
+"""A date or an id is searched for this far before and behind the change."""
 _SAME_BEHIND_DATE = 8
-"""So many characters behind a changed date must be the same."""
+"""So many characters behind a changed date or id must be the same."""
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
 _DAY = r"\d{1,2}(?:st|nd|rd|th)?"
@@ -241,6 +243,10 @@ _ITEM = "|".join(
     )
 )
 _DATE = re.compile(rf"(?:{_ITEM})(?:(?:[\s,]|\bat\b){{0,4}}(?:{_ITEM}))*")
+_ID = re.compile(
+    r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}"
+    r"|(?<![A-Za-z0-9])(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{8,}"
+)
 _ENVIRONMENT_LINE = re.compile(
     r"\W*(?:primary |current )?(?:working directory|cwd|platform|os version|operating system|shell|"
     r"is directory a git repo|current branch|git status|recent commits)\b",
@@ -292,10 +298,28 @@ def are_both_billing(new: str, old: str, at: int) -> bool:
 
 def is_date(new: str, old: str, at: int) -> bool:
     """Return whether both texts have a date or a time there, and the same text behind it."""
-    new_end, old_end = _end_of_date(new, at), _end_of_date(old, at)
-    if new_end is None or old_end is None:
-        return False
-    return new[new_end : new_end + _SAME_BEHIND_DATE] == old[old_end : old_end + _SAME_BEHIND_DATE]
+    return _is_changed(_DATE, new, old, at)
+
+
+def is_id(new: str, old: str, at: int) -> bool:
+    """Return whether both texts have an id there, and the same text behind it."""
+    return _is_changed(_ID, new, old, at)
+
+
+def _is_changed(kind: re.Pattern[str], new: str, old: str, at: int) -> bool:
+    begin, end = max(0, at - _NEAR_DATE), at + _NEAR_DATE
+    behind = [
+        next(
+            (
+                text[found.end() : found.end() + _SAME_BEHIND_DATE]
+                for found in kind.finditer(text, begin, end)
+                if found.start() <= at <= found.end()
+            ),
+            None,
+        )
+        for text in (new, old)
+    ]
+    return None not in behind and behind[0] == behind[1]
 
 
 def is_environment(new: str, old: str, at: int) -> bool:
@@ -336,8 +360,3 @@ def _line(text: str, at: int) -> str:
     begin = max(nearest, text.rfind("\n", nearest, at) + 1)
     end = text.find("\n", at, at + _LONG_LINE)
     return text[begin : end if end >= 0 else at + _LONG_LINE]
-
-
-def _end_of_date(text: str, at: int) -> int | None:
-    dates = _DATE.finditer(text, max(0, at - _DATE_CHARACTERS), at + _DATE_CHARACTERS)
-    return next((date.end() for date in dates if date.start() <= at <= date.end()), None)

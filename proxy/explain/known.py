@@ -7,10 +7,12 @@ conversation is kept.
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
-from proxy.core.messages import list_of
+from proxy.core.messages import SYSTEM_ROLES, list_of
+from proxy.core.model import DIGEST_BYTES, Conversation
 from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.explain.causes import Cause
 from proxy.explain.compare import Rendering
@@ -233,3 +235,88 @@ def _nearest(new: KnownPrompt, newest: list[KnownPrompt]) -> Match | None:
                     break
                 next_token = tokens[n_common]
     return None if nearest is None else Match(nearest, n_common)
+
+
+# What kind of request each is, by the messages of those before it. Clients ask for titles and summaries
+# behind their users' backs, and make conversations shorter: what looks like a miss may be one of these.
+
+
+class Kind(StrEnum):
+    """What a request is to its conversation; empty if it has no messages that were read."""
+
+    NONE = ""
+    FIRST = "first"
+    USER_TURN = "user turn"
+    TOOL_TURN = "tool round trip"
+    REWRITE = "rewritten history"
+    COMPACTION = "compaction"
+    SIDE = "side call"
+    RETRY = "retry"
+
+
+class Turn(NamedTuple):
+    """One request of a conversation.
+
+    `asker` are its client's key and session. `header` and `own` are the digests of what comes before the
+    first message that is not the system's, and of the messages from there on, which have the `roles`.
+    """
+
+    asker: tuple[bytes, str]
+    header: bytes
+    own: bytes
+    roles: tuple[str, ...]
+    has_tools: bool = False
+    kind: Kind = Kind.FIRST
+
+
+def turn_of(asker: tuple[bytes, str], conversation: Conversation, *, has_tools: bool) -> Turn:
+    roles, parts = conversation.roles, conversation.digests
+    n_system = next((i for i, role in enumerate(roles) if role not in SYSTEM_ROLES), len(roles))
+    n_header = (1 + n_system) * DIGEST_BYTES
+    return Turn(asker, parts[:n_header], parts[n_header:], roles[n_system:], has_tools)
+
+
+def kind_of(new: Turn, earlier: Iterable[Turn]) -> Kind:
+    """Return what a request is to *earlier* ones, of which the newest come first.
+
+    1. It begins with all messages of an earlier one: its last message tells, or it asks the same again.
+    2. It begins like an earlier one, and goes on otherwise: history was rewritten, or another prompt than
+       the conversation's asks something about it.
+    3. It has an earlier one's session, or later messages: it was made shorter, or asks something aside.
+    """
+    others = [old for old in earlier if old.asker[0] == new.asker[0] and old.own]
+    n_common, nearest, first = 0, None, new.own[:DIGEST_BYTES]
+    for old in others:
+        if not old.own.startswith(first):
+            continue
+        if (n_same := common_prefix_length(new.own, old.own) // DIGEST_BYTES) > n_common:
+            n_common, nearest = n_same, old
+    if nearest is not None and n_common == len(nearest.roles):
+        return _going_on(new, nearest)
+    if nearest is not None:
+        return Kind.SIDE if _is_aside(new, nearest) else Kind.REWRITE
+    places = range(0, min(3 * DIGEST_BYTES, len(new.own) - DIGEST_BYTES), DIGEST_BYTES)
+    if any(new.own[at : at + 2 * DIGEST_BYTES] in old.own for at in places for old in others):
+        return Kind.COMPACTION
+    session = [old for old in others if old.asker == new.asker and new.asker[1]]
+    alike = next((old for old in session if old.header == new.header), None)
+    if alike is None:
+        return Kind.SIDE if any(_is_aside(new, old) for old in session) else Kind.FIRST
+    if alike.kind is Kind.SIDE:
+        return Kind.SIDE
+    is_shorter = len(alike.roles) >= 3 and 2 * len(new.roles) <= len(alike.roles)
+    return Kind.COMPACTION if is_shorter else Kind.FIRST
+
+
+def _is_aside(new: Turn, old: Turn) -> bool:
+    """Return whether a request asks something without the tools that its conversation has."""
+    return new.header != old.header and old.has_tools and not new.has_tools
+
+
+def _going_on(new: Turn, old: Turn) -> Kind:
+    added = [role for role in new.roles[len(old.roles) :] if role not in SYSTEM_ROLES]
+    if len(old.roles) == 1 and _is_aside(new, old):
+        return Kind.SIDE
+    if not added or added[-1] == "assistant":
+        return Kind.RETRY
+    return Kind.TOOL_TURN if added[-1] == "tool" else Kind.USER_TURN

@@ -26,7 +26,17 @@ from proxy.core.tokens import Namespace, TokenIds, common_prefix_length
 from proxy.errors import ProxyError, ServerAway, TooManyRequests
 from proxy.explain.causes import MEANINGS, Cause, PromptPart
 from proxy.explain.compare import Divergence, Rendering, find_change
-from proxy.explain.known import SLACK_TOKENS, KnownPrompt, KnownPrompts, Loss, Match
+from proxy.explain.known import (
+    SLACK_TOKENS,
+    Kind,
+    KnownPrompt,
+    KnownPrompts,
+    Loss,
+    Match,
+    Turn,
+    kind_of,
+    turn_of,
+)
 from proxy.explain.sketch import (
     Compared,
     Named,
@@ -61,6 +71,7 @@ TOKENIZED_OTHERWISE = "requests of this shape are tokenized differently"
 MAX_REQUESTS, MAX_MISSES = 2000, 500
 MAX_PROMPTS = MAX_NAMED = 500
 MAX_PROMPT_BYTES = 48 << 20
+MAX_TURNS = 256
 LAST, MISS = "last", "miss"
 _N_DIGITS = 8
 _BYTES_PER_TOKEN = 4
@@ -135,6 +146,7 @@ class Journal:
         self.in_flight: dict[str, Request] = {}
         self._named: OrderedDict[tuple[bytes, str], Named] = OrderedDict()
         """By the client's key, and by llama-server's id of the answer."""
+        self._turns: deque[Turn] = deque(maxlen=MAX_TURNS)
         self.n_recorded = 0
         """How many requests have ended since the proxy was started: it tells whether there is news."""
 
@@ -176,6 +188,15 @@ class Journal:
         """Note why the state of these tokens is gone, for the requests that miss it."""
         if tokens is not None:
             self.prompts.note_loss(namespace, tokens, cause)
+
+    def note_turn(self, request: "Request") -> Kind:
+        """Return what a request that was read is to its conversation."""
+        assert request.conversation is not None and request.chat is not None
+        asker, has_tools = (request.tenant, request.session), bool(request.chat.fields.get("tools"))
+        turn = turn_of(asker, request.conversation, has_tools=has_tools)
+        kind = kind_of(turn, reversed(self._turns))
+        self._turns.append(turn._replace(kind=kind))
+        return kind
 
     def note_named(self, tenant: bytes, new: Named, message_id: str) -> None:
         """Keep what a request is compared by, under llama-server's id of its answer."""
@@ -318,8 +339,9 @@ class Inquiry:
             past = Past(nearest.n_common, n_like, is_of_other, nearest.loss)
         if compared is not None and account.failure is None and may_be_missed(account, past):
             change = _change(new, compared)
-            if change is not None and change[1].message == len(new.sketch.messages) - 1:
-                # What follows a change in the newest message is new in any case.
+            is_in_newest = change and change[1].message == len(new.sketch.messages) - 1
+            if change and is_in_newest and change[0] is not Cause.SESSION:
+                # What follows a change in the newest message is new, but for what a client puts in front.
                 past = replace(past, n_like=compared.n_common)
         judgement = judge(account, self._process.rule, past, change)
         divergence = change[1] if change and change[1].part is not PromptPart.NOWHERE else None
@@ -554,6 +576,7 @@ class Report:
             path=request.path,
             outcome=outcome,
             cause=judgement.cause,
+            kind=request.kind,
             **self.described(request),
             part=judgement.part,
             message=judgement.message,
@@ -590,6 +613,7 @@ def _line(record: RequestRecord) -> dict[str, object]:
     # No text of a prompt is in the log.
     told = msgspec.structs.asdict(record) | {"at": None, "n_missed": record.n_missed or None}
     told |= {"title": None, "client": record.client or None, "model": record.model or None}
+    told["kind"] = record.kind.value or None
     told["cause"] = None if record.cause is Cause.NOT_LOOKED_UP else record.cause.value
     told["part"] = None if record.part is PromptPart.NOWHERE else record.part.value
     return {

@@ -16,6 +16,7 @@ from proxy.core.rates import Rates, seconds_in_words
 from proxy.core.tokens import Namespace
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
+from proxy.explain.known import Kind
 
 # The tree: namespaces, their headers, the sessions of each, their checkpoints. What sessions share lies
 # under the header itself. Nothing is kept between two looks.
@@ -249,7 +250,8 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One generation request, once it has ended.
 
     `at` is when it came, in seconds since 1970; the other times are since then. What is not known is null
-    or empty. `title` are its user's first words; requests of one `conversation` begin with the same ones.
+    or empty. `kind` is what it is to its conversation. `title` are its user's first words; requests of one
+    `conversation` begin with the same ones.
     `n_missed` tokens were evaluated although they were known; `cause` says why, `part` and `message`
     (counted from 0) where in the prompt. `server` says which llama-server, or model, served it where there
     are several. `stops` and `cuts` are in tokens; the cuts are header, turn start and branch, 0 where there
@@ -261,6 +263,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     outcome: str
     cause: Cause
+    kind: Kind = Kind.NONE
     title: str = ""
     client: str = ""
     model: str = ""

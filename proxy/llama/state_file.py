@@ -272,6 +272,11 @@ class StateFile:
         return tuple(sorted({c.restore_point for c in self.context_checkpoints}))
 
     @property
+    def draft_bytes(self) -> int:
+        """How much follows the context checkpoints: the state of a draft model or of draft-mtp, if anything."""
+        return self.size_bytes - self.context_checkpoints_end
+
+    @property
     def part_sizes(self) -> list[int]:
         """The lengths of the parts that checksums are made of, in file order.
 

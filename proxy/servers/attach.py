@@ -243,8 +243,13 @@ async def _examine(process: Process, slot_id: SlotId, props: Props) -> None:
 
 
 def _static(identity: ModelIdentity, state: StateFile) -> str:
-    """Return what a model is known under before its canary is."""
-    told = msgspec.json.encode([identity, (state.version, state.layout)])
+    """Return what a model is known under before its canary is.
+
+    Where there is drafting, llama-server restores states without a draft state too, and all that it saves
+    after such a restore lack that state. The length of the draft state stands for its form.
+    """
+    drafting = (state.draft_bytes,) if state.draft_bytes else ()
+    told = msgspec.json.encode([identity, (state.version, state.layout), *drafting])
     return xxhash.xxh3_128_hexdigest(told)
 
 

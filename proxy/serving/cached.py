@@ -20,6 +20,7 @@ from proxy.core.saving import is_place_at_risk
 from proxy.core.slots import TAINTED, Content, Known, Unknown, must_be_erased, shared_tokens
 from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost, WillBeRefused
 from proxy.explain.causes import Cause
+from proxy.explain.known import Kind
 from proxy.explain.report import Inquiry, Judgement
 from proxy.llama.bodies import pin
 from proxy.llama.client import Timings
@@ -157,8 +158,10 @@ class CachedRequest:
             plan = replace(plan, stops=tuple(replace(stop, save_as=None) for stop in plan.stops))
         return plan
 
-    def _unsaved(self, content: Content) -> Content:
-        """Return what the slot holds; if the client does not want that saved, as what need not be."""
+    def _as_kept(self, content: Content) -> Content:
+        """Return what the slot holds; as what need not be saved if nobody comes back, or wants it to be."""
+        if isinstance(content, Known) and self._request.kind is Kind.SIDE:
+            return replace(content, is_aside=True)
         if NO_STORE not in self._request.wishes:
             return content
         if isinstance(content, Known):
@@ -330,7 +333,7 @@ class CachedRequest:
         for slot_id in self._lease.held:
             origin = self._process.slots[slot_id].content.origin
             content = Unknown(self._prompt.namespace, likely=self._prompt.tokens, origin=origin)
-            self._process.slots.set_content(slot_id, self._unsaved(content))
+            self._process.slots.set_content(slot_id, self._as_kept(content))
             winding_up = wind_up(self._process, slot_id, self._prompt.n_tokens)
             self._lease.hand_over(self._process.tasks.start(winding_up))
 
@@ -345,7 +348,7 @@ class CachedRequest:
         slot_id, prompt = self._plan.slot_id, self._prompt
         before = process.slots[slot_id].content
         held = Unknown(prompt.namespace, likely=prompt.tokens, origin=before.origin)
-        process.slots.set_content(slot_id, self._unsaved(held))
+        process.slots.set_content(slot_id, self._as_kept(held))
         task = process.tasks.start(self._settle_extended(answer, before))
         settling = self._request.conversation.digests, task
         process.settling.append(settling)
@@ -390,7 +393,7 @@ class CachedRequest:
         # A request that was refused has not touched the slot (server-context.cpp, send_error at launch).
         if answer.timings is not None or not 400 <= answer.status < 500:
             before = process.slots[slot_id].content
-            process.slots.set_content(slot_id, self._unsaved(self._held(before, answer.timings)))
+            process.slots.set_content(slot_id, self._as_kept(self._held(before, answer.timings)))
         self._save_now(slot_id, is_at_risk=not self._request.warms)
         metrics = process.metrics
         metrics.prompt_tokens.labels("reused").inc(account.n_reused or 0)

@@ -15,6 +15,7 @@ from proxy.core.rates import Rates
 from proxy.core.slots import Known
 from proxy.errors import ProxyError
 from proxy.explain.causes import Cause
+from proxy.explain.known import Kind
 from proxy.llama.answers import CallMade
 from proxy.llama.bodies import GenerationBody, cache_wishes, is_too_deep, only_to_warm, parse_body
 from proxy.llama.client import LlamaServer, Timings
@@ -72,12 +73,12 @@ class Request:
 
     The fields from `server` on are set anew for each llama-server that tries to serve the request.
     `server` is its name, empty if there is only one; `rewrites` are the stabilizers that changed the body;
-    `chat` is the body in the chat form, of that `shape`, `conversation` what the chat renders. Without a
-    `prompt`, `why` says why the request is not cached. If the request plainly goes on with what a slot
-    holds, that is in `extends`, and `prompt` has these tokens until the real one has been read. One that
-    `is_brief` is too short to be looked up. The request joined its first queue at `queued_at` of the
-    monotonic clock, 0 if it has joined none yet, and its answer was whole at `answered_at`.
-    `foresee` returns why no more will be reused than planned.
+    `chat` is the body in the chat form, of that `shape`, `conversation` what the chat renders, `kind` what
+    it is to earlier ones. Without a `prompt`, `why` says why the request is not cached. If the request
+    plainly goes on with what a slot holds, that is in `extends`, and `prompt` has these tokens until the
+    real one has been read. One that `is_brief` is too short to be looked up. The request joined its first
+    queue at `queued_at` of the monotonic clock, 0 if it has joined none yet, and its answer was whole at
+    `answered_at`. `foresee` returns why no more will be reused than planned.
     """
 
     path: str
@@ -103,6 +104,7 @@ class Request:
     rewrites: tuple[str, ...] = ()
     chat: GenerationBody | None = None
     shape: str = ""
+    kind: Kind = Kind.NONE
     conversation: Conversation | None = None
     extends: Known | None = None
     is_brief: bool = False

@@ -156,24 +156,38 @@ def tool_reference_text(draft: Draft, message: Json) -> list[Json]:
 
     llama-server makes nothing of such a block (convert_anthropic_to_oai in server-chat.cpp), so
     that the result of a successful search is an empty text. The texts of a result are joined with nothing
-    between.
+    between. Blocks of system messages that add or remove a tool are dropped as well.
     """
-
-    def in_words(part: Any, line_break: str) -> Any:
-        name = member(part, "tool_name")
-        if text_of(part, "type") != "tool_reference" or not isinstance(name, str):
-            return part
-        return {"type": "text", "text": f"{line_break}The tool {name} is now available."}
 
     def in_result(block: Any) -> Any:
         if not _is_result(block):
             return block
         parts = list_of(block.get("content"))
         return with_list(
-            block, "content", [in_words(p, "\n" if i else "") for i, p in enumerate(parts)]
+            block, "content", [_in_words(p, "\n" * bool(i)) for i, p in enumerate(parts)]
         )
 
-    return [with_items(message, "content", in_result)]
+    return [with_items(message, "content", _in_words if is_system(message) else in_result)]
+
+
+_CHANGES = {
+    "tool_reference": "is now available",
+    "tool_addition": "is now available",
+    "tool_removal": "is no longer available",
+}
+
+
+def _in_words(part: Any, line_break: str = "") -> Any:
+    """Return what a block does to a tool as a text; any other block stays."""
+    tool = member(part, "tool", {})
+    names = (member(part, "tool_name"), member(tool, "name"), member(tool, "server_name"))
+    change, named = _CHANGES.get(text_of(part, "type")), [n for n in names if isinstance(n, str)]
+    definition = member(tool, "definition")
+    if isinstance(definition, dict):
+        named = [msgspec.json.encode(definition).decode()]
+    if not change or not named:
+        return part
+    return {"type": "text", "text": f"{line_break}The tool {named[0]} {change}."}
 
 
 # System messages inside a conversation. Claude Code puts a long text (environment, skills, agents) into a
@@ -199,7 +213,8 @@ def hoist_system_message(draft: Draft) -> None:
     user = messages[first]
     if user.get("role") != "user" or "content" not in user or _has_results(user):
         return
-    texts = [_as_reminder(_text_at(draft, i, messages[i])) + "\n" for i in range(first + 1, end)]
+    late = [_text_at(draft, i, messages[i]) for i in range(first + 1, end)]
+    texts = [as_reminder(text) + "\n" for text in late if text]
     content = user["content"]
     own = [_new_text(route, content)] if isinstance(content, str) else content
     if not isinstance(own, list):
@@ -211,18 +226,22 @@ def hoist_system_message(draft: Draft) -> None:
 def fold_system_messages(draft: Draft) -> None:
     """Many templates refuse system messages in the middle of a conversation.
 
-    Make all but the first system message part of what stands before it.
+    Make all but the first system message part of what stands before it. One without a text (Claude Code
+    sends `output_config` alone) tells the model nothing, and llama-server refuses it.
     """
     accepts, name = draft.facts.accepts_late_system, draft.system_field
-    if accepts or (accepts is None and draft.route is not Route.MESSAGES):
+    if draft.route is not Route.MESSAGES and accepts is not False:
         return
     folded: list[Json] = []
     body, has_first = draft.body, name in draft.body
     for i, message in enumerate(draft.messages):
-        if message.get("role") not in SYSTEM_ROLES or not (folded or has_first):
+        is_late = message.get("role") in SYSTEM_ROLES and (folded or has_first)
+        if is_late and plain_text(message.get("content") or "") == "":
+            continue
+        if not is_late or accepts:
             folded.append(message)
         elif folded:
-            folded[-1:] = _followed_by(draft.route, folded[-1], _text_at(draft, i, message))
+            folded[-1:] = followed_by(draft.route, folded[-1], _text_at(draft, i, message))
         else:
             body = _with_text_behind(draft.route, body, name, _text_at(draft, i, message))
     draft.body = with_list(body, draft.list_name, folded)
@@ -230,21 +249,21 @@ def fold_system_messages(draft: Draft) -> None:
 
 def _text_at(draft: Draft, index: int, message: Json) -> str:
     """Return the text of a message; raises UnknownShape if there is more than text in the message."""
-    if (text := plain_text(message.get("content"))) is None:
+    if (text := plain_text(message.get("content") or "")) is None:
         raise UnknownShape(f"{draft.list_name}[{index}].content is not text")
     return text
 
 
-def _as_reminder(text: str) -> str:
+def as_reminder(text: str) -> str:
     """Return a text marked as not the user's own."""
     return text if text.startswith(REMINDER_TAG) else f"{REMINDER_TAG}\n{text}\n</system-reminder>"
 
 
-def _followed_by(route: Route, message: Json, text: str) -> list[Json]:
+def followed_by(route: Route, message: Json, text: str) -> list[Json]:
     """Return a message with a system text behind it: part of it, unless the model wrote it."""
     if is_system(message):
         return [_with_text_behind(route, message, "content", text)]
-    reminder = _as_reminder(text)
+    reminder = as_reminder(text)
     if _has_results(message):
         return [{**message, "content": _append_to_last_result(message["content"], reminder)}]
     key = "output" if message.get("type") == "function_call_output" else "content"

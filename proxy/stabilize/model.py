@@ -34,6 +34,7 @@ class Name(StrEnum):
     GLUE_TEXT_TO_RESULTS = "glue_text_to_results"
     STICKY_TOOL_TEXT = "sticky_tool_text"
     STICKY_DATE = "sticky_date"
+    STICKY_SESSION = "sticky_session"
     STICKY_REMINDERS = "sticky_reminders"
     INLINE_REASONING = "inline_reasoning"
 
@@ -237,25 +238,32 @@ def is_of_model(message: Json) -> bool:
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
 _DAY = r"\d{1,2}(?:st|nd|rd|th)?"
-_WEEKDAY = r"(?:(?:Mon|Tue|Tues|Wed|Wednes|Thu|Thur|Thurs|Fri|Sat|Satur|Sun)(?:day)?,? )"
+_DAY_OF_WEEK = r"(?:Mon|Tue|Tues|Wed|Wednes|Thu|Thur|Thurs|Fri|Sat|Satur|Sun)(?:day)?"
 _CALENDAR = (
-    rf"{_WEEKDAY}?(?:\d{{4}}[-/]\d\d?[-/]\d\d?|\d\d?[./]\d\d?[./]\d{{4}}"
+    rf"(?:{_DAY_OF_WEEK},? )?(?:\d{{4}}[-/]\d\d?[-/]\d\d?|\d\d?[./]\d\d?[./]\d{{4}}"
     rf"|{_DAY} {_MONTH},? \d{{4}}|{_MONTH} {_DAY},? \d{{4}})"
 )
 _CLOCK = (
     r"\d\d?:\d\d(?::\d\d)?(?:[.,]\d+)?(?: ?[AP]\.?M\b\.?)?"
     r"(?: ?(?:Z\b|UTC\b|GMT\b|[+-]\d\d:?\d\d\b))?"
 )
-_BEHIND = rf"(?:(?:T|,? (?:at )?){_CLOCK})?"
-_MOMENT = rf"(?:{_CALENDAR}{_BEHIND}|{_CLOCK}(?:,? (?:on )?{_CALENDAR})?)"
+_BEHIND = rf"(?: \(\d\))?(?:(?:T|,? (?:at |[—–-] )?){_CLOCK})?"
+_MOMENT = rf"(?:{_CALENDAR}{_BEHIND}|{_CLOCK}(?:,? (?:on )?{_CALENDAR})?)(?: \({_DAY_OF_WEEK}\))?"
 DATE = re.compile(
-    r"(?P<words>(?:Today(?:'s|’s) date|Current date(?: and time)?|Today)(?: is)?:? "
+    r"(?P<words>(?:Today(?:'s|’s) date|Current date(?: (?:and|&) time)?|Today|Conversation started)"
+    r"(?: is)?:? |<current_date>"
     # These may begin any sentence: only a whole date or time may follow them.
-    r"|\b(?:It is(?: now| currently)?|Now|Date|Time|(?:The )?current time|The time)(?: is)?:? "
+    r"|\b(?:It is(?: now| currently)?|Now|Date|Time|UTC|(?:The )?current time|The time)(?: is)?:?\s"
     rf"(?={_MOMENT}))"
     rf"(?P<date>{_MOMENT}|[^\n]{{0,30}}?\b\d{{4}}\b(?:[-/]\d\d?[-/]\d\d?)?{_BEHIND})",
     re.IGNORECASE,
 )
+ID = re.compile(
+    r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b|(?<=tmp)[._]?\w{6,}"
+    r"|(?<![A-Za-z0-9])(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{8,}(?![A-Za-z0-9])"
+)
+"""What may name a session, a run or a temporary file: a UUID, or letters and digits without a meaning."""
+COUNT = re.compile(r"(?<![A-Za-z0-9])\d+(?:[.,]\d+)*(?![A-Za-z0-9])")
 
 
 class Draft:
@@ -297,6 +305,15 @@ class Draft:
         if not all(map(operator.is_, rewritten, leading)):
             self.messages = rewritten + self.messages[len(leading) :]
 
+    def rewrite_first_users(self, rewrite: Callable[[str], str]) -> None:
+        """Rewrite every text of the user messages that stand before the first answer."""
+        messages, n = self.messages, self._n_first
+        first = [
+            _with_texts(m, "content", rewrite) if m.get("role") == "user" else m
+            for m in messages[:n]
+        ]
+        self.messages = first + messages[n:]
+
     @property
     def system_text(self) -> str:
         """The system prompt as one text."""
@@ -309,29 +326,35 @@ class Draft:
         self.rewrite_system(note)
         return "\n".join(texts)
 
-    # Which conversation a request belongs to. The conversation is known by the system prompt without its
-    # date, and by what the user first wrote, without reminders; the client's own name for the session
-    # tells apart what begins alike. Both keys are taken when a stabilizer first asks for one, so that
-    # they do not depend on what later stabilizers change.
+    # Which conversation a request belongs to. The conversation is known by the system prompt without what
+    # changes in it (dates, names of sessions, counts), and by what the user first wrote, without reminders
+    # and dates; the client's own name for the session tells apart what begins alike. Both keys are taken
+    # when a stabilizer first asks for one, so that they do not depend on what later stabilizers change.
 
     @cached_property
     def header(self) -> str:
         """The key of all conversations with the same system prompt."""
-        return key_of("header", self.facts.tenant, self.route, self._dateless_system)
+        return key_of("header", self.facts.tenant, self.route, self._lasting_system)
 
     @cached_property
     def _conversation(self) -> str:
-        given = self.facts.tenant, self.facts.session, self._dateless_system
-        return key_of("conversation", *given, self._first_user_text())
+        given = self.facts.tenant, self.facts.session, self._lasting_system
+        return key_of("conversation", *given, DATE.sub(r"\g<words>", self._first_user_text()))
 
     @cached_property
-    def _dateless_system(self) -> str:
-        return _without_dates(self.system_text)
+    def _lasting_system(self) -> str:
+        return _what_lasts(self.system_text)
 
     @cached_property
     def begins(self) -> bool:
         """Whether this is the first request of its conversation: nothing has been answered in it."""
-        return not any(is_of_model(message) for message in self.messages)
+        return self._n_first == len(self.messages)
+
+    @property
+    def _n_first(self) -> int:
+        """How many messages stand before the first answer."""
+        messages = self.messages
+        return next((i for i, m in enumerate(messages) if is_of_model(m)), len(messages))
 
     def key(self, kind: str, *parts: str) -> str:
         """Return a key into the memory that only this conversation has."""
@@ -352,9 +375,9 @@ class Draft:
 
 
 @lru_cache(_N_SYSTEM_PROMPTS)
-def _without_dates(text: str) -> str:
-    """Return a system prompt less its dates; a long one takes milliseconds, and requests repeat it."""
-    return DATE.sub(r"\g<words>", text)
+def _what_lasts(text: str) -> str:
+    """Return a system prompt less what changes; a long one takes milliseconds, and requests repeat it."""
+    return COUNT.sub("", ID.sub("", DATE.sub(r"\g<words>", text)))
 
 
 def _objects(value: Any, name: str) -> list[Json]:

@@ -43,6 +43,7 @@ OF_REQUESTS: dict[Name, OfRequest] = {
     Name.KEEP_TOOL_ORDER: sticky.keep_tool_order,
     Name.STICKY_TOOL_TEXT: sticky.sticky_tool_text,
     Name.STICKY_DATE: sticky.sticky_date,
+    Name.STICKY_SESSION: sticky.sticky_session,
     Name.STICKY_REMINDERS: sticky.sticky_reminders,
     Name.INLINE_REASONING: drops.inline_reasoning,
 }

@@ -6,13 +6,19 @@ table in the docs.
 """
 
 import re
-from typing import Any
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import msgspec
 
 from proxy.core.messages import Route, has_reminder, member, object_in, text_of, without_reminders
+from proxy.stabilize.drops import as_reminder, begins_turn, followed_by, rendered_text
 from proxy.stabilize.model import (
+    COUNT,
     DATE,
+    ID,
     Draft,
     Json,
     UnknownShape,
@@ -23,22 +29,155 @@ from proxy.stabilize.model import (
     with_list,
 )
 
+# Words in front that a conversation keeps as they first were: one mechanism for dates, for what names a
+# session, for counts and for the texts of tools. A place is known by what stands around such words. What
+# they are by now is told in the newest message of the user, and stays told there: so the model knows,
+# and nothing changes that was sent before.
+
+_MASK = "…"
+_TOOL_TEXT = re.compile(r"(?s)\A.+\Z")
+_LINE_WITH_ID = re.compile(rf"(?m)^.*?(?:{ID.pattern}).*$")
+_LINE_WITH_COUNT = re.compile(rf"(?m)^.*?(?:{COUNT.pattern}).*$")
+
+
+class _Held(msgspec.Struct):
+    """What each place first had, and what was told since.
+
+    Told are the number of a message, the text behind it, and the words of the places that had other words
+    than at first.
+    """
+
+    first: dict[str, str] = {}
+    told: list[tuple[int, str, dict[str, str]]] = []
+
+
+class _Kind(NamedTuple):
+    """Words that change: how they are found, and what stands around them."""
+
+    name: str
+    pattern: re.Pattern[str]
+    around: Callable[[re.Match[str]], str]
+    is_shared: bool = False
+    """Whether conversations share places. Where two differ, later ones show only what is around the
+    words, because the words of another session might be used by mistake."""
+    is_told: bool = True
+
+
+_DATES = _Kind("date", DATE, lambda found: found["words"])
+_IDS = _Kind(
+    "name of this session", _LINE_WITH_ID, lambda found: ID.sub(_MASK, found[0]), is_shared=True
+)
+_COUNTS = _Kind("count", _LINE_WITH_COUNT, lambda found: COUNT.sub(_MASK, found[0]))
+_TOOL_TEXTS = _Kind("tool text", _TOOL_TEXT, lambda found: "", is_told=False)
+
 
 def sticky_date(draft: Draft) -> None:
-    """A date or time in the system prompt changes, and the whole prompt with it."""
-    key = draft.key("date")
-    first = draft.recall(key)
-    if isinstance(first, list) and len(first) == len(_dates(draft)):
-        dates = iter(first)
-        draft.rewrite_system(
-            lambda text: DATE.sub(lambda match: match["words"] + next(dates), text)
-        )
-    if dates_now := _dates(draft):
-        draft.lessons[key] = dates_now
+    """A date or time in front changes, and the whole prompt with it."""
+    _hold(draft, _DATES)
 
 
-def _dates(draft: Draft) -> list[str]:
-    return [match["date"] for match in DATE.finditer(draft.system_text)]
+def sticky_session(draft: Draft) -> None:
+    """An id, a temporary path or a count in front names the session, and all behind it differs."""
+    _hold(draft, _IDS)
+    _hold(draft, _COUNTS)
+
+
+def sticky_tool_text(draft: Draft) -> None:
+    """Modes such as plan and build change a tool's description in mid-conversation.
+
+    A tool is known by everything but its description.
+    """
+    _hold(draft, _TOOL_TEXTS)
+
+
+def _hold(draft: Draft, kind: _Kind) -> None:
+    if draft.messages:
+        _Holding(draft, kind).hold()
+
+
+class _Holding:
+    """One kind of words held in a request."""
+
+    def __init__(self, draft: Draft, kind: _Kind) -> None:
+        self._draft = draft
+        self._kind = kind
+        self._key = draft.key(f"held {kind.name}")
+        self._held = msgspec.convert(draft.recall(self._key) or {}, _Held)
+        self._opening = f"Above, a {kind.name} is left out or out of date. It now reads:"
+        newest = draft.messages[-1]
+        self._can_tell = begins_turn(newest) and self._opening not in rendered_text(newest)
+        self._first: dict[str, str] = {}
+        self._now: dict[str, str] = {}
+        self._counted = Counter[str]()
+
+    def hold(self) -> None:
+        """Put the first words back, and tell the present ones."""
+        draft, kind = self._draft, self._kind
+        if kind is not _TOOL_TEXTS:
+            draft.rewrite_system(partial(self._rewrite, "system"))
+            draft.rewrite_first_users(self._rewrite_user)
+        draft.body = with_list(draft.body, "tools", [self._rewrite_tool(t) for t in draft.tools])
+        for index, text, _ in (told := self._told()):
+            _tell(draft, index, text)
+        if self._first:
+            draft.lessons[self._key] = _Held(self._first, told)
+
+    def _rewrite(self, where: str, text: str) -> str:
+        return self._kind.pattern.sub(partial(self._kept, where), text)
+
+    def _rewrite_user(self, text: str) -> str:
+        """Rewrite a text before the first answer; the user's own words are no place that is shared."""
+        is_own = self._kind.is_shared and not text.startswith("<")
+        return text if is_own else self._rewrite("user", text)
+
+    def _rewrite_tool(self, tool: Json) -> Json:
+        described = _described(tool)
+        text = described.get("description")
+        if not isinstance(text, str):
+            return tool
+        rest = {**tool, **described, "description": "", "function": None}
+        kept = self._rewrite(msgspec.json.encode(rest).decode(), text)
+        if kept == text:
+            return tool
+        changed = {**described, "description": kept}
+        return changed if described is tool else {**tool, "function": changed}
+
+    def _kept(self, where: str, found: re.Match[str]) -> str:
+        """Return what is sent in place of words that were found."""
+        words, around, shared = found[0], self._kind.around(found), None
+        place = key_of(self._kind.name, self._draft.facts.tenant, where, around)
+        self._counted[place] += 1
+        place += f"/{self._counted[place]}"
+        first = self._held.first.get(place)
+        if first is None and self._kind.is_shared:
+            shared = self._draft.memory.get(place)
+            if shared not in (None, words) and not self._can_tell:
+                return words
+            self._draft.lessons[place] = first = words if shared in (None, words) else around
+        self._first[place] = first or words
+        if self._first[place] != words:
+            self._now[place] = words
+        return self._first[place]
+
+    def _told(self) -> list[tuple[int, str, dict[str, str]]]:
+        """Return what was told in this conversation, and is now."""
+        messages, now = self._draft.messages, self._now
+        told = [one for one in self._held.told if one[0] < len(messages) - 1]
+        before = told[-1][2] if told else {}
+        changed = [words for place, words in now.items() if before.get(place) != words]
+        changed += [self._first[p] for p in before if p in self._first and p not in now]
+        is_said = any(text in rendered_text(messages[index]) for index, text, _ in told)
+        if changed and self._can_tell and self._kind.is_told and not is_said:
+            told.append((len(messages) - 1, as_reminder("\n".join((self._opening, *changed))), now))
+        return told
+
+
+def _tell(draft: Draft, index: int, text: str) -> None:
+    """Put a text behind a message of the user, once."""
+    messages = draft.messages
+    if begins_turn(messages[index]) and text not in rendered_text(messages[index]):
+        told = followed_by(draft.route, messages[index], text)
+        draft.messages = [*messages[:index], *told, *messages[index + 1 :]]
 
 
 def sticky_reminders(draft: Draft) -> None:
@@ -101,27 +240,6 @@ def _described(tool: Json) -> dict[str, Any]:
     """Return the object that holds name and description."""
     function = tool.get("function")
     return function if isinstance(function, dict) else tool
-
-
-def sticky_tool_text(draft: Draft) -> None:
-    """Modes such as plan and build change a tool's description in mid-conversation.
-
-    A tool is known by everything but its description.
-    """
-
-    def as_first_sent(tool: Json) -> Json:
-        described = _described(tool)
-        rest = {**tool, **described, "description": "", "function": None}
-        key = draft.key("tool text", msgspec.json.encode(rest).decode())
-        first, text = draft.recall(key), described.get("description")
-        if isinstance(first, str) and first != text:
-            text, changed = first, {**described, "description": first}
-            tool = changed if described is tool else {**tool, "function": changed}
-        if isinstance(text, str):
-            draft.lessons[key] = text
-        return tool
-
-    draft.body = with_list(draft.body, "tools", [as_first_sent(tool) for tool in draft.tools])
 
 
 # Tool calls as the model wrote them. Claude Code and OpenCode send calls back changed: other key order,

@@ -34,7 +34,14 @@ from proxy.errors import (
     in_words,
 )
 from proxy.llama.state_file import read_state_file
-from proxy.store.files import FileStamp, StateFiles, id_of, is_state_name, temporary_name_of
+from proxy.store.files import (
+    FileStamp,
+    StateFiles,
+    id_of,
+    is_state_name,
+    sync_names,
+    temporary_name_of,
+)
 from proxy.store.index import Entry, Index, Summary
 from proxy.store.known_models import (
     Owner,
@@ -238,7 +245,7 @@ class StoreDirectory:
             if stamp[1] != checkpoint.size_bytes:
                 raise StoreFault(f"{name} was changed since it was saved")
             self.write_sidecars([checkpoint])
-            self.files.sync_directory()
+            sync_names(self.files.directory)
             self.index.put((checkpoint, tokens, hashes))
         except (StoreFault, OSError):
             self.files.remove(name)

@@ -192,12 +192,14 @@ class StateFiles:
         is_group_shared = self.directory.stat().st_mode & stat.S_ISGID
         path.chmod(0o660 if is_group_shared else 0o600)
 
-    def sync_directory(self) -> None:
-        descriptor = os.open(self.directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+
+def sync_names(directory: Path) -> None:
+    """Make durable which files have which names in a directory; raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def id_of(name: str) -> CheckpointId:

@@ -33,7 +33,7 @@ from proxy.core.tokens import (
     tokens_from_bytes,
 )
 from proxy.errors import IndexDamaged, StoreFault, in_words
-from proxy.store.files import is_state_name
+from proxy.store.files import is_state_name, sync_names
 
 T = TypeVar("T")
 
@@ -98,9 +98,12 @@ class Index:
             if scratch is not None:
                 self._env = _open_file(str(sound), readonly=True)
             else:
+                is_old = sound == self._file and self._file.exists()
                 if self._is_copied:
                     sound.replace(self._file)
                 self._env = lmdb.open(str(path), mode=0o600, **_LIMITS)
+                for folder in () if is_old else (path, path.parent):
+                    sync_names(folder)  # LMDB syncs only what is in the file
             # Whoever only reads an index of format 1 reads records and values.
             databases = list(_DATABASES.items())[: None if scratch is None else _OF_FORMAT_1]
             opened = [self._env.open_db(n, create=scratch is None, **o) for n, o in databases]
@@ -140,6 +143,7 @@ class Index:
         with _faults():
             if not self._is_written:
                 seal_of(self._file).unlink(missing_ok=True)
+                sync_names(self._file.parent)  # beside a newer file that seal would say "damaged"
                 self._is_written = True
             with self._env.begin(write=True) as txn:
                 yield txn
@@ -455,7 +459,10 @@ def seal(file: Path) -> None:
     """Put a checksum beside a file that was closed; raises OSError."""
     new = seal_of(file).with_suffix(".new")
     new.touch(mode=0o600)
-    new.write_text(f"{_digest(file)}\n")
+    with new.open("w") as sealed:
+        sealed.write(f"{_digest(file)}\n")
+        sealed.flush()
+        os.fsync(sealed)
     new.replace(seal_of(file))
 
 

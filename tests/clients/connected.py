@@ -38,8 +38,8 @@ CLIENTS = (
         "node-linux-*/bin/node",
         ("--yolo", "--prompt"),
         ("--yolo", "--continue", "--prompt"),
-        # Behind each answer an agent of its own looks for what to remember: 1,000 tokens of orders follow the
-        # conversation. A continued session has no date in its first message any more: all behind it is read anew.
+        # Behind each answer an agent of its own looks for what to remember: 1,000 tokens of orders follow
+        # the conversation. A continued session has no date in its first message: all behind it is new.
         (1600, 8000),
         script="@qwen-code/qwen-code/cli.js",
     ),

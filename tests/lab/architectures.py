@@ -1,4 +1,4 @@
-"""The five kinds of model, one per way in which llama-server remembers a prompt.
+"""The kinds of model, one per way in which llama-server remembers a prompt, and one that drafts.
 
 Each function writes the hyperparameters and the layers of one architecture.  Knows nothing about
 the vocabulary, the chat template or the file.
@@ -70,9 +70,11 @@ def write_recurrent(writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape
         add_mamba2(tensors, block, shape)
 
 
-def write_hybrid(writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape) -> None:
+def write_hybrid(
+    writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape, n_drafting: int = 0
+) -> None:
     """Write `qwen35`: gated delta nets and gated attention with M-RoPE positions."""
-    _write_common(writer, shape)
+    _write_common(writer, shape, n_drafting)
     _write_attention(writer, shape)
     writer.add_rope_dimension_sections(_split_rope_pairs(shape.head_size // 2))
     writer.add_full_attention_interval(ATTENTION_INTERVAL)
@@ -90,6 +92,20 @@ def write_hybrid(writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape) -
             add_delta_net(tensors, block, shape)
         tensors.constant(f"{block}.post_attention_norm.weight", shape.n_embd)
         add_feed_forward(tensors, block, shape)
+
+
+def write_hybrid_mtp(writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape) -> None:
+    """Write `qwen35` with a layer behind the others that drafts the token after the next one."""
+    write_hybrid(writer, tensors, shape, n_drafting=1)
+    writer.add_nextn_predict_layers(1)
+    block, n_embd = f"blk.{shape.n_layers}", shape.n_embd
+    tensors.constant(f"{block}.attn_norm.weight", n_embd)
+    add_attention(tensors, block, shape, has_head_norms=True, has_gate=True)
+    tensors.constant(f"{block}.post_attention_norm.weight", n_embd)
+    add_feed_forward(tensors, block, shape)
+    tensors.matrix(f"{block}.nextn.eh_proj.weight", n_embd, 2 * n_embd)
+    tensors.constant(f"{block}.nextn.enorm.weight", n_embd)
+    tensors.constant(f"{block}.nextn.hnorm.weight", n_embd)
 
 
 def write_hybrid_no_mrope(writer: gguf.GGUFWriter, tensors: TensorWriter, shape: Shape) -> None:
@@ -121,9 +137,9 @@ def _is_attention(layer: int) -> bool:
     return layer % ATTENTION_INTERVAL == ATTENTION_INTERVAL - 1
 
 
-def _write_common(writer: gguf.GGUFWriter, shape: Shape) -> None:
+def _write_common(writer: gguf.GGUFWriter, shape: Shape, n_drafting: int = 0) -> None:
     writer.add_context_length(N_CONTEXT)
-    writer.add_block_count(shape.n_layers)
+    writer.add_block_count(shape.n_layers + n_drafting)
     writer.add_embedding_length(shape.n_embd)
     writer.add_feed_forward_length(shape.n_ff)
     writer.add_layer_norm_rms_eps(NORM_EPSILON)

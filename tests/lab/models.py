@@ -36,6 +36,7 @@ KINDS = {
     "swa": Kind(gguf.MODEL_ARCH.GEMMA3, architectures.write_swa, scales_embedding=True),
     "recurrent": Kind(gguf.MODEL_ARCH.MAMBA2, architectures.write_recurrent),
     "hybrid": Kind(gguf.MODEL_ARCH.QWEN35, architectures.write_hybrid, template="thinking"),
+    "hybrid_mtp": Kind(gguf.MODEL_ARCH.QWEN35, architectures.write_hybrid_mtp, template="thinking"),
     "hybrid_no_mrope": Kind(gguf.MODEL_ARCH.GRANITE_HYBRID, architectures.write_hybrid_no_mrope),
 }
 

@@ -13,6 +13,7 @@ import pytest
 from proxy.core.eviction import Removal
 from proxy.core.model import CheckpointId
 from proxy.errors import StoreFault
+from proxy.store import directory
 from proxy.store.files import StateFiles
 from proxy.store.index import Index
 from proxy.store.store import CheckpointStore
@@ -46,7 +47,7 @@ COMMIT_STEPS: list[tuple[Any, str]] = [
     (os, "fsync"),
     (Path, "rename"),
     (StateFiles, "write_whole"),
-    (StateFiles, "sync_directory"),
+    (directory, "sync_names"),
     (Index, "put"),
     (Index, "update"),
 ]
@@ -160,7 +161,7 @@ FAILING_COMMIT_STEPS = [
     (os, "fsync", OSError("disk")),
     (Path, "rename", OSError("disk")),
     (StateFiles, "write_whole", OSError("disk")),
-    (StateFiles, "sync_directory", OSError("disk")),
+    (directory, "sync_names", OSError("disk")),
     (Index, "put", StoreFault("full")),
 ]
 

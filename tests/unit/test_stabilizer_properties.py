@@ -28,6 +28,9 @@ WORDS = st.sampled_from(
         "Today's date: Sat Nov 21 2026\nmore",
         "Today's date is 2026-11-22.",
         "Today Today is 2026-11-1",
+        "<current_date>2026-11-22</current_date> 7 of 9",
+        "Notes: /tmp/a1b2c3d4e5/notes\n12 left",
+        "Notes: /tmp/f6a7b8c9d0/notes\n7 left",
         '{"b":1,"a":"2"}',
         '{"tool":"read","error":"no"}',
         "{",
@@ -165,15 +168,19 @@ TOOL_ORDERS = st.permutations(["bash", "edit", "read", "write"]).flatmap(
 )
 DATES = st.sampled_from(["Sat Nov 21 2026", "Sun Nov 22 2026"])
 REMINDERS = st.sampled_from(["", "plan", "build"])
-REQUESTS = st.lists(st.tuples(TOOL_ORDERS, DATES, REMINDERS, REMINDERS), min_size=1, max_size=5)
+IDS_OF_RUNS = st.sampled_from(["run 0a1b2c3d4e", "run 5f6a7b8c9d", "no run"])
+REQUESTS = st.lists(
+    st.tuples(TOOL_ORDERS, DATES, REMINDERS, REMINDERS, IDS_OF_RUNS), min_size=1, max_size=5
+)
 
 
 def conversation_request(form: Route, n_turns: int, request: Any) -> Any:
     """Return the request of a conversation after some turns, as a client would write it."""
-    names, date, plan, mode = request
-    system = f"Be brief.\nToday's date: {date}\nThat is all."
+    names, date, plan, mode, run = request
+    system = f"Be brief.\nToday's date: {date}\nThat is all of {run}: {len(names)} tools."
     tools = [
-        {"name": name, "description": f"{name} while {mode}", "input_schema": {}} for name in names
+        {"name": name, "description": f"{name} while {mode} in {run}", "input_schema": {}}
+        for name in names
     ]
     messages: list[dict[str, Any]] = []
     for i in range(n_turns + 1):

@@ -127,6 +127,27 @@ def test_tool_reference_without_a_name_is_left_alone() -> None:
     assert run(Name.TOOL_REFERENCE_TEXT, body).body is body
 
 
+def test_blocks_of_system_messages_that_add_and_remove_tools_become_words() -> None:
+    definition = {"name": "Draw", "input_schema": {}}
+    blocks = [
+        {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "Edit"}},
+        {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": definition}},
+        {"type": "tool_removal", "tool": {"type": "mcp_toolset_reference", "server_name": "web"}},
+        text("Be quick."),
+    ]
+    body = {"messages": [user("Fix it."), system(blocks)]}
+    result = run(Name.TOOL_REFERENCE_TEXT, body)
+    assert result.body["messages"][1]["content"] == [
+        text("The tool Edit is now available."),
+        text('The tool {"name":"Draw","input_schema":{}} is now available.'),
+        text("The tool web is no longer available."),
+        text("Be quick."),
+    ]
+    both = {Name.TOOL_REFERENCE_TEXT, Name.HOIST_SYSTEM_MESSAGE}
+    hoisted = stabilize(Route.MESSAGES, body, Memory(), both)
+    assert hoisted.failures == {} and len(hoisted.body["messages"]) == 1
+
+
 # tool_results_first and glue_text_to_results
 
 

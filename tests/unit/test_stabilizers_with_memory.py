@@ -163,6 +163,29 @@ def test_fresh_conversation_has_todays_date() -> None:
         ("The current time is 14:03 UTC.", "The current time is 9:15 UTC."),
         ("Today is Sat Nov 21 2026 at 14:03", "Today is Sun Nov 22 2026 at 9:15"),
         ("Time: 14:03:17, Nov 21, 2026", "Time: 9:15:00, Nov 22, 2026"),
+        (
+            "Conversation started: Saturday, November 21, 2026 10:02 AM.",
+            "Conversation started: Sunday, November 22, 2026 9:15 AM.",
+        ),
+        (
+            "Today's date is Saturday, November 21, 2026 (formatted)",
+            "Today's date is Sunday, November 22, 2026 (formatted)",
+        ),
+        (
+            "The current date is: Saturday, November 21, 2026.",
+            "The current date is: Sunday, November 22, 2026.",
+        ),
+        ("<current_date>2026-11-21</current_date>", "<current_date>2026-11-22</current_date>"),
+        ("- UTC: 2026-06-19T00:21:07.123Z", "- UTC: 2026-06-20T10:21:07.456Z"),
+        (
+            "## Current Time\n2026-11-21 14:03 (Saturday)",
+            "## Current Time\n2026-11-22 09:15 (Sunday)",
+        ),
+        ("Current Date & Time: 2026-11-21 (6) 10:02", "Current Date & Time: 2026-11-22 (0) 9:02"),
+        (
+            "Current time: Saturday, November 21, 2026 — 10:02 (UTC)",
+            "Current time: Sunday, November 22, 2026 — 9:15 (UTC)",
+        ),
     ],
 )
 def test_time_of_day_stays_too(first: str, later: str) -> None:
@@ -185,11 +208,145 @@ def test_number_that_is_no_time_stays_what_it_is(text: str) -> None:
         assert sender.send(body) is body
 
 
-def test_date_in_the_users_text_is_left_alone() -> None:
+def test_date_that_a_user_wrote_is_that_of_the_conversations_beginning() -> None:
     sender = Sender(Name.STICKY_DATE, form=Route.MESSAGES)
     for day in ("21", "22"):
-        body = {"system": "S", "messages": [user(f"Today's date: Nov {day} 2026"), ANSWER]}
-        assert sender.send(body) is body
+        asked = user(f"Today's date: Nov {day} 2026")
+        for later in ([], [ANSWER, user("It is now 14:03.")]):
+            body = {"system": "S", "messages": [asked, *later]}
+            assert sender.send(body) is body
+
+
+def test_date_in_front_of_the_users_text_stays() -> None:
+    """qwen-code tells the day in a message that it answers itself."""
+    sender = Sender(Name.STICKY_DATE)
+    told = "Today's date is {} (formatted according to the user's locale).\nBe brief."
+    sent = []
+    for n_answers, day in enumerate(("Saturday, November 21, 2026", "Sunday, November 22, 2026")):
+        messages = [
+            user(told.format(day)),
+            ANSWER,
+            user("Fix it."),
+            *[ANSWER, user("On.")] * n_answers,
+        ]
+        sent.append(sender.send({"messages": messages})["messages"])
+    assert sent[1][:4] == [*sent[0], ANSWER]
+    assert sent[1][-1]["content"] == (
+        "On.\n\n<system-reminder>\nAbove, a date is left out or out of date. It now reads:\n"
+        "Today's date is Sunday, November 22, 2026\n</system-reminder>"
+    )
+
+
+def test_what_was_told_stays_where_it_was_told() -> None:
+    sender = Sender(Name.STICKY_DATE)
+    sender.send(on("Sat Nov 21 2026", 0))
+    second = sender.send(on("Sun Nov 22 2026"))["messages"]
+    third = sender.send(on("Sun Nov 22 2026", 2))["messages"]
+    fourth = sender.send(on("Sat Nov 21 2026", 3))["messages"]
+    assert "Today's date: Sun Nov 22 2026\n" in second[-1]["content"]
+    assert third == [*second, ANSWER, user("Go on.")]
+    assert fourth[: len(third)] == third
+    assert "Today's date: Sat Nov 21 2026\n" in fourth[-1]["content"]
+
+
+def test_nothing_is_told_in_the_middle_of_a_tool_loop() -> None:
+    sender = Sender(Name.STICKY_DATE, form=Route.MESSAGES)
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "done"}
+    system = "Today's date: Nov {} 2026"
+    sender.send({"system": system.format(21), "messages": [user("Fix it.")]})
+    loop = [user("Fix it."), ANSWER, {"role": "user", "content": [result]}]
+    sent = sender.send({"system": system.format(22), "messages": loop})
+    assert sent == {"system": system.format(21), "messages": loop}
+    turn = [*loop, ANSWER, user("Go on.")]
+    told = sender.send({"system": system.format(22), "messages": turn})["messages"]
+    assert told[:-1] == turn[:-1] and "Nov 22 2026" in told[-1]["content"]
+
+
+# sticky_session
+
+PATH = "Scratchpad directory: /tmp/claude-1000/-work/{}/scratchpad — always use it"
+UUIDS = (
+    "6ad1e0d2-93b4-4c0f-8a55-0f3b9c7e1d20",
+    "f2c7b8aa-1d6e-4f7b-9e02-7b1c5d3a9f44",
+    "0b9d4e61-5a2c-4be8-b3f7-e8d21c60a975",
+)
+
+
+def in_session(uuid: str, *later: Any, prompt: str = "Fix it.") -> dict[str, Any]:
+    system = f"Be kind.\n{PATH.format(uuid)}\nBe brief."
+    return {"system": system, "messages": [user(prompt), *later]}
+
+
+def test_later_sessions_are_told_behind_the_header_what_names_them() -> None:
+    sender = Sender(Name.STICKY_SESSION, form=Route.MESSAGES)
+    first, second, third = (
+        sender.send(in_session(uuid, prompt=f"Task of {uuid}")) for uuid in UUIDS
+    )
+    assert first == in_session(UUIDS[0], prompt=f"Task of {UUIDS[0]}")
+    assert second["system"] == third["system"] == f"Be kind.\n{PATH.format('…')}\nBe brief."
+    content = third["messages"][0]["content"]
+    assert content.startswith(f"Task of {UUIDS[2]}\n") and PATH.format(UUIDS[2]) in content
+    assert not any(uuid in str(third) for uuid in UUIDS[:2])
+
+
+def test_session_keeps_what_it_began_with() -> None:
+    sender = Sender(Name.STICKY_SESSION, form=Route.MESSAGES)
+    for uuid in UUIDS[:2]:
+        one = sender.send(in_session(uuid, prompt=f"Task of {uuid}"))
+        body = in_session(uuid, ANSWER, user("Go on."), prompt=f"Task of {uuid}")
+        two = sender.send(body)
+        assert two["system"] == one["system"]
+        assert two["messages"] == [*one["messages"], ANSWER, user("Go on.")]
+
+
+def test_fork_under_another_id_is_told_in_its_newest_message() -> None:
+    sender = Sender(Name.STICKY_SESSION, form=Route.MESSAGES)
+    one = sender.send(in_session(UUIDS[0]))
+    fork = sender.send(in_session(UUIDS[1], ANSWER, user("Go on.")))
+    assert fork["system"] == one["system"] and fork["messages"][:2] == [user("Fix it."), ANSWER]
+    assert PATH.format(UUIDS[1]) in fork["messages"][2]["content"]
+
+
+def test_id_in_a_tools_description_and_in_a_reminder_is_held_too() -> None:
+    sender = Sender(Name.STICKY_SESSION, form=Route.MESSAGES)
+    for number, uuid in enumerate(UUIDS):
+        url = f"https://example.org/code/session_{uuid[:8]}"
+        reminder = f"<system-reminder>\n{PATH.format(uuid)}\n</system-reminder>"
+        sent = sender.send(
+            {
+                "messages": [user(reminder, f"Look at run {uuid}.")],
+                "tools": [{"name": "Bash", "description": f"Runs.\nLink {url}"}],
+            }
+        )
+        content = str(sent["messages"])
+        assert f"Look at run {uuid}." in content
+        if number:
+            assert sent["tools"] == [
+                {"name": "Bash", "description": "Runs.\nLink https://example.org/code/session_…"}
+            ]
+            assert url in content and PATH.format("…") in content and PATH.format(uuid) in content
+
+
+def test_count_stays_within_a_conversation_only() -> None:
+    sender = Sender(Name.STICKY_SESSION)
+
+    def body(n_left: int, prompt: str, *later: Any) -> dict[str, Any]:
+        head = {"role": "system", "content": f"Memory: {n_left:,} of 2,200 characters."}
+        return {"messages": [head, user(prompt), *later]}
+
+    sender.send(body(1085, "One."))
+    later = sender.send(body(1120, "One.", ANSWER, user("Go on.")))["messages"]
+    assert later[0]["content"] == "Memory: 1,085 of 2,200 characters."
+    assert "Memory: 1,120 of 2,200 characters." in later[-1]["content"]
+    fresh = body(1120, "Two.")
+    assert sender.send(fresh) is fresh
+
+
+def test_what_cannot_be_told_is_left_alone() -> None:
+    sender = Sender(Name.STICKY_SESSION, form=Route.MESSAGES)
+    sender.send(in_session(UUIDS[0]))
+    begun = in_session(UUIDS[1], {"role": "assistant", "content": "It"}, prompt="Else.")
+    assert sender.send(begun) is begun
 
 
 # sticky_reminders

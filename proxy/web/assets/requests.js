@@ -127,7 +127,7 @@ export class Requests {
       onclick: () => this.#toggle(record, button),
     }, record.cause === "not looked up" ? (record.why ?? record.cause) : record.cause);
     const title = make("button", { type: "button", class: "link title", onclick: () => this.choose({ conversation: record.conversation }) }, nameOf(record));
-    const from = [record.client, record.server ?? record.model].filter(Boolean).join(" · ");
+    const from = [record.kind, record.client, record.server ?? record.model].filter(Boolean).join(" · ");
     return make("tr", { "data-id": record.id },
       make("th", { scope: "row", class: "time" }, clock(record.at)),
       make("td", { class: "cut" }, title, make("span", { class: "quiet from" }, from), make("div", { class: "narrow" }, reuse(record))),

@@ -1,0 +1,69 @@
+"""What a request is to its conversation, told by the messages of those before it."""
+
+from typing import Any
+
+import pytest
+
+from proxy.core.model import Conversation
+from proxy.explain.known import Kind, Turn, kind_of, turn_of
+
+ASKER = (b"key", "session")
+NOBODY = (b"key", "")
+MAIN = "S u1 a1 t1 a2 u2"
+
+
+def digest(name: str) -> bytes:
+    return name.encode().ljust(8, b"\0")
+
+
+def turn(messages: str, asker: tuple[bytes, str] = ASKER, tools: str = "tools") -> Turn:
+    """Return a request by its messages: S and s are system prompts, u, a and t those of the others."""
+    roles = {"s": "system", "S": "system", "u": "user", "a": "assistant", "t": "tool"}
+    names = messages.split()
+    digests = b"".join([digest(tools), *map(digest, names)])
+    told = tuple(roles[name[0]] for name in names)
+    conversation = Conversation(digests, told, tuple(1 for _ in names))
+    return turn_of(asker, conversation, has_tools=bool(tools))
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "expected"),
+    [
+        ("S u8", {"asker": NOBODY}, Kind.FIRST),
+        ("S u8", {"asker": (b"key", "other")}, Kind.FIRST),
+        (MAIN, {"asker": (b"another key", "session")}, Kind.FIRST),
+        (f"{MAIN} a3 u3", {}, Kind.USER_TURN),
+        (f"{MAIN} a3 t3", {}, Kind.TOOL_TURN),
+        (f"{MAIN} a3 t3 t4", {"asker": NOBODY}, Kind.TOOL_TURN),
+        (f"{MAIN} a3 t3 s3", {}, Kind.TOOL_TURN),
+        (MAIN, {}, Kind.RETRY),
+        (f"{MAIN} a9", {}, Kind.RETRY),
+        (f"s2 {MAIN[2:]} a3 u3", {"tools": "others"}, Kind.USER_TURN),
+        ("S u1 a1 t1 a2 u9", {}, Kind.REWRITE),
+        ("S u1 a9 u2", {}, Kind.REWRITE),
+        ("S u9", {}, Kind.COMPACTION),
+        ("S u9 a2 u2", {"asker": NOBODY}, Kind.COMPACTION),
+        ("S a2 u2 a3 u3", {"asker": NOBODY}, Kind.COMPACTION),
+        ("s2 u9", {"tools": ""}, Kind.SIDE),
+        ("s2 u1", {"tools": ""}, Kind.SIDE),
+        ("s2 u1 u9", {"tools": ""}, Kind.SIDE),
+        ("s2 u9", {"tools": "others"}, Kind.FIRST),
+    ],
+)
+def test_kind_is_told_by_the_messages(messages: str, more: Any, expected: Kind) -> None:
+    assert kind_of(turn(messages, **more), [turn(MAIN), turn("S u1")]) is expected
+
+
+def test_another_side_call_of_a_session_is_one_too() -> None:
+    earlier = [turn("s2 u8", tools="")._replace(kind=Kind.SIDE), turn(MAIN)]
+    assert kind_of(turn("s2 u9", tools=""), earlier) is Kind.SIDE
+    assert kind_of(turn("S u1"), [turn("s2 u8", tools="")]) is Kind.FIRST
+
+
+def test_without_tools_one_session_may_have_many_conversations() -> None:
+    assert kind_of(turn("s2 u9", tools=""), [turn("s1 u1", tools="")]) is Kind.FIRST
+
+
+def test_nothing_is_known_of_a_request_before_the_first() -> None:
+    assert kind_of(turn(MAIN), []) is Kind.FIRST
+    assert kind_of(turn("S"), [turn("S")]) is Kind.FIRST
