@@ -76,7 +76,7 @@ class Pool(Addresses):
     async def _try(self, servers: Sequence[Server], request: Request, *, may_be_lost: bool) -> bool:
         """Serve a request; return False if it has to begin again."""
         epoch = servers[0].epoch
-        server, process = await self.ready(servers, time.monotonic())
+        server, process = await self.ready(servers)
         if process is None:
             is_over = await server.is_lost()
             # A model that was lost meanwhile may even have been loaded again.
@@ -226,17 +226,17 @@ class Pool(Addresses):
                 return
         yield self.roots
 
-    async def ready(self, servers: Sequence[Server], since: float) -> tuple[Server, Process | None]:
+    async def ready(self, servers: Sequence[Server]) -> tuple[Server, Process | None]:
         """Return an attached llama-server and its process; if there is none, wait for the first.
 
         The process is None if a llama-server is there, but not attached. Raises ServerAway if all are away
-        for too long; the request has waited *since* that moment of the monotonic clock.
+        for too long.
         """
         if len(servers) == 1:
-            return servers[0], servers[0].process or await servers[0].ready(since)
+            return servers[0], servers[0].process or await servers[0].ready()
         if attached := [(server, there) for server in servers if (there := server.process)]:
             return min(attached, key=lambda each: each[0].n_queued)
-        waits = {asyncio.ensure_future(server.ready(since)): server for server in servers}
+        waits = {asyncio.ensure_future(server.ready()): server for server in servers}
         try:
             for wait in asyncio.as_completed(waits):
                 with suppress(ServerAway):
