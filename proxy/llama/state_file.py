@@ -273,7 +273,7 @@ class StateFile:
 
     @property
     def draft_bytes(self) -> int:
-        """How much follows the context checkpoints: the state of a draft model or of draft-mtp, if anything."""
+        """How much follows the context checkpoints: the state of a draft model or of draft-mtp."""
         return self.size_bytes - self.context_checkpoints_end
 
     @property
