@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from http.client import HTTPConnection, HTTPException, HTTPResponse
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlencode
@@ -16,7 +15,7 @@ import msgspec
 
 from proxy.cli.common import Command, Exit, fail, json_option, setting_options, settings_of
 from proxy.errors import SettingsError, StoreFault, StoreLocked, in_words
-from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint
+from proxy.explain.views import Deleted, ListedCheckpoint, list_checkpoint, way_to
 from proxy.settings import ADMIN_TOKEN, reachable, split_address, token_to_show
 from proxy.store.directory import StoreDirectory
 from proxy.store.known_models import model_names
@@ -253,8 +252,7 @@ def named(text: str, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedChec
     of_model = [checkpoint for checkpoint in checkpoints if checkpoint.model == text]
     found: dict[str, list[ListedCheckpoint]] = {}
     for checkpoint in checkpoints:
-        nodes = accumulate(checkpoint.parent.split("/"), "{}/{}".format)
-        for node_id in (checkpoint.id, *nodes):
+        for node_id in (checkpoint.id, *way_to(checkpoint.parent)):
             last = node_id.rpartition("/")[2]
             # Digits of 0 name nothing: that is the id of what is not known.
             if node_id == text or (last.strip("0") and last.startswith(text.lower())):

@@ -7,6 +7,7 @@ the admin listener, the commands and the live page share (docs/monitoring.md, do
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Literal
 
 import msgspec
@@ -19,57 +20,22 @@ from proxy.explain.compare import Divergence
 from proxy.explain.known import Kind
 
 # The tree: namespaces, their headers, the sessions of each, their checkpoints. What sessions share lies
-# under the header itself. Nothing is kept between two looks.
+# under the header itself. Nothing is kept between two looks. A node's id is the way to it, in hex digits:
+# namespace/header/session, as far as its level has them; that of the store is empty.
 
 _LEVELS = ("store", "namespace", "header", "session")
 
 
-Path = tuple[Namespace | int, ...]
-
-
-class NodeId(Path):
-    """Names a node above the checkpoints: its namespace, header and session, as its level has them."""
-
-    __slots__ = ()
-
-    def __new__(cls, *path: Namespace | int) -> "NodeId":
-        return super().__new__(cls, path)
-
-    @property
-    def level(self) -> str:
-        return _LEVELS[len(self)]
-
-    @property
-    def parent(self) -> "NodeId":
-        return NodeId(*self[:-1])
-
-    def __str__(self) -> str:
-        return "/".join(i.hex() if isinstance(i, bytes) else f"{i:016x}" for i in self)
-
-
-STORE = NodeId()
-
-
-def parse_node_id(text: str) -> NodeId:
-    """Return what `str` of a node's id was made from; raises ValueError."""
-    if not text:
-        return STORE
-    namespace, *numbers = text.split("/")
-    if len(namespace) != 32 or len(numbers) > 2:
-        raise ValueError(f"{text!r} is not the id of a node")
-    return NodeId(Namespace(bytes.fromhex(namespace)), *(int(number, 16) for number in numbers))
-
-
-def parent_of(checkpoint: Checkpoint) -> Path:
-    """Return the path of the node that a checkpoint lies directly under."""
+def parent_of(checkpoint: Checkpoint) -> str:
+    """Return the id of the node that a checkpoint lies directly under."""
     family = checkpoint.family
-    path = checkpoint.namespace, family.header_id
-    return (*path, family.session_id) if family.session_id else path
+    session = f"/{family.session_id:016x}" if family.session_id else ""
+    return f"{checkpoint.namespace.hex()}/{family.header_id:016x}{session}"
 
 
-def is_under(node_id: NodeId, checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint lies somewhere under a node."""
-    return parent_of(checkpoint)[: len(node_id)] == node_id
+def way_to(node_id: str) -> list[str]:
+    """Return the ids of the nodes from a namespace down to a node, itself included."""
+    return list(accumulate(node_id.split("/"), "{}/{}".format))
 
 
 class ListedNode(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,30 +68,30 @@ class Outline:
     """The nodes of a store, summed up from its checkpoints one by one."""
 
     def __init__(self) -> None:
-        self._sums: dict[Path, _Sum] = {STORE: _Sum()}
+        self._sums: dict[str, _Sum] = {"": _Sum()}
 
     def add(self, checkpoint: Checkpoint) -> None:
-        path = parent_of(checkpoint)
-        for n_ids in range(len(path) + 1):
-            self._sums.setdefault(path[:n_ids], _Sum()).add(checkpoint)
+        for node_id in ("", *way_to(parent_of(checkpoint))):
+            self._sums.setdefault(node_id, _Sum()).add(checkpoint)
 
     def nodes(
-        self,
-        names: Mapping[Namespace, str],
-        rates_by: Mapping[Namespace, Rates],
-        n_at_most: int,
-        under: Path = STORE,
+        self, names: Mapping[Namespace, str], rates_by: Mapping[Namespace, Rates], n_at_most: int
     ) -> list[ListedNode]:
         """Return the store, and the nodes that take most room: parents first, then the largest first.
 
         *names* are those of the models of namespaces, *rates_by* the speeds of those that are served.
         """
-        largest = sorted(self._sums.items(), key=lambda each: (len(each[0]), -each[1].size_bytes))
-        found = [each for each in largest if each[0][: len(under)] == under or not each[0]]
-        return [_node(path, total, names, rates_by) for path, total in found[:n_at_most]]
+        largest = sorted(
+            self._sums.items(), key=lambda each: (_level(each[0]), -each[1].size_bytes)
+        )
+        return [_node(node_id, total, names, rates_by) for node_id, total in largest[:n_at_most]]
 
     def __len__(self) -> int:
         return len(self._sums)
+
+
+def _level(node_id: str) -> int:
+    return node_id.count("/") + 1 if node_id else 0
 
 
 @dataclass(slots=True)
@@ -150,19 +116,19 @@ class _Sum:
 
 
 def _node(
-    path: Path, total: _Sum, names: Mapping[Namespace, str], rates_by: Mapping[Namespace, Rates]
+    node_id: str, total: _Sum, names: Mapping[Namespace, str], rates_by: Mapping[Namespace, Rates]
 ) -> ListedNode:
-    node_id, newest = NodeId(*path), total.newest
+    level, newest = _level(node_id), total.newest
     if newest is None:
-        return ListedNode(id="", parent=None, level=node_id.level)
-    is_session, n_header = len(path) == 3, newest.header if len(path) > 1 else 0
+        return ListedNode(id="", parent=None, level=_LEVELS[0])
+    is_session, n_header = level == 3, newest.header if level > 1 else 0
     begin, end = (n_header, total.n_tokens) if is_session else (0, n_header)
     namespace, rates = newest.namespace, rates_by.get(newest.namespace)
     is_measured = rates is not None and rates.is_measured
     return ListedNode(
-        id=str(node_id),
-        parent=str(node_id.parent) if path else None,
-        level=node_id.level,
+        id=node_id,
+        parent=node_id.rpartition("/")[0] if node_id else None,
+        level=_LEVELS[level],
         title=newest.title.words if is_session else "",
         client=newest.title.client if n_header or is_session else "",
         n_tokens=end,
@@ -172,8 +138,8 @@ def _node(
         last_used_at=newest.last_used_at,
         n_restores=total.n_restores,
         seconds=round(rates.evaluation_seconds(begin, end), 3) if rates and is_measured else None,
-        is_served=namespace in rates_by if rates_by and path else None,
-        model=names.get(namespace) if path else None,
+        is_served=namespace in rates_by if rates_by and node_id else None,
+        model=names.get(namespace) if node_id else None,
     )
 
 
@@ -231,7 +197,7 @@ def list_checkpoint(
     """Return a checkpoint as operators see it; *names* are those of the models of namespaces."""
     return ListedCheckpoint(
         id=f"{checkpoint.id:016x}",
-        parent=str(NodeId(*parent_of(checkpoint))),
+        parent=parent_of(checkpoint),
         kind=checkpoint.kind.value,
         title=checkpoint.title.words,
         client=checkpoint.title.client,

@@ -390,13 +390,13 @@ class LlamaServer:
         """Make one call; return headers and content if llama-server, and not its host, answered 200."""
         self.require_loaded()
         data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
-        data = self.target.body(data)
+        there, data = self.target.addressed(method, path, data)
         try:
             async with (
                 self.waiting(),
                 self.session.request(
                     method,
-                    self.url(self.target.path(method, path)),
+                    self.url(there),
                     data=None if data is None else io.BytesIO(data),
                     headers={"Content-Type": "application/json", **(headers or self.own_headers)},
                     timeout=aiohttp.ClientTimeout(total=seconds, sock_connect=5.0),
@@ -412,10 +412,8 @@ class LlamaServer:
             was_sent = not isinstance(error, aiohttp.ClientOSError) or error.errno is not None
             kind = UpstreamLost if was_sent else UpstreamUnreachable
             raise kind(f"{method} {path}: {reason_of(error)}") from error
-        is_unreached = self.target.says_unreached(status, content)
-        if is_unreached or self.target.says_gone(content):
-            is_known = is_unreached and self.target.host == "router"
-            kind = UpstreamUnreachable if is_known else UpstreamLost
+        if lost := self.target.lost(status, content):
+            kind = UpstreamUnreachable if lost == "before" else UpstreamLost
             raise kind(f"{method} {path}: {self.target.name} has ended")
         if status == 200:
             return response.headers, content

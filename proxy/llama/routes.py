@@ -149,29 +149,26 @@ class Target:
         """What people are told of it: the model, or else the address."""
         return self.model or urlsplit(self.base_url).netloc
 
-    def path(self, method: str, path: str) -> str:
-        """Return the path, with its query, of a call of the proxy's own."""
+    def addressed(self, method: str, path: str, body: bytes | None) -> tuple[str, bytes | None]:
+        """Return the path, with its query, and the body of a call of the proxy's own."""
+        if self.host == "llama-swap":
+            return f"/upstream/{quote(self.model, safe='/')}{path}", body
         if self.host == "router":
             named = f"model={quote(self.model, safe='')}&" if method == "GET" else ""
-            return f"{path}{'&' if '?' in path else '?'}{named}autoload=false"
-        return f"/upstream/{quote(self.model, safe='/')}{path}" if self.host else path
+            path = f"{path}{'&' if '?' in path else '?'}{named}autoload=false"
+            if body is not None:
+                fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+                body = msgspec.json.encode({**fields, "model": self.model})
+        return path, body
 
-    def body(self, data: bytes | None) -> bytes | None:
-        """Return the body of a call of the proxy's own."""
-        if data is None or self.host != "router":
-            return data
-        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-        return msgspec.json.encode({**fields, "model": self.model})
+    def lost(self, status: int, content: bytes) -> Literal["", "before", "perhaps", "after"]:
+        """Return whether its host lost llama-server before the request was sent, or after; empty if not.
 
-    def says_gone(self, chunk: bytes) -> bool:
-        """Return whether its host says in an answer that llama-server went away."""
-        return self.host == "router" and chunk.endswith(_GONE)
-
-    def says_unreached(self, status: int, content: bytes) -> bool:
-        """Return whether an answer is its host's, which could not reach llama-server.
-
-        llama-swap answers the same if llama-server went away before it answered.
+        llama-swap answers the same in both cases.
         """
         if self.host == "router":
-            return content.startswith(_UNREACHED)
-        return self.host == "llama-swap" and status == _BAD_GATEWAY and not content
+            if content.endswith(_GONE):
+                return "after"
+            return "before" if content.startswith(_UNREACHED) else ""
+        is_swaps = self.host == "llama-swap" and status == _BAD_GATEWAY and not content
+        return "perhaps" if is_swaps else ""

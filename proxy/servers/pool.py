@@ -13,9 +13,10 @@ While all llama-servers of a request are away, the request waits for the first t
 begins again.
 """
 
+import asyncio
 import time
-from collections.abc import Coroutine, Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -23,9 +24,12 @@ from typing import Any
 from proxy.core.model import Outcome
 from proxy.core.residency import Offer, best_offer, make_offer
 from proxy.errors import ServerAway, WillBeRefused
+from proxy.llama.client import LlamaServer
+from proxy.llama.routes import unloads_models
 from proxy.servers.addresses import Addresses
 from proxy.servers.fatal import FatalRequests
-from proxy.servers.server import Server
+from proxy.servers.models import HostedModels
+from proxy.servers.server import Phase, Server
 from proxy.serving.cache import Cache
 from proxy.serving.planning import situation
 from proxy.serving.process import Process
@@ -72,7 +76,7 @@ class Pool(Addresses):
     async def _try(self, servers: Sequence[Server], request: Request, *, may_be_lost: bool) -> bool:
         """Serve a request; return False if it has to begin again."""
         epoch = servers[0].epoch
-        server, process = await self.ready(servers, time.monotonic())
+        server, process = await self.ready(servers)
         if process is None:
             is_over = await server.is_lost()
             # A model that was lost meanwhile may even have been loaded again.
@@ -159,6 +163,96 @@ class Pool(Addresses):
             self.stabilizing.note_calls(request)
             if request.answer is not None and request.answer.is_broken:
                 server.poke()
+
+    # Which llama-servers may serve a request.
+
+    @asynccontextmanager
+    async def lent(
+        self, model: str, since: float, keys: Mapping[str, str]
+    ) -> AsyncIterator[list[Server]]:
+        """Yield the llama-servers that may serve a request for *model*; it stays loaded in the block.
+
+        Yields an empty list if no host knows the model. Raises ServerAway if the host is away for too long;
+        the request has waited *since* that moment. *keys* are the headers with its client's key.
+        """
+        hosted, named = await self._find(model, keys)
+        if hosted is None:
+            yield list(self._plain)  # a host of models may turn out to be at one of the addresses
+            return
+        async with hosted.use(named, since, keys) as server:
+            yield [server]
+
+    async def _find(self, model: str, keys: Mapping[str, str]) -> tuple[HostedModels | None, str]:
+        """Return a host that has a model, and its name there: if possible one that has loaded it."""
+        hosts = list(self._hosts.values()) if model else []
+        found = [(hosted, name) for hosted in hosts if (name := hosted.models.named(model))]
+        if not found:
+            asked = [(hosted, await hosted.named(model, keys)) for hosted in hosts]
+            found = [(hosted, name) for hosted, name in asked if name]
+
+        def is_worse(each: tuple[HostedModels, str]) -> tuple[bool, bool]:
+            hosted, name = each
+            return hosted.is_away, name not in hosted.loaded
+
+        return min(found, key=is_worse, default=(None, ""))
+
+    def split_path(self, path: str, model: str) -> tuple[str, str]:
+        """Return the model that a client's path names, and the path as a llama-server would see it.
+
+        *model* is what its query says.
+        """
+        hosts = [(hosted.host, hosted.models) for hosted in self._hosts.values()]
+        split = [(models, *host.split_path(path, model, models)) for host, models in hosts]
+        known = (found for found in split if found[0].named(found[1]))
+        shortest = sorted(split, key=lambda found: len(found[2]))
+        _, named, rest = next(known, next(iter(shortest), (None, "", path)))
+        return named, rest
+
+    @asynccontextmanager
+    async def passing(
+        self, method: str, path: str, model: str, keys: Mapping[str, str]
+    ) -> AsyncIterator[Sequence[LlamaServer]]:
+        """Yield where to forward a request that is no generation; its model stays loaded in the block.
+
+        Each of the llama-servers may take the request; the next is for when the last cannot be reached.
+        """
+        if unloads_models(method, path):
+            await asyncio.gather(*(hosted.save_all(keys) for hosted in self._hosts.values()))
+        elif model:
+            hosted, named = await self._find(model, keys)
+            if hosted is not None:
+                async with hosted.use(named, time.monotonic(), keys):
+                    yield [hosted.root]
+                return
+        yield self.roots
+
+    async def ready(self, servers: Sequence[Server]) -> tuple[Server, Process | None]:
+        """Return an attached llama-server and its process; if there is none, wait for the first.
+
+        The process is None if a llama-server is there, but not attached. Raises ServerAway if all are away
+        for too long.
+        """
+        if len(servers) == 1:
+            return servers[0], servers[0].process or await servers[0].ready()
+        if attached := [(server, there) for server in servers if (there := server.process)]:
+            return min(attached, key=lambda each: each[0].n_queued)
+        waits = {asyncio.ensure_future(server.ready()): server for server in servers}
+        try:
+            for wait in asyncio.as_completed(waits):
+                with suppress(ServerAway):
+                    await wait
+                if found := [(s, s.process) for s in servers if s.process]:
+                    return found[0]
+        finally:
+            for task in waits:
+                task.cancel()
+        # None is attached: one that is there comes before one that was waited for in vain.
+        is_there = (
+            t for t in waits if t.exception() is None and waits[t].phase is not Phase.UNREACHABLE
+        )
+        refused = (task for task in waits if task.exception() is not None)
+        last = next(is_there, None) or next(refused, None) or next(iter(waits))
+        return waits[last], last.result()
 
 
 def _offer(process: Process, request: Request) -> Offer:

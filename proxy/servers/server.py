@@ -215,13 +215,14 @@ class Server(Watched):
         """How many requests wait for a slot, or for llama-server."""
         return self.n_waiting + (self.process.n_queued if self.process else 0)
 
-    async def ready(self, since: float) -> Process | None:
+    async def ready(self) -> Process | None:
         """Return the process that serves; if there is none, look, and wait for llama-server.
 
         None if there is nothing to wait for: the phase is unloaded or not a server, nothing ever answered
         at the address, or the attach takes too long. Raises ServerAway if llama-server is away for too
-        long; the request has waited *since* that moment of the monotonic clock.
+        long.
         """
+        since = time.monotonic()
         while self.process is None:
             await self.look()
             if not self.is_away:

@@ -111,7 +111,7 @@ class Warming:
             began = time.monotonic()
             if not servers:
                 raise NotWarmed(f"there is no model {request.model!r}")
-            _, process = await self._pool.ready(servers, began)
+            _, process = await self._pool.ready(servers)
             if process is None or not process.is_caching:
                 raise NotWarmed("nothing is cached now: /health says why")
             await self._pool.cache.read(process, request, may_extend=False)

@@ -25,8 +25,8 @@ from proxy.explain.report import Inquiry, Judgement
 from proxy.llama.bodies import pin
 from proxy.llama.client import Timings
 from proxy.log import get_logger
-from proxy.serving.launches import displaced_state, first_save, wind_up
-from proxy.serving.planning import look_up, situation
+from proxy.serving.launches import wind_up
+from proxy.serving.planning import displaced_state, first_save, look_up, situation
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, Lease, replaced
 from proxy.serving.request import NO_READ, NO_STORE, Account, Answer, Request

@@ -1,51 +1,18 @@
-"""What requests wait for before they start: a state about to be saved, a turn to start, a slot to end."""
+"""What requests wait for before they start: a turn to start, and a slot to end."""
 
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 
-from proxy.core.model import CheckpointKind, ExpectedState, Prompt, RuleKind, SlotId
-from proxy.core.plan import Plan
-from proxy.core.saving import at_savable_point, expected_bytes, is_write_back_due
-from proxy.core.slots import Empty, Known, SlotTable
+from proxy.core.model import CheckpointKind, RuleKind, SlotId
+from proxy.core.saving import is_write_back_due
+from proxy.core.slots import Empty, SlotTable
 from proxy.errors import UpstreamFault
 from proxy.llama.client import SlotStatus
 from proxy.serving.process import LastTasks, Process
 from proxy.serving.request import Answer, OnStart, Request, do_nothing
 from proxy.tasks import Turn, Turns
-
-# States that are about to be saved. When two requests with the same new header come at the same moment,
-# the first evaluates and saves the header, and the second waits for that state. The same holds for a
-# conversation whose slot is being saved when its next request comes.
-
-
-def displaced_state(process: Process, slot_id: SlotId) -> ExpectedState | None:
-    """Return the state that is saved before another request takes its slot, None if there is none."""
-    content = process.slots[slot_id].content
-    saved = at_savable_point(process.rule, content) if isinstance(content, Known) else None
-    if saved is None:
-        return None
-    size_bytes = process.state_bytes(saved)
-    expected_at = time.monotonic() + process.rates.save_seconds(size_bytes)
-    points, is_whole = saved.restore_points, process.rule.kind is RuleKind.ANY_PREFIX
-    return ExpectedState(saved.tokens, saved.namespace, expected_at, size_bytes, points, is_whole)
-
-
-def first_save(process: Process, prompt: Prompt, plan: Plan) -> ExpectedState | None:
-    """Return the first state that a plan saves at a stop, None if it saves none."""
-    index = next((i for i, stop in enumerate(plan.stops) if stop.save_as), None)
-    if index is None:
-        return None
-    stop, rates = plan.stops[index], process.rates
-    points = tuple(before.n_tokens for before in plan.stops[:index])
-    size_bytes = expected_bytes(process.sizes, stop.n_tokens, 2) or 0
-    seconds = plan.start.displacement.delay_seconds + rates.save_seconds(size_bytes)
-    seconds += rates.evaluation_seconds(plan.start.n_reused, stop.n_tokens)
-    tokens, expected_at = prompt.tokens[: stop.n_tokens], time.monotonic() + seconds
-    is_whole = process.rule.kind is RuleKind.ANY_PREFIX
-    return ExpectedState(tokens, prompt.namespace, expected_at, size_bytes, points, is_whole)
-
 
 # With llama-server's default flags, a slot that starts to run empties all idle slots. There one request
 # at a time is on its way to its start: it has the turn from the choice of its slot until llama-server

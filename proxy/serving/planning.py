@@ -1,10 +1,15 @@
-"""What a llama-server process could do for a prompt now: the situation that the plan decides on."""
+"""What a llama-server process could do for a prompt: the situation that the plan decides on.
+
+Some of it is not there yet: states that are about to be saved.
+"""
 
 import time
 
 from proxy.core.conditions import DegradationKind
-from proxy.core.model import Candidate, Prompt
-from proxy.core.plan import Situation, promising
+from proxy.core.model import Candidate, ExpectedState, Prompt, RuleKind, SlotId
+from proxy.core.plan import Plan, Situation, promising
+from proxy.core.saving import at_savable_point, expected_bytes
+from proxy.core.slots import Known
 from proxy.serving.process import Process
 
 
@@ -37,3 +42,35 @@ def situation(process: Process, prompt: Prompt) -> Situation:
         process.sizes,
         process.queue.expected,
     )
+
+
+# States that are about to be saved. When two requests with the same new header come at the same moment,
+# the first evaluates and saves the header, and the second waits for that state. The same holds for a
+# conversation whose slot is being saved when its next request comes.
+
+
+def displaced_state(process: Process, slot_id: SlotId) -> ExpectedState | None:
+    """Return the state that is saved before another request takes its slot, None if there is none."""
+    content = process.slots[slot_id].content
+    saved = at_savable_point(process.rule, content) if isinstance(content, Known) else None
+    if saved is None:
+        return None
+    size_bytes = process.state_bytes(saved)
+    expected_at = time.monotonic() + process.rates.save_seconds(size_bytes)
+    points, is_whole = saved.restore_points, process.rule.kind is RuleKind.ANY_PREFIX
+    return ExpectedState(saved.tokens, saved.namespace, expected_at, size_bytes, points, is_whole)
+
+
+def first_save(process: Process, prompt: Prompt, plan: Plan) -> ExpectedState | None:
+    """Return the first state that a plan saves at a stop, None if it saves none."""
+    index = next((i for i, stop in enumerate(plan.stops) if stop.save_as), None)
+    if index is None:
+        return None
+    stop, rates = plan.stops[index], process.rates
+    points = tuple(before.n_tokens for before in plan.stops[:index])
+    size_bytes = expected_bytes(process.sizes, stop.n_tokens, 2) or 0
+    seconds = plan.start.displacement.delay_seconds + rates.save_seconds(size_bytes)
+    seconds += rates.evaluation_seconds(plan.start.n_reused, stop.n_tokens)
+    tokens, expected_at = prompt.tokens[: stop.n_tokens], time.monotonic() + seconds
+    is_whole = process.rule.kind is RuleKind.ANY_PREFIX
+    return ExpectedState(tokens, prompt.namespace, expected_at, size_bytes, points, is_whole)

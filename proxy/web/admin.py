@@ -238,12 +238,12 @@ class Admin:
 
     async def checkpoints(self, request: web.Request) -> web.Response:
         """Return all checkpoints `under` a node, the most valuable first."""
-        store, node_id = self._shared.store, _node_id(request, "under")
+        store, node_id = self._shared.store, request.query.get("under")
         names, present = model_names(store.index), self._shared.served.present()
         listed = [
             _listed(checkpoint, names, store, present)
             async for checkpoint in in_slices(store)
-            if views.is_under(node_id, checkpoint)
+            if not node_id or node_id in views.way_to(views.parent_of(checkpoint))
         ]
         return json_response(checkpoints=sorted(listed, key=lambda c: -(c.value_seconds or 0)))
 
@@ -253,11 +253,11 @@ class Admin:
         `n_left_out` is how many nodes are not among them; `version` changes with the store.
         """
         store, outline, version = self._shared.store, views.Outline(), self._shared.store.version
-        limit, under = _whole_number(request, "limit", 500), _node_id(request, "under")
+        limit = _whole_number(request, "limit", 500)
         async for checkpoint in in_slices(store):
             outline.add(checkpoint)
         names, present = model_names(store.index), self._shared.served.present()
-        nodes = outline.nodes(names, present.rates_by, limit, under)
+        nodes = outline.nodes(names, present.rates_by, limit)
         n_left_out = len(outline) - len(nodes)
         return json_response(nodes=nodes, n_left_out=n_left_out, version=version)
 
@@ -366,13 +366,6 @@ def _is_asked_for(request: web.Request, name: str) -> bool:
     if text not in ("", "1", "true", "0", "false"):
         raise _refused(web.HTTPBadRequest, f"{name} must be true or false, not {text!r}")
     return text in ("", "1", "true")
-
-
-def _node_id(request: web.Request, name: str) -> views.NodeId:
-    try:
-        return views.parse_node_id(request.query.get(name, ""))
-    except ValueError as error:
-        raise _refused(web.HTTPBadRequest, str(error)) from error
 
 
 def _checkpoint_id(request: web.Request) -> CheckpointId:

@@ -132,7 +132,7 @@ class Exchange:
         edited: tuple[bytes, bytes] | None = None
         if whole is not None:
             body = await answer.read()
-            if target.says_gone(body):
+            if target.lost(answer.status, body) == "after":
                 raise ServerAway(f"{target.name} has ended", has_ended=True)
             edited = body, whole(body)
         self._has_begun = True
@@ -185,7 +185,7 @@ class Exchange:
                 if error := content.exception():
                     raise error
                 while not writer.is_full and (chunk := content.read_nowait()):
-                    if target.says_gone(chunk):
+                    if target.lost(answer.status, chunk) == "after":
                         raise aiohttp.ClientPayloadError("its process has ended")
                     self._pass_on_now(chunk, chunk if lines is None else lines.feed(chunk))
                 if content.at_eof():
@@ -282,9 +282,10 @@ async def _gone(target: Target, answer: aiohttp.ClientResponse) -> ServerAway:
     """Return what a router says of a llama-server that it could not reach, or that did not answer."""
     body = await answer.read()
     message = f"{target.name}: {body[:200].decode(errors='replace')}"
-    if target.says_unreached(answer.status, body):
+    lost = target.lost(answer.status, body)
+    if lost == "before":
         return ServerAway(message, was_sent="no")
-    return ServerAway(message, has_ended=target.says_gone(body))
+    return ServerAway(message, has_ended=lost == "after")
 
 
 def _is_stream(answer: aiohttp.ClientResponse) -> bool:

@@ -139,8 +139,9 @@ async def test_store_is_shown_as_a_tree(start_rig: StartRig) -> None:
             assert session["n_tokens"] == max(turn["n_tokens"] for turn in turns)
             assert all(turn["parent"] == session["id"] for turn in turns)
             assert {turn["title"] for turn in turns} == {session["title"]} != {""}
-        few = (await ask(rig, "GET", f"/tree?under={head['id']}&limit=3"))[1]
-        assert few["nodes"] == [store, head, sessions[0]] and few["n_left_out"] == 2
+        few = (await ask(rig, "GET", "/tree?limit=3"))[1]
+        assert few["nodes"] == [store, namespace, head] and few["n_left_out"] == len(sessions)
+        assert (await ask(rig, "GET", "/checkpoints?under=nonsense"))[1]["checkpoints"] == []
 
 
 @pytest.mark.parametrize("keep", ["tokens", "none"])
@@ -156,7 +157,7 @@ async def test_no_words_are_kept_where_no_text_is(start_rig: StartRig, keep: str
 
 async def test_tree_refuses_what_it_does_not_know(start_rig: StartRig) -> None:
     async with start_rig() as rig:
-        for query, expected in (("under=nonsense", 400), ("limit=-1", 400), ("limit=x", 400)):
+        for query, expected in (("limit=-1", 400), ("limit=x", 400)):
             assert (await ask(rig, "GET", f"/tree?{query}"))[0] == expected
         assert (await ask(rig, "GET", "/tree", Origin="http://example.org"))[0] == 403
         status, empty = await ask(rig, "GET", "/tree?limit=99999999")

@@ -22,14 +22,7 @@ from proxy.cli.serve import for_model
 from proxy.cli.store import ls
 from proxy.core.model import CheckpointId, CheckpointKind, Family
 from proxy.explain.causes import Cause
-from proxy.explain.views import (
-    Explanation,
-    ListedCheckpoint,
-    NodeId,
-    RequestRecord,
-    Today,
-    list_checkpoint,
-)
+from proxy.explain.views import Explanation, ListedCheckpoint, RequestRecord, Today, list_checkpoint
 from proxy.llama.bodies import header_request, parse_body, route_path
 from proxy.llama.routes import generation_route
 from proxy.settings import NAMES, size_in_words
@@ -63,7 +56,7 @@ def test_few_digits_name_a_checkpoint_or_all_under_a_node(capsys: Capture) -> No
     assert names("1b70c4d2") == [100]
     assert names("5d3a") == [100, 200]
     assert names(NAMESPACE.hex()[:6]) == [100, 200]
-    assert names(str(NodeId(NAMESPACE, HEADER, SESSION))) == [100]
+    assert names(f"{NAMESPACE.hex()}/{HEADER:016x}/{SESSION:016x}") == [100]
     assert names(OTHER_NAMESPACE.hex()) == names("00ffff") == names("coder") == [300]
     for text, complaint in (
         ("abcd", "2 ids"),

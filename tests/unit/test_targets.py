@@ -13,44 +13,47 @@ MODELS = Models(frozenset(), frozenset({"qwen", "author/model", "author"}), {"ni
 
 def test_llama_server_of_its_own_is_asked_as_it_is() -> None:
     target = Target(BASE)
-    assert (target.path("GET", "/props"), target.body(b"{}")) == ("/props", b"{}")
+    assert target.addressed("GET", "/props", b"{}") == ("/props", b"{}")
     assert target.name == "10.0.0.1:8080"
 
 
 def test_router_is_told_the_model_and_never_to_load_it() -> None:
     target = Target(BASE, "a b&c", "router")
-    assert target.path("GET", "/props") == "/props?model=a%20b%26c&autoload=false"
-    assert target.path("POST", "/slots/0?action=save") == "/slots/0?action=save&autoload=false"
-    body = target.body(b'{"model": "other", "filename": "x", "n": 1.0}')
+    assert target.addressed("GET", "/props", None) == (
+        "/props?model=a%20b%26c&autoload=false",
+        None,
+    )
+    sent = b'{"model": "other", "filename": "x", "n": 1.0}'
+    path, body = target.addressed("POST", "/slots/0?action=save", sent)
+    assert path == "/slots/0?action=save&autoload=false"
     assert body is not None and json.loads(body) == {"filename": "x", "n": 1.0, "model": "a b&c"}
-    assert target.body(None) is None
 
 
 UNREACHED = b"proxy error: Could not establish connection"
 
 
 @pytest.mark.parametrize(
-    ("target", "status", "content", "is_unreached"),
+    ("target", "status", "content", "lost"),
     [
-        (Target(BASE), 500, UNREACHED, False),
-        (Target(BASE), 502, b"", False),
-        (Target(BASE, "qwen", "router"), 500, UNREACHED, True),
-        (Target(BASE, "qwen", "router"), 502, b"", False),
-        (Target(BASE, "qwen", "llama-swap"), 502, b"", True),
-        (Target(BASE, "qwen", "llama-swap"), 502, b"upstream command exited prematurely", False),
-        (Target(BASE, "qwen", "llama-swap"), 500, b"", False),
+        (Target(BASE), 500, UNREACHED, ""),
+        (Target(BASE), 502, b"", ""),
+        (Target(BASE, "qwen", "router"), 500, UNREACHED, "before"),
+        (Target(BASE, "qwen", "router"), 502, b"", ""),
+        (Target(BASE, "qwen", "llama-swap"), 502, b"", "perhaps"),
+        (Target(BASE, "qwen", "llama-swap"), 502, b"upstream command exited prematurely", ""),
+        (Target(BASE, "qwen", "llama-swap"), 500, b"", ""),
     ],
 )
 def test_host_that_cannot_reach_llama_server_is_understood(
-    target: Target, status: int, content: bytes, is_unreached: bool
+    target: Target, status: int, content: bytes, lost: str
 ) -> None:
-    assert target.says_unreached(status, content) is is_unreached
+    assert target.lost(status, content) == lost
 
 
 def test_llama_swap_is_asked_by_path() -> None:
     target = Target(BASE, "author/a model?", "llama-swap")
-    assert target.path("GET", "/props") == "/upstream/author/a%20model%3F/props"
-    assert target.body(b"{}") == b"{}"
+    there = "/upstream/author/a%20model%3F/props"
+    assert target.addressed("GET", "/props", b"{}") == (there, b"{}")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,9 @@
 """The store as a tree: where checkpoints lie, what nodes sum up, and what people know them by."""
 
-import pytest
-
 from proxy.core.model import Checkpoint, CheckpointId, Family, Title
 from proxy.core.rates import Rates
 from proxy.core.tokens import Namespace
-from proxy.explain.views import STORE, ListedNode, NodeId, Outline, parse_node_id
+from proxy.explain.views import ListedNode, Outline
 from tests.unit.builders import NAMESPACE, OTHER_NAMESPACE, checkpoint
 
 
@@ -25,6 +23,10 @@ CHECKPOINTS = [
 ]
 
 
+def node(namespace: Namespace, *numbers: int) -> str:
+    return "/".join([namespace.hex(), *(f"{number:016x}" for number in numbers)])
+
+
 def outlined(
     names: dict[Namespace, str] | None = None,
     rates_by: dict[Namespace, Rates] | None = None,
@@ -37,22 +39,22 @@ def outlined(
 
 
 def test_parents_come_before_their_children_and_the_largest_first() -> None:
-    mine, other = NodeId(NAMESPACE), NodeId(OTHER_NAMESPACE)
+    mine, other = node(NAMESPACE), node(OTHER_NAMESPACE)
     levels = [
-        *([STORE], [mine, other]),
-        [NodeId(NAMESPACE, 7), NodeId(NAMESPACE, 0), NodeId(OTHER_NAMESPACE, 8)],
-        [NodeId(NAMESPACE, 7, 70), NodeId(NAMESPACE, 0, 72), NodeId(OTHER_NAMESPACE, 8, 73)],
+        *([""], [mine, other]),
+        [node(NAMESPACE, 7), node(NAMESPACE, 0), node(OTHER_NAMESPACE, 8)],
+        [node(NAMESPACE, 7, 70), node(NAMESPACE, 0, 72), node(OTHER_NAMESPACE, 8, 73)],
     ]
-    expected = [str(node_id) for level in levels for node_id in level]
-    assert list(outlined()) == [*expected, str(NodeId(NAMESPACE, 7, 71))]
+    expected = [node_id for level in levels for node_id in level]
+    assert list(outlined()) == [*expected, node(NAMESPACE, 7, 71)]
     assert list(outlined(n_at_most=5)) == expected[:5]
 
 
 def test_node_sums_up_what_lies_under_it() -> None:
     nodes = outlined()
-    assert nodes[str(NodeId(NAMESPACE, 7))] == ListedNode(
-        id=str(NodeId(NAMESPACE, 7)),
-        parent=str(NodeId(NAMESPACE)),
+    assert nodes[node(NAMESPACE, 7)] == ListedNode(
+        id=node(NAMESPACE, 7),
+        parent=node(NAMESPACE),
         level="header",
         client="OpenCode 1.18",
         n_tokens=500,
@@ -62,36 +64,26 @@ def test_node_sums_up_what_lies_under_it() -> None:
         last_used_at=4.0,
         n_restores=5,
     )
-    session = nodes[str(NodeId(NAMESPACE, 7, 70))]
+    session = nodes[node(NAMESPACE, 7, 70)]
     assert (session.title, session.client) == ("Mend the login", "OpenCode 1.18")
     assert (session.n_tokens, session.n_checkpoints) == (603, 2)
     assert nodes[""].n_checkpoints == len(CHECKPOINTS)
-    assert nodes[str(NodeId(NAMESPACE, 7, 71))].title == ""
-    assert nodes[str(NodeId(NAMESPACE, 0))].client == ""
+    assert nodes[node(NAMESPACE, 7, 71)].title == ""
+    assert nodes[node(NAMESPACE, 0)].client == ""
 
 
 def test_node_tells_its_model_whether_that_is_served_and_what_it_would_cost() -> None:
-    def told(node_id: NodeId, *served: Namespace) -> tuple[bool | None, str | None]:
-        node = outlined({NAMESPACE: "coder"}, dict.fromkeys(served, Rates()))[str(node_id)]
-        return node.is_served, node.model
+    def told(node_id: str, *served: Namespace) -> tuple[bool | None, str | None]:
+        found = outlined({NAMESPACE: "coder"}, dict.fromkeys(served, Rates()))[node_id]
+        return found.is_served, found.model
 
-    assert told(NodeId(NAMESPACE, 7), NAMESPACE) == (True, "coder")
-    assert told(NodeId(OTHER_NAMESPACE), NAMESPACE) == (False, None)
-    assert told(NodeId(NAMESPACE)) == (None, "coder")
-    assert told(STORE, NAMESPACE) == (None, None)
+    assert told(node(NAMESPACE, 7), NAMESPACE) == (True, "coder")
+    assert told(node(OTHER_NAMESPACE), NAMESPACE) == (False, None)
+    assert told(node(NAMESPACE)) == (None, "coder")
+    assert told("", NAMESPACE) == (None, None)
     rates = Rates().after_evaluation(0, 1000, 10.0)
     nodes = outlined(rates_by={NAMESPACE: rates})
-    header, session = nodes[str(NodeId(NAMESPACE, 7))], nodes[str(NodeId(NAMESPACE, 7, 70))]
+    header, session = nodes[node(NAMESPACE, 7)], nodes[node(NAMESPACE, 7, 70)]
     assert header.seconds == round(rates.evaluation_seconds(0, 500), 3)
     assert session.seconds == round(rates.evaluation_seconds(500, 603), 3)
-    assert outlined(rates_by={NAMESPACE: Rates()})[str(NodeId(NAMESPACE, 7))].seconds is None
-
-
-def test_ids_of_nodes_are_read_as_they_are_written() -> None:
-    ids = [STORE, NodeId(NAMESPACE), NodeId(NAMESPACE, 0), NodeId(NAMESPACE, 7, 2**63 - 1)]
-    assert [parse_node_id(str(node_id)) for node_id in ids] == ids
-    assert [node_id.level for node_id in ids] == ["store", "namespace", "header", "session"]
-    assert [node_id.parent for node_id in ids[1:]] == [STORE, ids[1], NodeId(NAMESPACE, 7)]
-    for text in ("nonsense", "ab" * 16 + "/x", "ab" * 16 + "/1/2/3", "zz" * 16, "/"):
-        with pytest.raises(ValueError):
-            parse_node_id(text)
+    assert outlined(rates_by={NAMESPACE: Rates()})[node(NAMESPACE, 7)].seconds is None
