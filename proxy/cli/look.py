@@ -37,6 +37,7 @@ from proxy.doctor.examination import examine
 from proxy.doctor.findings import Finding, Setup, Severity, exit_status, findings_of, summary
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
+from proxy.explain.sketch import Cost
 from proxy.explain.views import Explanation, Nearest
 from proxy.log import configure_logging
 from proxy.settings import NAMES, read_sources, size_in_words, written
@@ -154,6 +155,8 @@ def explanation_text(explanation: Explanation) -> Text:
         lines.append(Text(f"nearest: {_nearest(explanation.nearest)} in common", style="dim"))
     if explanation.divergence and (explanation.divergence.known or explanation.divergence.now):
         lines += [Text(), *_difference(explanation.divergence)]
+    if explanation.costs:
+        lines += [Text(), *_costs(explanation.costs)]
     return Text("\n").join(lines)
 
 
@@ -168,6 +171,24 @@ def _difference(divergence: Divergence) -> Iterator[Text]:
     yield Text("  ..." + _visible(divergence.before), style="dim")
     yield Text(f"- {_visible(divergence.known)}", style="red")
     yield Text(f"+ {_visible(divergence.now)}", style="green")
+
+
+_N_LARGEST = 12
+
+
+def _costs(costs: Sequence[Cost]) -> Iterator[Text]:
+    """Yield what the parts of a prompt cost together, and the largest of them."""
+    sums, counts = Counter[PromptPart](), Counter(cost.part for cost in costs)
+    for cost in costs:
+        sums[cost.part] += cost.n_tokens
+    parts = (f"{part.value} {sums[part]:,} ({counts[part]})" for part, _ in sums.most_common())
+    yield Text("about, in tokens: " + ", ".join(parts), style="bold")
+    for cost in sorted(costs, key=lambda cost: -cost.n_tokens)[:_N_LARGEST]:
+        name = _visible(cost.name) or f"message {cost.message}" * (cost.message is not None)
+        yield Text.assemble(
+            f"{cost.n_tokens:>8,}  {cost.part.value} {name}",
+            ("  changed or new" * cost.is_changed, "yellow"),
+        )
 
 
 def _visible(text: str) -> str:

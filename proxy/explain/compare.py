@@ -6,7 +6,7 @@ texts, as far as they are kept, tell which words differ. What became of states i
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -34,7 +34,8 @@ class Rendering:
 
     @cached_property
     def sketch(self) -> Sketch:
-        return sketch_of(self.fields)
+        sketch = sketch_of(self.fields)
+        return sketch if self.text else replace(sketch, tool_names=())
 
     def reduce(self) -> None:
         """Keep the sketch in place of the request."""

@@ -38,10 +38,12 @@ from proxy.explain.known import (
     turn_of,
 )
 from proxy.explain.sketch import (
+    EMPTY,
     Compared,
     Named,
     anthropic_diagnostics,
     changes,
+    costs_of,
     goes_on,
     named,
     openai_diagnostics,
@@ -242,6 +244,17 @@ class Journal:
             return next((e for e in self._newest() if e.request.cause.is_miss), None)
         misses = (e for e in self._misses if e.request.id == request_id)
         return self._explanations.get(request_id) or next(misses, None)
+
+    def with_costs(self, found: Explanation) -> Explanation:
+        """Return an explanation with what each part of its prompt costs, as long as that is kept."""
+        known, nearest = self.prompts.find(found.request.id), found.nearest
+        if known is None or not found.request.n_prompt:
+            return found
+        other = self.prompts.find(nearest.id) if nearest and nearest.id else None
+        n_known = nearest.n_tokens or 0 if nearest else 0
+        old = other.sketch if other else EMPTY
+        costs = costs_of(known.sketch, len(known.tokens), found.request.n_prompt, old, n_known)
+        return msgspec.structs.replace(found, costs=costs)
 
     def why_unknown(self, request_id: str) -> str:
         """Return why there is no explanation of a request, in words."""

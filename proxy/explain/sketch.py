@@ -34,7 +34,7 @@ class Sketch:
     `roles` has a letter for each message: s, u, a or t for system, user, assistant or tool, and A for an
     answer so long that hardly two conversations have it. A prompt without messages has an empty sketch.
     `n_system_chars` is the length of the leading system message's text, `sizes` those of the tools and then
-    of the messages, about in bytes.
+    of the messages, about in bytes. `tool_names` are there only where text is kept.
     """
 
     names: Digests
@@ -43,6 +43,7 @@ class Sketch:
     messages: Digests
     n_system_chars: int = 0
     sizes: tuple[int, ...] = ()
+    tool_names: tuple[str, ...] = ()
 
     @property
     def n_leading_system(self) -> int:
@@ -96,6 +97,45 @@ def first_difference(new: Sketch, old: Sketch) -> int | None:
     return next((i for i in range(n_both) if new.messages[i] != old.messages[i]), None)
 
 
+class Cost(msgspec.Struct, frozen=True):
+    """About what one part of a prompt costs: a tool by its `name`, or the `message` of that number.
+
+    `is_changed` says that the prompt that the request was compared with had not the same there.
+    """
+
+    part: PromptPart
+    n_tokens: int
+    name: str = ""
+    message: int | None = None
+    is_changed: bool = False
+
+
+def costs_of(sketch: Sketch, n_whole: int, n_tokens: int, old: Sketch, n_known: int) -> list[Cost]:
+    """Return the parts of the first *n_tokens* of a prompt of *n_whole* tokens, by their sizes.
+
+    They are compared with another sketch, or with the first *n_known* tokens of the same one.
+    """
+    costs, scale, n_before, n_tools = (
+        [],
+        n_whole / max(1, sum(sketch.sizes)),
+        0.0,
+        len(sketch.tools),
+    )
+    digests_, others = [*sketch.tools, *sketch.messages], (old.tools, old.messages)
+    for index, size in enumerate(sketch.sizes):
+        is_tool, n_before = index < n_tools, n_before + size * scale
+        if n_before - size * scale / 2 > n_tokens:
+            break  # it came with a later request
+        at, known = (index, others[0]) if is_tool else (index - n_tools, others[1])
+        is_changed = n_before - size * scale / 2 > n_known
+        if old is not sketch:
+            is_changed = at >= len(known) or known[at] != digests_[index]
+        name = sketch.tool_names[at] if is_tool and sketch.tool_names else ""
+        part = PromptPart.TOOLS if is_tool else sketch.part(at)
+        costs.append(Cost(part, round(size * scale), name, None if is_tool else at, is_changed))
+    return costs
+
+
 def share_in_common(new: Sketch, old: Sketch) -> float:
     """Return about how much of an older prompt stands before the first difference; tools come first."""
     if new.tools != old.tools:
@@ -134,6 +174,7 @@ def sketch_of(fields: dict[str, Any]) -> Sketch:
         digests([digest for _, digest, _ in parts]),
         sum(len(piece) for piece in _texts(leading.get("content"))),
         (*map(len, encoded), *(size for _, _, size in parts)),
+        tuple(names),
     )
 
 

@@ -18,6 +18,7 @@ from proxy.core.tokens import Namespace
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
 from proxy.explain.known import Kind
+from proxy.explain.sketch import Cost
 
 # The tree: namespaces, their headers, the sessions of each, their checkpoints. What sessions share lies
 # under the header itself. Nothing is kept between two looks. A node's id is the way to it, in hex digits:
@@ -275,13 +276,14 @@ class Nearest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a request reused what it did, and what would help."""
+    """Why a request reused what it did, what would help, and what each part of its prompt `costs`."""
 
     request: RequestRecord
     says: str
     cure: str
     nearest: Nearest | None = None
     divergence: Divergence | None = None
+    costs: list[Cost] = []
 
 
 class Span(msgspec.Struct, array_like=True):

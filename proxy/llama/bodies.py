@@ -212,7 +212,8 @@ def cache_wishes(body: GenerationBody | None, header: str) -> frozenset[str]:
     given = member(body.fields, "cache") if body else None
     asked = [name for name, on in given.items() if on is True] if isinstance(given, dict) else []
     words = {word.strip().lower().replace("-", "_") for word in [*asked, *header.split(",")]}
-    return frozenset({"no_cache": "no_read"}.get(word, word) for word in words if word)
+    wishes = {"no_store": "no_store", "no_read": "no_read", "no_cache": "no_read"}
+    return frozenset(wishes[word] for word in words & wishes.keys())
 
 
 def only_to_warm(route: Route, body: GenerationBody) -> bytes | None:

@@ -232,7 +232,7 @@ class Admin:
         await self._pool.accounted()
         if (explanation := journal.explain(request_id)) is None:
             raise _refused(web.HTTPNotFound, journal.why_unknown(request_id))
-        return json_response(explanation)
+        return json_response(journal.with_costs(explanation))
 
     # The store: which checkpoints there are, pinning and deleting them, and their tree.
 

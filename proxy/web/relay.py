@@ -22,8 +22,7 @@ Body = bytes | AsyncIterable[bytes] | None
 
 _HOP_BY_HOP = frozenset(
     "connection expect host keep-alive proxy-authenticate proxy-authorization te trailer "
-    # llama-server would go on generating for x-conversation-id after the client is gone.
-    "transfer-encoding upgrade x-conversation-id".split()
+    "transfer-encoding upgrade".split()
 )
 _REBUILT = frozenset(("content-length", "accept-encoding"))
 """The body of a generation is another one, and its answer is read here."""

@@ -82,9 +82,8 @@ async def test_headers_reach_the_server_but_for_those_of_the_hop(start_rig: Star
         body = b'{"prompt":"x y"}'
         await rig.post(COMPLETION, body, headers=headers)
         seen = rig.requests_seen()[-1]
-        kept = ("Authorization", "X-Api-Key", "X-Custom", "User-Agent", "Accept")
+        kept = headers.keys() - {"Connection"}
         assert {name: seen.headers.get(name) for name in kept} == {n: headers[n] for n in kept}
-        assert "X-Conversation-Id" not in seen.headers
         assert seen.headers["Content-Type"] == "application/json"
         assert seen.headers["Content-Length"] == str(len(seen.body))
         assert seen.headers["Host"] == rig.server.base_url.removeprefix("http://")

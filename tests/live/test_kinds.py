@@ -70,3 +70,21 @@ async def test_kinds_of_requests_are_told_in_their_records(start_rig: StartRig) 
         async with rig.client.get(rig.admin_url + "/requests?limit=50") as reply:
             kinds = [record["kind"] for record in (await reply.json())["requests"]]
         assert len(kinds) == 6 and "" not in kinds
+
+
+async def test_explain_tells_what_each_part_of_a_prompt_costs(start_rig: StartRig) -> None:
+    async with start_rig("hybrid", idle_save_seconds=3600.0) as rig:
+        first = [*HEADER, user(1, 200)]
+        await ask(rig, first)
+        await ask(rig, [*first, answer(1), user(2, 80)])
+        async with rig.client.get(rig.admin_url + "/requests/last") as reply:
+            found = await reply.json()
+        costs, n_prompt = found["costs"], found["request"]["n_prompt"]
+        assert abs(sum(cost["n_tokens"] for cost in costs) - n_prompt) < 10
+        names = [tool["function"]["name"] for tool in tools(2)]
+        assert [cost["name"] for cost in costs if cost["part"] == "tools"] == names
+        assert [cost["message"] for cost in costs if cost["is_changed"]] == [2, 3]
+        for cost in costs[len(names) :]:
+            text = [*first, answer(1), user(2, 80)][cost["message"]]["content"]
+            n_tokens = len((await rig.post("/tokenize", {"content": text}))["tokens"])
+            assert abs(cost["n_tokens"] - n_tokens) <= 0.25 * n_tokens + 16, (cost, n_tokens)

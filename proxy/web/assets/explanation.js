@@ -14,19 +14,34 @@ const PARTS = {
 };
 const NOT_MISSES = ["hit", "first sight", "not looked up"];
 
-export function explanation({ request, says, cure, nearest, divergence }, keeps, show) {
+const N_LARGEST = 12;
+
+export function explanation({ request, says, cure, nearest, divergence, costs }, keeps, show) {
   const isMiss = !NOT_MISSES.includes(request.cause);
   return make("div", { class: "explanation" },
     make("p", {}, make("strong", {}, `${capital(request.cause)}. `), ...prose(says)),
     isMiss ? make("p", {}, make("strong", {}, "What helps: "), ...prose(cure)) : null,
     divergence ? texts(divergence, keeps) : null,
-    facts(request, nearest, divergence, show));
+    facts(request, nearest, divergence, show),
+    costs.length ? parts(costs) : null);
+}
+
+// About what the prompt is made of: its largest parts, and which of them the compared prompt had not.
+function parts(costs) {
+  const largest = [...costs].sort((a, b) => b.n_tokens - a.n_tokens).slice(0, N_LARGEST);
+  const rows = largest.map((cost) => make("tr", {},
+    make("td", { class: "number" }, number(cost.n_tokens)),
+    make("td", {}, [cost.part, cost.name || (cost.message === null ? "" : `message ${cost.message}`)].filter(Boolean).join(" ")),
+    make("td", {}, cost.is_changed ? "changed or new" : "")));
+  const nTools = costs.filter(({ part }) => part === "tools").reduce((sum, cost) => sum + cost.n_tokens, 0);
+  const summary = `About what it costs, in tokens: ${counted(costs.length, "part")}, tools ${number(nTools)}`;
+  return make("details", {}, make("summary", {}, summary), make("table", {}, make("tbody", {}, ...rows)));
 }
 
 function facts(request, nearest, divergence, show) {
   const list = make("dl");
   const add = (name, ...value) => value.some(Boolean) && list.append(make("dt", {}, name), make("dd", {}, ...value));
-  add("Request", `${request.id} · ${request.path} · ${request.outcome}${request.status ? ` · status ${request.status}` : ""}`);
+  add("Request", `${request.kind ? `${request.kind} · ` : ""}${request.id} · ${request.path} · ${request.outcome}${request.status ? ` · status ${request.status}` : ""}`);
   add("Prompt", reuse(request));
   if (divergence) add("Where", `${place(divergence)}, behind ${counted(nearest.n_common, "equal token")}`);
   if (nearest) add("Compared with", ...compared(nearest, show));
