@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from tests.bench.replays import MOST_TOKENS, measure
 from tests.lab.clients import claude_code
+from tests.lab.clients.replays import REPLAYS, Replay
 from tests.lab.conversation import prose
 from tests.lab.models import TEMPLATE_FOLDER
 from tests.lab.rig import Rig
@@ -72,3 +74,51 @@ async def test_sessions_without_stabilizers_are_refused_by_a_strict_template(
         body = {**request("mend the parser"), "max_tokens": 4, "stream": False}
         async with rig.client.post(rig.base_url + MESSAGES, json=body) as reply:
             assert reply.status >= 400
+
+
+def replay_named(name: str) -> Replay:
+    return next(replay for replay in REPLAYS if replay.name == name)
+
+
+@pytest.mark.parametrize(
+    "replay",
+    [replay_named(name) for name in ("C3", "X5", "X11 nanobot")]
+    + in_long(*(r for r in REPLAYS if r.opt_in and r.name not in ("C3", "X5", "X11 nanobot"))),
+    ids=lambda replay: replay.name,
+)
+async def test_change_in_front_costs_little_once_its_stabilizer_is_on(
+    start_rig: StartRig, replay: Replay
+) -> None:
+    """What names a session is learned from the second one."""
+    switches = ", ".join(("safe", *replay.opt_in))
+    async with start_rig(
+        "hybrid", extra_args=template_flags("strict"), stabilizers=switches
+    ) as rig:
+        again, causes = await measure(rig, replay)
+        learns = not replay.is_one_conversation
+        assert max(again[learns:]) <= MOST_TOKENS, (again, causes)
+
+
+async def test_fork_costs_nothing_and_a_path_of_a_session_is_named(start_rig: StartRig) -> None:
+    async with start_rig("hybrid", extra_args=template_flags("strict")) as rig:
+        again, causes = await measure(rig, replay_named("C2"))
+        assert max(again) <= MOST_TOKENS and causes == ["hit", "hit"]
+        _, causes = await measure(rig, replay_named("C1"))
+        assert causes == ["session id", "session id"]
+
+
+async def test_system_messages_without_a_text_are_answered(start_rig: StartRig) -> None:
+    """As Claude Code sends them: effort alone, nothing, a tool that comes and one that goes."""
+    reference = {"type": "tool_reference", "name": "Bash"}
+    late = [
+        {"role": "system", "output_config": {"effort": "high"}},
+        {"role": "system", "content": []},
+        {"role": "system", "content": [{"type": "tool_addition", "tool": reference}]},
+        {"role": "system", "content": [{"type": "tool_removal", "tool": reference}]},
+    ]
+    for template in ("strict", "plain"):
+        async with start_rig("full", extra_args=template_flags(template)) as rig:
+            for message in late:
+                later = [*claude_code.step(1), message, *claude_code.step(2)]
+                await ask(rig, request("mend it", *later))
+            assert rig.running.metrics.total("cache_faults") == 0
