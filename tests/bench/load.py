@@ -50,7 +50,7 @@ class Load:
         self._seconds, self._n_clients, self._n_slots = seconds, n_clients, n_slots
         options = {
             "--max-requests": n_clients + 10,
-            "--max-store-bytes": 64 << 20,
+            "--max-store-bytes": 8 << 30,  # an eviction is no loss
             "--min-free-bytes": 0,
             "--idle-save-seconds": 3600,
             "--drain-seconds": DRAIN_SECONDS,
