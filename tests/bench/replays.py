@@ -100,7 +100,7 @@ class AsyncRig:
         self._leftovers.close()
 
 
-def _drop(*_: object) -> structlog.typing.EventDict:
+def _drop(*_: object) -> Any:
     raise structlog.DropEvent
 
 

@@ -1,0 +1,108 @@
+"""Eight children of one long parent at once, with the proxy and by llama-server alone.
+
+The parent's prompt was just answered. An exact cache evaluates of each child what the parent does not have.
+
+python -m tests.bench.fan_out [KIND ...]
+"""
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import structlog
+
+from tests.bench.section import Section
+from tests.lab.conversation import answer, system, user
+from tests.lab.models import model_path
+from tests.lab.rig import Rig
+from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+
+N_CHILDREN = 8
+N_PARENT_WORDS = 3300
+"""About 10,000 tokens."""
+N_CHILD_WORDS = 100
+CHAT = "/v1/chat/completions"
+
+
+async def measure(kind: str, n_slots: int, *, alone: bool) -> tuple[int, int, float]:
+    """Return how many tokens the children evaluated, how many an exact cache would, and their seconds."""
+    with tempfile.TemporaryDirectory(prefix="prefix-cache-") as folder:
+        model = model_path(kind, "small", DEFAULT_MODEL_FOLDER)
+        server = LlamaServer(model, Path(folder), n_slots=n_slots, n_ctx=16384 * n_slots)
+        async with Rig(server, Path(folder)) as rig:
+            if alone:
+                await rig.stop_proxy()
+            base_url = server.base_url if alone else rig.base_url
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(600)) as client:
+                found = await _fan_out(client, base_url, server, rig if not alone else None)
+            if alone:
+                await rig.start_proxy()
+            return found
+
+
+async def _fan_out(
+    client: aiohttp.ClientSession, base_url: str, server: LlamaServer, rig: Rig | None
+) -> tuple[int, int, float]:
+    async def ask(messages: list[Any]) -> int:
+        body = {"messages": messages, "max_tokens": 16, "temperature": 0}
+        async with client.post(base_url + CHAT, json=body) as reply:
+            content = await reply.json()
+            assert reply.status == 200, content
+            return int(content["usage"]["prompt_tokens"])
+
+    parent = [system(N_PARENT_WORDS), user(1)]
+    n_parent = await ask(parent)
+    if rig is not None:
+        await rig.settled()
+    before = await asyncio.to_thread(server.evaluated_tokens)
+    began = time.perf_counter()
+    children = [[*parent, answer(1), user(10 + n, N_CHILD_WORDS)] for n in range(N_CHILDREN)]
+    n_prompts = await asyncio.gather(*map(ask, children))
+    seconds = time.perf_counter() - began
+    if rig is not None:
+        await rig.settled()
+    n_evaluated = await asyncio.to_thread(server.evaluated_tokens) - before
+    return n_evaluated, sum(n_prompts) - N_CHILDREN * n_parent, seconds
+
+
+async def measure_all(kinds: Sequence[str]) -> Section:
+    """Return the table."""
+    section = Section(
+        "Eight children of one parent at once (50 MB models)",
+        "evaluated / exact at most 1.02; seconds / llama-server alone at most 0.8",
+        (
+            "memory",
+            "slots",
+            "evaluated",
+            "exact",
+            "ratio",
+            "seconds",
+            "alone: evaluated",
+            "seconds",
+        ),
+    )
+    for kind in kinds:
+        for n_slots in (2, 4, 8):
+            n_evaluated, n_exact, seconds = await measure(kind, n_slots, alone=False)
+            n_alone, _, alone_seconds = await measure(kind, n_slots, alone=True)
+            ratio = n_evaluated / n_exact
+            is_met = ratio <= 1.02 and seconds <= 0.8 * alone_seconds
+            timings = f"{ratio:.2f}", f"{seconds:.1f}", n_alone, f"{alone_seconds:.1f}"
+            row = (kind, n_slots, n_evaluated, n_exact, *timings)
+            section.add(*row, is_met=is_met)
+            print(row, file=sys.stderr, flush=True)
+    return section
+
+
+def _drop(*_: object) -> Any:
+    raise structlog.DropEvent
+
+
+if __name__ == "__main__":
+    structlog.configure(processors=[_drop])
+    print(asyncio.run(measure_all(sys.argv[1:] or ("hybrid",))).markdown())
