@@ -25,7 +25,7 @@ from proxy.llama.bodies import GenerationBody
 from proxy.llama.client import LlamaServer
 from proxy.llama.routes import Target
 from proxy.serving.process import Process
-from proxy.serving.request import Request
+from proxy.serving.request import NO_STORE, Request
 from proxy.serving.shared import Shared
 from proxy.stabilize.drops import (
     begins_step,
@@ -73,7 +73,8 @@ class Stabilizing:
         result = stabilize(route, body.fields, self._memory, self._switches, facts, seen)
         for failed, reason in result.failures.items():
             self._services.faults.record("stabilize", CacheFault(f"{failed}: {reason}"))
-        self._memory.learn(result.lessons)
+        if NO_STORE not in request.wishes:  # what was learned is written to the index
+            self._memory.learn(result.lessons)
         with suppress(ValueError):  # larger than all that is kept
             self._seen[key] = result.seen, len(body.raw)
         if result.body is body.fields:
@@ -86,7 +87,8 @@ class Stabilizing:
     def note_calls(self, request: Request) -> None:
         """Remember the tool calls of an answer, as the model made them."""
         tenant = request.tenant.hex()
-        for call in request.answer.calls if request.answer else ():
+        is_kept = request.answer and NO_STORE not in request.wishes
+        for call in request.answer.calls if request.answer and is_kept else ():
             self._memory.remember_call(call.call_id, call.name, call.raw_arguments, tenant=tenant)
 
     async def keep(self) -> None:

@@ -114,7 +114,9 @@ def test_image_says_what_it_is_and_needs_no_new_layer_of_libraries_for_each_chan
         f"org.opencontainers.image.{name}" for name in ("title", "licenses", "revision")
     }
     steps = [" ".join(s.names) if isinstance(s, Copy) else s.command for s in build.steps]
-    assert steps.index("proxy") > next(i for i, s in enumerate(steps) if "-r requirements.lock" in s)
+    assert steps.index("proxy") > next(
+        i for i, s in enumerate(steps) if "-r requirements.lock" in s
+    )
     assert image.environment[ENVIRONMENT_PREFIX + "ADMIN_OPEN"] == "health,metrics"
 
 

@@ -138,3 +138,14 @@ async def test_cache_key_names_a_session_of_a_client_without_a_header(key: str) 
         await names(session, loaded, answered, *asked)
     assert await names("one", "abc", answered, *asked) == "abc"
     assert await names("two", "abc", answered, *asked) == "acb"
+
+
+async def test_nothing_is_learned_of_a_request_that_is_not_to_be_stored() -> None:
+    stabilizers, _, _ = stabilizing("all")
+    made = CallMade("toolu_1", "Bash", '{"command": "ls"}')
+    tools = [{"name": name, "input_schema": {"type": "object"}} for name in "ab"]
+    for private in (True, False):
+        asked = await rewritten(stabilizers, request(tools=tools, cache={"no_store": private}))
+        asked.answer = Answer(200, None, calls=(made,))
+        stabilizers.note_calls(asked)
+        assert (len(stabilizers._memory) == 0) is private
