@@ -37,10 +37,10 @@ def ask(url: str, messages: list[dict[str, Any]]) -> Usage:
 
 
 def wait_until_caching(admin: str, goes_on: Callable[[], bool]) -> dict[str, Any]:
-    """Return /health as soon as the memory rule is known."""
+    """Return /health as soon as llama-server is known."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     health: dict[str, Any] = {}
-    while "rule" not in health or health["rule"] is None or health["state"] == "forwarding":
+    while not health.get("servers") or health["state"] == "forwarding":
         if not goes_on() or time.monotonic() > deadline:
             raise TimeoutError(f"the proxy does not come to cache: {health}")
         time.sleep(0.2)

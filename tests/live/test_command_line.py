@@ -38,8 +38,13 @@ def serving(
     command += [part for name, address in urls.items() for part in (f"--{name}", address)]
     with log.open("ab") as output:
         process = subprocess.Popen([*command, *more], stderr=output, cwd=REPOSITORY)
+
+    def rules() -> list[str]:
+        servers = get(f"http://{urls['admin']}/health").get("servers", [])
+        return [each["rule"] for each in servers]
+
     try:
-        wait_until(lambda: get(f"http://{urls['admin']}/health").get("rule") == "restore points")
+        wait_until(lambda: rules() == ["restore points"])
         yield {name: f"http://{address}" for name, address in urls.items()}
     finally:
         process.send_signal(signal.SIGTERM)
