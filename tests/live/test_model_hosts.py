@@ -340,29 +340,41 @@ async def test_models_seen_together_do_not_wait_for_each_other(
             assert any(slot["is_processing"] for slot in slots)
 
 
-async def test_names_and_idleness_at_a_swap(tmp_path: Path) -> None:
-    """What only llama-swap has: names that it does not list, paths with a model, time-outs."""
+@asynccontextmanager
+async def at_a_swap(tmp_path: Path, **full: Any) -> AsyncIterator[Models]:
+    """Run a llama-swap with two models, and the proxy before it; *full* are settings of the first."""
     slots = tmp_path / "slots"
     slots.mkdir(mode=0o700)
-    first, second = agent_requests(1, 1, header=[system(450)])
-    settings = {"full": {"aliases": ["gpt"], "ttl": 2}}
-    host = Swap(
-        tmp_path, {"full": "full", "hybrid": "hybrid"}, slots, n_ctx=32768, settings=settings
-    )
+    kinds = {"full": "full", "hybrid": "hybrid"}
+    host = Swap(tmp_path, kinds, slots, n_ctx=32768, settings={"full": full})
     async with Rig(host, slots) as rig:
-        models = Models(rig, host)
+        yield Models(rig, host)
+
+
+async def test_names_and_paths_at_a_swap(tmp_path: Path) -> None:
+    """What only llama-swap has: names that it does not list, and paths with a model."""
+    first, second = agent_requests(1, 1, header=[system(450)])
+    async with at_a_swap(tmp_path, aliases=["gpt"]) as models:
         await models.ask("full", first)
         await models.rig.reasons_are()
         await models.ask("gpt", second)
         record = await models.last_request()
         assert (record["server"], record["chosen"]) == ("full", "live")
         path = f"/upstream/full{CHAT}"
-        await rig.post(path, {"messages": second, "tools": TOOLS, "max_tokens": 1})
+        await models.rig.post(path, {"messages": second, "tools": TOOLS, "max_tokens": 1})
         record = await models.last_request()
         assert (record["path"], record["chosen"]) == (CHAT, "live")
-        # Nobody asks, and the proxy's own looks do not keep it loaded.
+
+
+async def test_model_that_nobody_asks_is_unloaded_at_a_swap_and_restored(tmp_path: Path) -> None:
+    """The proxy's own looks do not keep it loaded."""
+    first, second = agent_requests(1, 1, header=[system(450)])
+    async with at_a_swap(tmp_path, ttl=2) as models:
+        await models.ask("full", first)
+        await models.rig.reasons_are()
+        await models.ask("full", second)
         await until(lambda: not models.loaded())
-        await models.ask("gpt", second)
+        await models.ask("full", second)
         assert (await models.last_request())["chosen"] == "restore"
 
 
