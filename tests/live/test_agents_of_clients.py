@@ -99,12 +99,16 @@ async def test_change_in_front_costs_little_once_its_stabilizer_is_on(
         assert max(again[learns:]) <= MOST_TOKENS, (again, causes)
 
 
-async def test_fork_costs_nothing_and_a_path_of_a_session_is_named(start_rig: StartRig) -> None:
+@pytest.mark.parametrize(
+    ("name", "cause"), [("C1", "session id"), *in_long(("C2", "hit"))], ids=["path", "fork"]
+)
+async def test_path_of_a_session_is_named_and_a_fork_costs_nothing(
+    start_rig: StartRig, name: str, cause: str
+) -> None:
     async with start_rig("hybrid", extra_args=template_flags("strict")) as rig:
-        again, causes = await measure(rig, replay_named("C2"))
-        assert max(again) <= MOST_TOKENS and causes == ["hit", "hit"]
-        _, causes = await measure(rig, replay_named("C1"))
-        assert causes == ["session id", "session id"]
+        again, causes = await measure(rig, replay_named(name))
+        assert causes == [cause, cause]
+        assert name == "C1" or max(again) <= MOST_TOKENS
 
 
 async def test_system_messages_without_a_text_are_answered(start_rig: StartRig) -> None:
@@ -117,7 +121,7 @@ async def test_system_messages_without_a_text_are_answered(start_rig: StartRig) 
         {"role": "system", "content": [{"type": "tool_removal", "tool": reference}]},
     ]
     for template in ("strict", "plain"):
-        async with start_rig("full", extra_args=template_flags(template)) as rig:
+        async with start_rig("hybrid", extra_args=template_flags(template)) as rig:
             for message in late:
                 later = [*claude_code.step(1), message, *claude_code.step(2)]
                 await ask(rig, request("mend it", *later))
