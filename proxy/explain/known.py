@@ -317,6 +317,8 @@ def _going_on(new: Turn, old: Turn) -> Kind:
     added = [role for role in new.roles[len(old.roles) :] if role not in SYSTEM_ROLES]
     if len(old.roles) == 1 and _is_aside(new, old):
         return Kind.SIDE
+    if not added and len(old.roles) == 1 and new.header != old.header:
+        return Kind.FIRST  # the same words begin another conversation
     if not added or added[-1] == "assistant":
         return Kind.RETRY
     return Kind.TOOL_TURN if added[-1] == "tool" else Kind.USER_TURN

@@ -60,6 +60,11 @@ def test_another_side_call_of_a_session_is_one_too() -> None:
     assert kind_of(turn("S u1"), [turn("s2 u8", tools="")]) is Kind.FIRST
 
 
+def test_same_words_under_another_system_prompt_begin_a_conversation() -> None:
+    assert kind_of(turn("s2 u1", NOBODY), [turn("s1 u1", NOBODY)]) is Kind.FIRST
+    assert kind_of(turn("s1 u1", NOBODY), [turn("s1 u1", NOBODY)]) is Kind.RETRY
+
+
 def test_without_tools_one_session_may_have_many_conversations() -> None:
     assert kind_of(turn("s2 u9", tools=""), [turn("s1 u1", tools="")]) is Kind.FIRST
 
