@@ -20,8 +20,9 @@ from proxy.core.saving import is_place_at_risk
 from proxy.core.slots import TAINTED, Content, Known, Unknown, must_be_erased, shared_tokens
 from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost, WillBeRefused
 from proxy.explain.causes import Cause
+from proxy.explain.judgement import Judgement
 from proxy.explain.known import Kind
-from proxy.explain.report import Inquiry, Judgement
+from proxy.explain.report import Inquiry
 from proxy.llama.bodies import pin
 from proxy.llama.client import Timings
 from proxy.log import get_logger

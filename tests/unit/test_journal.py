@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from proxy.explain.causes import MEANINGS, Cause, PromptPart
-from proxy.explain.report import MAX_REQUESTS, Journal, Judgement
+from proxy.explain.judgement import Judgement
+from proxy.explain.report import MAX_REQUESTS, Journal
 from proxy.explain.views import RequestRecord
 from proxy.stabilize.model import SAFE, Name
 

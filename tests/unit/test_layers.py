@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "proxy.core": {"proxy.core"},
     "proxy.stabilize": {"proxy.core.messages", "proxy.core.tokens", "proxy.stabilize"},
     "proxy.explain": {"proxy.core", "proxy.explain"},
+    "proxy.explain.judgement": {"proxy.serving.request"},
     "proxy.explain.report": {
         "proxy.errors",
         "proxy.llama",
