@@ -254,8 +254,8 @@ class Kind(StrEnum):
     RETRY = "retry"
 
 
-class Turn(NamedTuple):
-    """One request of a conversation.
+class Chat(NamedTuple):
+    """A chat request, by what tells what it is to others.
 
     `asker` are its client's key and session. `header` and `own` are the digests of what comes before the
     first message that is not the system's, and of the messages from there on, which have the `roles`.
@@ -269,14 +269,14 @@ class Turn(NamedTuple):
     kind: Kind = Kind.FIRST
 
 
-def turn_of(asker: tuple[bytes, str], conversation: Conversation, *, has_tools: bool) -> Turn:
+def chat_asked(asker: tuple[bytes, str], conversation: Conversation, *, has_tools: bool) -> Chat:
     roles, parts = conversation.roles, conversation.digests
     n_system = next((i for i, role in enumerate(roles) if role not in SYSTEM_ROLES), len(roles))
     n_header = (1 + n_system) * DIGEST_BYTES
-    return Turn(asker, parts[:n_header], parts[n_header:], roles[n_system:], has_tools)
+    return Chat(asker, parts[:n_header], parts[n_header:], roles[n_system:], has_tools)
 
 
-def kind_of(new: Turn, earlier: Iterable[Turn]) -> Kind:
+def kind_of(new: Chat, earlier: Iterable[Chat]) -> Kind:
     """Return what a request is to *earlier* ones, of which the newest come first.
 
     1. It begins with all messages of an earlier one: its last message tells, or it asks the same again.
@@ -308,12 +308,12 @@ def kind_of(new: Turn, earlier: Iterable[Turn]) -> Kind:
     return Kind.COMPACTION if is_shorter else Kind.FIRST
 
 
-def _is_aside(new: Turn, old: Turn) -> bool:
+def _is_aside(new: Chat, old: Chat) -> bool:
     """Return whether a request asks something without the tools that its conversation has."""
     return new.header != old.header and old.has_tools and not new.has_tools
 
 
-def _going_on(new: Turn, old: Turn) -> Kind:
+def _going_on(new: Chat, old: Chat) -> Kind:
     added = [role for role in new.roles[len(old.roles) :] if role not in SYSTEM_ROLES]
     if len(old.roles) == 1 and _is_aside(new, old):
         return Kind.SIDE

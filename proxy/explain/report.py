@@ -28,13 +28,13 @@ from proxy.explain.compare import Divergence, Rendering, find_change
 from proxy.explain.judgement import NOT_JUDGED, Judgement, Past, judge, may_be_missed
 from proxy.explain.known import (
     SLACK_TOKENS,
+    Chat,
     Kind,
     KnownPrompt,
     KnownPrompts,
     Match,
-    Turn,
+    chat_asked,
     kind_of,
-    turn_of,
 )
 from proxy.explain.sketch import (
     EMPTY,
@@ -72,7 +72,7 @@ TOKENIZED_OTHERWISE = "requests of this shape are tokenized differently"
 MAX_REQUESTS, MAX_MISSES = 2000, 500
 MAX_PROMPTS = MAX_NAMED = 500
 MAX_PROMPT_BYTES = 48 << 20
-MAX_TURNS = 256
+MAX_CHATS = 256
 LAST, MISS = "last", "miss"
 _N_DIGITS = 8
 _BYTES_PER_TOKEN = 4
@@ -127,7 +127,7 @@ class Journal:
         self.in_flight: dict[str, Request] = {}
         self._named: OrderedDict[tuple[bytes, str], Named] = OrderedDict()
         """By the client's key, and by llama-server's id of the answer."""
-        self._turns: deque[Turn] = deque(maxlen=MAX_TURNS)
+        self._chats: deque[Chat] = deque(maxlen=MAX_CHATS)
         self.n_recorded = 0
         """How many requests have ended since the proxy was started: it tells whether there is news."""
 
@@ -170,13 +170,13 @@ class Journal:
         if tokens is not None:
             self.prompts.note_loss(namespace, tokens, cause)
 
-    def note_turn(self, request: "Request") -> Kind:
+    def note_chat(self, request: "Request") -> Kind:
         """Return what a request that was read is to its conversation."""
         assert request.conversation is not None and request.chat is not None
         asker, has_tools = (request.tenant, request.session), bool(request.chat.fields.get("tools"))
-        turn = turn_of(asker, request.conversation, has_tools=has_tools)
-        kind = kind_of(turn, reversed(self._turns))
-        self._turns.append(turn._replace(kind=kind))
+        chat = chat_asked(asker, request.conversation, has_tools=has_tools)
+        kind = kind_of(chat, reversed(self._chats))
+        self._chats.append(chat._replace(kind=kind))
         return kind
 
     def note_named(self, tenant: bytes, new: Named, message_id: str) -> None:

@@ -245,7 +245,7 @@ class Cache:
                 request.shape += f" {request.model}"
             if request.route is not Route.COMPLETION:
                 request.conversation = conversation_of(request.chat)
-                request.kind = request.kind or process.journal.note_turn(request)
+                request.kind = request.kind or process.journal.note_chat(request)
         if request.shape in process.disabled_shapes:
             request.why = TOKENIZED_OTHERWISE
             return False

@@ -51,7 +51,7 @@ class _Held(msgspec.Struct):
     told: list[tuple[int, str, dict[str, str]]] = []
 
 
-class _Kind(NamedTuple):
+class _Changing(NamedTuple):
     """Words that change: how they are found, and what stands around them."""
 
     name: str
@@ -63,12 +63,12 @@ class _Kind(NamedTuple):
     is_told: bool = True
 
 
-_DATES = _Kind("date", DATE, lambda found: found["words"])
-_IDS = _Kind(
+_DATES = _Changing("date", DATE, lambda found: found["words"])
+_IDS = _Changing(
     "name of this session", _LINE_WITH_ID, lambda found: ID.sub(_MASK, found[0]), is_shared=True
 )
-_COUNTS = _Kind("count", _LINE_WITH_COUNT, lambda found: COUNT.sub(_MASK, found[0]))
-_TOOL_TEXTS = _Kind("tool text", _TOOL_TEXT, lambda found: "", is_told=False)
+_COUNTS = _Changing("count", _LINE_WITH_COUNT, lambda found: COUNT.sub(_MASK, found[0]))
+_TOOL_TEXTS = _Changing("tool text", _TOOL_TEXT, lambda found: "", is_told=False)
 
 
 def sticky_date(draft: Draft) -> None:
@@ -90,7 +90,7 @@ def sticky_tool_text(draft: Draft) -> None:
     _hold(draft, _TOOL_TEXTS)
 
 
-def _hold(draft: Draft, kind: _Kind) -> None:
+def _hold(draft: Draft, kind: _Changing) -> None:
     if draft.messages:
         _Holding(draft, kind).hold()
 
@@ -98,7 +98,7 @@ def _hold(draft: Draft, kind: _Kind) -> None:
 class _Holding:
     """One kind of words held in a request."""
 
-    def __init__(self, draft: Draft, kind: _Kind) -> None:
+    def __init__(self, draft: Draft, kind: _Changing) -> None:
         self._draft = draft
         self._kind = kind
         self._key = draft.key(f"held {kind.name}")

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from proxy.core.model import Conversation
-from proxy.explain.known import Kind, Turn, kind_of, turn_of
+from proxy.explain.known import Chat, Kind, chat_asked, kind_of
 
 ASKER = (b"key", "session")
 NOBODY = (b"key", "")
@@ -16,14 +16,14 @@ def digest(name: str) -> bytes:
     return name.encode().ljust(8, b"\0")
 
 
-def turn(messages: str, asker: tuple[bytes, str] = ASKER, tools: str = "tools") -> Turn:
+def turn(messages: str, asker: tuple[bytes, str] = ASKER, tools: str = "tools") -> Chat:
     """Return a request by its messages: S and s are system prompts, u, a and t those of the others."""
     roles = {"s": "system", "S": "system", "u": "user", "a": "assistant", "t": "tool"}
     names = messages.split()
     digests = b"".join([digest(tools), *map(digest, names)])
     told = tuple(roles[name[0]] for name in names)
     conversation = Conversation(digests, told, tuple(1 for _ in names))
-    return turn_of(asker, conversation, has_tools=bool(tools))
+    return chat_asked(asker, conversation, has_tools=bool(tools))
 
 
 @pytest.mark.parametrize(
