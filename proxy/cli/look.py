@@ -142,7 +142,9 @@ def explanation_text(explanation: Explanation) -> Text:
             reuse += f"; {seconds_in_words(request.saved_seconds or 0)} saved"
         lines.append(Text(reuse))
     if request.why:
-        lines.append(Text(f"plan: {request.chosen or 'none'}, {request.why}", style="dim"))
+        shared = f"; shared store: {request.shared}" if request.shared else ""
+        plan = f"plan: {request.chosen or 'none'}, {request.why}{shared}"
+        lines.append(Text(plan, style="dim"))
     place = ""
     if request.cause is not Cause.HIT and request.part is not PromptPart.NOWHERE:
         number = "" if request.message is None else f" (message {request.message})"

@@ -78,7 +78,8 @@ class Request:
     plainly goes on with what a slot holds, that is in `extends`, and `prompt` has these tokens until the
     real one has been read. One that `is_brief` is too short to be looked up. The request joined its first
     queue at `queued_at` of the monotonic clock, 0 if it has joined none yet, and its answer was whole at
-    `answered_at`. `foresee` returns why no more will be reused than planned.
+    `answered_at`. `foresee` returns why no more will be reused than planned. `shared` says what came of the
+    shared store for it, empty if nothing did.
     """
 
     path: str
@@ -114,6 +115,7 @@ class Request:
     answer: Answer | None = None
     answered_at: float = 0.0
     foresee: Callable[[], Cause] = _not_looked_up
+    shared: str = ""
     _received: tuple[bytes, GenerationBody | None] = (b"", None)
 
     def receive(self, raw: bytes, secret: bytes) -> "Request":
@@ -147,7 +149,7 @@ class Request:
         """Begin anew with the body that the client sent, at the llama-server of that name."""
         (self.raw, self.body), self.server = self._received, server
         self.rewrites, self.chat, self.prompt, self.why, self.account = (), None, None, None, None
-        self.answered_at, self.foresee = 0.0, _not_looked_up
+        self.answered_at, self.foresee, self.shared = 0.0, _not_looked_up, ""
         self.conversation, self.extends, self.is_brief = None, None, False
 
     def rewrite(self, fields: dict[str, Any], *names: str) -> None:

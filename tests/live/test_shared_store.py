@@ -1,0 +1,92 @@
+"""Two machines with a directory each, and a shared store between them: a conversation goes from one to the
+other."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.core.rates import Rates, Transfer, UnitCost
+from tests.lab.conversation import Message, agent_requests, system
+from tests.lab.models import model_path
+from tests.lab.rig import Rig
+from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.waiting import until
+from tests.live.conftest import in_long
+from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
+
+HEADER = [system(450)]
+QUICK = Transfer(UnitCost(1e-3, 1.0), UnitCost(1e-9, 1.0))
+RATES = Rates(tokens=(UnitCost(1e-2, 1.0),) * 5, cold_restore=QUICK, warm_restore=QUICK)
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Rigs with a shared store; the first one's llama-server renders what the ledger counts."""
+
+    rigs: list[Rig]
+
+    async def ask(self, number: int, messages: list[Message]) -> dict[str, Any]:
+        """Send a request to one machine; return its record once all it made is in the shared store."""
+        rig = self.rigs[number]
+        # Whatever the machine is busy with, evaluating a token takes a millisecond here.
+        rig.running.pool.processes[0].rates = RATES
+        await rig.chat(messages, tools=TOOLS)
+        await rig.settled()
+        await self.shared(number)
+        async with rig.client.get(rig.admin_url + "/requests?limit=1") as reply:
+            record: dict[str, Any] = (await reply.json())["requests"][0]
+            return record
+
+    async def shared(self, number: int) -> None:
+        """Wait until all that a machine has stored is in the shared store."""
+        store = self.rigs[number].running.store
+        assert store is not None
+        await until(lambda: len(store) > 0 and all(c.shared_id for c in store))
+
+    async def evaluated(self) -> int:
+        return sum([await rig.evaluated() for rig in self.rigs])
+
+
+StartMachines = Callable[..., AbstractAsyncContextManager[Machines]]
+
+
+@pytest.fixture
+def start_machines(tmp_path: Path) -> StartMachines:
+    """Return a function that starts llama-servers with a tiny model, each with a proxy and a directory."""
+
+    @asynccontextmanager
+    async def start(kind: str, *, n_machines: int = 2, **settings: Any) -> AsyncIterator[Machines]:
+        model, rigs = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER), list[Rig]()
+        settings = {"shared_store": f"file://{tmp_path / 'shared'}"} | settings
+        async with AsyncExitStack() as opened:
+            for number in range(n_machines):
+                directory = tmp_path / f"slots{number}"
+                directory.mkdir(mode=0o700, exist_ok=True)
+                log_path = tmp_path / f"{number}.log"
+                server = LlamaServer(model, directory, n_slots=1, n_ctx=32768, log_path=log_path)
+                rigs.append(Rig(server, directory, **settings))
+            await asyncio.gather(*map(opened.enter_async_context, rigs))
+            yield Machines(rigs)
+
+    return start
+
+
+@pytest.mark.parametrize("kind", ["full", "swa", "recurrent", "hybrid"])
+async def test_conversation_that_alternates_between_machines_evaluates_only_new_tokens(
+    start_machines: StartMachines, kind: str
+) -> None:
+    requests = agent_requests(4, 1, header=HEADER)
+    async with start_machines(kind) as machines:
+        ledger, before = Ledger(machines.rigs[0]), await machines.evaluated()
+        records = [await machines.ask(n % 2, messages) for n, messages in enumerate(requests)]
+        n_evaluated = await machines.evaluated() - before
+        n_new = sum([await ledger.enter(messages) for messages in requests])
+        for r in records: print(r)
+        print(kind, n_evaluated, n_new)
+        assert n_evaluated <= 1.05 * n_new + SLACK_TOKENS
+        assert all(record["shared"].startswith("fetched") for record in records[1:])
