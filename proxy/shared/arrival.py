@@ -26,12 +26,12 @@ class Arrival:
         self._next_part()
 
     def take(self, data: bytes) -> None:
-        """Write what has come; raises StateFileMalformed or SharedStoreFault if it was not saved so."""
+        """Write what has come; raises StateFileMalformed or StateDamaged if it was not saved so."""
         for plain in self._opening.take(data):
             self._write(plain)
 
     def end(self) -> None:
-        """Write the rest; raises StateFileMalformed or SharedStoreFault if something is missing."""
+        """Write the rest; raises StateFileMalformed or StateDamaged if something is missing."""
         for plain in self._opening.last():
             self._write(plain)
         if self._part is not None:

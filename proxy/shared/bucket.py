@@ -44,9 +44,11 @@ class Bucket:
         self._obstore, self._faults = obstore, (BaseError, OSError, ValueError)
         scheme, _, rest = url.partition("://")
         options: dict[str, Any] = {}
+        if scheme == "s3":  # JuiceFS answers the deletion of several as no other does
+            options = {"config": {"disable_bulk_delete": True}}
         if scheme != "file":
             is_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
-            options = {
+            options |= {
                 "client_options": {
                     "connect_timeout": timedelta(seconds=_CONNECT_SECONDS),
                     "read_timeout": timedelta(seconds=_SILENT_SECONDS),

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from proxy.errors import SettingsError, SharedStoreFault, in_words
+from proxy.errors import SettingsError, StateDamaged, in_words
 
 PIECE_BYTES = 1 << 20
 _SALT_BYTES, _TAG_BYTES = 32, 16
@@ -77,7 +77,7 @@ class Sealing:
         return Opening(self, name)
 
     def open_whole(self, name: str, data: bytes) -> bytes:
-        """Return what was sealed under *name*; raises SharedStoreFault if it was not sealed so."""
+        """Return what was sealed under *name*; raises StateDamaged if it was not sealed so."""
         opening = self.opening(name)
         return b"".join((*opening.take(data), *opening.last()))
 
@@ -90,7 +90,7 @@ class Opening:
         self._pieces, self._salt, self._cipher = _Pieces(PIECE_BYTES + _TAG_BYTES), b"", None
 
     def take(self, data: bytes) -> Iterator[bytes]:
-        """Yield what has come whole; raises SharedStoreFault at the first piece that was not sealed so."""
+        """Yield what has come whole; raises StateDamaged at the first piece that was not sealed so."""
         if not self._sealing.is_on:
             yield data
             return
@@ -104,7 +104,7 @@ class Opening:
             yield self._decrypt(nonce, piece)
 
     def last(self) -> Iterator[bytes]:
-        """Yield the rest; raises SharedStoreFault if the object was cut off."""
+        """Yield the rest; raises StateDamaged if the object was cut off."""
         if self._sealing.is_on:
             yield self._decrypt(*self._pieces.last())
 
@@ -116,7 +116,7 @@ class Opening:
                 return bytes(self._cipher.decrypt(nonce, piece, None))
         except InvalidTag:
             pass
-        raise SharedStoreFault(f"{self._name} was not sealed with this key")
+        raise StateDamaged(f"{self._name} was not sealed with this key")
 
 
 class _Pieces:

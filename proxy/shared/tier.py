@@ -31,7 +31,14 @@ from proxy.core.sharing import (
     spared_per_byte,
 )
 from proxy.core.tokens import Namespace, TokenIds, end_of_block, hash_prefixes
-from proxy.errors import CacheFault, IndexDamaged, SharedStoreFault, StateFileMalformed, in_words
+from proxy.errors import (
+    CacheFault,
+    IndexDamaged,
+    SharedStoreFault,
+    StateDamaged,
+    StateFileMalformed,
+    in_words,
+)
 from proxy.health import Degradations, Faults
 from proxy.llama.state_file import StateFile, read_state_file
 from proxy.log import get_logger
@@ -62,7 +69,7 @@ _MAX_NAMESPACES = 64
 _MAX_FOUND = 64
 _ORPHAN_SECONDS = 3600.0
 _TOUCHED_SECONDS = 3600.0
-_FIRST_BYTE_SECONDS = 0.25
+_FIRST_BYTE_SECONDS, _SILENT_CALLS = 0.25, 4
 _WRITER, _LINK, _UPLOADED = "writer", "link", "uploaded"
 
 
@@ -251,16 +258,15 @@ class Tier:
 
         async def read(each: Listed) -> Entry | None:
             name = objects.name_of(each.namespace, each.id, META)
-            async with at_once:
-                try:
-                    if each.size_bytes > _MOST_META_BYTES:
-                        raise SharedStoreFault("it is too large")
-                    sealed = await self._bucket.read(name)
-                except Gone:
-                    return None
             try:
+                if each.size_bytes > _MOST_META_BYTES:
+                    raise StateDamaged("it is too large")
+                async with at_once:
+                    sealed = await self._bucket.read(name)
                 meta = objects.decode_meta(self._sealing.open_whole(name, sealed))
-            except (ValueError, SharedStoreFault) as error:
+            except Gone:
+                return None
+            except (ValueError, StateDamaged) as error:
                 self._known.add(objects.index_id(each.id))  # it is not read again
                 self._log.warning(
                     "a record in the shared store is refused", name=name, why=str(error)
@@ -374,7 +380,7 @@ class Tier:
         except Gone:
             result = "gone"
             await self._forget(checkpoint)
-        except (StateFileMalformed, ValueError) as error:
+        except (StateFileMalformed, StateDamaged) as error:
             result, why = "damaged", str(error)
             await self._forget(checkpoint, is_gone=False)
         except (CacheFault, OSError) as fault:
@@ -407,7 +413,7 @@ class Tier:
     async def _download(self, checkpoint: Checkpoint, path: Path, limit_seconds: float) -> bool:
         name = objects.name_of(self._name(checkpoint.namespace), checkpoint.shared_id, STATE)
         began, n_received = time.monotonic(), 0
-        first_seconds = max(_FIRST_BYTE_SECONDS, 8 * self._link.call.seconds)
+        first_seconds = max(_FIRST_BYTE_SECONDS, 2 * _SILENT_CALLS * self._link.call.seconds)
         arrival = Arrival(path, checkpoint.content, self._sealing.opening(name))
         stream = self._bucket.stream(name)
         try:
@@ -429,6 +435,14 @@ class Tier:
                     chunk = await anext(stream, b"")
             await asyncio.to_thread(arrival.end)
             return True
+        except asyncio.CancelledError:
+            # A limit that is short for a store that is there is long for one that is silent.
+            if (
+                not n_received
+                and time.monotonic() - began > _SILENT_CALLS * self._link.call.seconds
+            ):
+                self._note_fault("fetch", "it does not answer")
+            raise
         finally:
             self._link = self._link.after(n_received, time.monotonic() - began)
             self._link_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""The S3-compatible servers of the lab and the faulty link before them: each does what other tests rely on."""
+"""The S3-compatible servers of the lab and the faulty link: each does what other tests rely on."""
 
 import os
 from collections.abc import Iterator

@@ -51,7 +51,7 @@ rgw frontends = beast endpoint={host}:{port}
 
 
 class Ceph(Bucket):
-    """A cluster. The process of this object is radosgw: `stop` and `kill` end that alone, `close` ends all."""
+    """A cluster. Its process is radosgw: `stop` and `kill` end that alone, `close` ends all."""
 
     name = "ceph"
 

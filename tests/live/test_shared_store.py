@@ -16,8 +16,7 @@ from tests.lab.models import model_path
 from tests.lab.rig import Rig
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
 from tests.lab.waiting import until
-from tests.live.conftest import in_long
-from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
+from tests.live.ledger import TOOLS, Ledger
 
 HEADER = [system(450)]
 QUICK = Transfer(UnitCost(1e-3, 1.0), UnitCost(1e-9, 1.0))
@@ -86,7 +85,7 @@ async def test_conversation_that_alternates_between_machines_evaluates_only_new_
         records = [await machines.ask(n % 2, messages) for n, messages in enumerate(requests)]
         n_evaluated = await machines.evaluated() - before
         n_new = sum([await ledger.enter(messages) for messages in requests])
-        for r in records: print(r)
-        print(kind, n_evaluated, n_new)
-        assert n_evaluated <= 1.05 * n_new + SLACK_TOKENS
-        assert all(record["shared"].startswith("fetched") for record in records[1:])
+        assert n_evaluated <= 1.05 * n_new
+        # Where a template drops old reasoning, the first request of a turn goes on in what is here.
+        fetched = [record for record in records if (record["shared"] or "").startswith("fetched")]
+        assert len(fetched) >= 4 and {record["chosen"] for record in fetched} == {"restore"}
