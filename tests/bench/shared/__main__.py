@@ -1,7 +1,7 @@
 """Measures many hosts with one bucket: `make bench-shared`. As root: hosts are network namespaces.
 
-Prints its tables on stdout. Exit status 1 if a bar is missed. Machines that do something else meanwhile spoil the
-times, not the counts.
+Prints its tables on stdout. Exit status 1 if a bar is missed. Machines that do something else meanwhile
+spoil the times, not the counts.
 
 python -m tests.bench.shared [--model KIND ...] [PART ...]
 """
@@ -14,6 +14,10 @@ from tests.bench.document import document
 from tests.bench.interrupts import run_to_the_end
 from tests.bench.progress import tell
 from tests.bench.section import Section
+from tests.bench.shared.breakeven import measure_breakeven
+from tests.bench.shared.faults import measure_faults
+from tests.bench.shared.known import measure_known
+from tests.bench.shared.moves import measure_moves
 from tests.bench.shared.network import Network
 from tests.bench.shared.reuse import measure_reuse
 from tests.lab.models import MEMORIES
@@ -21,6 +25,10 @@ from tests.lab.server import REPOSITORY
 
 PARTS = {
     "reuse": measure_reuse,
+    "moves": measure_moves,
+    "faults": measure_faults,
+    "known": measure_known,
+    "break-even": measure_breakeven,
 }
 DOCUMENT = REPOSITORY / "docs" / "many-machines.md"
 

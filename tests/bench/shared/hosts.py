@@ -48,7 +48,7 @@ class Sidecar(ProxyProcess):
         self, machine: Machine, upstream: str, folder: Path, tier: "Tier | None", setup: Setup
     ) -> None:
         super().__init__(upstream, folder / "slots", folder / "proxy.log", setup)
-        self._environment = tier.environment if tier else {}
+        self.variables = dict(tier.environment) if tier else {}
         listen, admin = f"{machine.address}:8081", f"{machine.address}:8082"
         self.base_url, self._admin_url = f"http://{listen}", f"http://{admin}"
         self._command = [*machine.inside, sys.executable, "-m", *setup.launcher]
@@ -63,7 +63,7 @@ class Sidecar(ProxyProcess):
             self._process = subprocess.Popen(
                 self._command,
                 cwd=REPOSITORY,
-                env=proxy_environment() | self._environment,
+                env=proxy_environment() | self.variables,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -161,7 +161,7 @@ class Hosts:
             self.bucket = bucket(new_folder(self._own) / "bucket", machine.address, machine.inside)
             self._own.callback(self.bucket.kill)
             self.bucket.start()
-            self.tier = tier_of(self.bucket)
+            self.tier = Tier(self.bucket.url, self.bucket.environment(), self.bucket.base_url)
         setup = setup or Setup(n_threads=1, proxy_options=("--idle-save-seconds", "0.5"))
         self.all = [
             Host(network.attach(bits_per_second), kind, size, self._own, self.tier, setup)
@@ -176,6 +176,11 @@ class Hosts:
     async def __aexit__(self, *error: object) -> None:
         await asyncio.to_thread(self._own.close)
 
+    def reach_bucket_by(self, endpoint: str) -> None:
+        """Have sidecars use another endpoint, before they are started."""
+        for host in self.all:
+            host.proxy.variables["AWS_ENDPOINT_URL"] = endpoint
+
     async def evaluated_tokens(self) -> int:
         return sum([await host.evaluated_tokens() for host in self.all])
 
@@ -184,18 +189,12 @@ class Hosts:
         for host in self.all:
             await host.proxy.settled()
         if self.tier:
-            await self._bucket_is_quiet(self.tier)
+            await self.bucket_is_quiet(self.tier)
 
-    async def _bucket_is_quiet(self, tier: Tier) -> None:
+    async def bucket_is_quiet(self, tier: Tier) -> None:
         seen, since = await asyncio.to_thread(tier.sizes), time.monotonic()
         while time.monotonic() - since < QUIET_SECONDS:
             await asyncio.sleep(0.2)
             now = await asyncio.to_thread(tier.sizes)
             if now != seen:
                 seen, since = now, time.monotonic()
-
-
-def tier_of(bucket: Bucket, endpoint: str | None = None) -> Tier:
-    """Return what uses a bucket, by another endpoint if one is given."""
-    environment = bucket.environment(endpoint)
-    return Tier(bucket.url, environment, bucket.base_url)

@@ -1,7 +1,7 @@
 """Hosts as network namespaces: an address and a link of limited rate for each, on one switch.
 
-Needs root and `ip`, `tc`, `unshare` and `nsenter`. The switch lies in a network of this process's own, so that nothing
-of all this is seen outside, or outlives it.
+Needs root and `ip`, `tc`, `unshare` and `nsenter`. The switch lies in a network of this process's own, so
+that nothing of all this is seen outside, or outlives it.
 """
 
 import subprocess
@@ -13,6 +13,8 @@ from tests.deployment.namespaces import leave_network
 from tests.lab.waiting import wait_until
 
 _NET = "10.77.0."
+HARNESS = f"{_NET}254"
+"""The address of this process on the switch."""
 _BURST = "1mb"
 _LATENCY = "40ms"
 
@@ -43,7 +45,7 @@ class Network:
         leave_network()
         self._leftovers, self._n_machines = leftovers, 0
         _run("ip", "link", "add", "switch", "type", "bridge")
-        _run("ip", "address", "add", f"{_NET}254/24", "dev", "switch")
+        _run("ip", "address", "add", f"{HARNESS}/24", "dev", "switch")
         _run("ip", "link", "set", "switch", "up")
 
     def attach(self, bits_per_second: float | None = None) -> Machine:

@@ -19,8 +19,8 @@ from tests.bench.traces.exact import exact_new_tokens
 from tests.bench.traces.play import Sent
 from tests.bench.traces.tokens import read_exchanges
 from tests.bench.traces.trace import Client, Message, Trace
-from tests.lab.models import MEMORIES
 from tests.lab.buckets import Rclone
+from tests.lab.models import MEMORIES
 
 Route = Callable[[int, int], int]
 """Which host serves a client's request, by their numbers."""
@@ -123,7 +123,7 @@ async def measure_reuse(network: Network, leftovers: ExitStack, kinds: list[str]
             ("four, by client", mixed(), N_HOSTS_MIXED, affine, BAR_AFFINE),
         ):
             ran = {}
-            for bucket in BUCKETS:
+            for bucket in (None, Rclone):
                 tell(f"{what}, {kind}, {'with' if bucket else 'without'} the tier")
                 hosts = Hosts(network, leftovers, kind, n_hosts=n_hosts, bucket=bucket)
                 async with hosts:
