@@ -66,7 +66,7 @@ class DegradationKind(StrEnum):
     SHARED_STORE_AWAY = (
         "shared store away",
         "shared_store does not answer as it should. Only states of this machine are used meanwhile.",
-        "Look at the error: address, credentials, network. It is tried again within a minute.",
+        "Look at the error: address, credentials, network. Tried again within a minute.",
         State.DEGRADED,
     )
 
