@@ -41,7 +41,7 @@ class DegradationKind(StrEnum):
 
     STORE_NOT_OPEN = (
         "store not open",
-        "The index in slot_save_path cannot be opened, so nothing is saved or found.",
+        "slot_save_path cannot be opened: requests are served without the cache.",
         "Look at the error, and at who owns the files; restart.",
     )
     DIRECTORY_IS_OPEN = (
