@@ -208,17 +208,15 @@ class Metrics:
     is left of max_write_bytes_per_day.
     """
     shared_states = _counter(direction=("up", "down"))
-    """States put into the shared store (up), or fetched from it (down)."""
+    """States put into the shared store (up) or fetched (down)."""
     shared_bytes = _counter(direction=("up", "down"))
-    """Their bytes, those of transfers that were broken off included."""
+    """Bytes of these transfers."""
     shared_known_states = _gauge()
-    """States of the models served here that are known to be in the shared store."""
+    """States known to be there."""
     shared_fetches = _counter(result=("done", "late", "gone", "damaged", "failed", "dearer"))
-    """Fetches by result; late: given up because evaluating was quicker by then; dearer: not begun,
-    because evaluating is cheaper.
-    """
+    """Fetches by result; late: evaluating is quicker by now; dearer: not begun for that."""
     shared_faults = _counter(operation=("list", "fetch", "upload", "delete"))
-    """Operations in which the shared store failed."""
+    """Failures of the shared store."""
     stabilized_requests = _counter(stabilizer=Name)
     """Requests rewritten, by stabilizer (docs/stabilizers.md)."""
     shortened_requests = _counter()

@@ -61,7 +61,7 @@ Aliases = Annotated[
 SharedStoreText = Annotated[
     str,
     _text(
-        "URL such as s3://bucket/prefix or file:///path, or `url = URL, key_file = FILE, ...`",
+        "URL, or `url = URL, key_file = FILE, ...`",
         rf"\s*({_SHARED_URL}|{_SHARED_PAIR}(,{_SHARED_PAIR})*)?\s*",
     ),
 ]

@@ -76,8 +76,13 @@ def connect(
     n_ctx = min(contexts)
     client = client_of(name, {**facts, "CONTEXT": n_ctx, "OUTPUT": min(8192, n_ctx // 4)})
     content, hint = client["content"], client.get("hint", "")
+    own = file or Path(client.get("file", ".env")).expanduser()
+    if (other := own.with_suffix(".jsonc")).exists():  # OpenCode
+        hint = (
+            f"{name} reads {other}, too, and that wins: what it sets already, change there by hand."
+        )
     if not write:
-        shown = written(file or Path(client.get("file", ".env")), content)
+        shown = written(own, content)
         where = (
             f"\nbelongs into {client['file']}; --write merges it there" if "file" in client else ""
         )

@@ -41,7 +41,7 @@ class DegradationKind(StrEnum):
 
     STORE_NOT_OPEN = (
         "store not open",
-        "The index in slot_save_path cannot be opened, so nothing is saved or found.",
+        "slot_save_path cannot be opened: requests are served without the cache.",
         "Look at the error, and at who owns the files; restart.",
     )
     DIRECTORY_IS_OPEN = (
@@ -66,7 +66,7 @@ class DegradationKind(StrEnum):
     SHARED_STORE_AWAY = (
         "shared store away",
         "shared_store does not answer as it should. Only states of this machine are used meanwhile.",
-        "Look at the error: address, credentials, network. It is tried again within a minute.",
+        "Look at the error: address, credentials, network. Tried again within a minute.",
         State.DEGRADED,
     )
 

@@ -21,7 +21,7 @@ _CONNECT_SECONDS, _SILENT_SECONDS, _RETRY_SECONDS = 3, 10, 10
 _LEAST_BYTES_PER_SECOND = 256 << 10
 """A write that is slower has hung."""
 _LISTED_AT_ONCE = 1000
-READ_BYTES = 4 << 20
+READ_BYTES, LEAST_READ_BYTES = 4 << 20, 256 << 10
 _PART_BYTES = 8 << 20
 _NEEDED = "shared_store needs more packages: pip install 'llama-prefix-cache[shared]'"
 
@@ -88,12 +88,18 @@ class Bucket:
             reply = await self._within(_SILENT_SECONDS, self._obstore.get_async(self._store, name))
             return bytes(await self._within(_SILENT_SECONDS, reply.bytes_async()))
 
-    async def stream(self, name: str) -> AsyncGenerator[bytes, None]:
-        """Yield a large object as it comes; raises Gone if it is not there."""
+    async def stream(
+        self, name: str, first_seconds: float, stall_seconds: float
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield a large object as it comes; raises Gone if it is not there.
+
+        Raises SharedStoreFault if it is not begun within *first_seconds*, or nothing comes for
+        *stall_seconds*.
+        """
         with self._translated():
-            reply = await self._within(_SILENT_SECONDS, self._obstore.get_async(self._store, name))
-            stream = reply.stream(min_chunk_size=READ_BYTES)
-            while (chunk := await self._next(stream)) is not None:
+            reply = await self._within(first_seconds, self._obstore.get_async(self._store, name))
+            stream = reply.stream(min_chunk_size=LEAST_READ_BYTES)
+            while (chunk := await self._next(stream, stall_seconds)) is not None:
                 yield bytes(chunk)
 
     async def write(self, name: str, data: Iterable[bytes], size_bytes: int) -> None:
@@ -115,10 +121,11 @@ class Bucket:
             except Gone:
                 continue
 
-    async def _next(self, stream: Any) -> Any:
+    async def _next(self, stream: Any, seconds: float = _SILENT_SECONDS) -> Any:
         """Return what comes next, None at the end; `anext` with a default cannot wait for obstore."""
         with suppress(StopAsyncIteration):
-            return await self._within(_SILENT_SECONDS, anext(stream))
+            return await self._within(seconds, anext(stream))
+        return None
 
     async def _within(self, seconds: float, waiting: Any) -> Any:
         async with asyncio.timeout(seconds):

@@ -10,9 +10,9 @@ import asyncio
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,7 @@ from proxy.log import get_logger
 from proxy.metrics import Metrics
 from proxy.shared import objects
 from proxy.shared.arrival import Arrival
-from proxy.shared.bucket import READ_BYTES, Bucket, Gone
+from proxy.shared.bucket import LEAST_READ_BYTES, READ_BYTES, Bucket, Gone
 from proxy.shared.objects import META, STATE, USED, Listed
 from proxy.shared.sealing import Sealing
 from proxy.store.index import Entry, Index
@@ -69,7 +69,8 @@ _MAX_NAMESPACES = 64
 _MAX_FOUND = 64
 _ORPHAN_SECONDS = 3600.0
 _TOUCHED_SECONDS = 3600.0
-_FIRST_BYTE_SECONDS, _SILENT_CALLS = 0.25, 4
+_STALL_SECONDS, _SILENT_CALLS = 0.25, 4
+"""A store that answers nothing for so long, or for so many times as long as ever, is taken for hung."""
 _WRITER, _LINK, _UPLOADED = "writer", "link", "uploaded"
 
 
@@ -114,7 +115,11 @@ class Tier:
         self._names: dict[Namespace, str] = {}
         self._pending = {c.id for c in store if not c.shared_id}
         self._outdated: list[Checkpoint] = []
+        self._uploading: CheckpointId | None = None
+        """What is on its way, None once it is needless."""
         self._failing: dict[str, int] = {}
+        self._has_failed = asyncio.Event()
+        self._n_damaged, self._damaged_until = 0, 0.0
         self._looks: dict[str, asyncio.Task[None]] = {}
         self.look_seconds = _EXPECTED_LOOK_SECONDS
         """What it took lately to list what is new."""
@@ -155,8 +160,9 @@ class Tier:
 
     @property
     def is_away(self) -> bool:
-        """Whether nothing can be fetched now."""
-        return bool(self._failing.keys() & {"list", "fetch"})
+        """Whether nothing is to be fetched now: the store fails, or what came from there was damaged."""
+        is_failing = bool(self._failing.keys() & {"list", "fetch"})
+        return is_failing or time.monotonic() < self._damaged_until
 
     @contextmanager
     def _trying(self, operation: str) -> Iterator[None]:
@@ -172,12 +178,14 @@ class Tier:
 
     def _note_fault(self, operation: str, why: str) -> None:
         self._failing[operation] = self._failing.get(operation, 0) + 1
+        if operation in ("list", "fetch"):
+            self._has_failed.set()
         self._metrics.shared_faults.labels(operation).inc()
         self._degradations.begin(DegradationKind.SHARED_STORE_AWAY, f"{operation}: {why}")
 
-    def _backoff_seconds(self, *operations: str) -> float:
+    def _pause_seconds(self, *operations: str) -> float:
         n_faults = max(self._failing.get(operation, 0) for operation in operations)
-        return min(_MOST_BACKOFF_SECONDS, 2.0 ** min(n_faults, 6)) if n_faults else 0.0
+        return _backoff_seconds(n_faults) if n_faults else 0.0
 
     # What others have put there.
 
@@ -195,16 +203,21 @@ class Tier:
                 self._log.debug("listing failed", why=str(fault))
             except Exception as error:
                 self._faults.record("share", error)
-            pause_seconds = _LOOK_SECONDS if self._served() else _UNSERVED_SECONDS
-            await asyncio.sleep(self._backoff_seconds("list", "fetch") or pause_seconds)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS if self._served() else _UNSERVED_SECONDS):
+                    await self._has_failed.wait()
+            self._has_failed.clear()
+            await asyncio.sleep(self._pause_seconds("list", "fetch"))
 
     async def _find_out(self) -> None:
-        """If a fetch has failed, find out with a small object whether objects can be read again."""
+        """If a fetch has failed, find out whether the beginning of a state can be read again."""
         if "fetch" in self._failing:
-            some = next((c for i in self._known if (c := self._index.record(i)) is not None), None)
+            known = (c for i in self._known if (c := self._index.record(i)) is not None)
+            some = next((c for c in known if c.namespace), None)
             with self._trying("fetch"), suppress(Gone):
-                if some is not None and (namespace := self._name(some.namespace)):
-                    await self._bucket.read(objects.name_of(namespace, some.shared_id, META))
+                if some is not None:
+                    async with aclosing(self._stream(some)) as stream:
+                        await anext(stream, b"")
 
     def _served(self) -> list[str]:
         """Return the shared names of the namespaces that are served here."""
@@ -374,14 +387,15 @@ class Tier:
         try:
             async with asyncio.timeout(limit_seconds):
                 fetched = await self._receive(checkpoint, limit_seconds)
-            result = "done" if fetched else "late"
+            result, self._n_damaged = ("done", 0) if fetched else ("late", self._n_damaged)
         except TimeoutError:
             result = "late"
         except Gone:
             result = "gone"
             await self._forget(checkpoint)
         except (StateFileMalformed, StateDamaged) as error:
-            result, why = "damaged", str(error)
+            result, why, self._n_damaged = "damaged", str(error), self._n_damaged + 1
+            self._damaged_until = time.monotonic() + _backoff_seconds(self._n_damaged)
             await self._forget(checkpoint, is_gone=False)
         except (CacheFault, OSError) as fault:
             why = in_words(fault)
@@ -410,29 +424,29 @@ class Tier:
         self._tasks.start(self._touch(checkpoint))
         return committed
 
+    def _stream(self, checkpoint: Checkpoint) -> AsyncGenerator[bytes, None]:
+        name = objects.name_of(self._name(checkpoint.namespace), checkpoint.shared_id, STATE)
+        first_seconds = max(_STALL_SECONDS, 2 * _SILENT_CALLS * self._link.call.seconds)
+        return self._bucket.stream(name, first_seconds, _STALL_SECONDS)
+
     async def _download(self, checkpoint: Checkpoint, path: Path, limit_seconds: float) -> bool:
         name = objects.name_of(self._name(checkpoint.namespace), checkpoint.shared_id, STATE)
-        began, n_received = time.monotonic(), 0
-        first_seconds = max(_FIRST_BYTE_SECONDS, 2 * _SILENT_CALLS * self._link.call.seconds)
+        began, n_received, held = time.monotonic(), 0, list[bytes]()
         arrival = Arrival(path, checkpoint.content, self._sealing.opening(name))
-        stream = self._bucket.stream(name)
         try:
             with self._trying("fetch"):
-                try:
-                    async with asyncio.timeout(first_seconds):
-                        chunk = await anext(stream, b"")
-                except TimeoutError as error:
-                    raise SharedStoreFault("it does not answer") from error
-                while chunk:
-                    n_received += len(chunk)
-                    self._metrics.shared_bytes.labels("down").inc(len(chunk))
-                    await asyncio.to_thread(arrival.take, chunk)
-                    elapsed = time.monotonic() - began
-                    if not is_still_in_time(
-                        n_received, checkpoint.size_bytes, elapsed, limit_seconds
-                    ):
-                        return False
-                    chunk = await anext(stream, b"")
+                async with aclosing(self._stream(checkpoint)) as stream:
+                    async for chunk in stream:
+                        held.append(chunk)
+                        n_received += len(chunk)
+                        self._metrics.shared_bytes.labels("down").inc(len(chunk))
+                        elapsed, size = time.monotonic() - began, checkpoint.size_bytes
+                        if not is_still_in_time(n_received, size, elapsed, limit_seconds):
+                            return False
+                        if sum(map(len, held)) >= READ_BYTES:
+                            await asyncio.to_thread(arrival.take, b"".join(held))
+                            held.clear()
+            await asyncio.to_thread(arrival.take, b"".join(held))
             await asyncio.to_thread(arrival.end)
             return True
         except asyncio.CancelledError:
@@ -444,10 +458,10 @@ class Tier:
                 self._note_fault("fetch", "it does not answer")
             raise
         finally:
-            self._link = self._link.after(n_received, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            self._link = self._link.after(n_received or LEAST_READ_BYTES, seconds)
             self._link_at = time.monotonic()
             arrival.close()
-            await stream.aclose()
 
     async def _touch(self, checkpoint: Checkpoint) -> None:
         """Let the writer of a state know, at most once an hour, that somebody has read it."""
@@ -472,6 +486,8 @@ class Tier:
         One that only had to make room stays there: that is what the shared store is for.
         """
         is_over = reason in (Removal.SUPERSEDED, Removal.OPERATOR) or checkpoint.quarantine
+        if is_over and checkpoint.id == self._uploading:
+            self._uploading = None
         if is_over and checkpoint.shared_id:
             if objects.writer_of(checkpoint.shared_id) == self._writer:
                 self._outdated.append(checkpoint)
@@ -495,6 +511,7 @@ class Tier:
             self._is_uploading = True
             try:
                 while (checkpoint := self._next_upload()) is not None:
+                    self._uploading = checkpoint.id
                     with self._trying("upload"):
                         await self._upload(checkpoint)
                     self._pending.discard(checkpoint.id)
@@ -503,11 +520,11 @@ class Tier:
                     self._outdated.pop()
             except CacheFault as fault:
                 self._log.info("an upload waits", why=str(fault))
-                await asyncio.sleep(self._backoff_seconds("upload", "delete") or 1.0)
+                await asyncio.sleep(self._pause_seconds("upload", "delete") or 1.0)
                 self._wake.set()
             except Exception as error:
                 self._faults.record("share", error)
-            self._is_uploading = False
+            self._is_uploading, self._uploading = False, None
 
     def _next_upload(self) -> Checkpoint | None:
         """Return the checkpoint that is worth most per byte there; what is worth nothing is passed over."""
@@ -550,14 +567,16 @@ class Tier:
         claim = Claim(checkpoint.size_bytes, self._present())
         self._uploaded = self._uploaded.after(checkpoint.size_bytes, claim, time.time())
         await self._write(partial(self._index.put_value, _UPLOADED, self._uploaded))
-        if self._store.change(checkpoint.id, shared_id=shared_id) is None:
-            return await self._bucket.delete(name)
         meta = objects.meta_of(checkpoint, owner, tokens, namespace)
         name = objects.name_of(namespace, shared_id, META)
         record = b"".join(self._sealing.seal(name, [objects.encode_meta(meta)]))
         await self._bucket.write(name, [record], len(record))
-        await self._enter(objects.entry_of(meta, shared_id, checkpoint.namespace))
+        entry = objects.entry_of(meta, shared_id, checkpoint.namespace)
+        await self._enter(entry)
         self._metrics.shared_states.labels("up").inc()
+        self._store.change(checkpoint.id, shared_id=shared_id)
+        if self._uploading != checkpoint.id:
+            self._outdated.append(entry[0])
 
     def _paced(self, data: Iterable[bytes]) -> Iterator[bytes]:
         """Yield *data* no faster than the limit allows; for a thread."""
@@ -574,6 +593,10 @@ class Tier:
             await self._bucket.delete(*names)
         if (record := self._index.record(objects.index_id(shared_id))) is not None:
             await self._forget(record)
+
+
+def _backoff_seconds(n_faults: int) -> float:
+    return min(_MOST_BACKOFF_SECONDS, 2.0 ** min(n_faults, 6))
 
 
 def _opened(path: Path) -> Index:

@@ -328,13 +328,8 @@ class Draft:
 
     # Which conversation a request belongs to. The conversation is known by the system prompt without what
     # changes in it (dates, names of sessions, counts), and by what the user first wrote, without reminders
-    # and dates; the client's own name for the session tells apart what begins alike. Both keys are taken
-    # when a stabilizer first asks for one, so that they do not depend on what later stabilizers change.
-
-    @cached_property
-    def header(self) -> str:
-        """The key of all conversations with the same system prompt."""
-        return key_of("header", self.facts.tenant, self.route, self._lasting_system)
+    # and dates; the client's own name for the session tells apart what begins alike. The key is taken when
+    # a stabilizer first asks for it, so that it does not depend on what later stabilizers change.
 
     @cached_property
     def _conversation(self) -> str:

@@ -206,26 +206,29 @@ def sticky_reminders(draft: Draft) -> None:
 
 # The tools of a conversation as they were first sent.
 
+_MAX_TOOLS = 1000
+"""The order of so many tools is kept; where clients make names up, the oldest are forgotten."""
+
 
 def keep_tool_order(draft: Draft) -> None:
     """A tool loaded later is inserted in the middle of the list; at the end it costs nothing.
 
-    The order is that of the conversation; where that is new, of the first conversation with the same
-    system prompt.
+    The order is that of the conversation; where that is new, the one in which the client's tools were first
+    seen, whatever the system prompt: the tools stand in front of it, and another folder changes it.
     """
     tools = {_name(tool): tool for tool in draft.tools}
     if len(tools) != len(draft.tools):
         raise UnknownShape("tools has two of one name")
     if not tools:
         return
-    keys = draft.key("tool order"), key_of("tool order of header", draft.header)
+    keys = draft.key("tool order"), key_of("tool order", draft.facts.tenant, draft.route)
     orders: list[list[str]] = [draft.recall(keys[0]) or [], draft.memory.get(keys[1]) or []]
     places = {name: i for i, name in enumerate(dict.fromkeys(orders[0] + orders[1]))}
     # Sorting is stable, so unknown tools keep the client's order at the end.
     names = sorted(tools, key=lambda name: places.get(name, len(places)))
     draft.body = with_list(draft.body, "tools", [tools[name] for name in names])
     for key, order in zip(keys, orders, strict=True):
-        draft.lessons[key] = list(dict.fromkeys(order + names))
+        draft.lessons[key] = list(dict.fromkeys(order + names))[-_MAX_TOOLS:]
 
 
 def _name(tool: Json) -> str:

@@ -178,6 +178,8 @@ class StoreDirectory:
         it cannot be used. Of a directory that cannot be written the index is copied, and the copy is used;
         whoever *reads all* wants to change it.
         """
+        if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+            raise StoreFault(f"{path}: this user may not read it")
         is_readonly = path.is_dir() and not reads_all and not os.access(path, os.W_OK)
         self.files = StateFiles(path, is_readonly=is_readonly)
         self.rebuild: Rebuild | None = None
@@ -187,14 +189,19 @@ class StoreDirectory:
                 if is_readonly:
                     copy = opened.enter_context(TemporaryDirectory())
                     states = shutil.ignore_patterns("lpc-*", _DAMAGED + "*")
-                    path = Path(shutil.copytree(path, copy, ignore=states, dirs_exist_ok=True))
+                    path = Path(
+                        shutil.copytree(path, copy, False, states, shutil.copyfile, False, True)
+                    )
+                    for folder in (path, *path.glob("*/")):
+                        folder.chmod(0o700)  # they have the modes of what was copied
                 self.secret = _secret(path / SECRET_NAME)
                 self.index = _open_index(path / "index", mends_index=mends_index)
                 opened.callback(self.index.close)
                 self._require_whole_index(mends_index=mends_index, reads_all=reads_all)
                 self._key_tenants()
             except OSError as error:
-                raise StoreFault(f"{path}: {in_words(error)}") from error
+                error.filename = error.filename or str(path)
+                raise StoreFault(in_words(error)) from error
             self._opened = opened.pop_all()
 
     def close(self) -> None:

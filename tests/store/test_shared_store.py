@@ -194,7 +194,7 @@ async def test_state_that_is_not_what_was_put_there_is_a_miss_and_not_asked_for_
         assert await b.fetch(tokens) is None
         assert b.fetches("gone" if how == "gone" else "damaged") == 1
         assert list(b.tier.find(OURS, tokens)) == [] and len(b.store) == 0
-        assert not b.tier.is_away, "the store itself is there"
+        assert b.tier.is_away is (how != "gone") and not b.degradations.kinds, "it is there"
         assert {p.suffix for p in b.store.files.directory.glob("lpc-*")} == set()
 
 
@@ -302,7 +302,10 @@ def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyLink
 S3 = "s3://states/prefix"
 
 
-@pytest.mark.parametrize("fault", [Fault.DOWN, Fault.HUNG, Fault.ERROR, Fault.CUT_DOWNLOAD])
+_UNREADABLE = [Fault.DOWN, Fault.HUNG, Fault.ERROR, Fault.CUT_DOWNLOAD, Fault.STALLED]
+
+
+@pytest.mark.parametrize("fault", _UNREADABLE)
 async def test_fault_is_named_and_stops_fetches_until_it_is_over(
     start: Start, link: FaultyLink, fault: Fault
 ) -> None:
@@ -332,13 +335,16 @@ async def test_transfer_that_becomes_too_slow_is_given_up(start: Start, link: Fa
         assert len(b.store) == 0
 
 
-@pytest.mark.parametrize("fault", [Fault.FULL, Fault.CUT_UPLOAD, Fault.SKEWED])
+@pytest.mark.parametrize(
+    "fault, only",
+    [(Fault.FULL, ""), (Fault.FULL, ".meta"), (Fault.CUT_UPLOAD, ""), (Fault.SKEWED, "")],
+)
 async def test_upload_that_fails_is_repeated_and_local_caching_goes_on(
-    start: Start, link: FaultyLink, fault: Fault
+    start: Start, link: FaultyLink, fault: Fault, only: str
 ) -> None:
     tokens = run_of(3000)
     async with start("a", S3) as a, start("b", S3) as b:
-        link.harm(fault)
+        link.harm(fault, only=only)
         saved = await a.commit(tokens)
         assert [c.checkpoint.id for c in a.store.find(OURS, tokens)] == [saved.id]
         await until(lambda: a.sample("shared_faults_total", operation="upload") > 0)
