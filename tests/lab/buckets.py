@@ -15,6 +15,7 @@ from tests.lab.server import REPOSITORY, ServerProcess
 BUCKET = "states"
 KEY_ID, SECRET = "key-of-the-lab", "secret-of-the-lab"
 MOTO = REPOSITORY / ".lab" / "moto"
+MOTO_PACKAGE = "moto[server]==5.2.5"
 _BINARIES = Path(sys.executable).parent
 
 
@@ -125,6 +126,16 @@ class Moto(Bucket):
         ]
 
     def start(self) -> None:
+        install(MOTO_PACKAGE, MOTO)
         super().start()
         status, _ = self.request("PUT", f"/{BUCKET}")  # it asks for no key
         assert status == 200, status
+
+
+def install(package: str, folder: Path) -> None:
+    """Put a package and what it needs into a folder of their own, unless it is there."""
+    if not folder.exists():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        unfinished = folder.with_suffix(".unfinished")
+        subprocess.run([*pip, "--upgrade", "--target", str(unfinished), package], check=True)
+        unfinished.rename(folder)
