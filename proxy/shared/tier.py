@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present, Removal
@@ -250,7 +251,7 @@ class Tier:
         await asyncio.shield(self._looks[name])
 
     async def _look(self, name: str, *, is_full: bool) -> None:
-        after, found, began = None, list[Listed](), time.monotonic()
+        after, found, new, began = None, list[Listed](), list[Listed](), time.monotonic()
         if not is_full:
             since = objects.earliest_id(time.time() - _OVERLAP_SECONDS)
             after = f"{objects.folder_of(name)}/{since}"
@@ -258,9 +259,8 @@ class Tier:
             async for batch in self._bucket.list(objects.folder_of(name), after):
                 found += batch
                 metas = (each for each in batch if each.kind == META)
-                new = [each for each in metas if objects.index_id(each.id) not in self._known]
-                for begin in range(0, len(new), _ENTERED_AT_ONCE):
-                    await self._read_metas(new[begin : begin + _ENTERED_AT_ONCE])
+                new += [each for each in metas if objects.index_id(each.id) not in self._known]
+            await self._read_metas(new)
         if not is_full:
             self.look_seconds += (time.monotonic() - began - self.look_seconds) / 2
         else:
@@ -285,14 +285,21 @@ class Tier:
                     "a record in the shared store is refused", name=name, why=str(error)
                 )
                 return None
-            is_ours = self._sealing.name(meta.owner.static.encode(), meta.owner.tenant)
-            local = (
-                namespace_of(self._store.index, meta.owner) if is_ours == each.namespace else None
-            )
-            return objects.entry_of(meta, each.id, local)
+            if not owned or owned[0] != meta.owner:  # most often all are of one model
+                name = self._sealing.name(meta.owner.static.encode(), meta.owner.tenant)
+                is_ours = name == each.namespace
+                owned[:] = (
+                    meta.owner,
+                    namespace_of(self._store.index, meta.owner) if is_ours else None,
+                )
+            return objects.entry_of(meta, each.id, owned[1])
 
-        entries = [e for e in await asyncio.gather(*map(read, new)) if e is not None]
-        await self._enter(*entries)
+        owned, entering = list[Any](), asyncio.ensure_future(self._enter())
+        for begin in range(0, len(new), _ENTERED_AT_ONCE):
+            found = await asyncio.gather(*map(read, new[begin : begin + _ENTERED_AT_ONCE]))
+            await entering  # while the next are read
+            entering = asyncio.ensure_future(self._enter(*(e for e in found if e is not None)))
+        await entering
 
     async def _enter(self, *entries: Entry) -> None:
         await self._write(partial(self._index.put, *entries))
