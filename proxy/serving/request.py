@@ -78,7 +78,8 @@ class Request:
     `prompt` has its tokens until the real prompt has been read. A request that `is_brief` is too short to
     be looked up. The request joined its first queue at `queued_at` of the monotonic clock, 0 if it has
     joined none yet, and its answer was whole at `answered_at`. `foresee` returns the cause that will be
-    reported if all goes as planned.
+    reported if all goes as planned. `shared` says what the shared store gave, empty if nothing was asked
+    of it.
     """
 
     path: str
@@ -114,6 +115,7 @@ class Request:
     answer: Answer | None = None
     answered_at: float = 0.0
     foresee: Callable[[], Cause] = _not_looked_up
+    shared: str = ""
     _received: tuple[bytes, GenerationBody | None] = (b"", None)
 
     def receive(self, raw: bytes, secret: bytes) -> "Request":
@@ -146,7 +148,7 @@ class Request:
         """Begin anew with the body that the client sent, at the llama-server of that name."""
         (self.raw, self.body), self.server = self._received, server
         self.rewrites, self.chat, self.prompt, self.why, self.account = (), None, None, None, None
-        self.answered_at, self.foresee = 0.0, _not_looked_up
+        self.answered_at, self.foresee, self.shared = 0.0, _not_looked_up, ""
         self.conversation, self.extends, self.is_brief = None, None, False
 
     def rewrite(self, fields: dict[str, Any], *names: str) -> None:

@@ -35,7 +35,11 @@ MAY_IMPORT = {
     "proxy.store.directory": {"proxy.llama.state_file"},
     "proxy.store.offline": {"proxy.llama.state_file"},
     "proxy.store.transfer": {"proxy.llama.state_file"},
+    "proxy.shared": {"proxy.core", "proxy.errors", "proxy.health", "proxy.llama.state_file"}
+    | {"proxy.log", "proxy.metrics", "proxy.shared", "proxy.store", "proxy.tasks"},
     "proxy.serving": _SERVES | {"proxy.serving"},
+    "proxy.serving.fetching": {"proxy.shared"},
+    "proxy.serving.shared": {"proxy.shared"},
     "proxy.servers": _SERVES | {"proxy.servers", "proxy.serving", "proxy.settings"},
     "proxy.web": _SERVES | {"proxy.__version__", "proxy.servers", "proxy.serving", "proxy.web"},
     "proxy.doctor": _SERVES | {"proxy.doctor", "proxy.servers", "proxy.serving", "proxy.settings"},
