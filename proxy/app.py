@@ -154,6 +154,7 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
                     pool.give_up()
         finally:
             try:
+                await pool.ahead.close()
                 await shared.tasks.drain(settings.drain_seconds)
                 await pool.drain(settings.drain_seconds)
                 await pool.stabilizing.keep()

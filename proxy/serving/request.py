@@ -29,7 +29,8 @@ class Answer:
     """What was seen of llama-server's answer while it was relayed; no timings if it has none.
 
     `first_token_at` is of the monotonic clock; None if the answer came whole, not as a stream.
-    `is_broken` says that llama-server went away in the middle. `calls` are the tool calls it made.
+    `is_broken` says that llama-server went away in the middle. `calls` are the tool calls it made,
+    `said` returns its text.
     """
 
     status: int
@@ -37,6 +38,7 @@ class Answer:
     first_token_at: float | None = None
     is_broken: bool = False
     calls: tuple[CallMade, ...] = ()
+    said: Callable[[], str] = str
 
 
 OnStart = Callable[[], None]
