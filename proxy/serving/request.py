@@ -29,7 +29,7 @@ class Answer:
     """Facts of llama-server's answer, read while it was relayed; `timings` is None if it has none.
 
     `first_token_at` is of the monotonic clock; None if the answer was not a stream. `is_broken` says that
-    llama-server went away in the middle. `calls` are the tool calls of the answer.
+    llama-server went away in the middle. `calls` are the tool calls of the answer, `said` returns its text.
     """
 
     status: int
@@ -37,6 +37,7 @@ class Answer:
     first_token_at: float | None = None
     is_broken: bool = False
     calls: tuple[CallMade, ...] = ()
+    said: Callable[[], str] = str
 
 
 OnStart = Callable[[], None]
