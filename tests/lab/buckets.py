@@ -17,6 +17,7 @@ KEY_ID, SECRET = "key-of-the-lab", "secret-of-the-lab"
 MOTO = REPOSITORY / ".lab" / "moto"
 MOTO_PACKAGE = "moto[server]==5.2.5"
 _BINARIES = Path(sys.executable).parent
+RCLONE = str(_BINARIES / "rclone")
 
 
 class Bucket(ServerProcess):
@@ -68,7 +69,7 @@ class Rclone(Bucket):
         objects = self.folder / "objects"
         (objects / BUCKET).mkdir(parents=True, exist_ok=True)
         address = ("--addr", f"{self.host}:{self.port}", "--auth-key", f"{KEY_ID},{SECRET}")
-        program = (str(_BINARIES / "rclone"), "serve", "s3", "--config", os.devnull)
+        program = (RCLONE, "serve", "s3", "--config", os.devnull)
         return [*self.inside, *program, *address, str(objects)]
 
 

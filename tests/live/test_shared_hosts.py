@@ -9,6 +9,7 @@ import obstore
 import pytest
 
 from proxy.core.rates import Rates, Transfer, UnitCost
+from proxy.shared import tier
 from tests.lab.buckets import Bucket, JuiceFs, Rclone
 from tests.lab.conversation import Message, agent_requests, system
 from tests.lab.faulty_link import Fault, FaultyLink
@@ -101,6 +102,31 @@ async def test_a_laptop_that_sleeps_is_missed_by_nobody(
         n_new, n_evaluated = await pair.ask(1, REQUESTS[1])
         assert n_evaluated <= n_new + SLACK_TOKENS
         assert desktop.sample("shared_fetches_total", result="done") == 1
+
+
+async def test_a_state_that_has_made_way_for_a_newer_one_leads_to_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "_LOOK_SECONDS", 3600.0)
+    async with open_pair("hybrid", Rclone(tmp_path / "bucket"), tmp_path, monkeypatch) as pair:
+        await pair.ask(0, REQUESTS[0])
+        await pair.uploaded(0)
+        store, other = pair.rigs[0].running.store, pair.rigs[1].running.shared.tier
+        assert store is not None and other is not None
+        (older,) = store
+        await other.look_again(older.namespace, 60.0)
+        assert other.n_known == 1
+        await pair.ask(0, REQUESTS[1])
+        await pair.uploaded(0)
+        await until(lambda: _states(pair.link.behind) == 1)  # the older one is superseded
+
+        n_new, n_evaluated = await pair.ask(1, REQUESTS[2])
+        assert n_evaluated <= n_new + SLACK_TOKENS
+
+
+def _states(endpoint: str) -> int:
+    pages = obstore.list(open_bucket(endpoint))
+    return sum(each["path"].endswith(".state") for page in pages for each in page)
 
 
 @pytest.mark.long  # the breaker waits longer after each
