@@ -11,7 +11,10 @@ FILES = {"nginx": "nginx.conf", "haproxy": "haproxy.cfg"}
 DOCUMENTED = ("192.168.1.11", "192.168.1.12")
 _AFFINITY = {
     "nginx": ("    hash $conversation consistent;\n", ""),
-    "haproxy": ("balance hash var(txn.conversation)\n    hash-type consistent", "balance roundrobin"),
+    "haproxy": (
+        "balance hash var(txn.conversation)\n    hash-type consistent",
+        "balance roundrobin",
+    ),
 }
 _NGINX = """\
 daemon off; master_process off; pid {folder}/nginx.pid; error_log stderr;

@@ -86,6 +86,10 @@ class Tier:
 
     def sizes(self) -> dict[str, int]:
         """Return the size of each object by its name."""
+        if self.url.startswith("file://"):
+            folder = Path(self.url.removeprefix("file://"))
+            paths = [path for path in folder.rglob("*") if path.is_file()]
+            return {str(path.relative_to(folder)): path.stat().st_size for path in paths}
         pages = obstore.list(open_bucket(self.endpoint))
         return {each["path"]: each["size"] for page in pages for each in page}
 
@@ -150,13 +154,15 @@ class Hosts:
         n_hosts: int = 2,
         size: str = "tiny",
         bits_per_second: float | None = 1e9,
-        bucket: type[Bucket] | None = Rclone,
+        bucket: type[Bucket] | Path | None = Rclone,
         setup: Setup | None = None,
     ) -> None:
         self._own = leftovers.enter_context(ExitStack())
         self.bucket: Bucket | None = None
         self.tier: Tier | None = None
-        if bucket:
+        if isinstance(bucket, Path):
+            self.tier = Tier(f"file://{bucket}", {}, "")
+        elif bucket:
             machine = network.attach()
             self.bucket = bucket(new_folder(self._own) / "bucket", machine.address, machine.inside)
             self._own.callback(self.bucket.kill)

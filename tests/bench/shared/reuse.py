@@ -25,6 +25,8 @@ from tests.lab.models import MEMORIES
 Route = Callable[[int, int], int]
 """Which host serves a client's request, by their numbers."""
 N_HOSTS_MIXED = 4
+STAGGER_SECONDS = 10.0
+"""Clients come one after the other: a header that four hosts evaluate at once can come from nowhere."""
 THINK_SECONDS = 3.0
 """Between an answer and the next request of the same client: a tool runs, a person reads."""
 BAR_ALTERNATING, BAR_RANDOM, BAR_AFFINE = 1.05, 1.10, 1.02
@@ -75,6 +77,7 @@ class Play:
         )
 
     async def _play_client(self, http: aiohttp.ClientSession, number: int, client: Client) -> None:
+        await asyncio.sleep(number * STAGGER_SECONDS)
         for index, request in enumerate(client):
             host: Host = self._hosts.all[self._route(number, index)]
             sent = Sent(request, dict(self._answers))
