@@ -234,7 +234,7 @@ def is_private(mode: int) -> bool:
 # verified once, and again after a change. A failing disk changes no stamp.
 
 _N_THREADS = 4
-"""May exceed the number of processors: a disk reads several parts at once faster than one after the other."""
+"""May exceed the number of processors: a disk reads several parts faster at once than one by one."""
 
 
 class Verification:
