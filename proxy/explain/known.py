@@ -253,6 +253,11 @@ class Kind(StrEnum):
     COMPACTION = "compaction"
     SIDE = "side call"
     RETRY = "retry"
+    AHEAD = "evaluated ahead"
+
+
+_MIN_QUOTED = 12
+"""Fewer characters may stand in two conversations by chance."""
 
 
 class Chat(NamedTuple):
@@ -260,6 +265,8 @@ class Chat(NamedTuple):
 
     `asker` are its client's key and session. `header` has the digests of everything before the first
     message that is not a system message, `own` those of the messages from there on, with the `roles`.
+    `words` are the user's first words. `quotes` is all the text of a request without tools. Both are empty
+    if text is not kept.
     """
 
     asker: tuple[bytes, str]
@@ -268,6 +275,8 @@ class Chat(NamedTuple):
     roles: tuple[str, ...]
     has_tools: bool = False
     kind: Kind = Kind.FIRST
+    words: str = ""
+    quotes: str = ""
 
 
 def chat_asked(asker: tuple[bytes, str], conversation: Conversation, *, has_tools: bool) -> Chat:
@@ -283,8 +292,8 @@ def kind_of(new: Chat, earlier: Iterable[Chat]) -> Kind:
     1. It begins with all messages of an earlier request: its last message tells, or it is a retry.
     2. It begins like an earlier request, then differs: the history was rewritten, or a side call asks about
        the conversation under another header.
-    3. It shares the session or later messages of an earlier request: the conversation was compacted, or
-       the request is a side call.
+    3. It shares the session or later messages of an earlier request, or quotes its first words: the
+       conversation was compacted, or the request is a side call.
     """
     others = [old for old in earlier if old.asker[0] == new.asker[0] and old.own]
     n_common, nearest, first = 0, None, new.own[:DIGEST_BYTES]
@@ -301,6 +310,10 @@ def kind_of(new: Chat, earlier: Iterable[Chat]) -> Kind:
     if any(new.own[at : at + 2 * DIGEST_BYTES] in old.own for at in places for old in others):
         return Kind.COMPACTION
     session = [old for old in others if old.asker == new.asker and new.asker[1]]
+    if not new.asker[1] and new.quotes:  # a title is asked for with the words that it is for
+        session = [
+            old for old in others if len(old.words) >= _MIN_QUOTED and old.words in new.quotes
+        ]
     alike = next((old for old in session if old.header == new.header), None)
     if alike is None:
         return Kind.SIDE if any(_is_aside(new, old) for old in session) else Kind.FIRST

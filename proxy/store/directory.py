@@ -189,9 +189,7 @@ class StoreDirectory:
                 if is_readonly:
                     copy = opened.enter_context(TemporaryDirectory())
                     states = shutil.ignore_patterns("lpc-*", _DAMAGED + "*")
-                    path = Path(
-                        shutil.copytree(path, copy, False, states, shutil.copyfile, False, True)
-                    )
+                    path = Path(shutil.copytree(path, copy, ignore=states, dirs_exist_ok=True))
                     for folder in (path, *path.glob("*/")):
                         folder.chmod(0o700)  # copied folders keep their modes
                 self.secret = _secret(path / SECRET_NAME)
@@ -200,8 +198,7 @@ class StoreDirectory:
                 self._require_whole_index(mends_index=mends_index, reads_all=reads_all)
                 self._key_tenants()
             except OSError as error:
-                error.filename = error.filename or str(path)
-                raise StoreFault(in_words(error)) from error
+                raise StoreFault(f"{path}: {in_words(error)}") from error
             self._opened = opened.pop_all()
 
     def close(self) -> None:

@@ -436,8 +436,7 @@ _COPY = "import sys; from proxy.store.index import copy_entries; copy_entries(*s
 
 
 def sound_file(path: Path, copy: Path) -> Path:
-    """Return the file of the index in *path* if it was closed and is unchanged, else a *copy* of its
-    entries.
+    """Return the index file in *path* if it is unchanged since it was closed, else a *copy* of its entries.
 
     Raises IndexDamaged if the content of the file is damaged; StoreFault or OSError for other failures.
     """

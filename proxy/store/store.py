@@ -42,6 +42,7 @@ class CheckpointStore(Catalogue):
         self.limits = limits
         self.removals = Counter({reason: 0 for reason in Removal})
         self.on_removal: Callable[[Checkpoint, TokenIds | None, Removal], None] = lambda *_: None
+        self.on_commit: Callable[[Checkpoint], None] = lambda _: None
         self.on_damage: Callable[[Checkpoint, list[Checkpoint]], None] = lambda *_: None
         self._verifying: dict[CheckpointId, asyncio.Future[None]] = {}
         self._damaged: set[CheckpointId] = set()
@@ -270,6 +271,7 @@ class CheckpointStore(Catalogue):
         work = partial(self._directory.commit, checkpoint, tokens, hashes)
         await self._write(work, then=enter)
         await self._write_changed()
+        self.on_commit(checkpoint)
         return checkpoint
 
     async def _write_changed(self) -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import IO
 
 from proxy.core.model import Checkpoint, is_of_other_secret
-from proxy.core.tokens import hash_prefixes
+from proxy.core.tokens import Namespace, hash_prefixes
 from proxy.errors import CacheFault, StateFileMalformed, StoreFault, in_words
-from proxy.llama.state_file import read_state_file
+from proxy.llama.state_file import StateFile, read_state_file
 from proxy.store.directory import (
     LOCK_NAME,
     MOST_RECORD_BYTES,
@@ -160,6 +160,31 @@ def import_checkpoints(
     return imported
 
 
+def entered_as(
+    record: Checkpoint, temporary_name: str, namespace: Namespace, found: StateFile
+) -> Checkpoint:
+    """Return the checkpoint that another store's *record* becomes here, with what its file tells."""
+    now = time.time()
+    return replace(
+        record,
+        id=id_of(temporary_name),
+        namespace=namespace,
+        n_tokens=len(found.tokens),
+        restore_points=found.restore_points,
+        has_every_position=found.has_every_position,
+        file_name=final_name_of(temporary_name),
+        size_bytes=found.size_bytes,
+        created_at=now,
+        last_used_at=now,
+        is_pinned=False,
+        n_restores=0,
+        quarantine=None,
+        parts=record.content,
+        verified_at=now,
+        ancestors=(),
+    )
+
+
 def _open(tar: tarfile.TarFile, head: tarfile.TarInfo | None) -> IO[bytes]:
     file = tar.extractfile(head) if head is not None and head.isreg() else None
     if file is None:
@@ -216,23 +241,11 @@ def _enter(
         for dead in same:
             store.remove(dead)
         # Only now: a refused file must not introduce its model to the store.
-        namespace, now = introduce(store.index, owner), time.time()
+        namespace = introduce(store.index, owner)
         entered = replace(
-            record,
-            id=id_of(name),
-            namespace=namespace,
-            n_tokens=len(found.tokens),
-            restore_points=found.restore_points,
-            has_every_position=found.has_every_position,
-            file_name=final_name_of(name),
-            size_bytes=found.size_bytes,
-            created_at=now,
-            last_used_at=now,
+            entered_as(record, name, namespace, found),
             is_pinned=any(dead.is_pinned for dead in same),
-            n_restores=0,
-            parts=record.content,
-            verified_at=now,
-            ancestors=(),
+            shared_id="",
         )
         store.commit(entered, found.tokens, hash_prefixes(namespace, found.tokens))
         return entered
