@@ -410,8 +410,8 @@ def judge(probes: Sequence[RestoreProbe]) -> Rule:
 
 
 CANARY_TOKENS = tuple((index * 2654435761 + 97) % 30011 for index in range(128))
-"""Fixed ids, spread over the vocabulary; taken modulo its size. The last one is evaluated
-alone, in another slot, to see whether llama-server then clears the slot with the others."""
+"""Fixed ids, spread over the vocabulary; taken modulo its size. The last one is evaluated alone,
+in another slot, to see whether llama-server then clears the slot with the others."""
 
 TOLERANCE = 0.01
 

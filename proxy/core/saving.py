@@ -14,9 +14,9 @@ Whether a slot is saved:
 7. The less is left of the day's write budget, the more a save must be worth (`why_refused`).
 
 Which context checkpoints stay in the file (`select_points`): each is a full recurrent state or a whole
-window, 63 to 150 MB on real models, and a file has up to 32 of them. Requests come back to few of them:
-to the header, the turn start, the end of the prompt, and, less and less likely, to the beginnings of
-earlier turns and to branches. Points that llama-server has dropped are taken from older files.
+window, 63 to 150 MB on real models, and a file has up to 32 of them. Requests come back to few places:
+the header, the turn start, the end of the prompt, and, less and less likely, the beginnings of earlier
+turns and branches. Points that llama-server has dropped are taken from older files.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -45,7 +45,7 @@ _N_POINTS_AHEAD = 3
 
 
 def at_savable_point(rule: Rule, content: Known) -> Known | None:
-    """Return *content* cut to the part that is worth a save, or None if there is none."""
+    """Return *content* cut back to the part that is useful in a file, or None if there is none."""
     if rule.kind is RuleKind.NOTHING:
         return None
     if rule.kind is not RuleKind.END_ONLY:
@@ -281,7 +281,7 @@ def state_bytes(seen: Iterable[StateSize], content: Content) -> int:
 
 WINDOW_HOURS = 24
 PLENTY_SHARE = 0.5
-"""While this share of the budget is left, every save is made."""
+"""While this share of the budget is left, no save is refused for its worth."""
 
 
 @dataclass(frozen=True, slots=True)
