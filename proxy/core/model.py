@@ -129,7 +129,8 @@ class Checkpoint:
     cuts of the prompt, in tokens, 0 where they are not known; `marks` are other cuts, ascending, to which
     requests may come back. A pinned checkpoint is kept until an operator unpins it. The checkpoint was
     restored `n_restores` times. `family` names its header and its session. A checkpoint in `quarantine` may
-    have ended llama-server.
+    have ended llama-server. `shared_id` is its id in the shared store, empty if it is not there; a
+    checkpoint that `is_fetched` was saved on another machine.
 
     `parts` are the pieces of the file, with digests made right after llama-server wrote the file; records
     of older versions have a `checksum` of the whole file instead. The file last matched its digests at
@@ -160,6 +161,8 @@ class Checkpoint:
     verified_at: float = 0.0
     ancestors: tuple[CheckpointId, ...] = ()
     title: Title = UNTITLED
+    shared_id: str = ""
+    is_fetched: bool = False
 
     @property
     def content(self) -> tuple[FilePart, ...]:

@@ -189,7 +189,7 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
         refused = [_refused(prompt, now, slot, shared[slot.id]) for slot in free]
         easiest = min(refused, key=lambda o: (o.erases, o.total_seconds, o.slot_id), default=None)
         return Plan(easiest, cuts=prompt.cuts, why=Why.TOO_LONG) if easiest else None
-    options = [o for s in free for o in _options(prompt, now, s, shared[s.id])]
+    options = [o for s in free for o in starts(prompt, now, s, shared[s.id])]
     if not options:
         return None
     used_at = {slot.id: slot.used_at for slot in free}
@@ -219,7 +219,7 @@ def plan_extension(prompt: Prompt, rule: Rule, slot: Slot, rates: Rates) -> Plan
     )
 
 
-def _options(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Iterator[Start]:
+def starts(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Iterator[Start]:
     """Yield the possible starts in a slot that holds the first *n_common* tokens of the prompt."""
     content, rates, n_prompt = slot.content, now.rates, prompt.n_tokens
     erases = must_be_erased(now.rule, content, prompt.namespace, n_common)
@@ -239,7 +239,7 @@ def _options(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Itera
 
 def _refused(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Start:
     """Return the start of a prompt that does not fit the context: the slot is erased only if it must be."""
-    option = next(_options(prompt, now, slot, n_common))
+    option = next(starts(prompt, now, slot, n_common))
     return option if option.erases else Start(slot.id)
 
 
