@@ -89,7 +89,7 @@ async def attach(
 ) -> Process:
     """Return the process that answered with *props*; if it cannot cache, its obstacle says why.
 
-    Until a save or a reply shows how many context checkpoints a slot keeps, the number in *launch* is assumed.
+    *launch* says how many context checkpoints a slot keeps, until a save or a reply shows the number.
     *last* is the result of an earlier attach to the same process, which could not cache either.
     """
     contents: list[Content] = [TAINTED for _ in range(props.total_slots)]

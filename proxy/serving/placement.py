@@ -362,8 +362,7 @@ class SimilarRequest(CachedRequest):
         return is_late or (rival.is_running and len(process.tenants) <= 1)
 
     async def _watch(self, hold: Turn, before: LastTasks | None, is_over: asyncio.Event) -> None:
-        """Find the slot in which llama-server begins the request; hold the queue until then, but not for
-        long."""
+        """Find the slot in which the request begins; hold the queue until then, but not for long."""
         began, pause = time.monotonic(), _FIRST_SIMILAR_LOOK_SECONDS
         slot_id = self._plan.slot_id
         self._is_placed = before is None  # no other slot is as similar

@@ -75,8 +75,7 @@ def _own_error(status: int, message: str) -> Error:
 
 
 def _read_error(body: bytes) -> Error | None:
-    """Return llama-server's error, None if the body is none; streams of Messages send it without
-    `error` around it."""
+    """Return llama-server's error in *body*, None if there is none; Messages streams have no envelope."""
     try:
         content = msgspec.json.decode(body, type=dict[str, Any])
     except (ValueError, RecursionError):
