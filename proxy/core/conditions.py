@@ -63,6 +63,12 @@ class DegradationKind(StrEnum):
         "notice ends when the checkpoint is gone: `llama-prefix-cache rm ID`.",
         State.CACHING,
     )
+    SHARED_STORE_AWAY = (
+        "shared store away",
+        "shared_store does not answer as it should. Only states of this machine are used meanwhile.",
+        "Look at the error: address, credentials, network. Tried again within a minute.",
+        State.DEGRADED,
+    )
 
     UNREACHABLE = (
         "llama-server unreachable",
@@ -220,7 +226,7 @@ _K = DegradationKind
 PASSING = frozenset((_K.ATTACHING, _K.LOADING))
 """These belong to every start, and end by themselves."""
 _OF_DIRECTORY = {_K.DIRECTORY_IS_OPEN, _K.DIRECTORY_IS_READ_ONLY}
-_OF_STORE = {_K.STORE_NOT_OPEN, _K.STATE_ENDED_SERVER, *_OF_DIRECTORY}
+_OF_STORE = {_K.STORE_NOT_OPEN, _K.STATE_ENDED_SERVER, _K.SHARED_STORE_AWAY, *_OF_DIRECTORY}
 OF_PROCESS = frozenset(_K) - _OF_STORE
 """These end with the llama-server process that they were noticed on."""
 

@@ -223,6 +223,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     (counted from 0) where in the prompt. `server` says which llama-server, or model, served it where there
     are several. `stops` and `cuts` are in tokens; the cuts are header, turn start and branch, 0 where there
     is none. `alternatives` are the next best plans; what the chosen one was to cost stands before them.
+    `shared` says what was fetched for it from the shared store, or why not.
     """
 
     id: str
@@ -259,6 +260,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     stops: tuple[int, ...] | None = None
     cuts: tuple[int, int, int] | None = None
     rewrites: tuple[str, ...] | None = None
+    shared: str | None = None
 
 
 class Nearest(msgspec.Struct, frozen=True, kw_only=True):
@@ -389,6 +391,11 @@ def client_name(user_agent: str) -> str:
 def in_words(record: RequestRecord) -> str:
     """Return the line about an answered request that people read; a miss says its cause."""
     api, answered = api_name(record.path), f"answered in {seconds_in_words(record.seconds)}"
+    if record.kind is Kind.AHEAD:
+        took = seconds_in_words(record.seconds)
+        return (
+            f"{api}  {record.evaluated:,} tokens of the next prompt, {record.kind.value} in {took}"
+        )
     if (record.status or 200) >= 400:
         return f"{api}  llama-server refused it (status {record.status})  id {record.id}"
     if record.n_prompt is None or record.confirmed is None:
@@ -400,7 +407,8 @@ def in_words(record: RequestRecord) -> str:
     if (record.saved_seconds or 0) >= 0.005:
         facts.append(f"saved {seconds_in_words(record.saved_seconds or 0)}")
     where = f"  {record.server}" if record.server else ""
-    where += f"  slot {record.slot}" + " <- disk" * (record.chosen == "restore")
+    source = "shared store" if (record.shared or "").startswith("fetched") else "disk"
+    where += f"  slot {record.slot}" + f" <- {source}" * (record.chosen == "restore")
     if record.cause is Cause.FIRST_SIGHT:
         where += "  the rest is new" if record.confirmed else "  new"
     elif record.cause.is_miss:

@@ -2,6 +2,7 @@
 helps."""
 
 import asyncio
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -24,6 +25,7 @@ from proxy.llama.bodies import (
 )
 from proxy.llama.routes import honours_id_slot, reads_forms
 from proxy.serving.cached import CachedRequest
+from proxy.serving.fetching import fetch_first
 from proxy.serving.placement import SimilarRequest, UncachedRequest
 from proxy.serving.process import Process
 from proxy.serving.queue import replaced
@@ -152,8 +154,19 @@ class Cache:
         replaced before anything was sent.
         """
         read = partial(self._read_prompt, process)
-        if await self._overflow.fit(process, request, read) and not await process.is_current():
-            raise replaced()  # shortening took a while
+        has_waited = await self._overflow.fit(process, request, read)  # shortening takes a while
+        if (
+            process.tier
+            and request.prompt
+            and not request.extends
+            and NO_READ not in request.wishes
+        ):
+            began = time.monotonic()
+            request.shared = await fetch_first(process, process.tier, request.prompt)
+            request.fetch_seconds = time.monotonic() - began
+            has_waited |= bool(request.shared)
+        if has_waited and not await process.is_current():
+            raise replaced()
         async with process.launches.turn() as start:
             await self._serve(process, request, start)
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from secrets import token_bytes
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from proxy.tasks import Tasks
 
 if TYPE_CHECKING:
     from proxy.serving.process import Process
+    from proxy.shared.tier import Tier
 
 
 class NewestProcesses:
@@ -66,6 +67,8 @@ class Shared:
     served: NewestProcesses
     secret: bytes
     """The key of tenants' names; without a store it lasts as long as the proxy."""
+    tier: "Tier | None" = field(default=None, kw_only=True)
+    """What other machines share with this one, if anything."""
 
     def of(self, upstream: LlamaServer, where: str) -> "Services":
         """Return the services of one llama-server; *where* is its name, empty if there is only one."""

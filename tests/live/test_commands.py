@@ -61,7 +61,7 @@ async def test_client_is_connected_and_its_way_is_cached(
         assert rig.base_url in file.read_text()
         file.with_suffix(".jsonc").touch()
         status, printed = await command("connect", name, *where, "--file", file)
-        assert "config.jsonc, too, and that wins" in printed
+        assert "config.jsonc is read, too, and wins" in printed
         status, _ = await command("connect", name, "--undo", "--yes", "--file", file)
         assert status == 0 and not file.exists()
         status, said = await command("connect", "open-webui", *where, "--write")
