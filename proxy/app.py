@@ -182,6 +182,7 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
                     pool.give_up()
         finally:
             try:
+                await pool.ahead.close()
                 await shared.tasks.drain(settings.drain_seconds)
                 await pool.drain(settings.drain_seconds)
                 if shared.tier:

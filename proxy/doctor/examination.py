@@ -200,6 +200,7 @@ def _note_states(
     """Note of which form states are, what one costs, and which stored ones are of this model."""
     if probed.state is not None:
         facts.layout = probed.state.version, probed.state.layout
+        facts.has_drafting = bool(probed.state.draft_bytes)
     n_bytes = expected_bytes(process.sizes, USUAL_TOKENS, MAX_CONTEXT_CHECKPOINTS)
     if n_bytes is not None and probed.restores:
         restored_bytes, restore_seconds = max(probed.restores)

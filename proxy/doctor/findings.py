@@ -65,6 +65,8 @@ class LlamaServerFacts:
     probe_mode: int = 0
     probe_owner_uid: int | None = None
     layout: Layout | None = None
+    has_drafting: bool = False
+    """Whether its states carry that of speculative decoding, a draft model's or draft-mtp's."""
     owner: Owner | None = None
     rule: Rule | None = None
     state_bytes: int = 0
@@ -325,7 +327,8 @@ def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]
     """Yield what a state file is, what it is good for, and what it costs."""
     if version in SUPPORTED_VERSIONS:
         kinds = " + ".join(facts.section_kinds) or "of a kind that is not known"
-        yield ok("slot files", f"Version {version}; memory: {kinds}.")
+        drafts = " Saved with the draft state of speculative decoding." * facts.has_drafting
+        yield ok("slot files", f"Version {version}; memory: {kinds}.{drafts}")
     else:
         text = f"Version {version} is not known here: states are restored at their end only."
         cure = "Use a newer llama-prefix-cache, or llama.cpp 0.7.0 (version 4)."

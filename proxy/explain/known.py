@@ -252,6 +252,11 @@ class Kind(StrEnum):
     COMPACTION = "compaction"
     SIDE = "side call"
     RETRY = "retry"
+    AHEAD = "evaluated ahead"
+
+
+_MIN_QUOTED = 12
+"""Fewer characters may stand in two conversations by chance."""
 
 
 class Chat(NamedTuple):
@@ -259,6 +264,8 @@ class Chat(NamedTuple):
 
     `asker` are its client's key and session. `header` and `own` are the digests of what comes before the
     first message that is not the system's, and of the messages from there on, which have the `roles`.
+    `words` are the user's first ones, and `quotes` what a request without tools says in all, as far as text
+    is kept.
     """
 
     asker: tuple[bytes, str]
@@ -267,6 +274,8 @@ class Chat(NamedTuple):
     roles: tuple[str, ...]
     has_tools: bool = False
     kind: Kind = Kind.FIRST
+    words: str = ""
+    quotes: str = ""
 
 
 def chat_asked(asker: tuple[bytes, str], conversation: Conversation, *, has_tools: bool) -> Chat:
@@ -299,6 +308,10 @@ def kind_of(new: Chat, earlier: Iterable[Chat]) -> Kind:
     if any(new.own[at : at + 2 * DIGEST_BYTES] in old.own for at in places for old in others):
         return Kind.COMPACTION
     session = [old for old in others if old.asker == new.asker and new.asker[1]]
+    if not new.asker[1] and new.quotes:  # a title is asked for with the words that it is for
+        session = [
+            old for old in others if len(old.words) >= _MIN_QUOTED and old.words in new.quotes
+        ]
     alike = next((old for old in session if old.header == new.header), None)
     if alike is None:
         return Kind.SIDE if any(_is_aside(new, old) for old in session) else Kind.FIRST

@@ -5,6 +5,7 @@ the last requests, in memory only.
 """
 
 import asyncio
+import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
@@ -46,6 +47,7 @@ from proxy.explain.sketch import (
     goes_on,
     named,
     openai_diagnostics,
+    said_in,
     share_in_common,
     sketch_of,
     words_of,
@@ -146,7 +148,8 @@ class Journal:
         )
         self.n_recorded += 1
         self.today()
-        self.past.add(record)
+        if record.kind is not Kind.AHEAD:
+            self.past.add(record)
         if len(self._explanations) > MAX_REQUESTS:
             _, oldest = self._explanations.popitem(last=False)
             if oldest.request.cause.is_miss:
@@ -175,8 +178,10 @@ class Journal:
         assert request.conversation is not None and request.chat is not None
         asker, has_tools = (request.tenant, request.session), bool(request.chat.fields.get("tools"))
         chat = chat_asked(asker, request.conversation, has_tools=has_tools)
-        kind = kind_of(chat, reversed(self._chats))
-        self._chats.append(chat._replace(kind=kind))
+        words = self.shown(words_of(request.chat.fields))
+        quotes = said_in(request.chat.fields) if words and not has_tools else ""
+        kind = kind_of(chat._replace(quotes=quotes), reversed(self._chats))
+        self._chats.append(chat._replace(kind=kind, words=words.rstrip("…")))
         return kind
 
     def note_named(self, tenant: bytes, new: Named, message_id: str) -> None:
@@ -476,6 +481,20 @@ class Report:
             source = "restored" if account.n_restored else "live"
             metrics.saved_seconds.labels(source).inc(max(0.0, seconds))
             metrics.lost_seconds.inc(max(0.0, -seconds))
+
+    def went_ahead(self, request: "Request", n_evaluated: int, seconds: float) -> None:
+        """Report what was evaluated behind the answer to a request, before anybody asked for it."""
+        record = msgspec.structs.replace(
+            self._record(request, Kind.AHEAD.value, NOT_JUDGED, evaluated=n_evaluated),
+            id=secrets.token_hex(_N_DIGITS // 2),
+            at=time.time() - seconds,
+            kind=Kind.AHEAD,
+            seconds=round(seconds, 4),
+        )
+        self._metrics.prompt_tokens.labels("evaluated").inc(n_evaluated)
+        self._metrics.evaluation_seconds.inc(seconds)
+        self._log.info("request", **_line(record), says=in_words(record))
+        self._journal.add(record)
 
     def unanswered(self, request: "Request", error: BaseException) -> None:
         """Report a request that *error* ended before its answer was whole."""

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -198,6 +199,12 @@ def words_of(fields: dict[str, Any]) -> str:
     text = next(filter(None, texts), "") or text_of(fields, "prompt")
     plain = "".join(c if c.isprintable() else " " for c in text[:_LOOKED_AT])
     return shortened(" ".join(plain.split()), _N_TITLE)
+
+
+def said_in(fields: dict[str, Any]) -> str:
+    """Return all texts of the messages, in the form that `words_of` gives."""
+    texts = chain.from_iterable(_texts(m.get("content")) for m in list_of(fields.get("messages")))
+    return " ".join(" ".join(texts).split())
 
 
 def shortened(text: str, n_characters: int) -> str:

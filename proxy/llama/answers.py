@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
 
-from proxy.core.messages import Route, member, object_in, text_of
+from proxy.core.messages import Route, list_of, member, object_in, text_of
 from proxy.llama.client import Timings
 from proxy.llama.routes import is_anthropic
 
@@ -72,6 +73,7 @@ class AnswerReader:
         self._calls: list[CallMade] = []
         self._growing: dict[Any, list[str]] = {}
         """The id, the name and the parts of the arguments of calls of which more may follow."""
+        self._text_lines: list[bytes] = []
         self._has_ended = False
         self._message_id = ""
         self.has_token = False
@@ -106,9 +108,12 @@ class AnswerReader:
 
     def _read_line(self, line: bytes) -> None:
         # Nearly all lines: reading them costs more than relaying them.
-        if _has_any(_TEXT_EVENTS, line) and not _has_any(_SAYS_MORE, line):
-            self.has_token = True
-            return
+        if _has_any(_TEXT_EVENTS, line):
+            if self._route:
+                self._text_lines.append(line)
+            if not _has_any(_SAYS_MORE, line):
+                self.has_token = True
+                return
         data = line[5:].strip()
         event = object_in(data) or {}
         self.has_token = self.has_token or "prompt_progress" not in event
@@ -153,6 +158,13 @@ class AnswerReader:
         self._read_whole()
         return tuple(self._calls)
 
+    def said(self) -> str:
+        """Return the answer's text without its reasoning, once the answer has passed."""
+        lines = (line[5:] for line in self._text_lines) if self._is_stream else [self._buffer]
+        return "".join(
+            chain.from_iterable(_texts_of(object_in(bytes(line)) or {}) for line in lines)
+        )
+
     # What an event, or an answer that came whole, has of calls.
 
     def _calls_of_messages(self, event: Json) -> Iterator[CallMade]:
@@ -190,6 +202,17 @@ def _has_any(marks: tuple[bytes, ...], line: bytes) -> bool:
         if mark in line:
             return True
     return False
+
+
+def _texts_of(event: Json) -> Iterator[str]:
+    """Yield the texts of an event, or of an answer that came whole, in any API but completions."""
+    for choice in list_of(event.get("choices")):
+        yield text_of(member(choice, "delta", member(choice, "message")), "content")
+    yield text_of(event, "delta") or text_of(event.get("delta"), "text")
+    items = (list_of(member(item, "content")) for item in list_of(event.get("output")))
+    for part in chain(list_of(event.get("content")), *items):
+        if text_of(part, "type") in ("text", "output_text"):
+            yield text_of(part, "text")
 
 
 def _calls_of_responses(event: Json) -> Iterator[CallMade]:

@@ -107,7 +107,7 @@ async def _settle(process: Process, seconds: float) -> None:
 
 def _begin_saves(process: Process, idle_seconds: float | None) -> list["asyncio.Task[object]"]:
     """Save the slots that were idle for so long and are worth it; without *idle_seconds* all dirty ones."""
-    due = [s for s in process.slots if _is_due(process, s, idle_seconds)]
+    due = [s for s in process.slots if is_due(process, s, idle_seconds)]
     # Where a start empties idle slots, the request that is about to start saves them.
     if not due or (turn := process.launches.try_turn()) is None:
         return []
@@ -127,7 +127,8 @@ def _all_slots(table: SlotTable) -> Choice[None] | None:
     return Choice(tuple(slot.id for slot in table), None) if is_free else None
 
 
-def _is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:
+def is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:
+    """Return whether to save a slot if it was idle for so long; without *idle_seconds* if it is dirty."""
     content = slot.content
     if slot.is_leased or not is_write_back_due(process.rule, content):
         return False

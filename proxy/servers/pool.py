@@ -27,6 +27,7 @@ from proxy.errors import ServerAway, WillBeRefused
 from proxy.llama.client import LlamaServer
 from proxy.llama.routes import unloads_models
 from proxy.servers.addresses import Addresses
+from proxy.servers.ahead import Ahead
 from proxy.servers.fatal import FatalRequests
 from proxy.servers.models import HostedModels
 from proxy.servers.server import Phase, Server
@@ -53,6 +54,7 @@ class Pool(Addresses):
         self.stabilizing = Stabilizing(shared, parse_switches(settings.stabilizers))
         overflow = Overflow(shared, is_on=settings.context_overflow == "stable")
         self.cache = Cache(self.stabilizing, overflow)
+        self.ahead = Ahead(settings.ahead_seconds)
         self._fatal = FatalRequests(shared.opened_store)
 
     async def serve(self, request: Request, lent: Sequence[Server] | None = None) -> None:
@@ -63,6 +65,7 @@ class Pool(Addresses):
         away for too long, or goes away after the request was sent; ProxyError if llama-server ended twice
         while it worked on this request.
         """
+        await self.ahead.give_way(request.session)
         for n_tries in count(1):
             lending = self.lent(request.model, request.arrived_at, request.headers)
             async with lending if lent is None else nullcontext(lent) as servers:
@@ -118,6 +121,7 @@ class Pool(Addresses):
         try:
             async with self._fatal.watching(request, process):
                 await self._watched(server, request, self.cache.serve(process, request))
+            self.ahead.note(process, request)
         except FreeElsewhere:
             return False
         except ServerAway as away:

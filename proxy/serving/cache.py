@@ -2,6 +2,7 @@
 helps."""
 
 import asyncio
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -160,7 +161,9 @@ class Cache:
             and not request.extends
             and NO_READ not in request.wishes
         ):
+            began = time.monotonic()
             request.shared = await fetch_first(process, process.tier, request.prompt)
+            request.fetch_seconds = time.monotonic() - began
             has_waited |= bool(request.shared)
         if has_waited and not await process.is_current():
             raise replaced()

@@ -85,6 +85,7 @@ class CachedRequest:
         )
         with self._kept, await lease as self._lease:
             self._account = Account(self._lease.reason, self._prompt.n_tokens)
+            self._account.fetch_seconds = self._request.fetch_seconds
             self._request.account, self._request.foresee = self._account, self._foresee
             process.slots[self._plan.slot_id].destined = self._prompt.tokens
             if not self._extended:

@@ -120,6 +120,27 @@ class PromptReader:
             cuts = await self._find_cuts(rendering, rule)
         return Prompt(tokens, namespace, cuts, text=text)
 
+    async def read_next(self, body: GenerationBody, said: str, headers: Headers) -> TokenIds:
+        """Return what the prompt behind an answer that *said* so begins with; raises UpstreamFault.
+
+        No tokens if that depends on whether the client sends the answer's reasoning back.
+        """
+        answer = {"role": "assistant", "content": said}
+        user, other = ({"role": "user", "content": text} for text in _OTHER_TEXTS)
+        messages = [*body.messages, answer, user]
+        raw, with_reasoning = (
+            with_messages(body, [*body.messages, a, user], generation_prompt=False)
+            for a in (answer, {**answer, "reasoning_content": _OTHER_TEXTS[0]})
+        )
+        text = await self._upstream.apply_template(raw, headers)
+        if text != await self._upstream.apply_template(with_reasoning, headers):
+            return TokenIds("i")
+        tokens = await self._known.tokenize(text, headers)
+        next_body = GenerationBody(raw, {**body.fields, "messages": messages})
+        rendering = _RenderedPrompt(text, tokens, next_body, headers)
+        n_next, _ = await self._shared_with(rendering, len(messages) - 1, [{**other}])
+        return tokens[:n_next]
+
     async def _find_cuts(self, rendering: _RenderedPrompt, rule: Rule) -> Cuts:
         body, tokens = rendering.body, rendering.tokens
         last_user = last_user_index(body)

@@ -29,7 +29,7 @@ class Answer:
     """Facts of llama-server's answer, read while it was relayed; `timings` is None if it has none.
 
     `first_token_at` is of the monotonic clock; None if the answer was not a stream. `is_broken` says that
-    llama-server went away in the middle. `calls` are the tool calls of the answer.
+    llama-server went away in the middle. `calls` are the tool calls of the answer, `said` returns its text.
     """
 
     status: int
@@ -37,6 +37,7 @@ class Answer:
     first_token_at: float | None = None
     is_broken: bool = False
     calls: tuple[CallMade, ...] = ()
+    said: Callable[[], str] = str
 
 
 OnStart = Callable[[], None]
@@ -79,7 +80,7 @@ class Request:
     be looked up. The request joined its first queue at `queued_at` of the monotonic clock, 0 if it has
     joined none yet, and its answer was whole at `answered_at`. `foresee` returns the cause that will be
     reported if all goes as planned. `shared` says what the shared store gave, empty if nothing was asked
-    of it.
+    of it; that took `fetch_seconds`.
     """
 
     path: str
@@ -116,6 +117,7 @@ class Request:
     answered_at: float = 0.0
     foresee: Callable[[], Cause] = _not_looked_up
     shared: str = ""
+    fetch_seconds: float = 0.0
     _received: tuple[bytes, GenerationBody | None] = (b"", None)
 
     def receive(self, raw: bytes, secret: bytes) -> "Request":
@@ -149,6 +151,7 @@ class Request:
         (self.raw, self.body), self.server = self._received, server
         self.rewrites, self.chat, self.prompt, self.why, self.account = (), None, None, None, None
         self.answered_at, self.foresee, self.shared = 0.0, _not_looked_up, ""
+        self.fetch_seconds = 0.0
         self.conversation, self.extends, self.is_brief = None, None, False
 
     def rewrite(self, fields: dict[str, Any], *names: str) -> None:
@@ -198,6 +201,7 @@ class Account:
     is_degraded: bool = False
     failure: Cause | None = None
     restore_seconds: float = 0.0
+    fetch_seconds: float = 0.0
     saved_seconds: float | None = None
     queued_seconds: float = 0.0
     prepared_seconds: float = 0.0
@@ -213,7 +217,7 @@ class Account:
         if self.n_reused is not None and rates.is_measured:
             whole = rates.evaluation_seconds(0, self.n_prompt)
             rest = rates.evaluation_seconds(self.n_reused, self.n_prompt)
-            self.saved_seconds = whole - rest - self.restore_seconds
+            self.saved_seconds = whole - rest - self.restore_seconds - self.fetch_seconds
 
     def move(self, plan: Plan) -> None:
         """Go on by another plan; the next reply tells what the slot held before."""

@@ -6,7 +6,6 @@ Must never know how objects come and go.
 """
 
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from hashlib import blake2b
 from typing import NamedTuple
@@ -15,9 +14,11 @@ import msgspec
 
 from proxy.core.model import Checkpoint, CheckpointId
 from proxy.core.tokens import (
+    BLOCK_TOKENS,
     Namespace,
     PrefixHash,
     TokenIds,
+    count_blocks,
     hash_prefixes,
     hash_whole,
     tokens_from_bytes,
@@ -28,6 +29,8 @@ VERSION = "v1"
 STATE, META, USED = "state", "meta", "used"
 """A state, the record that commits it, and a marker whose time says when somebody last read the state."""
 _HASH_BYTES = 16
+STEP_TOKENS = 1024
+"""Of a hundred thousand states the hashes of all blocks would be too many; a shorter one is not shared."""
 _TIME_DIGITS, _WRITER_DIGITS, _RANDOM_DIGITS = 12, 8, 16
 _NAME = re.compile(
     rf"{VERSION}/(?P<namespace>[0-9a-f]{{32}})/(?P<id>[0-9a-f]{{{_TIME_DIGITS}}}"
@@ -85,8 +88,8 @@ def index_id(shared_id: str) -> CheckpointId:
 class Meta(msgspec.Struct, frozen=True):
     """What a `.meta` says: the checkpoint as its writer knows it, whose it is, and how it is found.
 
-    `hashes` are those of its blocks, `points` those of the prefixes of other lengths at which a request
-    may leave it, by their lengths. All are of the shared namespace: the tokens themselves are in the state.
+    `hashes` are those of its prefixes of STEP_TOKENS, twice as many and so on, `points` those of lengths
+    at which a request may leave it. All are of the shared namespace: the tokens are in the state.
     """
 
     checkpoint: Checkpoint
@@ -100,7 +103,12 @@ def meta_of(checkpoint: Checkpoint, owner: Owner, tokens: TokenIds, namespace: s
     seed = seed_of(namespace)
     points = {n: hash_whole(seed, tokens, n) for n in _ends_in(checkpoint)}
     told = replace(checkpoint, ancestors=(), is_pinned=False, n_restores=0, quarantine=None)
-    return Meta(told, owner, list(hash_prefixes(seed, tokens)), dict[int, bytes](points))
+    return Meta(told, owner, list(steps(seed, tokens)), dict[int, bytes](points))
+
+
+def steps(seed: Namespace, tokens: TokenIds) -> list[PrefixHash]:
+    """Return the hashes of the prefixes of STEP_TOKENS, twice as many and so on."""
+    return hash_prefixes(seed, tokens)[count_blocks(STEP_TOKENS) - 1 :: STEP_TOKENS // BLOCK_TOKENS]
 
 
 def seed_of(namespace: str) -> Namespace:
@@ -149,12 +157,9 @@ def hashes_of(stored: TokenIds | None) -> list[PrefixHash]:
     return [PrefixHash(data[begin : begin + _HASH_BYTES]) for begin in begins]
 
 
-def reached_ends(
-    checkpoint: Checkpoint, seed: Namespace, tokens: TokenIds, n_from: int
-) -> Iterator[tuple[int, PrefixHash]]:
-    """Yield what a checkpoint may share with *tokens* beyond *n_from*, the most first, and its hash."""
-    ends: Iterable[int] = (n for n in _ends_in(checkpoint) if n_from < n <= len(tokens))
-    return ((n, hash_whole(seed, tokens, n)) for n in sorted(ends, reverse=True))
+def ends_beyond(checkpoint: Checkpoint, n_tokens: int) -> list[int]:
+    """Return the lengths beyond *n_tokens* at which a request may leave a checkpoint, greatest first."""
+    return sorted((n for n in _ends_in(checkpoint) if n > n_tokens), reverse=True)
 
 
 def _ends_in(checkpoint: Checkpoint) -> set[int]:

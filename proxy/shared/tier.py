@@ -14,9 +14,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, I
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present, Removal
@@ -30,7 +31,7 @@ from proxy.core.sharing import (
     is_still_in_time,
     spared_per_byte,
 )
-from proxy.core.tokens import Namespace, TokenIds, end_of_block, hash_prefixes
+from proxy.core.tokens import Namespace, PrefixHash, TokenIds, hash_whole
 from proxy.errors import (
     CacheFault,
     IndexDamaged,
@@ -66,7 +67,7 @@ _READ_AT_ONCE = 32
 _ENTERED_AT_ONCE = 256
 _MOST_META_BYTES = 4 << 20
 _MAX_NAMESPACES = 64
-_MAX_FOUND = 64
+_MAX_FOUND = 32
 _ORPHAN_SECONDS = 3600.0
 _TOUCHED_SECONDS = 3600.0
 _STALL_SECONDS, _SILENT_CALLS = 0.25, 4
@@ -250,7 +251,7 @@ class Tier:
         await asyncio.shield(self._looks[name])
 
     async def _look(self, name: str, *, is_full: bool) -> None:
-        after, found, began = None, list[Listed](), time.monotonic()
+        after, found, new, began = None, list[Listed](), list[Listed](), time.monotonic()
         if not is_full:
             since = objects.earliest_id(time.time() - _OVERLAP_SECONDS)
             after = f"{objects.folder_of(name)}/{since}"
@@ -258,9 +259,8 @@ class Tier:
             async for batch in self._bucket.list(objects.folder_of(name), after):
                 found += batch
                 metas = (each for each in batch if each.kind == META)
-                new = [each for each in metas if objects.index_id(each.id) not in self._known]
-                for begin in range(0, len(new), _ENTERED_AT_ONCE):
-                    await self._read_metas(new[begin : begin + _ENTERED_AT_ONCE])
+                new += [each for each in metas if objects.index_id(each.id) not in self._known]
+            await self._read_metas(new)
         if not is_full:
             self.look_seconds += (time.monotonic() - began - self.look_seconds) / 2
         else:
@@ -285,14 +285,21 @@ class Tier:
                     "a record in the shared store is refused", name=name, why=str(error)
                 )
                 return None
-            is_ours = self._sealing.name(meta.owner.static.encode(), meta.owner.tenant)
-            local = (
-                namespace_of(self._store.index, meta.owner) if is_ours == each.namespace else None
-            )
-            return objects.entry_of(meta, each.id, local)
+            if not owned or owned[0] != meta.owner:  # most often all are of one model
+                name = self._sealing.name(meta.owner.static.encode(), meta.owner.tenant)
+                is_ours = name == each.namespace
+                owned[:] = (
+                    meta.owner,
+                    namespace_of(self._store.index, meta.owner) if is_ours else None,
+                )
+            return objects.entry_of(meta, each.id, owned[1])
 
-        entries = [e for e in await asyncio.gather(*map(read, new)) if e is not None]
-        await self._enter(*entries)
+        owned, entering = list[Any](), asyncio.ensure_future(self._enter())
+        for begin in range(0, len(new), _ENTERED_AT_ONCE):
+            found = await asyncio.gather(*map(read, new[begin : begin + _ENTERED_AT_ONCE]))
+            await entering  # while the next are read
+            entering = asyncio.ensure_future(self._enter(*(e for e in found if e is not None)))
+        await entering
 
     async def _enter(self, *entries: Entry) -> None:
         await self._write(partial(self._index.put, *entries))
@@ -312,13 +319,13 @@ class Tier:
             by_id[each.id][each.kind] = each
         there = {objects.index_id(i): kinds for i, kinds in by_id.items() if META in kinds}
         own = list[tuple[Checkpoint, float]]()
-        for checkpoint_id in list(self._known):
+        for checkpoint_id in self._known - there.keys():
             record = self._index.record(checkpoint_id)
-            if record is None or self._name(record.namespace) != name:
-                continue
-            if (kinds := there.get(checkpoint_id)) is None:
+            if record is not None and self._name(record.namespace) == name:
                 await self._forget(record)
-            elif objects.writer_of(record.shared_id) == self._writer:
+            await asyncio.sleep(0)
+        for checkpoint_id, kinds in there.items():
+            if kinds[META].writer == self._writer and (record := self._index.record(checkpoint_id)):
                 own.append((record, max(each.modified_at for each in kinds.values())))
         now = max((each.modified_at for each in found), default=0.0)
         for kinds in by_id.values():
@@ -343,17 +350,20 @@ class Tier:
             return
         seed = objects.seed_of(name)
         refused = {c.shared_id for c in self._store.quarantined if c.shared_id}
-        reaching = self._index.reaching(hash_prefixes(seed, tokens), _MAX_FOUND)
-        for checkpoint_id, n_blocks in reaching.items():
+
+        @cache
+        def digest(n_tokens: int) -> PrefixHash:
+            return hash_whole(seed, tokens, n_tokens)
+
+        reaching = self._index.reaching(objects.steps(seed, tokens), _MAX_FOUND)
+        for checkpoint_id, n_steps in reaching.items():
             record = self._index.record(checkpoint_id)
             if record is None or record.namespace != namespace or record.shared_id in refused:
                 continue
-            n_common = min(end_of_block(n_blocks), record.n_tokens)
-            for n_tokens, digest in objects.reached_ends(record, seed, tokens, n_common):
-                if not self._index.n_missing(checkpoint_id, [digest]):
-                    n_common = n_tokens
-                    break
-            yield Candidate(record, n_common)
+            n_common = n_steps * objects.STEP_TOKENS
+            ends = (n for n in objects.ends_beyond(record, n_common) if n <= len(tokens))
+            matches = (n for n in ends if not self._index.n_missing(checkpoint_id, [digest(n)]))
+            yield Candidate(record, next(matches, n_common))
 
     @property
     def link(self) -> Transfer:
@@ -535,7 +545,8 @@ class Tier:
                 self._pending.discard(checkpoint_id)
             elif (rates := present.rates_by.get(checkpoint.namespace)) is not None:
                 worth = spared_per_byte(checkpoint, rates, self.link)
-                if not worth or not self._may_upload(checkpoint.size_bytes):
+                is_too_short = checkpoint.n_tokens < objects.STEP_TOKENS
+                if not worth or is_too_short or not self._may_upload(checkpoint.size_bytes):
                     self._pending.discard(checkpoint_id)
                 elif worth > most:
                     best, most = checkpoint, worth

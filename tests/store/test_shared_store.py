@@ -137,7 +137,7 @@ async def test_state_of_one_machine_is_found_and_fetched_by_another(
     async with start("a", sealing=sealing) as a, start("b", sealing=sealing) as b:
         saved = await a.save(tokens, header=2450, restore_points=(2450,))
         (found,) = await b.find(longer)
-        assert found.n_common == 2450, "at a cut: between blocks nobody knows"
+        assert found.n_common == 2450, "at a cut: between them nobody knows"
         fetched = await b.fetch(longer)
         assert fetched is not None and fetched.is_fetched and fetched.shared_id == saved.shared_id
         assert content_of(b, fetched) == content_of(a, saved)
