@@ -200,9 +200,7 @@ class Index:
             if data is None or txn.get(data[:_SCORE_BYTES] + key, db=self._order) is None:
                 return False
         found, expected = Summary._make(_SUMMARY.unpack(data)), _summary_of(checkpoint)
-        if not _is_fixed(found) and not _is_fixed(
-            expected
-        ):  # the stored score may be newer
+        if not _is_fixed(found) and not _is_fixed(expected):  # the stored score may be newer
             expected = expected._replace(score=found.score)
         hashes = hash_prefixes(checkpoint.namespace, tokens)
         return found == expected and not self.n_missing(checkpoint.id, hashes)
