@@ -309,7 +309,7 @@ def warm(
     how = (
         "were kept already" if warmed["was_kept"] else f"took {seconds_in_words(warmed['seconds'])}"
     )
-    stays = "pinned: it stays" if pin else "kept until its room is needed; --pin keeps it for good"
+    stays = "pinned: it stays" if pin else "it goes when its room is needed, with --pin never"
     answer(
         {**warmed, "is_pinned": pin},
         f"{warmed['n_usable']:,} of {warmed['n_prompt_tokens']:,} tokens are in {warmed['id'][:8]} "

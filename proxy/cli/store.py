@@ -105,7 +105,7 @@ def _title(level: int, checkpoints: Checkpoints) -> str:
     if level == 0:
         return shortened(newest.model or "a model that is not known", 30)
     if level == 1:
-        if not newest.n_header_tokens:
+        if newest.n_header_tokens <= 1:  # the first token is that of every prompt
             return "no header known"
         return f"{shortened(newest.client or 'header', 28)}, {newest.n_header_tokens:,} tokens"
     words = f'"{shortened(newest.title, 24)}"' if newest.title else "session"
@@ -366,7 +366,7 @@ def export(settings: Settings, names: tuple[str, ...], file: Path, as_json: bool
         with progress("exporting", n_bytes) as update:
             export_checkpoints(files, chosen, file, lambda n: update(advance=n))
     content = {"file": str(file), "exported": ids, "size_bytes": n_bytes}
-    answer(content, f"{checkpoints_in_words(len(ids), n_bytes)} are in {file}", as_json=as_json)
+    answer(content, f"{checkpoints_in_words(len(ids), n_bytes)} in {file}", as_json=as_json)
 
 
 @click.command("import")
@@ -400,7 +400,7 @@ def import_(settings: Settings, file: Path, other_model: bool, as_json: bool) ->
                 fail(f"{file} is refused: {refusal}")
     n_bytes = sum(checkpoint.size_bytes for checkpoint in imported.entered)
     entered = checkpoints_in_words(len(imported.entered), n_bytes)
-    lines = [f"{entered} are in {settings.slot_save_path}"]
+    lines = [f"{entered} in {settings.slot_save_path}"]
     if imported.n_already_there:
         lines.append(f"{imported.n_already_there} were there already")
     if imported.is_new_model:

@@ -335,7 +335,7 @@ class Index:
     def common_prefixes(
         self, ids: Iterable[CheckpointId], tokens: bytes, n_at_most: int
     ) -> list[tuple[CheckpointId, int]]:
-        """Return how many of its first *n_at_most* tokens each checkpoint shares with *tokens* (bytes)."""
+        """Return how many of the first *n_at_most* tokens each shares with *tokens*, as bytes."""
         end, found = n_at_most * _TOKEN_BYTES, []
         with _faults(), self._env.begin(db=self._tokens, buffers=True) as txn:
             for checkpoint_id in ids:
