@@ -314,10 +314,7 @@ class Tier:
 
     async def _compare(self, name: str, found: list[Listed]) -> None:
         """Hold what is known of a namespace against all that is there; delete what is over."""
-        by_id = defaultdict[str, dict[str, Listed]](dict)
-        for each in found:
-            by_id[each.id][each.kind] = each
-        there = {objects.index_id(i): kinds for i, kinds in by_id.items() if META in kinds}
+        there, halves = await asyncio.to_thread(_grouped, found)
         own = list[tuple[Checkpoint, float]]()
         for checkpoint_id in self._known - there.keys():
             record = self._index.record(checkpoint_id)
@@ -328,9 +325,8 @@ class Tier:
             if kinds[META].writer == self._writer and (record := self._index.record(checkpoint_id)):
                 own.append((record, max(each.modified_at for each in kinds.values())))
         now = max((each.modified_at for each in found), default=0.0)
-        for kinds in by_id.values():
-            is_old = now - max(each.modified_at for each in kinds.values()) > _ORPHAN_SECONDS
-            if META not in kinds and is_old:
+        for kinds in halves:
+            if now - max(each.modified_at for each in kinds.values()) > _ORPHAN_SECONDS:
                 names = [objects.name_of(name, each.id, each.kind) for each in kinds.values()]
                 with self._trying("delete"):
                     await self._bucket.delete(*names)
@@ -364,6 +360,10 @@ class Tier:
             ends = (n for n in objects.ends_beyond(record, n_common) if n <= len(tokens))
             matches = (n for n in ends if not self._index.n_missing(checkpoint_id, [digest(n)]))
             yield Candidate(record, next(matches, n_common))
+
+    def knows(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a state is still taken to be in the shared store."""
+        return checkpoint.id in self._known
 
     @property
     def link(self) -> Transfer:
@@ -604,6 +604,17 @@ class Tier:
             await self._bucket.delete(*names)
         if (record := self._index.record(objects.index_id(shared_id))) is not None:
             await self._forget(record)
+
+
+def _grouped(
+    found: Iterable[Listed],
+) -> tuple[dict[CheckpointId, dict[str, Listed]], list[dict[str, Listed]]]:
+    """Return the objects of each state by kind: of states that are there, and of those without a record."""
+    by_id = defaultdict[str, dict[str, Listed]](dict)
+    for each in found:
+        by_id[each.id][each.kind] = each
+    there = {objects.index_id(i): kinds for i, kinds in by_id.items() if META in kinds}
+    return there, [kinds for kinds in by_id.values() if META not in kinds]
 
 
 def _backoff_seconds(n_faults: int) -> float:
