@@ -136,7 +136,7 @@ class Checkpoint:
     `parts` are the pieces of the file, with the digests that were made when llama-server had written them;
     records of older versions have a `checksum` of the whole file instead. At `verified_at` the file last
     matched them. `ancestors` are the checkpoints from which its slot was restored, directly or not. The
-    records of older versions have no `title`.
+    records of older versions have no `title`, and 0 `n_messages`, as has what comes from no chat.
     """
 
     id: CheckpointId
@@ -162,6 +162,12 @@ class Checkpoint:
     verified_at: float = 0.0
     ancestors: tuple[CheckpointId, ...] = ()
     title: Title = UNTITLED
+    n_messages: int = 0
+
+    @property
+    def n_turns(self) -> int:
+        """How often somebody has spoken to the model, at least once; a tool's result counts too."""
+        return max(1, (self.n_messages + 1) // 2)
 
     @property
     def content(self) -> tuple[FilePart, ...]:
@@ -275,6 +281,11 @@ class Conversation:
 
 
 DIGEST_BYTES = 8
+
+
+def count_messages(digests: bytes) -> int:
+    """Return how many messages a Conversation's digests are of; 0 if there is none."""
+    return max(0, len(digests) // DIGEST_BYTES - 1)
 
 
 class Outcome(StrEnum):
