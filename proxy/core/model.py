@@ -135,7 +135,7 @@ class Checkpoint:
     `parts` are the pieces of the file, with digests made right after llama-server wrote the file; records
     of older versions have a `checksum` of the whole file instead. The file last matched its digests at
     `verified_at`. `ancestors` are the checkpoints from which its slot was restored, directly or not.
-    Records of older versions have no `title`.
+    Records of older versions have no `title`, and `n_messages` 0, as have states of prompts that are no chat.
     """
 
     id: CheckpointId
@@ -163,6 +163,12 @@ class Checkpoint:
     title: Title = UNTITLED
     shared_id: str = ""
     is_fetched: bool = False
+    n_messages: int = 0
+
+    @property
+    def n_turns(self) -> int:
+        """How often somebody has spoken to the model, at least once; a tool's result counts too."""
+        return max(1, (self.n_messages + 1) // 2)
 
     @property
     def content(self) -> tuple[FilePart, ...]:
@@ -275,6 +281,11 @@ class Conversation:
 
 
 DIGEST_BYTES = 8
+
+
+def count_messages(digests: bytes) -> int:
+    """Return how many messages a Conversation's digests are of; 0 if there is none."""
+    return max(0, len(digests) // DIGEST_BYTES - 1)
 
 
 class Outcome(StrEnum):
