@@ -66,7 +66,8 @@ class Machine:
 
     async def find(self, tokens: TokenIds, *, is_full: bool = False) -> list[Candidate]:
         """List the shared store now; return what it has of a prompt."""
-        await self.tier.look(self.tier._name(OURS), is_full=is_full)
+        for _ in range(2):  # the first may be one that was under way
+            await self.tier.look(self.tier._name(OURS), is_full=is_full)
         return list(self.tier.find(OURS, tokens))
 
     async def fetch(self, tokens: TokenIds, seconds: float = SECOND) -> Checkpoint | None:
