@@ -16,6 +16,8 @@ CLIENTS := $(LAB)/clients/.installed
 PROMETHEUS := $(LAB)/prometheus/promtool
 PY_SPY := $(LAB)/py-spy/bin/py-spy
 NGINX := $(LAB)/nginx/nginx
+HAPROXY := $(LAB)/haproxy/haproxy
+CEPH := $(LAB)/ceph/run
 CHROMIUM := $(LAB)/chromium/chromium
 DEBIAN := $(LAB)/debian.tar
 # Where `make install` puts things; /etc and systemd's units only as root.
@@ -31,7 +33,7 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
   { echo "$(PYTHON) with venv is missing: apt-get install python3.11-venv"; exit 1; }
 endef
 
-.PHONY: all setup llama-server older-builds models prometheus nginx chromium demo test test-long test-clients live lint format type docs screenshots bench bench-overhead bench-index flame clean
+.PHONY: all setup llama-server older-builds models prometheus nginx haproxy chromium demo test test-long test-shared test-clients live lint format type docs screenshots bench bench-overhead bench-index bench-shared flame clean
 
 all: lint type test
 
@@ -91,6 +93,14 @@ nginx:
 $(NGINX):
 	tests/lab/fetch_nginx.sh $(abspath $(LAB)/nginx)
 
+# Before several hosts: one on PATH wins, otherwise Debian's own is unpacked into .lab.
+haproxy:
+	@if command -v haproxy >/dev/null; then :; else $(MAKE) --no-print-directory $(HAPROXY); fi
+$(HAPROXY):
+	tests/lab/fetch_haproxy.sh $(abspath $(LAB)/haproxy)
+$(CEPH):
+	tests/lab/fetch_ceph.sh $(abspath $(LAB)/ceph)
+
 # For the live page: one in CHROMIUM_BIN or on PATH wins, otherwise Debian's own is unpacked into .lab.
 chromium:
 	@if [ -n "$$CHROMIUM_BIN" ] || command -v chromium >/dev/null; then :; \
@@ -118,12 +128,17 @@ demo: $(SETUP) llama-server models
 	@$(BIN)/python -m tests.bench.demo
 endif
 
-test: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus chromium
+test: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus nginx haproxy chromium
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 # The same with many more generated examples for each property, and on all kinds of memory.
-test-long: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus chromium
+test-long: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus nginx haproxy chromium
 	$(BIN)/python -m pytest -n 4 --dist worksteal --hypothesis-profile=long -m ""
+
+# Hosts that share a bucket, on more engines (Ceph with three OSDs on files, moto) and under every fault.
+test-shared: $(SETUP) llama-server models nginx haproxy $(CEPH)
+	$(BIN)/python -m pytest -m "" tests/shared tests/integration/test_buckets.py tests/live/test_balancers.py \
+	  tests/live/test_shared_hosts.py tests/live/test_shared_store.py
 
 # The real clients, pinned in tests/clients/package.json; npm is only needed to fetch them.
 test-clients: $(SETUP) llama-server models $(CLIENTS)
@@ -138,7 +153,7 @@ $(CLIENTS): tests/clients/package.json
 	npm install --prefix $(@D) --ignore-scripts --no-package-lock --no-audit --no-fund --loglevel=error
 	@touch $@
 
-live: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus chromium
+live: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus nginx haproxy chromium
 	$(BIN)/python -m pytest -n 4 --dist worksteal tests/live
 
 lint: $(SETUP)
@@ -181,6 +196,10 @@ bench-overhead: $(SETUP) llama-server models nginx
 # Opening, lookups, evictions and memory of stores of 10,000, 100,000 and a million checkpoints (11 GB of disk).
 bench-index: $(SETUP)
 	@$(BIN)/python -m tests.bench.index
+
+# Hosts as network namespaces, with a bucket (half an hour; as root): make bench-shared PART=moves.
+bench-shared: $(SETUP) llama-server models
+	@$(BIN)/python -m tests.bench.shared $(PART)
 
 # docs/where-time-goes.md: a flame graph of the proxy on hot requests, and its table.
 flame: $(SETUP) llama-server models $(PY_SPY)

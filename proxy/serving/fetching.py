@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _LOOK_SHARE = 0.05
 """What others have put there a moment ago is listed for a request if that takes no more than this share of
 what the request would take without."""
+_MAX_TRIES = 2
 
 
 async def fetch_first(process: Process, tier: "Tier", prompt: Prompt) -> str:
@@ -34,25 +35,37 @@ async def fetch_first(process: Process, tier: "Tier", prompt: Prompt) -> str:
 
 
 async def _fetch(process: Process, tier: "Tier", prompt: Prompt) -> str:
+    told = ""
+    for _ in range(_MAX_TRIES):
+        fetch = await _newest(process, tier, prompt)
+        if fetch is None:
+            return told
+        checkpoint = fetch.candidate.checkpoint
+        size = f"{checkpoint.size_bytes / 1e6:,.1f} MB"
+        if not fetch.is_worth_it:
+            process.metrics.shared_fetches.labels("dearer").inc()
+            rest = f"{size} would take {seconds_in_words(fetch.seconds)}"
+            return f"not fetched: evaluating is cheaper ({rest})"
+        fetched = await tier.fetch(checkpoint, fetch.limit_seconds)
+        if fetched is not None:
+            process.tasks.start(_remove_superseded(process, fetched))
+            return f"fetched {size}"
+        told = f"not fetched: {size} did not come in {seconds_in_words(fetch.limit_seconds)}"
+        if tier.knows(checkpoint):
+            break  # it was too slow, or failed: a state that is gone has mostly made way for a newer one
+    return told
+
+
+async def _newest(process: Process, tier: "Tier", prompt: Prompt) -> Fetch | None:
+    """Return the best state to fetch, after a new listing if what is still to evaluate is worth that."""
     fetch = _best(process, tier, prompt)
-    if fetch is None or not fetch.is_worth_it:
-        _, seconds = seconds_without(prompt, situation(process, prompt))
-        if (look_seconds := _LOOK_SHARE * seconds) >= tier.look_seconds:
-            await tier.look_again(prompt.namespace, look_seconds)
-            fetch = _best(process, tier, prompt)
-    if fetch is None:
-        return ""
-    checkpoint = fetch.candidate.checkpoint
-    size = f"{checkpoint.size_bytes / 1e6:,.1f} MB"
-    if not fetch.is_worth_it:
-        process.metrics.shared_fetches.labels("dearer").inc()
-        rest = f"{size} would take {seconds_in_words(fetch.seconds)}"
-        return f"not fetched: evaluating is cheaper ({rest})"
-    fetched = await tier.fetch(checkpoint, fetch.limit_seconds)
-    if fetched is None:
-        return f"not fetched: {size} did not come in {seconds_in_words(fetch.limit_seconds)}"
-    process.tasks.start(_remove_superseded(process, fetched))
-    return f"fetched {size}"
+    _, seconds = seconds_without(prompt, situation(process, prompt))
+    if fetch is not None and fetch.is_worth_it:
+        seconds += fetch.seconds - fetch.limit_seconds
+    if (look_seconds := _LOOK_SHARE * seconds) >= tier.look_seconds:
+        await tier.look_again(prompt.namespace, look_seconds)
+        fetch = _best(process, tier, prompt)
+    return fetch
 
 
 def _best(process: Process, tier: "Tier", prompt: Prompt) -> Fetch | None:

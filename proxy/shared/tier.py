@@ -364,6 +364,10 @@ class Tier:
             matches = (n for n in ends if not self._index.n_missing(checkpoint_id, [digest(n)]))
             yield Candidate(record, next(matches, n_common))
 
+    def knows(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a state is still taken to be in the shared store."""
+        return checkpoint.id in self._known
+
     @property
     def link(self) -> Transfer:
         """What a fetch takes, as far as it was measured."""

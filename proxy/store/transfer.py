@@ -1,8 +1,8 @@
-"""Checkpoints as one file, from one store to another.
+"""Checkpoints in one file, exported from one store and imported into another.
 
 Owns the layout of the file (docs/storage-format.md): a tar of records and states as they lie in the store.
-Each record comes before its state, so that the file can be read as it comes. Nothing in a file is believed:
-a state must have its checksums, and is entered for the tokens that it holds.
+Each record comes before its state, so that the file can be read as a stream. A file is not trusted: a state
+must have its checksums, and is entered with the tokens that it holds.
 """
 
 import io
@@ -42,7 +42,7 @@ class BundleRefused(CacheFault):
 
 
 def read_records(files: StateFiles) -> list[Sidecar]:
-    """Return what lies beside the states of a directory, which a proxy may be using; raises StoreFault.
+    """Return the records beside the states of a directory, also while a proxy uses it; raises StoreFault.
 
     A state without an intact record is left out: `check --fix` writes its record again.
     """
@@ -61,10 +61,10 @@ def export_checkpoints(
 ) -> None:
     """Write checkpoints to *file*, which appears when it is whole; raises StoreFault or OSError.
 
-    What *file* was is replaced, unless it is the store's own or no regular file.
+    An existing *file* is replaced; one of the store's own, or one that is no regular file, is refused.
     """
     _require_replaceable(files, file)
-    # A file of its own, mode 0600 from the first byte: one that lies there may be open to others.
+    # A new file, mode 0600 from the first byte: others may be able to read an existing one.
     descriptor, partial = tempfile.mkstemp(prefix=".export-", suffix=".part", dir=file.parent)
     try:
         with os.fdopen(descriptor, "wb") as output:
@@ -81,7 +81,7 @@ def export_checkpoints(
 
 
 def _require_replaceable(files: StateFiles, file: Path) -> None:
-    """Raise StoreFault if a file in the place of *file* would cost more than what it says."""
+    """Raise StoreFault if *file* is one of the store's own files, or no regular file."""
     directory, parent = files.directory.resolve(), file.parent.resolve()
     is_ours = file.name.startswith("lpc-") or file.name in (LOCK_NAME, SECRET_NAME)
     is_in_store = is_ours and parent == directory
@@ -104,14 +104,14 @@ def _write(tar: tarfile.TarFile, files: StateFiles, sidecar: Sidecar) -> None:
 
 
 def _add(tar: tarfile.TarFile, name: str, content: IO[bytes], n_bytes: int) -> None:
-    head = tarfile.TarInfo(name)  # tells nothing about who made it
+    head = tarfile.TarInfo(name)  # without user and time
     head.size, head.mode = n_bytes, 0o600
     tar.addfile(head, content)
 
 
 @dataclass(slots=True)
 class Imported:
-    """What became of the checkpoints in a file."""
+    """The outcome for the checkpoints in a file."""
 
     entered: list[Checkpoint] = field(default_factory=list)
     n_already_there: int = 0
@@ -128,12 +128,12 @@ def import_checkpoints(
 ) -> Imported:
     """Enter the checkpoints of *file*; BundleRefused and StoreFault say how many were entered before.
 
-    A model that this store has not met is refused if it knows others, unless *may_be_other_model*. So is a
-    state that would leave less than *min_free_bytes* on the disk. What was entered before a fault stays:
-    each checkpoint is whole by itself.
+    If the store knows other models, a new model is refused unless *may_be_other_model*. A state that would
+    leave less than *min_free_bytes* on the disk is refused. Checkpoints entered before a fault stay: each
+    is complete by itself.
     """
     imported = Imported()
-    # Read once: nobody else writes while the directory is locked.
+    # Read once: no other process writes while the directory is locked.
     there, may_be_new = store.checkpoints(), may_be_other_model or not knows_models(store.index)
     try:
         with tarfile.open(file, "r:") as tar:
@@ -193,9 +193,10 @@ def _open(tar: tarfile.TarFile, head: tarfile.TarInfo | None) -> IO[bytes]:
 
 
 def _is_new(store: StoreDirectory, owner: Owner, *, may_be_new: bool) -> bool:
-    """Return whether the store has not met a model; raises BundleRefused unless it *may be new*.
+    """Return whether a model is new to the store; raises BundleRefused unless it *may_be_new*.
 
-    So it does if nobody would find a state here. The next opening names the tenants of older versions.
+    Also raises BundleRefused for a tenant of another secret, whose states no request would find here. The
+    next opening renames the tenants of older versions.
     """
     if is_of_other_secret(store.secret, owner.tenant):
         raise BundleRefused(
@@ -219,7 +220,7 @@ def _enter(
     state: IO[bytes],
     min_free_bytes: int,
 ) -> Checkpoint | None:
-    """Enter a checkpoint; None if one of those *there* has the same content."""
+    """Enter a checkpoint; None if a checkpoint in *there* has the same content, and its file exists."""
     before = namespace_of(store.index, owner), record.content
     same = [c for c in there if (c.namespace, c.content) == before]
     if any(store.has_file(checkpoint) for checkpoint in same):
@@ -239,7 +240,7 @@ def _enter(
         found = read_state_file(store.files.path(name))
         for dead in same:
             store.remove(dead)
-        # Only now: a file that is refused must not leave a directory that knows its model.
+        # Only now: a refused file must not introduce its model to the store.
         namespace = introduce(store.index, owner)
         entered = replace(
             entered_as(record, name, namespace, found),

@@ -15,7 +15,9 @@ from tests.lab.server import REPOSITORY, ServerProcess
 BUCKET = "states"
 KEY_ID, SECRET = "key-of-the-lab", "secret-of-the-lab"
 MOTO = REPOSITORY / ".lab" / "moto"
+MOTO_PACKAGE = "moto[server]==5.2.5"
 _BINARIES = Path(sys.executable).parent
+RCLONE = str(_BINARIES / "rclone")
 
 
 class Bucket(ServerProcess):
@@ -67,7 +69,7 @@ class Rclone(Bucket):
         objects = self.folder / "objects"
         (objects / BUCKET).mkdir(parents=True, exist_ok=True)
         address = ("--addr", f"{self.host}:{self.port}", "--auth-key", f"{KEY_ID},{SECRET}")
-        program = (str(_BINARIES / "rclone"), "serve", "s3", "--config", os.devnull)
+        program = (RCLONE, "serve", "s3", "--config", os.devnull)
         return [*self.inside, *program, *address, str(objects)]
 
 
@@ -125,6 +127,16 @@ class Moto(Bucket):
         ]
 
     def start(self) -> None:
+        install(MOTO_PACKAGE, MOTO)
         super().start()
         status, _ = self.request("PUT", f"/{BUCKET}")  # it asks for no key
         assert status == 200, status
+
+
+def install(package: str, folder: Path) -> None:
+    """Put a package and what it needs into a folder of their own, unless it is there."""
+    if not folder.exists():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        unfinished = folder.with_suffix(".unfinished")
+        subprocess.run([*pip, "--upgrade", "--target", str(unfinished), package], check=True)
+        unfinished.rename(folder)

@@ -12,7 +12,7 @@ import time
 import uuid
 from pathlib import Path
 
-from tests.lab.buckets import KEY_ID, SECRET, Bucket
+from tests.lab.buckets import BUCKET, KEY_ID, RCLONE, SECRET, Bucket
 from tests.lab.server import REPOSITORY, find_free_port
 from tests.lab.waiting import wait_until
 
@@ -63,9 +63,14 @@ class Ceph(Bucket):
         return self._program("radosgw", "-n", "client.rgw", "-f")
 
     def start(self) -> None:
-        if not self._daemons:
+        is_new = not self._daemons
+        if is_new:
             self._make_cluster()
         super().start()
+        if is_new:
+            keys = f"access_key_id={KEY_ID},secret_access_key={SECRET}"
+            bucket = f":s3,provider=Ceph,{keys},endpoint='{self.base_url}':{BUCKET}"
+            subprocess.run([RCLONE, "mkdir", bucket], check=True, timeout=_COMMAND_SECONDS)
 
     def close(self) -> None:
         """End everything; what was stored is not to be used again."""
