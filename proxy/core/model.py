@@ -135,7 +135,7 @@ class Checkpoint:
     `parts` are the pieces of the file, with digests made right after llama-server wrote the file; records
     of older versions have a `checksum` of the whole file instead. The file last matched its digests at
     `verified_at`. `ancestors` are the checkpoints from which its slot was restored, directly or not.
-    Records of older versions have no `title`, and `n_messages` 0, as have states of prompts that are no chat.
+    Records of older versions have no `title`. `n_messages` is 0 in them, and where the prompt is no chat.
     """
 
     id: CheckpointId
