@@ -19,6 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from proxy.app import open_bucket
 from proxy.cli.access import RunningProxy, with_proxy
 from proxy.cli.common import (
     Exit,
@@ -35,12 +36,13 @@ from proxy.cli.common import (
 from proxy.core.rates import seconds_in_words
 from proxy.doctor.examination import examine
 from proxy.doctor.findings import Finding, Setup, Severity, exit_status, findings_of, summary
+from proxy.errors import SettingsError, SharedStoreFault
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
 from proxy.explain.sketch import Cost
 from proxy.explain.views import Explanation, Nearest
 from proxy.log import configure_logging
-from proxy.settings import NAMES, read_sources, size_in_words, written
+from proxy.settings import NAMES, Settings, read_sources, size_in_words, written
 
 # `llama-prefix-cache stats`: the state of the proxy and its llama-servers, and the gain of reuse.
 
@@ -262,13 +264,16 @@ _SHOWN = {
 @click.command()
 @setting_options(
     *("upstream", "slot_save_path", "upstream_api_key", "admin"),
-    *("max_store_bytes", "min_free_bytes"),
+    *("max_store_bytes", "min_free_bytes", "shared_store"),
 )
 @click.option(
     "--model", metavar="NAME", help="At a router or llama-swap: examine only this one, and load it."
 )
+@click.option("--shared", "is_shared", is_flag=True, help="Say who shares what by shared_store.")
 @json_option
-def doctor(config: Path | None, model: str | None, as_json: bool, **flags: Any) -> None:
+def doctor(
+    config: Path | None, model: str | None, is_shared: bool, as_json: bool, **flags: Any
+) -> None:
     """Say whether caching will work here, how well, and what mends it.
 
     \b
@@ -283,9 +288,34 @@ def doctor(config: Path | None, model: str | None, as_json: bool, **flags: Any) 
     """
     settings = settings_of(flags, config, "known")
     configure_logging("critical", "console")  # the report has what an attach would log
+    if is_shared:
+        return _tell_shares(settings, as_json=as_json)
     setup = _until_interrupted(examine(settings, model=model or ""))
     answer(json_report(setup), report(setup, console()), as_json=as_json)
     sys.exit(exit_status(findings_of(setup)))
+
+
+def _tell_shares(settings: Settings, *, as_json: bool) -> None:
+    """Print who has put what into the shared store, and why some of them do not share."""
+    from proxy.shared.survey import survey
+
+    try:
+        opened = open_bucket(settings)
+        shares = asyncio.run(survey(*opened)) if opened else fail("shared_store is not set")
+    except (SettingsError, SharedStoreFault) as error:
+        fail(str(error))
+    now = time.time()
+    rows = [
+        (
+            f"{share.host or '?'} ({share.writer})",
+            share.model or "sealed with another key",
+            checkpoints_in_words(share.n_states, share.size_bytes),
+            age_in_words(now - share.newest_at),
+            "; ".join(f"not shared with {why}" for why in share.apart),
+        )
+        for share in shares
+    ]
+    answer(shares, table_of(rows) if rows else "nothing is in the shared store", as_json=as_json)
 
 
 def _until_interrupted(examination: Coroutine[Any, Any, Setup]) -> Setup:
