@@ -238,7 +238,8 @@ class Prompt:
     """A request's prompt as llama-server will see it; `shape` is the kind of request it came from.
 
     `text` is what it was tokenized from; empty if that is not one text. `conversation` are the digests of
-    a Conversation that renders this prompt; empty if there is none.
+    a Conversation that renders this prompt; empty if there is none. If it `goes_on` with an image or sound,
+    only the tokens before that are here.
     """
 
     tokens: TokenIds
@@ -248,6 +249,7 @@ class Prompt:
     text: str = ""
     conversation: bytes = b""
     title: Title = UNTITLED
+    goes_on: bool = False
 
     @property
     def n_tokens(self) -> int:
