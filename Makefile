@@ -4,6 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 LAB := .lab
 SETUP := $(VENV)/.set-up
+EXTRAS := demo,dev,shared
+ifeq ($(MAKECMDGOALS)$(wildcard $(SETUP)),demo)
+# Nothing but the demo is wanted: that needs a small part.
+SETUP := $(VENV)/.set-up-demo
+EXTRAS := demo
+endif
 SERVER := $(LAB)/llama-server/llama-server
 MODELS := $(LAB)/models/.made
 CLIENTS := $(LAB)/clients/.installed
@@ -34,7 +40,7 @@ $(SETUP): pyproject.toml
 	@$(NEED_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifeq ($(LOCKED),)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
 else
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r deploy/requirements-dev.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
@@ -48,17 +54,17 @@ lock:
 	@$(NEED_PYTHON)
 	test -x $(LAB)/lock/bin/pip-compile || $(PYTHON) -m venv $(LAB)/lock
 	$(LAB)/lock/bin/python -m pip install --quiet --disable-pip-version-check 'pip-tools>=7.5'
-	$(LOCK) --upgrade --output-file deploy/requirements.lock pyproject.toml
-	$(LOCK) --upgrade --extra dev --build-deps-for editable --constraint deploy/requirements.lock \
+	$(LOCK) --upgrade --extra shared --output-file deploy/requirements.lock pyproject.toml
+	$(LOCK) --upgrade --extra demo --extra dev --extra shared --build-deps-for editable --constraint deploy/requirements.lock \
 	  --output-file deploy/requirements-dev.lock pyproject.toml
 
 # The tests that need no llama-server, with the lowest versions that pyproject.toml allows.
 test-lowest:
 	@$(NEED_PYTHON)
 	$(PYTHON) -m venv --clear $(LAB)/lowest
-	$(PYTHON) -c "import re, tomllib; needs = tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']; \
+	$(PYTHON) -c "import re, tomllib; needs = tomllib.load(open('pyproject.toml', 'rb'))['project']; needs = [*needs['dependencies'], *needs['optional-dependencies']['shared']]; \
 	  print(*(re.sub('>=([0-9.]+).*', r'==\1', need) for need in needs), sep='\n')" >$(LAB)/lowest/lowest.txt
-	$(LAB)/lowest/bin/python -m pip install --quiet --disable-pip-version-check -c $(LAB)/lowest/lowest.txt --editable '.[dev]'
+	$(LAB)/lowest/bin/python -m pip install --quiet --disable-pip-version-check -c $(LAB)/lowest/lowest.txt --editable '.[demo,dev,shared]'
 	$(LAB)/lowest/bin/python -m pytest -n 2 --dist worksteal tests/unit tests/store
 
 # A llama-server in LLAMA_SERVER_BIN or on PATH wins; otherwise Debian's own is unpacked into .lab.

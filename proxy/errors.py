@@ -48,6 +48,10 @@ class IndexDamaged(StoreFault):
         self.flaw = flaw
 
 
+class SharedStoreFault(CacheFault):
+    """The shared store did not do what it was asked for."""
+
+
 class StateDamaged(StoreFault):
     """A state file is not what llama-server has written."""
 

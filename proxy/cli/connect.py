@@ -76,12 +76,14 @@ def connect(
     n_ctx = min(contexts)
     client = client_of(name, {**facts, "CONTEXT": n_ctx, "OUTPUT": min(8192, n_ctx // 4)})
     content, hint = client["content"], client.get("hint", "")
+    own = file or Path(client.get("file", ".env")).expanduser()
+    if (other := own.with_suffix(".jsonc")).exists():  # OpenCode
+        hint = f"{other} is read, too, and wins: what it sets already, change there by hand."
     if not write:
-        shown = written(file or Path(client.get("file", ".env")), content)
-        where = (
-            f"\nbelongs into {client['file']}; --write merges it there" if "file" in client else ""
-        )
-        answer(content, f"{shown}{where}\n{hint}".rstrip(), as_json=as_json)
+        shown = written(own, content)
+        if "file" in client:
+            shown += f"\nbelongs into {client['file']}; --write merges it there"
+        answer(content, f"{shown}\n{hint}".rstrip(), as_json=as_json)
         return
     _write(file or _usual_file(name), content, is_sure=yes)
     n_prompt, n_cached = _try(server, client["api"], model, api_key)
@@ -200,17 +202,15 @@ def _try(server: RunningProxy, api: str, model: str, api_key: str) -> tuple[int,
     """Send two requests as the client would; return the prompt tokens of the second, and those reused."""
     said: list[dict[str, Any]] = []
     usage: dict[str, Any] = {}
+    of_responses = api == "/v1/responses"
+    names = ("input", "max_output_tokens") if of_responses else ("messages", "max_tokens")
     for words in (_LONG_WORDS, "Go on."):
         said += [{"role": "user", "content": words}]
-        fields: dict[str, Any] = {"model": model, "messages": said, "max_tokens": 1}
-        if api == "/v1/responses":
-            fields = {"model": model, "input": said, "max_output_tokens": 1}
+        fields = {"model": model, names[0]: said, names[1]: 1}
         headers = {"X-Api-Key": api_key, "Content-Type": "application/json"}
         body = msgspec.json.encode(fields)
         usage = server.ask("POST", api, dict[str, Any], body=body, headers=headers)["usage"]
-        answered: Any = "Yes."
-        if api == "/v1/responses":
-            answered = [{"type": "output_text", "text": answered}]
+        answered = [{"type": "output_text", "text": "Yes."}] if of_responses else "Yes."
         said += [{"type": "message", "role": "assistant", "content": answered}]
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
     if details:

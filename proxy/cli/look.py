@@ -80,12 +80,8 @@ def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
     share = f"{today['n_reused'] / max(1, today['n_prompt']):.0%}"
     yield "prompt tokens", f"{today['n_prompt']:,}, of which {today['n_reused']:,} reused ({share})"
     yield "restored", f"{today['n_restored']:,} of the reused tokens"
-    if n_missing := today["n_missing"]:
-        requests = "1 request has" if n_missing == 1 else f"{n_missing:,} requests have"
-        says = f"{requests} evaluated {today['n_missed']:,} known tokens: `explain miss` says why"
-        yield "missed", says
-    else:
-        yield "missed", "nothing"
+    missed = f"{today['n_missed']:,} known tokens, in {today['n_missing']:,} of the requests"
+    yield "missed", f"{missed}: `explain miss` says why" if today["n_missing"] else "nothing"
     yield "time saved", f"{seconds_in_words(today['saved_seconds'])} of evaluation"
     yield from conversations_of(overview["requests"])
 
@@ -142,7 +138,9 @@ def explanation_text(explanation: Explanation) -> Text:
             reuse += f"; {seconds_in_words(request.saved_seconds or 0)} saved"
         lines.append(Text(reuse))
     if request.why:
-        lines.append(Text(f"plan: {request.chosen or 'none'}, {request.why}", style="dim"))
+        shared = f"; shared store: {request.shared}" if request.shared else ""
+        plan = f"plan: {request.chosen or 'none'}, {request.why}{shared}"
+        lines.append(Text(plan, style="dim"))
     place = ""
     if request.cause is not Cause.HIT and request.part is not PromptPart.NOWHERE:
         number = "" if request.message is None else f" (message {request.message})"

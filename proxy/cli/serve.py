@@ -309,10 +309,11 @@ def warm(
     how = (
         "were kept already" if warmed["was_kept"] else f"took {seconds_in_words(warmed['seconds'])}"
     )
+    stays = "pinned: it stays" if pin else "kept until its room is needed; --pin keeps it for good"
     answer(
         {**warmed, "is_pinned": pin},
         f"{warmed['n_usable']:,} of {warmed['n_prompt_tokens']:,} tokens are in {warmed['id'][:8]} "
-        f"({size_in_words(warmed['size_bytes'])}{', pinned' if pin else ''}): they {how}",
+        f"({size_in_words(warmed['size_bytes'])}): they {how}; {stays}",
         as_json=as_json,
     )
 

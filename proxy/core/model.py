@@ -131,7 +131,8 @@ class Checkpoint:
     of the prompt, in tokens, 0 where they are not known; `marks` are other cuts, ascending, to which
     requests may come back. A pinned checkpoint is kept until an operator unpins it. It was restored
     `n_restores` times. `family` says to which header and session it belongs. A checkpoint in `quarantine`
-    may have ended llama-server.
+    may have ended llama-server. It is called `shared_id` in the shared store, empty if it is not there;
+    one that `is_fetched` was saved on another machine.
 
     `parts` are the pieces of the file, with the digests that were made when llama-server had written them;
     records of older versions have a `checksum` of the whole file instead. At `verified_at` the file last
@@ -162,6 +163,8 @@ class Checkpoint:
     verified_at: float = 0.0
     ancestors: tuple[CheckpointId, ...] = ()
     title: Title = UNTITLED
+    shared_id: str = ""
+    is_fetched: bool = False
 
     @property
     def content(self) -> tuple[FilePart, ...]:

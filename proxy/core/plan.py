@@ -187,7 +187,7 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
         refused = [_refused(prompt, now, slot, shared[slot.id]) for slot in free]
         easiest = min(refused, key=lambda o: (o.erases, o.total_seconds, o.slot_id), default=None)
         return Plan(easiest, cuts=prompt.cuts, why=Why.TOO_LONG) if easiest else None
-    options = [o for s in free for o in _options(prompt, now, s, shared[s.id])]
+    options = [o for s in free for o in starts(prompt, now, s, shared[s.id])]
     if not options:
         return None
     used_at = {slot.id: slot.used_at for slot in free}
@@ -217,7 +217,7 @@ def plan_extension(prompt: Prompt, rule: Rule, slot: Slot, rates: Rates) -> Plan
     )
 
 
-def _options(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Iterator[Start]:
+def starts(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Iterator[Start]:
     """Yield the ways to start in a slot that holds the first *n_common* tokens of the prompt."""
     content, rates, n_prompt = slot.content, now.rates, prompt.n_tokens
     erases = must_be_erased(now.rule, content, prompt.namespace, n_common)
@@ -237,7 +237,7 @@ def _options(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Itera
 
 def _refused(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Start:
     """Return how a prompt that does not fit is sent to a slot, which stays as it is if it may."""
-    option = next(_options(prompt, now, slot, n_common))
+    option = next(starts(prompt, now, slot, n_common))
     return option if option.erases else Start(slot.id)
 
 

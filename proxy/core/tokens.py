@@ -74,6 +74,13 @@ def hash_prefixes(namespace: Namespace, tokens: TokenIds) -> list[PrefixHash]:
     return hashes
 
 
+def hash_whole(namespace: Namespace, tokens: TokenIds, n_tokens: int) -> PrefixHash:
+    """Return the hash of the first *n_tokens*, wherever a block ends; no hash of blocks equals it."""
+    whole = xxhash.xxh3_128(namespace + n_tokens.to_bytes(4))
+    whole.update(memoryview(tokens).cast("B")[: n_tokens * _TOKEN_BYTES])
+    return PrefixHash(whole.digest())
+
+
 def common_prefix_length(
     left: TokenIds | str | bytes | list[Any], right: TokenIds | str | bytes | list[Any]
 ) -> int:

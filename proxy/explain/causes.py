@@ -76,7 +76,7 @@ billing header: Claude Code's billing line, at the top of the system prompt, has
     => drop_billing_header (it is one of the safe ones) takes the line out.
 date: A date or a time of day in the prompt has changed.
     -> Take the time out of the system prompt and put it into the newest message.
-    => sticky_date lets a conversation keep the time that it began with.
+    => sticky_date lets a conversation keep the time that it began with; a new one has the new time.
 session id: An id, a temporary path or an address that names the session has changed.
     -> Have the client name its session behind what sessions share, or not at all.
     => sticky_session leaves it out there and tells it in the newest message, from the third session on.

@@ -465,6 +465,7 @@ class Report:
             server=request.server or None,
             first_token_seconds=first_token_seconds,
             rewrites=request.rewrites or None,
+            shared=_from_shared_store(request),
             **(account.describe() if account else {"why": request.why}),
         )
         self._log.info("request", **_line(record), says=in_words(record))
@@ -545,6 +546,12 @@ def _cache_header(request: "Request") -> str:
     is_open = request.extends or (request.prompt and request.prompt.goes_on)
     n_evaluated = "" if is_open else f"evaluated={account.n_prompt - n_reused} "
     return f"reused={n_reused} {n_evaluated}{cause}"
+
+
+def _from_shared_store(request: "Request") -> str | None:
+    restored = request.account and request.account.plan.start.restored
+    is_earlier = restored and restored.checkpoint.is_fetched
+    return request.shared or ("fetched for an earlier request" if is_earlier else None)
 
 
 def _line(record: RequestRecord) -> dict[str, object]:

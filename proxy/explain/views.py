@@ -223,6 +223,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     (counted from 0) where in the prompt. `server` says which llama-server, or model, served it where there
     are several. `stops` and `cuts` are in tokens; the cuts are header, turn start and branch, 0 where there
     is none. `alternatives` are the next best plans; what the chosen one was to cost stands before them.
+    `shared` says what was fetched for it from the shared store, or why not.
     """
 
     id: str
@@ -259,6 +260,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     stops: tuple[int, ...] | None = None
     cuts: tuple[int, int, int] | None = None
     rewrites: tuple[str, ...] | None = None
+    shared: str | None = None
 
 
 class Nearest(msgspec.Struct, frozen=True, kw_only=True):
@@ -405,7 +407,8 @@ def in_words(record: RequestRecord) -> str:
     if (record.saved_seconds or 0) >= 0.005:
         facts.append(f"saved {seconds_in_words(record.saved_seconds or 0)}")
     where = f"  {record.server}" if record.server else ""
-    where += f"  slot {record.slot}" + " <- disk" * (record.chosen == "restore")
+    source = "shared store" if (record.shared or "").startswith("fetched") else "disk"
+    where += f"  slot {record.slot}" + f" <- {source}" * (record.chosen == "restore")
     if record.cause is Cause.FIRST_SIGHT:
         where += "  the rest is new" if record.confirmed else "  new"
     elif record.cause.is_miss:
