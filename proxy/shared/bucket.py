@@ -23,7 +23,9 @@ _LEAST_BYTES_PER_SECOND = 256 << 10
 _LISTED_AT_ONCE = 1000
 READ_BYTES, LEAST_READ_BYTES = 4 << 20, 256 << 10
 _PART_BYTES = 8 << 20
-_NEEDED = "shared_store needs more packages: install with [shared], such as pipx install '.[shared]'"
+_NEEDED = (
+    "shared_store needs more packages: install with [shared], such as pipx install '.[shared]'"
+)
 
 
 class Gone(SharedStoreFault):
