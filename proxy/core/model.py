@@ -245,7 +245,8 @@ class Prompt:
     """A request's prompt as llama-server will see it; `shape` is the kind of the request.
 
     `text` is the text that was tokenized; empty if it was not a single text. `conversation` are the digests
-    of a Conversation that renders this prompt; empty if there is none.
+    of a Conversation that renders this prompt; empty if there is none. A prompt that `goes_on` has an image
+    or a sound behind these tokens.
     """
 
     tokens: TokenIds
@@ -255,6 +256,7 @@ class Prompt:
     text: str = ""
     conversation: bytes = b""
     title: Title = UNTITLED
+    goes_on: bool = False
 
     @property
     def n_tokens(self) -> int:

@@ -543,7 +543,8 @@ def _cache_header(request: "Request") -> str:
         return cause
     start = account.plan.start
     n_reused = start.n_reused if account.n_reused is None else account.n_reused
-    n_evaluated = "" if request.extends else f"evaluated={account.n_prompt - n_reused} "
+    is_open = request.extends or (request.prompt and request.prompt.goes_on)
+    n_evaluated = "" if is_open else f"evaluated={account.n_prompt - n_reused} "
     return f"reused={n_reused} {n_evaluated}{cause}"
 
 

@@ -27,6 +27,7 @@ from proxy.llama.conversions import chat_of_messages, chat_of_responses
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TAINTING = ("lora", "n_cache_reuse")
+_MEDIA = ("image_url", "input_audio")
 
 # The fields that /apply-template reads besides the messages (oaicompat_chat_params_parse in
 # server-common.cpp).
@@ -153,10 +154,19 @@ def chat_reason(body: GenerationBody) -> str | None:
         return "no messages"
     if not all(isinstance(message, dict) for message in messages):
         return "malformed messages"
-    parts = (part for message in messages for part in list_of(message.get("content")))
-    if any(text_of(part, "type") != "text" for part in parts):
+    if not _kinds_of_parts(body) <= {"text", *_MEDIA}:
         return "media in the request"
     return None
+
+
+def has_media(body: GenerationBody) -> bool:
+    """Return whether there are images or sounds in a body in the chat form that can be read."""
+    return not _kinds_of_parts(body).isdisjoint(_MEDIA)
+
+
+def _kinds_of_parts(body: GenerationBody) -> set[str]:
+    parts = (part for message in body.messages for part in list_of(message.get("content")))
+    return {text_of(part, "type") for part in parts}
 
 
 def _prompt_reason(prompt: Any) -> str | None:

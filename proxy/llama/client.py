@@ -38,7 +38,8 @@ QUICK_SECONDS = 10.0
 """For calls that llama-server answers while it decodes; if it takes longer, something is wrong."""
 SLOT_ACTION_SECONDS = 300.0
 """Saves and restores wait for the running batch and then for the disk, many GiB at worst."""
-_RANDOM_MARKER = re.compile(r"<__media_\w{32}__>")
+MEDIA_MARKER = re.compile(r"<__media_\w{32}__>")
+"""What stands for an image or a sound in a rendering, unless LLAMA_MEDIA_MARKER sets it."""
 
 
 class Props(msgspec.Struct):
@@ -258,7 +259,7 @@ class LlamaServer:
         is the start time of /metrics; reading it resets the two "since last scrape" gauges. Without an id a
         restart cannot be noticed.
         """
-        if _RANDOM_MARKER.fullmatch(props.media_marker):
+        if MEDIA_MARKER.fullmatch(props.media_marker):
             return props.media_marker
         try:
             headers, _ = await self._read("GET", "/metrics", seconds=QUICK_SECONDS)

@@ -22,6 +22,7 @@ from proxy.errors import UpstreamFault, UpstreamRefused
 from proxy.llama.bodies import (
     GenerationBody,
     begins_with_reminder,
+    has_media,
     has_several_texts,
     is_first_message,
     last_text,
@@ -32,7 +33,7 @@ from proxy.llama.bodies import (
     with_last_text,
     with_messages,
 )
-from proxy.llama.client import LlamaServer, TokenPiece
+from proxy.llama.client import MEDIA_MARKER, LlamaServer, TokenPiece
 
 _N_REMEMBERED = 256
 _OTHER_TEXTS = ("1 header", "Zheader")
@@ -107,6 +108,14 @@ class PromptReader:
             cuts = Cuts(message_end=len(tokens) - 1) if rule.kind is RuleKind.END_ONLY else NO_CUTS
             return Prompt(tokens, namespace, cuts, text=prompt if isinstance(prompt, str) else "")
         text = await self._upstream.apply_template(body.raw, headers)
+        if has_media(body):
+            # What comes first of an image is that marker; how many tokens it takes is not told.
+            text = text[: m.start() if (m := MEDIA_MARKER.search(text)) else 0]
+            rendering = _RenderedPrompt(
+                text, await self._known.tokenize(text, headers), body, headers
+            )
+            cuts = Cuts(await self._header(rendering))
+            return Prompt(rendering.tokens, namespace, cuts, text=text, goes_on=True)
         tokens = await self._known.tokenize(text, headers)
         rendering = _RenderedPrompt(text, tokens, body, headers)
         cuts = NO_CUTS
