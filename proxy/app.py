@@ -49,6 +49,8 @@ from proxy.web.page import LivePage, Looks
 from proxy.web.writer import Unread
 
 if TYPE_CHECKING:
+    from proxy.shared.bucket import Bucket
+    from proxy.shared.sealing import Sealing
     from proxy.shared.tier import Tier
 
 
@@ -123,20 +125,31 @@ def open_tier(settings: Settings, shared: Shared) -> "Tier | None":
     With a key file, tenants are called the same on all machines that have it.
     """
     told, store = parse_shared_store(settings.shared_store), shared.opened_store
-    if told is None or store is None or store.files.is_readonly:
+    opened = open_bucket(settings) if store is not None and not store.files.is_readonly else None
+    if told is None or store is None or opened is None:
+        return None
+    from proxy.shared.tier import SharedLimits, Tier
+
+    bucket, sealing = opened
+    if sealing.is_on:
+        shared.secret = sealing.secret(b"tenants")
+    limits = SharedLimits(told.upload_bytes_per_day, told.upload_bytes_per_second, told.capacity)
+    seen = shared.metrics, shared.everywhere, shared.faults
+    return Tier(store, bucket, sealing, limits, shared.served.present, *seen)
+
+
+def open_bucket(settings: Settings) -> "tuple[Bucket, Sealing] | None":
+    """Return the bucket of `shared_store`, and what seals it; None if it is not set.
+
+    Raises SettingsError if it cannot be used.
+    """
+    if (told := parse_shared_store(settings.shared_store)) is None:
         return None
     # Whoever does without is not to pay for it.
     from proxy.shared.bucket import Bucket
     from proxy.shared.sealing import Sealing, read_key
-    from proxy.shared.tier import SharedLimits, Tier
 
-    sealing = Sealing(read_key(Path(told.key_file)) if told.key_file else b"")
-    if sealing.is_on:
-        shared.secret = sealing.secret(b"tenants")
-    limits = SharedLimits(told.upload_bytes_per_day, told.upload_bytes_per_second, told.capacity)
-    present, bucket = shared.served.present, Bucket(told.url)
-    seen = shared.metrics, shared.everywhere, shared.faults
-    return Tier(store, bucket, sealing, limits, present, *seen)
+    return Bucket(told.url), Sealing(read_key(Path(told.key_file)) if told.key_file else b"")
 
 
 @asynccontextmanager

@@ -147,10 +147,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     Unless a file already covers what the slot holds.
     """
     ahead_seconds: Annotated[float, Meta(ge=0)] = 20.0
-    """Evaluate at most so long ahead of the next prompt, while nothing runs; 0: never.
-
-    Templates that drop a turn's reasoning have what follows it evaluated again.
-    """
+    """Evaluate at most so long ahead of the next prompt, while nothing runs; 0: never."""
     max_requests: Annotated[int, Meta(ge=1)] = 256
     """Generation requests at once; more are answered 503.
 

@@ -1,7 +1,7 @@
-"""What goes to the shared store, what comes from there, and what is deleted there.
+"""Which states are sent to the shared store, fetched from it, and deleted there.
 
 Owns: the comparison of a transfer with an evaluation, in seconds, and the order by value per byte. Pure:
-must never know which store it is, or how a transfer is made.
+must never know the kind of the store, or how a transfer is made.
 """
 
 import math
@@ -14,21 +14,21 @@ from proxy.core.rates import Rates, Transfer, UnitCost
 from proxy.core.slots import Slot, shared_tokens
 
 HALF_LIFE_SECONDS = 6 * 3600.0
-"""A state in the shared store counts half after it was not read for so long."""
+"""A state in the shared store counts half if it was not read for this time."""
 
 UNMEASURED = Transfer(UnitCost(0.05), UnitCost(1e-8))
-"""A link before its first transfer: 100 MB/s."""
+"""The assumed cost of a link before its first transfer: 100 MB/s."""
 
 FORGOTTEN_SECONDS = 600.0
-"""A link that was slow is taken for an unmeasured one after so long, or nobody would try it again."""
+"""After this time a slow link counts as unmeasured: otherwise it would never be tried again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """The best state to fetch for a prompt: it would spare llama-server all but what is behind `n_reused`.
+    """The best state to fetch for a prompt, which would reuse `n_reused` tokens of it.
 
-    The transfer is expected to take `seconds`; with one of `limit_seconds` the request is done as soon as
-    without. Without the fetch, the prompt takes `without_seconds` from `n_without` tokens on.
+    The transfer is expected to take `seconds`. If it took `limit_seconds`, the request would be as slow as
+    without the fetch. Without it the prompt reuses `n_without` tokens and takes `without_seconds`.
     """
 
     candidate: Candidate
@@ -44,13 +44,13 @@ class Fetch:
 
 
 def believed(link: Transfer, age_seconds: float) -> Transfer:
-    """Return what a link is taken for so long after it was last measured."""
+    """Return the assumed cost of a link that was last measured *age_seconds* ago."""
     is_slow = link.byte.seconds > UNMEASURED.byte.seconds
     return UNMEASURED if is_slow and age_seconds > FORGOTTEN_SECONDS else link
 
 
 def seconds_without(prompt: Prompt, now: Situation) -> tuple[int, float]:
-    """Return how many tokens a prompt reuses of what is here, and the seconds that it takes so."""
+    """Return how many tokens a prompt reuses without a fetch, and how many seconds it then takes."""
     options = [o for s in _slots(now) for o in starts(prompt, now, s, _n_shared(prompt, s))]
     best = min(options, key=lambda o: o.total_seconds)
     return best.n_reused, best.total_seconds
@@ -59,9 +59,9 @@ def seconds_without(prompt: Prompt, now: Situation) -> tuple[int, float]:
 def best_fetch(
     prompt: Prompt, now: Situation, remote: Sequence[Candidate], link: Transfer
 ) -> Fetch | None:
-    """Return the state of the *remote* ones with which a prompt is done first; None if none gives more.
+    """Return the *remote* state that makes a prompt quickest; None if none has more reusable tokens.
 
-    Slots that other requests use count only if none is free: the request then waits for one of them.
+    Slots in use count only if no slot is free: the request then waits for one of them.
     """
     if not remote or prompt.n_tokens >= now.n_ctx:
         return None
@@ -94,7 +94,7 @@ def _n_shared(prompt: Prompt, slot: Slot) -> int:
 def is_still_in_time(
     n_received: int, size_bytes: int, elapsed: float, limit_seconds: float
 ) -> bool:
-    """Return whether a transfer that has come so far in *elapsed* seconds will likely end in time."""
+    """Return whether a transfer with *n_received* bytes after *elapsed* seconds will likely end in time."""
     return elapsed * size_bytes <= limit_seconds * n_received
 
 
@@ -110,8 +110,8 @@ def choose_deletions(
 ) -> list[Checkpoint]:
     """Return which of its *own* states a writer deletes for *n_bytes* more room in the shared store.
 
-    Each comes with the moment at which it was last read. The fewest tokens per byte go first: a token is
-    worth the same everywhere, and who has which speeds is not known.
+    Each state comes with the time of its last read. States with the fewest tokens per byte are deleted
+    first: the speeds of other machines are not known, so every token has the same worth.
     """
 
     def value(each: tuple[Checkpoint, float]) -> float:

@@ -10,15 +10,18 @@ than the operator allows. What the slot held is saved before.
 import asyncio
 import time
 from dataclasses import replace
+from functools import partial
 
 from proxy.core.cuts import SLACK_TOKENS, Stop
 from proxy.core.model import CheckpointKind, Cuts, Prompt, SlotId
 from proxy.core.plan import plan_request
-from proxy.core.slots import Known
+from proxy.core.slots import Known, SlotTable
+from proxy.errors import ServerAway, TooManyRequests
 from proxy.explain.known import Kind
 from proxy.servers.background import is_due
 from proxy.serving.planning import situation
 from proxy.serving.process import Process
+from proxy.serving.queue import Choice, FreeElsewhere
 from proxy.serving.request import Request
 
 _IDLE_SECONDS = 1.0
@@ -40,9 +43,11 @@ class Ahead:
     async def give_way(self, session: str) -> None:
         """Stop for a client's request; one of the same session waits until the piece under way is done."""
         task, self._task = self._task, None
-        if task is not None and not self._is_evaluating:
+        if task is None:
+            return
+        if not self._is_evaluating:
             task.cancel()
-        elif task is not None and self._last is not None and self._last[1].session == session:
+        if not self._is_evaluating or (self._last and self._last[1].session == session):
             await asyncio.wait([task])
 
     def note(self, process: Process, request: Request) -> None:
@@ -62,14 +67,13 @@ class Ahead:
         await self.give_way("")
 
     async def _begin(self, process: Process, request: Request) -> None:
-        await asyncio.sleep(_IDLE_SECONDS)
-        if settling := [task for _, task in process.settling]:
-            await asyncio.wait(settling)
-        if any(slot.is_leased for slot in process.slots):
-            return  # that request's answer is behind this one
-        self._is_evaluating = True
         try:
+            await asyncio.sleep(_IDLE_SECONDS)
+            if settling := [task for _, task in process.settling]:
+                await asyncio.wait(settling)
             await self._evaluate(process, request)
+        except (ServerAway, FreeElsewhere, TooManyRequests):
+            pass  # the slot is gone, or wanted
         except Exception as error:  # nobody has asked for it
             process.faults.record("unattended action", error)
         finally:
@@ -86,37 +90,36 @@ class Ahead:
         if not (account and prompt and chat and answer):
             return
         tokens = await process.reader.read_next(chat, answer.said(), request.headers)
-        slot = process.slots[account.plan.slot_id]
-        held = slot.content.tokens if isinstance(slot.content, Known) else None
-        if not tokens or held is None or held[: prompt.n_tokens] != prompt.tokens:
-            return
-        prompt = replace(
-            prompt, tokens=tokens, cuts=Cuts(prompt.cuts.header), text="", conversation=b""
-        )
-        begin = _n_reused(process, prompt, slot.id)
-        seconds = process.rates.evaluation_seconds(begin, len(tokens))
-        if len(tokens) - begin <= SLACK_TOKENS or seconds > self._max_seconds:
-            return
-        is_unsaved = is_due(process, slot, 0.0)
-        if (lease := process.queue.try_lease(slot.id)) is None:
-            return
-        with lease:
-            if is_unsaved:
+        slot, cuts = process.slots[account.plan.slot_id], Cuts(prompt.cuts.header)
+        next_prompt = replace(prompt, tokens=tokens, cuts=cuts, text="", conversation=b"")
+        with await process.queue.lease(partial(_when_idle, process.slots, slot.id)) as lease:
+            held = slot.content.tokens if isinstance(slot.content, Known) else None
+            if not tokens or held is None or held[: prompt.n_tokens] != prompt.tokens:
+                return
+            begin = _n_reused(process, next_prompt, slot.id)
+            seconds = process.rates.evaluation_seconds(begin, len(tokens))
+            if len(tokens) - begin <= SLACK_TOKENS or seconds > self._max_seconds:
+                return
+            self._is_evaluating = True
+            if is_due(process, replace(slot, is_leased=False), 0.0):
                 save = process.saves.write_back(slot.id, CheckpointKind.CONVERSATION)
                 await process.finish(lease, save)
             n_piece = max(_MIN_PIECE_TOKENS, int(_PIECE_SECONDS / seconds * (len(tokens) - begin)))
             began, n_evaluated = time.monotonic(), 0
             while begin < len(tokens) and self._task is asyncio.current_task():
                 begin = min(len(tokens), begin + n_piece)
-                stop = process.stop(slot.id, prompt, prompt.cuts, Stop(begin), request.headers)
+                stop = process.stop(slot.id, next_prompt, cuts, Stop(begin), request.headers)
                 n_evaluated += (await process.finish(lease, stop)).prompt_n
                 # To make it again costs no more than this did, and nobody waits.
-                content = process.slots[slot.id].content
-                if isinstance(content, Known):
+                if isinstance(content := process.slots[slot.id].content, Known):
                     saved = replace(content, n_saved=content.n_tokens)
                     process.slots.set_content(slot.id, saved)
         if n_evaluated:
             process.report.went_ahead(request, n_evaluated, time.monotonic() - began)
+
+
+def _when_idle(table: SlotTable, slot_id: SlotId) -> Choice[None] | None:
+    return None if any(slot.is_leased for slot in table) else Choice((slot_id,), None)
 
 
 def _is_awaited(process: Process, request: Request) -> bool:
@@ -128,8 +131,9 @@ def _is_awaited(process: Process, request: Request) -> bool:
 
 
 def _n_reused(process: Process, prompt: Prompt, slot_id: SlotId) -> int:
-    """Return how much of a prompt a free slot would give as it stands; all of it if more is to be done."""
+    """Return how much of a prompt a slot gives as it stands; all of it if more is to be done."""
     now = situation(process, prompt)
-    plan = plan_request(prompt, replace(now, slots=(now.slots[slot_id],), expected=()))
+    mine = replace(now.slots[slot_id], is_leased=False)
+    plan = plan_request(prompt, replace(now, slots=(mine,), expected=()))
     is_live = plan is not None and not (plan.start.restored or plan.start.erases)
     return plan.start.n_reused if plan is not None and is_live else prompt.n_tokens

@@ -82,7 +82,7 @@ class Pool(Addresses):
         server, process = await self.ready(servers)
         if process is None:
             is_over = await server.is_lost()
-            # A model that was lost meanwhile may even have been loaded again.
+            # A model that was unloaded meanwhile may be loaded again by now: the epoch shows it.
             if may_be_lost and server.epoch != epoch if server.host else is_over:
                 return False
             return await self._serve_unplaced(server, request, may_be_lost)

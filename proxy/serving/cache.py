@@ -20,6 +20,7 @@ from proxy.llama.bodies import (
     bypass_reason,
     chat_reason,
     conversation_of,
+    has_media,
     is_too_deep,
     n_completions,
 )
@@ -225,6 +226,9 @@ class Cache:
         if not self._understand(process, request) or request.chat is None:
             return
         is_far_over = len(request.raw) > _FAR_OVER_BYTES * process.n_ctx
+        is_far_over &= (
+            not has_media(request.chat) if request.route is not Route.COMPLETION else True
+        )
         if is_far_over and process.judges_by_size and not self._overflow.is_on:
             raise WillBeRefused("the prompt is far over the context")
         try:
@@ -259,6 +263,10 @@ class Cache:
             if request.route is not Route.COMPLETION:
                 request.conversation = conversation_of(request.chat)
                 request.kind = request.kind or process.journal.note_chat(request)
+                if has_media(request.chat):
+                    request.conversation = (
+                        None  # what its prompt renders is not all that is evaluated
+                    )
         if request.shape in process.disabled_shapes:
             request.why = TOKENIZED_OTHERWISE
             return False

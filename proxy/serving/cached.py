@@ -7,6 +7,7 @@ use.
 """
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
@@ -14,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from proxy.core.conditions import DegradationKind
+from proxy.core.cuts import SLACK_TOKENS, Stop
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt, SlotId
 from proxy.core.plan import Plan, Start, Why, most_useful, plan_extension, plan_request
 from proxy.core.saving import is_place_at_risk
@@ -131,6 +133,8 @@ class CachedRequest:
             return None  # it would find an empty slot
         if self._extended:
             return self._choose_extended(self._extended)
+        if self._prompt.goes_on and (plan := self._plan_behind_media()):
+            return Choice((plan.slot_id,), plan, is_warm=True)
         began = time.perf_counter()
         self._kept.close()
         now = situation(self._process, self._prompt)
@@ -151,8 +155,36 @@ class CachedRequest:
         plan = Plan(start, why=Why.EXTENDS)
         return Choice((slot.id,), plan, is_warm=True)
 
+    def _plan_behind_media(self) -> Plan | None:
+        """Return the plan to go on in a slot with the same text before its first image, if there is one.
+
+        Whether the images are the same is for llama-server to tell, which compares digests of their bytes.
+        """
+        prompt = self._prompt
+        held = {slot.id: slot.content for slot in self._process.slots if not slot.is_leased}
+        same = [
+            slot_id
+            for slot_id, content in held.items()
+            if isinstance(content, Known)
+            and (content.namespace, content.tokens) == (prompt.namespace, prompt.tokens)
+        ]
+        if not same or NO_READ in self._request.wishes:
+            return None
+        newest = max(same, key=lambda slot_id: self._process.slots[slot_id].used_at)
+        start = Start(newest, prompt.n_tokens, sys.maxsize)
+        return Plan(start, why=Why.EXTENDS, n_shared=prompt.n_tokens)
+
     def _as_wished(self, plan: Plan) -> Plan:
-        """Return the plan without the reuse, or without the saves, that the client does not want."""
+        """Return the plan without the reuse, or without the saves, that the client does not want.
+
+        The text before an image is saved alone: a state with images in it is not.
+        """
+        if self._prompt.goes_on:
+            n_tokens, start = self._prompt.n_tokens, replace(plan.start, n_at_most=sys.maxsize)
+            is_kept = n_tokens - plan.n_shared <= SLACK_TOKENS
+            stops = [stop for stop in plan.stops if stop.n_tokens < n_tokens]
+            text = Stop(n_tokens, None if is_kept else CheckpointKind.CONVERSATION)
+            plan = replace(plan, start=start, stops=(*stops, text))
         if NO_READ in self._request.wishes:
             start = replace(plan.start, n_reused=0, n_at_most=0, restored=None, erases=True)
             plan = replace(plan, start=start, why=Why.NOT_WANTED)
@@ -418,9 +450,18 @@ class CachedRequest:
         if timings is None:
             return unknown
         account.add(timings)
-        if timings.cache_n + timings.prompt_n != prompt.n_tokens:
+        n_prompt = timings.cache_n + timings.prompt_n
+        if prompt.goes_on and n_prompt > prompt.n_tokens:
+            account.n_prompt, n_media = n_prompt, n_prompt - prompt.n_tokens
+            if account.is_ineffective_restore:
+                self._confirm()
+                return unknown
+            prompt = replace(prompt, cuts=account.plan.cuts)
+            content = process.content_after(before, prompt, n_media + timings.predicted_n)
+            return replace(content, n_saved=content.n_tokens)
+        if n_prompt != prompt.n_tokens:
             account.failure = Cause.TOKENIZED_OTHERWISE
-            self._disagree(timings.cache_n + timings.prompt_n)
+            self._disagree(n_prompt)
             return unknown
         self._confirm()
         if account.is_drift and not process.clears_idle_slots:

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present
-from proxy.core.model import UNTITLED, Checkpoint, CheckpointId, CheckpointKind, FilePart, SlotId
+from proxy.core.model import (
+    UNTITLED,
+    Checkpoint,
+    CheckpointId,
+    CheckpointKind,
+    FilePart,
+    SlotId,
+    count_messages,
+)
 from proxy.core.plan import most_useful
 from proxy.core.saving import Claim, StateSize, expected_bytes, extent_of
 from proxy.core.slots import Content, Known
@@ -61,6 +69,7 @@ class SavedSlot:
             verified_at=now,
             ancestors=content.origin.ancestors,
             title=known.title if known else UNTITLED,
+            n_messages=count_messages(known.conversation) if known else 0,
         )
 
 

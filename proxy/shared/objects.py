@@ -89,21 +89,25 @@ class Meta(msgspec.Struct, frozen=True):
     """What a `.meta` says: the checkpoint as its writer knows it, whose it is, and how it is found.
 
     `hashes` are those of its prefixes of STEP_TOKENS, twice as many and so on, `points` those of lengths
-    at which a request may leave it. All are of the shared namespace: the tokens are in the state.
+    at which a request may leave it, both of the shared namespace: the tokens are in the state. `host` is
+    the machine that it comes from.
     """
 
     checkpoint: Checkpoint
     owner: Owner
     hashes: list[bytes]
     points: dict[int, bytes]
+    host: str = ""
 
 
-def meta_of(checkpoint: Checkpoint, owner: Owner, tokens: TokenIds, namespace: str) -> Meta:
+def meta_of(
+    checkpoint: Checkpoint, owner: Owner, tokens: TokenIds, namespace: str, host: str = ""
+) -> Meta:
     """Return what is told of a checkpoint in the shared *namespace*."""
     seed = seed_of(namespace)
     points = {n: hash_whole(seed, tokens, n) for n in _ends_in(checkpoint)}
     told = replace(checkpoint, ancestors=(), is_pinned=False, n_restores=0, quarantine=None)
-    return Meta(told, owner, list(steps(seed, tokens)), dict[int, bytes](points))
+    return Meta(told, owner, list(steps(seed, tokens)), dict[int, bytes](points), host)
 
 
 def steps(seed: Namespace, tokens: TokenIds) -> list[PrefixHash]:

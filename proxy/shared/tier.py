@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from secrets import token_hex
+from socket import gethostname
 from typing import Any
 
 from proxy.core.conditions import DegradationKind
@@ -72,6 +73,7 @@ _ORPHAN_SECONDS = 3600.0
 _TOUCHED_SECONDS = 3600.0
 _STALL_SECONDS, _SILENT_CALLS = 0.25, 4
 """A store that answers nothing for so long, or for so many times as long as ever, is taken for hung."""
+_APART = "states of {} are not used: its model predicts differently (`doctor --shared` says why)"
 _WRITER, _LINK, _UPLOADED = "writer", "link", "uploaded"
 
 
@@ -288,10 +290,11 @@ class Tier:
             if not owned or owned[0] != meta.owner:  # most often all are of one model
                 name = self._sealing.name(meta.owner.static.encode(), meta.owner.tenant)
                 is_ours = name == each.namespace
-                owned[:] = (
-                    meta.owner,
-                    namespace_of(self._store.index, meta.owner) if is_ours else None,
-                )
+                local = namespace_of(self._store.index, meta.owner) if is_ours else None
+                owned[:] = meta.owner, local
+                if local is None:
+                    told = {"host": meta.host, "says": _APART.format(meta.host)}
+                    self._log.warning("states of another machine are not used", **told)
             return objects.entry_of(meta, each.id, owned[1])
 
         owned, entering = list[Any](), asyncio.ensure_future(self._enter())
@@ -578,7 +581,7 @@ class Tier:
         claim = Claim(checkpoint.size_bytes, self._present())
         self._uploaded = self._uploaded.after(checkpoint.size_bytes, claim, time.time())
         await self._write(partial(self._index.put_value, _UPLOADED, self._uploaded))
-        meta = objects.meta_of(checkpoint, owner, tokens, namespace)
+        meta = objects.meta_of(checkpoint, owner, tokens, namespace, gethostname())
         name = objects.name_of(namespace, shared_id, META)
         record = b"".join(self._sealing.seal(name, [objects.encode_meta(meta)]))
         await self._bucket.write(name, [record], len(record))

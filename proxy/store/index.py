@@ -200,9 +200,7 @@ class Index:
             if data is None or txn.get(data[:_SCORE_BYTES] + key, db=self._order) is None:
                 return False
         found, expected = Summary._make(_SUMMARY.unpack(data)), _summary_of(checkpoint)
-        if not _is_fixed(found) and not _is_fixed(
-            expected
-        ):  # the stored score may be newer
+        if not _is_fixed(found) and not _is_fixed(expected):  # the stored score may be newer
             expected = expected._replace(score=found.score)
         hashes = hash_prefixes(checkpoint.namespace, tokens)
         return found == expected and not self.n_missing(checkpoint.id, hashes)
@@ -337,7 +335,7 @@ class Index:
     def common_prefixes(
         self, ids: Iterable[CheckpointId], tokens: bytes, n_at_most: int
     ) -> list[tuple[CheckpointId, int]]:
-        """Return how many of the first *n_at_most* tokens each checkpoint shares with *tokens*, as bytes."""
+        """Return how many of the first *n_at_most* tokens each shares with *tokens*, as bytes."""
         end, found = n_at_most * _TOKEN_BYTES, []
         with _faults(), self._env.begin(db=self._tokens, buffers=True) as txn:
             for checkpoint_id in ids:
@@ -438,8 +436,7 @@ _COPY = "import sys; from proxy.store.index import copy_entries; copy_entries(*s
 
 
 def sound_file(path: Path, copy: Path) -> Path:
-    """Return the file of the index in *path* if it was closed and is unchanged, else a *copy* of its
-    entries.
+    """Return the index file in *path* if it is unchanged since it was closed, else a *copy* of its entries.
 
     Raises IndexDamaged if the content of the file is damaged; StoreFault or OSError for other failures.
     """

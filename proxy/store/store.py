@@ -27,7 +27,7 @@ from proxy.store.known_models import owners
 T = TypeVar("T")
 _READ_ONLY = "the directory is read-only"
 _MOST_CHANGED = 1000
-"""How many changed records wait for the next commit; more are written at once."""
+"""How many changed records wait for the next commit; more are written without a commit."""
 
 
 class CheckpointStore(Catalogue):

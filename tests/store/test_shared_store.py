@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from proxy.metrics import Metrics
 from proxy.shared import tier as shared_tier
 from proxy.shared.bucket import Bucket
 from proxy.shared.sealing import Sealing
+from proxy.shared.survey import survey
 from proxy.shared.tier import SharedLimits, Tier
 from proxy.store.catalogue import Limits
 from proxy.store.known_models import namespaces_name
@@ -66,7 +68,8 @@ class Machine:
 
     async def find(self, tokens: TokenIds, *, is_full: bool = False) -> list[Candidate]:
         """List the shared store now; return what it has of a prompt."""
-        await self.tier.look(self.tier._name(OURS), is_full=is_full)
+        for _ in range(2):  # the first may be one that was under way
+            await self.tier.look(self.tier._name(OURS), is_full=is_full)
         return list(self.tier.find(OURS, tokens))
 
     async def fetch(self, tokens: TokenIds, seconds: float = SECOND) -> Checkpoint | None:
@@ -218,6 +221,21 @@ async def test_canary_of_other_hardware_keeps_states_apart(start: Start) -> None
         await a.save(run_of(3000))
         assert await b.find(run_of(3000)) == []
         assert b.tier.n_known == 1, "and its record is not read again"
+
+
+async def test_survey_tells_who_shares_what_and_why_two_do_not(
+    start: Start, tmp_path: Path
+) -> None:
+    async with start("a") as a, start("b", canary=[(5, -0.5), (6, -1.2)]) as b, start("c") as c:
+        for machine in (a, b, c):
+            await machine.save(run_of(3000))
+    bucket = Bucket(f"file://{tmp_path / 'shared'}")
+    shares = await survey(bucket, KEY)
+    assert [(s.host, s.model, s.n_states) for s in shares] == [(gethostname(), "coder", 1)] * 3
+    n_apart = sorted(len(share.apart) for share in shares)
+    assert n_apart == [1, 1, 2], "the second is alone"
+    assert all("differ by up to 0.30: other hardware" in w for s in shares for w in s.apart)
+    assert [share.model for share in await survey(bucket, Sealing(b"x" * 64))] == [""] * 3
 
 
 async def test_quarantined_state_is_not_offered_again_and_leaves_the_shared_store(

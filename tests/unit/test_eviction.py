@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.eviction import (
-    HALF_LIFE_SECONDS,
     LIVE_SECONDS,
     OTHER_MODEL_SHARE,
+    PAUSE_SECONDS,
     LostRange,
     Present,
     Relative,
@@ -108,12 +108,13 @@ def test_value_of_the_only_state_with_the_headers_point_includes_the_header() ->
     assert shelf.value(first) == 1280
 
 
-def test_value_halves_with_every_half_life_since_a_request_came_that_way() -> None:
+def test_value_falls_with_the_pause_since_a_request_came_that_way() -> None:
     shelf = Shelf()
     stored = shelf.put(run_of(1280), has_every_position=True)
-    assert shelf.value(stored, Present(NOW + HALF_LIFE_SECONDS)) == 640
-    shelf.asked[stored.id] = {count_blocks(1280): NOW + HALF_LIFE_SECONDS}
-    assert shelf.value(stored, Present(NOW + HALF_LIFE_SECONDS)) == 1280
+    assert shelf.value(stored, Present(NOW + PAUSE_SECONDS)) == 640
+    assert shelf.value(stored, Present(NOW + 9 * PAUSE_SECONDS)) == 128
+    shelf.asked[stored.id] = {count_blocks(1280): NOW + PAUSE_SECONDS}
+    assert shelf.value(stored, Present(NOW + PAUSE_SECONDS)) == 1280
 
 
 def test_value_of_another_models_state_is_a_share() -> None:
@@ -169,22 +170,13 @@ def test_choose_victims_takes_the_quarantined_first_and_the_replaced_last() -> N
     assert order == [2, 1, 0]
 
 
-def test_choose_victims_leaves_a_live_turn_start_longer_than_more_valuable_work() -> None:
+def test_choose_victims_leaves_a_live_header_longer_than_more_valuable_work() -> None:
     shelf = Shelf()
-    start = shelf.put(run_of(640), kind=CheckpointKind.TURN_START, turn_start=640)
+    header = shelf.put(run_of(640), kind=CheckpointKind.HEADER, header=640)
     shelf.put(suffixed(0, 1, 12800))
-    assert shelf.all_in_order() == [1, start.id]
+    assert shelf.all_in_order() == [1, header.id]
     later = Present(NOW + LIVE_SECONDS + 1)
-    assert shelf.victims(1 << 60, later) == [start.id, 1]
-
-
-def test_choose_victims_protects_a_turn_start_and_not_what_was_generated_behind_it() -> None:
-    shelf = Shelf()
-    points = (1276, 6396)
-    shelf.put(run_of(6400), kind=CheckpointKind.TURN_START, restore_points=points, turn_start=1280)
-    shelf.put(run_of(1408), restore_points=(1276, 1400), is_pinned=True)
-    shelf.put(suffixed(0, 1, 12800))
-    assert shelf.all_in_order() == [0, 2]
+    assert shelf.victims(1 << 60, later) == [header.id, 1]
 
 
 @pytest.mark.parametrize("n_conversations", [1, 200])

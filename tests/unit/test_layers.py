@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "proxy.run.guard": set(),
     "proxy.cli": {"proxy.app", "proxy.cli", "proxy.core", "proxy.errors", "proxy.explain"}
     | {"proxy.llama", "proxy.log", "proxy.run", "proxy.settings", "proxy.store"},
-    "proxy.cli.look": {"proxy.doctor", "proxy.servers", "proxy.serving"},
+    "proxy.cli.look": {"proxy.shared", "proxy.doctor", "proxy.servers", "proxy.serving"},
     "proxy.docstrings": set(),
     "proxy.settings": {"proxy.docstrings", "proxy.errors", "proxy.stabilize.model"},
     "proxy.errors": set(),

@@ -1,0 +1,163 @@
+"""What real builds of several months do: file version, rule, context checkpoints, and what a restart costs.
+
+Of each build and memory type: what the proxy learns at first contact, where the context checkpoints of a
+saved file lie, and the `agent` trace with both processes restarted half-way. Builds that are not there are
+fetched from PyPI (`xllamacpp`); the installed llama-server comes last, where drafting is tried too. Exit
+status 1 if a bar is missed.
+
+python -m tests.bench.canary [--document] [--rule-only] [VERSION ...]
+"""
+
+import argparse
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from proxy.llama.state_file import StateFile, read_state_file
+from tests.bench.document import document
+from tests.bench.section import Section
+from tests.bench.traces.__main__ import measure
+from tests.bench.traces.result import Case, Result
+from tests.lab.conversation import prose
+from tests.lab.models import MEMORIES, build_model
+from tests.lab.older_server import binary_of, install
+from tests.lab.rig import Rig
+from tests.lab.server import (
+    DEFAULT_MODEL_FOLDER,
+    REPOSITORY,
+    LlamaServer,
+    LlamaServerError,
+    find_llama_server,
+)
+
+BUILDS = (
+    *("2026.4.8672", "2026.5.9294", "2026.6.9713", "2026.7.10068", "2026.8.10566"),
+    *("2026.9.11063", "2026.10.11549"),
+)
+"""One of each month since PyPI has them."""
+MOST_RATIO = 1.05
+N_WORDS = 800
+"""Some 2,500 tokens: more than the window of the model."""
+DRAFTING = ("hybrid_mtp", ("--spec-type", "draft-mtp"))
+
+
+async def learned(
+    kind: str, binary: Path, leftovers: ExitStack, flags: tuple[str, ...] = ()
+) -> tuple[str, StateFile]:
+    """Return the rule that the proxy learns, and the file that it saves of a conversation."""
+    folder = Path(leftovers.enter_context(tempfile.TemporaryDirectory(prefix="prefix-cache-")))
+    slots = folder / "slots"
+    slots.mkdir(mode=0o700)
+    model = build_model(kind, "tiny", DEFAULT_MODEL_FOLDER)
+    server = LlamaServer(
+        model,
+        slots,
+        n_slots=1,
+        n_ctx=8192,
+        extra_args=flags,
+        binary=binary,
+        log_path=folder / "log",
+    )
+    leftovers.callback(server.kill)
+    async with Rig(server, slots) as rig:
+        messages = [{"role": "user", "content": prose(2, N_WORDS)}]
+        await rig.chat(messages)
+        await rig.settled()
+        [process] = rig.running.pool.processes
+        files = sorted(slots.glob("*.state"), key=lambda path: path.stat().st_mtime)
+        return str(process.rule), read_state_file(files[-1])
+
+
+def in_words(state: StateFile) -> tuple[int, str]:
+    """Return the file's version, and how far before its end its context checkpoints lie."""
+    behind = [str(len(state.tokens) - point) for point in state.restore_points]
+    drafts = ", with draft state" if state.draft_bytes else ""
+    return state.version, (", ".join(behind) or "none") + drafts
+
+
+async def examine(section: Section, name: str, kind: str, binary: Path, *, rule_only: bool) -> None:
+    """Add the row of one build and memory type."""
+    with ExitStack() as leftovers:
+        try:
+            rule, state = await learned(kind, binary, leftovers)
+        except LlamaServerError as error:
+            reason = str(error).splitlines()[0]
+            return section.add(name, kind, "-", "does not load", reason[-60:], "-", is_met=None)
+    cells = rule, *in_words(state)
+    if rule_only:
+        return section.add(name, kind, *cells, "-", is_met=None)
+    os.environ["LLAMA_SERVER_BIN"] = str(binary)
+    outcome = await measure(Case("restart", kind, "tiny", 1, "proxy"))
+    if isinstance(outcome, Result):
+        is_met = outcome.ratio <= MOST_RATIO
+        section.add(name, kind, *cells, f"{outcome.ratio:.3f}", is_met=is_met)
+    else:
+        section.add(name, kind, *cells, outcome.reason.splitlines()[0][:60], is_met=False)
+
+
+async def examine_drafting(section: Section, name: str, binary: Path) -> None:
+    """Add what is learned of a model that drafts by itself."""
+    kind, flags = DRAFTING
+    with ExitStack() as leftovers:
+        rule, state = await learned(kind, binary, leftovers, flags)
+        section.add(name, "hybrid, draft-mtp", rule, *in_words(state), "-", is_met=None)
+
+
+async def examine_all(versions: list[str], *, rule_only: bool) -> Section:
+    """Return the table."""
+    section = Section(
+        "Builds, month by month",
+        f"evaluated / exact at most {MOST_RATIO} over a restart",
+        (
+            *("build", "memory", "learned rule", "file version"),
+            *("context checkpoints, tokens before the end", "evaluated / exact"),
+        ),
+    )
+    binaries = {
+        f"b{v.rpartition('.')[2]} ({v[: -len(v.rpartition('.')[2]) - 1]})": v for v in versions
+    }
+    installed = find_llama_server()
+    for name, version in binaries.items():
+        install(version)
+        for kind in MEMORIES:
+            await examine(section, name, kind, binary_of(version), rule_only=rule_only)
+            print(section.rows[-1], file=sys.stderr, flush=True)
+    name = installed_name(installed)
+    for kind in MEMORIES:
+        await examine(section, name, kind, installed, rule_only=rule_only)
+        print(section.rows[-1], file=sys.stderr, flush=True)
+    with suppress(LlamaServerError):
+        await examine_drafting(section, name, installed)
+    return section
+
+
+def installed_name(binary: Path) -> str:
+    """Return what llama-server calls its build."""
+    said = subprocess.run([binary, "--version"], capture_output=True, text=True)
+    lines = (said.stdout + said.stderr).splitlines()
+    return next(
+        (line.removeprefix("version: ") for line in lines if "version:" in line), "installed"
+    )
+
+
+def main() -> int:
+    """Examine the builds that the command line names, or one of each month."""
+    parser = argparse.ArgumentParser(description="Examine real builds of llama-server.")
+    parser.add_argument("version", nargs="*", default=list(BUILDS))
+    parser.add_argument("--document", action="store_true", help="write docs/llama-server.md")
+    parser.add_argument("--rule-only", action="store_true", help="without the trace")
+    given = parser.parse_args()
+    section = asyncio.run(examine_all(given.version, rule_only=given.rule_only))
+    print(section.markdown())
+    if given.document:
+        path = REPOSITORY / "docs" / "llama-server.md"
+        document("canary", [section], level=3, path=path)
+    return 1 if section.n_missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Eviction against the optimum and against other policies, on recorded traces."""

@@ -1,0 +1,80 @@
+"""How much of what Belady's optimum saves our eviction saves, and others: by trace and budget.
+
+A budget is a part of the working set: the bytes of all distinct blocks of the trace. Exit status 1 if a
+bar is missed. Mooncake's traces: github.com/kvcache-ai/Mooncake, FAST25-release/traces.
+
+python -m tests.bench.eviction --trace PATH [PATH ...] [--memory full hybrid] [--budget 1 2 5 ...]
+                               [--policy NAME ...]      (`--trace agents`: our own traces)
+"""
+
+import argparse
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+from tests.bench.eviction.play import Saved, play, play_optimum
+from tests.bench.eviction.policies import POLICIES
+from tests.bench.eviction.shelf import MEMORIES
+from tests.bench.eviction.trace import AGENTS, BLOCK_TOKENS, n_distinct_blocks, read_trace
+from tests.bench.section import Section
+
+BUDGETS = (1, 2, 5, 10, 20, 50)
+"""Percent of the working set."""
+BEATEN = ("LRU", "S3-FIFO")
+
+
+def saved_by(trace_name: str, memory_name: str, policy: str, percent: int) -> Saved:
+    """Play one trace once."""
+    trace, memory = read_trace(trace_name), MEMORIES[memory_name]
+    n_blocks = n_distinct_blocks(trace) * percent // 100
+    if policy == OPTIMUM:
+        return play_optimum(trace, n_blocks)
+    budget_bytes = n_blocks * BLOCK_TOKENS * memory.token_bytes
+    return play(trace, memory, POLICIES[policy], budget_bytes)
+
+
+OPTIMUM = "Belady"
+
+
+def measure(trace_name: str, memory_name: str, percents: list[int], policies: list[str]) -> Section:
+    """Return the table of one trace on one memory type."""
+    title = f"{Path(trace_name).name.split('.')[0]}, {memory_name}"
+    section = Section(
+        f"Eviction: {title}",
+        f"ours above {' and '.join(BEATEN)} at every budget",
+        ("budget, % of the working set", "Belady: hit rate", *(f"{p}" for p in policies)),
+    )
+    cases = list(product([OPTIMUM, *policies], percents))
+    with ProcessPoolExecutor(2) as pool:
+        play_one = partial(saved_by, trace_name, memory_name)
+        found = dict(zip(cases, pool.map(play_one, *zip(*cases, strict=True)), strict=True))
+    for percent in percents:
+        best = found[OPTIMUM, percent]
+        shares = {p: found[p, percent].seconds / best.seconds for p in policies}
+        rivals = [shares[p] for p in BEATEN if p in shares]
+        is_met = shares["ours"] >= max(rivals) if "ours" in shares and rivals else None
+        cells = (f"{share:.3f}" for share in shares.values())
+        section.add(percent, f"{best.hit_rate:.3f}", *cells, is_met=is_met)
+    return section
+
+
+def main() -> int:
+    """Play what the command line names."""
+    parser = argparse.ArgumentParser(description="Compare eviction with the optimum.")
+    parser.add_argument("--trace", nargs="+", required=True, help=f"a path, or `{AGENTS}`")
+    parser.add_argument("--memory", nargs="+", default=["full"], choices=tuple(MEMORIES))
+    parser.add_argument("--budget", nargs="+", type=int, default=list(BUDGETS), metavar="PERCENT")
+    parser.add_argument("--policy", nargs="+", default=list(POLICIES), choices=tuple(POLICIES))
+    given = parser.parse_args()
+    n_missed = 0
+    for trace, memory in product(given.trace, given.memory):
+        section = measure(trace, memory, given.budget, given.policy)
+        print(section.markdown() + "\n", flush=True)
+        n_missed += section.n_missed
+    return 1 if n_missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

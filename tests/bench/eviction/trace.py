@@ -1,0 +1,88 @@
+"""Requests as Mooncake's traces have them: when, how long, and the hashes of the prompt's blocks."""
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from operator import itemgetter
+from pathlib import Path
+
+import xxhash
+
+from tests.bench.traces.catalogue import TRACES
+
+BLOCK_TOKENS = 512
+AGENTS = "agents"
+"""In place of a path: our own traces, one after the other."""
+
+_BLOCK_CHARACTERS = 4 * BLOCK_TOKENS
+_PAUSE_SECONDS = 20.0
+_ANSWER_TOKENS = 100
+_LIVE = ("claude-code", "opencode")
+"""Recorded bodies, whose prompts only a server can render."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request, `at` so many seconds, and the hashes of its blocks; the last block may not be full."""
+
+    at: float
+    n_prompt: int
+    n_answer: int
+    blocks: tuple[int, ...]
+    n_header: int = 0
+    """Where tools and system prompt end; 0 if the trace does not tell."""
+    n_turns: int = 1
+    """How many requests this one goes on from, itself included: its messages tell."""
+
+    @property
+    def n_full_blocks(self) -> int:
+        return self.n_prompt // BLOCK_TOKENS
+
+
+def read_trace(name: str) -> list[Asked]:
+    """Return the requests of a JSON-lines file, compressed or not, or of our own traces."""
+    return list(_with_turns(_of_agents() if name == AGENTS else _of_file(Path(name))))
+
+
+def _with_turns(trace: Iterable[Asked]) -> Iterator[Asked]:
+    """Yield requests with the turns that lie before them.
+
+    A trace of hashes has no messages. A request goes on from the last one that had its deepest known block,
+    if it has all full blocks of that one, and one that not everybody shares.
+    """
+    last_with: dict[int, Asked] = {}
+    for asked in trace:
+        known = takewhile(last_with.__contains__, asked.blocks)
+        n_known, deepest = max(enumerate(known, 1), default=(0, None), key=itemgetter(0))
+        earlier = last_with[deepest] if deepest is not None and n_known > 1 else None
+        goes_on = earlier is not None and n_known >= earlier.n_full_blocks
+        new = replace(asked, n_turns=earlier.n_turns + 1) if earlier and goes_on else asked
+        last_with.update(dict.fromkeys(asked.blocks, new))
+        yield new
+
+
+def _of_file(path: Path) -> Iterator[Asked]:
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+        for row in map(json.loads, lines):
+            lengths = row["input_length"], row["output_length"]
+            yield Asked(row["timestamp"] / 1000, *lengths, tuple(row["hash_ids"]))
+
+
+def _of_agents() -> Iterator[Asked]:
+    """Yield our own traces; a token is four characters of the request's JSON."""
+    at = 0.0
+    for name, trace in TRACES.items():
+        for request in () if name in _LIVE else trace().requests():
+            at += _PAUSE_SECONDS
+            text = json.dumps([request.tools, *request.messages])
+            begin = json.dumps([request.tools, *request.messages[:1]])
+            n_header = len(begin) // 4 if request.messages[0]["role"] == "system" else 0
+            ends = range(_BLOCK_CHARACTERS, len(text) + _BLOCK_CHARACTERS, _BLOCK_CHARACTERS)
+            blocks = tuple(xxhash.xxh3_64_intdigest(text[:end].encode()) for end in ends)
+            yield Asked(at, len(text) // 4, _ANSWER_TOKENS, blocks, n_header)
+
+
+def n_distinct_blocks(trace: list[Asked]) -> int:
+    return len(set().union(*(asked.blocks for asked in trace)))
