@@ -16,7 +16,7 @@ EXAMPLE_HEAD = """\
 
 def words(name: str) -> str:
     """Return the description of a setting and whatever more there is to say."""
-    return f"{SCHEMA[name]['description']} {SCHEMA[name]['more']}"
+    return f"{SCHEMA[name]['description']} {SCHEMA[name]['more']}".strip()
 
 
 def settings_table() -> str:

@@ -9,7 +9,7 @@ import aiohttp
 from tests.bench.processes import Setup
 from tests.bench.progress import tell
 from tests.bench.section import Section
-from tests.bench.shared.hosts import Host, Hosts
+from tests.bench.shared.hosts import OPTIONS, Host, Hosts
 from tests.bench.shared.moves import DOWN, counter
 from tests.bench.shared.network import Network
 from tests.bench.traces.chat import chat
@@ -21,7 +21,7 @@ N_STATES = {"full": 25, "hybrid": 25}
 LENGTHS = (600, 30_000)
 """Characters of the shortest and the longest conversation."""
 BAR_RIGHT, BAR_FACTOR = 0.9, 1.2
-SETUP = Setup(n_threads=1, proxy_options=("--idle-save-seconds", "0.3"))
+SETUP = Setup(n_threads=1, proxy_options=OPTIONS)
 
 
 async def measure_breakeven(network: Network, leftovers: ExitStack, kinds: list[str]) -> Section:

@@ -9,7 +9,7 @@ import aiohttp
 from tests.bench.processes import Setup
 from tests.bench.progress import tell
 from tests.bench.section import Section
-from tests.bench.shared.hosts import Host, Hosts
+from tests.bench.shared.hosts import OPTIONS, Host, Hosts
 from tests.bench.shared.network import Network
 from tests.bench.traces.chat import Reply, chat
 from tests.bench.traces.metrics import read_counters
@@ -21,7 +21,7 @@ DOWN = 'shared_bytes_total{direction="down"}'
 LENGTHS = {10_000: 3, 30_000: 2}
 """Prompt tokens, about, and how often each is measured."""
 _CHARACTERS_PER_TOKEN = 3.55
-SETUP = Setup(n_slots=1, n_ctx=40960, n_threads=2, proxy_options=("--idle-save-seconds", "0.5"))
+SETUP = Setup(n_slots=1, n_ctx=40960, n_threads=2, proxy_options=OPTIONS)
 
 
 async def first_token(host: Host, session: Session) -> Reply:
