@@ -25,7 +25,7 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
   { echo "$(PYTHON) with venv is missing: apt-get install python3.11-venv"; exit 1; }
 endef
 
-.PHONY: all setup llama-server older-builds models prometheus nginx chromium demo test test-long test-clients live lint format type docs screenshots bench bench-overhead bench-index flame clean
+.PHONY: all setup llama-server older-builds models prometheus nginx chromium demo test test-long test-clients live lint format type docs screenshots bench bench-overhead bench-index canary flame clean
 
 all: lint type test
 
@@ -175,6 +175,10 @@ bench-overhead: $(SETUP) llama-server models nginx
 # Opening, lookups, evictions and memory of stores of 10,000, 100,000 and a million checkpoints (11 GB of disk).
 bench-index: $(SETUP)
 	@$(BIN)/python -m tests.bench.index
+
+# What real builds of seven months learn, save and evaluate: the table in docs/llama-server.md (half an hour).
+canary: $(SETUP) llama-server models
+	@$(BIN)/python -m tests.bench.canary --document
 
 # docs/where-time-goes.md: a flame graph of the proxy on hot requests, and its table.
 flame: $(SETUP) llama-server models $(PY_SPY)
