@@ -4,12 +4,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 LAB := .lab
 SETUP := $(VENV)/.set-up
+EXTRAS := demo,dev,shared
+ifeq ($(MAKECMDGOALS)$(wildcard $(SETUP)),demo)
+# Nothing but the demo is wanted: that needs a small part.
+SETUP := $(VENV)/.set-up-demo
+EXTRAS := demo
+endif
 SERVER := $(LAB)/llama-server/llama-server
 MODELS := $(LAB)/models/.made
 CLIENTS := $(LAB)/clients/.installed
 PROMETHEUS := $(LAB)/prometheus/promtool
 PY_SPY := $(LAB)/py-spy/bin/py-spy
 NGINX := $(LAB)/nginx/nginx
+HAPROXY := $(LAB)/haproxy/haproxy
+CEPH := $(LAB)/ceph/run
 CHROMIUM := $(LAB)/chromium/chromium
 DEBIAN := $(LAB)/debian.tar
 # Where `make install` puts things; /etc and systemd's units only as root.
@@ -25,7 +33,7 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
   { echo "$(PYTHON) with venv is missing: apt-get install python3.11-venv"; exit 1; }
 endef
 
-.PHONY: all setup llama-server older-builds models prometheus nginx chromium demo test test-long test-clients live lint format type docs screenshots bench bench-overhead bench-index canary flame clean
+.PHONY: all setup llama-server older-builds models prometheus nginx haproxy chromium demo test test-long test-shared test-clients live lint format type docs screenshots bench bench-overhead bench-index canary bench-shared flame clean
 
 all: lint type test
 
@@ -34,7 +42,7 @@ $(SETUP): pyproject.toml
 	@$(NEED_PYTHON)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 ifeq ($(LOCKED),)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
 else
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes -r deploy/requirements-dev.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
@@ -48,17 +56,17 @@ lock:
 	@$(NEED_PYTHON)
 	test -x $(LAB)/lock/bin/pip-compile || $(PYTHON) -m venv $(LAB)/lock
 	$(LAB)/lock/bin/python -m pip install --quiet --disable-pip-version-check 'pip-tools>=7.5'
-	$(LOCK) --upgrade --output-file deploy/requirements.lock pyproject.toml
-	$(LOCK) --upgrade --extra dev --build-deps-for editable --constraint deploy/requirements.lock \
+	$(LOCK) --upgrade --extra shared --output-file deploy/requirements.lock pyproject.toml
+	$(LOCK) --upgrade --extra demo --extra dev --extra shared --build-deps-for editable --constraint deploy/requirements.lock \
 	  --output-file deploy/requirements-dev.lock pyproject.toml
 
 # The tests that need no llama-server, with the lowest versions that pyproject.toml allows.
 test-lowest:
 	@$(NEED_PYTHON)
 	$(PYTHON) -m venv --clear $(LAB)/lowest
-	$(PYTHON) -c "import re, tomllib; needs = tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']; \
+	$(PYTHON) -c "import re, tomllib; needs = tomllib.load(open('pyproject.toml', 'rb'))['project']; needs = [*needs['dependencies'], *needs['optional-dependencies']['shared']]; \
 	  print(*(re.sub('>=([0-9.]+).*', r'==\1', need) for need in needs), sep='\n')" >$(LAB)/lowest/lowest.txt
-	$(LAB)/lowest/bin/python -m pip install --quiet --disable-pip-version-check -c $(LAB)/lowest/lowest.txt --editable '.[dev]'
+	$(LAB)/lowest/bin/python -m pip install --quiet --disable-pip-version-check -c $(LAB)/lowest/lowest.txt --editable '.[demo,dev,shared]'
 	$(LAB)/lowest/bin/python -m pytest -n 2 --dist worksteal tests/unit tests/store
 
 # A llama-server in LLAMA_SERVER_BIN or on PATH wins; otherwise Debian's own is unpacked into .lab.
@@ -84,6 +92,14 @@ nginx:
 	@if command -v nginx >/dev/null; then :; else $(MAKE) --no-print-directory $(NGINX); fi
 $(NGINX):
 	tests/lab/fetch_nginx.sh $(abspath $(LAB)/nginx)
+
+# Before several hosts: one on PATH wins, otherwise Debian's own is unpacked into .lab.
+haproxy:
+	@if command -v haproxy >/dev/null; then :; else $(MAKE) --no-print-directory $(HAPROXY); fi
+$(HAPROXY):
+	tests/lab/fetch_haproxy.sh $(abspath $(LAB)/haproxy)
+$(CEPH):
+	tests/lab/fetch_ceph.sh $(abspath $(LAB)/ceph)
 
 # For the live page: one in CHROMIUM_BIN or on PATH wins, otherwise Debian's own is unpacked into .lab.
 chromium:
@@ -112,12 +128,17 @@ demo: $(SETUP) llama-server models
 	@$(BIN)/python -m tests.bench.demo
 endif
 
-test: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus chromium
+test: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus nginx haproxy chromium
 	$(BIN)/python -m pytest -n 4 --dist worksteal
 
 # The same with many more generated examples for each property, and on all kinds of memory.
-test-long: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus chromium
+test-long: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus nginx haproxy chromium
 	$(BIN)/python -m pytest -n 4 --dist worksteal --hypothesis-profile=long -m ""
+
+# Hosts that share a bucket, on more engines (Ceph with three OSDs on files, moto) and under every fault.
+test-shared: $(SETUP) llama-server models nginx haproxy $(CEPH)
+	$(BIN)/python -m pytest -m "" tests/shared tests/integration/test_buckets.py tests/live/test_balancers.py \
+	  tests/live/test_shared_hosts.py tests/live/test_shared_store.py
 
 # The real clients, pinned in tests/clients/package.json; npm is only needed to fetch them.
 test-clients: $(SETUP) llama-server models $(CLIENTS)
@@ -132,7 +153,7 @@ $(CLIENTS): tests/clients/package.json
 	npm install --prefix $(@D) --ignore-scripts --no-package-lock --no-audit --no-fund --loglevel=error
 	@touch $@
 
-live: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus chromium
+live: $(SETUP) llama-server older-builds models $(SMOLLM2) prometheus nginx haproxy chromium
 	$(BIN)/python -m pytest -n 4 --dist worksteal tests/live
 
 lint: $(SETUP)
@@ -179,6 +200,10 @@ bench-index: $(SETUP)
 # What real builds of seven months learn, save and evaluate: the table in docs/llama-server.md (half an hour).
 canary: $(SETUP) llama-server models
 	@$(BIN)/python -m tests.bench.canary --document
+
+# Hosts as network namespaces, with a bucket (half an hour; as root): make bench-shared PART=moves.
+bench-shared: $(SETUP) llama-server models
+	@$(BIN)/python -m tests.bench.shared $(PART)
 
 # docs/where-time-goes.md: a flame graph of the proxy on hot requests, and its table.
 flame: $(SETUP) llama-server models $(PY_SPY)

@@ -5,10 +5,11 @@ import math
 import stat
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from aiohttp import web
 
@@ -34,6 +35,7 @@ from proxy.settings import (
     admin_token,
     admin_token_file,
     parse_list,
+    parse_shared_store,
     parse_urls,
     split_address,
 )
@@ -45,6 +47,11 @@ from proxy.web.admin import Admin, only_operators, only_own_pages
 from proxy.web.clients import IDLE_SECONDS, MAX_BODY_BYTES, MAX_TARGET_BYTES, Connection, Front
 from proxy.web.page import LivePage, Looks
 from proxy.web.writer import Unread
+
+if TYPE_CHECKING:
+    from proxy.shared.bucket import Bucket
+    from proxy.shared.sealing import Sealing
+    from proxy.shared.tier import Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,7 @@ async def run_proxy(settings: Settings, *, launch: Launch | None = None) -> Asyn
     switched_on = parse_switches(settings.stabilizers)
     journal = Journal(Keep(settings.explain_keep), switched_on)
     shared = new_shared(store, metrics, degradations, journal)
+    shared.tier = open_tier(settings, shared)
     try:
         async with new_session() as client:
             key = settings.upstream_api_key
@@ -111,6 +119,39 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
     return store
 
 
+def open_tier(settings: Settings, shared: Shared) -> "Tier | None":
+    """Return the shared store, None if there is none to be used; raises SettingsError.
+
+    With a key file, tenants are called the same on all machines that have it.
+    """
+    told, store = parse_shared_store(settings.shared_store), shared.opened_store
+    opened = open_bucket(settings) if store is not None and not store.files.is_readonly else None
+    if told is None or store is None or opened is None:
+        return None
+    from proxy.shared.tier import SharedLimits, Tier
+
+    bucket, sealing = opened
+    if sealing.is_on:
+        shared.secret = sealing.secret(b"tenants")
+    limits = SharedLimits(told.upload_bytes_per_day, told.upload_bytes_per_second, told.capacity)
+    seen = shared.metrics, shared.everywhere, shared.faults
+    return Tier(store, bucket, sealing, limits, shared.served.present, *seen)
+
+
+def open_bucket(settings: Settings) -> "tuple[Bucket, Sealing] | None":
+    """Return the bucket of `shared_store`, and what seals it; None if it is not set.
+
+    Raises SettingsError if it cannot be used.
+    """
+    if (told := parse_shared_store(settings.shared_store)) is None:
+        return None
+    # Whoever does without is not to pay for it.
+    from proxy.shared.bucket import Bucket
+    from proxy.shared.sealing import Sealing, read_key
+
+    return Bucket(told.url), Sealing(read_key(Path(told.key_file)) if told.key_file else b"")
+
+
 @asynccontextmanager
 async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterator[Running]:
     shared.metrics.gauges.read = partial(set_gauges, shared, pool)
@@ -142,7 +183,7 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
     for address in (settings.admin, settings.listen):
         (await _bind(asyncio.Protocol, address)).close()
     # In reverse order of leaving: stop listening, then save, then stop watching.
-    async with pool.followed():
+    async with shared.tier.running() if shared.tier else nullcontext(), pool.followed():
         try:
             async with (
                 _listen(operators, settings.admin, 1.0) as admin_port,
@@ -154,8 +195,11 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
                     pool.give_up()
         finally:
             try:
+                await pool.ahead.close()
                 await shared.tasks.drain(settings.drain_seconds)
                 await pool.drain(settings.drain_seconds)
+                if shared.tier:
+                    await shared.tier.drain(settings.drain_seconds)
                 await pool.stabilizing.keep()
             finally:
                 await shared.tasks.drain(0)
@@ -226,6 +270,7 @@ def set_gauges(shared: Shared, pool: Pool) -> None:
     restores.labels("warm").set(highest(p.rates.warm_restore.bytes_per_second for p in processes))
     restores.labels("cold").set(highest(p.rates.cold_restore.bytes_per_second for p in processes))
     metrics.save_bytes_per_second.set(highest(p.rates.save.bytes_per_second for p in processes))
+    metrics.shared_known_states.set(shared.tier.n_known if shared.tier else 0)
     if (store := shared.opened_store) is not None:
         metrics.checkpoints.set(len(store))
         metrics.checkpoint_bytes.set(store.size_bytes)
@@ -249,6 +294,8 @@ def count_evictions(shared: Shared, store: CheckpointStore) -> None:
             cause = Cause.RESTORE_REFUSED if is_broken else Cause.EVICTED
             shared.journal.note_loss(checkpoint.namespace, tokens, cause)
         metrics.evictions.labels(reason).inc()
+        if shared.tier:
+            shared.tier.note_removed(checkpoint, reason)
         if checkpoint.quarantine:
             note_quarantined(shared.everywhere, store.quarantined)
         get_logger("store").info(

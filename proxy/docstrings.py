@@ -1,4 +1,4 @@
-"""What is told of settings and of metrics: the docstrings that stand below their names."""
+"""The help texts of settings and metrics: the docstrings below their fields."""
 
 import ast
 import inspect

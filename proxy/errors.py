@@ -1,8 +1,8 @@
-"""What can go wrong, and whose fault it is.
+"""The exceptions of the proxy.
 
-Two trees that never meet: a `CacheFault` costs a request its speed and is never seen by a client; a
-`ProxyError` is an answer to the client and carries the HTTP status of that answer. Only what somebody
-catches by its kind has a class of its own.
+There are two separate trees: a `CacheFault` costs a request its speed and is never seen by a client; a
+`ProxyError` is an answer to the client and carries the HTTP status of that answer. A fault has a class of
+its own only if some code catches that class.
 """
 
 import os
@@ -11,7 +11,7 @@ from typing import Literal
 
 
 def in_words(error: BaseException) -> str:
-    """Return why something failed, without numbers and names that only programmers know."""
+    """Return why something failed, without error numbers and the names of exceptions."""
     if not isinstance(error, OSError) or not (error.errno or error.strerror):
         return str(error) or "it broke off"
     is_known = error.errno and error.errno > 0 and not isinstance(error, socket.gaierror)
@@ -33,7 +33,7 @@ class CacheFault(Exception):
 
 
 class StateFileMalformed(CacheFault):
-    """A state file is not what llama-server writes."""
+    """A state file does not have llama-server's format."""
 
 
 class StoreFault(CacheFault):
@@ -41,19 +41,23 @@ class StoreFault(CacheFault):
 
 
 class IndexDamaged(StoreFault):
-    """The index cannot be worked on, but it can be made anew; `flaw` says what was found."""
+    """The index cannot be used, but it can be rebuilt; `flaw` says what is wrong."""
 
     def __init__(self, index: object, flaw: str) -> None:
         super().__init__(f"the index {index} is damaged ({flaw}): `check --fix` makes it anew")
         self.flaw = flaw
 
 
+class SharedStoreFault(CacheFault):
+    """The shared store did not do what it was asked for."""
+
+
 class StateDamaged(StoreFault):
-    """A state file is not what llama-server has written."""
+    """A state file is no regular file, or its bytes differ from what was saved."""
 
 
 class StoreLocked(StoreFault):
-    """Another proxy has the directory."""
+    """Another proxy uses the directory."""
 
 
 WRITE_BUDGET = "write budget"
@@ -80,7 +84,7 @@ class UpstreamSlow(UpstreamUnreachable):
 
 
 class UpstreamLost(UpstreamUnreachable):
-    """llama-server went away while it worked on the call, which may be what ended it."""
+    """llama-server went away while it worked on the call; the call may have ended it."""
 
 
 class UpstreamRefused(UpstreamFault):
@@ -93,7 +97,7 @@ class UpstreamRefused(UpstreamFault):
 
 
 class WillBeRefused(CacheFault):
-    """llama-server will refuse a request before it comes to any slot; the message says why."""
+    """llama-server will refuse a request before it reaches a slot; the message says why."""
 
 
 class NotConvertible(CacheFault):
@@ -101,7 +105,7 @@ class NotConvertible(CacheFault):
 
 
 class SaveRejected(CacheFault):
-    """A save answered 200 but its file is not what the reply or the plan says."""
+    """A save was answered with 200, but its file contradicts the reply or the plan."""
 
 
 class ProxyError(Exception):
@@ -118,7 +122,7 @@ class ServerAway(ProxyError):
     """llama-server is not there, or went away before it answered a request.
 
     `was_sent` says whether llama-server got anything of the request, `has_ended` whether llama-server ended
-    by itself while it worked for the request. `status` is 503 where the request waited in vain.
+    by itself while it worked for the request. `status` is 503 if the request waited in vain.
     """
 
     status = 502

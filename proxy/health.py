@@ -19,13 +19,13 @@ from proxy.log import get_logger
 from proxy.metrics import Metrics
 
 QUIET_SECONDS = 300.0
-"""A condition that comes and goes is logged once in this time."""
+"""A condition that begins again within this time is not logged again."""
 _MAX_REMEMBERED = 256
 _ABOUT_PROMPTS = ("tokenize", "stabilize")
 
 
 class CannotCache(CacheFault):
-    """Nothing can be saved or restored on this llama-server; `kind` says why, `detail` what was seen."""
+    """Nothing can be saved or restored on this llama-server; `kind` says why, `detail` adds the error."""
 
     def __init__(self, kind: DegradationKind, detail: str = "") -> None:
         super().__init__(detail or kind.reason)
@@ -37,7 +37,7 @@ class CannotCache(CacheFault):
 class Degradation:
     """An active condition; `since` is in seconds of the epoch, `where` names the llama-server.
 
-    `where` is empty where there is only one llama-server, and for conditions of the proxy itself.
+    `where` is empty if there is only one llama-server, and for conditions of the proxy itself.
     """
 
     kind: DegradationKind
@@ -47,15 +47,15 @@ class Degradation:
 
     @property
     def reason(self) -> str:
-        """Why, in words for a person, with the error that was seen."""
+        """The reason in words, with llama-server's name and the detail."""
         reason = f"{self.where}: {self.kind.reason}" if self.where else self.kind.reason
         return f"{reason} ({self.detail})" if self.detail else reason
 
 
 class Degradations:
-    """What keeps the proxy from caching as it should: begun, ended, logged once and counted.
+    """The active conditions that keep the proxy from caching as it should: logged once, and counted.
 
-    `at` gives the conditions of one llama-server, `where`. All of them share one table.
+    `at` returns the conditions of one llama-server, `where`. All share one table.
     """
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float] = time.time) -> None:
@@ -69,7 +69,7 @@ class Degradations:
         self._began = {State.CACHING: clock()}
 
     def at(self, where: str) -> "Degradations":
-        """Return those of one llama-server, which counts from when the first of them begins."""
+        """Return the conditions of one llama-server; it counts for `state` once the first one begins."""
         here = copy(self)
         here.where = where
         return here
@@ -80,12 +80,12 @@ class Degradations:
 
     @property
     def kinds(self) -> frozenset[DegradationKind]:
-        """What is active here."""
+        """The kinds of the conditions that are active here."""
         return self._kinds(self.where)
 
     @property
     def active(self) -> list[Degradation]:
-        """What is active anywhere: the worst first, of those the oldest."""
+        """All active conditions: the worst first, and the older one first among equals."""
         order = list(State)
         return sorted(self._active.values(), key=lambda d: (-order.index(d.kind.leads_to), d.since))
 
@@ -101,7 +101,7 @@ class Degradations:
         return self._began[self.state]
 
     def begin(self, kind: DegradationKind, detail: str = "") -> None:
-        """Note that something is wrong here; if it was already, only a new *detail* is noted."""
+        """Begin a condition here; if it is active already, only note a new *detail*."""
         key, before = (self.where, kind), self.state
         if known := self._active.get(key):
             self._active[key] = replace(known, detail=detail or known.detail)
@@ -125,7 +125,7 @@ class Degradations:
         )
 
     def end(self, *kinds: DegradationKind) -> None:
-        """Note that these are mended here; those that are not active are left alone."""
+        """End these conditions here; one that is not active is skipped."""
         for kind in kinds:
             key = self.where, kind
             if key not in self._active:
@@ -144,7 +144,7 @@ class Degradations:
                 )
 
     def leave(self) -> None:
-        """Forget this llama-server: nobody misses it."""
+        """Forget this llama-server: that it is away is no degradation."""
         self.end(*(self.kinds & OF_PROCESS))
         before = self.state
         self._servers.discard(self.where)
@@ -159,7 +159,7 @@ class Degradations:
 
 
 class Faults:
-    """Where cache faults end: counted every time, logged once, never a client's error."""
+    """The end of every cache fault: counted every time, logged once, never an error of a client."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -167,7 +167,7 @@ class Faults:
         self._seen: set[tuple[str, str]] = set()
 
     def count(self, stage: str) -> None:
-        """Count a fault that is told elsewhere, as a degradation."""
+        """Count a fault without a log line: a degradation tells it."""
         self._metrics.cache_faults.labels(stage).inc()
 
     def record(self, stage: str, error: BaseException) -> None:

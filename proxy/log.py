@@ -1,7 +1,7 @@
 """structlog set-up. Prompt text is never logged; one canonical line tells each request's story.
 
-On a console, people read the `says` of an event, one sentence each, and no event without one that is not
-a warning. All fields of all events are in the form for machines, and on a console at level debug.
+On a console, people read the `says` of each event, one sentence; an event without `says` is shown only if
+it is a warning or worse. JSON has all fields of all events, and so has a console at level debug.
 """
 
 import logging
@@ -39,7 +39,7 @@ def configure_logging(level: str, log_format: str) -> None:
 
 
 def _is_no_clients_fault(record: logging.LogRecord) -> bool:
-    """Return whether aiohttp tells of anything but a head that is no HTTP: such heads may hold secrets."""
+    """Return False for aiohttp's reports of heads that are no HTTP: such heads may hold secrets."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
@@ -49,7 +49,7 @@ def _without_words(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableM
 
 
 def _words(_: Any, __: str, event: MutableMapping[str, Any]) -> str:
-    """Return what an event says to people; raises DropEvent if that is nothing."""
+    """Return the text of an event for people; raises DropEvent if it has none."""
     says, level, trace = event.pop("says", ""), event["level"], event.pop("exception", "")
     if level not in ("info", "debug"):
         fields = [f"{name}: {value}" for name, value in event.items() if name not in _NO_FACTS]

@@ -34,7 +34,7 @@ UNANSWERED = ("client left", "llama-server gone", "queue full", "other")
 STAGES = (
     *("attach", "self-test", "lifecycle", "tokenize", "lookup", "verify", "erase", "prepare"),
     *("placement", "settle", "explain", "save", "thin", "quarantine", "unattended action"),
-    *("remember", "stabilize"),
+    *("remember", "stabilize", "share"),
 )
 POSITION_LABELS = {p: "none" if p == math.inf else str(p) for p in POSITIONS}
 MISSES = tuple(cause for cause in Cause if cause.is_miss)
@@ -207,6 +207,16 @@ class Metrics:
     """Saves not begun or not kept for want of room, by what limits it; write budget: not worth what
     is left of max_write_bytes_per_day.
     """
+    shared_states = _counter(direction=("up", "down"))
+    """States put into the shared store (up) or fetched (down)."""
+    shared_bytes = _counter(direction=("up", "down"))
+    """Bytes of these transfers."""
+    shared_known_states = _gauge()
+    """States known to be there."""
+    shared_fetches = _counter(result=("done", "late", "gone", "damaged", "failed", "dearer"))
+    """Fetches by result; late: evaluating is quicker by now; dearer: not begun for that."""
+    shared_faults = _counter(operation=("list", "fetch", "upload", "delete"))
+    """Failures of the shared store."""
     stabilized_requests = _counter(stabilizer=Name)
     """Requests rewritten, by stabilizer (docs/stabilizers.md)."""
     shortened_requests = _counter()

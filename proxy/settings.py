@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import yaml
@@ -27,6 +27,9 @@ _PORT = r"(\d{1,4}|[1-5]\d{4}|6[0-4]\d{3}|65[0-4]\d\d|655[0-2]\d|6553[0-5])"
 _URL = r"https?://[^/?#,\s]+[^?#,\s]*"
 _ALIAS = r"[^\s=,]+\s*=\s*[^\s=,]+\s*"
 _OPEN = r"(health|metrics)"
+_SHARED_URL = r"(s3|gs|az|file)://[^\s,=]+"
+_SHARED_SIZES = ("upload_bytes_per_day", "upload_bytes_per_second", "capacity")
+_SHARED_PAIR = rf"\s*(url\s*=\s*{_SHARED_URL}|(key_file|{'|'.join(_SHARED_SIZES)})\s*=\s*[^,]+)"
 
 
 def _text(title: str, pattern: str) -> Meta:
@@ -54,6 +57,13 @@ Switches = Annotated[
 Aliases = Annotated[
     str,
     _text("`name = name of llama-server`, separated by commas", rf"\s*({_ALIAS}(,\s*{_ALIAS})*)?"),
+]
+SharedStoreText = Annotated[
+    str,
+    _text(
+        "URL, or `url = URL, key_file = FILE, ...`",
+        rf"\s*({_SHARED_URL}|{_SHARED_PAIR}(,{_SHARED_PAIR})*)?\s*",
+    ),
 ]
 Bytes = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(ge=0)]
@@ -123,11 +133,21 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     Writing wears out flash. When less than half is left, the proxy skips saves that spare few
     seconds of evaluation for their bytes. A restart does not reset the count.
     """
+    shared_store: SharedStoreText = ""
+    """Where states are shared with other machines: s3://bucket/prefix or file:///path.
+
+    Or a mapping: url, key_file (states are sealed with what is in that file, the same on all
+    machines), upload_bytes_per_day, upload_bytes_per_second, and capacity (bytes of all states there).
+    Credentials and the endpoint come from the environment, such as AWS_ACCESS_KEY_ID,
+    AWS_SECRET_ACCESS_KEY, AWS_ENDPOINT_URL and AWS_REGION. See docs/many-machines.md.
+    """
     idle_save_seconds: Annotated[float, Meta(gt=0)] = 10.0
     """A slot idle for this long is saved.
 
     Unless a file already covers what the slot holds.
     """
+    ahead_seconds: Annotated[float, Meta(ge=0)] = 20.0
+    """Evaluate at most so long ahead of the next prompt, while nothing runs; 0: never."""
     max_requests: Annotated[int, Meta(ge=1)] = 256
     """Generation requests at once; more are answered 503.
 
@@ -242,6 +262,33 @@ def parse_list(values: str) -> list[str]:
 def parse_urls(urls: str) -> list[str]:
     """Return the base URLs of `upstream`."""
     return [url.rstrip("/") for url in parse_list(urls)]
+
+
+class SharedStore(NamedTuple):
+    """What `shared_store` says; the limits are in bytes, 0 for none."""
+
+    url: str
+    key_file: str = ""
+    upload_bytes_per_day: int = 0
+    upload_bytes_per_second: int = 0
+    capacity: int = 0
+
+
+def parse_shared_store(text: str) -> SharedStore | None:
+    """Return what `shared_store` says, None if it is not set; raises SettingsError."""
+    if not text.strip():
+        return None
+    if "=" not in text:
+        return SharedStore(text.strip())
+    pairs = (pair.partition("=") for pair in parse_list(text))
+    told = {name.strip(): value.strip() for name, _, value in pairs}
+    try:
+        sizes = {name: parse_size(told[name]) for name in _SHARED_SIZES if name in told}
+        return SharedStore(told["url"], told.get("key_file", ""), **sizes)
+    except (KeyError, ValueError) as error:
+        raise SettingsError(
+            f"shared_store: {error} is missing or no size, such as 50GiB"
+        ) from error
 
 
 def reachable(address: str, machine: str = "127.0.0.1") -> str:

@@ -1,4 +1,4 @@
-"""Background work that outlives the request that began it, held until it is done; and turns.
+"""Background work that outlives the request that began it; and turns.
 
 A turn is the right to be the only one that does something.
 """
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Tasks:
-    """Running tasks; whoever starts one can stop waiting for it, nobody can lose it."""
+    """Running tasks, referenced until they end: a caller may stop waiting for its task."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
@@ -27,7 +27,7 @@ class Tasks:
         return task
 
     async def drain(self, seconds: float) -> None:
-        """Wait for everything that runs, at most *seconds*, then cancel the rest."""
+        """Wait for all running tasks, at most *seconds*, then cancel the rest."""
         if self._running:
             await asyncio.wait(self._running, timeout=seconds)
         for task in tuple(self._running):
@@ -36,22 +36,22 @@ class Tasks:
 
 
 class Turn:
-    """The right to be the only one, or a place in the line for it; ending it again is harmless."""
+    """A place in the line; the first in the line has the turn. A second `end` is harmless."""
 
     def __init__(self, turns: "Turns") -> None:
         self._turns = turns
         self.has_come = asyncio.Event()
 
     def end(self) -> None:
-        """Let the next one have the turn."""
+        """Leave the line; the next in line gets the turn."""
         self._turns.leave(self)
 
 
 class Turns:
-    """Hands out a turn that one has at a time, in the order of asking."""
+    """Gives the turn to one caller at a time, in the order of asking."""
 
     def __init__(self, on_end: Callable[[], None] = lambda: None) -> None:
-        """*on_end* is called between two turns, when nobody has one."""
+        """*on_end* is called between two turns, when the turn is free."""
         self._line: deque[Turn] = deque()
         self._on_end = on_end
 
@@ -64,7 +64,7 @@ class Turns:
         return bool(self._line) and self._line[0].has_come.is_set()
 
     def try_take(self) -> Turn | None:
-        """Return the turn if nobody has it."""
+        """Return the turn if it is free, else None."""
         return None if self._line else self._join()
 
     async def take(self) -> Turn:
@@ -78,7 +78,7 @@ class Turns:
         return turn
 
     def leave(self, turn: Turn) -> None:
-        """Take a turn out of the line, and let the next one come if that was the first."""
+        """Take a turn out of the line; if it was the first, the next one gets the turn."""
         if turn in self._line:
             self._line.remove(turn)
             if not self.is_taken:

@@ -27,10 +27,10 @@ _MIN_DIGITS = 4
 
 
 class RunningProxy:
-    """The admin listener of a proxy that runs; all methods exit with a plain word if it refuses."""
+    """The admin listener of a running proxy; all methods exit with a plain message if it refuses."""
 
     def __init__(self, address: str, token: str | None = None) -> None:
-        """*address* is HOST:PORT, *token* what it asks for."""
+        """*address* is HOST:PORT, *token* the listener's token if it has one."""
         self.address = address
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
 
@@ -39,7 +39,7 @@ class RunningProxy:
         return listed["checkpoints"]
 
     def told(self) -> dict[str, Any]:
-        """Return what the live page is told."""
+        """Return the overview that the live page shows."""
         return self.ask("GET", "/overview", dict[str, Any])
 
     def pin(self, checkpoint_id: str, *, is_pinned: bool) -> None:
@@ -52,12 +52,12 @@ class RunningProxy:
         return self.ask("DELETE", path, Deleted, query=query, refusals=(404, 409))
 
     def ask(self, method: str, path: str, type_: type[T], **how: Any) -> T:
-        """Return the answer to a request; *how* it is made is what `_reply` takes."""
+        """Return the answer to a request; *how* are the other arguments of `_reply`."""
         with self._reply(method, path, **how) as reply:
             return self._decode(reply.read(), type_)
 
     def lines(self, path: str, **how: Any) -> Iterator[dict[str, Any]]:
-        """Post a request and yield each line of JSON of the answer."""
+        """Post a request and yield each JSON line of the answer."""
         with self._reply("POST", path, **how) as reply:
             for line in reply:
                 yield self._decode(line, dict[str, Any])
@@ -72,8 +72,8 @@ class RunningProxy:
         headers: Mapping[str, str] | None = None,
         refusals: tuple[int, ...] = (),
     ) -> Iterator[HTTPResponse]:
-        """Yield the answer to a request; an error exits unless its status is one of *refusals*."""
-        # Not urllib: proxies of the environment are not for listeners of this machine.
+        """Yield the answer to a request; exit at an error whose status is not in *refusals*."""
+        # Not urllib: the HTTP proxies of the environment are not for listeners of this machine.
         connection = HTTPConnection(self.address, timeout=_CONNECT_SECONDS)
         try:
             with closing(connection):
@@ -120,7 +120,7 @@ class RunningProxy:
 
 
 def _complaint(body: bytes) -> str:
-    """Return what an error body says."""
+    """Return the message of an error body."""
     try:
         error = msgspec.json.decode(body)["error"]
         said = str(error["message"] if isinstance(error, dict) else error)
@@ -130,11 +130,11 @@ def _complaint(body: bytes) -> str:
 
 
 class DirectoryStore:
-    """The store of a directory that no proxy uses; it does what a running proxy does."""
+    """The store of a directory that no proxy uses, with the methods of a running proxy."""
 
     def __init__(self, store: StoreDirectory) -> None:
         self._store = store
-        # Nobody else writes while the directory is locked.
+        # While the directory is locked, no other process writes there.
         self._records = {f"{c.id:016x}": c for c in store.checkpoints()}
 
     def checkpoints(self) -> list[ListedCheckpoint]:
@@ -154,13 +154,13 @@ class DirectoryStore:
 Store = RunningProxy | DirectoryStore
 
 
-# Options that say which store, and what they mean.
+# The options that choose a store.
 
 
 def with_proxy(command: Command, *, works_on_directories: bool = False) -> Command:
-    """Give a command a running proxy as its first argument, and the options that say which.
+    """Give a command a running proxy as its first argument, and the options that choose the proxy.
 
-    If it *works_on_directories*, and no proxy runs, it gets the store of a directory that is known.
+    If the command *works_on_directories* and no proxy runs, it gets the store of the known directory.
     """
 
     @setting_options("admin", "admin_token_file")
@@ -206,7 +206,7 @@ def with_store(command: Command) -> Command:
 
 
 def with_directory(command: Command) -> Command:
-    """Give a command the settings as its first argument, of which it uses the directory."""
+    """Give a command the settings as its first argument, for the directory in them."""
 
     @setting_options("slot_save_path")
     @json_option
@@ -221,7 +221,7 @@ def with_directory(command: Command) -> Command:
 def opened(
     directory: Path, *, may_be_new: bool = False, mends_index: bool = False
 ) -> Iterator[StoreDirectory]:
-    """Yield the store of a directory; exits with a plain word if it, or the work on it, fails."""
+    """Yield the store of a directory; exit with a plain message if the opening or the work fails."""
     with told_plainly():
         with open_offline(directory, may_be_new=may_be_new, mends_index=mends_index) as store:
             yield store
@@ -229,7 +229,7 @@ def opened(
 
 @contextmanager
 def told_plainly() -> Iterator[None]:
-    """Exit with a plain word if the work on a directory fails."""
+    """Exit with a plain message if the work on a directory fails."""
     try:
         yield
     except StoreLocked as lock:
@@ -241,20 +241,20 @@ def told_plainly() -> Iterator[None]:
         fail(fault)
 
 
-# Which checkpoints a few hex digits or a model's name stand for.
+# From hex digits or a model's name to checkpoints.
 
 
 def named(text: str, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedCheckpoint]:
     """Return the checkpoints that *text* names: the beginning of an id, an id from /tree, or a model.
 
-    Exits if nothing, or more than one thing, is called so.
+    Exits if the name fits nothing, or more than one thing.
     """
     of_model = [checkpoint for checkpoint in checkpoints if checkpoint.model == text]
     found: dict[str, list[ListedCheckpoint]] = {}
     for checkpoint in checkpoints:
         for node_id in (checkpoint.id, *way_to(checkpoint.parent)):
             last = node_id.rpartition("/")[2]
-            # Digits of 0 name nothing: that is the id of what is not known.
+            # Zeros name nothing: 0 is the id of everything unknown.
             if node_id == text or (last.strip("0") and last.startswith(text.lower())):
                 found.setdefault(node_id, []).append(checkpoint)
     if of_model:
@@ -271,7 +271,7 @@ def named(text: str, checkpoints: Sequence[ListedCheckpoint]) -> list[ListedChec
 
 
 def all_named(store: Store, names: Sequence[str]) -> list[ListedCheckpoint]:
-    """Return what all of *names* name, each once; exits if one names nothing."""
+    """Return the checkpoints that *names* name, each once; exits if one of them names nothing."""
     checkpoints = store.checkpoints()
     found = [checkpoint for name in names for checkpoint in named(name, checkpoints)]
     return list({checkpoint.id: checkpoint for checkpoint in found}.values())

@@ -1,4 +1,4 @@
-"""What all commands share: exit statuses, options, words, tables, and the signals that end a command."""
+"""Shared by all commands: exit statuses, options, texts, tables, and the signals that end a command."""
 
 import asyncio
 import os
@@ -37,10 +37,10 @@ from proxy.settings import (
 
 
 class Exit(IntEnum):
-    """The exit statuses of all commands; `doctor` and `explain` say what else theirs mean."""
+    """The exit statuses of all commands; the help of `doctor` and `explain` says more about theirs."""
 
     FAILED = 1
-    """What was asked for is not there, was refused, or is not as it should be."""
+    """The thing asked for is missing or broken, or the command was refused."""
     USAGE = 2
     """A setting or a flag is wrong, or two contradict each other."""
     UNAVAILABLE = 69
@@ -65,7 +65,8 @@ def settings_of(
 ) -> Settings:
     """Return the settings of flags, environment and file; exits if one is wrong.
 
-    If *directory* is not "given" by any of them, a "known" one is that of `run`; "any" may not exist.
+    *directory* says what to do if none of them sets one: "given" requires it; "known" takes `run`'s
+    directory if it exists; "any" takes it even if it does not exist.
     """
     try:
         merged = merge_settings(flags, os.environ, config)
@@ -76,7 +77,7 @@ def settings_of(
         fail(error, Exit.USAGE)
 
 
-# What commands print: tables for people, JSON for programs.
+# The output of commands: tables for people, JSON for programs.
 
 
 _PIPED_COLUMNS = 80
@@ -85,7 +86,7 @@ _AGES = (("d", 86400.0, 2.0), ("h", 3600.0, 1.0), ("min", 60.0, 1.0), ("s", 1.0,
 
 
 def console() -> Console:
-    """Return where people read: the terminal, or lines of one length in a pipe."""
+    """Return the console for people: the terminal, or lines of a fixed length in a pipe."""
     shown = Console(highlight=False)
     if not shown.is_terminal:
         shown.width = _PIPED_COLUMNS
@@ -111,13 +112,13 @@ def answer(content: object, shown: object, *, as_json: bool) -> None:
 
 
 def checkpoints_in_words(n_checkpoints: int, n_bytes: int) -> str:
-    """Return how many checkpoints there are and what they take."""
+    """Return a number of checkpoints and their size, in words."""
     plural = "" if n_checkpoints == 1 else "s"
     return f"{n_checkpoints:,} checkpoint{plural} with {size_in_words(n_bytes)}"
 
 
 def age_in_words(seconds: float) -> str:
-    """Return how long ago something was, roughly."""
+    """Return an age in words, roughly: "5 min ago"."""
     unit, factor, _ = next((a for a in _AGES if seconds >= a[1] * a[2]), _AGES[-1])
     return f"{max(0, seconds) / factor:.0f} {unit} ago"
 
@@ -132,7 +133,7 @@ def age_seconds(text: str) -> int:
 
 @contextmanager
 def progress(what: str, total: int | None) -> Iterator[Any]:
-    """Show on a terminal how much of *total* is done; yields what `rich` calls update for a task."""
+    """Show on a terminal how much of *total* is done; yields the `update` of rich for this task."""
     shown = Console(stderr=True)
     with Progress(console=shown, disable=not shown.is_terminal, transient=True) as bar:
         yield partial(bar.update, bar.add_task(what, total=total))
@@ -145,9 +146,9 @@ Command = Callable[..., Any]
 
 
 def setting_options(*names: str) -> Callable[[Command], Command]:
-    """Give a command one option for each of the settings *names*, all of them by default, and --config.
+    """Give a command --config, and one option for each setting in *names*, by default for all settings.
 
-    A settings file may set the other settings too: one file serves all commands.
+    The file may contain other settings too: one file serves all commands.
     """
 
     def decorate(command: Command) -> Command:
@@ -178,7 +179,7 @@ config_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-# Signals: the first one asks to finish, every further one to hurry.
+# Signals: the first one stops the command in order, each further one cuts a step short.
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -187,8 +188,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Stopping:
     """Tells when to stop; owns the handlers of SIGINT, SIGTERM and SIGHUP.
 
-    Further signals cancel the task that made this, once each: what is waited for then is cut short, and
-    the next step of the shutdown begins.
+    Each further signal cancels the task that made this object: the current wait is cut short, and the next
+    step of the shutdown begins.
     """
 
     def __init__(self) -> None:
@@ -196,7 +197,7 @@ class Stopping:
         self._task = asyncio.current_task()
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
-            # SIGHUP is ignored at nohup's wish; SIGINT merely for shells that start us with an "&".
+            # An ignored SIGHUP comes from nohup and stays so; SIGINT is ignored after a shell's "&".
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._tell)
 

@@ -1,6 +1,6 @@
-"""`llama-prefix-cache connect`: points a client at the proxy, and sees whether its requests are cached.
+"""`llama-prefix-cache connect`: points a client at the proxy, and checks that its requests are cached.
 
-The clients stand in clients.yaml.
+clients.yaml has the clients.
 """
 
 import difflib
@@ -70,18 +70,20 @@ def connect(
     if not models or not contexts:
         fail("no model is there yet: try again when llama-server is ready", Exit.UNAVAILABLE)
     model = model or str(models[0]["id"])
-    if model.endswith(".gguf"):  # a path, which says nothing; one model goes by any name
+    if model.endswith(".gguf"):  # a path: shorten it; with one model, any name works
         model = Path(model).stem
     facts = {"URL": f"http://{server.address}", "MODEL": model, "KEY": api_key}
     n_ctx = min(contexts)
     client = client_of(name, {**facts, "CONTEXT": n_ctx, "OUTPUT": min(8192, n_ctx // 4)})
     content, hint = client["content"], client.get("hint", "")
+    own = file or Path(client.get("file", ".env")).expanduser()
+    if (other := own.with_suffix(".jsonc")).exists():  # OpenCode
+        hint = f"{other} is read, too, and wins: what it sets already, change there by hand."
     if not write:
-        shown = written(file or Path(client.get("file", ".env")), content)
-        where = (
-            f"\nbelongs into {client['file']}; --write merges it there" if "file" in client else ""
-        )
-        answer(content, f"{shown}{where}\n{hint}".rstrip(), as_json=as_json)
+        shown = written(own, content)
+        if "file" in client:
+            shown += f"\nbelongs into {client['file']}; --write merges it there"
+        answer(content, f"{shown}\n{hint}".rstrip(), as_json=as_json)
         return
     _write(file or _usual_file(name), content, is_sure=yes)
     n_prompt, n_cached = _try(server, client["api"], model, api_key)
@@ -93,7 +95,7 @@ def connect(
 
 
 def client_of(name: str, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return what a client needs, with the *facts* in their places."""
+    """Return a client's entry of clients.yaml with the *facts* filled in."""
     quoted = {key: json.dumps(value).strip('"') for key, value in facts.items()}
     client: dict[str, Any] = yaml.safe_load(Template(TABLE).safe_substitute(quoted))[name]
     return client
@@ -107,7 +109,7 @@ def _usual_file(name: str) -> Path:
 
 
 def written(path: Path, content: dict[str, Any]) -> str:
-    """Return the text of a file of this content; a file without a kind has variables."""
+    """Return the text of a file with this content; a file of another kind has variables."""
     match path.suffix:
         case ".toml":
             return "".join(f"{name} = {json.dumps(value)}\n" for name, value in content.items())
@@ -119,7 +121,7 @@ def written(path: Path, content: dict[str, Any]) -> str:
 
 
 def merged(there: Any, content: Any) -> Any:
-    """Return what is *there* with the content in it; an item of a list replaces that of the same name."""
+    """Return *there* with the content merged in; a list item replaces the one with the same name."""
     if isinstance(there, dict) and isinstance(content, dict):
         return there | {name: merged(there.get(name), value) for name, value in content.items()}
     if isinstance(there, list) and isinstance(content, list):
@@ -129,7 +131,7 @@ def merged(there: Any, content: Any) -> Any:
 
 
 def merged_text(path: Path, before: str, content: dict[str, Any]) -> str:
-    """Return the text of a file with the content in it; raises ValueError if that cannot be done."""
+    """Return the text of a file with the content merged in; raises ValueError if that is impossible."""
     if path.suffix == ".toml":
         # At the top, where no table has begun. A name that is there already makes the text invalid.
         rest = before.rpartition(f"{_MARK} ends\n")[2]
@@ -144,7 +146,7 @@ def merged_text(path: Path, before: str, content: dict[str, Any]) -> str:
 
 
 def _write(path: Path, content: dict[str, Any], *, is_sure: bool) -> None:
-    """Merge the content into a file, once the difference was agreed to."""
+    """Merge the content into a file, after the user agreed to the difference."""
     with told_plainly():
         before = path.read_text(encoding="utf-8") if path.exists() else ""
         try:
@@ -178,7 +180,7 @@ def _backup(path: Path) -> Path:
 
 
 def _put(path: Path, text: str) -> None:
-    """Write a file whole; a new one is for its owner alone, for a key may be in it."""
+    """Write a file whole; only the owner may read a new one, because it may hold a key."""
     part = path.with_name(f".{path.name}.new")
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
@@ -187,7 +189,7 @@ def _put(path: Path, text: str) -> None:
 
 
 def _agree(path: Path, before: str, after: str, *, is_sure: bool) -> None:
-    """Show the difference, and exit unless it is agreed to."""
+    """Show the difference, and exit unless the user agrees."""
     lines = difflib.unified_diff(
         before.splitlines(), after.splitlines(), str(path), "", lineterm=""
     )
@@ -197,24 +199,22 @@ def _agree(path: Path, before: str, after: str, *, is_sure: bool) -> None:
 
 
 def _try(server: RunningProxy, api: str, model: str, api_key: str) -> tuple[int, int]:
-    """Send two requests as the client would; return the prompt tokens of the second, and those reused."""
+    """Send two requests as the client would; return the second's prompt tokens and reused tokens."""
     said: list[dict[str, Any]] = []
     usage: dict[str, Any] = {}
+    of_responses = api == "/v1/responses"
+    names = ("input", "max_output_tokens") if of_responses else ("messages", "max_tokens")
     for words in (_LONG_WORDS, "Go on."):
         said += [{"role": "user", "content": words}]
-        fields: dict[str, Any] = {"model": model, "messages": said, "max_tokens": 1}
-        if api == "/v1/responses":
-            fields = {"model": model, "input": said, "max_output_tokens": 1}
+        fields = {"model": model, names[0]: said, names[1]: 1}
         headers = {"X-Api-Key": api_key, "Content-Type": "application/json"}
         body = msgspec.json.encode(fields)
         usage = server.ask("POST", api, dict[str, Any], body=body, headers=headers)["usage"]
-        answered: Any = "Yes."
-        if api == "/v1/responses":
-            answered = [{"type": "output_text", "text": answered}]
+        answered = [{"type": "output_text", "text": "Yes."}] if of_responses else "Yes."
         said += [{"type": "message", "role": "assistant", "content": answered}]
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details")
     if details:
         return usage.get("prompt_tokens") or usage["input_tokens"], details["cached_tokens"]
-    # Anthropic's API counts these beside the others.
+    # Anthropic's API does not count these in its input tokens.
     n_cached = usage.get("cache_read_input_tokens", 0)
     return usage["input_tokens"] + n_cached, n_cached

@@ -1,5 +1,5 @@
-"""`llama-prefix-cache stats`, `explain` and `doctor`: what the cache has brought, why a request missed, and
-whether caching will work here, how well, and what mends it."""
+"""`llama-prefix-cache stats`, `explain`, `config` and `doctor`: the gain of the cache, why a request
+missed, the settings in force, and whether caching will work here."""
 
 import asyncio
 import os
@@ -19,6 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from proxy.app import open_bucket
 from proxy.cli.access import RunningProxy, with_proxy
 from proxy.cli.common import (
     Exit,
@@ -35,14 +36,15 @@ from proxy.cli.common import (
 from proxy.core.rates import seconds_in_words
 from proxy.doctor.examination import examine
 from proxy.doctor.findings import Finding, Setup, Severity, exit_status, findings_of, summary
+from proxy.errors import SettingsError, SharedStoreFault
 from proxy.explain.causes import Cause, PromptPart
 from proxy.explain.compare import Divergence
 from proxy.explain.sketch import Cost
 from proxy.explain.views import Explanation, Nearest
 from proxy.log import configure_logging
-from proxy.settings import NAMES, read_sources, size_in_words, written
+from proxy.settings import NAMES, Settings, read_sources, size_in_words, written
 
-# `llama-prefix-cache stats`: how the proxy and its llama-servers are doing, and what reuse has brought.
+# `llama-prefix-cache stats`: the state of the proxy and its llama-servers, and the gain of reuse.
 
 
 @click.command()
@@ -65,7 +67,7 @@ def stats(proxy: RunningProxy, as_json: bool) -> None:
 
 
 def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what the live page shows above its requests, line by line."""
+    """Yield the lines that the live page shows above its requests."""
     yield "the proxy", f"is {overview['state']} since {overview['since']}"
     if store := overview["store"]:
         stored = checkpoints_in_words(store["n_checkpoints"], store["size_bytes"])
@@ -80,12 +82,8 @@ def stats_rows(overview: dict[str, Any]) -> Iterator[tuple[str, str]]:
     share = f"{today['n_reused'] / max(1, today['n_prompt']):.0%}"
     yield "prompt tokens", f"{today['n_prompt']:,}, of which {today['n_reused']:,} reused ({share})"
     yield "restored", f"{today['n_restored']:,} of the reused tokens"
-    if n_missing := today["n_missing"]:
-        requests = "1 request has" if n_missing == 1 else f"{n_missing:,} requests have"
-        says = f"{requests} evaluated {today['n_missed']:,} known tokens: `explain miss` says why"
-        yield "missed", says
-    else:
-        yield "missed", "nothing"
+    missed = f"{today['n_missed']:,} known tokens, in {today['n_missing']:,} of the requests"
+    yield "missed", f"{missed}: `explain miss` says why" if today["n_missing"] else "nothing"
     yield "time saved", f"{seconds_in_words(today['saved_seconds'])} of evaluation"
     yield from conversations_of(overview["requests"])
 
@@ -94,7 +92,7 @@ _N_CONVERSATIONS = 5
 
 
 def conversations_of(requests: Sequence[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield the last conversations by what people know them by, and what their last request reused."""
+    """Yield the last conversations, named for people, and how much the last request of each reused."""
     newest = {request["conversation"]: request for request in reversed(requests)}
     last = sorted(newest.values(), key=lambda request: -request["at"])[:_N_CONVERSATIONS]
     for request in last:
@@ -104,13 +102,13 @@ def conversations_of(requests: Sequence[dict[str, Any]]) -> Iterator[tuple[str, 
 
 
 def named_in_words(request: Mapping[str, Any]) -> str:
-    """Return what people know a request by: its user's first words, the client and the model."""
+    """Return a name of a request for people: its user's first words, the client and the model."""
     title = f'"{request["title"]}"' if request["title"] else ""
     named = (title, request["client"], request["model"] or "")
     return ", ".join(filter(None, named)) or f"conversation {request['conversation']}"
 
 
-# An explanation as people read it, with what has changed in colour.
+# An explanation for people, with the changes in colour.
 
 
 _COLOURS = {"hit": "green", "partial": "yellow", "miss": "red", "unanswered": "red"}
@@ -142,7 +140,9 @@ def explanation_text(explanation: Explanation) -> Text:
             reuse += f"; {seconds_in_words(request.saved_seconds or 0)} saved"
         lines.append(Text(reuse))
     if request.why:
-        lines.append(Text(f"plan: {request.chosen or 'none'}, {request.why}", style="dim"))
+        shared = f"; shared store: {request.shared}" if request.shared else ""
+        plan = f"plan: {request.chosen or 'none'}, {request.why}{shared}"
+        lines.append(Text(plan, style="dim"))
     place = ""
     if request.cause is not Cause.HIT and request.part is not PromptPart.NOWHERE:
         number = "" if request.message is None else f" (message {request.message})"
@@ -177,7 +177,7 @@ _N_LARGEST = 12
 
 
 def _costs(costs: Sequence[Cost]) -> Iterator[Text]:
-    """Yield what the parts of a prompt cost together, and the largest of them."""
+    """Yield the cost of each kind of prompt part, and the largest parts."""
     sums, counts = Counter[PromptPart](), Counter(cost.part for cost in costs)
     for cost in costs:
         sums[cost.part] += cost.n_tokens
@@ -192,12 +192,12 @@ def _costs(costs: Sequence[Cost]) -> Iterator[Text]:
 
 
 def _visible(text: str) -> str:
-    """Return a text on one line, without what a terminal would obey."""
+    """Return a text on one line, without control characters."""
     plain = text.replace("\n", "⏎")
     return "".join(c if c.isprintable() else "�" for c in plain)
 
 
-# `llama-prefix-cache explain`: why a request reused no more of its prompt than it did.
+# `llama-prefix-cache explain`: why a request did not reuse more of its prompt.
 
 
 @click.command()
@@ -221,7 +221,7 @@ def explain(proxy: RunningProxy, request_id: str, as_json: bool) -> None:
     answer(explanation, explanation_text(explanation), as_json=as_json)
 
 
-# `llama-prefix-cache config`: which settings are in force, and where each comes from.
+# `llama-prefix-cache config`: the settings in force, and the source of each.
 
 
 @click.command("config")
@@ -264,13 +264,16 @@ _SHOWN = {
 @click.command()
 @setting_options(
     *("upstream", "slot_save_path", "upstream_api_key", "admin"),
-    *("max_store_bytes", "min_free_bytes"),
+    *("max_store_bytes", "min_free_bytes", "shared_store"),
 )
 @click.option(
     "--model", metavar="NAME", help="At a router or llama-swap: examine only this one, and load it."
 )
+@click.option("--shared", "is_shared", is_flag=True, help="Say who shares what by shared_store.")
 @json_option
-def doctor(config: Path | None, model: str | None, as_json: bool, **flags: Any) -> None:
+def doctor(
+    config: Path | None, model: str | None, is_shared: bool, as_json: bool, **flags: Any
+) -> None:
     """Say whether caching will work here, how well, and what mends it.
 
     \b
@@ -284,14 +287,39 @@ def doctor(config: Path | None, model: str | None, as_json: bool, **flags: Any) 
     may have to go for it. Exit status: 0 it will work, 1 with limits, 2 it will not.
     """
     settings = settings_of(flags, config, "known")
-    configure_logging("critical", "console")  # what an attach would log is reported
+    configure_logging("critical", "console")  # the report has what an attach would log
+    if is_shared:
+        return _tell_shares(settings, as_json=as_json)
     setup = _until_interrupted(examine(settings, model=model or ""))
     answer(json_report(setup), report(setup, console()), as_json=as_json)
     sys.exit(exit_status(findings_of(setup)))
 
 
+def _tell_shares(settings: Settings, *, as_json: bool) -> None:
+    """Print who has put what into the shared store, and why some of them do not share."""
+    from proxy.shared.survey import survey
+
+    try:
+        opened = open_bucket(settings)
+        shares = asyncio.run(survey(*opened)) if opened else fail("shared_store is not set")
+    except (SettingsError, SharedStoreFault) as error:
+        fail(str(error))
+    now = time.time()
+    rows = [
+        (
+            f"{share.host or '?'} ({share.writer})",
+            share.model or "sealed with another key",
+            checkpoints_in_words(share.n_states, share.size_bytes),
+            age_in_words(now - share.newest_at),
+            "; ".join(f"not shared with {why}" for why in share.apart),
+        )
+        for share in shares
+    ]
+    answer(shares, table_of(rows) if rows else "nothing is in the shared store", as_json=as_json)
+
+
 def _until_interrupted(examination: Coroutine[Any, Any, Setup]) -> Setup:
-    """Return what is found out; Ctrl-C and SIGTERM end the examination with its probes cleaned up."""
+    """Return the result; Ctrl-C and SIGTERM end the examination, and its probes are cleaned up."""
 
     async def run() -> Setup:
         if (task := asyncio.current_task()) is not None:
@@ -307,9 +335,9 @@ def _until_interrupted(examination: Coroutine[Any, Any, Setup]) -> Setup:
 
 
 def report(setup: Setup, shown: Console) -> str:
-    """Return the verdict and every finding with its cure, as *shown* shows it.
+    """Return the verdict and every finding with its cure, formatted for *shown*.
 
-    In a pipe the lines are of the same length everywhere, without colours or trailing spaces.
+    In a pipe the lines have a fixed length, and no colours or trailing spaces.
     """
     findings = findings_of(setup)
     has_headings = any(finding.about for finding in findings)
@@ -334,7 +362,7 @@ def _row(finding: Finding, n_columns: int) -> list[Text]:
 
 
 def json_report(setup: Setup) -> dict[str, object]:
-    """Return the same for a program: verdict, exit status, findings and facts."""
+    """Return the report for programs: verdict, exit status, findings and facts."""
     findings = findings_of(setup)
     return {
         "verdict": summary(setup),

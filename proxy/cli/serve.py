@@ -44,7 +44,7 @@ _CONNECT = (
     " " * 10 + "connect OpenCode, Claude Code and others: llama-prefix-cache connect opencode"
 )
 
-# `llama-prefix-cache serve`: in front of a llama-server that somebody else runs.
+# `llama-prefix-cache serve`: serves in front of a llama-server that it did not start.
 
 
 @click.command()
@@ -57,7 +57,7 @@ def serve(config: Path | None, **flags: Any) -> None:
 def _serve(
     settings: Settings, supervisor: Supervisor | None = None, launch: Launch | None = None
 ) -> None:
-    """Serve until told to stop, before the llama-server that *supervisor* launches if there is one.
+    """Serve until a signal stops it; a *supervisor* runs the llama-server behind the proxy.
 
     Raises LlamaServerDied.
     """
@@ -83,7 +83,7 @@ def _serve(
 async def _serve_until_told(
     settings: Settings, supervisor: Supervisor | None, launch: Launch | None
 ) -> None:
-    """Run the proxy until told to stop; raises LlamaServerDied and what run_proxy does."""
+    """Run the proxy until a signal stops it; raises LlamaServerDied, and as run_proxy does."""
     configure_logging(settings.log_level, settings.log_format)
     stopping = Stopping()
     log = get_logger("main")
@@ -113,7 +113,7 @@ async def _serve_until_told(
 
 
 def _listeners(settings: Settings) -> str:
-    """Return where clients and people find the proxy."""
+    """Return the addresses of the proxy for clients and people, in words."""
     url, page = (f"http://{reachable(address)}" for address in (settings.listen, settings.admin))
     is_usual = settings.admin == SCHEMA["admin"]["default"]
     where = "" if is_usual else f" --admin {reachable(settings.admin)}"
@@ -186,7 +186,7 @@ def run(config: Path | None, restart: bool, command: tuple[str, ...], **flags: A
 
 
 def _tell(launch: Launch, *, is_upstream_given: bool) -> None:
-    """Log what is started, and what is wrong with it."""
+    """Log the command that is started, and its problems."""
     log = get_logger("run")
     variables = [f"{name}={value}" for name, value in launch.environment.items()]
     added = " ".join([*launch.added, *variables])
@@ -216,7 +216,7 @@ def _plan(program: Sequence[str], arguments: Sequence[str], merged: dict[str, An
 
 
 def _settings(merged: dict[str, Any], launch: Launch) -> Settings:
-    """Return the settings that fit a launch; makes the directory if it is not there."""
+    """Return the settings that fit a launch; create the directory if it does not exist."""
     directory = Path(launch.slot_save_path)
     api_key = merged.get("upstream_api_key")
     api_key = launch.api_key if api_key is None else api_key
@@ -309,16 +309,17 @@ def warm(
     how = (
         "were kept already" if warmed["was_kept"] else f"took {seconds_in_words(warmed['seconds'])}"
     )
+    stays = "pinned: it stays" if pin else "it goes when its room is needed, with --pin never"
     answer(
         {**warmed, "is_pinned": pin},
         f"{warmed['n_usable']:,} of {warmed['n_prompt_tokens']:,} tokens are in {warmed['id'][:8]} "
-        f"({size_in_words(warmed['size_bytes'])}{', pinned' if pin else ''}): they {how}",
+        f"({size_in_words(warmed['size_bytes'])}): they {how}; {stays}",
         as_json=as_json,
     )
 
 
 def for_model(body: bytes, model: str | None) -> bytes:
-    """Return a request's body with another model in it; one that is no body is the proxy's to refuse."""
+    """Return a request's body with another model; an invalid body is returned for the proxy to refuse."""
     if model is None:
         return body
     try:

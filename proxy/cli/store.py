@@ -38,7 +38,7 @@ from proxy.store.files import StateFiles
 from proxy.store.offline import ProblemKind, examine, mend
 from proxy.store.transfer import BundleRefused, export_checkpoints, import_checkpoints, read_records
 
-# `llama-prefix-cache ls`: what is stored, as a tree.
+# `llama-prefix-cache ls`: the stored checkpoints as a tree.
 
 
 _N_SHOWN = 20
@@ -74,7 +74,7 @@ def ls(store: Store, name: str | None, shows_all: bool, as_json: bool) -> None:
 
 
 def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> None:
-    """Add what lies under a node, the last used first, *n_shown* nodes at most under each.
+    """Add the children of a node, the last used first, and at most *n_shown* under each node.
 
     The levels are those of a parent's id: 0 is the namespace.
     """
@@ -87,7 +87,7 @@ def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> Non
         groups[[*checkpoint.parent.split("/"), "", ""][level]].append(checkpoint)
     ordered = sorted(groups.items(), key=lambda group: -max(c.last_used_at for c in group[1]))
     for node_id, group in ordered[:n_shown]:
-        node = tree  # what sessions share lies under the header itself
+        node = tree  # checkpoints that sessions share are under the header itself
         if node_id:
             used = age_in_words(time.time() - max(c.last_used_at for c in group))
             facts = f" {size_in_words(sum(c.size_bytes for c in group))}, {used}  "
@@ -100,12 +100,12 @@ def _grow(tree: Tree, checkpoints: Checkpoints, level: int, n_shown: int) -> Non
 
 
 def _title(level: int, checkpoints: Checkpoints) -> str:
-    """Return what people know a node by, which leaves room for its size and age in 80 columns."""
+    """Return a node's name for people, short enough for its size and age in 80 columns."""
     newest = max(checkpoints, key=lambda checkpoint: checkpoint.last_used_at)
     if level == 0:
         return shortened(newest.model or "a model that is not known", 30)
     if level == 1:
-        if not newest.n_header_tokens:
+        if newest.n_header_tokens <= 1:  # the first token is that of every prompt
             return "no header known"
         return f"{shortened(newest.client or 'header', 28)}, {newest.n_header_tokens:,} tokens"
     words = f'"{shortened(newest.title, 24)}"' if newest.title else "session"
@@ -113,7 +113,7 @@ def _title(level: int, checkpoints: Checkpoints) -> str:
 
 
 def _leaf(checkpoint: ListedCheckpoint) -> Text:
-    """Return a checkpoint in one line, which fits 80 columns under its tree; --json has all of it."""
+    """Return a checkpoint in one line that fits into 80 columns in the tree; --json has all of it."""
     kind = "" if checkpoint.kind == "conversation" else f" {checkpoint.kind}"
     size, used = size_in_words(checkpoint.size_bytes), time.time() - checkpoint.last_used_at
     facts = [f"{kind} {checkpoint.n_tokens:,} tokens {size}", age_in_words(used)]
@@ -130,7 +130,7 @@ def _sum(checkpoints: Checkpoints) -> str:
     return checkpoints_in_words(len(checkpoints), sum(c.size_bytes for c in checkpoints))
 
 
-# `llama-prefix-cache pin` and `unpin`: what is kept whatever the budget says.
+# `llama-prefix-cache pin` and `unpin`: keep checkpoints whatever the budget says.
 
 
 names_argument = click.argument("names", nargs=-1, required=True, metavar="ID...")
@@ -178,7 +178,7 @@ def _set_pinned(store: Store, names: Sequence[str], *, is_pinned: bool, as_json:
     )
 
 
-# `llama-prefix-cache rm` and `purge`: delete checkpoints by name, or by what is said of them.
+# `llama-prefix-cache rm` and `purge`: delete checkpoints by name, or by namespace and age.
 
 
 _yes_option = click.option("--yes", "-y", is_flag=True, help="Do not ask.")
@@ -252,7 +252,7 @@ def purge(
 def _delete(
     store: Store, chosen: Checkpoints, *, is_sure: bool, with_pinned: bool, is_dry_run: bool = False
 ) -> Deleted:
-    """Delete checkpoints, of which pinned ones only *with_pinned*; ask first unless *is_sure*."""
+    """Delete checkpoints, pinned ones only if *with_pinned*; ask first unless *is_sure*."""
     going = [checkpoint for checkpoint in chosen if with_pinned or not checkpoint.is_pinned]
     if is_dry_run:
         n_bytes = sum(checkpoint.size_bytes for checkpoint in going)
@@ -270,7 +270,7 @@ def _delete(
 
 
 def _confirm(what: str) -> None:
-    """Ask whether to delete *what*; where nobody can be asked, --yes is needed."""
+    """Ask whether to delete *what*; without a terminal, exit and ask for --yes."""
     if not sys.stdin.isatty():
         fail(f"would delete {what}: give --yes", Exit.USAGE)
     if not click.confirm(f"Delete {what}?", err=True):
@@ -287,7 +287,7 @@ def _tell_deleted(deleted: Deleted, *, as_json: bool) -> None:
     answer(deleted, "; ".join(words), as_json=as_json)
 
 
-# `llama-prefix-cache check`: holds the index against the files, and mends it.
+# `llama-prefix-cache check`: compares the index with the files, and repairs it.
 
 
 @click.command()
@@ -366,7 +366,7 @@ def export(settings: Settings, names: tuple[str, ...], file: Path, as_json: bool
         with progress("exporting", n_bytes) as update:
             export_checkpoints(files, chosen, file, lambda n: update(advance=n))
     content = {"file": str(file), "exported": ids, "size_bytes": n_bytes}
-    answer(content, f"{checkpoints_in_words(len(ids), n_bytes)} are in {file}", as_json=as_json)
+    answer(content, f"{checkpoints_in_words(len(ids), n_bytes)} in {file}", as_json=as_json)
 
 
 @click.command("import")
@@ -400,7 +400,7 @@ def import_(settings: Settings, file: Path, other_model: bool, as_json: bool) ->
                 fail(f"{file} is refused: {refusal}")
     n_bytes = sum(checkpoint.size_bytes for checkpoint in imported.entered)
     entered = checkpoints_in_words(len(imported.entered), n_bytes)
-    lines = [f"{entered} are in {settings.slot_save_path}"]
+    lines = [f"{entered} in {settings.slot_save_path}"]
     if imported.n_already_there:
         lines.append(f"{imported.n_already_there} were there already")
     if imported.is_new_model:

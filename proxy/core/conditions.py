@@ -41,7 +41,7 @@ class DegradationKind(StrEnum):
 
     STORE_NOT_OPEN = (
         "store not open",
-        "The index in slot_save_path cannot be opened, so nothing is saved or found.",
+        "slot_save_path cannot be opened: requests are served without the cache.",
         "Look at the error, and at who owns the files; restart.",
     )
     DIRECTORY_IS_OPEN = (
@@ -62,6 +62,12 @@ class DegradationKind(StrEnum):
         "None needed if llama-server was killed; else report it, with the end of llama-server's log. The "
         "notice ends when the checkpoint is gone: `llama-prefix-cache rm ID`.",
         State.CACHING,
+    )
+    SHARED_STORE_AWAY = (
+        "shared store away",
+        "shared_store does not answer as it should. Only states of this machine are used meanwhile.",
+        "Look at the error: address, credentials, network. Tried again within a minute.",
+        State.DEGRADED,
     )
 
     UNREACHABLE = (
@@ -220,7 +226,7 @@ _K = DegradationKind
 PASSING = frozenset((_K.ATTACHING, _K.LOADING))
 """These belong to every start, and end by themselves."""
 _OF_DIRECTORY = {_K.DIRECTORY_IS_OPEN, _K.DIRECTORY_IS_READ_ONLY}
-_OF_STORE = {_K.STORE_NOT_OPEN, _K.STATE_ENDED_SERVER, *_OF_DIRECTORY}
+_OF_STORE = {_K.STORE_NOT_OPEN, _K.STATE_ENDED_SERVER, _K.SHARED_STORE_AWAY, *_OF_DIRECTORY}
 OF_PROCESS = frozenset(_K) - _OF_STORE
 """These end with the llama-server process that they were noticed on."""
 

@@ -1,16 +1,16 @@
-"""Where a prompt is cut: for a state that the next request can use, or because the prompt does not fit.
+"""Where a prompt is cut: to make a state that the next request can use, or because the prompt does not fit.
 
-Owns: which of a prompt's stable cuts are worth a stop on the way, and where a conversation that outgrew
-the context is cut. Must never know how a cut is found (by rendering, or by what prompts share) or made
-(by evaluating the prefix alone).
+Owns: which of a prompt's stable cuts are worth a stop, and where a conversation that outgrew the context
+is cut. Must never know how a cut is found (by rendering, or by comparing prompts) or made (by evaluating
+the prefix alone).
 
-A stop at a cut costs no tokens: llama-server evaluates `ids[:cut]`, then the request continues there. What
-a stop buys depends on the rule:
+A stop at a cut costs no tokens: llama-server evaluates `ids[:cut]`, then the request continues there. The
+benefit of a stop depends on the rule:
 
 1. Restore points: llama-server makes a context checkpoint just before the end of every prompt, so a stop
-   plants one at the cut, which every later save of that slot carries.
-2. End only: the state at the cut is the only one that a later request can continue, so the slot is saved
-   there, or can be rewound to the cut for a few tokens when it is saved later.
+   makes one at the cut. Every later save of that slot contains it.
+2. End only: a later request can only continue the state at the cut, so the slot is saved there, or is
+   rewound to the cut, for a few tokens, when it is saved later.
 3. Any rule: a state that is saved at the cut can be restored into other slots while this one goes on.
 """
 
@@ -32,13 +32,13 @@ SLACK_TOKENS = 16
 """A cut counts as covered by a restore point this close below it."""
 
 MIN_CUT_TOKENS = 64
-"""A shorter prefix is not worth the round trip of a stop."""
+"""A stop at a shorter prefix is not worth its round trip."""
 
 MIN_STRIDE_TOKENS = 32
-"""Two context checkpoints are planted no closer than this: the lower one serves both cuts."""
+"""Stops for context checkpoints are no closer than this: the lower one serves both cuts."""
 
 MIN_BRANCH_TOKENS = 64
-"""If two prompts share this many tokens more than can be reused, a stop is made for the next prompt."""
+"""If two prompts share this many tokens more than can be reused, the second stops there for a third."""
 
 MESSAGE_STOP_TOKENS = 256
 """A stop inside a user message lies at least so many tokens behind its beginning and before its end."""
@@ -46,14 +46,14 @@ MESSAGE_STOP_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Evaluate the first n_tokens alone, and save the slot there if `save_as` says what it is."""
+    """Evaluate the first n_tokens alone; with `save_as`, save the slot there as such a checkpoint."""
 
     n_tokens: int
     save_as: CheckpointKind | None = None
 
 
 def is_near(points: tuple[int, ...], place: int) -> bool:
-    """Return whether one of the ascending *points* lies at a place or just before it."""
+    """Return whether one of the ascending *points* lies at the token *place* or just before it."""
     return highest_point(points, place) >= place - SLACK_TOKENS
 
 
@@ -66,10 +66,9 @@ def is_covered(rule: Rule, candidates: Iterable[Candidate], n_cut: int) -> bool:
 
 
 def branch_of(rule: Rule, n_shared: int, n_prompt: int, n_reused: int) -> int:
-    """Return where a prompt branches off from an earlier one, 0 if the tokens before can be reused already.
+    """Return the token at which a prompt branches off from an earlier one; 0 if no stop is needed there.
 
-    The prompt shares its first *n_shared* tokens with the earlier prompt, and *n_reused* of them are
-    reused.
+    The prompt shares its first *n_shared* tokens with the earlier prompt and reuses *n_reused* of them.
     """
     needs_point = rule.kind in (RuleKind.RESTORE_POINTS, RuleKind.END_ONLY)
     is_inside = MIN_CUT_TOKENS <= n_shared < n_prompt - 1
@@ -77,10 +76,10 @@ def branch_of(rule: Rule, n_shared: int, n_prompt: int, n_reused: int) -> int:
 
 
 def places_in_message(n_begin: int, n_end: int) -> Iterator[int]:
-    """Yield places in a user message from *n_begin* to *n_end*: 256, 512, 1,024 ... tokens before its end.
+    """Yield cuts in a user message from *n_begin* to *n_end*: 256, 512, 1,024 ... tokens before its end.
 
-    Users go back and change the end of a long message. With a context checkpoint at each place, the tokens
-    that are evaluated again before the change are no more than those behind it, or 256.
+    Users go back and change the end of a long message. With a context checkpoint at each cut, the unchanged
+    tokens that are evaluated again are no more than those from the change on, or 256.
     """
     n_back = MESSAGE_STOP_TOKENS
     while n_end - n_back > n_begin:
@@ -98,8 +97,8 @@ def choose_stops(
 ) -> tuple[Stop, ...]:
     """Return the stops, ascending, for a prompt whose evaluation begins at *n_reused*.
 
-    With *shares_header* the header is saved as soon as it is evaluated, for requests in other slots; with
-    the surroundings behind it, where there are any.
+    With *shares_header* the header, with the surroundings if there are any, is saved as soon as it is
+    evaluated, for requests in other slots.
     """
     if rule.kind is RuleKind.NOTHING:
         return ()
@@ -114,7 +113,7 @@ def choose_stops(
     for n_cut, save_as in _saved(rule, cuts, shares_header=shares_header):
         near = next((stop for stop in stops if abs(n_cut - stop) <= SLACK_TOKENS), None)
         if is_needed(n_cut) and (near is None or n_cut < near):
-            # Of two that are near, both prompts can continue the shorter state.
+            # Of two cuts that are near, the lower one serves the prompts of both.
             more_important = stops.pop(near).save_as if near is not None else save_as
             stops[n_cut] = Stop(n_cut, more_important)
     if rule.kind is RuleKind.END_ONLY and is_ahead(cuts.message_end):
@@ -126,7 +125,7 @@ def choose_stops(
 
 
 def _is_far(rule: Rule, n_cut: int, n_other: int) -> bool:
-    """Return whether a context checkpoint may be planted at *n_cut*, and costs another stop nothing."""
+    """Return whether a context checkpoint at *n_cut* is allowed, and costs another stop nothing."""
     if rule.kind is RuleKind.END_ONLY:
         return abs(n_cut - n_other) >= rule.stride_tokens
     return n_other > n_cut or n_cut - n_other >= MIN_STRIDE_TOKENS
@@ -135,7 +134,7 @@ def _is_far(rule: Rule, n_cut: int, n_other: int) -> bool:
 def _saved(rule: Rule, cuts: Cuts, *, shares_header: bool) -> Iterator[tuple[int, CheckpointKind]]:
     """Yield the cuts at which the slot is saved, the most important first."""
     if rule.kind is not RuleKind.END_ONLY and shares_header and cuts.surroundings > cuts.header:
-        # The header is a place of that state, and of the conversation's that will supersede it.
+        # That state can also be continued at the header, and so can the conversation's later state.
         yield cuts.surroundings, CheckpointKind.CONVERSATION
     elif rule.kind is RuleKind.END_ONLY or shares_header:
         yield cuts.header, CheckpointKind.HEADER
@@ -145,11 +144,11 @@ def _saved(rule: Rule, cuts: Cuts, *, shares_header: bool) -> Iterator[tuple[int
 
 
 def _planted(rule: Rule, cuts: Cuts) -> list[int]:
-    """Return the cuts at which a context checkpoint is planted, ascending.
+    """Return the cuts at which a stop makes a context checkpoint, ascending.
 
-    Where a prompt's end does not hold (a window that is not full), a stop costs a few tokens: there only
-    what other prompts share is worth one. Under *end only* the files do not carry it, but the live slot
-    has it: the place where a conversation forks is not worth a file of its own there.
+    Where a state cannot be continued at its end (a window that is not full), a stop costs a few tokens:
+    there only cuts that other prompts share are worth a stop. Under *end only* the live slot has the
+    context checkpoint but the files do not: a cut where a conversation forks is not worth its own file.
     """
     if rule.kind is RuleKind.ANY_PREFIX:
         return []
@@ -164,27 +163,26 @@ def _planted(rule: Rule, cuts: Cuts) -> list[int]:
     return sorted({cuts.header, cuts.branch, *in_turn} - {0})
 
 
-# Where a conversation that does not fit the context is cut: in large steps, so that it stays cut there.
-# The places are told by the messages before them alone, so that a longer conversation has the same ones,
-# after a restart as well.
+# Where a conversation that does not fit the context is cut: in large steps, so that the cut rarely moves.
+# A cut depends only on the messages before it, so a longer conversation has the same cuts, also after a
+# restart.
 
 
 _RESERVE_SHARE = 1 / 8
-"""So much of the context is kept free for the answer, whatever the client allows it."""
+"""The most of the context that is kept free for the answer, however long the client lets it be."""
 _KEPT_SHARE = 0.6
-"""About so much of the context is left when a conversation is cut: it is not cut again soon."""
+"""About this share of the context is filled after a cut, so that the next cut is far away."""
 _MOST_RENDERED = 2
-"""Templates make no more of a message than so many times its own tokens."""
+"""A rendered message has at most this many times its own tokens."""
 _TURN_AHEAD_SHARE = 1 / 2
-"""If no turn begins within so much of a step, the conversation is cut in the middle of one."""
+"""If no turn begins within this share of a step, the conversation is cut in the middle of a turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class MessageSize:
     """One message of a conversation, and how many tokens it has by itself.
 
-    A turn begins where the user says something, a step where the model answers; the results of the
-    model's calls begin neither.
+    A user message begins a turn, an answer of the model begins a step; results of tool calls begin neither.
     """
 
     n_tokens: int
@@ -194,7 +192,7 @@ class MessageSize:
 
 @dataclass(frozen=True, slots=True)
 class ContextCut:
-    """What is kept: the messages from *first* on, and the user's message of the turn that is cut in two."""
+    """The messages that stay: those from *first* on, and *asked*, the user message of a turn cut in two."""
 
     first: int
     asked: int | None
@@ -202,21 +200,21 @@ class ContextCut:
 
 
 def room_for_prompt(n_ctx: int, n_wanted: int | None) -> int:
-    """Return how long a prompt may be, so that an answer of *n_wanted* tokens fits behind it."""
+    """Return how long a prompt may be to leave room for an answer of *n_wanted* tokens."""
     most = int(n_ctx * _RESERVE_SHARE)
     return n_ctx - (most if n_wanted is None or n_wanted < 0 else min(n_wanted, most))
 
 
 def step_of(n_ctx: int, n_room: int) -> int:
-    """Return how many tokens are left out at once."""
+    """Return how many tokens one step leaves out."""
     return max(1, n_room - int(n_ctx * _KEPT_SHARE))
 
 
 def places_to_cut(parts: Sequence[MessageSize], n_step: int) -> list[ContextCut]:
-    """Return where a conversation may be cut: the i-th leaves out at least i + 1 steps.
+    """Return where a conversation may be cut: the i-th cut leaves out at least i + 1 steps.
 
-    That is where the next turn begins; where the model answers next if no turn begins soon. The newest
-    message of the user is always kept, and calls with their results.
+    A cut is where the next turn begins, or the next answer of the model if no turn begins soon. The newest
+    user message always stays, and tool calls stay together with their results.
     """
     before = [0, *accumulate(part.n_tokens for part in parts)]
     places: list[ContextCut] = []
@@ -225,7 +223,7 @@ def places_to_cut(parts: Sequence[MessageSize], n_step: int) -> list[ContextCut]
     while begins := [i for i in begins if before[i] >= (len(places) + 1) * n_step]:
         n_ahead = (len(places) + 1) * n_step + int(n_step * _TURN_AHEAD_SHARE)
         first = next((i for i in begins if parts[i].begins_turn and before[i] < n_ahead), begins[0])
-        # Of a turn that is cut in two, the user's message stays.
+        # If a turn is cut in two, its user message stays.
         asked = None
         if not parts[first].begins_turn:
             asked = max((i for i in turns if i < first), default=None)
@@ -235,10 +233,10 @@ def places_to_cut(parts: Sequence[MessageSize], n_step: int) -> list[ContextCut]
 
 
 def first_to_try(places: Sequence[ContextCut], n_over: int, n_at_least: int) -> int:
-    """Return which place to try first for a prompt that is *n_over* tokens too long.
+    """Return the index of the cut to try first for a prompt that is *n_over* tokens too long.
 
-    It is the first that may be enough: only a rendering tells. The conversation stays cut as far as it
-    was, *n_at_least* places in; turns that are over may take fewer tokens than they did.
+    It is the first cut that may be enough; only a rendering tells whether it is. It is never before the
+    cut *n_at_least*, where the conversation was cut already: past turns may now render to fewer tokens.
     """
     enough = (i for i, p in enumerate(places) if p.n_left_out * _MOST_RENDERED >= n_over)
     last = max(0, len(places) - 1)

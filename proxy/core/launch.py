@@ -1,6 +1,6 @@
-"""How llama-server is started so that its slots can be cached: what is added to the user's flags.
+"""The options that are added to a llama-server command so that its slots can be cached.
 
-Owns: the additions, and the conflicts with what the user gave, which is never overridden. Must never
+Owns: the additions, and their conflicts with the user's options, which are never overridden. Must never
 know how --help is read or a process started. Only options that the build knows are added.
 """
 
@@ -20,9 +20,9 @@ MAX_RESTART_DELAY_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """An option that the user set: how it is written, as a flag or a variable, and its value.
+    """An option that the user set, as a flag or an environment variable, with its value.
 
-    A switch's value is ON or OFF.
+    The value of a switch is ON or OFF.
     """
 
     written: str
@@ -30,7 +30,7 @@ class Given:
 
     @property
     def is_flag(self) -> bool:
-        """Whether it stands on the command line."""
+        """Whether the option is on the command line."""
         return self.written.startswith("-")
 
     def __str__(self) -> str:
@@ -41,11 +41,11 @@ class Given:
 
 @dataclass(slots=True)
 class Launch:
-    """What to add to a llama-server command, and where it will listen.
+    """The additions to a llama-server command, and the address where llama-server will listen.
 
-    With a conflict nothing may be started. `says` is what is started, in words, and `model_path` its model,
-    empty if it is no file. `api_key` is one of llama-server's own; they may instead
-    stand in the file `api_key_file`. `environment` is added where the command line would be too strong.
+    With a conflict nothing may be started. `says` describes the started model in words; `model_path` is its
+    file, empty if it is not a file. `api_key` is one of llama-server's API keys, which may be in the file
+    `api_key_file` instead. `environment` has additions that must not override a router's presets.
     """
 
     host: str = "127.0.0.1"
@@ -66,12 +66,12 @@ class Launch:
 
     @property
     def added(self) -> list[str]:
-        """What is added to the command line."""
+        """The words to add to the command line."""
         return [word for addition in self.additions for word in addition]
 
     @property
     def upstream(self) -> str:
-        """Return the URL at which the proxy reaches llama-server."""
+        """The URL at which the proxy reaches llama-server."""
         host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         address = f"[{host}]" if ":" in host else host
         return f"http://{address}:{self.port}{self.api_prefix}"
@@ -90,9 +90,9 @@ def plan_launch(
     free_port: int,
     working_directory: str,
 ) -> Launch:
-    """Return how to start a build that knows the options *known* beside what is *given*.
+    """Return how to start a build that knows the options *known*, of which *given* are set by the user.
 
-    *own_path* is the proxy's own slot_save_path, absolute, if it was given one.
+    *own_path* is the proxy's own slot_save_path, absolute, if one is set.
     """
     launch = Launch(slot_save_path=own_path or default_path)
     if _SAVE_PATH not in known:
@@ -130,7 +130,7 @@ def plan_launch(
 
 
 def _in_words(launch: Launch, given: Mapping[str, Given]) -> str:
-    """Return which model is started, with how many slots of how many tokens each."""
+    """Describe the model that is started, and the number and size of its slots."""
     named = next((given[n].value for n in ("--alias", "--hf-repo") if n in given), "")
     model = posixpath.basename(launch.model_path) or named or "the models that it finds"
     slots, context = given.get("--parallel"), given.get("--ctx-size")
@@ -153,14 +153,14 @@ def _absolute(path: Given, working_directory: str) -> str:
 
 def _place_listener(launch: Launch, given: Mapping[str, Given], free_port: int) -> None:
     if host := given.get("--host"):
-        # Several addresses stand behind commas, UNIX sockets among them (server-http.cpp).
+        # Several addresses are separated by commas; some may be UNIX sockets (server-http.cpp).
         reachable = [h.strip() for h in host.value.split(",") if not h.strip().endswith(".sock")]
         if reachable:
             launch.host = reachable[0]
         else:
             launch.conflicts.append(f"{host}: the proxy reaches llama-server over TCP only")
     port = given.get("--port")
-    if port is None or port.value == "0":  # 0 asks for any free port, and that is what it gets
+    if port is None or port.value == "0":  # 0 asks for any free port
         launch.port = free_port
         launch.additions.append(("--port", str(launch.port)))
     elif port.value.isdecimal():
@@ -177,10 +177,10 @@ def _place_listener(launch: Launch, given: Mapping[str, Given], free_port: int) 
 
 
 def _divide_context(launch: Launch, given: Mapping[str, Given], known: Collection[str]) -> None:
-    """Give llama-server a fixed number of slots: one, unless the user says how many.
+    """Give llama-server a fixed number of slots: one, unless the user sets another number.
 
-    Without -np it takes four that share one cache, where a restore fails when the others fill it. With
-    -np N each slot has an Nth of -c, so that any N but 1 would quietly shrink the context asked for.
+    Without -np llama-server has four slots that share one cache, and a restore fails if the other slots
+    fill it. With -np N each slot has an Nth of -c, so any N but 1 would quietly shrink the user's context.
     """
     n_parallel = given.get("--parallel")
     if n_parallel is None:
@@ -192,7 +192,7 @@ def _divide_context(launch: Launch, given: Mapping[str, Given], known: Collectio
 
 
 def _unified_by(given: Mapping[str, Given]) -> Given | None:
-    """Return the option that makes all slots share one cache, None if none does."""
+    """Return the option that makes all slots share one cache; None if there is none."""
     if unified := given.get("--kv-unified"):
         return unified if unified.value == ON else None
     parallel = given.get("--parallel")
@@ -200,10 +200,10 @@ def _unified_by(given: Mapping[str, Given]) -> Given | None:
 
 
 def _keep_idle_slots(launch: Launch, given: Mapping[str, Given], known: Collection[str]) -> None:
-    """See to it that idle slots keep their content.
+    """Let idle slots keep their content.
 
-    With a RAM cache llama-server puts idle slots aside whenever another one runs, and clears them if
-    they share one cache (server-context.cpp, --cache-idle-slots). The proxy copes with that, but slower.
+    With a RAM cache llama-server copies idle slots to it whenever another slot runs, and clears them if
+    they share one cache (server-context.cpp, --cache-idle-slots). The proxy then works, but slower.
     """
     ram = given.get("--cache-ram")
     if ram is None:
@@ -231,21 +231,21 @@ def _limit_checkpoints(launch: Launch, given: Mapping[str, Given], known: Collec
 
 
 def restart_delay_seconds(n_failures: int) -> float:
-    """Return how long to wait before a start that follows *n_failures* in a row."""
+    """Return how long to wait before the next start, after *n_failures* in a row."""
     n_doublings = min(10, max(0, n_failures - 1))
     return min(MAX_RESTART_DELAY_SECONDS, 2.0**n_doublings)
 
 
-# A router holds its own command line above its presets, the flags for single models, and the presets above
+# A router's command line overrides its presets, the flags for single models, and the presets override
 # environment variables (server-models.cpp).
 
 
 def let_presets_win(launch: Launch, variables: Mapping[str, str]) -> None:
-    """Turn additions into environment variables, as far as *variables* has any for them.
+    """Turn the additions that have environment variables, as *variables* says, into such variables.
 
     The directory stays a flag: it is the same for all models.
     """
-    launch.has_ram_cache = True  # a preset may say so
+    launch.has_ram_cache = True  # a preset may turn it on
     for name, *values in launch.additions.copy():
         if name in variables and name not in ("--port", _SAVE_PATH):
             launch.additions.remove((name, *values))

@@ -1,4 +1,4 @@
-"""Parsed JSON of requests and answers, read as llama-server reads it, and what all chat forms share."""
+"""Parsed JSON of requests and answers, read as llama-server reads it; helpers for all chat forms."""
 
 import re
 from enum import StrEnum
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Route(StrEnum):
-    """How a generation route names its prompt and whether it lets the proxy choose the slot."""
+    """The kinds of generation routes: the form of the prompt, and whether the proxy can choose the slot."""
 
     CHAT = "chat"
     COMPLETION = "completion"
@@ -31,7 +31,7 @@ _REMINDER = re.compile(r"<system-reminder>.*?</system-reminder>", re.DOTALL)
 
 
 def object_in(raw: bytes | str) -> dict[str, Any] | None:
-    """Return the JSON object that a text is, None if the text is anything else or nested too deeply."""
+    """Return a text parsed as a JSON object; None if it is anything else, or nested too deeply."""
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
     except (ValueError, RecursionError):
@@ -55,7 +55,7 @@ def text_of(value: Any, key: str, default: str = "") -> str:
 
 
 def list_of(value: Any) -> list[Any]:
-    """Return a list, empty if the value is none."""
+    """Return *value* if it is a list, else an empty list."""
     return value if isinstance(value, list) else []
 
 
@@ -69,7 +69,7 @@ def n_leading_system(messages: list[Any]) -> int:
 
 
 def without_reminders(text: str) -> str:
-    """Return what a user wrote, without the reminders that agents put beside it."""
+    """Return a user's text without the reminders that agents added to it."""
     return _REMINDER.sub("", text).strip()
 
 

@@ -1,7 +1,7 @@
 """The values that the pure core decides about.
 
-Owns: the nouns (rule, checkpoint, prompt, cut), and what a rule means for them. Everything here is
-frozen; nothing here awaits, opens, logs or reads a clock.
+Owns: rule, checkpoint, prompt and cut, and how a rule applies to them. Everything here is frozen; nothing
+here awaits, opens, logs or reads a clock.
 """
 
 from bisect import bisect_right
@@ -22,7 +22,7 @@ SlotId = NewType("SlotId", int)
 
 
 class RuleKind(StrEnum):
-    """What a restored state is good for on this server."""
+    """Where llama-server can continue a restored state."""
 
     ANY_PREFIX = "any prefix"
     RESTORE_POINTS = "restore points"
@@ -39,9 +39,9 @@ STRIDES_TOKENS = (64, 256, 8192)
 class Rule:
     """A learned rule; `end_holds_from` is the shortest state that can be continued at its very end.
 
-    Where that is not 0 the model has a sliding window: a state that is shorter than the window can only be
-    continued at a context checkpoint, and has every position. Under *end only* llama-server makes no
-    context checkpoint within `stride_tokens` behind another one.
+    If it is not 0, the model has a sliding window: a state shorter than the window has every position, and
+    can only be continued at a context checkpoint. Under *end only* llama-server makes no context checkpoint
+    within `stride_tokens` behind another one.
     """
 
     kind: RuleKind
@@ -50,15 +50,14 @@ class Rule:
 
     @property
     def needs_repair(self) -> bool:
-        """Whether a window that was cut on saving lacks the position that a restored one must have.
+        """Whether a window that was cut on saving lacks a position that a restored window must have.
 
-        The test that such a window fails is the one that a window which is not full fails
-        (server-context.cpp, `pos_min >= pos_min_thold`).
+        A window that is not full fails the same test (server-context.cpp, `pos_min >= pos_min_thold`).
         """
         return self.end_holds_from > 0
 
     def after_shortfall(self, n_short: int) -> "Rule":
-        """Return the rule once a live slot went *n_short* tokens further back than was believed."""
+        """Return the rule after a live slot reused *n_short* tokens fewer than predicted."""
         stride = next((s for s in STRIDES_TOKENS if s > n_short), 0)
         is_news = self.kind is RuleKind.END_ONLY and stride > self.stride_tokens
         return replace(self, stride_tokens=stride) if is_news else self
@@ -85,10 +84,9 @@ class CheckpointKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Which header a state begins with, and which session it is of, for people to look at.
+    """The header that a state begins with and the session that it belongs to, for display.
 
-    Both are hashes and 0 where there is none: the header was not looked for, or the state is what several
-    sessions share.
+    Both are hashes. They are 0 if the header was not looked for, or if several sessions share the state.
     """
 
     header_id: int = 0
@@ -104,14 +102,14 @@ class FilePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """Why, in words, a checkpoint is never offered again, and since when, in seconds since 1970."""
+    """Why a checkpoint is never used again, in words, and since when, in seconds since 1970."""
 
     why: str
     since: float
 
 
 class Title(NamedTuple):
-    """What people know a conversation by: its user's first words and its client; empty if not known."""
+    """The name of a conversation for people: its user's first words and its client; empty if not known."""
 
     words: str = ""
     client: str = ""
@@ -122,21 +120,22 @@ UNTITLED = Title()
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One saved state and what it can be restored for.
+    """One saved state, and where it can be continued.
 
     `restore_points` are token counts, ascending, read from the context checkpoints in the file; the end
     of the state, `n_tokens`, is not among them. `has_every_position` is true if the file holds attention
-    state for all n_tokens positions and nothing recurrent, so that it can be cut anywhere. The tokens
-    behind the first `n_prompt` were generated; 0 if that is not known. `header` and `turn_start` are cuts
-    of the prompt, in tokens, 0 where they are not known; `marks` are other cuts, ascending, to which
-    requests may come back. A pinned checkpoint is kept until an operator unpins it. It was restored
-    `n_restores` times. `family` says to which header and session it belongs. A checkpoint in `quarantine`
-    may have ended llama-server.
+    state for all n_tokens positions and nothing recurrent, so that the state can be cut anywhere. The
+    tokens behind the first `n_prompt` were generated; 0 if that is not known. `header` and `turn_start` are
+    cuts of the prompt, in tokens, 0 where they are not known; `marks` are other cuts, ascending, to which
+    requests may come back. A pinned checkpoint is kept until an operator unpins it. The checkpoint was
+    restored `n_restores` times. `family` names its header and its session. A checkpoint in `quarantine` may
+    have ended llama-server. `shared_id` is its id in the shared store, empty if it is not there; a
+    checkpoint that `is_fetched` was saved on another machine.
 
-    `parts` are the pieces of the file, with the digests that were made when llama-server had written them;
-    records of older versions have a `checksum` of the whole file instead. At `verified_at` the file last
-    matched them. `ancestors` are the checkpoints from which its slot was restored, directly or not. The
-    records of older versions have no `title`, and 0 `n_messages`, as has what comes from no chat.
+    `parts` are the pieces of the file, with digests made right after llama-server wrote the file; records
+    of older versions have a `checksum` of the whole file instead. The file last matched its digests at
+    `verified_at`. `ancestors` are the checkpoints from which its slot was restored, directly or not.
+    Records of older versions have no `title`. `n_messages` is 0 in them, and where the prompt is no chat.
     """
 
     id: CheckpointId
@@ -162,6 +161,8 @@ class Checkpoint:
     verified_at: float = 0.0
     ancestors: tuple[CheckpointId, ...] = ()
     title: Title = UNTITLED
+    shared_id: str = ""
+    is_fetched: bool = False
     n_messages: int = 0
 
     @property
@@ -218,9 +219,9 @@ class Cuts:
     """Stable cuts of one prompt, in tokens; 0 where there is none.
 
     `header` is the end of tools and system prompt, `turn_start` the end of the last user message, and
-    `message_end` the end of the last complete message. At `last_turn_end` the newest user message begins.
-    At `surroundings` the reminder ends with which the first user message begins. At `branch` the prompt
-    leaves a prompt that was seen before, if nothing can be continued there.
+    `message_end` the end of the last complete message. The newest user message begins at `last_turn_end`.
+    The first user message may begin with a reminder, which ends at `surroundings`. At `branch` the prompt
+    begins to differ from a prompt that was seen before, if no state can be continued there.
     """
 
     header: int = 0
@@ -232,7 +233,7 @@ class Cuts:
 
     @property
     def shared(self) -> int:
-        """The end of what other sessions of the same agent in the same directory share."""
+        """The end of the prefix that sessions of the same agent in the same directory share."""
         return max(self.header, self.surroundings)
 
 
@@ -241,10 +242,11 @@ NO_CUTS = Cuts()
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A request's prompt as llama-server will see it; `shape` is the kind of request it came from.
+    """A request's prompt as llama-server will see it; `shape` is the kind of the request.
 
-    `text` is what it was tokenized from; empty if that is not one text. `conversation` are the digests of
-    a Conversation that renders this prompt; empty if there is none.
+    `text` is the text that was tokenized; empty if it was not a single text. `conversation` are the digests
+    of a Conversation that renders this prompt; empty if there is none. A prompt that `goes_on` has an image
+    or a sound behind these tokens.
     """
 
     tokens: TokenIds
@@ -254,6 +256,7 @@ class Prompt:
     text: str = ""
     conversation: bytes = b""
     title: Title = UNTITLED
+    goes_on: bool = False
 
     @property
     def n_tokens(self) -> int:
@@ -262,11 +265,11 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A chat request by what its prompt is rendered from.
+    """Digests, roles and sizes of everything in a chat request that its prompt is rendered from.
 
-    `digests` has eight bytes for everything that is no message, then eight for each message. So one
-    conversation goes on from another if its digests begin with those of the other. `sizes_bytes` are
-    those of the messages as JSON.
+    `digests` has eight bytes for everything but the messages, then eight for each message. So one
+    conversation continues another if its digests begin with those of the other. `sizes_bytes` are the
+    sizes of the messages as JSON.
     """
 
     digests: bytes
@@ -274,8 +277,7 @@ class Conversation:
     sizes_bytes: tuple[int, ...]
 
     def n_behind(self, earlier: bytes) -> int:
-        """Return how many messages follow the *earlier* ones, 0 if the conversation does not go on from
-        them."""
+        """Return how many messages follow the *earlier* ones; 0 if this does not continue them."""
         is_longer = earlier and self.digests.startswith(earlier)
         return (len(self.digests) - len(earlier)) // DIGEST_BYTES if is_longer else 0
 
@@ -289,7 +291,7 @@ def count_messages(digests: bytes) -> int:
 
 
 class Outcome(StrEnum):
-    """What became of a generation request that was answered."""
+    """The outcome of a generation request that was answered."""
 
     HIT = "hit"
     PARTIAL = "partial"
@@ -298,9 +300,8 @@ class Outcome(StrEnum):
     DEGRADED = "degraded"
 
 
-# The one place that applies the learned rule (`usable_tokens`), what the first files tell of the rule
-# (`derive`, `after_save`), and the judgement of a self-test's measurements (`judge`). A caller of
-# `usable_tokens` has compared the first n_common tokens, one by one.
+# Only `usable_tokens` applies the learned rule; its caller has compared the first n_common tokens, one by
+# one. `derive` and `after_save` learn the rule from the first files, `judge` from a self-test.
 
 
 def usable_tokens(
@@ -332,7 +333,7 @@ def highest_point(points: tuple[int, ...], limit: int) -> int:
 
 
 FULL_WINDOW_TOKENS = 2200
-"""A state this long fills the sliding windows of most models; shorter states are not counted on."""
+"""A state this long fills the sliding windows of most models; shorter states are not relied on."""
 
 
 def derive(
@@ -340,14 +341,14 @@ def derive(
 ) -> Rule:
     """Return the rule of a model whose first saved state is shorter than a sliding window.
 
-    Its file tells whether the state has context checkpoints and every position. Only where it has every
-    position and no context checkpoint the state need be restored, to see whether it *holds_at_end* and
-    *rewinds*: whether requests continue it at its end, and where they leave it before. The four cases:
+    The file tells whether the state has context checkpoints and every position. Only a state with every
+    position and without context checkpoints needs to be restored, to see whether it *holds_at_end* (a
+    request can continue it at its end) and *rewinds* (a request can continue it before its end). The cases:
 
     1. The file has context checkpoints: *restore points*. With every position it is a sliding window.
-    2. It lacks positions, or is not understood: *end only*.
+    2. The file lacks positions, or is not understood: *end only*.
     3. The state rewinds: *any prefix*.
-    4. It does not: it is a sliding window, of which a short state may hold at its end.
+    4. The state does not rewind: it is a sliding window, and a short state may hold at its end.
     """
     if has_every_position and rewinds and not has_points:
         return Rule(RuleKind.ANY_PREFIX)
@@ -356,9 +357,9 @@ def derive(
 
 
 def after_save(rule: Rule, *, has_every_position: bool) -> Rule:
-    """Return the rule once another state was saved: a file that lacks positions cannot be cut anywhere.
+    """Return the rule after another save: a state whose file lacks positions cannot be cut anywhere.
 
-    With --swa-full only such a file shows that there is a sliding window.
+    With --swa-full such a file is the only sign of a sliding window.
     """
     is_cut = rule.kind is RuleKind.ANY_PREFIX and not has_every_position
     return replace(rule, kind=RuleKind.END_ONLY) if is_cut else rule
@@ -366,10 +367,10 @@ def after_save(rule: Rule, *, has_every_position: bool) -> Rule:
 
 @dataclass(frozen=True, slots=True)
 class RestoreProbe:
-    """A state of `n_tokens`, what its file says of itself, and the requests that it was restored for.
+    """A state of `n_tokens`, the contents of its file, and the requests that it was restored for.
 
-    `trials` are, of each request, how many tokens it has in common with the state, how many of them it
-    could reuse (a prompt's last token is always evaluated), and how many were reused.
+    `trials` has for each request how many tokens it shares with the state, how many of these it could
+    reuse (a prompt's last token is always evaluated), and how many it reused.
     """
 
     n_tokens: int
@@ -379,7 +380,7 @@ class RestoreProbe:
 
     @property
     def holds_at_end(self) -> bool:
-        """Whether every request that goes on from the state continued at its end."""
+        """Whether every request that could continue the state at its end did so."""
         return all(n == self.n_tokens for _, n_most, n in self.trials if n_most == self.n_tokens)
 
     @property
@@ -396,7 +397,7 @@ class RestoreProbe:
 
     @property
     def rewinds(self) -> bool:
-        """Whether a request that leaves the state before its end continued at a context checkpoint."""
+        """Whether a request that shares only a part of the state continued at a context checkpoint."""
         return self.holds_at_points and any(
             n_common < self.n_tokens and highest_point(self.restore_points, n_most) > 0
             for n_common, n_most, _ in self.trials
@@ -404,7 +405,7 @@ class RestoreProbe:
 
 
 def judge(probes: Sequence[RestoreProbe]) -> Rule:
-    """Return the rule that *probes*, ascending by length, bear out."""
+    """Return the rule that fits the *probes*, which are ascending by length."""
     if not probes:
         return NO_RULE
     if all(probe.holds_anywhere for probe in probes):
@@ -418,15 +419,15 @@ def judge(probes: Sequence[RestoreProbe]) -> Rule:
     return Rule(RuleKind.RESTORE_POINTS if is_by_points else RuleKind.END_ONLY, end_holds_from)
 
 
-# Which known namespace a model belongs to, by what it predicts (its canary). Weights that were replaced
-# under the same path, a merged adapter or a rope flag show in no field of llama-server's API, but in its
-# predictions. Measured differences: 0.0 between processes, -np, -c and thread counts, 0.0013 with flash
-# attention off, 0.08 and more with another rope scale.
+# Which known namespace a model belongs to, by the model's predictions (its canary). Weights that were
+# replaced under the same path, a merged adapter or a rope flag do not show in any field of llama-server's
+# API, only in the predictions. Measured differences: 0.0 between processes, -np, -c and thread counts,
+# 0.0013 with flash attention off, 0.08 and more with another rope scale.
 
 
 CANARY_TOKENS = tuple((index * 2654435761 + 97) % 30011 for index in range(128))
-"""Fixed ids, spread over the vocabulary; taken modulo its size. The last one is not evaluated with the
-others but alone in another slot, to see whether that makes llama-server clear the first."""
+"""Fixed ids, spread over the vocabulary; taken modulo its size. The last one is evaluated alone,
+in another slot, to see whether llama-server then clears the slot with the others."""
 
 TOLERANCE = 0.01
 
@@ -434,7 +435,7 @@ TOLERANCE = 0.01
 class KnownNamespace(msgspec.Struct, frozen=True):
     """A namespace's id and its canary: the likeliest tokens with their log-probabilities.
 
-    `name` is what the model was called when it was last served.
+    `name` is the model's name when it was last served.
     """
 
     id: bytes
@@ -452,15 +453,15 @@ def choose_namespace(
 def new_namespace(
     static: str, known: Sequence[KnownNamespace], canary: list[tuple[int, float]], name: str
 ) -> KnownNamespace:
-    """Return a namespace for a model that is none of those *known* under what is told of it."""
+    """Return a new namespace for a model; *known* are the other namespaces with the same *static* data."""
     return KnownNamespace(xxhash.xxh3_128_digest(f"{static} {len(known)}".encode()), canary, name)
 
 
 def is_same_canary(left: Sequence[tuple[int, float]], right: Sequence[tuple[int, float]]) -> bool:
     """Return whether two canaries come from the same model.
 
-    The tail of the list may differ by near ties; the likeliest token and half of all must be shared,
-    and every shared one must have the same log-probability.
+    The tail of the list may differ by near ties. Each likeliest token must be in the other list, half of
+    all tokens must be shared, and every shared token must have the same log-probability.
     """
     if not left or not right:
         return False
@@ -473,13 +474,13 @@ def is_same_canary(left: Sequence[tuple[int, float]], right: Sequence[tuple[int,
 
 _SECRET_ID_BYTES = 4
 UNKEYED_BYTES = 16
-"""The length of the tenants of older versions: digests that anybody could make of a guessed key."""
+"""The length of tenants of older versions: unkeyed digests, which anybody could make of a guessed key."""
 _NO_KEY = bytes(_SECRET_ID_BYTES + 16)
-"""What a salted tenant without an API key begins with."""
+"""The first bytes of a salted tenant without an API key."""
 
 
 def keyed_tenant(secret: bytes, digest: bytes) -> bytes:
-    """Return what a directory calls the tenant whose API key has a *digest*, and which secret made it."""
+    """Return a directory's name for the tenant of an API key's *digest*; the secret's id comes first."""
     return _keyed_name(secret, digest, b"")
 
 
@@ -490,7 +491,7 @@ def salted_tenant(secret: bytes, tenant: bytes, salt: str) -> bytes:
 
 
 def tenant_without_key(tenant: bytes) -> bytes:
-    """Return a tenant as it is where API keys make no difference: only its salt does."""
+    """Return a tenant for a server where API keys make no difference: only the salt remains."""
     return _NO_KEY + salt if (salt := tenant[len(_NO_KEY) :]) else b""
 
 

@@ -1,7 +1,8 @@
-"""What to do for one request: which slot, what to restore into it, where to stop on the way.
+"""The plan for one request: its slot, the checkpoint to restore there, and the stops.
 
-Owns: the choice among live slots, stored checkpoints and nothing, by estimated seconds. Pure: tokens,
-slots, checkpoints, rule and rates come in, a plan goes out; None means that the request waits.
+Owns: the choice to continue a live slot, to restore a checkpoint or to start from nothing, by estimated
+seconds. Pure: tokens, slots, checkpoints, rule and rates come in, a plan goes out; None means that the
+request waits.
 
 `plan_request` distinguishes these cases:
 
@@ -9,10 +10,10 @@ slots, checkpoints, rule and rates come in, a plan goes out; None means that the
    needs the least preparation, restores nothing and makes no stop.
 2. No slot is free. The request waits.
 3. A slot whose save ends soon holds far more of the prompt than the best option reuses. The request waits.
-4. Another request is about to save a state with which this request is done sooner. The request waits.
-5. Otherwise the cheapest option wins: each free slot, combined with each way to start in that slot (go on
-   with what the slot holds, or restore one of the checkpoints). An option costs the seconds of the
-   request and the seconds that the slot's present owner will need to come back.
+4. Another request is about to save a state that would make this request quicker. The request waits.
+5. Otherwise the cheapest option wins. There is one option for each free slot and each start in that slot
+   (continue its content, or restore one of the checkpoints). An option costs the seconds of the request
+   and the seconds that the conversation now in the slot will need to come back.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,40 +45,41 @@ from proxy.core.slots import Known, Slot, Unknown, live_reuse, must_be_erased, n
 from proxy.core.tokens import common_prefix_length
 
 MAX_LOST_TOKENS = SLACK_TOKENS
-"""A slot that loses no more unsaved work than this to another request is not saved for it."""
+"""A slot that would lose no more unsaved tokens than this to another request is not saved first."""
 
 HALF_LIFE_SECONDS = 600.0
-"""An agent is back within minutes or not soon: what a slot holds counts half after so long."""
+"""An agent is back within minutes or not soon: after this time a slot's content counts half."""
 
 WORTH_A_LOOK_SHARE = 0.5
-"""A state that saves less than this share of the best one's tokens is not looked at."""
+"""A checkpoint that saves less than this share of the best one's tokens is not considered."""
 
 WORTH_WAITING_TOKENS = 64
-"""A prompt waits for a slot that is being saved (llama-server stalls meanwhile anyway) or let go of by
-an abandoned request (a second or so) if that slot spares it more tokens than this."""
+"""A prompt waits for a closing slot if that slot spares it more tokens than this. Such a slot is being
+saved, while llama-server stalls anyway, or its request was abandoned and ends within a second or so."""
 
 WORTH_WAITING_SHARE = 1.5
-"""A prompt waits for a state that another request will save soon if all is done in this many times what
-the prompt would take alone: evaluating the same beside the other request, both would take twice as long."""
+"""A prompt waits for a state that another request will save soon if the wait and the rest take less than
+this many times the prompt alone: if both requests evaluated the same tokens, both would take twice as
+long."""
 
 STEADY_TOKENS = 32
-"""Speeds are learned from a machine that does other things, too. What costs so little more and spares
-so many tokens more is as good by seconds, and does not change with the machine's mood."""
+"""Speeds are measured on a machine that does other things too. An option that costs hardly more seconds and
+spares this many more tokens wins, so that the choice does not change with the machine's load."""
 
 SHARED_HEADER_SAVES = 4.0
-"""A header is saved on the way if evaluating it takes so many times as long as saving it: another
-request in another slot may need it before this one is answered."""
+"""A header is saved at a stop if its evaluation takes this many times as long as its save: another request
+in another slot may need it before this one is answered."""
 
 N_ALTERNATIVES = 3
-"""So many of the plans that were not chosen are told."""
+"""How many of the options that were not chosen are reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Displacement:
-    """What a plan takes from the slot that it uses: `n_lost` tokens of unsaved work.
+    """The loss of the conversation whose slot a plan takes: `n_lost` unsaved tokens.
 
-    `delay_seconds` are those that the request itself waits for a save; `seconds` add what it will cost
-    the slot's present owner to be where it was.
+    The request itself waits `delay_seconds` for a save. `seconds` adds the time that the conversation will
+    need to come back.
     """
 
     n_lost: int = 0
@@ -91,9 +93,9 @@ NOTHING_DISPLACED = Displacement()
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One way to start in one slot, and its seconds: those of the request, and those it costs others.
+    """One start in one slot, with its seconds for the request and for others.
 
-    llama-server must reuse `n_reused` tokens, and nobody expects more than `n_at_most`. They come from
+    llama-server must reuse `n_reused` tokens, and is expected to reuse at most `n_at_most`. They come from
     the checkpoint that is `restored`; without one the slot already holds them.
     """
 
@@ -135,10 +137,10 @@ class Why(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One request's way through one slot; `cuts` are the prompt's, with the branch that was found.
+    """How one request is served in one slot; `cuts` are the prompt's, with the branch that was found.
 
-    `n_shared` is the longest prefix that the prompt shared with any state then, usable or not, and
-    `n_in_use` that with a slot that another request was using.
+    `n_shared` is the longest prefix that the prompt shared with any state at that time, usable or not;
+    `n_in_use` is the longest prefix shared with a slot that another request was using.
     """
 
     start: Start
@@ -155,7 +157,7 @@ class Plan:
 
     @property
     def is_warm(self) -> bool:
-        """Whether it goes on in a slot that holds its conversation, and takes nothing from anybody."""
+        """Whether the plan continues a slot's content and displaces nothing."""
         return self.start.kind == "live" and self.start.displacement == NOTHING_DISPLACED
 
 
@@ -164,7 +166,7 @@ class Situation:
     """Everything a plan depends on besides the request itself.
 
     `n_shared` is the longest prefix that the prompt shares with any stored checkpoint, usable or not. `now`
-    is of the same clock as the slots' `used_at`, and `sizes` are those of states that were saved. The
+    is a time of the same clock as the slots' `used_at`, and `sizes` are the sizes of saved states. The
     request can wait for the `expected` states.
     """
 
@@ -187,7 +189,7 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
         refused = [_refused(prompt, now, slot, shared[slot.id]) for slot in free]
         easiest = min(refused, key=lambda o: (o.erases, o.total_seconds, o.slot_id), default=None)
         return Plan(easiest, cuts=prompt.cuts, why=Why.TOO_LONG) if easiest else None
-    options = [o for s in free for o in _options(prompt, now, s, shared[s.id])]
+    options = [o for s in free for o in starts(prompt, now, s, shared[s.id])]
     if not options:
         return None
     used_at = {slot.id: slot.used_at for slot in free}
@@ -204,7 +206,7 @@ def plan_request(prompt: Prompt, now: Situation) -> Plan | None:
 
 
 def plan_extension(prompt: Prompt, rule: Rule, slot: Slot, rates: Rates) -> Plan:
-    """Return the plan of a request that was sent before its prompt was read, to go on in *slot*."""
+    """Return the plan of a request that was sent to continue *slot* before its prompt was read."""
     n_common = shared_tokens(slot.content, prompt.tokens, prompt.namespace)
     n_reused, n_at_most = live_reuse(rule, slot.content, n_common, prompt.n_tokens)
     seconds = rates.evaluation_seconds(n_reused, prompt.n_tokens)
@@ -217,8 +219,8 @@ def plan_extension(prompt: Prompt, rule: Rule, slot: Slot, rates: Rates) -> Plan
     )
 
 
-def _options(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Iterator[Start]:
-    """Yield the ways to start in a slot that holds the first *n_common* tokens of the prompt."""
+def starts(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Iterator[Start]:
+    """Yield the possible starts in a slot that holds the first *n_common* tokens of the prompt."""
     content, rates, n_prompt = slot.content, now.rates, prompt.n_tokens
     erases = must_be_erased(now.rule, content, prompt.namespace, n_common)
     n_reused, n_at_most = (0, 0) if erases else live_reuse(now.rule, content, n_common, n_prompt)
@@ -236,17 +238,18 @@ def _options(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Itera
 
 
 def _refused(prompt: Prompt, now: Situation, slot: Slot, n_common: int) -> Start:
-    """Return how a prompt that does not fit is sent to a slot, which stays as it is if it may."""
-    option = next(_options(prompt, now, slot, n_common))
+    """Return the start of a prompt that does not fit the context: the slot is erased only if it must be."""
+    option = next(starts(prompt, now, slot, n_common))
     return option if option.erases else Start(slot.id)
 
 
 def displace(
     prompt: Prompt, now: Situation, slot: Slot, n_common: int, n_reused: int | None
 ) -> Displacement:
-    """Return what becomes of a slot's content, which shares *n_common* tokens, if *prompt* takes the slot.
+    """Return what the conversation in *slot*, which shares *n_common* tokens, loses if *prompt* takes the
+    slot.
 
-    The prompt goes on with *n_reused* tokens of the content; None: the slot is filled anew.
+    The prompt reuses *n_reused* tokens of the content; None: a checkpoint is restored over it.
     """
     content, rates = slot.content, now.rates
     if not isinstance(content, Known) or content.is_aside:
@@ -274,10 +277,10 @@ def displace(
 
 
 def is_continued(content: Known, prompt: Prompt, n_common: int) -> bool:
-    """Return whether a prompt that shares *n_common* tokens is the same conversation moving on.
+    """Return whether a prompt that shares *n_common* tokens continues the conversation in a slot.
 
-    It then goes on from all that the slot holds, or beyond its turn start: what it drops (old reasoning,
-    a rewritten answer) nobody will ask for again.
+    It does if it shares all of the content, or the content up to its turn start: the tokens that it drops
+    (old reasoning, a rewritten answer) will not be needed again.
     """
     if content.namespace != prompt.namespace:
         return False
@@ -287,7 +290,7 @@ def is_continued(content: Known, prompt: Prompt, n_common: int) -> bool:
 
 
 def _steadiest(options: list[Start]) -> Start:
-    """Return the cheapest option, or one that reuses clearly more and is hardly dearer."""
+    """Return the cheapest option, or one that reuses clearly more and costs hardly more."""
     cheapest = options[0]
     n_enough = cheapest.n_reused + STEADY_TOKENS
     alike = (o for o in options if o.total_seconds <= cheapest.total_seconds + STEADY_SECONDS)
@@ -296,7 +299,7 @@ def _steadiest(options: list[Start]) -> Start:
 
 
 def promised_tokens(prompt: Prompt, now: Situation, slot: Slot) -> int:
-    """Return how many tokens a slot that is closing will likely save a prompt that waits for it."""
+    """Return how many tokens a prompt can probably reuse of a closing slot, if it waits for the slot."""
     content, tokens = slot.content, prompt.tokens
     if isinstance(content, Unknown) and content.likely is not None:
         is_ours = content.tenant == prompt.namespace
@@ -306,7 +309,7 @@ def promised_tokens(prompt: Prompt, now: Situation, slot: Slot) -> int:
 
 
 def expected_tokens(prompt: Prompt, rule: Rule, state: ExpectedState) -> int:
-    """Return how many tokens a state that is about to be saved will spare a prompt."""
+    """Return how many tokens of a state that is about to be saved a prompt can reuse."""
     if state.namespace != prompt.namespace:
         return 0
     n_common = common_prefix_length(state.tokens, prompt.tokens)
@@ -314,7 +317,7 @@ def expected_tokens(prompt: Prompt, rule: Rule, state: ExpectedState) -> int:
 
 
 def _is_done_sooner(prompt: Prompt, now: Situation, state: ExpectedState, best: Start) -> bool:
-    """Return whether an expected state gets the prompt evaluated much sooner than *best*."""
+    """Return whether to wait for an expected state: it saves more than *best* for little or no delay."""
     n_usable = expected_tokens(prompt, now.rule, state)
     seconds = max(0.0, state.expected_at - now.now)
     seconds += now.rates.restore_seconds(state.size_bytes, is_warm=True)
@@ -345,7 +348,7 @@ def _plan(prompt: Prompt, now: Situation, options: list[Start], shared: dict[Slo
 
 
 def _shares_header(now: Situation, cuts: Cuts, n_reused: int) -> bool:
-    """Return whether a header is worth a save before its own request is answered."""
+    """Return whether the header is worth a save before the request is answered."""
     if len(now.slots) == 1 or n_reused >= cuts.shared:
         return False
     save_seconds = now.rates.save_seconds(expected_bytes(now.sizes, cuts.shared, 2) or 0)
@@ -354,7 +357,7 @@ def _shares_header(now: Situation, cuts: Cuts, n_reused: int) -> bool:
 
 
 def _why(rule: Rule, options: list[Start]) -> Why:
-    """Return what decided for the first of the *options*."""
+    """Return why the first of the *options* was chosen."""
     best = options[0]
     n_live = max(s.n_reused for s in options if not s.restored)
     n_stored = max((s.n_reused for s in options if s.restored), default=0)
@@ -371,16 +374,17 @@ def _why(rule: Rule, options: list[Start]) -> Why:
     return Why.NOTHING_FOUND if rule.can_restore else Why.NOTHING_RESTORABLE
 
 
-# Which stored checkpoints a plan looks at. The caller has compared their tokens with the prompt.
+# The stored checkpoints that a plan considers. The caller has compared their tokens with the prompt.
 
 
 def promising(
     rule: Rule, found: Iterable[Candidate], n_prompt: int, *, n_at_most: int = 32
 ) -> tuple[tuple[Candidate, ...], int]:
-    """Return the usable ones of *found*, which come longest common prefix first, and the longest prefix.
+    """Return the usable candidates of *found*, and the longest common prefix of any.
 
-    The search ends once a candidate's whole common prefix is less than half of what a better one saves:
-    none of the rest can save more, and hardly one so much less time to restore.
+    *found* is sorted, the longest common prefix first. The search ends at a candidate whose common prefix
+    is less than half of what the best one saves: the rest save fewer tokens, and hardly any of them is so
+    much quicker to restore.
     """
     kept: list[Candidate] = []
     n_best = n_longest = 0
@@ -400,9 +404,9 @@ def promising(
 def most_useful(
     rule: Rule, found: Iterable[Candidate], n_prompt: int
 ) -> tuple[int, Checkpoint | None]:
-    """Return how many tokens the most useful of *found* saves a prompt, and which checkpoint that is.
+    """Return the checkpoint of *found* that saves a prompt the most tokens, after their number.
 
-    *found* come longest common prefix first: a checkpoint saves no more tokens than it has in common.
+    *found* is sorted, the longest common prefix first: no checkpoint saves more tokens than it shares.
     """
     useful = promising(rule, found, n_prompt)[0]
     usable = [

@@ -1,7 +1,7 @@
 """How long this server takes to evaluate, restore and save, learned from measurements.
 
 Owns: the cost functions and how they learn. Pure: a measurement goes in, new rates come out. Must never
-know who measured or when.
+know where or when it was measured.
 
 A predicted time is a sum of parts: one part for the call itself, and one part for each token or byte. When
 a measurement differs from the prediction, each part is corrected in proportion to its share of the
@@ -15,18 +15,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 POSITIONS = (1 << 10, 1 << 12, 1 << 14, 1 << 16, math.inf)
-"""A separate evaluation rate is learned up to each of these positions: attention costs more further in."""
+"""A separate evaluation rate is learned up to each of these positions: later ones cost more attention."""
 
 MIN_TOKENS = 64
 MIN_BYTES = 64 << 10
 """A smaller measurement tells more about the round trip than about the rate, and is ignored."""
 
 MAX_STEP = 16.0
-"""The factor by which one measurement can change a part that is new; a quarter of that for a part that is
-well known. Any measurement may have met a cold disk or a busy server."""
+"""The largest factor by which one measurement can change a new part; a quarter of it for a part measured
+often. Any measurement may have met a cold disk or a busy server."""
 
 MEMORY = 3.0
-"""How many large measurements count: each later one corrects a part by a quarter of the difference."""
+"""After so many large measurements, each later one corrects a part by a quarter of the difference."""
 
 _LARGE_TOKENS = 256
 _LARGE_BYTES = 256 << 10
@@ -36,7 +36,7 @@ _LEAST_SECONDS = 1e-6
 
 
 def seconds_in_words(seconds: float) -> str:
-    """Return a duration as people read it: 23 ms, 0.56 s, 9.8 s, 120 s."""
+    """Return a duration for people to read: 23 ms, 0.56 s, 9.8 s, 120 s."""
     if 0 < abs(seconds) < 0.0995:
         return f"{seconds * 1000:.0f} ms"
     n_digits = 2 if 0 < abs(seconds) < 1 else 1 if 0 < abs(seconds) < 100 else 0
@@ -66,7 +66,7 @@ class UnitCost:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Saves, or restores of one sort: seconds for the call and for each byte."""
+    """The cost of saves, or of warm or cold restores: seconds for the call and for each byte."""
 
     call: UnitCost
     byte: UnitCost
@@ -75,7 +75,7 @@ class Transfer:
         return self.call.seconds + size_bytes * self.byte.seconds
 
     def after(self, size_bytes: int, seconds: float) -> "Transfer":
-        """Return what is known after a transfer of *size_bytes* took *seconds*."""
+        """Return the cost after a transfer of *size_bytes* took *seconds*."""
         if size_bytes < MIN_BYTES or seconds <= 0:
             return self
         weight = size_bytes / (size_bytes + _LARGE_BYTES)
@@ -83,7 +83,7 @@ class Transfer:
 
     @property
     def bytes_per_second(self) -> float:
-        """The rate, the call left out; 0 until it was measured."""
+        """The rate without the call; 0 until it was measured."""
         return 1 / self.byte.seconds if self.byte.n_seen else 0.0
 
 
@@ -153,15 +153,15 @@ class Rates:
         return replace(self, save=self.save.after(size_bytes, seconds))
 
     def tokens_per_second(self, position: float) -> float:
-        """Return the rate up to one of POSITIONS, the call left out; 0 until it was measured."""
+        """Return the rate up to one of POSITIONS, without the call; 0 until it was measured."""
         part = self.tokens[POSITIONS.index(position)]
         return 1 / part.seconds if part.n_seen else 0.0
 
 
 @lru_cache(maxsize=64)
 def _believed(tokens: tuple[UnitCost, ...]) -> tuple[UnitCost, ...]:
-    """Return the parts of all positions; one that was never measured is as the nearest measured before it,
-    or as the first measured."""
+    """Return the parts of all positions. A part that was never measured equals the nearest measured part
+    before it, or else the first measured part."""
     nearest = next((part for part in tokens if part.n_seen), None)
     believed = []
     for part in tokens:
@@ -171,7 +171,7 @@ def _believed(tokens: tuple[UnitCost, ...]) -> tuple[UnitCost, ...]:
 
 
 def _amounts(n_from: int, n_to: int) -> list[float]:
-    """Return how many of the tokens from *n_from* to *n_to* lie in each stretch of positions."""
+    """Return how many of the tokens from *n_from* to *n_to* lie in each range of POSITIONS."""
     begins = zip((0, *POSITIONS), POSITIONS, strict=False)
     return [max(0, min(n_to, end) - max(n_from, begin)) for begin, end in begins]
 
@@ -179,12 +179,12 @@ def _amounts(n_from: int, n_to: int) -> list[float]:
 def _taught(
     parts: Sequence[UnitCost], amounts: Sequence[float], seconds: float, weight: float
 ) -> list[UnitCost]:
-    """Return *parts*, moved towards what makes *amounts* of them take *seconds*."""
+    """Return *parts*, moved so that *amounts* of them would take nearer to *seconds*."""
     each = [part.seconds * amount for part, amount in zip(parts, amounts, strict=True)]
     predicted = sum(each)
     miss = max(seconds, _LEAST_SECONDS) / predicted
     shares = [part_seconds / predicted for part_seconds in each]
-    # Where shares are s, moving the logarithm of each part by s / sum(s * s) makes up for the whole miss.
+    # With shares s, moving the logarithm of each part by s / sum(s * s) makes up for the whole miss.
     squares = sum(share * share for share in shares)
     return [
         part.moved(miss, min(1.0, share / squares), weight) if share else part

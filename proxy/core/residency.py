@@ -1,28 +1,29 @@
-"""Who serves a request: which llama-server, which model of a host, which slot llama-server will choose.
+"""Where a request runs: which llama-server, which model of a host, which slot llama-server will choose.
 
-Pure: who waits, what is loaded and in use, what each llama-server can do come in; a choice goes out.
+Pure: waiting requests, loaded models and the offers of llama-servers come in; a choice goes out.
 
-Which model of a host is loaded next (`next_step`), looking at the waiting requests in arrival order:
+Which model of a host is loaded next (`next_step`), for the waiting requests in arrival order:
 
-1. A request whose model is loaded goes on, unless an earlier request waits for that model to leave: else
-   a busy model would keep the others out for ever.
-2. A request whose model is not loaded has the model loaded, once the models that have to leave for it are
-   not used any more. One model is loaded at a time.
+1. A request whose model is loaded goes on, unless an earlier request waits for that model to be unloaded:
+   otherwise a busy model would keep the others out for ever.
+2. For a request whose model is not loaded, the model is loaded once no request uses the models that must
+   be unloaded for it. One model is loaded at a time.
 3. Every other request waits.
 
 Which of several llama-servers with the same model serves a request (`best_offer`):
 
-1. Of those that need not wait for another request, the quickest; of those alike, the llama-server that
-   reuses most; of those alike, the least busy one.
-2. Where all would have to wait, the least busy one; of those alike, the one that holds most of the prompt.
+1. Of those where the request need not wait for another request: the quickest; among equals the one that
+   reuses most; among equals the least busy one.
+2. If the request would have to wait everywhere: the least busy one; among equals the one that holds most
+   of the prompt.
 
 Which slot llama-server chooses for a request that cannot name one (`rivals`; server-context.cpp,
 get_available_slot): among the idle slots the one whose tokens share the longest prefix with the prompt, the
 lowest id on ties, if that prefix is more than a tenth of the prompt; else the one used longest ago.
 
-Which slot a request goes on in so plainly that nothing has to be planned (`slot_to_extend`): the slot holds
-the prompt of the same messages but the newest. No other slot holds as much of that prompt. Neither a
-restore nor a stop could gain more than a short message's tokens.
+Which slot a request continues without a plan (`slot_to_extend`): the slot that holds the prompt of all its
+messages but the newest. No other slot may hold as much of that prompt, and neither a restore nor a stop
+could gain more than a short message's tokens.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -43,15 +44,15 @@ SHORT_MESSAGE_BYTES = 160
 """About 32 tokens. llama-server itself makes a context checkpoint where the newest user message begins, so
 that a stop at the end of a short one gains hardly anything."""
 _FRAME_TOKENS = 64
-"""What a template writes around a message, at most."""
+"""The most tokens that a template writes around a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Residents:
-    """The models of a host as they are: which are `loaded`, how many requests use each.
+    """The models of a host: which are `loaded`, and how many requests use each.
 
-    `used_at` is when each was last asked for, of any clock. `n_at_most` may be loaded at once; where that
-    is not known, `together` holds the pairs that have been seen loaded at once.
+    `used_at` is the time of the last request for each model, by any clock. `n_at_most` models may be loaded
+    at once; if it is None, `together` holds the pairs of models that have been loaded at once before.
     """
 
     loaded: frozenset[str]
@@ -61,9 +62,9 @@ class Residents:
     together: frozenset[frozenset[str]] = frozenset()
 
     def leaving_for(self, model: str) -> frozenset[str]:
-        """Return the models that have to go before *model* can be loaded.
+        """Return the models that must be unloaded before *model* can be loaded.
 
-        Of those that may be chosen the idle ones go first, of these the one unused for longest.
+        If there is a choice, idle models are unloaded first, and of these the one unused for longest.
         """
         others = self.loaded - {model}
         if self.n_at_most is None:
@@ -76,11 +77,11 @@ class Residents:
 def next_step(
     waiting: Sequence[str], residents: Residents, *, kept_out: Collection[str] = ()
 ) -> tuple[list[int], str | None, frozenset[str]]:
-    """Return which requests go on now, which model to load (None: none), and which models leave for it.
+    """Return the requests that go on now, the model to load (None: none), and the models to unload for it.
 
-    *waiting* are the models of the requests in arrival order; requests are given by their index.
-    *kept_out* are the models that are just being loaded or leave for one that is: nobody is admitted to
-    them, and nothing else is loaded meanwhile.
+    *waiting* has the model of each request in arrival order; requests are returned by their index.
+    *kept_out* are the models that are just being loaded or unloaded: no request is admitted to them, and no
+    other model is loaded meanwhile.
     """
     admitted: list[int] = []
     closed = set(kept_out)
@@ -106,9 +107,9 @@ def next_step(
 class Offer:
     """What one llama-server can do for a request.
 
-    `seconds` are those of its cheapest plan: to restore and to evaluate, and what it takes from others;
-    or of waiting for a slot that is just being saved; infinite if the request would have to wait for
-    another. It finds `n_reused` tokens. `load` is how many requests there are for each slot.
+    `seconds` are those of its cheapest plan: to restore, to evaluate, and to displace others; or to wait
+    for a slot that is just being saved; infinite if the request would have to wait for another request. It
+    would reuse `n_reused` tokens. `load` is the number of requests per slot.
     """
 
     seconds: float
@@ -119,9 +120,9 @@ class Offer:
 def make_offer(
     prompt: Prompt, now: Situation, n_waiting: int, n_ahead: int = 0, *, may_start: bool = True
 ) -> Offer:
-    """Return what a llama-server can do for a prompt; it cannot begin at once unless it *may_start*.
+    """Return what a llama-server can do for a prompt, which cannot start at once unless it *may_start*.
 
-    *n_waiting* requests wait there, and *n_ahead* on their way to it come first.
+    *n_waiting* requests wait there already, and *n_ahead* requests were sent there before this one.
     """
     plan = plan_request(prompt, now) if may_start else None
     closing = [(promised_tokens(prompt, now, s), s) for s in now.slots if s.is_closing]
@@ -139,7 +140,7 @@ def make_offer(
 
 
 def best_offer(offers: Sequence[Offer]) -> int:
-    """Return the place of the offer to take."""
+    """Return the index of the best offer."""
     places = range(len(offers))
     quickest = min(offer.seconds for offer in offers)
     if isinf(quickest):
@@ -153,8 +154,8 @@ def best_offer(offers: Sequence[Offer]) -> int:
 def shared_at_most(slot: Slot, tokens: TokenIds) -> int:
     """Return how many leading tokens of a prompt a slot may hold when it is idle next.
 
-    A leased one may hold its request's prompt then, and whatever is generated behind it. Not yet if that
-    request waits, ready to be sent, as ours does, and no more if it has had its answer.
+    A leased slot may then hold its request's prompt and any tokens generated behind it. Its content counts
+    as it is now if that request has yet to be sent, as ours has, or has had its answer.
     """
     content = slot.content
     n_held = len(tokens) if isinstance(content, Unknown) else 0
@@ -170,7 +171,7 @@ def shared_at_most(slot: Slot, tokens: TokenIds) -> int:
     if n_destined == len(slot.destined):
         n_destined = len(tokens)
     if slot.is_running or (isinstance(content, Unknown) and content.likely is not None):
-        return n_destined  # it holds nothing any more but what it is destined for
+        return n_destined  # the old content is gone
     return max(n_destined, n_held)
 
 
@@ -186,7 +187,7 @@ def rivals(target: Slot, slots: Iterable[Slot], tokens: TokenIds) -> list[SlotId
 
 
 def is_similar_enough(target: Slot, tokens: TokenIds) -> bool:
-    """Return whether llama-server chooses by similarity at all."""
+    """Return whether *target* is so similar to a prompt that llama-server chooses by similarity."""
     return shared_tokens(target.content, tokens) > MIN_SIMILARITY * len(tokens)
 
 
@@ -199,14 +200,14 @@ def slot_to_extend(
     *,
     is_pinned: bool,
 ) -> Slot | None:
-    """Return the free slot that a request plainly goes on in; None if the request has to be planned.
+    """Return the free slot that a request continues without a plan; None if the request needs a plan.
 
-    Judged by messages alone, before the prompt is rendered. llama-server compares the tokens in any case,
-    so that a wrong judgement costs tokens, never an answer. A request that is not *is_pinned* runs in a
-    slot of llama-server's choice.
+    The choice is by messages alone, before the prompt is rendered. llama-server compares the tokens in any
+    case: a wrong choice costs tokens, never an answer. Unless *is_pinned*, llama-server chooses the slot
+    that the request runs in.
     """
     if rule.kind not in (RuleKind.ANY_PREFIX, RuleKind.RESTORE_POINTS):
-        return None  # a prompt is evaluated to its last cut there, so that a save can serve anybody
+        return None  # under *end only* a prompt needs a stop at its last cut
     slots = list(slots)
     for slot in slots:
         content = slot.content
@@ -235,9 +236,9 @@ def _gains_nothing_elsewhere(
 ) -> bool:
     """Return whether neither a stop nor a restore can help a request with so many new messages.
 
-    They are one answer and what came back from its tools, so that the turn goes on; or an answer and a
-    short message of the user. Templates then drop the reasoning of the turn before, so that the prompt
-    leaves the slot's tokens at the turn start: it must not be a file alone that can be continued there.
+    The new messages must be one answer and the results of its tool calls; or one answer and a short user
+    message. In the second case templates drop the reasoning of the turn before, and the prompt differs from
+    the slot's tokens at the turn start: if a file can be continued there, the slot must be as well.
     """
     answer, *others = conversation.roles[-n_new:]
     is_step = answer == "assistant" and "assistant" not in others

@@ -1,22 +1,22 @@
-"""When a slot is saved, what of it, how large the file will be, and whether the save is worth its bytes.
+"""When a slot is saved, up to which token, how large the file will be, and whether it is worth its bytes.
 
 Pure: knows token counts and sizes, no file format and no clock.
 
 Whether a slot is saved:
 
 1. A slot whose content is not known is saved if a save will tell its tokens and they are worth keeping.
-2. Under *end only* a slot is saved as it was at its last cut: what was generated behind the cut does not
-   come back token for token, and the state could not be rewound. Without a cut the slot is not saved.
-3. Under *restore points* and *any prefix* a slot is saved as it stands.
-4. Where nothing can be restored nothing is saved.
+2. Under *end only* a slot is saved as it was at its last cut: the tokens generated behind the cut will not
+   come back exactly, and the state could not be rewound. Without a cut the slot is not saved.
+3. Under *restore points* and *any prefix* a slot is saved as it is.
+4. If nothing can be restored, nothing is saved.
 5. A state is not saved if a file holds nearly all of it, or if it is too short to be found or continued.
-6. A save that somebody waits for must pay for itself (`is_worth_saving`).
-7. Within a day's write budget, a save must be worth more the less of the budget is left (`why_refused`).
+6. A save that delays a request must pay for itself (`is_worth_saving`).
+7. The less is left of the day's write budget, the more a save must be worth (`why_refused`).
 
 Which context checkpoints stay in the file (`select_points`): each is a full recurrent state or a whole
-window, 63 to 150 MB on real models, and up to 32 of them are in a file. A request comes back to few
-places: the header, the start of the turn, the end of the prompt, and, less and less likely, where earlier
-turns began or prompts branched. Points that llama-server has dropped are taken from older files.
+window, 63 to 150 MB on real models, and a file has up to 32 of them. Requests come back to few places:
+the header, the turn start, the end of the prompt, and, less and less likely, the beginnings of earlier
+turns and branches. Points that llama-server has dropped are taken from older files.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -30,22 +30,22 @@ from proxy.core.rates import Rates
 from proxy.core.slots import MAX_CONTEXT_CHECKPOINTS, Content, Known, Unknown, cut_to
 from proxy.core.tokens import FIRST_BLOCK_TOKENS
 
-# When a slot is saved, and what of it.
+# When a slot is saved, and up to which token.
 
 
 N_RETURNS = 8
-"""Work is saved once and missing each time that its conversation comes back from disk: so many times as
-long as evaluating it again a save may take."""
+"""A save may take this many times as long as evaluating its tokens again: they are saved once, but would be
+evaluated each time that the conversation comes back from disk."""
 
 STEADY_SECONDS = 0.15
-"""A save that takes no longer is always worth it, whatever mood the machine is in."""
+"""A save that takes no longer is always worth it, however busy the machine is."""
 
 _N_POINTS_AHEAD = 3
 """A request adds one point at its end and one for each stop on its way."""
 
 
 def at_savable_point(rule: Rule, content: Known) -> Known | None:
-    """Return *content* cut back to where a save of it helps, or None if nowhere."""
+    """Return *content* cut back to the part that is useful in a file, or None if there is none."""
     if rule.kind is RuleKind.NOTHING:
         return None
     if rule.kind is not RuleKind.END_ONLY:
@@ -68,10 +68,10 @@ def is_write_back_due(rule: Rule, content: Content) -> bool:
 def is_worth_saving(
     content: Known, n_unsaved: int, size_bytes: int, rates: Rates, n_stalled: int = 1
 ) -> bool:
-    """Return whether a save of *size_bytes* pays for itself: it spares the *n_unsaved* last tokens.
+    """Return whether a save of *size_bytes* pays for itself by sparing the *n_unsaved* last tokens.
 
-    llama-server does nothing else during a save, so that each of *n_stalled* requests takes so much longer.
-    A conversation's first save must pay for itself at once, for the conversation may end there.
+    llama-server does nothing else during a save: it delays each of *n_stalled* requests. A conversation's
+    first save must pay for itself at the first use, because the conversation may end there.
     """
     save_seconds = rates.save_seconds(size_bytes) * n_stalled
     n_saved = max(0, content.n_tokens - n_unsaved)
@@ -82,10 +82,10 @@ def is_worth_saving(
 
 
 def is_place_at_risk(rule: Rule, content: Content, n_believed: int) -> bool:
-    """Return whether the next requests will cost a slot a place that no file holds.
+    """Return whether the next requests will cost a slot a context checkpoint that no file holds.
 
-    llama-server keeps so many context checkpoints in a slot and drops the oldest: the start of a turn is
-    gone after about ten calls of its tool loop, and with it all that lies behind an earlier one.
+    llama-server drops the oldest context checkpoints of a slot for new ones. The one at the turn start is
+    gone after about ten tool calls; then all tokens behind an earlier one have to be evaluated again.
     """
     if rule.kind is not RuleKind.RESTORE_POINTS or not isinstance(content, Known):
         return False
@@ -102,19 +102,19 @@ def is_place_at_risk(rule: Rule, content: Content, n_believed: int) -> bool:
 
 
 OLDER_PLACE_SHARE = 0.5
-"""How likely a request comes back to the newest of the marks; to each one before it, half as likely."""
+"""How likely a request comes back to the newest mark; half as likely to each mark before it."""
 
 EDIT_SHARE = 0.05
-"""How likely a conversation comes back from disk with a change between two places in its newest message."""
+"""How likely a conversation comes back from disk with a change between two cuts in its newest message."""
 
 MESSAGE_SHARE = 0.1
 """Points inside a message make a file larger by no more than this, or by one point."""
 
 
 def places_of(content: Known, kind: CheckpointKind) -> dict[int, float]:
-    """Return where requests may come back to in a conversation, ascending, and how likely each is.
+    """Return the token counts at which requests may continue a conversation, ascending, and how likely.
 
-    A header or branch that is saved for itself is continued at its end.
+    A header or branch that has its own file is continued at its end, which needs no point.
     """
     n_tokens = len(content.tokens)
     sure = {content.header, content.turn_start, n_tokens} - {0}
@@ -128,9 +128,9 @@ def places_of(content: Known, kind: CheckpointKind) -> dict[int, float]:
 
 
 def edit_places(content: Known) -> list[int]:
-    """Return where the newest user message may be changed, the nearest to its end first.
+    """Return the cuts in the newest user message, the nearest to its end first.
 
-    The message begins at the last cut before its end.
+    The message begins at the last mark before its end, or at the header.
     """
     before = (mark for mark in content.marks if mark < content.turn_start)
     return list(places_in_message(max(content.header, *before, 0), content.turn_start))
@@ -154,12 +154,12 @@ def select_points(
     inside: Sequence[int] = (),
     state_bytes: int = 0,
 ) -> dict[int, CheckpointId | None]:
-    """Return which points a file is to have, each with the older file that gives it (None: its own).
+    """Return the points to keep in a file, each with the older file to copy it from (None: its own).
 
-    *own* are the points of the file with their sizes in bytes, *others* those that older files have.
-    A point of its own is preferred unless another is much better. The places *inside* the newest user
-    message come last, the nearest to its end first. Their points take at most a tenth of the other bytes
-    (the *state_bytes* and the other points), or are a single one.
+    *own* are the points of the file with their sizes in bytes, *others* the points of older files. A point
+    of its own is preferred unless another is much closer. The places *inside* the newest user message come
+    last, the nearest to its end first. Their points may take a tenth of the other bytes (the *state_bytes*
+    and the other points), or one point may take more.
     """
     size_bytes = max(own.values(), default=0)
     mine, theirs = tuple(sorted(own)), tuple(sorted(others.keys() - own.keys()))
@@ -190,7 +190,8 @@ def _best_inside(
 ) -> int:
     """Return the point inside the newest message that is worth most beside those *kept*; 0 if none is.
 
-    A change is as likely to begin between any two neighbours of the *places*, the nearest to the end first.
+    The *places* are sorted, the nearest to the end first. A change is equally likely between any two
+    neighbours.
     """
     best, most, likelihood = 0, 0.0, 0.0
     for place in places:
@@ -205,9 +206,9 @@ def _best_inside(
 
 
 def _is_kept(likelihood: float, n_before: int, point: int, size_bytes: int, rates: Rates) -> bool:
-    """Return whether a point is at a place that surely comes, or spares more than its bytes cost.
+    """Return whether a request is certain to come back to a point, or the point spares more than it costs.
 
-    The few tokens between two that are close are worth another one only where states are small.
+    A second point for few more tokens is kept only if states are small.
     """
     if likelihood >= 1.0 and point > n_before + SLACK_TOKENS:
         return True
@@ -218,14 +219,14 @@ def _is_kept(likelihood: float, n_before: int, point: int, size_bytes: int, rate
     return likelihood * spared_seconds >= copied_seconds
 
 
-# How large a state will be, before it is saved: the upper bound that room is made for.
+# An upper bound of the size of a state before its save, to make room for it.
 
 
 @dataclass(frozen=True, slots=True)
 class StateSize:
-    """The size of one state that was saved, with its context checkpoints, draft and all.
+    """The size of one saved state, with its context checkpoints and its draft model's state.
 
-    Of it `fixed_bytes` are recurrent states, as large for one token as for any number of tokens.
+    `fixed_bytes` of it are recurrent states, whose size does not depend on the number of tokens.
     """
 
     n_tokens: int
@@ -237,11 +238,10 @@ class StateSize:
 def expected_bytes(seen: Iterable[StateSize], n_tokens: int, n_points: int) -> int | None:
     """Return a size that a state of *n_tokens* with at most *n_points* will not exceed.
 
-    None if nothing like it was *seen*. A state is a fixed part, so much a token and so much a context
-    checkpoint, and none of these is larger than the fixed part they are copied from (the recurrent
-    state, the window). So a state seen bounds every smaller one by its size and every larger one in
-    proportion, its recurrent states in proportion to the context checkpoints; the lowest of these bounds
-    is taken.
+    None if no state was *seen*. A state consists of a fixed part, a part per token and a part per context
+    checkpoint; a context checkpoint is no larger than the fixed part that it is copied from (the recurrent
+    state, the window). So a seen state bounds every smaller one by its own size, and every larger one in
+    proportion: recurrent states by the number of context checkpoints. The lowest bound is returned.
     """
     sizes = [s for s in seen if s.n_tokens > 0]
     if not any(s.n_points for s in sizes):  # full attention makes none
@@ -257,7 +257,7 @@ def expected_bytes(seen: Iterable[StateSize], n_tokens: int, n_points: int) -> i
 
 
 def extent_of(content: Content) -> tuple[int, int] | None:
-    """Return how many tokens and context checkpoints a slot's state has at most; None if unknown."""
+    """Return the most tokens and context checkpoints that a slot's state can have; None if unknown."""
     if isinstance(content, Known):
         return content.n_tokens, content.n_points_at_most
     if isinstance(content, Unknown) and content.likely is not None:
@@ -266,31 +266,31 @@ def extent_of(content: Content) -> tuple[int, int] | None:
 
 
 def state_bytes(seen: Iterable[StateSize], content: Content) -> int:
-    """Return how large the state of a slot will be at most; 0 while nothing like it was saved."""
+    """Return an upper bound of the size of a slot's state; 0 if it is not known."""
     extent = extent_of(content)
     return (expected_bytes(seen, *extent) or 0) if extent else 0
 
 
-# How much was written lately, and who gets what is left of a day's write budget.
+# How much was written lately, and which saves get the rest of a day's write budget.
 #
-# A save's worth is the seconds of evaluation that it spares for each byte. While half of the budget is
-# left, everything is saved. Then a save must be worth something, and the more the less is left: at the
-# end as much as those of the last day were on average. So what would write a long state again for a few
-# new tokens is refused first.
+# A save is worth the seconds of evaluation that it spares for each byte. While half of the budget is left,
+# everything is saved. After that, a save must be worth the more the less is left: at the end as much as the
+# saves of the last day on average. So saves that write a long state again for a few new tokens are refused
+# first.
 
 
 WINDOW_HOURS = 24
 PLENTY_SHARE = 0.5
-"""While so much of the budget is left, nobody asks what a save is worth."""
+"""While this share of the budget is left, no save is refused for its worth."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A file of at most `n_bytes` that room is made for, with `present` to judge other files by.
+    """A file of at most `n_bytes` that needs room; evicted files are chosen by their value at `present`.
 
-    `replaces` are the checkpoints that the file will make needless. `spared_seconds` is the time to
-    evaluate what only this file will have (None: not known). A passing file is deleted as soon as the
-    proxy has read it: meanwhile the free space may be short, and the write budget does not apply.
+    `replaces` are the checkpoints that the file will supersede. `spared_seconds` is the time to evaluate
+    the tokens that only this file will have (None: not known). A passing file is deleted as soon as the
+    proxy has read it: it may use up the reserve of free space, and the write budget does not apply.
     """
 
     n_bytes: int
@@ -302,7 +302,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Hour:
-    """What was written in an hour; `wanted_bytes` were foreseen for what spares `spared_seconds`."""
+    """The bytes written in an hour; saves of at most `wanted_bytes` together spare `spared_seconds`."""
 
     n_bytes: int = 0
     wanted_bytes: int = 0
@@ -314,12 +314,12 @@ class Hour:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What was written, by the hour of the epoch."""
+    """The bytes written, by the hour since 1970."""
 
     hours: dict[int, Hour] = field(default_factory=dict)
 
     def after(self, n_bytes: int, claim: Claim, now: float) -> "Written":
-        """Return what was written once the save of a *claim* has written *n_bytes*."""
+        """Return the record with the *n_bytes* that the save of a *claim* has written."""
         hour = Hour(n_bytes)
         if claim.spared_seconds is not None:
             hour = Hour(n_bytes, claim.n_bytes, claim.spared_seconds)
@@ -327,11 +327,11 @@ class Written:
         return Written({**hours, this: hours.get(this, Hour()) + hour})
 
     def last_day_bytes(self, now: float) -> int:
-        """Return the bytes of the last 24 hours, and of the whole hour in which they began."""
+        """Return the bytes of the last 24 hours, and of the whole hour in which these began."""
         return sum(hour.n_bytes for hour in self._last_day(now).values())
 
     def seconds_per_byte(self, now: float) -> float:
-        """Return what the saves of the last day were worth on average; 0 if none is known."""
+        """Return the average worth of the last day's saves; 0 if it is not known."""
         total = sum(self._last_day(now).values(), Hour())
         return total.spared_seconds / total.wanted_bytes if total.wanted_bytes else 0.0
 
@@ -339,7 +339,7 @@ class Written:
         this, recent = int(now // 3600), dict[int, Hour]()
         for number, hour in self.hours.items():
             if number >= this - WINDOW_HOURS:
-                # What lies ahead was written before somebody set the clock back.
+                # An hour in the future was written before the clock was set back.
                 at = min(number, this)
                 recent[at] = recent.get(at, Hour()) + hour
         return recent
@@ -348,9 +348,9 @@ class Written:
 def why_refused(
     claim: Claim, written: Written, budget_bytes: int, now: float, pending_bytes: int = 0
 ) -> str | None:
-    """Return why a save is not made within *budget_bytes* a day (0: no limit), or None if it is.
+    """Return why *budget_bytes* a day (0: no limit) do not allow a save, or None if they do.
 
-    *pending_bytes* are those of saves that were begun and are not counted as written yet.
+    *pending_bytes* are the bytes of saves that have begun and do not count as written yet.
     """
     if not budget_bytes:
         return None

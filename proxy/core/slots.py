@@ -1,9 +1,9 @@
-"""The slot table: what each slot of llama-server holds, and who has the right to it.
+"""The slot table: the content and the lease of each slot of llama-server.
 
-Owns: contents and leases, and every change of them. Nothing here awaits, so a slot that is chosen
-is reserved in the same call and no lock is needed. Must never know how a slot is filled.
+Owns: contents and leases, and every change of them. Nothing here awaits: a slot is chosen and reserved in
+one call, without a lock. Must never know how a slot is filled.
 
-A content is *known*, *empty* or *unknown*; unknown is an honest state, not an error.
+A content is *known*, *empty* or *unknown*; unknown is not an error.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -27,15 +27,15 @@ from proxy.core.model import (
 from proxy.core.tokens import FIRST_BLOCK_TOKENS, Namespace, TokenIds, common_prefix_length
 
 MAX_CONTEXT_CHECKPOINTS = 32
-"""llama-server's default of --ctx-checkpoints: how many a slot, and so a state file, has at most."""
+"""llama-server's default of --ctx-checkpoints: the most context checkpoints of a slot or a state file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Which files a slot's state derives from: the checkpoints that were restored, directly or not.
+    """The checkpoints that a slot's state derives from, directly or not.
 
     The first `n_restored` tokens came from a file that lacks positions, so they cannot be continued before
-    their end. What lies behind them is whole.
+    their end. The tokens behind them have every position.
     """
 
     n_restored: int = 0
@@ -54,12 +54,12 @@ class Empty:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """The slot may hold anything: tokens of `tenant`, or of anybody if that is None.
+    """The slot may hold any tokens of `tenant`, or of any tenant if `tenant` is None.
 
-    A slot that may hold anybody's tokens is erased before it is used again. If `can_be_adopted`, a save
-    will tell the tokens, and they are worth keeping. `likely` are the tokens that a save may well find,
-    such as the prompt of a request that was abandoned on its way, or the prompt that is being evaluated.
-    `brief` is the Conversation's digests of a brief chat that ended there.
+    A slot that may hold any tenant's tokens is erased before it is used again. If `can_be_adopted`, a save
+    will tell the tokens, and they are worth keeping. `likely` are tokens that the slot probably holds, such
+    as the prompt of a request that was abandoned, or the prompt that is being evaluated. `brief` are the
+    digests of the Conversation of a brief chat that ended in the slot.
     """
 
     tenant: Namespace | None = None
@@ -73,13 +73,13 @@ class Unknown:
 class Known:
     """The slot holds `tokens` and then `n_tail` generated tokens whose ids were not reported.
 
-    `restore_points` are context checkpoints believed to be in the slot's memory, ascending, and there are
-    no more than `n_points_at_most`. `header` and `turn_start` are cuts of the conversation, and at
-    `last_cut` its prompt was last cut (0: nowhere). `marks` are other cuts, ascending, to which requests
+    `restore_points` are the context checkpoints that the slot is believed to have, ascending; it has at
+    most `n_points_at_most`. `header` and `turn_start` are cuts of the conversation, and `last_cut` is the
+    last cut at which its prompt was stopped (0: none). `marks` are other cuts, ascending, to which requests
     may come back: where turns began, where prompts branched. A checkpoint in the store covers `n_saved`
     tokens and can be continued at the `saved_points`. `shape` is the kind of request that the tokens were
-    predicted for, `conversation` and `title` those of the Prompt that the tokens begin with. To what a side
-    call left, which `is_aside`, nobody comes back: it is not saved, and costs nothing to lose.
+    predicted for, `conversation` and `title` those of the Prompt that the tokens begin with. The content of
+    a side call is marked `is_aside`: it is never continued, so it is not saved and costs nothing to lose.
     """
 
     tokens: TokenIds
@@ -112,12 +112,12 @@ Content: TypeAlias = Empty | Unknown | Known
 
 
 TAINTED = Unknown(None, can_be_adopted=False)
-"""A slot whose state may not be what its tokens say, or that is being loaded or erased: until that is done
-the slot may hold anything. It is erased before it is used again."""
+"""A slot whose state may not match its tokens, or a slot that is being loaded or erased and may hold
+anything until that ends. It is erased before it is used again."""
 
 
 def shared_tokens(content: Content, tokens: TokenIds, namespace: Namespace | None = None) -> int:
-    """Return how many leading tokens of a prompt a slot surely holds, usable or not.
+    """Return how many leading tokens of a prompt a slot certainly holds, usable or not.
 
     With a *namespace*, another tenant's tokens count as none.
     """
@@ -127,7 +127,7 @@ def shared_tokens(content: Content, tokens: TokenIds, namespace: Namespace | Non
 
 
 def live_reuse(rule: Rule, content: Content, n_common: int, n_prompt: int) -> tuple[int, int]:
-    """Return how many tokens a prompt reuses at least, and at most, of a slot with its first *n_common*."""
+    """Return the least and the most tokens that a prompt reuses of a slot that has its first *n_common*."""
     last = n_prompt - 1
     if isinstance(content, Empty):
         return 0, 0
@@ -137,7 +137,7 @@ def live_reuse(rule: Rule, content: Content, n_common: int, n_prompt: int) -> tu
     at_most = min(n_common + content.n_tail if is_whole else n_common, last)
     if is_whole and content.n_tail == 0 and n_common <= last:
         return n_common, at_most
-    # Full attention forgets any tail; every other memory can only go back to a context checkpoint.
+    # Full attention can be cut anywhere; every other memory can only go back to a context checkpoint.
     n_reachable = min(n_common, last)
     if rule.kind is not RuleKind.ANY_PREFIX:
         n_reachable = highest_point(content.restore_points, n_reachable)
@@ -148,13 +148,12 @@ def live_reuse(rule: Rule, content: Content, n_common: int, n_prompt: int) -> tu
 class Slot:
     """One slot of llama-server as the proxy sees it; its content changes by `SlotTable.set_content` only.
 
-    `is_closing` says that the lease serves no request any more and ends by itself: a save is under way,
-    or llama-server is letting go of a request whose client left. `is_running` says that llama-server is
-    known to run the lease's request, so that llama-server will not place another request there.
-    `is_ready` says that the lease's request is about to be sent, and that the content does not change
-    until then. `destined` are the tokens that the lease's request will put there, None if they are not
-    known. The content came from the checkpoints `sources` or was saved as them, and the slot
-    `has_answered` a request since.
+    `is_closing`: the lease serves no request any more and will end by itself, after a save or once
+    llama-server has let go of a request whose client left. `is_running`: llama-server is known to run the
+    lease's request, so it will not put another request into the slot. `is_ready`: the lease's request is
+    about to be sent, and the content does not change until then. `destined` are the tokens that the
+    lease's request will put there, None if they are not known. `sources` are the checkpoints that the
+    content was restored from or saved as; `has_answered`: the slot has answered a request since.
     """
 
     id: SlotId
@@ -169,7 +168,7 @@ class Slot:
     has_answered: bool = False
 
     def close_lease(self) -> None:
-        """Note that the slot will soon be free, with its content as good as it is now."""
+        """Note that the slot will soon be free, and keeps its content."""
         self.is_closing, self.is_running, self.is_ready = True, False, False
 
     def note_running(self) -> None:
@@ -178,17 +177,17 @@ class Slot:
             self.is_running, self.is_ready = True, False
 
     def note_restore(self, checkpoint: Checkpoint) -> None:
-        """Note that from now on the slot holds what comes from a checkpoint."""
+        """Note that the slot now holds a state restored from a checkpoint."""
         self.sources, self.has_answered = (checkpoint,), False
 
     def note_save(self, checkpoint: Checkpoint) -> None:
-        """Note that what came from a checkpoint is now in another one as well."""
+        """Note that a state that was restored from one checkpoint was saved as another."""
         self.sources = (*self.sources[-1:], checkpoint) if self.sources else ()
 
     def suspects(self, *, is_saving: bool = False) -> tuple[Checkpoint, ...]:
         """Return the checkpoints to suspect if llama-server dies while it works on the slot.
 
-        A state that a request was answered from can be evaluated. Whether it can be saved is not known.
+        A state from which a request was answered is good to evaluate, but not known to be good to save.
         """
         return self.sources if is_saving or not self.has_answered else ()
 
@@ -224,11 +223,11 @@ class SlotTable(list[Slot]):
         self._damaged: set[CheckpointId] = set()
 
     def free(self) -> list[Slot]:
-        """Return the slots that nobody leases."""
+        """Return the slots that are not leased."""
         return [slot for slot in self if not slot.is_leased]
 
     def holder(self, content: Content) -> Slot | None:
-        """Return the free slot that still holds this very content."""
+        """Return the free slot that still holds this content object."""
         return next((s for s in self if s.content is content and not s.is_leased), None)
 
     def lease(self, slot_id: SlotId, now: float) -> None:
@@ -239,14 +238,14 @@ class SlotTable(list[Slot]):
         slot.is_leased, slot.used_at = True, now
 
     def release(self, slot_id: SlotId, now: float) -> None:
-        """Give a slot back; it stays released if it was."""
+        """Give a slot back; a free slot stays free."""
         slot = self[slot_id]
         self[slot_id] = Slot(
             slot.id, slot.content, used_at=now, sources=slot.sources, has_answered=slot.has_answered
         )
 
     def set_content(self, slot_id: SlotId, content: Content) -> None:
-        """Record what a slot holds from now on; whatever ran in it has ended."""
+        """Record the new content of a slot; whatever ran in it has ended."""
         slot = self[slot_id]
         is_damaged = not self._damaged.isdisjoint(content.origin.ancestors)
         slot.content = TAINTED if is_damaged else content
@@ -255,7 +254,7 @@ class SlotTable(list[Slot]):
             slot.sources = ()
 
     def distrust(self, damaged: Collection[CheckpointId]) -> None:
-        """Taint what goes back to *damaged* checkpoints: free slots now, others when they change next."""
+        """Taint slots that derive from *damaged* checkpoints: free ones now, others when they change."""
         self._damaged.update(damaged)
         for slot in self.free():
             self.set_content(slot.id, slot.content)
@@ -266,13 +265,13 @@ class SlotTable(list[Slot]):
             self.set_content(slot.id, Unknown())
 
     def forget_sources(self) -> None:
-        """Note that no saved state in any slot is to be suspected any more."""
+        """Note that no restored or saved state in any slot is suspect any more."""
         for slot in self:
             slot.sources = ()
 
 
-# Which slot a request gets whose prompt is not looked up, and which slot is emptied for another purpose:
-# the choice goes by what would be lost.
+# The slot for a request whose prompt is not looked up, and the slot to empty for another purpose: the one
+# with the least to lose.
 
 
 def choose_slot_for_bypass(slots: Iterable[Slot], namespace: Namespace) -> Slot | None:
@@ -290,9 +289,9 @@ def choose_slot_for_bypass(slots: Iterable[Slot], namespace: Namespace) -> Slot 
 def choose_slot_for_brief(
     slots: Iterable[Slot], conversation: Conversation, namespace: Namespace
 ) -> Slot | None:
-    """Return the free slot for a chat that is too short to be looked up, or None if that costs anything.
+    """Return the free slot for a chat that is too short to be looked up, or None if each costs something.
 
-    First the slot that the chat goes on in, then an empty one, then the one of the oldest brief chat.
+    First the slot that holds the chat's beginning, then an empty slot, then that of the oldest brief chat.
     """
 
     def order(slot: Slot) -> tuple[bool, bool, float]:
@@ -319,18 +318,18 @@ def choose_slot_to_empty(slots: Iterable[Slot]) -> Slot | None:
     return min((slot for slot in slots if not slot.is_leased), key=loss, default=None)
 
 
-# What must not be reused: other tenants' tokens, and restored states that cannot be cut.
+# Contents that must not be reused: other tenants' tokens, and restored states that cannot be cut.
 
 
 def must_be_erased(
     rule: Rule, content: Content, namespace: Namespace, n_common: int | None = None
 ) -> bool:
-    """Return whether llama-server must not reuse what a slot holds for a prompt.
+    """Return whether a slot must be erased, so that llama-server does not reuse its content for a prompt.
 
-    That is another tenant's tokens, or a restored state without all positions that would have to be cut
-    before its end. A server that saves context checkpoints refuses to; with --swa-full it cuts the state,
-    although the file has no more than a window. The slot holds the prompt's first *n_common* tokens (None:
-    not known).
+    It must if it holds another tenant's tokens, or a restored state that lacks positions and would have to
+    be cut before its end. A server that saves context checkpoints refuses to cut such a state; with
+    --swa-full it cuts the state, although the file has no more than a window. The slot holds the prompt's
+    first *n_common* tokens (None: not known).
     """
     if isinstance(content, Empty):
         return False
@@ -343,7 +342,7 @@ def must_be_erased(
     return n_common is None or not isinstance(content, Known) or n_common < n_restored
 
 
-# What a slot holds once a prompt was evaluated in it: a prediction, of which a save tells the truth.
+# The predicted content of a slot after a prompt was evaluated in it; a save tells the real one.
 
 
 CONTEXT_CHECKPOINT_MARGIN = 5
@@ -351,15 +350,15 @@ CONTEXT_CHECKPOINT_MARGIN = 5
 "checkpoint the last"); a sliding-window model continues one token before it."""
 
 CHECKPOINTS_PER_REQUEST = 3
-"""So many context checkpoints llama-server adds for a request at most, and drops the oldest for them
+"""The most context checkpoints that llama-server adds for one request; it drops the oldest for them
 (server-context.cpp, create_checkpoint)."""
 
 MAX_MARKS = 32
-"""More marks than context checkpoints in a file are not kept."""
+"""As many marks as a file has context checkpoints at most."""
 
 
 def cut_to(content: Known, n_tokens: int) -> Known:
-    """Return *content* without what lies behind its first *n_tokens*, cuts included."""
+    """Return *content* cut to its first *n_tokens*: tokens, cuts and points behind them are dropped."""
     return replace(
         content,
         tokens=content.tokens[:n_tokens],
@@ -380,14 +379,14 @@ def _within(n_tokens: int, n_cut: int) -> int:
 
 
 def n_believed_points(n_context_checkpoints: int) -> int:
-    """Return how many of the newest points a slot surely still has that keeps so many checkpoints."""
+    """Return how many of the newest points a slot still has for certain if it keeps so many checkpoints."""
     return n_context_checkpoints // CHECKPOINTS_PER_REQUEST
 
 
 def believed_after_save(n_believed: int, points: Sequence[int], saved: Sequence[int]) -> int:
-    """Return how many points are believed once a save has told which of the predicted *points* exist.
+    """Return how many points to believe in, after a save told which of the predicted *points* exist.
 
-    Where the oldest is gone, llama-server had no room for it. Few points in a file tell nothing:
+    If the oldest point is gone, llama-server had no room for it. A file with few points tells nothing:
     llama-server makes none for a short prompt, and a prediction can be wrong by a few tokens.
     """
     n_sure = max(1, n_believed_points(len(saved)))
@@ -405,11 +404,11 @@ def after_evaluation(
     n_believed: int = 10,
     stride_tokens: int = 1,
 ) -> Known:
-    """Return what a slot holds once a prompt was evaluated in it and *n_generated* tokens sampled.
+    """Return the content of a slot after a prompt was evaluated in it and *n_generated* tokens sampled.
 
-    The last sampled token is never decoded. Context checkpoints behind the point where the prompt left
-    the old content are gone; one is new, shortly before the prompt's end, if it lies *stride_tokens*
-    behind the last. Only the newest *n_believed* are counted on.
+    The last sampled token is never decoded. Context checkpoints behind the first token that differs from
+    the old content are gone. One is new, shortly before the prompt's end, if it lies *stride_tokens* behind
+    the last. Only the newest *n_believed* are relied on.
     """
     tokens, namespace, cuts = prompt.tokens, prompt.namespace, prompt.cuts
     old, origin, n_edit = Known(tokens[:0], namespace), before.origin, 0
@@ -424,9 +423,9 @@ def after_evaluation(
     points, newest = old.restore_points, len(tokens) - CONTEXT_CHECKPOINT_MARGIN
     if newest > 0 and (not points or newest >= points[-1] + stride_tokens):
         points += (newest,)
-    # A conversation forks where a user message begins: a summary or a title is asked for, a subagent takes
-    # over, the user goes back and edits. What lies before it is then asked for again. Other sessions share
-    # an agent's surroundings.
+    # A conversation forks where a user message begins: the client asks for a summary or a title, a subagent
+    # takes over, the user goes back and edits. The next request then shares the tokens before that message.
+    # Other sessions share an agent's surroundings.
     forks = (cuts.branch, cuts.last_turn_end, cuts.surroundings, n_edit)
     marks = {fork for fork in forks if fork <= len(tokens)} | {*old.marks, old.turn_start}
     n_points = MAX_CONTEXT_CHECKPOINTS if isinstance(before, Unknown) else 0

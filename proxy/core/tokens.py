@@ -24,12 +24,12 @@ Namespace = NewType("Namespace", bytes)
 
 BLOCK_TOKENS = 128
 FIRST_BLOCK_TOKENS = 16
-"""Only full blocks are hashed. The first 128 tokens are eight short ones, for the sake of titles and short
-chats: a shared prefix of less than 16 tokens is never found."""
+"""Only full blocks are hashed. The first 128 tokens are eight short blocks, so that titles and short chats
+are found too. A shared prefix of less than 16 tokens is never found."""
 _N_FIRST_BLOCKS = BLOCK_TOKENS // FIRST_BLOCK_TOKENS
 _TOKEN_BYTES = 4
 _STRIDE = 4096
-"""So many are compared at once; where they differ, halves are."""
+"""How many tokens are compared at once; where they differ, halves are compared."""
 
 
 def token_ids(values: Iterable[int]) -> TokenIds:
@@ -38,7 +38,7 @@ def token_ids(values: Iterable[int]) -> TokenIds:
 
 
 def tokens_from_bytes(data: bytes) -> TokenIds:
-    """Return the token ids stored as *data*; raises ValueError if it is not a multiple of 4."""
+    """Return the token ids stored as *data*; raises ValueError if its length is not a multiple of 4."""
     tokens = array("i")
     tokens.frombytes(data)
     return tokens
@@ -72,6 +72,13 @@ def hash_prefixes(namespace: Namespace, tokens: TokenIds) -> list[PrefixHash]:
         hashes.append(PrefixHash(running.digest()))
         begin = end
     return hashes
+
+
+def hash_whole(namespace: Namespace, tokens: TokenIds, n_tokens: int) -> PrefixHash:
+    """Return the hash of the first *n_tokens*, wherever a block ends; no hash of blocks equals it."""
+    whole = xxhash.xxh3_128(namespace + n_tokens.to_bytes(4))
+    whole.update(memoryview(tokens).cast("B")[: n_tokens * _TOKEN_BYTES])
+    return PrefixHash(whole.digest())
 
 
 def common_prefix_length(

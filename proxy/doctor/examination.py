@@ -1,8 +1,8 @@
 """Finds every llama-server that `upstream` names and examines them, one after the other.
 
-Each is attached to as the proxy does, on a scratch store, and probed beside that. While a proxy uses the
-directory no llama-server is asked anything, and no model loaded: the proxy is asked instead. At a host of
-models only the model that was asked for by name is loaded, for another one may have to go for it. This
+It attaches to each as the proxy does, on a scratch store, and then probes it. While a proxy uses the
+directory, the examination asks only that proxy: it asks no llama-server and loads no model. At a host of
+models it loads only a model that was asked for by name, because another model may be unloaded for it. This
 module judges nothing.
 """
 
@@ -34,17 +34,18 @@ from proxy.store.files import StateFiles
 from proxy.store.known_models import Owner, owners, read_index
 
 Stored = tuple[list[Checkpoint], dict[Namespace, Owner]]
-"""The checkpoints of the examined directory, and whose namespaces are theirs."""
+"""The checkpoints of the examined directory, and the owners of their namespaces."""
 
 _HEALTH_SECONDS = 10.0
 
 
 async def examine(settings: Settings, *, model: str = "") -> Setup:
-    """Return what there is to know about the llama-servers and the directory of *settings*.
+    """Return the facts about the llama-servers and the directory of *settings*.
 
-    At a host of models only about *model*, if one is named. Raises nothing that a person could mend.
+    At a host of models, examine only *model* if it is named. A problem that a person can mend is a fact,
+    and is not raised.
     """
-    # Facts are printed, and the key must not be.
+    # Facts are printed; the key must not be.
     told = msgspec.structs.replace(settings, upstream_api_key=None)
     setup = Setup(settings=told, own_uid=os.geteuid(), asked_for=model)
     async with new_session() as session:
@@ -72,7 +73,7 @@ async def examine(settings: Settings, *, model: str = "") -> Setup:
 
 
 async def _health(session: aiohttp.ClientSession, settings: Settings) -> dict[str, Any] | None:
-    """Return what a proxy says of itself on its admin listener, None if none answers there."""
+    """Return the /health of the proxy at the admin address, None if no proxy answers there."""
     url, limit = (
         f"http://{reachable(settings.admin)}/health",
         aiohttp.ClientTimeout(total=_HEALTH_SECONDS),
@@ -88,9 +89,9 @@ async def _health(session: aiohttp.ClientSession, settings: Settings) -> dict[st
 
 
 def _examine_directory(setup: Setup) -> Stored:
-    """Make and remove a file, and list them; look at permissions, free space and the index.
+    """Create, list and remove a file; note permissions, free space and the index.
 
-    Returns what is stored.
+    Returns the stored checkpoints with their owners.
     """
     directory = Path(setup.settings.slot_save_path)
     try:
@@ -120,7 +121,7 @@ def _examine_directory(setup: Setup) -> Stored:
 async def reach(root: LlamaServer, asked_for: str) -> tuple[list[LlamaServer], HostFacts | None]:
     """Return the llama-servers at an address, and the host if there is one.
 
-    Of a host these are the loaded models, or only the one *asked_for*: that one is loaded if it is not.
+    At a host these are the loaded models, or only the model *asked_for*, which is loaded if necessary.
     Raises nothing.
     """
     host = await recognise(root)
@@ -143,7 +144,7 @@ async def reach(root: LlamaServer, asked_for: str) -> tuple[list[LlamaServer], H
     return [root.at(host.target(model)) for model in sorted(wanted)], facts
 
 
-# One llama-server: the real attach on a scratch store, and the probes beside it.
+# One llama-server: the real attach on a scratch store, then the probes.
 
 
 async def _examine_server(
@@ -165,14 +166,14 @@ async def _examine_server(
 
 
 async def _note_slots(facts: LlamaServerFacts, probed: ProbedServer, process: Process) -> None:
-    """Note what an attached llama-server is, what its slots held, and what became of their saves."""
+    """Note the build, model and slots of an attached llama-server, and the first and last saved file."""
     facts.build, facts.n_slots, facts.n_ctx = process.build, len(process.slots), process.n_ctx
     if probed.first_props:
         facts.model, facts.is_asleep = probed.first_props.model_path, probed.first_props.is_sleeping
     with suppress(UpstreamFault):
         statuses = [status for status in await process.slot_states() if status.id in probed.held]
         if process.clears_idle_slots is None and any(probed.held.values()):
-            # One empty slot was run: what the others held before must be there still.
+            # One empty slot was run: the content of the other slots must still be there.
             told = [status for status in statuses if probed.held[status.id]]
             process.note_clearing(clears=any(not status.n_held for status in told))
     counts = len(probed.empty), len(probed.held), probed.n_busy
@@ -184,7 +185,7 @@ async def _note_slots(facts: LlamaServerFacts, probed: ProbedServer, process: Pr
 
 
 async def _measure_rule(facts: LlamaServerFacts, process: Process) -> None:
-    """Run the self-test; the proxy itself runs it only where requests contradict the rule."""
+    """Run the self-test; the proxy itself runs it only if requests contradict the rule."""
     slot_id = next(slot.id for slot in process.slots if isinstance(slot.content, Empty))
     try:
         await self_test.measure(process, slot_id)
@@ -197,9 +198,10 @@ async def _measure_rule(facts: LlamaServerFacts, process: Process) -> None:
 def _note_states(
     facts: LlamaServerFacts, probed: ProbedServer, process: Process, stored: Stored
 ) -> None:
-    """Note of which form states are, what one costs, and which stored ones are of this model."""
+    """Note the form and the cost of a state, and the stored checkpoints of this model."""
     if probed.state is not None:
         facts.layout = probed.state.version, probed.state.layout
+        facts.has_drafting = bool(probed.state.draft_bytes)
     n_bytes = expected_bytes(process.sizes, USUAL_TOKENS, MAX_CONTEXT_CHECKPOINTS)
     if n_bytes is not None and probed.restores:
         restored_bytes, restore_seconds = max(probed.restores)

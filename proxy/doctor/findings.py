@@ -1,8 +1,8 @@
-"""What doctor found out, and what each of it means for caching: the facts, and the findings made of them.
+"""The facts of an examination, and the findings that doctor makes of them.
 
-Owns: the nouns of an examination, which fills them in as it goes; what a finding is, and what all findings
-together come to. Pure. None in a fact always means "could not be told" or "not looked at", never no. What
-keeps the proxy itself from caching is said in the words of `core.conditions`, with its cure.
+Owns: the types of the facts, which the examination fills in; the findings, and the verdict over all of
+them. Pure. None in a fact always means "not known" or "not examined", never no. A condition that keeps the
+proxy from caching is reported in the words of `core.conditions`, with its cure.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,11 +22,11 @@ from proxy.store.known_models import Owner
 
 USUAL_TOKENS = 10_000
 Layout = tuple[int, tuple[Section, ...] | None]
-"""Slot file version and memory sections of a state file; None if these are not understood."""
+"""Slot file version and memory sections of a state file; the sections are None if not understood."""
 
 
 def is_same_model(one: Owner, other: Owner | None) -> bool:
-    """Return whether the states of two owners are of the same model, whichever store has them."""
+    """Return whether the states of two owners are of the same model, even in different stores."""
     return (
         other is not None
         and one.static == other.static
@@ -36,13 +36,13 @@ def is_same_model(one: Owner, other: Owner | None) -> bool:
 
 @dataclass(slots=True, kw_only=True)
 class LlamaServerFacts:
-    """One llama-server, as it describes itself and as its attach and the probes found it.
+    """One llama-server: its own description, and the results of its attach and the probes.
 
-    `name` is its model at a host, or its address among several; `host` is the kind of that host.
-    `n_ctx` is one slot's context in tokens. `probe_name` is the first file that it was told to save, and
-    `probe_mode` and `probe_owner_uid` tell how it saves files. `layout` and `owner` say in which form its
-    states are, and whose. `state_bytes` is what a state of USUAL_TOKENS takes at most, 0 if that was not
-    measured; the seconds are what its save, its restore, and the evaluation of its tokens take. `usable`
+    `name` is its model at a host, or its address among several; `host` is the kind of that host. `n_ctx` is
+    one slot's context in tokens. `probe_name` is the first file that it was asked to save; `probe_mode` and
+    `probe_owner_uid` are the mode and the owner of its files. `layout` is the form of its states, `owner`
+    the namespace's owner. `state_bytes` is the largest size of a state of USUAL_TOKENS, 0 if that was not
+    measured; the seconds are the times of its save, its restore, and the evaluation of its tokens. `usable`
     checkpoints of the directory are of the model that runs now.
     """
 
@@ -55,9 +55,9 @@ class LlamaServerFacts:
     n_ctx: int = 0
     is_asleep: bool = False
     degradations: tuple[Degradation, ...] = ()
-    """Those of its attach, as they would stand in /health."""
+    """The degradations of its attach, as /health would show them."""
     failures: list[str] = field(default_factory=list)
-    """Probes that did not come to their end, and why."""
+    """The probes that failed, and why."""
     n_empty: int | None = None
     n_held: int = 0
     n_busy: int = 0
@@ -65,6 +65,8 @@ class LlamaServerFacts:
     probe_mode: int = 0
     probe_owner_uid: int | None = None
     layout: Layout | None = None
+    has_drafting: bool = False
+    """Whether its states carry that of speculative decoding, a draft model's or draft-mtp's."""
     owner: Owner | None = None
     rule: Rule | None = None
     state_bytes: int = 0
@@ -85,8 +87,8 @@ class LlamaServerFacts:
 class HostFacts:
     """A host of models: llama-server's router, or llama-swap; `n_at_most` may be loaded at once.
 
-    `models` are the names of all. `asked_for` is the one to be examined alone, and `loaded` the same if it
-    was loaded for that.
+    `models` are the names of all models. `asked_for` is the only model to examine, if one was named;
+    `loaded` is its name if the examination loaded it.
     """
 
     url: str
@@ -104,12 +106,12 @@ class HostFacts:
 
 @dataclass(slots=True, kw_only=True)
 class Setup:
-    """All facts: the directory, who else uses it, and all that `upstream` names.
+    """All facts: about the directory, a proxy that uses it, and the llama-servers and hosts of `upstream`.
 
     A llama-server is one at an address of its own, or a loaded model of a host. `problem` says why this
     process cannot use the directory, `index_problem` why the index in it cannot be read. `lock` is not
-    empty if a proxy uses the directory; `health` is what that proxy answers at `settings.admin`, None if
-    nobody does. `asked_for` is the model of --model. The settings are without the API key.
+    empty if a proxy uses the directory; `health` is the answer of that proxy at `settings.admin`, None if
+    no proxy answers. `asked_for` is the model of --model. The settings are without the API key.
     """
 
     settings: Settings
@@ -138,9 +140,9 @@ class Setup:
 # From the facts to findings.
 
 LONGEST_STALL_SECONDS = 10.0
-"""A save that stops every slot for longer is called a limit."""
+"""A save that stalls every slot for longer is reported as a limit."""
 LEAST_FREE_BYTES = 64 << 20
-"""What must be free however small states are."""
+"""The free space that is required even for small states."""
 _N_NAMED = 8
 
 _K = DegradationKind
@@ -151,8 +153,8 @@ _RULES = {
     RuleKind.END_ONLY: "End only: a saved state can be continued at its very end and nowhere before, so"
     " prompts that were rewritten near their end start over.",
 }
-"""A disturbance by other requests may be all that was wrong."""
 _AGAIN = "Run doctor again while nobody else uses llama-server."
+"""The cure if other requests may have disturbed the examination."""
 
 
 class Severity(IntEnum):
@@ -165,9 +167,9 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at: what it is, what that means, and the flag or step that mends it.
+    """The result for one topic: its severity, a text, and the flag or step that mends it.
 
-    `about` says which llama-server, model or host it is about, where there are several.
+    `about` names the llama-server, model or host, if there are several.
     """
 
     topic: str
@@ -190,14 +192,14 @@ def blocker(topic: str, text: str, cure: str) -> Finding:
 
 
 def fine_unless(is_limit: bool, topic: str, text: str, cure: str) -> Finding:
-    """Return a limit with its cure, or that all is well."""
+    """Return a limit with its cure if *is_limit*, else a good finding."""
     return limit(topic, text, cure) if is_limit else ok(topic, text)
 
 
 def degradation(
     kind: DegradationKind, detail: str, here: str = "", *, may_pass: bool = False
 ) -> Finding:
-    """Return what the proxy would say of a degradation, by its name; *here* is its cure on this server."""
+    """Return the finding of a degradation, in the proxy's words; *here* is its cure on this server."""
     text = f"{kind.reason} ({detail})" if detail else kind.reason
     cure = f"{kind.cure} Here: {here}" if here else kind.cure
     is_blocker = kind.leads_to is State.FORWARDING and not may_pass
@@ -205,7 +207,7 @@ def degradation(
 
 
 def findings_of(setup: Setup) -> list[Finding]:
-    """Return everything that is to be said of *setup*; what is about all comes last."""
+    """Return all findings; the ones about all llama-servers come last."""
     findings = []
     for host in setup.hosts:
         findings += [replace(each, about=host.name) for each in _host_findings(host, setup)]
@@ -229,7 +231,7 @@ def exit_status(findings: Iterable[Finding]) -> int:
 
 
 def summary(setup: Setup) -> str:
-    """Return the verdict in a sentence; a good verdict needs all to be examined that decides."""
+    """Return the verdict in a sentence; it is good only if every deciding fact is known."""
     rules = [facts.rule for facts in setup.llama_servers]
     is_complete = setup.is_proxy_caching or (bool(rules) and None not in rules)
     worst = exit_status(findings_of(setup))
@@ -244,11 +246,11 @@ def summary(setup: Setup) -> str:
 
 
 def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]:
-    """Yield what keeps a llama-server from caching, and what else there is to say of it."""
+    """Yield the obstacles to caching at a llama-server, and the other findings about it."""
     path = setup.settings.slot_save_path
     for each in facts.degradations:
         if facts.n_empty == 0 and each.kind in (_K.EVERY_SLOT_BUSY, _K.ATTACH_FAILED):
-            continue  # said of the slots
+            continue  # the finding of the slots says it
         here = _cures_here(facts, path).get(each.kind, "")
         may_pass = each.kind is _K.ATTACH_FAILED and facts.probe_owner_uid is not None
         yield degradation(each.kind, each.detail, here, may_pass=may_pass)
@@ -268,7 +270,7 @@ def _server_findings(facts: LlamaServerFacts, setup: Setup) -> Iterator[Finding]
 
 
 def _cures_here(facts: LlamaServerFacts, path: str) -> dict[DegradationKind, str]:
-    """Return what of a cure depends on this server and this directory."""
+    """Return the parts of cures that depend on this server and this directory."""
     places = {
         "router": ", on the command line of the router",
         "llama-swap": ", in its cmd in llama-swap's configuration",
@@ -322,10 +324,11 @@ def _ram_cache_finding(facts: LlamaServerFacts) -> Finding:
 
 
 def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]:
-    """Yield what a state file is, what it is good for, and what it costs."""
+    """Yield the form of a state file, its rule, and its cost."""
     if version in SUPPORTED_VERSIONS:
         kinds = " + ".join(facts.section_kinds) or "of a kind that is not known"
-        yield ok("slot files", f"Version {version}; memory: {kinds}.")
+        drafts = " Saved with the draft state of speculative decoding." * facts.has_drafting
+        yield ok("slot files", f"Version {version}; memory: {kinds}.{drafts}")
     else:
         text = f"Version {version} is not known here: states are restored at their end only."
         cure = "Use a newer llama-prefix-cache, or llama.cpp 0.7.0 (version 4)."
@@ -352,7 +355,7 @@ def _memory_findings(facts: LlamaServerFacts, version: int) -> Iterator[Finding]
 
 
 def _checkpoints_finding(facts: LlamaServerFacts, setup: Setup) -> Finding:
-    """Return whose checkpoints lie in the directory."""
+    """Return how many checkpoints the directory has, and how many of them are usable."""
     have = f"{setup.n_checkpoints:,} in all ({size_in_words(setup.used_bytes)})"
     if facts.n_usable or facts.host or not setup.n_checkpoints:
         usable = f"{facts.n_usable} ({size_in_words(facts.usable_bytes)})"
@@ -366,11 +369,11 @@ def _checkpoints_finding(facts: LlamaServerFacts, setup: Setup) -> Finding:
     )
 
 
-# The directory, and a proxy that uses it: the same whichever llama-server is looked at.
+# The directory, and a proxy that uses it: the same for all llama-servers.
 
 
 def _share(path: str) -> str:
-    """Return what lets two users share a directory."""
+    """Return the command that lets two users share a directory."""
     return f"chgrp GROUP {path} && chmod 2770 {path}, with both users in GROUP"
 
 
@@ -402,7 +405,7 @@ def _directory_findings(setup: Setup) -> Iterator[Finding]:
 
 
 def _permission_finding(setup: Setup) -> Finding:
-    """Return who else can get at the directory."""
+    """Return who else has access to the directory."""
     mode, own_uid = setup.mode, setup.own_uid
     if not is_private(mode):
         savers = {facts.probe_owner_uid for facts in setup.llama_servers} - {None, own_uid}
@@ -428,12 +431,12 @@ def _space_finding(setup: Setup, free_bytes: int) -> Finding:
 
 
 def _proxy_finding(setup: Setup) -> Finding:
-    """Return what a proxy that uses the directory says of itself."""
+    """Return the state that a proxy on the directory reports."""
     topic = "running proxy"
     if setup.health is None:
         text = f"One uses the directory ({setup.lock}), but none answers at {setup.settings.admin}."
         return limit(topic, text, "Give its --admin HOST:PORT, or stop it and run doctor again.")
-    # Who may read the directory is looked at here, too.
+    # Doctor reports the directory's permissions itself.
     reasons = [r for r in setup.health["reasons"] if r["kind"] != _K.DIRECTORY_IS_OPEN]
     says = " ".join([f"It is {setup.health['state']}.", *(each["reason"] for each in reasons)])
     if not reasons:
@@ -448,7 +451,7 @@ def _proxy_finding(setup: Setup) -> Finding:
 
 
 def _host_findings(host: HostFacts, setup: Setup) -> Iterator[Finding]:
-    """Yield which models there are, and which were looked at."""
+    """Yield the models of a host, and which of them were examined."""
     if host.problem:
         cure = f"See what the log of the {host.kind} says of it."
         yield blocker("models", f"{host.problem}.", cure)
@@ -480,7 +483,7 @@ def _models_finding(host: HostFacts, examined: set[str]) -> Finding:
 def _sharing_findings(setup: Setup) -> Iterator[Finding]:
     """Yield whether all llama-servers with one model can continue each other's states.
 
-    Those at addresses of their own should have the same model; those of hosts if they have the same name.
+    All llama-servers at addresses of their own should have one model; at hosts, those with the same name.
     """
 
     def model(facts: LlamaServerFacts) -> str:

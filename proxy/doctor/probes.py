@@ -1,7 +1,7 @@
-"""A scratch store before a real llama-server, and what is tried out there beside the attach.
+"""A scratch store with a real llama-server, and the probes that go beyond the attach.
 
-Owns: which slots probes may use (those whose first save is empty), and that these slots are empty and no
-file of a probe is left afterwards, whatever happens. A slot that holds work looks busy from here, and the
+Owns: which slots probes may use (those whose first save is empty), and the clean-up: afterwards these slots
+are empty and no file of a probe is left, whatever happens. A slot that holds work is shown as busy, and the
 attach leaves busy slots alone.
 """
 
@@ -39,12 +39,12 @@ from proxy.store.store import CheckpointStore
 _ERASE_ATTEMPTS = 5
 _LET_GO_SECONDS = 0.5
 _PROBE_TOKENS = 64
-"""Short enough for a slow machine, long enough to tell from nothing."""
+"""Short enough for a slow machine, long enough for a clear result."""
 _N_MORE = 8
 
 
 class ProbeFiles(StateFiles):
-    """State files of which none is to stay: every name given out is remembered."""
+    """State files that are all deleted afterwards: every name given out is remembered."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -61,12 +61,12 @@ class ProbeFiles(StateFiles):
 
 
 class ProbedServer(LlamaServer):
-    """llama-server as probes see it: a slot that holds work looks busy, and is not touched.
+    """llama-server for probes: a slot that holds work is shown as busy, and is not touched.
 
-    `empty` are the slots that probes may use. `held` are the other idle ones, with how many tokens GET
-    /slots says they hold; 0 if only a save showed it. `restores` are the bytes and seconds of each.
-    `first_props` is the first description of itself, `file` the newest saved file as it was written, and
-    `state` the newest that holds tokens.
+    `empty` are the slots that probes may use. `held` are the other idle slots, each with its number of
+    tokens in GET /slots, 0 if only a save showed them. `restores` are the bytes and seconds of each
+    restore. `first_props` is its first answer to /props, `file` the newest saved file as it was written,
+    and `state` the newest state that holds tokens.
     """
 
     def __init__(self, upstream: LlamaServer, files: ProbeFiles) -> None:
@@ -99,8 +99,8 @@ class ProbedServer(LlamaServer):
     async def save(self, slot_id: SlotId, file_name: str) -> Saved:
         """Save a slot; the save goes on if this is cancelled, so that `clean_up` finds its file.
 
-        What GET /slots calls empty need not be: a restore alone does not show there. Raises NoRoom for a
-        slot that turns out to hold work, so that the attach leaves the slot alone.
+        A slot that GET /slots shows as empty may hold work: a mere restore does not show there. Raises
+        NoRoom for such a slot, so that the attach leaves it alone.
         """
         saving = asyncio.ensure_future(super().save(slot_id, file_name))
         self._unfinished.add(saving)
@@ -148,8 +148,9 @@ class ProbedServer(LlamaServer):
     async def clean_up(self) -> None:
         """Leave the slots of probes empty, and no file behind.
 
-        A save may still be writing, and the slots are erased behind it: files go last. A request that was
-        given up while llama-server still parsed it starts after the first erase, so slots are looked at.
+        A save may still be writing, and the slots are erased after it: so files are deleted last. A request
+        that was given up while llama-server still parsed it starts after the first erase: so /slots is
+        checked afterwards.
         """
         await asyncio.gather(*self._unfinished, return_exceptions=True)
         with suppress(CacheFault):
@@ -166,10 +167,10 @@ class ProbedServer(LlamaServer):
 async def scratch(
     upstream: LlamaServer, settings: Settings
 ) -> AsyncIterator[tuple[Server, ProbedServer]]:
-    """Yield *upstream* behind a scratch store; its files lie where llama-server writes.
+    """Yield *upstream* with a scratch store; its state files are where llama-server writes.
 
-    The index lies elsewhere. It is opened there, too: opening a store removes the files that its index does
-    not know. Raises StoreFault.
+    The index is in a temporary directory, and the store is opened there too: opening a store removes the
+    files that its index does not know. Raises StoreFault.
     """
     probed = ProbedServer(upstream, ProbeFiles(Path(settings.slot_save_path)))
     metrics = Metrics()
@@ -186,9 +187,9 @@ async def scratch(
 
 
 async def has_ram_cache(server: ProbedServer, n_vocab: int) -> bool | None:
-    """Displace a prompt, ask for it again, and see whether it is brought back; raises UpstreamFault.
+    """Displace a prompt, send it again, and return whether it is brought back; raises UpstreamFault.
 
-    Returns None if the model continues no state that is so short, wherever it comes from.
+    Returns None if the model cannot continue such a short state at all.
     """
 
     async def is_reused(seed: int, n_tokens: int) -> bool:

@@ -1,6 +1,6 @@
-"""Why a prompt, or part of it, was evaluated although it was known: a closed list, with cures in words.
+"""The causes why known tokens of a prompt were evaluated again: a closed list, with cures in words.
 
-Owns: the names. The table in docs/misses.md is made from here.
+Owns: the names. The table in docs/misses.md is made from this module.
 """
 
 import re
@@ -76,7 +76,7 @@ billing header: Claude Code's billing line, at the top of the system prompt, has
     => drop_billing_header (it is one of the safe ones) takes the line out.
 date: A date or a time of day in the prompt has changed.
     -> Take the time out of the system prompt and put it into the newest message.
-    => sticky_date lets a conversation keep the time that it began with.
+    => sticky_date lets a conversation keep the time that it began with; a new one has the new time.
 session id: An id, a temporary path or an address that names the session has changed.
     -> Have the client name its session behind what sessions share, or not at all.
     => sticky_session leaves it out there and tells it in the newest message, from the third session on.
@@ -147,7 +147,7 @@ unknown: Nothing that is known explains it.
 
 
 class Meaning(NamedTuple):
-    """What a cause says of a request, what helps, and which stabilizer does: its name, and how."""
+    """The meaning of a cause, advice, and the name of a stabilizer that helps, with how it helps."""
 
     says: str
     advice: str
@@ -156,14 +156,14 @@ class Meaning(NamedTuple):
 
     @property
     def cure(self) -> str:
-        """What helps, as long as nothing is known of the request and the configuration."""
+        """The cure if nothing is known of the request and the configuration."""
         helper = f" Or switch on a stabilizer: `{self.stabilizer}` {self.helps}"
         return self.advice + helper * bool(self.stabilizer)
 
     def cure_for(
         self, part: PromptPart, switched_on: Collection[str], *, is_same_conversation: bool
     ) -> str:
-        """Return what would help a request that has changed in this *part* since the compared one."""
+        """Return the cure for a request that differs in this *part* from the request compared with it."""
         name, is_held = self.stabilizer, self.stabilizer not in _EVERYWHERE
         if not name:
             return self.advice
@@ -181,7 +181,7 @@ class Meaning(NamedTuple):
 
 _IN_FRONT = (PromptPart.TOOLS, PromptPart.SYSTEM, PromptPart.USER)
 _EVERYWHERE = ("drop_billing_header", "inline_reasoning", "sticky_session")
-"""These stabilizers do the same in every conversation; the others hold what a conversation began with."""
+"""These stabilizers treat every conversation alike; the others hold the beginning of each."""
 
 
 def _meanings() -> Iterator[tuple[Cause, Meaning]]:

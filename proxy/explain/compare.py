@@ -1,7 +1,7 @@
-"""Where a new prompt leaves a known one, and which change of the client or of the chat template that is.
+"""Where a new prompt first differs from a known one, and which change by client or chat template that is.
 
 Prompts are compared twice. Their sketches (digests of tools and messages) tell which message differs. Their
-texts, as far as they are kept, tell which words differ. What became of states is not looked at here.
+texts, where they are kept, tell which words differ. States are not looked at here.
 """
 
 import re
@@ -22,12 +22,12 @@ _ALIKE_SHARE = 0.5
 _SHOWN_CHARACTERS = 80
 """About 20 tokens."""
 _NEAR_CHARACTERS = 65536
-"""The text of a message is searched for in the rendered prompt no farther behind the message before it."""
+"""A message's text is searched for at most this far behind the message before it."""
 
 
 @dataclass
 class Rendering:
-    """A chat request, and the prompt's text that it was rendered to; empty where that is not kept."""
+    """A chat request, and the text of its rendered prompt, which is empty if it is not kept."""
 
     fields: dict[str, Any]
     text: str = ""
@@ -42,16 +42,16 @@ class Rendering:
         self.sketch, self.fields = self.sketch, {}
 
     def contents(self, message: int) -> list[str]:
-        """Return the texts of a message, as the pieces that a template renders; none once reduced."""
+        """Return the pieces of a message's text that a template renders; none once reduced."""
         messages = list_of(self.fields.get("messages"))
         return list(pieces_of(messages[message])) if messages else []
 
     def message_at(self, at: int) -> int | None:
-        """Return the first message that does not end before *at*; None if that is not known."""
+        """Return the first message that ends behind *at*; None if that is not known."""
         position, n_missing = 0, 0
         for index in range(len(self.sketch.messages)):
             for piece in self.contents(index):
-                # Templates leave pieces out or change them; none of those is searched for to the end.
+                # Templates leave out or change some pieces: do not search the whole prompt for these.
                 farthest = position + len(piece) + 2 * n_missing + _NEAR_CHARACTERS
                 found = self.text.find(piece, position, farthest)
                 if found < 0:
@@ -63,7 +63,7 @@ class Rendering:
         return None
 
     def span(self, message: int) -> tuple[int, int]:
-        """Return where a message begins and ends in the text; 0 and 0 if it is not there."""
+        """Return where a message begins and ends in the text; 0 and 0 if it is not found."""
         pieces = self.contents(message)
         if not pieces:
             return 0, 0
@@ -73,10 +73,10 @@ class Rendering:
 
 
 class Divergence(msgspec.Struct, frozen=True):
-    """Where two prompts differ first: `before` is the same in both, then come `known` and `now`.
+    """Where two prompts differ first: `before` is the same in both, then follow `known` and `now`.
 
     `message` is the message's number; None in the tools and in texts without messages. The texts are about
-    20 tokens long; empty unless explain_keep is text.
+    20 tokens long, and empty unless explain_keep is text.
     """
 
     part: PromptPart = PromptPart.NOWHERE
@@ -88,10 +88,10 @@ class Divergence(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Pair:
-    """A new prompt, a known one, whether both are of the same conversation, and where they differ first.
+    """A new and a known prompt, whether they are of the same conversation, and where they differ first.
 
     `differing` is the first message that the client changed, `message` the first one that is rendered
-    otherwise.
+    differently.
     """
 
     new: Rendering
@@ -103,14 +103,14 @@ class _Pair:
     message: int | None
 
     def is_by(self, is_such: Callable[[str, str, int], bool]) -> bool:
-        """Return whether the texts, if there are any, differ in such a way."""
+        """Return whether *is_such* holds for the texts; False if they are not kept."""
         return self.at is not None and is_such(self.new.text, self.old.text, self.at)
 
 
 def find_change(
     new: Rendering, old: Rendering, *, is_same_conversation: bool
 ) -> tuple[Cause, Divergence]:
-    """Return why *new* leaves *old*, and where; the cause is first sight if that is to be expected."""
+    """Return why and where *new* differs from *old*; the cause is first sight if that is expected."""
     at = common_prefix_length(new.text, old.text) if new.text and old.text else None
     if new.sketch.messages:
         differing = first_difference(new.sketch, old.sketch)
@@ -127,7 +127,7 @@ def find_change(
 def _where(
     new: Rendering, old: Rendering, differing: int | None, at: int | None
 ) -> tuple[PromptPart, int | None]:
-    """Return the part and the message of the new prompt in which the two differ first."""
+    """Return the part and the message of the new prompt where the two prompts differ first."""
     if new.sketch.tools != old.sketch.tools and not _is_in_system(new, differing, at):
         return PromptPart.TOOLS, None
     rendered = None if at is None else new.message_at(at)
@@ -138,7 +138,7 @@ def _where(
 
 
 def _is_in_system(new: Rendering, differing: int | None, at: int | None) -> bool:
-    """Return whether the system prompt differs first; templates put the tools before or behind it."""
+    """Return whether the system prompt differs first; templates put tools before or behind it."""
     if at is None or differing is None or differing >= new.sketch.n_leading_system:
         return False
     begin, end = new.span(0)
@@ -185,7 +185,7 @@ def _cause_in_system(pair: _Pair) -> Cause:
 
 
 def _is_system_alike(new: Rendering, old: Rendering, at: int) -> bool:
-    """Return whether most of the system prompt is the same, before and behind the change together."""
+    """Return whether most of the system prompt, before and behind the change together, is the same."""
     begin, end = new.span(0)
     old_end = begin + old.sketch.n_system_chars
     if not begin <= at <= min(end, old_end):
@@ -222,11 +222,11 @@ def _cause_in_bare_text(new: Rendering, old: Rendering, at: int | None) -> Cause
 
 _BILLING = "x-anthropic-billing-header"
 _LONG_LINE = 500
-"""No more of a line is looked at before and behind the change."""
+"""How far a line is looked at before and behind the change."""
 _NEAR_DATE = 64
 """A date or an id is searched for this far before and behind the change."""
 _SAME_BEHIND_DATE = 8
-"""So many characters behind a changed date or id must be the same."""
+"""How many characters behind a changed date or id must be the same."""
 
 _MONTH = r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*\.?"
 _DAY = r"\d{1,2}(?:st|nd|rd|th)?"
@@ -256,18 +256,18 @@ _ENVIRONMENT_LINE = re.compile(
 
 
 class _TextBlock(NamedTuple):
-    """A block of text, by the tags that may open it and those that may close it."""
+    """A kind of text block, by the tags that open and close it."""
 
     opens: tuple[str, ...]
     closes: tuple[str, ...]
 
     def holds(self, text: str, at: int) -> bool:
-        """Return whether a block that was opened before *at* is not closed there."""
+        """Return whether a block that was opened before *at* is still open there."""
         opened = max(text.rfind(tag, 0, at) for tag in self.opens)
         return opened >= 0 and opened > max(text.rfind(tag, 0, at) for tag in self.closes)
 
     def is_at(self, text: str, at: int) -> bool:
-        """Return whether *at* lies in a block, in its opening tag, or in white space before that."""
+        """Return whether *at* lies in a block, in its opening tag, or in white space before the tag."""
         longest = max(map(len, self.opens))
         begin, end = max(0, at - longest), at + longest + 4
         found = [text.find(tag, begin, end) for tag in self.opens]
@@ -288,12 +288,12 @@ _REASONING = _TextBlock(
 
 
 def is_billing(new: str, old: str, at: int) -> bool:
-    """Return whether Claude Code's billing line differs, or only one text has it there."""
+    """Return whether Claude Code's billing line differs, or only one text has that line there."""
     return any(_BILLING in _line(text, at) for text in (new, old))
 
 
 def are_both_billing(new: str, old: str, at: int) -> bool:
-    """Return whether both texts have that line there."""
+    """Return whether both texts have Claude Code's billing line there."""
     return all(_BILLING in _line(text, at) for text in (new, old))
 
 
@@ -356,7 +356,7 @@ def is_reasoning_dropped(new: str, old: str, at: int) -> bool:
 
 
 def _line(text: str, at: int) -> str:
-    """Return the line that *at* lies in, as far as it is near."""
+    """Return the line that *at* lies in, cut off far from *at*."""
     nearest = max(0, at - _LONG_LINE)
     begin = max(nearest, text.rfind("\n", nearest, at) + 1)
     end = text.find("\n", at, at + _LONG_LINE)

@@ -1,4 +1,4 @@
-"""Why a request reused no more, decided by its plan and what known prompts tell of it. Pure."""
+"""Why a request reused no more, decided from its plan and from known prompts. Pure."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,11 +39,11 @@ NOT_JUDGED = Judgement()
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What known prompts tell of a new one.
+    """The facts about a new prompt that known prompts give.
 
-    Its first `n_common` tokens were evaluated before. `n_like` of them would have been the same but for a
-    change of the client. `is_of_other_process` says that the llama-server process that evaluated them has
-    been replaced since.
+    Its first `n_common` tokens were evaluated before. Without a change by the client, that would hold for
+    its first `n_like` tokens. `is_of_other_process` says that the llama-server process that evaluated them
+    has been replaced since.
     """
 
     n_common: int = 0
@@ -53,17 +53,17 @@ class Past:
 
 
 def may_be_missed(served: "Account", past: Past) -> bool:
-    """Return whether there may be anything to explain."""
+    """Return whether known tokens may have been evaluated again."""
     return max(_n_known(served, past), past.n_like) - (served.n_reused or 0) > SLACK_TOKENS
 
 
 def judge(
     served: "Account", rule: Rule, past: Past, change: tuple[Cause, Divergence] | None
 ) -> Judgement:
-    """Return why *served* reused no more; *change* is why and where the client left an earlier prompt.
+    """Return why *served* reused no more; *change* is why and where its prompt left an earlier prompt.
 
-    There are four kinds of causes, considered in this order: 1. what failed; 2. what was lost, so that no
-    slot and no file has it; 3. what the client or the template changed; 4. how the request was planned.
+    There are four kinds of causes, considered in this order: 1. a failure; 2. a lost state, which no slot
+    and no file has; 3. a change by the client or the template; 4. the plan of the request.
     """
     n_known, n_reused, plan = _n_known(served, past), served.n_reused or 0, served.plan
     n_unused = n_known - n_reused
@@ -91,7 +91,7 @@ def _n_known(served: "Account", past: Past) -> int:
 
 
 def _why_lost(rule: Rule, past: Past, n_there: int) -> Cause:
-    """Return what became of the state of a prompt of which slots and files have *n_there* tokens."""
+    """Return why slots and files have only *n_there* tokens of a known prompt."""
     if past.loss.cause is not None and past.loss.n_tokens > n_there + SLACK_TOKENS:
         return past.loss.cause
     if past.is_of_other_process:
@@ -100,7 +100,7 @@ def _why_lost(rule: Rule, past: Past, n_there: int) -> Cause:
 
 
 def _why_unused(plan: Plan, rule: Rule, n_reused: int) -> Cause:
-    """Return why a state was not used that a slot or a file has."""
+    """Return why a state that a slot or a file has was not used."""
     if plan.n_in_use > n_reused + SLACK_TOKENS:
         return Cause.IN_USE
     if plan.why in _CHEAPER:

@@ -1,7 +1,7 @@
-"""The newest prompts, within a bound of bytes: which of them a new prompt is compared with.
+"""The newest prompts, within a number of bytes, and the choice of those to compare a new prompt with.
 
-A prompt is replaced by a later one that goes on from it, so that mostly the newest prompt of each
-conversation is kept.
+A later prompt that continues a known one replaces it, so that mostly the newest prompt of each conversation
+is kept.
 """
 
 import sys
@@ -19,11 +19,11 @@ from proxy.explain.compare import Rendering
 from proxy.explain.sketch import Sketch, begin_alike, have_same_first_message
 
 SLACK_TOKENS = 64
-"""Fewer tokens than this are not worth an explanation: states end a few tokens before prompts do."""
+"""Fewer missed tokens are not explained: states end a few tokens before prompts do."""
 MAX_IDS = 100
-"""The ids of so many requests are kept with a prompt: `warm --from-request` finds the prompt by them."""
+"""How many request ids are kept with a prompt; `warm --from-request` finds the prompt by them."""
 _OWN_BYTES, _MESSAGE_BYTES = 2000, 480
-"""About what a known prompt takes besides its tokens and text, and what the keys of each message take."""
+"""About the size of a known prompt without its tokens and text, and of the keys of each message."""
 
 
 class Loss(NamedTuple):
@@ -35,10 +35,10 @@ class Loss(NamedTuple):
 
 @dataclass(eq=False)
 class KnownPrompt:
-    """A prompt that was evaluated in a slot: the llama-server process and the slot's number.
+    """A prompt that was evaluated in `slot`: the llama-server process and the slot's number.
 
     `ended_at` is when that request ended, by the monotonic clock. `ids` are those of the requests whose
-    prompts this one begins with, the newest last. `loss` is what became of its state since.
+    prompts this prompt begins with, the newest last. `loss` says whether its state was lost since.
     """
 
     namespace: Namespace
@@ -65,14 +65,14 @@ class KnownPrompt:
 
     @cached_property
     def keys(self) -> frozenset[int]:
-        """What tells its conversation from others; of the request no more than a sketch is kept then."""
+        """The keys of its conversation; making them reduces the request to its sketch."""
         self.rendering.reduce()
         return frozenset(self.sketch.conversation_keys(self.namespace))
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A known prompt, and how many first tokens a new prompt shares with it."""
+    """A known prompt, and the length of the prefix that a new prompt shares with it."""
 
     known: KnownPrompt
     n_common: int
@@ -80,19 +80,19 @@ class Match:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the new prompt begins with the known one, but for a few tokens at its end."""
+        """Whether the new prompt begins with the known one, except for a few tokens at its end."""
         n_known = len(self.known.tokens)
         return self.n_common >= max(n_known - SLACK_TOKENS, (n_known + 1) // 2)
 
     @property
     def replaces(self) -> bool:
-        """Whether the new prompt is to be kept in place of the known one."""
+        """Whether the new prompt replaces the known one."""
         is_exact = self.n_common == len(self.known.tokens)
         return is_exact or (self.is_same_conversation and self.is_whole)
 
     @property
     def loss(self) -> Loss:
-        """What became of the state of the tokens in common."""
+        """The loss of the state of the common tokens."""
         cause, n_tokens = self.known.loss
         return Loss(cause, min(n_tokens, self.n_common))
 
@@ -108,20 +108,21 @@ class KnownPrompts:
         self._keyless: list[KnownPrompt] = []
         self._last_in: dict[tuple[str, int], KnownPrompt] = {}
         self.size_bytes = 0
-        """About what all of it takes, less the requests of the keyless: about one for each slot."""
+        """About the size of all prompts, without the requests of the keyless: about one for each slot."""
 
     def __len__(self) -> int:
         return len(self._known)
 
     def newest(self) -> list[KnownPrompt]:
-        """Return all known prompts, the newest first; later changes do not change this list."""
+        """Return a new list of all known prompts, the newest first."""
         return self._known[::-1]
 
     def continued(self, new: KnownPrompt, n_reused: int) -> Match | None:
-        """Return the last prompt of a slot if a new one goes on from it there, with all of it reused.
+        """Return the last prompt of a slot if a new prompt continues it there and all of it is reused.
 
-        The first *n_reused* tokens were compared when the request was planned: only the last of them show
-        here that no other prompt was in the slot meanwhile. None if more may be known of the new prompt.
+        The first *n_reused* tokens were compared when the request was planned: only the last of them are
+        compared here, to see that no other prompt was in the slot meanwhile. None if another known prompt
+        may share more.
         """
         last, end = self._last_in.get(new.slot), n_reused + SLACK_TOKENS
         if last is None or last.namespace != new.namespace or self._has_any(new.tokens, end):
@@ -133,7 +134,7 @@ class KnownPrompts:
         return match if is_as_planned and match.is_whole and len(last.tokens) <= end else None
 
     def _has_any(self, tokens: TokenIds, end: int) -> bool:
-        """Return whether a known prompt has the same few tokens before *end* and behind that."""
+        """Return whether a known prompt has the same few tokens up to *end*, and the next one."""
         some = tokens[end - SLACK_TOKENS : end + 1]
         if len(tokens) <= end:
             return False
@@ -143,14 +144,14 @@ class KnownPrompts:
     def matches(
         self, new: KnownPrompt, newest: list[KnownPrompt], planned_at: float
     ) -> tuple[Match | None, Match | None]:
-        """Return the nearest known prompt, and the one that a new prompt is to be compared with.
+        """Return the nearest known prompt, and the prompt to compare a new one with.
 
         *newest* were known when the new prompt was planned, at *planned_at*. There are four cases:
-        1. The prompt goes on from the last one of its conversation: that is also the nearest one.
-        2. The nearest one is of the same conversation, too: the nearest one is compared.
-        3. Only the last one is: the last one is compared. But the nearest one if it began the same
-           conversation again since, under a header more like the new one.
-        4. No request of the conversation had ended: the nearest one is compared.
+        1. The prompt continues the last prompt of its conversation: that is both.
+        2. The nearest prompt is of the same conversation, too: it is the one to compare.
+        3. Only the last prompt of the conversation is known to be of it: that one is compared. But the
+           nearest one if it began the same conversation again since, under a header more like the new one.
+        4. No request of the conversation had ended: the nearest prompt is compared.
         """
         self._read_keys()
         by_key, last = self._by_key, None
@@ -177,7 +178,7 @@ class KnownPrompts:
         return nearest, replace(nearest, is_same_conversation=is_same)
 
     def add(self, known: KnownPrompt, matches: Iterable[Match | None]) -> None:
-        """Keep a prompt, in place of those of its *matches* that it replaces; the oldest may go."""
+        """Keep a prompt, in place of the *matches* that it replaces; the oldest may be forgotten."""
         self._known.append(known)
         self._keyless.append(known)
         self.size_bytes += known.size_bytes
@@ -190,11 +191,11 @@ class KnownPrompts:
             self._forget(self._known[0])
 
     def find(self, request_id: str) -> KnownPrompt | None:
-        """Return a prompt that begins with that of a request; None if none is kept any more."""
+        """Return a known prompt that begins with the prompt of a request; None if there is none."""
         return next((known for known in self._known if request_id in known.ids), None)
 
     def note_loss(self, namespace: Namespace, tokens: TokenIds, cause: Cause) -> None:
-        """Note with all prompts that begin like *tokens* that this state is gone."""
+        """Note the loss of the state of *tokens* with all prompts that begin alike."""
         for known in self._known:
             others, n_lost = known.tokens, known.loss.n_tokens
             if n_lost < min(len(tokens), len(others)) and tokens[n_lost] == others[n_lost]:
@@ -203,7 +204,7 @@ class KnownPrompts:
                     known.loss = Loss(cause, n_common)
 
     def _read_keys(self) -> None:
-        """Make the keys that nothing has asked for since the prompts were added, the oldest first."""
+        """Make the keys of prompts that have none yet, the oldest first."""
         for known in self._keyless:
             self._by_key.update(dict.fromkeys(known.keys, known))
         self._keyless.clear()
@@ -226,7 +227,7 @@ def _nearest(new: KnownPrompt, newest: list[KnownPrompt]) -> Match | None:
     nearest, n_common, next_token = None, 0, tokens[0]
     for known in newest:
         others = known.tokens
-        # Most prompts are ruled out by the one token that a longer prefix in common has to have.
+        # One token rules out most prompts: a longer common prefix must have it.
         if n_common < len(others) and others[n_common] == next_token:
             n_tokens = common_prefix_length(others, tokens)
             if n_tokens > n_common and known.namespace == new.namespace:
@@ -237,12 +238,12 @@ def _nearest(new: KnownPrompt, newest: list[KnownPrompt]) -> Match | None:
     return None if nearest is None else Match(nearest, n_common)
 
 
-# What kind of request each is, by the messages of those before it. Clients ask for titles and summaries
-# behind their users' backs, and make conversations shorter: what looks like a miss may be one of these.
+# The kind of each request, by the messages of earlier requests. Clients ask for titles and summaries unseen
+# by their users, and shorten conversations: such a request may look like a miss.
 
 
 class Kind(StrEnum):
-    """What a request is to its conversation; empty if it has no messages that were read."""
+    """The role of a request in its conversation; empty if no messages of the request were read."""
 
     NONE = ""
     FIRST = "first"
@@ -252,13 +253,20 @@ class Kind(StrEnum):
     COMPACTION = "compaction"
     SIDE = "side call"
     RETRY = "retry"
+    AHEAD = "evaluated ahead"
+
+
+_MIN_QUOTED = 12
+"""Fewer characters may stand in two conversations by chance."""
 
 
 class Chat(NamedTuple):
-    """A chat request, by what tells what it is to others.
+    """The features of a chat request that tell its kind.
 
-    `asker` are its client's key and session. `header` and `own` are the digests of what comes before the
-    first message that is not the system's, and of the messages from there on, which have the `roles`.
+    `asker` are its client's key and session. `header` has the digests of everything before the first
+    message that is not a system message, `own` those of the messages from there on, with the `roles`.
+    `words` are the user's first words. `quotes` is all the text of a request without tools. Both are empty
+    if text is not kept.
     """
 
     asker: tuple[bytes, str]
@@ -267,6 +275,8 @@ class Chat(NamedTuple):
     roles: tuple[str, ...]
     has_tools: bool = False
     kind: Kind = Kind.FIRST
+    words: str = ""
+    quotes: str = ""
 
 
 def chat_asked(asker: tuple[bytes, str], conversation: Conversation, *, has_tools: bool) -> Chat:
@@ -277,12 +287,13 @@ def chat_asked(asker: tuple[bytes, str], conversation: Conversation, *, has_tool
 
 
 def kind_of(new: Chat, earlier: Iterable[Chat]) -> Kind:
-    """Return what a request is to *earlier* ones, of which the newest come first.
+    """Return the kind of a request, given *earlier* requests, the newest first.
 
-    1. It begins with all messages of an earlier one: its last message tells, or it asks the same again.
-    2. It begins like an earlier one, and goes on otherwise: history was rewritten, or another prompt than
-       the conversation's asks something about it.
-    3. It has an earlier one's session, or later messages: it was made shorter, or asks something aside.
+    1. It begins with all messages of an earlier request: its last message tells, or it is a retry.
+    2. It begins like an earlier request, then differs: the history was rewritten, or a side call asks about
+       the conversation under another header.
+    3. It shares the session or later messages of an earlier request, or quotes its first words: the
+       conversation was compacted, or the request is a side call.
     """
     others = [old for old in earlier if old.asker[0] == new.asker[0] and old.own]
     n_common, nearest, first = 0, None, new.own[:DIGEST_BYTES]
@@ -299,6 +310,10 @@ def kind_of(new: Chat, earlier: Iterable[Chat]) -> Kind:
     if any(new.own[at : at + 2 * DIGEST_BYTES] in old.own for at in places for old in others):
         return Kind.COMPACTION
     session = [old for old in others if old.asker == new.asker and new.asker[1]]
+    if not new.asker[1] and new.quotes:  # a title is asked for with the words that it is for
+        session = [
+            old for old in others if len(old.words) >= _MIN_QUOTED and old.words in new.quotes
+        ]
     alike = next((old for old in session if old.header == new.header), None)
     if alike is None:
         return Kind.SIDE if any(_is_aside(new, old) for old in session) else Kind.FIRST
@@ -309,7 +324,7 @@ def kind_of(new: Chat, earlier: Iterable[Chat]) -> Kind:
 
 
 def _is_aside(new: Chat, old: Chat) -> bool:
-    """Return whether a request asks something without the tools that its conversation has."""
+    """Return whether a request has another header and lacks the tools of the other request."""
     return new.header != old.header and old.has_tools and not new.has_tools
 
 

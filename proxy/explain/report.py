@@ -1,10 +1,11 @@
-"""What is told of each generation request once it has ended: a log line, counts, and an explanation.
+"""Reporting each generation request once it has ended: a log line, counts, and an explanation.
 
 *Inquiry* finds out why a request reused no more. *Report* logs, counts and records it. *Journal* remembers
 the last requests, in memory only.
 """
 
 import asyncio
+import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
@@ -46,6 +47,7 @@ from proxy.explain.sketch import (
     goes_on,
     named,
     openai_diagnostics,
+    said_in,
     share_in_common,
     sketch_of,
     words_of,
@@ -88,9 +90,9 @@ class Keep(StrEnum):
 
 
 class Told(NamedTuple):
-    """What a client is told beside an answer: a header, and the diagnostics that it has asked for.
+    """The additions to a client's answer: a header, and the diagnostics that the client has asked for.
 
-    `on_id` is to be called with what llama-server calls the answer, if that may be asked about later. The
+    `on_id`, if set, is called with llama-server's id of the answer, which later requests may name. The
     answer of a request that `warms` is empty.
     """
 
@@ -129,12 +131,12 @@ class Journal:
         """By the client's key, and by llama-server's id of the answer."""
         self._chats: deque[Chat] = deque(maxlen=MAX_CHATS)
         self.n_recorded = 0
-        """How many requests have ended since the proxy was started: it tells whether there is news."""
+        """How many requests have ended since the proxy was started; it changes with every new record."""
 
     def add(self, record: RequestRecord, judgement: Judgement = NOT_JUDGED) -> None:
         """Remember a request that has just ended; the oldest one may be forgotten for it.
 
-        Of those that are forgotten the misses stay longer.
+        Misses are kept longer than other requests.
         """
         meaning, is_same = MEANINGS[record.cause], judgement.is_same_conversation
         self._explanations[record.id] = Explanation(
@@ -146,7 +148,8 @@ class Journal:
         )
         self.n_recorded += 1
         self.today()
-        self.past.add(record)
+        if record.kind is not Kind.AHEAD:
+            self.past.add(record)
         if len(self._explanations) > MAX_REQUESTS:
             _, oldest = self._explanations.popitem(last=False)
             if oldest.request.cause.is_miss:
@@ -175,8 +178,10 @@ class Journal:
         assert request.conversation is not None and request.chat is not None
         asker, has_tools = (request.tenant, request.session), bool(request.chat.fields.get("tools"))
         chat = chat_asked(asker, request.conversation, has_tools=has_tools)
-        kind = kind_of(chat, reversed(self._chats))
-        self._chats.append(chat._replace(kind=kind))
+        words = self.shown(words_of(request.chat.fields))
+        quotes = said_in(request.chat.fields) if words and not has_tools else ""
+        kind = kind_of(chat._replace(quotes=quotes), reversed(self._chats))
+        self._chats.append(chat._replace(kind=kind, words=words.rstrip("…")))
         return kind
 
     def note_named(self, tenant: bytes, new: Named, message_id: str) -> None:
@@ -205,7 +210,7 @@ class Journal:
     def latest(
         self, limit: int, *, conversation: str = "", client: str = "", only_misses: bool = False
     ) -> list[RequestRecord]:
-        """Return the last requests, the newest first; of one conversation or client, if that is said."""
+        """Return the last requests, the newest first; of one conversation or client only, if given."""
         found = (
             explanation.request
             for explanation in self._newest()
@@ -225,7 +230,7 @@ class Journal:
         return self._explanations.get(request_id) or next(misses, None)
 
     def with_costs(self, found: Explanation) -> Explanation:
-        """Return an explanation with what each part of its prompt costs, as long as that is kept."""
+        """Return an explanation with the cost of each part of its prompt, as long as the prompt is kept."""
         known, nearest = self.prompts.find(found.request.id), found.nearest
         if known is None or not found.request.n_prompt:
             return found
@@ -251,7 +256,7 @@ class Journal:
 
 
 class _Found(NamedTuple):
-    """What is found out about a request: its prompt as it is to be kept, and the two known ones nearest."""
+    """The findings about a request: the judgement, its prompt to be kept, and two known prompts."""
 
     judgement: Judgement
     new: KnownPrompt
@@ -262,8 +267,8 @@ class _Found(NamedTuple):
 class Inquiry:
     """Finds out why one request reused no more; *body* is in the chat form if it has messages.
 
-    It is made when the request has been planned. What other requests evaluate from then on was not there
-    for this one. A request that goes on in the slot of its conversation is compared with nothing.
+    An inquiry is made when the request has been planned: prompts that other requests evaluate later could
+    not be reused. A request that continues in the slot of its conversation is not compared.
     """
 
     _process: "Process"
@@ -276,13 +281,13 @@ class Inquiry:
         self._known = self._journal.prompts.newest()
 
     def foresee(self, account: "Account", request_id: str) -> Judgement:
-        """Return the judgement on a request of which no more is known than its plan."""
+        """Return the judgement on a request of which only the plan is known."""
         if account.n_reused is None:
             account = replace(account, n_reused=account.plan.start.n_reused)
         return self._find(account, request_id).judgement
 
     def judge(self, account: "Account", request_id: str) -> Judgement:
-        """Return why no more was reused, once that is known; the prompt is known from now on."""
+        """Return why no more was reused, once the reuse is known, and add the prompt to the known ones."""
         if account.n_reused is None:
             return NOT_JUDGED
         known, (judgement, new, matches) = (self._journal.prompts, self._find(account, request_id))
@@ -295,7 +300,7 @@ class Inquiry:
         )
 
     def _find(self, account: "Account", request_id: str) -> "_Found":
-        """Return what is found out; once, if all goes as planned."""
+        """Return the findings; they are computed again only if the outcome differs from the plan."""
         facts = account.plan, account.n_reused, account.failure
         if self._found is None or self._found[0] != facts:
             self._found = facts, self._look(account, request_id)
@@ -323,7 +328,7 @@ class Inquiry:
     def _compare(
         self, new: KnownPrompt, nearest: Match | None, compared: Match | None, account: "Account"
     ) -> Judgement:
-        """Return why no more was reused than by the nearest known prompt, and the one to compare with."""
+        """Return why no more was reused, given the nearest known prompt and the one to compare with."""
         n_like = min(len(compared.known.tokens), len(new.tokens) - 1) if compared else 0
         past, change = Past(0, n_like), None
         if nearest is not None:
@@ -333,7 +338,7 @@ class Inquiry:
             change = _change(new, compared)
             is_in_newest = change and change[1].message == len(new.sketch.messages) - 1
             if change and is_in_newest and change[0] is not Cause.SESSION:
-                # What follows a change in the newest message is new, but for what a client puts in front.
+                # All behind a change in the newest message is new, unless a client put an id in front.
                 past = replace(past, n_like=compared.n_common)
         judgement = judge(account, self._process.rule, past, change)
         divergence = change[1] if change and change[1].part is not PromptPart.NOWHERE else None
@@ -344,7 +349,7 @@ class Inquiry:
         )
 
     def _beside_others(self, judgement: Judgement, account: "Account") -> Judgement:
-        """Return the judgement, or that another API key's states have what is not known under this one."""
+        """Return the judgement, or OTHER_KEY if it explains nothing and another key's states have more."""
         n_reused = account.n_reused or 0
         is_explained = judgement.cause.is_miss or account.n_prompt - n_reused <= SLACK_TOKENS
         if is_explained or self._process.opened_store is None or not self._process.can_cache:
@@ -366,7 +371,7 @@ class Inquiry:
 
 
 def _change(new: KnownPrompt, compared: Match) -> tuple[Cause, Divergence] | None:
-    """Return why and where a prompt leaves a known one; None if one begins with the other."""
+    """Return why and where a prompt differs from a known one; None if one begins with the other."""
     known = compared.known
     n_ends = min(len(known.tokens), len(new.tokens)) - SLACK_TOKENS
     is_bare = not new.sketch.messages
@@ -383,7 +388,7 @@ def _words_of(request: "Request") -> str:
 
 
 class Report:
-    """Tells what became of requests; never, in the log, what was in them."""
+    """Reports the outcome of requests, without any of their text in the log."""
 
     def __init__(self, metrics: Metrics, journal: Journal) -> None:
         self._metrics = metrics
@@ -400,7 +405,7 @@ class Report:
             del self._journal.in_flight[request.id]
 
     def told(self, request: "Request") -> Told:
-        """Return what a client is told beside its answer, which begins now; no fault here keeps it back."""
+        """Return the additions to an answer that begins now; a fault here does not stop the answer."""
         try:
             return Told(_cache_header(request), *self._comparison(request), request.warms)
         except Exception as error:
@@ -410,7 +415,7 @@ class Report:
     def _comparison(
         self, request: "Request"
     ) -> tuple[Diagnose | None, Callable[[str], object] | None]:
-        """Return how a request differs from the one that it names, and how it is kept to be named."""
+        """Return the diagnostics against the named request, and a function that notes this one's id."""
         body, route, journal = request.body, request.route, self._journal
         is_asked, message_id = asked_comparison(route, body) if body else (False, "")
         if body is None or not (is_asked or route is Route.RESPONSES):
@@ -460,6 +465,7 @@ class Report:
             server=request.server or None,
             first_token_seconds=first_token_seconds,
             rewrites=request.rewrites or None,
+            shared=_from_shared_store(request),
             **(account.describe() if account else {"why": request.why}),
         )
         self._log.info("request", **_line(record), says=in_words(record))
@@ -475,6 +481,20 @@ class Report:
             source = "restored" if account.n_restored else "live"
             metrics.saved_seconds.labels(source).inc(max(0.0, seconds))
             metrics.lost_seconds.inc(max(0.0, -seconds))
+
+    def went_ahead(self, request: "Request", n_evaluated: int, seconds: float) -> None:
+        """Report tokens of the next prompt that were evaluated after the answer to a request."""
+        record = msgspec.structs.replace(
+            self._record(request, Kind.AHEAD.value, NOT_JUDGED, evaluated=n_evaluated),
+            id=secrets.token_hex(_N_DIGITS // 2),
+            at=time.time() - seconds,
+            kind=Kind.AHEAD,
+            seconds=round(seconds, 4),
+        )
+        self._metrics.prompt_tokens.labels("evaluated").inc(n_evaluated)
+        self._metrics.evaluation_seconds.inc(seconds)
+        self._log.info("request", **_line(record), says=in_words(record))
+        self._journal.add(record)
 
     def unanswered(self, request: "Request", error: BaseException) -> None:
         """Report a request that *error* ended before its answer was whole."""
@@ -523,8 +543,15 @@ def _cache_header(request: "Request") -> str:
         return cause
     start = account.plan.start
     n_reused = start.n_reused if account.n_reused is None else account.n_reused
-    n_evaluated = "" if request.extends else f"evaluated={account.n_prompt - n_reused} "
+    is_open = request.extends or (request.prompt and request.prompt.goes_on)
+    n_evaluated = "" if is_open else f"evaluated={account.n_prompt - n_reused} "
     return f"reused={n_reused} {n_evaluated}{cause}"
+
+
+def _from_shared_store(request: "Request") -> str | None:
+    restored = request.account and request.account.plan.start.restored
+    is_earlier = restored and restored.checkpoint.is_fetched
+    return request.shared or ("fetched for an earlier request" if is_earlier else None)
 
 
 def _line(record: RequestRecord) -> dict[str, object]:

@@ -1,8 +1,9 @@
-"""What a chat request is made of, in digests: its tools and its messages; and how two differ."""
+"""The digests of a chat request's tools and messages, and how two requests differ."""
 
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -20,7 +21,7 @@ _LETTERS = {"system": "s", "developer": "s", "user": "u", "assistant": "a", "too
 _SEEDS = {role: seed for seed, role in enumerate(_LETTERS, 1)}
 _LONG_BYTES = 200
 _N_TITLE, _LOOKED_AT = 60, 400
-"""A title has so many characters at most, and is made from so many."""
+"""The most characters of a title, and of the text that the title is made from."""
 
 
 def digests(values: list[int]) -> Digests:
@@ -32,9 +33,9 @@ class Sketch:
     """The digests of a chat request: its tools by name and whole, and its messages in the chat form.
 
     `roles` has a letter for each message: s, u, a or t for system, user, assistant or tool, and A for an
-    answer so long that hardly two conversations have it. A prompt without messages has an empty sketch.
-    `n_system_chars` is the length of the leading system message's text, `sizes` those of the tools and then
-    of the messages, about in bytes. `tool_names` are there only where text is kept.
+    answer so long that hardly two conversations share it. A prompt without messages has an empty sketch.
+    `n_system_chars` is the length of the leading system message's text. `sizes` are those of the tools,
+    then of the messages, about in bytes. `tool_names` are only kept where text is kept.
     """
 
     names: Digests
@@ -50,14 +51,14 @@ class Sketch:
         return len(self.roles) - len(self.roles.lstrip("s"))
 
     def part(self, message: int) -> PromptPart:
-        """Return what part of a prompt a message is."""
+        """Return the part of the prompt that a message belongs to."""
         return _PARTS.get(self.roles[message].lower(), PromptPart.USER)
 
     def conversation_keys(self, namespace: Namespace) -> Iterator[int]:
-        """Yield keys that tell this conversation from others, the newest first.
+        """Yield keys that identify this conversation, the newest first.
 
         A key is two messages in a row, behind the leading system messages, or a long answer. Any other
-        single message may be part of many conversations: a request for a title repeats the first one.
+        single message may occur in many conversations: a request for a title repeats the first message.
         """
         for index in range(len(self.messages) - 1, self.n_leading_system - 1, -1):
             if index > self.n_leading_system:
@@ -92,15 +93,15 @@ def goes_on(new: Sketch, old: Sketch) -> bool:
 
 
 def first_difference(new: Sketch, old: Sketch) -> int | None:
-    """Return the first message that differs; None if one prompt only has more of them."""
+    """Return the index of the first message that differs; None if one prompt only has more messages."""
     n_both = min(len(new.messages), len(old.messages))
     return next((i for i in range(n_both) if new.messages[i] != old.messages[i]), None)
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """About what one part of a prompt costs: a tool by its `name`, or the `message` of that number.
+    """The estimated tokens of a part of a prompt: the tool called `name`, or the `message` of that number.
 
-    `is_changed` says that the prompt that the request was compared with had not the same there.
+    `is_changed` says that the prompt compared with the request's prompt has another or no part there.
     """
 
     part: PromptPart
@@ -111,9 +112,9 @@ class Cost(msgspec.Struct, frozen=True):
 
 
 def costs_of(sketch: Sketch, n_whole: int, n_tokens: int, old: Sketch, n_known: int) -> list[Cost]:
-    """Return the parts of the first *n_tokens* of a prompt of *n_whole* tokens, by their sizes.
+    """Return the costs of the first *n_tokens* of a prompt of *n_whole* tokens, estimated from sizes.
 
-    They are compared with another sketch, or with the first *n_known* tokens of the same one.
+    The parts are compared with *old*, or with the first *n_known* tokens if *old* is the same sketch.
     """
     costs, scale, n_before, n_tools = (
         [],
@@ -125,7 +126,7 @@ def costs_of(sketch: Sketch, n_whole: int, n_tokens: int, old: Sketch, n_known: 
     for index, size in enumerate(sketch.sizes):
         is_tool, n_before = index < n_tools, n_before + size * scale
         if n_before - size * scale / 2 > n_tokens:
-            break  # it came with a later request
+            break  # part of a later request
         at, known = (index, others[0]) if is_tool else (index - n_tools, others[1])
         is_changed = n_before - size * scale / 2 > n_known
         if old is not sketch:
@@ -137,7 +138,7 @@ def costs_of(sketch: Sketch, n_whole: int, n_tokens: int, old: Sketch, n_known: 
 
 
 def share_in_common(new: Sketch, old: Sketch) -> float:
-    """Return about how much of an older prompt stands before the first difference; tools come first."""
+    """Return the estimated share of an older prompt before the first difference; tools come first."""
     if new.tools != old.tools:
         return 0.0
     n_both = min(len(new.messages), len(old.messages))
@@ -147,10 +148,10 @@ def share_in_common(new: Sketch, old: Sketch) -> float:
 
 
 def is_truncated(new: Sketch, old: Sketch, message: int) -> bool:
-    """Return whether later messages of *old* stand in *new* at *message*, or soon behind it.
+    """Return whether later messages of *old* occur in *new* at *message*, or soon behind it.
 
-    Two of them in a row must be there, because short messages repeat themselves. A summary of what was left
-    out may come before them.
+    Two in a row must match, because short messages repeat themselves. A summary of the messages that were
+    left out may come before them.
     """
     indexes: dict[tuple[int, int], int] = {}
     for index in range(message, len(old.messages) - 1):
@@ -182,7 +183,7 @@ def _part(message: dict[str, Any]) -> tuple[str, int, int]:
     """Return the letter, the digest and the size of a message."""
     role, content = text_of(message, "role"), message.get("content")
     if len(message) == 2 and role in _SEEDS and isinstance(content, str):
-        # Most messages are no more than that, and to encode them would take as long as all the rest.
+        # Most messages are that simple, and encoding them would take as long as everything else.
         size_bytes, digest = len(content), xxhash.xxh3_64_intdigest(content.encode(), _SEEDS[role])
     else:
         encoded = msgspec.json.encode(message)
@@ -192,7 +193,7 @@ def _part(message: dict[str, Any]) -> tuple[str, int, int]:
 
 
 def words_of(fields: dict[str, Any]) -> str:
-    """Return a conversation's first words: of its user's first message, or of a prompt; on one line."""
+    """Return a conversation's first words on one line: from the first user message, or from the prompt."""
     users = (m for m in list_of(fields.get("messages")) if text_of(m, "role") == "user")
     texts = (without_reminders(" ".join(_texts(m.get("content")))) for m in users)
     text = next(filter(None, texts), "") or text_of(fields, "prompt")
@@ -200,8 +201,14 @@ def words_of(fields: dict[str, Any]) -> str:
     return shortened(" ".join(plain.split()), _N_TITLE)
 
 
+def said_in(fields: dict[str, Any]) -> str:
+    """Return all texts of the messages, in the form that `words_of` gives."""
+    texts = chain.from_iterable(_texts(m.get("content")) for m in list_of(fields.get("messages")))
+    return " ".join(" ".join(texts).split())
+
+
 def shortened(text: str, n_characters: int) -> str:
-    """Return the beginning of a text."""
+    """Return a text, cut off if it is longer than *n_characters*."""
     return text if len(text) <= n_characters else text[: n_characters - 1].rstrip() + "…"
 
 
@@ -221,11 +228,11 @@ def _texts(content: Any) -> Iterator[str]:
     yield from (text.strip() for text in texts if text.strip())
 
 
-# How a request differs from an earlier one that its client names, told as the hosted APIs tell it.
+# How a request differs from an earlier one named by its client, in the form of the hosted APIs.
 
 
 class Named(NamedTuple):
-    """A request that its client may name later: what it said of `_SAID`, and its sketch if it was read."""
+    """A request that its client may name later: digests of its `_SAID` fields, and its sketch if read."""
 
     request_id: str
     said: tuple[Any, ...]
@@ -233,9 +240,9 @@ class Named(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A request beside the one that it names: what was `changed`, and about how many tokens they share.
+    """A request compared with the one that it names: the changes, and about how many tokens both share.
 
-    `n_known` are those of the named request's prompt.
+    `n_known` is the number of tokens of the named request's prompt.
     """
 
     changed: frozenset[str]
@@ -246,7 +253,7 @@ class Compared(NamedTuple):
 _SAID = ("model", "speed", "prompt_cache_key", "service_tier", "text.format", "text.verbosity") + (
     *("reasoning.effort", "tool_choice", "thinking", "output_config"),
 )
-"""What a body may say besides its tools and messages; none of it changes how a prompt is cached here."""
+"""Fields of a body besides tools and messages; none of them changes how a prompt is cached here."""
 _OF_PROMPT = frozenset(("tools", "system", "messages", "compacted"))
 _OTHER = dict.fromkeys(("tool_choice", "thinking", "output_config", "unread"), "unavailable")
 _ANTHROPIC = {
@@ -262,14 +269,14 @@ _OPENAI = {
     **{"service_tier": "service_tier_changed"},
     **_OTHER,
 }
-"""What the APIs call a change; of several the first one in these tables counts."""
+"""The APIs' names of a change; of several changes the first in these tables counts."""
 _END_TOKENS, _SLACK_TOKENS = 4, 64
-"""So many tokens at a known prompt's end may be evaluated again though all of it counts as reused: its
-generation prompt, and under an equal conversation the reasoning that the template drops."""
+"""A prompt counts as wholly reused even if so many tokens at its end are evaluated again: its generation
+prompt, and in an equal conversation the reasoning that the template drops."""
 
 
 def named(request_id: str, fields: dict[str, Any], sketch: Sketch | None) -> Named:
-    """Return what is remembered of a request, by the *fields* of the client's body."""
+    """Return a request as it is remembered, from the *fields* of the client's body."""
     return Named(request_id, tuple(_said(fields, path) for path in _SAID), sketch)
 
 
@@ -280,7 +287,7 @@ def _said(fields: Any, path: str) -> Any:
 
 
 def changes(new: Named, old: Named) -> Iterator[str]:
-    """Yield what has changed since an older request, by the names that the tables above begin with."""
+    """Yield the changes since an older request, by the keys of the tables above."""
     yield from (name for name, a, b in zip(_SAID, new.said, old.said, strict=True) if a != b)
     now, before = new.sketch, old.sketch
     if now is None or before is None:
@@ -296,7 +303,7 @@ def changes(new: Named, old: Named) -> Iterator[str]:
 
 
 def is_compacted(new: Sketch, old: Sketch) -> bool:
-    """Return whether a conversation was made shorter: what came first has gone, or is summed up."""
+    """Return whether a conversation was shortened: its first messages are gone or summarized."""
     begin, began = new.n_leading_system, old.n_leading_system
     n_new, n_old = len(new.messages) - begin, len(old.messages) - began
     if have_same_first_message(new, old):
@@ -305,7 +312,7 @@ def is_compacted(new: Sketch, old: Sketch) -> bool:
 
 
 def anthropic_diagnostics(compared: Compared | None) -> dict[str, Any] | None:
-    """Return `diagnostics` of a Message; None compares with a request that is not known."""
+    """Return `diagnostics` of a Message; *compared* is None if the named request is not known."""
     if compared is None:
         return {"cache_miss_reason": {"type": "previous_message_not_found"}}
     kind = next((_ANTHROPIC[name] for name in _ANTHROPIC if name in compared.changed), None)
@@ -319,7 +326,7 @@ def anthropic_diagnostics(compared: Compared | None) -> dict[str, Any] | None:
 def openai_diagnostics(compared: Compared | None, n_cached: int) -> dict[str, Any]:
     """Return `prompt_cache_diagnostics` of a Response that reused *n_cached* tokens.
 
-    What only the settings of a request change here is a miss only if tokens were evaluated again.
+    A change of settings only is a miss only if tokens were evaluated again.
     """
     if compared is None:
         return {"type": "comparison_response_not_found"}

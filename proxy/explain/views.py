@@ -20,9 +20,9 @@ from proxy.explain.compare import Divergence
 from proxy.explain.known import Kind
 from proxy.explain.sketch import Cost
 
-# The tree: namespaces, their headers, the sessions of each, their checkpoints. What sessions share lies
-# under the header itself. Nothing is kept between two looks. A node's id is the way to it, in hex digits:
-# namespace/header/session, as far as its level has them; that of the store is empty.
+# The tree: namespaces, their headers, the sessions of each, their checkpoints. Checkpoints that sessions
+# share lie directly under the header. Nothing is kept between two views. A node's id is its path in hex
+# digits: namespace/header/session, down to its level; the id of the store is empty.
 
 _LEVELS = ("store", "namespace", "header", "session")
 
@@ -40,13 +40,13 @@ def way_to(node_id: str) -> list[str]:
 
 
 class ListedNode(msgspec.Struct, frozen=True, kw_only=True):
-    """A node above the checkpoints; what it counts are all checkpoints under it.
+    """A node above the checkpoints; its counts are over all checkpoints under it.
 
     `title` and `client` are those of the newest of them; empty where they are not known, or for several
     sessions. `n_tokens` is the length of a header; of a session that of its longest checkpoint; else 0.
     `seconds` is what evaluating a header takes, and a session behind its header; null while no speed was
-    measured. `is_served` says whether the model that llama-server serves now can use them, and `model`
-    what theirs is called; null if that is not known.
+    measured. `is_served` says whether the model that llama-server serves now can use them; `model` is the
+    name of their model. Both are null if not known.
     """
 
     id: str
@@ -97,7 +97,7 @@ def _level(node_id: str) -> int:
 
 @dataclass(slots=True)
 class _Sum:
-    """What checkpoints have together; `newest` is the last one that was used."""
+    """The sums over some checkpoints; `newest` is the last one used."""
 
     n_checkpoints: int = 0
     n_pinned: int = 0
@@ -145,7 +145,7 @@ def _node(
 
 
 class Deleted(msgspec.Struct, frozen=True):
-    """What became of checkpoints that were to be deleted; a dry run says what would."""
+    """The outcome of deleting checkpoints; of a dry run the outcome that a deletion would have."""
 
     n_deleted: int = 0
     deleted_bytes: int = 0
@@ -157,10 +157,10 @@ class Deleted(msgspec.Struct, frozen=True):
 class ListedCheckpoint(msgspec.Struct, frozen=True):
     """A checkpoint as operators see it; `value_seconds` is what losing it would cost.
 
-    Only a running proxy knows that, and whether its file is likely in memory. `title` are its user's first
-    words, empty if they are not known. `model` is what the model was
-    called when it was last served; None if that is not known. `quarantine` says why it is never used again,
-    and since when; None if it may be.
+    Only a running proxy knows the value, and whether the file is likely in memory. `title` are the user's
+    first words, empty if they are not known. `model` is the model's name when it was last served; None if
+    that is not known. `quarantine` says why the checkpoint is never used again, and since when; None if it
+    may be used.
     """
 
     id: str
@@ -216,13 +216,14 @@ def list_checkpoint(
 class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One generation request, once it has ended.
 
-    `at` is when it came, in seconds since 1970; the other times are since then. What is not known is null
-    or empty. `kind` is what it is to its conversation. `title` are its user's first words; requests of one
+    `at` is when it came, in seconds since 1970; the other times are since then. Unknown fields are null or
+    empty. `kind` is its role in its conversation. `title` are its user's first words; requests of one
     `conversation` begin with the same ones.
     `n_missed` tokens were evaluated although they were known; `cause` says why, `part` and `message`
     (counted from 0) where in the prompt. `server` says which llama-server, or model, served it where there
     are several. `stops` and `cuts` are in tokens; the cuts are header, turn start and branch, 0 where there
     is none. `alternatives` are the next best plans; what the chosen one was to cost stands before them.
+    `shared` says what was fetched for it from the shared store, or why not.
     """
 
     id: str
@@ -259,6 +260,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     stops: tuple[int, ...] | None = None
     cuts: tuple[int, int, int] | None = None
     rewrites: tuple[str, ...] | None = None
+    shared: str | None = None
 
 
 class Nearest(msgspec.Struct, frozen=True, kw_only=True):
@@ -290,7 +292,7 @@ class Span(msgspec.Struct, array_like=True):
     """What the requests of a minute or an hour have reused; it begins at `since`, in seconds since 1970.
 
     `saved_seconds` is what evaluating the reused tokens would have taken, less the restores. The other
-    seconds are what the tokens took that were known, and those that were new.
+    seconds were spent on evaluating missed tokens and new tokens.
     """
 
     since: float
@@ -389,6 +391,11 @@ def client_name(user_agent: str) -> str:
 def in_words(record: RequestRecord) -> str:
     """Return the line about an answered request that people read; a miss says its cause."""
     api, answered = api_name(record.path), f"answered in {seconds_in_words(record.seconds)}"
+    if record.kind is Kind.AHEAD:
+        took = seconds_in_words(record.seconds)
+        return (
+            f"{api}  {record.evaluated:,} tokens of the next prompt, {record.kind.value} in {took}"
+        )
     if (record.status or 200) >= 400:
         return f"{api}  llama-server refused it (status {record.status})  id {record.id}"
     if record.n_prompt is None or record.confirmed is None:
@@ -400,7 +407,8 @@ def in_words(record: RequestRecord) -> str:
     if (record.saved_seconds or 0) >= 0.005:
         facts.append(f"saved {seconds_in_words(record.saved_seconds or 0)}")
     where = f"  {record.server}" if record.server else ""
-    where += f"  slot {record.slot}" + " <- disk" * (record.chosen == "restore")
+    source = "shared store" if (record.shared or "").startswith("fetched") else "disk"
+    where += f"  slot {record.slot}" + f" <- {source}" * (record.chosen == "restore")
     if record.cause is Cause.FIRST_SIGHT:
         where += "  the rest is new" if record.confirmed else "  new"
     elif record.cause.is_miss:

@@ -1,20 +1,21 @@
-"""llama-server's answers, read while they pass by, and the usage that clients are shown.
+"""llama-server's answers, read while they are relayed, and the usage in them, corrected for clients.
 
-Reading neither holds an answer up nor changes a byte. All APIs but two say in `timings` what was reused,
-evaluated and generated. Messages has only Anthropic's usage, in two halves when it streams: message_start
-has the prompt's tokens, message_delta those that were generated. A Responses answer that comes whole has
-only OpenAI's usage.
+Reading neither delays an answer nor changes a byte. In all APIs but two, `timings` tells how many tokens
+were reused, evaluated and generated. Messages has only Anthropic's usage, in two halves in a stream:
+message_start has the prompt's tokens, message_delta the generated ones. A Responses answer that is not a
+stream has only OpenAI's usage.
 """
 
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
 
-from proxy.core.messages import Route, member, object_in, text_of
+from proxy.core.messages import Route, list_of, member, object_in, text_of
 from proxy.llama.client import Timings
 from proxy.llama.routes import is_anthropic
 
@@ -22,7 +23,7 @@ Json = dict[str, Any]
 T = TypeVar("T")
 
 MAX_BUFFERED_BYTES = 64 << 20
-"""A JSON answer larger than this goes unread (and so unconfirmed); lines of a stream likewise."""
+"""A larger JSON answer, or line of a stream, is not read, and so its hit is not confirmed."""
 _LAST_EVENTS = ("message_stop", "response.completed", "response.incomplete", "response.failed")
 """The types of the last events of streams; OpenAI's chat streams end with [DONE] instead."""
 _TEXT_EVENTS = (
@@ -30,16 +31,16 @@ _TEXT_EVENTS = (
     *(b'"type":"text_delta"', b'"type":"thinking_delta"', b'"type":"response.output_text.delta"'),
     b'"stop":false',
 )
-"""What marks an event that brings text; quotes inside a JSON string are escaped."""
+"""Found in every event that brings text; quotes inside a JSON string are escaped."""
 _SAYS_MORE = (
     *(b'"timings"', b'"usage"', b'"tool_calls"', b'"finish_reason":"', b'"prompt_progress"'),
     *(b'"error"', b'"stop":true'),
 )
-"""What marks an event that is read although it brings text."""
+"""Found in events that are read although they bring text."""
 
 
 class _Usage(msgspec.Struct):
-    """Anthropic's `input_tokens` is without what was cached, OpenAI's with it."""
+    """Anthropic's `input_tokens` leaves out cached tokens, OpenAI's includes them."""
 
     input_tokens: int | None = None
     output_tokens: int | None = None
@@ -49,7 +50,7 @@ class _Usage(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class CallMade:
-    """One tool call as the model made it; a call without arguments has the empty object."""
+    """One tool call as the model made it; a call without arguments has an empty object."""
 
     call_id: str
     name: str
@@ -57,13 +58,13 @@ class CallMade:
 
 
 class AnswerReader:
-    """Finds what an answer says of tokens, and the tool calls in the answer.
+    """Finds the token counts and the tool calls in an answer.
 
-    What is not understood is passed over. Of a stream that was cut, only complete calls are found.
+    Events that are not understood are ignored. In a stream that was cut, only complete calls are found.
     """
 
     def __init__(self, content_type: str, route: Route | None = None) -> None:
-        """*route* tells where calls stand in the answer; without a route no calls are read."""
+        """*route* tells where an answer has its calls; without a route no calls are read."""
         self._is_stream = content_type.startswith("text/event-stream")
         self._route = route
         self._buffer = bytearray()
@@ -71,24 +72,25 @@ class AnswerReader:
         self._usages: list[_Usage] = []
         self._calls: list[CallMade] = []
         self._growing: dict[Any, list[str]] = {}
-        """The id, the name and the parts of the arguments of calls of which more may follow."""
+        """The id, the name and the parts of the arguments of calls that are not complete yet."""
+        self._text_lines: list[bytes] = []
         self._has_ended = False
         self._message_id = ""
         self.has_token = False
         """Whether a stream has brought its first token.
 
-        The first event does, with the role or the block that it opens (server-task.cpp, to_json_*);
-        comments that keep the connection alive and reports of progress come before it.
+        The first event brings it, with a role or the start of a block (server-task.cpp, to_json_*). Only
+        keep-alive comments and reports of progress come before that event.
         """
 
     @property
     def is_complete(self) -> bool:
-        """Whether llama-server has said all: the end of the stream, or a whole JSON object."""
+        """Whether the answer is complete: the end of the stream, or a whole JSON object, has come."""
         return self._has_ended if self._is_stream else self.timings() is not None
 
     @property
     def message_id(self) -> str:
-        """What llama-server calls its answer, once that has come; empty before."""
+        """The id of the answer; empty until it has come."""
         self._read_whole()
         return self._message_id
 
@@ -105,10 +107,13 @@ class AnswerReader:
                     self._read_line(line)
 
     def _read_line(self, line: bytes) -> None:
-        # Nearly all lines: reading them costs more than relaying them.
-        if _has_any(_TEXT_EVENTS, line) and not _has_any(_SAYS_MORE, line):
-            self.has_token = True
-            return
+        # Nearly all lines are such, and parsing them would cost more than relaying them.
+        if _has_any(_TEXT_EVENTS, line):
+            if self._route:
+                self._text_lines.append(line)
+            if not _has_any(_SAYS_MORE, line):
+                self.has_token = True
+                return
         data = line[5:].strip()
         event = object_in(data) or {}
         self.has_token = self.has_token or "prompt_progress" not in event
@@ -133,15 +138,15 @@ class AnswerReader:
                     self._calls += _calls_of_responses(event)
 
     def _read_whole(self) -> None:
-        """Read what has come of an answer that is not a stream."""
+        """Read the answer as far as it has come, if it is not a stream."""
         if not self._is_stream:
             self._timings, self._usages, self._calls = None, [], []
             self._read_event(object_in(bytes(self._buffer)) or {})
 
     def timings(self) -> Timings | None:
-        """Return what the answer said of reuse and evaluation, once it has passed.
+        """Return the counts of reused and evaluated tokens, once the answer has passed.
 
-        Usages do not tell llama-server's times, and before the end of a stream not how much was generated.
+        Usages do not have llama-server's times, nor, before the end of a stream, the generated tokens.
         """
         self._read_whole()
         if self._timings is None and (self._has_ended or not self._is_stream):
@@ -153,7 +158,14 @@ class AnswerReader:
         self._read_whole()
         return tuple(self._calls)
 
-    # What an event, or an answer that came whole, has of calls.
+    def said(self) -> str:
+        """Return the answer's text without its reasoning, once the answer has passed."""
+        lines = (line[5:] for line in self._text_lines) if self._is_stream else [self._buffer]
+        return "".join(
+            chain.from_iterable(_texts_of(object_in(bytes(line)) or {}) for line in lines)
+        )
+
+    # The calls in an event, or in an answer that is not a stream.
 
     def _calls_of_messages(self, event: Json) -> Iterator[CallMade]:
         kind, index = event.get("type"), event.get("index")
@@ -186,10 +198,21 @@ class AnswerReader:
 
 
 def _has_any(marks: tuple[bytes, ...], line: bytes) -> bool:
-    for mark in marks:  # a third of what any() takes
+    for mark in marks:  # takes a third of the time of any()
         if mark in line:
             return True
     return False
+
+
+def _texts_of(event: Json) -> Iterator[str]:
+    """Yield the texts of an event, or of an answer that is not a stream, in any API but completions."""
+    for choice in list_of(event.get("choices")):
+        yield text_of(member(choice, "delta", member(choice, "message")), "content")
+    yield text_of(event, "delta") or text_of(event.get("delta"), "text")
+    items = (list_of(member(item, "content")) for item in list_of(event.get("output")))
+    for part in chain(list_of(event.get("content")), *items):
+        if text_of(part, "type") in ("text", "output_text"):
+            yield text_of(part, "text")
 
 
 def _calls_of_responses(event: Json) -> Iterator[CallMade]:
@@ -223,11 +246,11 @@ def _complete(growing: list[str]) -> CallMade:
     return CallMade(call_id, name, "".join(parts) or "{}")
 
 
-# The usage that clients are shown, corrected: what the proxy evaluated at a stop just before is not
-# cached. Beside it stand the diagnostics that a client has asked for. All else of the answer, `timings`
-# included, stays llama-server's byte for byte, and no total is reduced. Quotes inside a JSON string are
-# escaped, so that what a model says never looks like a field; a tool call's input in a Messages answer
-# that comes whole is no string, so there only what follows the last "usage" counts.
+# The usage is corrected for clients: tokens that the proxy evaluated at a stop for this request do not
+# count as cached. Diagnostics are added if the client asks for them. The rest of the answer, `timings`
+# included, stays as llama-server sent it, and no total is reduced. Quotes inside a JSON string are escaped,
+# so a model's text never looks like a field. But a tool call's input in a whole Messages answer is no
+# string: there only the text after the last "usage" counts.
 
 
 _READ = re.compile(rb'"cache_read_input_tokens"\s*:\s*(\d+)')
@@ -240,7 +263,7 @@ Diagnose = Callable[[int], Any]
 
 
 def empty_answer(path: str, body: bytes, *, as_stream: bool) -> bytes:
-    """Return the answer to a request that only warms: as llama-server's, but nothing was generated."""
+    """Return the answer to a request that only warms: llama-server's, but without generated tokens."""
     whole = object_in(body)
     if whole is None:
         return body
@@ -269,9 +292,9 @@ def empty_answer(path: str, body: bytes, *, as_stream: bool) -> bytes:
 
 
 class TrueUsage:
-    """Corrects one answer; *n_found* tokens were there before the proxy evaluated any for it.
+    """Corrects one answer; *n_found* tokens were in the slot before the proxy evaluated any for it.
 
-    None says that it evaluated none. *diagnose* is there if the client has asked for it.
+    *n_found* is None if the proxy evaluated none. *diagnose* is given if the client asks for diagnostics.
     """
 
     def __init__(self, path: str, n_found: int | None, diagnose: Diagnose | None = None) -> None:
@@ -281,11 +304,11 @@ class TrueUsage:
 
     @property
     def is_needed(self) -> bool:
-        """Whether an answer may need it; Anthropic's always says what is newly cached, if only 0."""
+        """Whether an answer may need a change; Anthropic's always gets the count of newly cached tokens."""
         return self._is_anthropic or self._n_found is not None or self._diagnose is not None
 
     def of_answer(self, body: bytes) -> bytes:
-        """Return a JSON answer that came whole."""
+        """Return a whole JSON answer, corrected."""
         if not self._is_anthropic:
             return self._openai(body, b"{")
         start = body.rfind(b'"usage"')
@@ -293,7 +316,7 @@ class TrueUsage:
         return self._diagnosed(edited, b"{", 0)
 
     def of_line(self, line: bytes) -> bytes:
-        """Return one line of a stream."""
+        """Return one line of a stream, corrected."""
         if not line.startswith(b"data:"):
             return line
         if not self._is_anthropic:
@@ -326,7 +349,7 @@ class TrueUsage:
         return self._diagnosed(data, opens, n_read)
 
     def _diagnosed(self, data: bytes, opens: bytes, n_read: int) -> bytes:
-        """Return an answer with its diagnostics behind what *opens* its message."""
+        """Return an answer with its diagnostics right behind *opens*, where its message begins."""
         if self._diagnose is None or not opens:
             return data
         head, opened, rest = data.partition(opens)
@@ -335,6 +358,6 @@ class TrueUsage:
         return b'%b%b"%b":%b,%b' % (head, opened, name, told, rest) if opened else data
 
     def _split(self, n_cached: int) -> tuple[int, int]:
-        """Return how many of the cached tokens were there before, and how many are new."""
+        """Return how many of the cached tokens were cached before, and how many the proxy evaluated."""
         n_read = n_cached if self._n_found is None else min(n_cached, self._n_found)
         return n_read, n_cached - n_read

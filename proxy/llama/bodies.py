@@ -1,9 +1,9 @@
-"""Bodies of generation requests: those of clients, and those that are made only for what they evaluate.
+"""Bodies of generation requests: those of clients, and those that are made only to evaluate a prompt.
 
-A client's body is forwarded byte for byte but for the fields that the proxy owns. Where those must be
-added they are spliced in, so that key order and number formats stay the client's: llama-server renders tool
-schemas in the order received. llama-server parses with nlohmann::json: of a repeated key the last one wins,
-a byte order mark is skipped, and a zero byte ends the text, as they do here.
+A client's body is forwarded byte for byte, except for the fields that the proxy owns. New fields are
+spliced in, so that key order and number formats stay the client's: llama-server renders tool schemas in the
+order received. As in llama-server's parser, nlohmann::json, the last of repeated keys wins, a byte order
+mark is skipped, and a zero byte ends the text.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,10 @@ from proxy.llama.conversions import chat_of_messages, chat_of_responses
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _TAINTING = ("lora", "n_cache_reuse")
+_MEDIA = ("image_url", "input_audio")
 
-# What /apply-template reads besides the messages (oaicompat_chat_params_parse in server-common.cpp).
+# The fields that /apply-template reads besides the messages (oaicompat_chat_params_parse in
+# server-common.cpp).
 RENDERING_FIELDS = (
     "tools",
     "tool_choice",
@@ -40,7 +42,7 @@ RENDERING_FIELDS = (
     "json_schema",
 )
 _CACHE_KEYS = ("prompt_cache_key", "promptCacheKey")
-"""OpenAI's name for a session, and OpenCode's for other providers."""
+"""The field for a session's name: OpenAI's, and OpenCode's for other providers."""
 _LIMITS = {Route.MESSAGES: "max_tokens", Route.RESPONSES: "max_output_tokens"}
 _CONVERSIONS = {Route.MESSAGES: chat_of_messages, Route.RESPONSES: chat_of_responses}
 _CONVERTED_FIELDS = (
@@ -53,7 +55,7 @@ _CONVERTED_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class GenerationBody:
-    """A client's body as sent and as read."""
+    """A client's body, as bytes and parsed."""
 
     raw: bytes
     fields: dict[str, Any]
@@ -69,16 +71,16 @@ class GenerationBody:
 
     @property
     def named_model(self) -> str:
-        """What the client calls the model, empty if it does not say."""
+        """The client's name of the model; empty if there is none."""
         return text_of(self.fields, "model")
 
     @property
     def session(self) -> str:
-        """What a client without a header for it calls its session by, empty if it does not say."""
+        """The name of the session, for clients without a header for it; empty if there is none."""
         return next(filter(None, (text_of(self.fields, name) for name in _CACHE_KEYS)), "")
 
     def shape(self, path: str) -> str:
-        """Return what requests that are rendered alike have in common, for counting and disabling."""
+        """Return the kind of the request, by which requests are counted and excluded from the cache."""
         last_role = self.messages[-1].get("role", "") if self.fields.get("messages") else ""
         return f"{path} {last_role} {','.join(sorted(self.fields))}"
 
@@ -109,7 +111,7 @@ def _text_read(raw: bytes) -> bytes:
 def as_chat_body(route: Route, body: GenerationBody) -> GenerationBody:
     """Return a body in the chat form that renders the same prompt; raises NotConvertible.
 
-    It is only for /apply-template: what a converted one does not need for that is left out.
+    A converted body is only for /apply-template, and has only the fields needed there.
     """
     if route not in _CONVERSIONS:
         return body
@@ -119,7 +121,7 @@ def as_chat_body(route: Route, body: GenerationBody) -> GenerationBody:
 
 
 def n_completions(body: GenerationBody) -> int:
-    """Return how many slots the request spreads over."""
+    """Return how many slots the request will use."""
     n = member(body.fields, "n_cmpl", body.fields.get("n"))
     return int(n) if isinstance(n, int | float) and n > 1 else 1
 
@@ -127,7 +129,7 @@ def n_completions(body: GenerationBody) -> int:
 def bypass_reason(route: Route, body: GenerationBody | None) -> str | None:
     """Return why a request's prompt is not to be looked up, or None if it is.
 
-    What it says of messages is for the chat form to tell. llama-server drops all flags of /v1/messages.
+    Messages are judged in their chat form (`chat_reason`). llama-server drops all flags of /v1/messages.
     """
     if route in (Route.PINNED, Route.UNPINNED):
         return f"{route} route"
@@ -152,10 +154,19 @@ def chat_reason(body: GenerationBody) -> str | None:
         return "no messages"
     if not all(isinstance(message, dict) for message in messages):
         return "malformed messages"
-    parts = (part for message in messages for part in list_of(message.get("content")))
-    if any(text_of(part, "type") != "text" for part in parts):
+    if not _kinds_of_parts(body) <= {"text", *_MEDIA}:
         return "media in the request"
     return None
+
+
+def has_media(body: GenerationBody) -> bool:
+    """Return whether there are images or sounds in a body in the chat form that can be read."""
+    return not _kinds_of_parts(body).isdisjoint(_MEDIA)
+
+
+def _kinds_of_parts(body: GenerationBody) -> set[str]:
+    parts = (part for message in body.messages for part in list_of(message.get("content")))
+    return {text_of(part, "type") for part in parts}
 
 
 def _prompt_reason(prompt: Any) -> str | None:
@@ -169,15 +180,15 @@ def _prompt_reason(prompt: Any) -> str | None:
 
 
 def taints_slot(body: GenerationBody) -> bool:
-    """Return whether what the slot holds afterwards depends on more than its tokens."""
+    """Return whether the slot's state will depend on more than its tokens."""
     return any(body.fields.get(name) for name in _TAINTING)
 
 
 def pin(body: GenerationBody, slot_id: SlotId, *, reuses: bool = True) -> bytes:
     """Return the body with `id_slot` set, and with `cache_prompt`, which a client can only turn off.
 
-    What is of a wrong type is left for llama-server to refuse. `n_cache_reuse` 0 keeps a server's
-    --cache-reuse from shifting states, which are then only roughly right.
+    Fields of a wrong type stay, for llama-server to refuse. `n_cache_reuse` 0 keeps a server's
+    --cache-reuse from shifting states: a shifted state is only approximately right.
     """
     asked = body.fields.get("cache_prompt")
     owned: dict[str, Any] = {"id_slot": slot_id}
@@ -195,7 +206,7 @@ def pin(body: GenerationBody, slot_id: SlotId, *, reuses: bool = True) -> bytes:
 def asked_comparison(route: Route, body: GenerationBody) -> tuple[bool, str]:
     """Return whether a request asks for cache diagnostics, and the id of the answer to compare with.
 
-    Without that id it is the first of its conversation.
+    Without that id the request is the first of its conversation.
     """
     if route is Route.MESSAGES:
         asked = body.fields.get("diagnostics")
@@ -205,9 +216,9 @@ def asked_comparison(route: Route, body: GenerationBody) -> tuple[bool, str]:
 
 
 def cache_wishes(body: GenerationBody | None, header: str) -> frozenset[str]:
-    """Return what of no_store and no_read a client asks for: `cache` of the body, in LiteLLM's words too.
+    """Return which of no_store and no_read a client asks for, in `cache` of the body or in *header*.
 
-    *header* is X-Prefix-Cache, for those who cannot change the body.
+    LiteLLM's words are understood too. *header* is X-Prefix-Cache, for clients that cannot set the body.
     """
     given = member(body.fields, "cache") if body else None
     asked = [name for name, on in given.items() if on is True] if isinstance(given, dict) else []
@@ -217,7 +228,7 @@ def cache_wishes(body: GenerationBody | None, header: str) -> frozenset[str]:
 
 
 def only_to_warm(route: Route, body: GenerationBody) -> bytes | None:
-    """Return the request that evaluates a prompt for nobody, None if its client wants an answer."""
+    """Return the body for a request that only warms the cache; None if the client wants an answer."""
     options = body.fields.get("prompt_cache_options")
     is_free_of_answer = route is Route.MESSAGES and body.fields.get("max_tokens") == 0
     if not (is_free_of_answer or (route is Route.RESPONSES and member(options, "prewarm") is True)):
@@ -238,20 +249,20 @@ def has_several_texts(message: dict[str, Any]) -> bool:
 
 
 def begins_with_reminder(message: dict[str, Any]) -> bool:
-    """Return whether the first of a message's several parts was written by an agent, not by its user."""
+    """Return whether a message has several parts, the first written by an agent and not by its user."""
     first = message["content"][0] if has_several_texts(message) else None
     return text_of(first, "text").startswith(REMINDER_TAG)
 
 
 def last_text(message: dict[str, Any]) -> str:
-    """Return what `with_last_text` replaces, empty if that is no text."""
+    """Return the text that `with_last_text` replaces; empty if there is none."""
     if has_several_texts(message):
         return text_of(message["content"][-1], "text")
     return text_of(message, "content")
 
 
 def with_last_text(message: dict[str, Any], text: str) -> dict[str, Any]:
-    """Return a message that says *text* instead of its own, or of its last part if it has several."""
+    """Return a message with *text* instead of its text, or instead of its last part if it has several."""
     if has_several_texts(message):
         *others, last = message["content"]
         return {**message, "content": [*others, {**last, "text": text}]}
@@ -272,12 +283,12 @@ def with_messages(
 
 
 def leading_system(body: GenerationBody) -> list[dict[str, Any]]:
-    """Return the system messages that the conversation begins with."""
+    """Return the system messages at the beginning of the conversation."""
     return body.messages[: n_leading_system(body.messages)]
 
 
 def is_first_message(body: GenerationBody, index: int) -> bool:
-    """Return whether nothing but system messages is before a message."""
+    """Return whether only system messages come before a message."""
     return index <= n_leading_system(body.messages)
 
 
@@ -304,20 +315,20 @@ def conversation_of(body: GenerationBody) -> Conversation:
     )
 
 
-# Requests that are made only for what they evaluate: one token is generated, and nobody reads it.
+# Requests that are made only to evaluate a prompt: one token is generated and not read.
 
 
 _USER = {"role": "user", "content": "."}
 _ONE_TOKEN = {"max_tokens": 1, "max_output_tokens": 1, "n_predict": 1}
-"""The limit by each name that a route may know it by; llama-server ignores the other names."""
+"""The limit under the name of each route; llama-server ignores the other names."""
 _DROPPED = ("stream", "stream_options", "n", "n_cmpl", "max_completion_tokens")
 
 
 def header_request(route: Route, body: GenerationBody, *, is_whole: bool) -> bytes:
-    """Return the request that has a body's header evaluated, or all of it.
+    """Return the body for a request that evaluates only the header of a body, or, if *is_whole*, all of it.
 
-    A header is everything before the first message that is not the system's. A bare prompt has none, and
-    is evaluated whole. Raises KeyError or TypeError if the body is none of *route*.
+    The header is everything before the first message that is not a system message. A bare prompt has none,
+    and is evaluated whole. Raises KeyError or TypeError if the body does not fit *route*.
     """
     fields = {name: value for name, value in body.fields.items() if name not in _DROPPED}
     fields |= _ONE_TOKEN
@@ -326,20 +337,20 @@ def header_request(route: Route, body: GenerationBody, *, is_whole: bool) -> byt
         items = list_of(body.fields["input"])
         fields["input"] = [*items[: n_leading_system(items)], _USER]
     elif not is_bare:
-        # Messages has its system prompt beside the messages.
+        # In Messages the system prompt is not one of the messages.
         leading = [] if route is Route.MESSAGES else leading_system(body)
         fields["messages"] = [*leading, _USER]
     return msgspec.json.encode(fields)
 
 
 def tokens_request(tokens: TokenIds, model: str) -> bytes:
-    """Return the request to /completion that has some tokens evaluated, by a *model* if it says which."""
+    """Return the body for a request to /completion that evaluates *tokens*; *model* may be empty."""
     named = {"model": model} if model else {}
     return msgspec.json.encode({**named, "prompt": tokens.tolist(), **_ONE_TOKEN})
 
 
 def route_path(body: GenerationBody) -> str:
-    """Return the path that a body is most likely meant for, by what it has; "" if it has no prompt."""
+    """Return the path that a body is probably meant for, by its fields; "" if it has no prompt."""
     fields = body.fields
     if "input" in fields:
         return "/v1/responses"

@@ -1,7 +1,7 @@
 """The calls that the proxy itself makes to llama-server, and llama-server's replies.
 
 The only file that knows llama-server's URLs and request fields; `llama/bodies.py` knows the bodies of
-clients' own requests. Of replies only what the proxy reads is named, and unknown fields are ignored.
+clients' own requests. Of replies, only the fields that the proxy reads are named; others are ignored.
 """
 
 import asyncio
@@ -35,17 +35,18 @@ Headers = Mapping[str, str]
 
 _NO_KEY = {"Accept": "*/*"}
 QUICK_SECONDS = 10.0
-"""For calls that llama-server answers beside decoding; more means that it is not well."""
+"""For calls that llama-server answers while it decodes; if it takes longer, something is wrong."""
 SLOT_ACTION_SECONDS = 300.0
 """Saves and restores wait for the running batch and then for the disk, many GiB at worst."""
-_RANDOM_MARKER = re.compile(r"<__media_\w{32}__>")
+MEDIA_MARKER = re.compile(r"<__media_\w{32}__>")
+"""What stands for an image or a sound in a rendering, unless LLAMA_MEDIA_MARKER sets it."""
 
 
 class Props(msgspec.Struct):
-    """GET /props. `media_marker` is new in every process, so it names the process.
+    """GET /props. `media_marker` is new in every process, so it identifies the process.
 
-    `role` is "router" where llama-server hosts several models, of which `max_instances` may be loaded at
-    once; 0 means any number.
+    `role` is "router" if llama-server hosts several models. `max_instances` models may be loaded at once;
+    0 means any number.
     """
 
     total_slots: int = 0
@@ -68,8 +69,8 @@ class Props(msgspec.Struct):
 class SlotStatus(msgspec.Struct):
     """One entry of GET /slots; `id_task` and `n_prompt_tokens` are absent until the slot has run a task.
 
-    `n_prompt_tokens` is how many tokens the slot holds; a restore alone does not set it. Builds before May
-    2026 (b9294) never tell it.
+    `n_prompt_tokens` is the number of tokens in the slot; a restore alone does not set it. Builds before
+    May 2026 (b9294) do not report it.
     """
 
     id: int
@@ -82,13 +83,13 @@ class SlotStatus(msgspec.Struct):
 
     @property
     def n_generated(self) -> int:
-        """How many tokens of the answer there are; builds of 2025 have no list here."""
+        """How many tokens were generated; in builds of 2025 `next_token` is no list."""
         told = self.next_token[:1] if isinstance(self.next_token, list) else [self.next_token]
         return sum(int(each.get("n_decoded", 0)) for each in told if isinstance(each, dict))
 
     @property
     def n_held(self) -> int | None:
-        """How many tokens the slot holds, as far as tasks have put them there; None if it is not told."""
+        """How many tokens tasks have put into the slot; None if llama-server does not report it."""
         return 0 if self.id_task < 0 else self.n_prompt_tokens
 
 
@@ -112,7 +113,7 @@ class Probability(msgspec.Struct):
 
 
 class Likeliest(msgspec.Struct):
-    """The tokens that were likeliest in the place of a generated one."""
+    """The likeliest tokens at the position of a generated token."""
 
     top_logprobs: list[Probability]
 
@@ -136,11 +137,10 @@ class LoraAdapter(msgspec.Struct):
 
 @dataclass(eq=False)
 class Heard:
-    """An exchange that can be cut; `heard_at` is when llama-server last said something (monotonic clock).
+    """An exchange that can be cut; llama-server last sent something at `heard_at` (monotonic clock).
 
-    Told to end, llama-server stops decoding and takes no more connections, but then waits for the clients
-    of the requests that it will not answer: until they hang up, or somebody kills it (server-http.cpp,
-    SIGTERM).
+    After SIGTERM llama-server stops decoding and takes no more connections, but then waits for the clients
+    of its unanswered requests until they hang up, or until it is killed (server-http.cpp, SIGTERM).
     """
 
     _cut: Callable[[], None]
@@ -158,8 +158,8 @@ class Heard:
 def new_session() -> aiohttp.ClientSession:
     """Return the client session for all traffic to llama-server.
 
-    Connections are not kept alive: llama-server closes idle ones when it likes, and a POST that meets
-    a closed one cannot be repeated safely. On loopback a new one costs a tenth of a millisecond.
+    Connections are not kept alive: llama-server closes idle ones at any time, and a POST that meets a
+    closed one cannot be repeated safely. On loopback a new connection costs a tenth of a millisecond.
     """
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -173,9 +173,10 @@ def new_session() -> aiohttp.ClientSession:
 
 
 class LlamaServer:
-    """One llama-server, by its target.
+    """One llama-server at its target.
 
-    Every call raises UpstreamUnreachable if there was no answer, UpstreamRefused if it was an error.
+    Every call raises UpstreamUnreachable if there was no answer, UpstreamRefused if the answer was an
+    error.
     """
 
     def __init__(self, session: aiohttp.ClientSession, target: Target, api_key: str | None) -> None:
@@ -183,15 +184,15 @@ class LlamaServer:
         self._waiting: set[Heard] = set()
         self.target = target
         self.require_loaded: Callable[[], None] = lambda: None
-        """Raises UpstreamUnreachable while it must not be asked."""
+        """Raises UpstreamUnreachable while no call may be made."""
         self.api_key = api_key
         self.keeps_points_of_others = False
-        """Whether a slot keeps its context checkpoints over an erase and a restore, so that a restored
-        state would be continued at those of another prompt: builds before July 2026 (b10068)."""
+        """Whether a slot keeps its context checkpoints over an erase and a restore, as builds before July
+        2026 (b10068) do: a restored state could then be continued at those of another prompt."""
         self.own_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     def at(self, target: Target) -> "LlamaServer":
-        """Return another llama-server that takes the same key."""
+        """Return the llama-server at another target, with the same API key."""
         return LlamaServer(self.session, target, self.api_key)
 
     def url(self, raw_path: str) -> URL:
@@ -200,7 +201,7 @@ class LlamaServer:
 
     @contextmanager
     def heard(self, cut: Callable[[], None]) -> Iterator[Heard]:
-        """Let an exchange be cut while the block runs."""
+        """Allow `cut_silent` to cut an exchange while the block runs."""
         exchange = Heard(cut)
         self._waiting.add(exchange)
         try:
@@ -210,11 +211,11 @@ class LlamaServer:
 
     @asynccontextmanager
     async def waiting(self) -> AsyncIterator[None]:
-        """Let whatever is awaited in the block be cut: it ends in TimeoutError."""
+        """Allow `cut_silent` to cut the calls awaited in the block: they raise TimeoutError."""
         loop = asyncio.get_running_loop()
 
         def cut() -> None:
-            with suppress(RuntimeError):  # it is just ending by itself, or has been cut already
+            with suppress(RuntimeError):  # it is ending by itself, or was cut already
                 limit.reschedule(loop.time())
 
         async with asyncio.timeout(None) as limit:
@@ -222,7 +223,7 @@ class LlamaServer:
                 yield
 
     def cut_silent(self, seconds: float) -> int:
-        """Cut the exchanges in which llama-server has said nothing for so long; return how many."""
+        """Cut the exchanges in which llama-server has sent nothing for so long; return how many."""
         silent = [e for e in self._waiting if e.heard_at <= time.monotonic() - seconds]
         for exchange in silent:
             exchange.cut()
@@ -236,7 +237,7 @@ class LlamaServer:
         return False
 
     async def takes_key(self, keys: Headers, path: str = "/props") -> bool:
-        """Return whether a client that sends *keys* is answered; raises UpstreamFault if nobody is.
+        """Return whether llama-server accepts *keys*; raises UpstreamFault at other failures.
 
         /props needs a key on every build, /models does not on some (server-http.cpp).
         """
@@ -252,13 +253,13 @@ class LlamaServer:
         return await self.call("GET", "/props", Props, seconds=seconds)
 
     async def process_id(self, props: Props) -> str:
-        """Return a mark of the process that answered with *props*.
+        """Return an id of the process that answered with *props*; empty if there is none.
 
-        The media marker is random in every process, unless LLAMA_MEDIA_MARKER fixes it; then the start
-        time is asked for, which resets the two "since last scrape" gauges of /metrics. Empty if there is
-        neither: then a restart cannot be told.
+        The id is the media marker, which is random in every process. If LLAMA_MEDIA_MARKER fixes it, the id
+        is the start time of /metrics; reading it resets the two "since last scrape" gauges. Without an id a
+        restart cannot be noticed.
         """
-        if _RANDOM_MARKER.fullmatch(props.media_marker):
+        if MEDIA_MARKER.fullmatch(props.media_marker):
             return props.media_marker
         try:
             headers, _ = await self._read("GET", "/metrics", seconds=QUICK_SECONDS)
@@ -271,7 +272,7 @@ class LlamaServer:
         return await self.call("GET", "/slots", list[SlotStatus], seconds=SLOT_ACTION_SECONDS)
 
     async def models(self, path: str = "/v1/models") -> list[dict[str, Any]]:
-        """Return the entries of a list of models; those of /models tell a router's states too."""
+        """Return the entries of a list of models; a router's /models also has their states."""
         return await self.call("GET", path, list[dict[str, Any]], key="data", seconds=QUICK_SECONDS)
 
     async def model_meta(self) -> ModelMeta:
@@ -286,16 +287,16 @@ class LlamaServer:
         return await self.call("GET", "/lora-adapters", list[LoraAdapter], seconds=QUICK_SECONDS)
 
     async def apply_template(self, body: bytes, headers: Headers) -> str:
-        """Render a chat body; the same parser as /v1/chat/completions reads it."""
+        """Render a chat body; llama-server parses it as for /v1/chat/completions."""
         return await self.call("POST", "/apply-template", str, body, headers, key="prompt")
 
     async def tokenize(
         self, content: Any, headers: Headers, *, add_special: bool, parse_special: bool = True
     ) -> TokenIds:
-        """Tokenize a string or a mixed list, with *add_special* as llama-server does for a prompt.
+        """Tokenize a string or a mixed list.
 
-        A prompt is tokenized with add_special and parse_special; /tokenize leaves out BOS by default
-        (server-context.cpp, handle_completions_impl against post_tokenize). Without *parse_special*
+        llama-server tokenizes prompts with add_special and parse_special, but /tokenize leaves out BOS by
+        default (server-context.cpp, handle_completions_impl against post_tokenize). Without *parse_special*
         special tokens are read as ordinary text.
         """
         fields = {"content": content, "add_special": add_special, "parse_special": parse_special}
@@ -303,7 +304,7 @@ class LlamaServer:
         return token_ids(ids)
 
     async def pieces(self, text: str, headers: Headers) -> list[TokenPiece]:
-        """Tokenize *text* as a prompt; return the tokens with what each stands for."""
+        """Tokenize *text* as a prompt; return each token with its text."""
         fields = {"content": text, "add_special": True, "parse_special": True, "with_pieces": True}
         return await self.call("POST", "/tokenize", list[TokenPiece], fields, headers, key="tokens")
 
@@ -312,14 +313,13 @@ class LlamaServer:
     ) -> Timings:
         """Evaluate *tokens* in a slot, so that it holds exactly them.
 
-        n_predict 0 still samples one token, but that one is never decoded
-        (server-context.cpp, process_token).
+        n_predict 0 still samples one token, but never decodes it (server-context.cpp, process_token).
         """
         fields = {"prompt": tokens.tolist(), "id_slot": slot_id, **_REUSES}
         return await self._complete(Timings, fields, headers, key="timings")
 
     async def overwrite(self, slot_id: SlotId) -> None:
-        """Make a slot hold one token, and nothing of what it held."""
+        """Replace the content of a slot by one token."""
         await self._complete(msgspec.Raw, {"prompt": [0], "id_slot": slot_id, **_FROM_NOTHING})
 
     async def canary(self, slot_id: SlotId, tokens: TokenIds) -> list[tuple[int, float]]:
@@ -340,12 +340,13 @@ class LlamaServer:
         return await self._act_on_slot(slot_id, "save", Saved, file_name)
 
     async def restore(self, slot_id: SlotId, file_name: str) -> int:
-        """Load a state, return how many tokens the slot holds then.
+        """Restore a state; return how many tokens the slot then holds.
 
         Any failure leaves the slot empty (server-context.cpp, SLOT_RESTORE).
         """
         if self.keeps_points_of_others:
-            await self.overwrite(slot_id)  # a prompt that reuses nothing drops them
+            # A prompt that reuses nothing drops the slot's context checkpoints.
+            await self.overwrite(slot_id)
         return await self._act_on_slot(slot_id, "restore", int, file_name, key="n_restored")
 
     async def erase(self, slot_id: SlotId) -> None:
@@ -387,7 +388,7 @@ class LlamaServer:
         *,
         seconds: float | None,
     ) -> tuple[Headers, bytes]:
-        """Make one call; return headers and content if llama-server, and not its host, answered 200."""
+        """Make one call; return headers and content if llama-server itself, not its host, answered 200."""
         self.require_loaded()
         data = body if isinstance(body, bytes | None) else msgspec.json.encode(body)
         there, data = self.target.addressed(method, path, data)
@@ -408,7 +409,7 @@ class LlamaServer:
         except TimeoutError as error:
             raise UpstreamSlow(f"{method} {path}: no answer in time") from error
         except (aiohttp.ClientError, OSError) as error:
-            # Without an errno the connection was closed before the body was written: llama-server was gone.
+            # Without an errno llama-server closed the connection before the body was written.
             was_sent = not isinstance(error, aiohttp.ClientOSError) or error.errno is not None
             kind = UpstreamLost if was_sent else UpstreamUnreachable
             raise kind(f"{method} {path}: {reason_of(error)}") from error

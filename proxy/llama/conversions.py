@@ -1,9 +1,9 @@
 """Anthropic Messages and OpenAI Responses bodies in the chat form, exactly as llama-server converts them.
 
 Owns: copies of server_chat_convert_anthropic_to_oai and server_chat_convert_responses_to_chatcmpl
-(tools/server/server-chat.cpp), whose oddities are kept. Only what reaches the template is converted: the
-body is for /apply-template and never answers a client. What llama-server answers with an error is not
-convertible, and neither are images: prompts with media are not cached.
+(tools/server/server-chat.cpp), whose oddities are kept. Only fields that reach the template are converted:
+the body is for /apply-template and never for an answer to a client. Bodies that llama-server refuses are
+not convertible, and neither are images: prompts with media are not cached.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,8 +18,8 @@ Message = dict[str, Any]
 
 _MEDIA = "media in the request"
 
-# Anthropic Messages. Text goes before the tool results that it stood behind, and blocks of unknown types
-# vanish.
+# Anthropic Messages. Text that follows a tool result is moved before it, and blocks of unknown types are
+# dropped.
 
 
 _BILLING_HEADER = "x-anthropic-billing-header:"
@@ -57,9 +57,9 @@ def _texts(blocks: list[Any]) -> list[str]:
 
 
 def _without_billing_nonce(text: str) -> str:
-    """Return the text with the nonce of Claude Code's billing header masked, if it begins with one.
+    """Return the text with the nonce masked if it begins with Claude Code's billing header.
 
-    llama-server looks at the first `cch=` only, and counts bytes.
+    llama-server looks only at the first `cch=`, and counts bytes.
     """
     if not text.startswith(_BILLING_HEADER):
         return text
@@ -70,7 +70,7 @@ def _without_billing_nonce(text: str) -> str:
 
 
 def _converted(message: Message) -> Iterator[Message]:
-    """Return what becomes of one message: itself without its results, then a message for each result."""
+    """Yield one message converted: without its tool results, then a message for each result."""
     if "content" not in message and message.get("role") == "assistant":
         return
     blocks = message.get("content")
@@ -108,9 +108,9 @@ def _text_blocks(blocks: list[Any]) -> list[Any]:
 
 
 def _tool_call(block: Any) -> dict[str, Any]:
-    """Return a call whose arguments llama-server itself dumps, unless they are a string.
+    """Return a tool call; its arguments are left for llama-server to encode, unless they are a string.
 
-    llama-server does so with nlohmann::json's own number formats, which are not always the shortest ones.
+    llama-server writes numbers in nlohmann::json's formats, which are not always the shortest ones.
     """
     arguments = member(block, "input", {})
     if isinstance(arguments, str):
@@ -169,7 +169,7 @@ def _messages(fields: Mapping[str, Any]) -> list[Message]:
 
 
 def _add_item(item: Message, messages: list[Message]) -> None:
-    """Add an item of the input to the messages; llama-server tries the kinds in this order."""
+    """Add an item of the input to the messages; llama-server tests for the kinds in this order."""
     role, kind, content = text_of(item, "role"), text_of(item, "type"), item.get("content")
     message = {key: value for key, value in item.items() if key not in ("type", "status")}
     is_call = kind == "function_call" and _has_texts(item, "call_id", "arguments", "name")
@@ -202,7 +202,7 @@ def _add_item(item: Message, messages: list[Message]) -> None:
 
 
 def _answer(messages: list[Message], fresh: Message) -> Message:
-    """Return the message that an assistant's item becomes part of: the last one, or else a *fresh* one."""
+    """Return the message for an assistant's item: the last one if it is an assistant's, or else *fresh*."""
     if not messages or messages[-1].get("role") != "assistant":
         messages.append(fresh)
     return messages[-1]
@@ -213,7 +213,7 @@ def _has_texts(item: Any, *keys: str) -> bool:
 
 
 def _text_part(part: Any, *kinds: str) -> dict[str, Any]:
-    """Return a text of one of the *kinds* in the chat form; raises NotConvertible for anything else."""
+    """Return a text part of one of the *kinds* in the chat form; raises NotConvertible for other parts."""
     kind = text_of(part, "type")
     if kind in kinds and _has_texts(part, "text"):
         return {"text": part["text"], "type": "text"}

@@ -1,8 +1,8 @@
 """llama-server's command line: which options a build knows, and what a command sets.
 
 Owns: the layout of --help, and how llama-server reads its arguments (common/arg.cpp). Pure. Builds differ
-in their options, so that nothing is known but what --help says. What cannot be read is for llama-server
-to complain about.
+in their options, so only the options in --help are known. Arguments that cannot be read are left for
+llama-server to refuse.
 """
 
 import re
@@ -36,10 +36,10 @@ class Flag:
 
 
 def parse_help(text: str) -> list[Flag]:
-    """Return the options that a --help names.
+    """Return the options in the text of --help.
 
-    One begins at the left edge with its names, then what stands for its value; two or more spaces or
-    the end of the line part that from its description, which goes on in indented lines.
+    An option begins at the left edge with its names and a placeholder for its value. Two or more spaces or
+    the end of the line separate them from the description, which continues in indented lines.
     """
     options: list[Flag] = []
     for entry in re.split(r"\n(?=\S)", text):
@@ -53,7 +53,7 @@ def parse_help(text: str) -> list[Flag]:
 
 
 def variables_of(options: Iterable[Flag]) -> dict[str, str]:
-    """Return the environment variable that stands for an option, by each of its names."""
+    """Return the environment variables of the options, by each name of the option."""
     return {name: o.environment for o in options if o.environment for name in o.names}
 
 
@@ -64,10 +64,10 @@ def known_names(options: Iterable[Flag]) -> frozenset[str]:
 def read_given(
     options: Sequence[Flag], arguments: Sequence[str], environment: Mapping[str, str]
 ) -> dict[str, Given]:
-    """Return what *arguments* and, where they are silent, *environment* set, under every name.
+    """Return the options that *arguments*, or else *environment*, set, under every name of each option.
 
-    Of an option that is given twice the last one counts. What no option explains is llama-server's to
-    complain about.
+    If an option is given twice, the last one counts. Arguments that are no option are left for llama-server
+    to refuse.
     """
     given: dict[str, Given] = {}
     for option in options:

@@ -16,14 +16,14 @@ from proxy.llama.client import QUICK_SECONDS, LlamaServer
 from proxy.llama.routes import HostKind, Target, is_known
 
 LOAD_SECONDS = 1800.0
-"""A model that is not loaded after so long never will be; until then nothing else is loaded."""
+"""After this time the load of a model counts as failed; until then no other model is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
     """The models of a host by name; `aliases` are their other names.
 
-    `n_at_most` may be loaded at once; None if the host does not say.
+    `n_at_most` models may be loaded at once; None if the host does not tell.
     """
 
     loaded: frozenset[str]
@@ -32,7 +32,7 @@ class Models:
     n_at_most: int | None = None
 
     def named(self, name: str) -> str | None:
-        """Return the model that clients call *name*, None if there is none."""
+        """Return the model with this name or alias; None if there is none."""
         return name if name in self.known else self.aliases.get(name)
 
 
@@ -45,11 +45,11 @@ class ModelHost:
 
     kind: ClassVar[HostKind]
     is_polled: ClassVar[bool]
-    """Whether its llama-servers may be asked again and again without being kept from unloading."""
+    """Whether calls to a llama-server, again and again, do not keep its model from being unloaded."""
     hides_names: ClassVar[bool]
-    """Whether models may have names that it does not list."""
+    """Whether models may have names that the host does not list."""
     _guarded_path: ClassVar[str]
-    """A path that is answered only to those who may have a model loaded."""
+    """A path that needs the same API key as loading a model."""
 
     def __init__(self, root: LlamaServer) -> None:
         self._root = root
@@ -58,14 +58,14 @@ class ModelHost:
         raise NotImplementedError
 
     async def load(self, model: str) -> None:
-        """Return when the model is loaded; raises UpstreamRefused if it cannot be."""
+        """Load a model and wait until it is loaded; raises UpstreamRefused if it cannot be loaded."""
         raise NotImplementedError
 
     async def unload(self, model: str) -> None:
-        """Return when the model is unloaded, or at once if that is left to the host."""
+        """Unload a model and wait until it is unloaded; does nothing if the host decides on that."""
 
     async def resolve(self, name: str) -> str | None:
-        """Return the model that has a name which is not listed, None if there is none; may load it."""
+        """Return the model with a name that is not listed; None if there is none. May load the model."""
         return None
 
     async def accepts(self, keys: Mapping[str, str]) -> bool:
@@ -73,30 +73,30 @@ class ModelHost:
         try:
             return await self._root.takes_key(keys, self._guarded_path)
         except UpstreamFault:
-            return True  # a host that does not answer will say why
+            return True  # the request itself will show the fault
 
     def target(self, model: str) -> Target:
         return Target(self._root.target.base_url, model, self.kind)
 
     @staticmethod
     def split_path(path: str, asked: str, models: Models) -> tuple[str, str]:
-        """Return the model that a client's request names, and its path as a llama-server would see it.
+        """Return the model that a client's request names, and the path as a llama-server would see it.
 
-        *asked* is what the query says. The name is empty if there is none.
+        *asked* is the model in the query. The name is empty if there is none.
         """
         return asked, path
 
 
 _LOOK_SECONDS = 0.05
 _BEGIN_SECONDS = 2.0
-"""So long a model that is to be loaded may be told to be unloaded."""
+"""For so long after the call to load it, a model may still be listed as unloaded."""
 _UNLIMITED = 1 << 20
 _UNLOAD_SECONDS = 15.0
 """A router kills a model's process that has not ended within 10 s (--stop-timeout of a preset)."""
 
 
 class Router(ModelHost):
-    """llama-server without a model of its own, as server-models.cpp has it."""
+    """llama-server in router mode, without a model of its own (server-models.cpp)."""
 
     kind: ClassVar[HostKind] = "router"
     is_polled = True
@@ -119,7 +119,7 @@ class Router(ModelHost):
     async def load(self, model: str) -> None:
         await self._post("load", model)
         status = await self._once(model, lambda value: value != "unloaded", _BEGIN_SECONDS)
-        if status == "sleeping":  # its slots are gone; to look at them wakes it
+        if status == "sleeping":  # its slots are gone; reading them wakes it
             path = f"/slots?model={quote(model, safe='')}"
             await self._root.call("GET", path, msgspec.Raw, seconds=LOAD_SECONDS)
             status = await self._status(model)
@@ -136,11 +136,11 @@ class Router(ModelHost):
         try:
             await self._root.call("POST", f"/models/{verb}", msgspec.Raw, {"model": model})
         except UpstreamRefused as refusal:
-            if refusal.status != 400:  # that it is loaded, loading or unloaded already is no fault
+            if refusal.status != 400:  # 400: it is loaded, loading or unloaded already
                 raise
 
     async def _once(self, model: str, is_so: Callable[[str], bool], seconds: float) -> str:
-        """Return a model's status once it is so, or after so many seconds."""
+        """Return a model's status as soon as it *is_so*, or the last one after so many seconds."""
         status = await self._status(model)
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -170,9 +170,9 @@ class _Run(msgspec.Struct):
 
 
 class Swap(ModelHost):
-    """llama-swap, as its README and proxymanager.go have it.
+    """llama-swap (its README and proxymanager.go).
 
-    Which models may be loaded together is known only to its configuration, so unloading is left to it.
+    Only its configuration tells which models may be loaded together, so llama-swap itself unloads them.
     """
 
     kind: ClassVar[HostKind] = "llama-swap"
@@ -206,12 +206,12 @@ class Swap(ModelHost):
 
     async def resolve(self, name: str) -> str | None:
         if not _NAME.fullmatch(name):
-            return None  # it would become part of a path
+            return None  # the name would become part of a path
         await self.load(name)
         marker = (await self._of(name).props()).media_marker
         loaded = (await self.models()).loaded
         found = [m for m in loaded if (await self._of(m).props()).media_marker == marker]
-        if len(found) != 1:  # where LLAMA_MEDIA_MARKER fixes them, markers tell nothing
+        if len(found) != 1:  # LLAMA_MEDIA_MARKER gives several processes the same marker
             return None
         self._resolved[name] = found[0]
         return found[0]
@@ -223,10 +223,11 @@ class Swap(ModelHost):
     def split_path(path: str, asked: str, models: Models) -> tuple[str, str]:
         if not path.startswith(_UPSTREAM):
             return asked, path
-        # A model's name may have slashes in it: the longest beginning that is a model's name counts.
+        # A model's name may have slashes: the longest beginning that is a model's name is taken.
         parts = path.removeprefix(_UPSTREAM).split("/")
         names = ["/".join(parts[:n]) for n in range(len(parts), 0, -1)]
-        # Of a name that is not known, what is behind it counts: nothing of ours may be hidden there.
+        # Else the shortest name that is followed by a path that the proxy treats specially: no such path
+        # may stay hidden.
         unknown = (name for name in reversed(names) if is_known(_behind(path, name)))
         name = next(filter(models.named, names), None) or next(unknown, parts[0])
         return name, _behind(path, name)
@@ -237,7 +238,7 @@ def _behind(path: str, name: str) -> str:
 
 
 async def recognise(root: LlamaServer) -> ModelHost | None:
-    """Return the host of models that answers at a URL; None if it is none, or cannot be asked now."""
+    """Return the host of models at a URL; None if it is no host of models, or does not answer now."""
     try:
         props = await root.props()
         if props.role == "router":

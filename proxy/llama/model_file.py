@@ -1,8 +1,7 @@
 """A fingerprint of a model file: its tensors' names, shapes and first bytes.
 
-The metadata is left out on purpose: another chat template in the file changes no state. What the
-sample does not see (a merged adapter in the middle of a tensor, a rope flag) the log-probability
-canary does.
+The metadata is left out on purpose: another chat template in the file changes no state. The log-probability
+canary detects differences outside the sample (a merged adapter in the middle of a tensor, a rope flag).
 """
 
 import os

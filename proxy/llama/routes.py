@@ -9,7 +9,7 @@ import msgspec
 
 from proxy.core.messages import Route
 
-# Model names: what clients call a model, and what llama-server calls it.
+# Model names: the clients' and llama-server's.
 
 
 Aliases = Mapping[str, str]
@@ -22,7 +22,7 @@ def parse_aliases(text: str) -> dict[str, str]:
 
 
 def with_alias(raw: bytes, aliases: Aliases) -> bytes:
-    """Return a body with its model named as llama-server does; all else stays as it was sent."""
+    """Return a body with llama-server's name of its model; all other fields stay as they were sent."""
     if not aliases:
         return raw
     try:
@@ -34,8 +34,8 @@ def with_alias(raw: bytes, aliases: Aliases) -> bytes:
     return msgspec.json.encode(fields)
 
 
-# llama-server's routes, by what they do to its slots, as tools/server/server.cpp has them. A route that is
-# not listed here never touches a slot.
+# llama-server's routes by their use of slots (tools/server/server.cpp). A route that is not listed here
+# never touches a slot.
 
 
 _ROUTES = {
@@ -61,7 +61,7 @@ _BY_PATH = {path: route for route, paths in _ROUTES.items() for path in paths}
 
 
 def generation_route(method: str, path: str) -> Route | None:
-    """Return what kind of generation a request is, or None if it touches no slot."""
+    """Return the kind of a generation request; None if the request uses no slot."""
     return _BY_PATH.get(path) if method == "POST" else None
 
 
@@ -71,12 +71,12 @@ def honours_id_slot(route: Route) -> bool:
 
 
 def is_task_for_each_input(path: str) -> bool:
-    """Return whether a request of this route becomes as many tasks as it has inputs."""
+    """Return whether llama-server runs one task for each input of a request to *path*."""
     return any(word in path for word in ("embedding", "rerank"))
 
 
 def reads_forms(path: str) -> bool:
-    """Return whether the bodies of a route are forms, not JSON."""
+    """Return whether request bodies for *path* are forms, not JSON."""
     return path.endswith("/audio/transcriptions")
 
 
@@ -96,12 +96,12 @@ def _is_of_state(path: str) -> bool:
 
 
 def is_known(path: str) -> bool:
-    """Return whether a path means something to the proxy."""
+    """Return whether the proxy treats a path specially."""
     return path in _BY_PATH or _is_of_state(path) or counts_tokens("POST", path)
 
 
 def unloads_models(method: str, path: str) -> bool:
-    """Return whether a request has a host of models load or unload one.
+    """Return whether a request makes a host of models load or unload a model.
 
     Read from server-models.cpp (router) and llama-swap's proxymanager.go.
     """
@@ -116,18 +116,18 @@ def is_anthropic(path: str) -> bool:
     return path.startswith("/v1/messages")
 
 
-# Where one llama-server is asked: at a URL of its own, or by its model's name at a host of several models.
+# The address of one llama-server: a URL of its own, or its model's name at a host of several models.
 # A router takes the name from the body of a POST and from the query of a GET, and loads a model that is
 # not loaded unless `autoload=false` is in the query (server-models.cpp); llama-swap takes the name from
 # the path and always loads the model (proxymanager.go).
 
 
 _GONE = b"proxy error: Failed to read connection"
-"""What a router writes behind the answer of a child that has died, as if it were a part of it."""
+"""A router appends this to the answer of a child process that has died."""
 _UNREACHED = b"proxy error: Could not establish connection"
-"""What it answers, with 500, until it has noticed."""
+"""A router answers this, with 500, until it has noticed that a child has died."""
 _BAD_GATEWAY = 502
-"""What llama-swap answers, without a word, until it has noticed (process_command.go)."""
+"""llama-swap answers this, without content, until it has noticed (process_command.go)."""
 
 
 HostKind = Literal["router", "llama-swap"]
@@ -137,7 +137,7 @@ HostKind = Literal["router", "llama-swap"]
 class Target:
     """A llama-server at a URL of its own, or one model of a host; no call loads a router's model.
 
-    `base_url` is where clients' own requests go as they are.
+    Clients' own requests go to `base_url` unchanged.
     """
 
     base_url: str
@@ -146,11 +146,11 @@ class Target:
 
     @property
     def name(self) -> str:
-        """What people are told of it: the model, or else the address."""
+        """The name shown to people: the model, or else the address."""
         return self.model or urlsplit(self.base_url).netloc
 
     def addressed(self, method: str, path: str, body: bytes | None) -> tuple[str, bytes | None]:
-        """Return the path, with its query, and the body of a call of the proxy's own."""
+        """Return the path with its query, and the body, to send for a call of the proxy's own."""
         if self.host == "llama-swap":
             return f"/upstream/{quote(self.model, safe='/')}{path}", body
         if self.host == "router":
@@ -162,9 +162,9 @@ class Target:
         return path, body
 
     def lost(self, status: int, content: bytes) -> Literal["", "before", "perhaps", "after"]:
-        """Return whether its host lost llama-server before the request was sent, or after; empty if not.
+        """Return whether the host lost llama-server before or after the request was sent; empty if not.
 
-        llama-swap answers the same in both cases.
+        llama-swap answers the same in both cases: "perhaps".
         """
         if self.host == "router":
             if content.endswith(_GONE):

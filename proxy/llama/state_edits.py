@@ -29,12 +29,12 @@ from proxy.llama.state_file import (
     require,
 )
 
-# Thinning and grafting: which context checkpoints a state file carries. Since 0.7.0 llama-server writes
-# all context checkpoints of a slot behind the state, each a whole recurrent state or window. Most are
-# not worth their bytes, and one that is may have been dropped from the slot's list meanwhile, while an
-# older file of the same conversation still has it. The state in front of that appendix is neither moved
-# nor copied. Checksums are carried along, and held against whatever is copied: only the head of the
-# appendix, which is ours, gets a new one.
+# Context checkpoints are removed from a state file, or copied into it from another. Since 0.7.0
+# llama-server writes all context checkpoints of a slot behind the state, each a whole recurrent state or
+# window. Most are not worth their bytes. Some that are may have been dropped from the slot, while an older
+# file of the same conversation still has them. The state in front of that appendix is neither
+# moved nor copied. Copied bytes keep their checksums and are compared with them; only the head of the
+# appendix, which is written anew, gets a new checksum.
 
 
 _VERSIONS_WITH_APPENDIX = (4,)
@@ -43,7 +43,7 @@ _SEQUENCE_STATE_MAGIC = 0xAF143CD8
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A state file, and the parts that the file consists of."""
+    """A state file, and its parts."""
 
     path: Path
     parts: tuple[FilePart, ...]
@@ -57,24 +57,23 @@ class Source:
 
 
 Entry = tuple[BinaryIO, ContextCheckpoint, tuple[FilePart, ...]]
-"""A context checkpoint, the open file that has it, and its parts."""
+"""An open file, a context checkpoint in it, and the parts of that context checkpoint."""
 
 
 def select_context_checkpoints(
     source: Source, own: Collection[int], grafted: Mapping[int, Source]
 ) -> tuple[FilePart, ...]:
-    """Leave a state file only its *own* restore points named, add those *grafted* from other files.
+    """Keep only the restore points *own* in a state file, and add those *grafted* from other files.
 
-    Returns the parts of the file then. Of several context checkpoints with the same restore
-    point the newest is kept, and a point that the file has itself is not taken from another. A donor
-    must be a state of the same model; its point is left out if it is not there (any more) or does
-    not belong to the same tokens and memory, or has no parts of its own. A file whose appendix is not
-    understood is left alone.
+    Returns the new parts of the file. Of several context checkpoints with the same restore point the newest
+    is kept. A point that the file has itself is not copied from another. A donor must be a state of the
+    same model. A donor's point is left out if it is missing, belongs to other tokens or another memory, or
+    has no parts of its own. A file whose appendix is not understood is not changed.
 
-    Needs as much room again as the context checkpoints chosen, for a moment. If writing into the
-    file itself fails, the file is garbage. Raises StateFileMalformed if it is not a state file or what is
-    to be copied is not what its checksum says, and the file is then as it was; OSError if it cannot be
-    read or written.
+    For a moment, the chosen context checkpoints need their size again as free space. If writing into the
+    file fails, the file is garbage. Raises StateFileMalformed if it is not a state file, or if copied bytes
+    do not match their checksum; the file is then unchanged. Raises OSError if it cannot be read or
+    written.
     """
     with ExitStack() as stack:
         file = stack.enter_context(source.path.open("rb"))
@@ -97,7 +96,7 @@ def select_context_checkpoints(
 
 
 def _is_understood(file: BinaryIO, state: StateFile) -> bool:
-    """Return whether it is known where context checkpoints belong in a file, and what follows them."""
+    """Return whether the place of the context checkpoints in a file, and the bytes behind it, are known."""
     reader = Reader(file, state.size_bytes)
     reader.position = state.context_checkpoints_end
     is_known = state.version in _VERSIONS_WITH_APPENDIX and state.sections is not None
@@ -107,7 +106,7 @@ def _is_understood(file: BinaryIO, state: StateFile) -> bool:
 def _entries(
     source: Source, file: BinaryIO, state: StateFile, points: Collection[int]
 ) -> dict[int, Entry]:
-    # The file has them in the order in which they were made, so the newest comes last.
+    # A file has its context checkpoints in the order in which they were made: the newest wins.
     found = {c.restore_point: c for c in state.context_checkpoints if c.restore_point in points}
     return {
         point: (file, c, parts)
@@ -117,27 +116,27 @@ def _entries(
 
 
 def _fits(entry: Entry, donors_state: StateFile, state: StateFile) -> bool:
-    """Return whether a donor's context checkpoint belongs to the same tokens and memory as a state."""
+    """Return whether a donor's context checkpoint has the same tokens and memory layout as a state."""
     file, point, _ = entry
     n = point.n_tokens
     if not 0 <= point.pos_min <= point.pos_max < n <= len(state.tokens):
         return False
-    # The tokens do not tell which images were in their place.
+    # Tokens do not tell which images a prompt has.
     if donors_state.n_media or state.n_media or donors_state.tokens[:n] != state.tokens[:n]:
         return False
     layout = _layout(file, point, donors_state.version)
     is_same_memory = donors_state.layout == state.layout and bool(layout)
     if not is_same_memory or (state.layout or ())[-len(layout) :] != layout:
         return False
-    # Whether a draft model's and speculation's states are there.
+    # Both must have, or not have, the states of a draft model and of speculation.
     last = state.context_checkpoints[-1].state_bytes if state.context_checkpoints else (0, 0, 0)
     return [*map(bool, point.state_bytes[1:])] == [*map(bool, last[1:])]
 
 
 def _layout(file: BinaryIO, point: ContextCheckpoint, version: int) -> tuple[Section, ...]:
-    """Return which sections a context checkpoint has, none if they are not understood.
+    """Return the sections of a context checkpoint; none if they are not understood.
 
-    They are the last ones of the state: a window, a recurrent state, or both.
+    They are the last sections of its state: a window, a recurrent state, or both.
     """
     begin = point.offset + 16 + 8  # behind its three numbers and the length of the model's state
     reader = Reader(file, begin + point.state_bytes[0])
@@ -159,7 +158,7 @@ def _rewrite(
     rest = source.between(state.context_checkpoints_end, state.size_bytes)
     if kept is None or rest is None:
         raise StateFileMalformed("has no checksums of its own for its appendix")
-    # What is chosen is put together aside, as it comes in part from where it will go to.
+    # The new appendix is written to another file first, because some of it comes from the old one.
     with TemporaryFile(dir=source.path.parent) as aside, source.path.open("r+b") as target:
         parts = [*kept]
         if entries:
@@ -187,14 +186,13 @@ def _copy(source: BinaryIO, offset: int, parts: Sequence[FilePart], target: Bina
         target.write(piece)
 
 
-# The repair of sliding-window states that a build saves but does not continue. llama-server saves of a
-# sliding window the cells inside it, from n_tokens - window on. Builds that write files of version 3
-# continue a state only if the window reaches one position further back (server-context.cpp, `pos_min >=
-# pos_min_thold`), so that a state longer than the window is thrown away by the first request. The
-# repair appends that cell, a copy of the lowest one. It lies outside the window of every token that can
-# follow, so it is masked, and all it changes is where the window begins. The repaired state is good for
-# its end only, and llama-server's own gate sees to that: it refuses to go back to any token whose
-# window would reach the copy.
+# The repair of sliding-window states that a build saves but does not continue. llama-server saves only the
+# cells inside a sliding window, from n_tokens - window on. Builds that write files of version 3 continue a
+# state only if the window reaches one position further back (server-context.cpp, `pos_min >=
+# pos_min_thold`), so the first request drops any state longer than the window. The repair adds that cell, a
+# copy of the lowest one. The copy is outside the window of every token that can follow, so it is masked and
+# only changes where the window begins. The repaired state can be continued at its end only: llama-server
+# itself refuses to go back to a token whose window would reach the copy.
 
 
 NEEDED_BY_VERSIONS = (2, 3)
@@ -203,15 +201,15 @@ NEEDED_BY_VERSIONS = (2, 3)
 _CHUNK_BYTES = 4 << 20
 _LEAST_CELLS = 2
 _LOWEST_REPAIRED = 2
-"""With a copy at position 0 a window would seem to begin with the prompt, as if none of it were cut."""
+"""With a copy at position 0 the window would seem to begin with the prompt, as if it had not been cut."""
 
 
 def repair_window(path: Path) -> bool:
-    """Make a state file whose window was cut continuable at its end; return whether it was changed.
+    """Repair a state file whose window was cut, to be continued at its end; return whether it changed.
 
-    Files that need no repair, cannot be repaired or are repaired already are left alone. Only what
-    follows the window is moved, in place and in bounded memory; if that fails, the file is garbage.
-    Raises StateFileMalformed if it is not a state file, OSError if it cannot be read or written.
+    Files that need no repair, cannot be repaired or are repaired already stay unchanged. Only the bytes
+    behind the window are moved, in place and in bounded memory; if that fails, the file is garbage. Raises
+    StateFileMalformed if the file is not a state file, OSError if it cannot be read or written.
     """
     state = read_state_file(path)
     window = _cut_window(state)
@@ -228,8 +226,8 @@ def repair_window(path: Path) -> bool:
 def _cut_window(state: StateFile) -> FoundSection | None:
     """Return the section of a sliding window that does not reach back to the first token.
 
-    It is the second attention section; nothing or a recurrent one follows (llama-kv-cache-iswa.cpp,
-    llama-memory-hybrid-iswa.cpp).
+    It is the second attention section; behind it is nothing or a recurrent section
+    (llama-kv-cache-iswa.cpp, llama-memory-hybrid-iswa.cpp). None if there is no such section.
     """
     sections = state.sections or ()
     kinds = [found.section.kind for found in sections]
@@ -241,9 +239,9 @@ def _cut_window(state: StateFile) -> FoundSection | None:
 
 
 def _extra_cell(file: BinaryIO, window: FoundSection, n_tokens: int) -> list[tuple[int, bytes]]:
-    """Return what adds a cell below the lowest one: bytes to come before offsets, in file order.
+    """Return the bytes to insert, each with its offset, to add a cell below the lowest, in file order.
 
-    Nothing is returned if there must not be such a cell.
+    The list is empty if no cell must be added.
     """
     numbers = array("i", _read(file, window.offset, window.n_cells * window.cell_bytes))
     positions = numbers[:: window.cell_bytes // 4].tolist()
@@ -254,7 +252,7 @@ def _extra_cell(file: BinaryIO, window: FoundSection, n_tokens: int) -> list[tup
     index = positions.index(lowest)
     values = _values(file, window, index)
     if values == _values(file, window, positions.index(lowest + 1)):
-        return []  # the lowest one is a copy already
+        return []  # the lowest cell is a copy already
     what = _read(file, window.offset + index * window.cell_bytes, window.cell_bytes)
     ends = [end for end, _ in _strips(window)]
     return [(window.end, struct.pack("<i", lowest - 1) + what[4:]), *zip(ends, values, strict=True)]
@@ -267,7 +265,7 @@ def _values(file: BinaryIO, window: FoundSection, index: int) -> list[bytes]:
 
 
 def _strips(window: FoundSection) -> Iterator[tuple[int, int]]:
-    """Yield where each strip of the section ends, and how long its elements are."""
+    """Yield the end of each strip of the section, and the size of its elements."""
     for block in window.blocks:
         n_bytes = window.n_cells * block.element_bytes
         for n in range(1, block.n_strips + 1):
@@ -279,7 +277,7 @@ def _insert(file: BinaryIO, insertions: list[tuple[int, bytes]]) -> None:
     end = file.seek(0, 2)
     shift = sum(len(data) for _, data in insertions)
     for offset, data in reversed(insertions):
-        # Move up what lies between this offset and the one behind it, from its end on.
+        # Move the bytes between this offset and the next one, the last bytes first.
         for start in reversed(range(offset, end, _CHUNK_BYTES)):
             _write(file, start + shift, _read(file, start, min(_CHUNK_BYTES, end - start)))
         shift -= len(data)

@@ -4,10 +4,9 @@ Owns: the layout of a state file (llama_state_seq_save_file of libllama plus the
 since 0.7.0, its appendices). Reads headers and skips over tensor data, so that a file of many GiB costs a
 few hundred small reads.
 
-A file says of itself which tokens it holds, which context checkpoints it carries and what its cache looks
-like. It has no checksum and no trace of the model: those are the store's and the namespace's business. A
-composition that is not understood leaves the state *opaque*: its tokens are still known, and the state can
-be restored at its end.
+A file tells its tokens, its context checkpoints and the layout of its cache. It has no checksum and no
+trace of the model: the store and the namespace have these. A state whose composition is not understood is
+*opaque*: its tokens are still known, and the state can be restored and continued at its end.
 """
 
 import os
@@ -38,7 +37,7 @@ _MAX_LAYERS = 4096
 
 
 class Section(msgspec.Struct, frozen=True):
-    """One memory section: what of it does not depend on the tokens it holds.
+    """The properties of a memory section that do not depend on its tokens.
 
     `rows` are (ggml type, bytes per row) of each tensor, in file order.
     """
@@ -52,9 +51,9 @@ class Section(msgspec.Struct, frozen=True):
 
 
 class TensorBlock(msgspec.Struct, frozen=True):
-    """Where one tensor of an attention section lies: strips with one element per cell each.
+    """The position of one tensor of an attention section: strips, each with one element per cell.
 
-    A tensor whose rows are cells is a single strip; a transposed V is one strip per embedding value.
+    A tensor whose rows are cells is a single strip; a transposed V has one strip per embedding value.
     """
 
     offset: int
@@ -63,12 +62,12 @@ class TensorBlock(msgspec.Struct, frozen=True):
 
 
 class FoundSection(msgspec.Struct, frozen=True):
-    """A section, and where a file has it.
+    """A section, and its position in a file.
 
-    Of an attention section that is not empty `offset` is where its cells begin, right behind their count
-    (u32). Each cell takes `cell_bytes`: its position (i32), the number of its sequences (u32), M-RoPE
-    coordinates where the model has them, and the sequence (i32). `blocks` are in file order, and none of a
-    recurrent or empty section.
+    The cells of a non-empty attention section begin at `offset`, right behind their count (u32). Each cell
+    takes `cell_bytes`: its position (i32), the number of its sequences (u32), M-RoPE coordinates if the
+    model has them, and the sequence (i32). `blocks` are in file order; a recurrent or empty section has
+    none.
     """
 
     section: Section
@@ -79,7 +78,7 @@ class FoundSection(msgspec.Struct, frozen=True):
 
     @property
     def end(self) -> int:
-        """Where the section goes on behind its cells."""
+        """The end of the cells; the rest of the section follows."""
         return self.offset + self.n_cells * self.cell_bytes
 
 
@@ -108,7 +107,7 @@ class Reader:
         self.position += n_bytes
 
     def peek(self) -> int | None:
-        """Return the number that comes next, None at the end."""
+        """Return the next number without moving; None at the end."""
         if self.position + 4 > self.size_bytes:
             return None
         number = self.number()
@@ -117,14 +116,13 @@ class Reader:
 
 
 def require(is_so: bool, otherwise: str) -> None:
-    """Raise StateFileMalformed with what is said of the file *otherwise*."""
+    """Raise StateFileMalformed with the text *otherwise* unless *is_so*."""
     if not is_so:
         raise StateFileMalformed(otherwise)
 
 
 # The memory sections: attention caches and recurrent states, in file order. Nothing in the file names the
-# memory type, so a section is what can be read as one, and ends where another section, an appendix or the
-# file begins.
+# memory type, so each type is tried until one fits.
 
 
 def read_sections(reader: Reader, version: int, n_tokens: int) -> tuple[FoundSection, ...]:
@@ -138,9 +136,9 @@ def read_sections(reader: Reader, version: int, n_tokens: int) -> tuple[FoundSec
 
 
 def _read_section(reader: Reader, version: int) -> FoundSection:
-    # Whether cells carry M-RoPE coordinates and whether there is a V (MLA has none) shows only in which
-    # reading ends where another section, an appendix or the file ends. Version 2 has two coordinates,
-    # later versions a third (llama-kv-cells.h).
+    # The file does not tell whether cells have M-RoPE coordinates and whether there is a V (MLA has none):
+    # the first attempt that can read the section is taken. Version 2 has two coordinates, later versions
+    # three (llama-kv-cells.h).
     start, rope_bytes = reader.position, 12 if version > 2 else 8
     for attempt in (
         partial(_read_attention, reader, version, extra_bytes=0, has_v=True),
@@ -193,7 +191,7 @@ def _read_stream(
 def _skip_tensor(
     reader: Reader, n_cells: int, *, by_columns: bool = False
 ) -> tuple[int, TensorBlock]:
-    """Skip a tensor whose rows, or else columns, are cells; return its ggml type and where it lies."""
+    """Skip a tensor whose rows or columns are cells; return its ggml type and its position."""
     ggml_type, element_bytes, n_strips = (
         reader.numbers("iII") if by_columns else (*reader.numbers("iQ"), 1)
     )
@@ -213,7 +211,7 @@ def _read_recurrent(reader: Reader) -> FoundSection:
     require(not is_transposed and 1 <= n_layers <= _MAX_LAYERS, "is no recurrent section")
     rows = []
     # Layers without recurrent state (the attention layers of a hybrid) write nothing, and their
-    # number is not in the file: the section ends where the state does.
+    # number is not in the file: the section ends with the state.
     while reader.peek() not in _APPENDICES:
         ggml_type, block = _skip_tensor(reader, n_cells)
         rows.append((ggml_type, block.element_bytes))
@@ -224,10 +222,10 @@ def _read_recurrent(reader: Reader) -> FoundSection:
 
 @dataclass(frozen=True, slots=True)
 class ContextCheckpoint:
-    """A context checkpoint in a file: its positions, and where its bytes begin.
+    """A context checkpoint in a file: its token positions, and the offset of its bytes.
 
     The bytes are three numbers (n_tokens, pos_min, pos_max) and the states of the model, of a draft
-    model and of speculation, each behind its length and mostly the last two empty.
+    model and of speculation, each behind its length. The last two are mostly empty.
     """
 
     n_tokens: int
@@ -238,7 +236,7 @@ class ContextCheckpoint:
 
     @property
     def restore_point(self) -> int:
-        """At how many tokens llama-server continues from it.
+        """The number of tokens at which llama-server continues from the context checkpoint.
 
         server-context.cpp, the branch "restored context checkpoint".
         """
@@ -251,10 +249,10 @@ class ContextCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class StateFile:
-    """What a state file says of itself; `sections` is None if they were not understood.
+    """The contents of a state file; `sections` is None if they were not understood.
 
     The state ends at `state_end`; the context checkpoints behind it, in the file's order, end at
-    `context_checkpoints_end`. An appendix that is damaged or unknown counts as what follows them.
+    `context_checkpoints_end`. A damaged or unknown appendix counts as bytes behind that.
     """
 
     version: int
@@ -273,15 +271,15 @@ class StateFile:
 
     @property
     def draft_bytes(self) -> int:
-        """How much follows the context checkpoints: the state of a draft model or of draft-mtp."""
+        """The size of the rest of the file: the state of a draft model or of draft-mtp."""
         return self.size_bytes - self.context_checkpoints_end
 
     @property
     def part_sizes(self) -> list[int]:
-        """The lengths of the parts that checksums are made of, in file order.
+        """The lengths of the parts with a checksum each, in file order.
 
-        A context checkpoint begins and ends with a part, so that it can be copied with its checksums. Parts
-        are no longer than PART_BYTES, so that several threads can read one file.
+        No part crosses the bounds of a context checkpoint, so that it can be copied with its checksums.
+        Parts are no longer than PART_BYTES, so that several threads can read one file.
         """
         begins = [c.offset for c in self.context_checkpoints]
         cuts = [0, self.state_end, *begins, self.context_checkpoints_end, self.size_bytes]
@@ -293,12 +291,12 @@ class StateFile:
 
     @property
     def layout(self) -> tuple[Section, ...] | None:
-        """What of the sections does not depend on the tokens, None if it was not understood."""
+        """The properties of the sections that do not depend on the tokens; None if not understood."""
         return None if self.sections is None else tuple(f.section for f in self.sections)
 
     @property
     def has_every_position(self) -> bool:
-        """Whether the attention state of every token is there, and nothing else is needed."""
+        """Whether the file has the attention state of every token, and no other memory."""
         return bool(self.sections) and all(
             found.section.kind == "attention" and found.n_cells == len(self.tokens)
             for found in self.sections or ()
@@ -306,7 +304,7 @@ class StateFile:
 
     @property
     def recurrent_bytes(self) -> int:
-        """How much of the file are recurrent states, those of its context checkpoints included."""
+        """The size of the recurrent states in the file, those of its context checkpoints included."""
         rows = (f.section.rows for f in self.sections or () if f.section.kind == "recurrent")
         one = sum(row_bytes for section_rows in rows for _, row_bytes in section_rows)
         return one * (1 + len(self.context_checkpoints))
@@ -315,7 +313,7 @@ class StateFile:
 def read_state_file(path: Path) -> StateFile:
     """Read the state file at *path*.
 
-    Raises StateFileMalformed if it is not a state file or its token list is cut off, OSError if it
+    Raises StateFileMalformed if the file is not a state file or its token list is cut off, OSError if it
     cannot be read.
     """
     with path.open("rb") as file:
@@ -353,7 +351,7 @@ def _read_tokens(reader: Reader, n_words: int) -> tuple[TokenIds, int]:
 
 
 def _read_context_checkpoints(reader: Reader) -> tuple[ContextCheckpoint, ...]:
-    """Return the context checkpoints; of an appendix that cannot be read nothing is passed over.
+    """Return the context checkpoints; none, and stay in front of the appendix, if it cannot be read.
 
     llama-server ignores a damaged appendix too, with a warning and a 200.
     """

@@ -1,7 +1,7 @@
-"""Becomes llama-server, once the kernel is asked to end it should the proxy be killed.
+"""Asks the kernel to kill llama-server should the proxy be killed, then becomes llama-server.
 
-A file of its own that imports nothing of the proxy, because it runs alone: Python's `preexec_fn` would
-run it in a copy of a process with threads, where it could hang. Usage: guard.py PROXY_PID COMMAND...
+It is a program of its own and imports nothing of the proxy: Python's `preexec_fn` would run this code in a
+copy of a process with threads, where it could hang. Usage: guard.py PROXY_PID COMMAND...
 """
 
 import ctypes
@@ -10,11 +10,11 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-"""prctl(2). The signal is sent when the thread that started us ends, the proxy's main thread, and again
-when another one ends that the kernel has made our parent instead.
+"""prctl(2). The kernel sends the signal when the thread that started us ends (the proxy's main thread), and
+again when the thread ends that the kernel has made our parent instead.
 
-SIGKILL, therefore: llama-server calls exit() in its handler of a second SIGTERM, and two threads that do
-wait for each other for ever. It has nothing of its own to save.
+So the signal is SIGKILL: llama-server's handler of a second SIGTERM calls exit(), and two threads in exit()
+wait for each other for ever. llama-server has nothing of its own to save.
 """
 
 
@@ -22,9 +22,9 @@ def main() -> None:
     proxy_pid, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != proxy_pid:  # it was killed before that
+        if os.getppid() != proxy_pid:  # the proxy was killed before the call
             sys.exit(1)
-    # Python ignores SIGPIPE, and exec keeps that: llama-server goes on when nobody reads its log any more.
+    # Python ignores SIGPIPE, and exec keeps that: llama-server goes on if its log is no longer read.
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""llama-server as a child process: its build and port, its start and end, and its next start.
+"""llama-server as a child process: its build and port, its start, its end and its restart.
 
-llama-server leads a session of its own, so that Ctrl-C in a terminal reaches only the proxy, which saves
-first. What it writes is shown at level debug; else only its end is kept, and shown if it dies. No
-llama-server outlives the proxy, whatever becomes of the proxy.
+llama-server runs in a session of its own: Ctrl-C in a terminal reaches only the proxy, which saves first.
+llama-server's output is shown at level debug; otherwise the last part is kept, and shown if llama-server
+dies. No llama-server outlives the proxy, even if the proxy is killed.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from proxy.log import get_logger
 # Before the start: which build is this, and is its port free?
 
 _HELP_SECONDS = 60.0
-"""Builds for GPUs load their libraries first."""
+"""GPU builds load their libraries before they print the help."""
 
 
 def split_command(command: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a command's program, its subcommands included (`llama serve`), and its arguments."""
+    """Return a command's program with its subcommands (`llama serve`), and its arguments."""
     n_program = next((i for i, part in enumerate(command) if part.startswith("-")), len(command))
     return list(command[:n_program]), list(command[n_program:])
 
@@ -57,7 +57,7 @@ def read_help(program: Sequence[str]) -> str:
 
 
 def find_free_port(host: str) -> int:
-    """Return a port of *host* that nothing listens on; raises OSError if the host is not ours."""
+    """Return a free port of *host*; raises OSError if *host* is not an address of this machine."""
     return _bind(host, 0)
 
 
@@ -79,7 +79,7 @@ def port_refusal(host: str, port: int, error: OSError) -> str:
 
 
 def _listener(port: int) -> str:
-    """Return which process of this machine listens on *port*, empty if that cannot be told."""
+    """Return the process of this machine that listens on *port*, empty if it is not known."""
     sockets = set()
     for table in ("tcp", "tcp6"):
         with suppress(OSError):
@@ -117,7 +117,7 @@ class LlamaProcess:
     """A running llama-server."""
 
     def __init__(self, process: asyncio.subprocess.Process, output: int | None) -> None:
-        """*output* is where what it writes can be read, None if that goes to our stderr."""
+        """*output* is the file descriptor of its output, None if it writes to our stderr."""
         self._process = process
         self._is_over = False
         self._output = output
@@ -130,7 +130,7 @@ class LlamaProcess:
     async def start(
         cls, command: Sequence[str], environment: Mapping[str, str], *, is_shown: bool
     ) -> "LlamaProcess":
-        """Start *command* with more *environment* than ours; raises OSError if nothing can be started."""
+        """Start *command* with *environment* added to ours; raises OSError if the start fails."""
         guard = (sys.executable, "-I", "-S", str(_GUARD), str(os.getpid()))
         output, theirs = (None, None) if is_shown else os.pipe()
         try:
@@ -149,14 +149,14 @@ class LlamaProcess:
         return cls(process, output)
 
     def _read(self) -> None:
-        """Keep the end of what it has written."""
+        """Read its output, and keep the last part."""
         with suppress(BlockingIOError):
             while self._output is not None and (data := os.read(self._output, 1 << 16)):
                 self._written = (self._written + data)[-_KEPT_BYTES:]
             self.close()
 
     def close(self) -> None:
-        """Read nothing more of what it writes."""
+        """Stop reading its output."""
         if self._output is not None:
             asyncio.get_running_loop().remove_reader(self._output)
             os.close(self._output)
@@ -164,7 +164,7 @@ class LlamaProcess:
 
     @property
     def last_words(self) -> str:
-        """What it said of errors, or its last lines; empty if that went to our stderr."""
+        """The last error lines of its output, else its last lines; empty if it writes to our stderr."""
         self._read()
         lines = self._written.decode(errors="replace").splitlines()
         errors = [line for line in lines if _IS_ERROR.match(line)]
@@ -177,12 +177,12 @@ class LlamaProcess:
     async def wait(self) -> str:
         """Wait for its end; return how it ended, in words."""
         status = await self._process.wait()
-        self._signal_all(signal.SIGKILL)  # what a wrapper script leaves behind
+        self._signal_all(signal.SIGKILL)  # the processes that a wrapper script leaves behind
         self._is_over = True
         return describe_end(status)
 
     async def stop(self, seconds: float) -> None:
-        """End it with SIGTERM, and with SIGKILL after *seconds* or if we are cancelled meanwhile."""
+        """End it with SIGTERM; after *seconds*, or if this call is cancelled, with SIGKILL."""
         self._signal_all(signal.SIGTERM)
         try:
             async with asyncio.timeout(seconds):
@@ -195,13 +195,13 @@ class LlamaProcess:
 
     def _signal_all(self, number: signal.Signals) -> None:
         if self._is_over:
-            return  # its number may be somebody else's by now
+            return  # its pid may belong to another process by now
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
 
 
 def describe_end(status: int) -> str:
-    """Return an exit status, or the number of a signal if it is negative, in words."""
+    """Return an exit status in words; a negative one is the number of a signal."""
     if status >= 0:
         return f"exit status {status}"
     try:
@@ -216,14 +216,14 @@ STOP_SECONDS = 20.0
 """How long llama-server may take to end; it finishes the batch at hand first."""
 _LOOK_SECONDS = 0.2
 _STEADY_SECONDS = 60.0
-"""A process that was ready for so long starts a new count of failures."""
+"""If a process was ready for so long, the count of failures begins anew."""
 
 
 @dataclass(frozen=True)
 class Supervisor:
-    """Runs one llama-server command; it gets the `environment` beside ours.
+    """Runs one llama-server command with `environment` added to ours.
 
-    `is_shown` sends what it writes to our stderr. `says_ready` is said once `is_ready` says so.
+    `is_shown` sends its output to our stderr. `says_ready` is logged once `is_ready` returns True.
     """
 
     command: Sequence[str]
@@ -234,10 +234,10 @@ class Supervisor:
     says_ready: str
 
     async def run(self) -> None:
-        """Run llama-server until cancelled, then stop it; cancelled once more, kill it.
+        """Run llama-server until cancelled, then stop it; if cancelled once more, kill it.
 
-        Raises LlamaServerDied when it ends by itself: always if it was never ready, because a command
-        that does not work now will not work the next time either; later unless it may be restarted.
+        Raises LlamaServerDied when llama-server ends by itself, unless it has been ready and `restarts` is
+        set: a command that never worked will not work the next time either.
         """
         n_failures = 0
         has_been_ready = False
@@ -253,7 +253,7 @@ class Supervisor:
             await asyncio.sleep(delay_seconds)
 
     async def _run_once(self) -> tuple[str, float | None]:
-        """Return how a process ended, in words, and how long it had been ready; None if it never was."""
+        """Run a process; return its end in words, and how long it had been ready, None if never."""
         process = await LlamaProcess.start(self.command, self.environment, is_shown=self.is_shown)
         get_logger("llama-server").info("started llama-server", pid=process.pid)
         ended = asyncio.ensure_future(process.wait())
@@ -270,7 +270,7 @@ class Supervisor:
         return f"llama-server died: {how}{said}", time.monotonic() - ready_at
 
     async def _await_ready(self, ended: "asyncio.Future[str]") -> float | None:
-        """Return when it was ready; None if it ended first. Loading a large model takes minutes."""
+        """Return the time when it was ready, None if it ended first; a large model loads for minutes."""
         began = time.monotonic()
         while not ended.done():
             if await self.is_ready():

@@ -1,7 +1,7 @@
-"""What answers at the addresses of `upstream`.
+"""The llama-servers and hosts of models at the addresses of `upstream`.
 
-Each address is followed: a llama-server of its own, or a host, which starts a llama-server for each of its
-models. Which of the llama-servers serves a request is decided elsewhere (`servers/pool.py`).
+Each address is watched: it has a llama-server, or a host that starts a llama-server for each of its models.
+`servers/pool.py` chooses the llama-server for a request.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class Addresses:
         roots: Sequence[LlamaServer],
         launch: Launch | None,
     ) -> None:
-        """With a *launch*, llama-server is being started like that: the first requests wait for it."""
+        """With a *launch*, llama-server is being started with it: the first requests wait for that."""
         self._settings = settings
         self._shared = shared
         self._roots = list(roots)
@@ -67,7 +67,7 @@ class Addresses:
 
     @property
     def ends(self) -> dict[str, str]:
-        """Where clients come in, and what the proxy stands before, as the settings say it."""
+        """The settings `listen` and `upstream`, as they were given."""
         return {"listen": self._settings.listen, "upstream": self._settings.upstream}
 
     @property
@@ -80,7 +80,7 @@ class Addresses:
         return [process for server in self.servers if (process := server.process)]
 
     async def accounted(self) -> None:
-        """Wait until all requests are recorded whose clients have their answers."""
+        """Wait until every answered request is recorded."""
         reading = [task for process in self.processes for _, task in process.settling]
         if reading:
             await asyncio.wait(reading)
@@ -93,14 +93,14 @@ class Addresses:
 
     @property
     def roots(self) -> list[LlamaServer]:
-        """What answers at the addresses, those first that are there."""
+        """The llama-servers and hosts at the addresses; the reachable ones come first."""
         plain = {server.upstream: server.process is None for server in self._plain}
         is_away = plain | {root: host.is_away for root, host in self._hosts.items()}
         return sorted(self._roots, key=lambda root: is_away.get(root, True))
 
     @property
     def has_models(self) -> bool:
-        """Whether requests have to say which model they are for."""
+        """Whether requests must name their model."""
         return bool(self._hosts)
 
     async def drain(self, seconds: float) -> None:
@@ -126,7 +126,7 @@ class Addresses:
         self._running.append(asyncio.ensure_future(self._supervised(work)))
 
     async def _supervised(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run background work until it ends; begin it again after any fault."""
+        """Run background work until it ends; start it again after any fault."""
         while True:
             try:
                 return await work()
@@ -135,7 +135,7 @@ class Addresses:
                 await asyncio.sleep(_RETRY_SECONDS)
 
     def _note_damage(self, damaged: Checkpoint, stemming: list[Checkpoint]) -> None:
-        """Tell of a damaged file, and taint the slots that hold what may stem from it."""
+        """Log and count a damaged file, and taint the slots whose content may stem from it."""
         self._shared.metrics.damaged_checkpoints.inc()
         get_logger("store").warning(
             "state damaged: it is removed, and what may stem from it",
@@ -147,7 +147,7 @@ class Addresses:
             process.slots.distrust([checkpoint.id for checkpoint in (damaged, *stemming)])
 
     async def _is_host(self, server: Server) -> bool:
-        """Return whether a host of models answers at an address; if so, its models replace the server."""
+        """Return whether a host of models answers at an address; if so, its models replace *server*."""
         root = server.upstream
         if (host := await recognise(root)) is None:
             return False
@@ -165,7 +165,7 @@ class Addresses:
         return self._followed(self._shared.of(upstream, upstream.target.name), host=hosted)
 
     def _call_away(self, idle: SlotQueue) -> None:
-        """Let a request that waits at another llama-server have a slot that is free."""
+        """Call a request away from the longest queue: the llama-server of *idle* has a free slot."""
         queues = [process.queue for server in self._plain if (process := server.process)]
         fullest = max(queues, key=lambda queue: queue.n_waiting, default=idle)
         if fullest is not idle:

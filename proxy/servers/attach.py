@@ -1,8 +1,8 @@
-"""First contact with a llama-server process: what it is, what its slots hold, what may be shared.
+"""First contact with a llama-server process: its model, the content of its slots, its namespace and rule.
 
-The order matters: first the proxy saves what the slots hold, which may be hours of work. Then it finds an
-empty slot, asks the model for its canary there, and saves that as a probe. The probe tells the cache's
-layout, so that the proxy can decide which namespace the saved states belong to. It also tells the rule.
+The order matters. First the proxy saves the content of the slots, which may be hours of work. Then it finds
+an empty slot, asks the model for its canary there, and saves that slot as a probe. The probe shows the
+layout of the cache, so that the proxy can find the namespace of the saved states. It also shows the rule.
 """
 
 import asyncio
@@ -44,15 +44,15 @@ from proxy.settings import Settings
 from proxy.store.known_models import known_namespaces, known_tenants, namespaces_name, owners
 
 Adopted = dict[SlotId, SavedSlot]
-"""The states that slots held at first contact; their files wait for a namespace."""
+"""The states saved from slots at first contact; their files wait for a namespace."""
 
 _FEW_TOKENS = token_ids(range(1, 9))
 
 
 class ModelIdentity(msgspec.Struct, frozen=True):
-    """A model with its adapters, as llama-server and the model file tell it.
+    """A model with its adapters, as llama-server and the model file describe them.
 
-    Identity, layout of the cache and canary make a namespace; only the canary has to be evaluated.
+    Identity, layout of the cache and canary make a namespace; only the canary needs an evaluation.
     """
 
     model: str
@@ -64,7 +64,7 @@ class ModelIdentity(msgspec.Struct, frozen=True):
 
 
 async def read_identity(upstream: LlamaServer, props: Props) -> ModelIdentity:
-    """Ask llama-server for its model and read the file if it is readable; raises UpstreamFault."""
+    """Ask llama-server for its model, and read the model file if possible; raises UpstreamFault."""
     meta = await upstream.model_meta()
     adapters = await upstream.lora_adapters()
     path = Path(props.model_path)
@@ -89,7 +89,7 @@ async def attach(
 ) -> Process:
     """Return the process that answered with *props*; if it cannot cache, its obstacle says why.
 
-    A slot is believed to keep as many context checkpoints as *launch* says, until a save or a reply tells.
+    *launch* says how many context checkpoints a slot keeps, until a save or a reply shows the number.
     *last* is the result of an earlier attach to the same process, which could not cache either.
     """
     contents: list[Content] = [TAINTED for _ in range(props.total_slots)]
@@ -123,7 +123,7 @@ async def attach(
         process.obstacle = CannotCache(DegradationKind.ATTACH_FAILED, str(fault))
     if process.obstacle:
         process.faults.count("attach")
-        # No save may have shown whether idle slots are cleared: then that is tried, once per process.
+        # If no save has shown whether idle slots are cleared, a trial does, once per process.
         if process.clears_idle_slots is None:
             clears = last.clears_idle_slots if last else await _seen_clearing(process.upstream)
             process.note_clearing(clears=clears)
@@ -139,9 +139,9 @@ async def _asks_for_key(upstream: LlamaServer) -> bool:
 
 
 async def _seen_clearing(upstream: LlamaServer) -> bool | None:
-    """Fill one empty slot, run another, and look whether the first still holds its tokens.
+    """Fill one empty slot, run another; return whether the first has lost its tokens, None if unknown.
 
-    For servers that save and erase nothing: both slots keep a few tokens. None if it cannot be told.
+    For servers that cannot save or erase: both slots keep a few tokens.
     """
     with suppress(UpstreamFault):
         empty = [
@@ -179,7 +179,7 @@ async def _identify(process: Process, props: Props) -> None:
 async def _adopt_slots(process: Process, files: AsyncExitStack) -> Adopted:
     """Save every idle slot that holds something; *files* deletes the files on leaving.
 
-    A slot whose state the store has no room for stays tainted.
+    A slot stays tainted if the store has no room for its state.
     """
     adopted: Adopted = {}
     for slot in process.slots.free():
@@ -198,9 +198,9 @@ async def _adopt_slots(process: Process, files: AsyncExitStack) -> Adopted:
 
 
 async def _empty_slot(process: Process, adopted: Adopted) -> SlotId:
-    """Return an empty slot; if there is none, the saved slot with the fewest tokens is emptied.
+    """Return an empty slot; if there is none, empty the saved slot with the fewest tokens.
 
-    If the store had room for none of them, the content of one slot is lost.
+    If the store had no room for any slot, the content of one slot is lost.
     """
     for slot in process.slots:
         if isinstance(slot.content, Empty):
@@ -243,10 +243,10 @@ async def _examine(process: Process, slot_id: SlotId, props: Props) -> None:
 
 
 def _static(identity: ModelIdentity, state: StateFile) -> str:
-    """Return what a model is known under before its canary is.
+    """Return the key of a model before its canary is known: its identity and the form of its states.
 
-    Where there is drafting, llama-server restores states without a draft state too, and all that it saves
-    after such a restore lack that state. The length of the draft state stands for its form.
+    With drafting, llama-server restores a state without a draft state too, and every state that it saves
+    after such a restore lacks one. The length of the draft state stands for its form.
     """
     drafting = (state.draft_bytes,) if state.draft_bytes else ()
     told = msgspec.json.encode([identity, (state.version, state.layout), *drafting])
@@ -256,7 +256,7 @@ def _static(identity: ModelIdentity, state: StateFile) -> str:
 async def _recognize(
     process: Process, identity: ModelIdentity, canary: list[tuple[int, float]]
 ) -> None:
-    """Find the namespace and the rule by the states that are there, where no probe can be saved."""
+    """Find the namespace and the rule from the stored states, for a directory that is read-only."""
     store, owned = process.store, dict(owners(process.store.index))
     for namespace, checkpoint in {c.namespace: c for c in store}.items():
         owner = owned.get(namespace)
@@ -265,7 +265,7 @@ async def _recognize(
         with suppress(OSError, CacheFault):
             state = read_state_file(store.files.path(checkpoint.file_name))
             process.model_namespace = Namespace(owner.known.id)
-            # The build saves them or not: only one of both is known of it.
+            # Whether this build saves context checkpoints is not known: a rule is known for one case only.
             for process.saves_context_checkpoints in (True, False):
                 known = process.known(RULE, Rule)
                 if known and owner.static == _static(identity, state):
@@ -274,10 +274,10 @@ async def _recognize(
 
 
 async def _look_for_clearing(process: Process, slot_id: SlotId, tokens: TokenIds) -> None:
-    """Run another slot, if one is empty, and see whether *slot_id* still holds what was saved of it.
+    """Run another slot, if one is empty, and see whether *slot_id* still holds its tokens.
 
     With llama-server's default flags, a slot that starts empties idle slots. Builds before June 2026 do not
-    tell what a slot holds: there a save does.
+    tell how many tokens a slot holds: there a save shows it.
     """
     upstream, table = process.upstream, process.slots
     other_id = next((slot.id for slot in table if isinstance(slot.content, Empty)), None)
@@ -297,7 +297,7 @@ async def _look_for_clearing(process: Process, slot_id: SlotId, tokens: TokenIds
 
 
 async def _derive(process: Process, slot_id: SlotId, saved: SavedSlot) -> Rule:
-    """Return the rule that the probe tells; where its file is not enough, restores of it tell the rest."""
+    """Return the rule that the probe shows; where its file is not enough, the probe is restored."""
     state, holds_at_end, rewinds = saved.state, False, False
     process.slots.set_content(slot_id, TAINTED)
     if state.has_every_position and not state.restore_points:
@@ -315,7 +315,7 @@ async def _derive(process: Process, slot_id: SlotId, saved: SavedSlot) -> Rule:
 
 
 async def _reused(process: Process, slot_id: SlotId, saved: SavedSlot, prompt: TokenIds) -> int:
-    """Return how many tokens of a prompt are reused of the probe, restored for it."""
+    """Return how many tokens of a prompt are reused after a restore of the probe."""
     await process.upstream.erase(slot_id)
     await process.upstream.restore(slot_id, saved.file_name)
     return (await process.upstream.evaluate(slot_id, prompt)).cache_n
@@ -324,7 +324,7 @@ async def _reused(process: Process, slot_id: SlotId, saved: SavedSlot, prompt: T
 async def _namespace(
     process: Process, static: str, canary: list[tuple[int, float]], name: str
 ) -> Namespace:
-    """Return the namespace of the model with this canary, which people call *name*."""
+    """Return the namespace of the model with this canary; *name* is its name for people."""
     known = known_namespaces(process.store.index, static)
     chosen = choose_namespace(known, canary)
     if chosen is None:
@@ -338,12 +338,12 @@ async def _namespace(
 
 
 async def _commit(process: Process, slot_id: SlotId, saved: SavedSlot) -> None:
-    """Commit the state of an adopted slot, unless several tenants could own it: llama-server tells none."""
+    """Commit the state of an adopted slot, unless several tenants could own it: nothing tells which one."""
     state, tenants = saved.state, process.tenants or {b""}
     if len(tenants) > 1 or state.n_media or -1 in state.tokens:
         return
     was_emptied = isinstance(process.slots[slot_id].content, Empty)
-    # An earlier proxy may have restored it.
+    # An earlier proxy may have restored this slot.
     origin = Origin(0 if state.has_every_position else len(state.tokens))
     held = Unknown(process.tenant_namespace(min(tenants)), origin=origin)
     await process.saves.commit(slot_id, held, CheckpointKind.CONVERSATION, saved)

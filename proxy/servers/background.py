@@ -19,14 +19,14 @@ from proxy.serving.shared import Shared
 _WRITE_SECONDS = 60.0
 _LOOK_SECONDS = 0.5
 MAX_PUT_OFF = 6.0
-"""While other slots answer requests, a slot must be idle for so many times longer before it is saved."""
+"""While other slots answer requests, a slot must be idle so many times longer before it is saved."""
 ROOM_RETRY_SECONDS = 30.0
-"""How often a save is tried again that the store had no room for."""
+"""How often a save for which the store had no room is tried again."""
 BYTES_PER_SECOND = 32 << 20
 """The speed of verification, slow enough for requests and slow disks; 20 GiB take eleven minutes."""
 _VERIFY_LOOK_SECONDS = 60.0
 VERIFY_SECONDS = 7 * 86400.0
-"""A state is verified in the background once it was not for so long: a failing disk shows early."""
+"""How long after its last verification a state is verified again: a failing disk shows early."""
 
 Current = Callable[[], Process | None]
 """Returns the process that serves now."""
@@ -47,7 +47,7 @@ async def remember_rates(current: Current) -> None:
 
 
 async def _remember(process: Process | None, written: Rates) -> Rates:
-    """Write the rates and sizes of a process unless the rates are *written*; return what is written now."""
+    """Write the rates and sizes of a process unless the rates are *written*; return the written rates."""
     if process is None or not process.can_cache or process.rates in (written, Rates()):
         return written
     rates = process.rates
@@ -59,14 +59,14 @@ async def _remember(process: Process | None, written: Rates) -> Rates:
     return rates
 
 
-# Dirty slots are written back when they were idle for a while, and at shutdown.
+# Dirty slots are written back when they have been idle for a while, and at shutdown.
 #
-# llama-server stalls all slots during a save. So while any slot answers a request, the saves of idle slots
-# are put off, within limits.
+# llama-server stalls all slots during a save. So while any slot answers a request, saves of idle slots are
+# put off, within limits.
 
 
 async def save_idle_slots(current: Current, idle_seconds: float) -> None:
-    """Save slots that have been idle for so long, until cancelled."""
+    """Save slots that have been idle for *idle_seconds*, until cancelled."""
     retried_at = time.monotonic()
     while True:
         process = current()
@@ -84,12 +84,15 @@ async def drain(processes: Iterable[Process], seconds: float) -> None:
 
 
 async def settle(processes: Iterable[Process], seconds: float) -> None:
-    """Save every dirty slot of each process once nothing runs there any more, in at most *seconds*."""
+    """Wait until no slot of a process is in use, for at most *seconds*, then save its dirty slots.
+
+    The saves too get at most *seconds*.
+    """
     await asyncio.gather(*(_settle(process, seconds) for process in processes))
 
 
 async def _drain(process: Process, seconds: float) -> None:
-    """Save every dirty slot, and say what could not be saved."""
+    """Save every dirty slot, and log how many were saved."""
     process.saves.take_up_postponed()
     if saves := _begin_saves(process, None):
         await asyncio.wait(saves, timeout=seconds)
@@ -106,9 +109,9 @@ async def _settle(process: Process, seconds: float) -> None:
 
 
 def _begin_saves(process: Process, idle_seconds: float | None) -> list["asyncio.Task[object]"]:
-    """Save the slots that were idle for so long and are worth it; without *idle_seconds* all dirty ones."""
-    due = [s for s in process.slots if _is_due(process, s, idle_seconds)]
-    # Where a start empties idle slots, the request that is about to start saves them.
+    """Begin to save the slots that are idle for *idle_seconds* and worth it; if None, all dirty slots."""
+    due = [s for s in process.slots if is_due(process, s, idle_seconds)]
+    # Without a turn, a request is starting on a server that clears idle slots: it saves them itself.
     if not due or (turn := process.launches.try_turn()) is None:
         return []
     saves: list[asyncio.Task[object]] = []
@@ -127,7 +130,8 @@ def _all_slots(table: SlotTable) -> Choice[None] | None:
     return Choice(tuple(slot.id for slot in table), None) if is_free else None
 
 
-def _is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:
+def is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:
+    """Return whether to save a slot if it was idle for so long; without *idle_seconds* if it is dirty."""
     content = slot.content
     if slot.is_leased or not is_write_back_due(process.rule, content):
         return False
@@ -145,12 +149,12 @@ def _is_due(process: Process, slot: Slot, idle_seconds: float | None) -> bool:
 
 # Stored states are verified.
 #
-# Every state is verified before its first restore in any case. This finds damaged states that no request
-# asks for.
+# Every state is verified before its first restore. The background work also finds
+# damaged states that no request needs.
 
 
 async def verify_stored(shared: Shared) -> None:
-    """Verify states that were not verified for VERIFY_SECONDS, the oldest first, until cancelled."""
+    """Verify states whose last verification is VERIFY_SECONDS ago, oldest first, until cancelled."""
     while shared.opened_store is not None:
         due_before = time.time() - VERIFY_SECONDS
         due = await asyncio.to_thread(shared.store.index.verified_before, due_before)

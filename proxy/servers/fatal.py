@@ -1,7 +1,7 @@
-"""Requests that llama-server ended over: after two deaths in a row a request is refused.
+"""Requests during which llama-server ended: after two deaths in a row such a request is refused.
 
-Owns which requests these were, as hashes of their prompts, and for how long that counts. The index keeps
-them, because the proxy may be restarted with llama-server.
+Owns the hashes of the prompts of these requests, and how long a death counts. The index keeps the hashes,
+because the proxy may be restarted with llama-server.
 """
 
 import time
@@ -16,13 +16,13 @@ from proxy.store.store import CheckpointStore
 
 MAX_DEATHS = 2
 FORGET_SECONDS = 600.0
-"""A request that nobody has sent for so long is tried again."""
+"""A refused request is tried again once no client has sent it for so long."""
 _MAX_REMEMBERED = 64
 _NAME = "fatal requests"
 
 
 class FatalRequests:
-    """Remembers with which requests llama-server has ended: how often in a row, and when last."""
+    """Remembers during which requests llama-server ended: how often in a row, and when last."""
 
     def __init__(self, store: CheckpointStore | None) -> None:
         self._store = store
@@ -35,7 +35,7 @@ class FatalRequests:
     async def watching(self, request: Request, process: Process) -> AsyncIterator[None]:
         """Note whether llama-server ends while the block has *process* serve a request.
 
-        Raises ProxyError at once for a request that llama-server has ended over twice in a row.
+        Raises ProxyError at once if llama-server has ended twice in a row during this request.
         """
         if (n_deaths := self._n_deaths(request)) >= MAX_DEATHS:
             self._deaths[key_of(request)] = n_deaths, time.time()
@@ -51,7 +51,7 @@ class FatalRequests:
             if away.has_ended and await process.has_ended():
                 await self._note_death(request)
             raise
-        # The next death is not one in a row. No hash is made while nothing has ended llama-server.
+        # The request succeeded: its deaths in a row end here. While no death is known, no hash is made.
         if self._deaths and (key := key_of(request)) in self._deaths:
             del self._deaths[key]
             await self._write()
@@ -72,12 +72,12 @@ class FatalRequests:
 
     async def _write(self) -> None:
         if self._store is not None:
-            with suppress(StoreFault):  # then it is known while this process runs
+            with suppress(StoreFault):  # then the deaths are known only while the proxy runs
                 await self._store.put_value(_NAME, self._deaths)
 
 
 def key_of(request: Request) -> str:
-    """Return what tells a request from others: its messages, its prompt, or its unread body."""
+    """Return a hash of a request's messages, else of its prompt, else of its raw body."""
     content = request.raw if request.prompt is None else request.prompt.tokens.tobytes()
     content = request.conversation.digests if request.conversation else content
     return blake2b(content, digest_size=16).hexdigest()

@@ -1,7 +1,7 @@
-"""The models of one host: which are loaded, who uses them, and how they make room for each other.
+"""The models of one host: which are loaded, how many requests use each, and when one is unloaded.
 
-A host ends a model's llama-server to load another model, and the content of its slots is lost. So the
-proxy decides when that happens: a model that has to go finishes its answers, and is written back first.
+A host ends a model's llama-server to load another model, and the content of its slots is lost. So the proxy
+decides when that happens: before a model is unloaded, it finishes its answers and its slots are saved.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from proxy.settings import Settings
 _LOOK_SECONDS = 1.0
 _N_UNKNOWN_NAMES = 256
 _UNKNOWN_SECONDS = 60.0
-"""How long the host is not asked again for a name that no model has."""
+"""How long the host is not asked again about a name that no model has."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,8 +49,8 @@ class _WaitingForModel:
 class HostedModels(Watched):
     """Watches a host of models, and lets requests use its models; its phase is attached while it answers.
 
-    `models` are all that the host has, and `servers` those of the models that were loaded since the proxy
-    started.
+    `models` are all models of the host; `servers` has an entry for each model that was loaded since the
+    proxy started.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class HostedModels(Watched):
                 self.enter(Phase.UNREACHABLE)
                 self._degradations.begin(DegradationKind.UNREACHABLE, str(fault))
                 self.models = replace(self.models, loaded=frozenset())
-                if self.is_long_unreachable:  # it will not go on with what it has begun to answer
+                if self.is_long_unreachable:  # it will not finish the answers that it has begun
                     for upstream in (self.root, *(s.upstream for s in self.servers.values())):
                         upstream.cut_silent(CUT_SECONDS)
             else:
@@ -143,9 +143,9 @@ class HostedModels(Watched):
             self.servers[model].lose()
 
     async def named(self, name: str, keys: Mapping[str, str]) -> str | None:
-        """Return the model that clients call *name*, None if the host has none, or not for these *keys*.
+        """Return the model with the name *name*; None if the host has none, or refuses these *keys*.
 
-        A host may have names that it does not list: it is asked for them, which may load a model.
+        A host may know names that it does not list: it is asked about such a name, which may load a model.
         """
         if (found := self.models.named(name)) is None:
             await self.look()
@@ -153,7 +153,7 @@ class HostedModels(Watched):
         if found or not self.host.hides_names or name in self._unknown_names:
             return found
         if await self.host.accepts(keys):
-            # Idle slots are saved; nothing waits for running requests because of a name.
+            # Only idle slots are saved: a mere name is no reason to wait for running requests.
             await drain(self.processes, self._save_seconds)
             with suppress(UpstreamFault):  # the host may tell later
                 try:
@@ -166,7 +166,7 @@ class HostedModels(Watched):
         return found
 
     def server(self, model: str) -> Server:
-        """Return what serves a model."""
+        """Return the server of a model; make it if there is none yet."""
         if model not in self.servers:
             self.servers[model] = self._new_server(self, model)
         return self.servers[model]
@@ -195,7 +195,7 @@ class HostedModels(Watched):
             self._advance()
 
     async def _admission(self, model: str, since: float) -> None:
-        """Wait until the model is loaded, or could not be; *since* gives the place in the queue."""
+        """Wait until the model is loaded, or its load has failed; the queue is ordered by *since*."""
         if self._has_given_up:
             raise ServerAway(
                 "its model is not loaded, and the proxy is about to stop", was_sent="no", status=503
@@ -238,7 +238,7 @@ class HostedModels(Watched):
                 waiting.admitted.set_result(None)
 
     async def _change(self, model: str, leaving: frozenset[str]) -> None:
-        """Write back and unload the models that leave, and load the one that comes."""
+        """Save and unload the models in *leaving*, then load *model*."""
         before, began = self.loaded, time.monotonic()
         try:
             await self._let_go(leaving)
@@ -252,7 +252,7 @@ class HostedModels(Watched):
             gone = before - self.loaded
             if model in self.loaded:
                 self._together -= {frozenset((model, other)) for other in gone}
-            else:  # the host itself tells these requests why the model cannot be loaded
+            else:  # the host's own answer says why the model cannot be loaded
                 self._admit([w for w in self._waiting if w.model == model])
             self._advance()
         if model in self.loaded:
@@ -261,7 +261,7 @@ class HostedModels(Watched):
             log.info("model loaded", model=model, seconds=seconds, unloaded=sorted(gone))
 
     async def _let_go(self, leaving: frozenset[str]) -> None:
-        """Save the slots of these models, let nothing of the proxy's reach them, and unload them."""
+        """Save the slots of these models, send the models nothing more, and unload them."""
         servers = [self.server(model) for model in leaving]
         await settle((s.process for s in servers if s.process), self._save_seconds)
         for server in servers:
@@ -272,6 +272,6 @@ class HostedModels(Watched):
             await self.host.unload(model)
 
     async def save_all(self, keys: Mapping[str, str]) -> None:
-        """Save the slots of all models: a client, if its *keys* are right, is about to unload some."""
+        """Save the slots of all models before a client unloads some, if the host accepts its *keys*."""
         if await self.host.accepts(keys):
             await settle(self.processes, self._save_seconds)

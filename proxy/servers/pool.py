@@ -3,10 +3,10 @@
 There are four cases (`Pool.serve`):
 
 1. One llama-server at an address: it serves every request.
-2. Several addresses, all of the same model: one llama-server reads the request's prompt, each makes the
-   plan that it would make, and the best plan's llama-server serves it.
+2. Several addresses, all with the same model: one llama-server reads the prompt, a plan is made for each
+   llama-server, and the one with the best plan serves the request.
 3. A host of models answers at an address: it loads the model of the request, which is then case 1.
-4. No host knows the model: what answers at the first address refuses the request in its own words.
+4. No host knows the model: the first address refuses the request in its own words.
 
 While all llama-servers of a request are away, the request waits for the first that comes back
 (`Server.ready`). If a llama-server goes away before anything of the request was sent to it, the request
@@ -27,6 +27,7 @@ from proxy.errors import ServerAway, WillBeRefused
 from proxy.llama.client import LlamaServer
 from proxy.llama.routes import unloads_models
 from proxy.servers.addresses import Addresses
+from proxy.servers.ahead import Ahead
 from proxy.servers.fatal import FatalRequests
 from proxy.servers.models import HostedModels
 from proxy.servers.server import Phase, Server
@@ -41,11 +42,11 @@ from proxy.settings import Settings
 from proxy.stabilize.model import parse_switches
 
 MAX_LOADS = 4
-"""How often a model is loaded for one request; if the model is unloaded each time, its host answers."""
+"""How often a model is loaded for one request. If it is unloaded each time, its host answers."""
 
 
 class Pool(Addresses):
-    """The llama-servers behind one proxy, as those who send requests see them."""
+    """The llama-servers behind one proxy, for callers that send requests."""
 
     def __init__(self, settings: Settings, shared: Shared, *others: Any) -> None:
         """*others* are those of Addresses."""
@@ -53,16 +54,18 @@ class Pool(Addresses):
         self.stabilizing = Stabilizing(shared, parse_switches(settings.stabilizers))
         overflow = Overflow(shared, is_on=settings.context_overflow == "stable")
         self.cache = Cache(self.stabilizing, overflow)
+        self.ahead = Ahead(settings.ahead_seconds)
         self._fatal = FatalRequests(shared.opened_store)
 
     async def serve(self, request: Request, lent: Sequence[Server] | None = None) -> None:
-        """Serve one request; what sending raises passes through, cache faults do not.
+        """Serve one request. Errors of sending pass through, cache faults do not.
 
-        *lent* are the llama-servers of a `lent` block around the call: to ask for their model again would
-        be to wait behind requests that wait for that model to be unloaded. Raises ServerAway if
-        llama-server is away for too long, or goes away after the request was sent;
-        ProxyError if llama-server ended twice while it worked on this request.
+        *lent* are the llama-servers of a `lent` block around this call. Asking for their model again would
+        wait behind requests that wait for that model to be unloaded. Raises ServerAway if llama-server is
+        away for too long, or goes away after the request was sent; ProxyError if llama-server ended twice
+        while it worked on this request.
         """
+        await self.ahead.give_way(request.session)
         for n_tries in count(1):
             lending = self.lent(request.model, request.arrived_at, request.headers)
             async with lending if lent is None else nullcontext(lent) as servers:
@@ -79,7 +82,7 @@ class Pool(Addresses):
         server, process = await self.ready(servers)
         if process is None:
             is_over = await server.is_lost()
-            # A model that was lost meanwhile may even have been loaded again.
+            # A model that was unloaded meanwhile may be loaded again by now: the epoch shows it.
             if may_be_lost and server.epoch != epoch if server.host else is_over:
                 return False
             return await self._serve_unplaced(server, request, may_be_lost)
@@ -118,6 +121,7 @@ class Pool(Addresses):
         try:
             async with self._fatal.watching(request, process):
                 await self._watched(server, request, self.cache.serve(process, request))
+            self.ahead.note(process, request)
         except FreeElsewhere:
             return False
         except ServerAway as away:
@@ -145,7 +149,7 @@ class Pool(Addresses):
             raise
         finally:
             is_refused = request.answer is not None and request.answer.status in (401, 403)
-            # If it was attached meanwhile, the request ran in some slot.
+            # If llama-server was attached meanwhile, the request ran in an unknown slot.
             if server.process and not is_refused:
                 server.process.slots.forget_free()
         why = "llama-server is not attached"
@@ -155,7 +159,7 @@ class Pool(Addresses):
     async def _watched(
         self, server: Server, request: Request, serving: Coroutine[Any, Any, object]
     ) -> None:
-        """Serve a request, and note its tool calls, also when the client hangs up with the answer."""
+        """Serve a request and note its tool calls, even if the client hangs up at the end of the answer."""
         request.answer = None
         try:
             await serving
@@ -183,7 +187,7 @@ class Pool(Addresses):
             yield [server]
 
     async def _find(self, model: str, keys: Mapping[str, str]) -> tuple[HostedModels | None, str]:
-        """Return a host that has a model, and its name there: if possible one that has loaded it."""
+        """Return a host that has a model, loaded if possible, and the model's name there."""
         hosts = list(self._hosts.values()) if model else []
         found = [(hosted, name) for hosted in hosts if (name := hosted.models.named(model))]
         if not found:
@@ -199,7 +203,7 @@ class Pool(Addresses):
     def split_path(self, path: str, model: str) -> tuple[str, str]:
         """Return the model that a client's path names, and the path as a llama-server would see it.
 
-        *model* is what its query says.
+        *model* is the one that the query names.
         """
         hosts = [(hosted.host, hosted.models) for hosted in self._hosts.values()]
         split = [(models, *host.split_path(path, model, models)) for host, models in hosts]
@@ -214,7 +218,7 @@ class Pool(Addresses):
     ) -> AsyncIterator[Sequence[LlamaServer]]:
         """Yield where to forward a request that is no generation; its model stays loaded in the block.
 
-        Each of the llama-servers may take the request; the next is for when the last cannot be reached.
+        Each of the llama-servers may take the request: the next one if the one before cannot be reached.
         """
         if unloads_models(method, path):
             await asyncio.gather(*(hosted.save_all(keys) for hosted in self._hosts.values()))
@@ -246,7 +250,7 @@ class Pool(Addresses):
         finally:
             for task in waits:
                 task.cancel()
-        # None is attached: one that is there comes before one that was waited for in vain.
+        # None is attached: prefer one that is there to one that never came.
         is_there = (
             t for t in waits if t.exception() is None and waits[t].phase is not Phase.UNREACHABLE
         )

@@ -1,9 +1,9 @@
 """The self-test: it measures how much of a restored state this server reuses.
 
-It runs where requests contradict the rule that the first files tell, and in `doctor`. One state grows
-through three lengths, because a probe that is shorter than a sliding window learns the wrong rule. At each
-length the state is saved, and restored for requests that go on from it, repeat it, stop before its end or
-leave it.
+It runs when requests contradict the rule that the first files showed, and in `doctor`. One state grows
+through three lengths, because a probe that is shorter than a sliding window shows the wrong rule. At each
+length the state is saved, and then restored for prompts that continue it, repeat it, end before it or
+diverge from it.
 """
 
 from proxy.core.conditions import DegradationKind
@@ -26,8 +26,8 @@ async def learn_rule(process: Process, slot_id: SlotId) -> Rule:
     """Return the rule, and leave the longest state in the slot; raises CacheFault.
 
     The slot is leased and empty; the holder of the lease erases it afterwards. Builds before June 2026
-    (b9538) save all cells that they keep of a window, more than the window has, and continue that as it is.
-    One cell more they refuse, so that no window is repaired there.
+    (b9538) save all cells that they keep for a window, more than the window has, and continue such a state
+    as it is. They refuse a state with one cell more, so there no window is repaired.
     """
     n_ids = max(2, min((await process.upstream.model_meta()).n_vocab, 30011))
     n_longest = PROBE_LENGTHS[-1] + 3 * _MORE_TOKENS
@@ -61,7 +61,7 @@ def _requests(text: TokenIds, n_tokens: int, state: StateFile) -> list[TokenIds]
     """Return the prompts to restore a state for; the next length goes on from the last prompt."""
     n_common = n_tokens - BACK_TOKENS
     requests = []
-    # Only at the short length: a prompt of which nothing is reused is evaluated whole.
+    # Only at the short length: if nothing is reused, the whole prompt is evaluated.
     if n_tokens == SHORT_TOKENS:
         requests += [text[: n_tokens + 1], text[:n_tokens], text[: n_tokens - 1]]
     can_reuse = state.has_every_position or any(p <= n_common for p in state.restore_points)
@@ -71,21 +71,20 @@ def _requests(text: TokenIds, n_tokens: int, state: StateFile) -> list[TokenIds]
 
 
 async def measure(process: Process, slot_id: SlotId) -> None:
-    """Measure the rule in a leased slot, which is saved before and empty afterwards, and go by it.
+    """Measure the rule in a leased slot, and use it; the slot is saved before and empty afterwards.
 
-    Raises CacheFault; the rule known before then stays.
+    Raises CacheFault, and then keeps the earlier rule.
     """
     await process.launches.clear_others()
-    # Of an empty slot nothing is due.
     await process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
     await process.erase(slot_id)
     process.slots.set_content(slot_id, Unknown(can_be_adopted=False))
-    process.queue.reconsider()  # no request need wait for what this slot held
+    process.queue.reconsider()  # no request need wait for this slot's earlier content
     try:
         rule = await learn_rule(process, slot_id)
     finally:
         process.room.repairs_windows = process.rule.needs_repair
-    await process.erase(slot_id)  # raises if the process that was measured is gone
+    await process.erase(slot_id)  # raises if the measured process is gone
     await process.learn_rule(rule)
     process.recover(DegradationKind.RESTORES_NOT_REUSED)
     process.metrics.self_tests.labels(rule.kind).inc()
@@ -95,9 +94,10 @@ async def measure(process: Process, slot_id: SlotId) -> None:
 
 
 def look_again(process: Process) -> None:
-    """Measure the rule if requests contradict it; each time more contradictions are needed.
+    """Measure the rule if enough requests contradict it; the number needed doubles each time.
 
-    Then the rule is not what the first files told, or the server has changed (other flags, say).
+    Contradictions mean that the first files showed a wrong rule, or that the server has changed (other
+    flags, say).
     """
     if process.n_contradictions < process.n_contradictions_allowed:
         return

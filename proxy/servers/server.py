@@ -1,6 +1,6 @@
-"""One llama-server, whichever process of it runs: only its phase says whether it is there.
+"""One llama-server through all its processes; its phase says whether a process answers.
 
-Every change of a phase stands in this file:
+This file makes every change of a phase:
 
 | event                                                | from                | to           |
 |------------------------------------------------------|---------------------|--------------|
@@ -21,8 +21,8 @@ What a request does (`ready`):
 - attached: it is served.
 - attaching: it waits for the look that runs, for at most ATTACH_WAIT_SECONDS.
 - loading: it waits, for at most `upstream_wait_seconds`.
-- unreachable: it waits, for at most `upstream_wait_seconds` after llama-server went away. Nobody waits for
-  an address where nothing ever answered: the address is most likely wrong.
+- unreachable: it waits, for at most `upstream_wait_seconds` after llama-server went away. No request waits
+  for an address where nothing ever answered: the address is most likely wrong.
 - unloaded, not a server: it does not wait.
 """
 
@@ -54,17 +54,17 @@ from proxy.settings import Settings
 
 WATCH_SECONDS = 1.0
 RETURN_WATCH_SECONDS = 0.2
-"""How often llama-server is looked for while requests wait for it to come back."""
+"""The time between looks while requests wait for llama-server to come back."""
 SILENT_SECONDS = 5.0
-"""How long llama-server may take to answer a look before that is told."""
+"""How long llama-server may take to answer a look before /health reports it as silent."""
 CUT_SECONDS = 2.0
-"""An answer that has begun is cut off once llama-server was unreachable, and silent in it, for so long.
+"""An answer that has begun is cut off once llama-server is unreachable, and silent in it, for so long.
 
-A llama-server that is told to end waits for the clients whose requests it will not answer."""
+A llama-server that is stopping waits for the clients of requests that it will not answer."""
 RETRY_SECONDS = 15.0
-"""How often an attachment that cannot cache is tried again, while no slot is in use."""
+"""How often an attach that found no way to cache is tried again, while no slot is in use."""
 ATTACH_WAIT_SECONDS = 30.0
-"""How long a request waits for an attachment under way before it is forwarded without one."""
+"""How long a request waits for a running attach before it is forwarded without one."""
 
 
 class Phase(StrEnum):
@@ -83,10 +83,10 @@ class Watched:
     """A llama-server or a host of models: the proxy asks it again and again, and requests wait for it."""
 
     is_polled = True
-    """Whether it may be asked again and again: llama-swap unloads a model that nobody asks for a while."""
+    """Whether it may be polled: llama-swap unloads an unused model, and a poll counts as use."""
 
     def __init__(self, phase: Phase, patience_seconds: float, *, was_there: bool) -> None:
-        """Requests wait for it only if it *was_there*: it was seen, or is being started."""
+        """Requests wait for it only if it *was_there*: it has answered before, or is being started."""
         self.phase = phase
         self.n_waiting = 0
         self._patience_seconds = patience_seconds
@@ -96,7 +96,7 @@ class Watched:
         self._poked = asyncio.Event()
 
     async def look(self) -> None:
-        """Ask it what it is, and enter the phase that follows."""
+        """Ask for its state, and enter the phase that follows from the answer."""
         raise NotImplementedError
 
     def enter(self, phase: Phase) -> None:
@@ -115,7 +115,7 @@ class Watched:
 
     @property
     def is_long_unreachable(self) -> bool:
-        """Whether it has been unreachable for so long that it will not finish what it began to answer."""
+        """Whether it has been unreachable for so long that it will not finish the answers it began."""
         since = self._unreachable_since
         return since is not None and time.monotonic() - since >= CUT_SECONDS
 
@@ -179,8 +179,8 @@ class Server(Watched):
     ) -> None:
         """A *host* loads and unloads it; None for an address of its own.
 
-        With a *launch*, llama-server is being started like that. *is_host_of_models* is asked when
-        something else than a llama-server answers at the address.
+        With a *launch*, llama-server is being started with it. *is_host_of_models* is called if the answer
+        at the address is not a llama-server's.
         """
         phase = Phase.UNLOADED if host else Phase.ATTACHING
         was_there = launch is not None or host is not None
@@ -197,7 +197,7 @@ class Server(Watched):
         self.process: Process | None = None
         self.epoch = 0
         self.on_idle: Callable[[SlotQueue], None] = lambda queue: None
-        """Called for each slot of this llama-server that is free while nobody waits for it."""
+        """Called for each slot of this llama-server that is free while no request waits for it."""
         self._settings = settings
         self._launch = launch or Launch()
         self._is_host_of_models = is_host_of_models
@@ -237,7 +237,7 @@ class Server(Watched):
         return self.process is process
 
     async def is_lost(self) -> bool:
-        """Look again, after something went wrong; return whether its host has unloaded it."""
+        """Ask the host, after something went wrong; return whether it has unloaded this llama-server."""
         if self.host is not None:
             await self.host.look()
         return self.phase is Phase.UNLOADED
@@ -275,7 +275,7 @@ class Server(Watched):
     async def look(self, *, is_patient: bool = False) -> None:
         """Wait for a look at llama-server; a running look is shared.
 
-        An attach is waited for for at most ATTACH_WAIT_SECONDS, unless the caller *is_patient*.
+        The wait ends after ATTACH_WAIT_SECONDS, unless the caller *is_patient*.
         """
         if self._looking is None or self._looking.done():
             self._looking = self.services.tasks.start(self._look())
@@ -284,9 +284,9 @@ class Server(Watched):
     async def _look(self) -> None:
         """Ask llama-server which process it is; if the model was lost and loaded meanwhile, ask again.
 
-        A restart can take a tenth of a second, which a look at /health would miss. So the proxy compares
-        the mark of the process in /props: every second, after every connection error, and while a prompt is
-        tokenized, where the look costs no time.
+        A restart can take a tenth of a second, and polling /health would miss it. So the proxy compares the
+        id of the process (`LlamaServer.process_id`): every second, after every connection error, and while
+        a prompt is tokenized, when the look costs no time.
         """
         while self.phase is not Phase.UNLOADED:
             epoch, props = self.epoch, None
@@ -309,7 +309,7 @@ class Server(Watched):
                 return
 
     async def _miss(self, kind: DegradationKind, detail: str, *, has_answered: bool) -> None:
-        """Note that a look has failed; if llama-server *has_answered*, it is there, but not attached."""
+        """Note that a look has failed; *has_answered* says that llama-server is there, but not attached."""
         if kind is DegradationKind.NOT_A_LLAMA_SERVER and self._is_host_of_models:
             if await self._is_host_of_models(self):
                 return self.lose()
@@ -340,7 +340,7 @@ class Server(Watched):
                 await self._attach(props, process_id, epoch, last)
 
     def _enter_without(self, phase: Phase, kind: DegradationKind, detail: str = "") -> None:
-        """Enter a phase without a process; the last degradations end, this one begins."""
+        """Enter a phase without a process; the earlier degradations end, and *kind* begins."""
         self._close()
         self._degradations.begin(kind, detail)
         self._degradations.end(*(OF_PROCESS - {kind}))
@@ -350,13 +350,13 @@ class Server(Watched):
         if self.process:
             self.process.queue.close()
             for request in self.process.extending:
-                request.withdraw()  # where the next process got it, a restore may spare everything
+                request.withdraw()  # in the next process a restore may spare the whole evaluation
             self.process = None
 
     async def _attach(
         self, props: Props, process_id: str, epoch: int, last: Process | None = None
     ) -> None:
-        """Attach to a process; *last* is an attachment to the same one that could not cache."""
+        """Attach to a process; *last* is an earlier attach to it that could not cache."""
         before = self._degradations.kinds & OF_PROCESS  # attaching, or those of the last try
         process = await attach(self.services, self._settings, props, process_id, self._launch, last)
         if epoch != self.epoch:
@@ -366,7 +366,7 @@ class Server(Watched):
         if obstacle := process.obstacle:
             process.degrade(obstacle.kind, obstacle.detail)
             before -= {obstacle.kind}
-            if last:  # what is known of the slots of the same process is still true
+            if last:  # it is the same process: its slots are as they were
                 for slot in process.slots:
                     if not slot.is_leased:
                         process.slots.set_content(slot.id, last.slots[slot.id].content)
@@ -383,7 +383,7 @@ class Server(Watched):
         process.queue.on_idle = self.on_idle
         for _ in process.slots.free():
             self.on_idle(process.queue)
-        # An attach that failed is repeated again and again, but logged once.
+        # A failing attach is repeated, but logged once.
         if process.can_cache or last is None:
             self._log.info(
                 "attached to llama-server",
@@ -394,7 +394,7 @@ class Server(Watched):
             )
 
     def _outlast_strangers(self, process: Process) -> None:
-        """Lease the slots that were busy at first contact until the requests in them have ended."""
+        """Keep the slots that were busy at first contact leased until their requests have ended."""
         for slot in process.slots:
             if slot.is_leased:
                 ended = self.services.tasks.start(outlast(process, partial(list, [slot.id])))
@@ -402,7 +402,7 @@ class Server(Watched):
 
 
 def kind_of(fault: UpstreamFault) -> DegradationKind:
-    """Return the degradation that a failed look means."""
+    """Return the degradation that the fault of a look stands for."""
     if not isinstance(fault, UpstreamRefused):
         return DegradationKind.UNREACHABLE
     kinds = {503: DegradationKind.LOADING, 401: DegradationKind.API_KEY_REFUSED}

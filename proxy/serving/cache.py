@@ -1,7 +1,8 @@
-"""The cache before one llama-server: every generation request takes a lease, and is cached if that
+"""The cache before one llama-server: every generation request takes a lease, and uses the cache if that
 helps."""
 
 import asyncio
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -19,11 +20,13 @@ from proxy.llama.bodies import (
     bypass_reason,
     chat_reason,
     conversation_of,
+    has_media,
     is_too_deep,
     n_completions,
 )
 from proxy.llama.routes import honours_id_slot, reads_forms
 from proxy.serving.cached import CachedRequest
+from proxy.serving.fetching import fetch_first
 from proxy.serving.placement import SimilarRequest, UncachedRequest
 from proxy.serving.process import Process
 from proxy.serving.queue import replaced
@@ -36,12 +39,12 @@ _MAX_BRIEF_BYTES = 768
 """The body of a chat of some 100 tokens."""
 _BYTES_PER_TOKEN = 4
 _MAX_TENANTS = 4096
-"""A client may send a new salt with each request. States of tenants that are not noted do not outlive the
-index: their records name no owner."""
+"""A client may send a new salt with each request. Beyond this number a tenant is not noted: its states are
+lost with the index, because their records name no owner."""
 _LOOKING_SECONDS = 0.05
-"""What it takes to read a prompt, to plan, and to restore and save a small state."""
+"""How long it takes to read a prompt, to plan, and to restore and save a small state."""
 _FAR_OVER_BYTES = 20
-"""Per token of the context. Few prompts have so many bytes a token, and once one has, none is judged so."""
+"""Per token of the context. Few prompts have so many bytes a token; the first one ends this judgement."""
 BRIEF = "too short: looking it up costs more than it could spare"
 
 
@@ -74,7 +77,7 @@ class Cache:
     def _is_brief(self, process: Process, request: Request) -> bool:
         """Return whether a chat is so short that looking costs more than could be spared.
 
-        Such a chat takes a slot only where nothing is lost for it.
+        Such a chat takes a slot only if that slot holds nothing of worth.
         """
         n_bytes, rates = len(request.raw), process.rates
         if request.wishes or request.warms:
@@ -95,7 +98,7 @@ class Cache:
             return False
         if NO_READ in request.wishes:
             return False
-        # The slot's last answer is whole; what the slot holds will be known sooner than our prompt.
+        # That slot's last answer is whole: its content will be known sooner than our prompt.
         ending = [t for digests, t in process.settling if conversation.n_behind(digests)]
         if ending:
             await asyncio.wait(ending)
@@ -128,7 +131,7 @@ class Cache:
             raise replaced()
 
     async def take_over(self, process: Process, request: Request) -> None:
-        """Prepare a request that was read for another llama-server to be served by this one.
+        """Prepare a request, which was read for another llama-server, to be served by this one.
 
         The prompt is read again only where the namespace is another. Raises as `read` does.
         """
@@ -152,8 +155,19 @@ class Cache:
         replaced before anything was sent.
         """
         read = partial(self._read_prompt, process)
-        if await self._overflow.fit(process, request, read) and not await process.is_current():
-            raise replaced()  # that took its time
+        has_waited = await self._overflow.fit(process, request, read)  # shortening takes a while
+        if (
+            process.tier
+            and request.prompt
+            and not request.extends
+            and NO_READ not in request.wishes
+        ):
+            began = time.monotonic()
+            request.shared = await fetch_first(process, process.tier, request.prompt)
+            request.fetch_seconds = time.monotonic() - began
+            has_waited |= bool(request.shared)
+        if has_waited and not await process.is_current():
+            raise replaced()
         async with process.launches.turn() as start:
             await self._serve(process, request, start)
 
@@ -167,7 +181,7 @@ class Cache:
         """
         if request.extends is not None and not process.can_extend(request.extends):
             await self._read_now(process, request)
-        # Of slots that are emptied all the time, llama-server's RAM cache makes more than the proxy can.
+        # Where slots are emptied all the time, llama-server's own RAM cache does better than the proxy.
         is_left_alone = process.clears_idle_slots and not process.is_caching
         body = request.body
         if request.prompt is not None and not is_left_alone:
@@ -181,9 +195,9 @@ class Cache:
             await UncachedRequest(process, request, turn).serve_pinned(body)
 
     async def let_refuse(self, process: Process, request: Request, why: WillBeRefused) -> None:
-        """Forward what llama-server will refuse; no slot is prepared for it."""
+        """Forward a request that llama-server will refuse; no slot is prepared for it."""
         answer = await request.send(process.upstream, request.raw)
-        if answer.status < 400:  # then nobody knows where it ran, and the key is good
+        if answer.status < 400:  # llama-server took it: the key is good, and its slot is not known
             process.slots.forget_free()
             process.judges_by_size = False
             process.taken_keys[_key_digest(request)] = True
@@ -207,11 +221,14 @@ class Cache:
         await self._note_tenant(process, request.tenant)
 
     async def _read_prompt(self, process: Process, request: Request) -> None:
-        """Find what llama-server will evaluate; without a prompt `request.why` says why not."""
+        """Read the tokens that llama-server will evaluate; without a prompt `request.why` says why."""
         request.prompt = None
         if not self._understand(process, request) or request.chat is None:
             return
         is_far_over = len(request.raw) > _FAR_OVER_BYTES * process.n_ctx
+        is_far_over &= (
+            not has_media(request.chat) if request.route is not Route.COMPLETION else True
+        )
         if is_far_over and process.judges_by_size and not self._overflow.is_on:
             raise WillBeRefused("the prompt is far over the context")
         try:
@@ -222,7 +239,7 @@ class Cache:
         except Exception as fault:
             if isinstance(fault, UpstreamRefused) and fault.status in (401, 403):
                 raise WillBeRefused("llama-server refuses the key") from fault
-            # The request itself may be what is wrong: llama-server's own answer says so best.
+            # The request itself may be wrong: llama-server's own answer says so best.
             process.faults.record("tokenize", fault)
             request.why = "the prompt could not be tokenized"
             return
@@ -234,9 +251,9 @@ class Cache:
         request.prompt = replace(prompt, shape=request.shape, conversation=digests, title=title)
 
     def _understand(self, process: Process, request: Request) -> bool:
-        """Put a request into the chat form; return whether its prompt can be read, `why` says why not."""
+        """Put a request into the chat form; return False, and set `why`, if its prompt cannot be read."""
         request.why = None
-        if request.chat is None:  # else the body is as it was when it was last put into that form
+        if request.chat is None:  # else the body has not changed since
             request.chat, request.why = _chat_form(request.route, request.body)
             if request.chat is None:
                 return False
@@ -246,13 +263,17 @@ class Cache:
             if request.route is not Route.COMPLETION:
                 request.conversation = conversation_of(request.chat)
                 request.kind = request.kind or process.journal.note_chat(request)
+                if has_media(request.chat):
+                    request.conversation = (
+                        None  # what its prompt renders is not all that is evaluated
+                    )
         if request.shape in process.disabled_shapes:
             request.why = TOKENIZED_OTHERWISE
             return False
         return True
 
     async def _note_tenant(self, process: Process, tenant: bytes) -> None:
-        """Note a tenant whose key llama-server has taken; of very many, only the first are noted."""
+        """Note a tenant whose key llama-server has taken, as long as there is room for its name."""
         tenant = process.tenant_here(tenant)
         if tenant in process.tenants or len(process.tenants) >= _MAX_TENANTS:
             return
@@ -268,7 +289,7 @@ class Cache:
 
 
 def _key_digest(request: Request) -> bytes:
-    """Return what tells apart the keys that requests themselves are sent with."""
+    """Return a digest of the API key headers of a request."""
     return xxhash.xxh3_128_digest(repr(sorted(request.headers.items())).encode())
 
 

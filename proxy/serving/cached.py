@@ -1,12 +1,13 @@
 """One request whose prompt is known, on its way through a slot.
 
 plan -> lease a slot -> restore the checkpoint -> stop at cuts -> send -> confirm the hit -> release, or
-save first. A hit is what the reply confirms: if less was reused than a restore promised, the checkpoint
-is quarantined; if more was reused than the slot was known to hold (drift), the slot is erased before
-its next use.
+save first. Only the reply confirms a hit. If it reused less than a restore promised, the checkpoint is
+quarantined. If it reused more than the slot was known to hold (drift), the slot is erased before its next
+use.
 """
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack, suppress
@@ -14,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from proxy.core.conditions import DegradationKind
+from proxy.core.cuts import SLACK_TOKENS, Stop
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt, SlotId
 from proxy.core.plan import Plan, Start, Why, most_useful, plan_extension, plan_request
 from proxy.core.saving import is_place_at_risk
@@ -41,8 +43,8 @@ _LONG_WAIT_SECONDS = 0.05
 class CachedRequest:
     """Serves one request from the cache, as far as that helps.
 
-    What the plan restores is kept from eviction from the step in which the plan is made until the
-    restore is done. While the request has to wait, what it would restore without a live slot is kept.
+    The checkpoint that the plan restores cannot be evicted from the moment of the plan until it is
+    restored. While the request waits for a slot, the checkpoint that it would restore cannot be evicted.
     """
 
     _account: Account
@@ -85,12 +87,13 @@ class CachedRequest:
         )
         with self._kept, await lease as self._lease:
             self._account = Account(self._lease.reason, self._prompt.n_tokens)
+            self._account.fetch_seconds = self._request.fetch_seconds
             self._request.account, self._request.foresee = self._account, self._foresee
             process.slots[self._plan.slot_id].destined = self._prompt.tokens
             if not self._extended:
                 self._note_planned()
             self._account.queued_seconds = time.monotonic() - joined_at
-            # A state that is restored into a dying process would be taken for what ended it.
+            # A state that is restored into a dying process would be blamed for its end.
             if self._account.queued_seconds > _LONG_WAIT_SECONDS or process.has_broken_off:
                 if not await process.is_current():
                     raise replaced()
@@ -106,7 +109,7 @@ class CachedRequest:
                 slot_id = self._plan.slot_id
                 self._abandon()
                 if await self._may_be_our_fault(slot_id, error):
-                    # Without what is suspect now, the request may be tried again.
+                    # The suspects are quarantined now, so the request may be tried again.
                     ended = "llama-server ended before it answered"
                     raise ServerAway(ended, was_sent="no", has_ended=True) from error
                 raise
@@ -118,18 +121,20 @@ class CachedRequest:
     # The plan.
 
     def _note_asked(self) -> None:
-        """Tell the store what is asked for."""
+        """Tell the store which prompt was asked for."""
         try:
             self._process.store.note_asked(self._prompt.namespace, self._prompt.tokens)
         except StoreFault as fault:
             self._process.faults.record("lookup", fault)
 
     def _choose(self) -> Choice[Plan] | None:
-        """Plan the request over the slots and checkpoints as they are now; None to go on waiting."""
+        """Plan the request over the present slots and checkpoints; None means that it goes on waiting."""
         if self._process.launches.is_save_coming:
             return None  # it would find an empty slot
         if self._extended:
             return self._choose_extended(self._extended)
+        if self._prompt.goes_on and (plan := self._plan_behind_media()):
+            return Choice((plan.slot_id,), plan, is_warm=True)
         began = time.perf_counter()
         self._kept.close()
         now = situation(self._process, self._prompt)
@@ -150,8 +155,36 @@ class CachedRequest:
         plan = Plan(start, why=Why.EXTENDS)
         return Choice((slot.id,), plan, is_warm=True)
 
+    def _plan_behind_media(self) -> Plan | None:
+        """Return the plan to go on in a slot with the same text before its first image, if there is one.
+
+        Whether the images are the same is for llama-server to tell, which compares digests of their bytes.
+        """
+        prompt = self._prompt
+        held = {slot.id: slot.content for slot in self._process.slots if not slot.is_leased}
+        same = [
+            slot_id
+            for slot_id, content in held.items()
+            if isinstance(content, Known)
+            and (content.namespace, content.tokens) == (prompt.namespace, prompt.tokens)
+        ]
+        if not same or NO_READ in self._request.wishes:
+            return None
+        newest = max(same, key=lambda slot_id: self._process.slots[slot_id].used_at)
+        start = Start(newest, prompt.n_tokens, sys.maxsize)
+        return Plan(start, why=Why.EXTENDS, n_shared=prompt.n_tokens)
+
     def _as_wished(self, plan: Plan) -> Plan:
-        """Return a plan that neither reuses nor saves what the client does not want reused or saved."""
+        """Return the plan without the reuse, or without the saves, that the client does not want.
+
+        The text before an image is saved alone: a state with images in it is not.
+        """
+        if self._prompt.goes_on:
+            n_tokens, start = self._prompt.n_tokens, replace(plan.start, n_at_most=sys.maxsize)
+            is_kept = n_tokens - plan.n_shared <= SLACK_TOKENS
+            stops = [stop for stop in plan.stops if stop.n_tokens < n_tokens]
+            text = Stop(n_tokens, None if is_kept else CheckpointKind.CONVERSATION)
+            plan = replace(plan, start=start, stops=(*stops, text))
         if NO_READ in self._request.wishes:
             start = replace(plan.start, n_reused=0, n_at_most=0, restored=None, erases=True)
             plan = replace(plan, start=start, why=Why.NOT_WANTED)
@@ -160,7 +193,7 @@ class CachedRequest:
         return plan
 
     def _as_kept(self, content: Content) -> Content:
-        """Return what the slot holds; as what need not be saved if nobody comes back, or wants it to be."""
+        """Return a slot's content, marked as not to be saved after a side call or under no_store."""
         if isinstance(content, Known) and self._request.kind is Kind.SIDE:
             return replace(content, is_aside=True)
         if NO_STORE not in self._request.wishes:
@@ -170,11 +203,11 @@ class CachedRequest:
         return replace(content, can_be_adopted=False) if isinstance(content, Unknown) else content
 
     def _plan_again(self) -> None:
-        """Plan the request anew in the slot that it has: what it was to restore is gone."""
+        """Plan the request anew in its slot, because the checkpoint to restore is gone."""
         now = situation(self._process, self._prompt)
         mine = replace(now.slots[self._plan.slot_id], is_leased=False)
         plan = plan_request(self._prompt, replace(now, slots=(mine,), expected=()))
-        assert plan is not None  # a slot is free, and nothing is waited for
+        assert plan is not None  # its slot counts as free, and no state is expected
         plan = self._as_wished(plan)
         if plan.start.restored:
             self._keep(plan.start.restored.checkpoint)
@@ -192,21 +225,21 @@ class CachedRequest:
     def _note_planned(self) -> None:
         try:
             self._inquiry = Inquiry(self._process, self._prompt, self._request.chat or self._body)
-        except Exception as error:  # only an explanation would be the poorer
+        except Exception as error:  # only the explanation suffers
             self._process.faults.record("explain", error)
 
     def _foresee(self) -> Cause:
-        """Return the cause that the reply will show if it confirms the plan."""
+        """Return the cause that will be reported if the reply confirms the plan."""
         if self._extended:
             return Cause.HIT
         return self._inquiry.foresee(self._account, self._request.id).cause
 
-    # The slot is brought to where the plan wants it.
+    # The slot is prepared as the plan says.
 
     async def _prepare(self) -> bool:
-        """Bring the slot to where the plan wants it; return False if nothing may be reused.
+        """Prepare the slot as the plan says; return False if llama-server must reuse nothing.
 
-        A request that extends what its slot holds needs nothing of that.
+        A request that extends its slot's content needs no preparation.
         """
         await self._process.launches.clear_others()
         with self._process.queue.announced(first_save(self._process, self._prompt, self._plan)):
@@ -215,14 +248,14 @@ class CachedRequest:
         return can_reuse
 
     async def _fill_slot(self) -> bool:
-        """Save what is displaced, erase, restore, stop at cuts; return False if nothing may be reused."""
+        """Save the displaced work, erase, restore, stop at cuts; return False if nothing may be reused."""
         process, slot_id = self._process, self._plan.slot_id
         if self._plan.start.displacement.saves:
             save = process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
             with process.queue.announced(displaced_state(process, slot_id)):
                 await process.finish(self._lease, save)
         await self._verify()
-        # That save may have found what nobody may reuse.
+        # The save may have found tokens that must not be reused.
         content = process.slots[slot_id].content
         namespace = self._prompt.namespace
         n_common = shared_tokens(content, self._prompt.tokens, namespace)
@@ -242,12 +275,12 @@ class CachedRequest:
                 raise
             process.faults.record("prepare", fault)
             self._account.is_degraded = True
-            # What was loaded from a file that changed meanwhile may be anything.
+            # A file that changed meanwhile may have loaded anything.
             return not isinstance(fault, StoreFault)
         return True
 
     async def _verify(self) -> None:
-        """Verify what the plan restores; if the file is damaged, make another plan in the same slot."""
+        """Verify the checkpoint to restore; if its file is damaged, make another plan in the same slot."""
         began = time.monotonic()
         while restored := self._plan.start.restored:
             try:
@@ -262,7 +295,7 @@ class CachedRequest:
 
     async def _restore(self, restored: Candidate) -> None:
         process, slot_id = self._process, self._plan.slot_id
-        # What is loaded may be more similar to another's prompt than its own slot is.
+        # The restored state may be more similar to the prompt of a placement than the slot meant for it.
         (await process.queue.hold()).end()
         process.slots.set_content(slot_id, TAINTED)
         began = time.monotonic()
@@ -287,7 +320,7 @@ class CachedRequest:
     # The request is sent, and may fail.
 
     async def _send(self, *, can_reuse: bool) -> Answer:
-        """Have the request served in the slot that is prepared for it."""
+        """Send the request to its prepared slot."""
         slot_id, process = self._plan.slot_id, self._process
         return await process.launches.send(
             self._turn,
@@ -302,7 +335,7 @@ class CachedRequest:
         self._read_beside()
 
     def _read_beside(self) -> None:
-        """Begin to read the prompt of a request that extends what its slot holds, if that is not done.
+        """Begin to read the prompt of a request that extends its slot's content, once.
 
         Not before llama-server works on the request: both would render the same messages at once.
         """
@@ -311,7 +344,7 @@ class CachedRequest:
             self._reading = self._process.tasks.start(self._read_soon())
 
     async def _read_soon(self) -> None:
-        """Read the prompt, but let a first token that comes at once pass before."""
+        """Read the prompt, but give the first token a moment to come before."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_FIRST_TOKEN_SECONDS):
                 await self._is_awaited.wait()
@@ -322,13 +355,13 @@ class CachedRequest:
         return isinstance(fault, UpstreamLost) and await self._process.has_ended()
 
     async def _may_be_our_fault(self, slot_id: SlotId, error: BaseException) -> bool:
-        """Return whether llama-server ended over what was done for the request, or over a saved state."""
+        """Return whether the proxy's own work for the request, or a saved state, ended llama-server."""
         if isinstance(error, ServerAway) and error.has_ended:
             return await self._process.quarantine_suspects(slot_id)
         return isinstance(error, UpstreamLost)
 
     def _abandon(self) -> None:
-        """Leave the slot to what may still run in it; a save will tell how far that came."""
+        """Leave the slot to the request that may still run in it; a save will tell how far it came."""
         if self._reading is not None:
             self._reading.cancel()
         for slot_id in self._lease.held:
@@ -338,10 +371,10 @@ class CachedRequest:
             winding_up = wind_up(self._process, slot_id, self._prompt.n_tokens)
             self._lease.hand_over(self._process.tasks.start(winding_up))
 
-    # The reply is held against the plan.
+    # The reply is compared with the plan.
 
     def _settle_later(self, answer: Answer) -> None:
-        """Settle a request that extends what its slot held once its prompt is read; keep the lease."""
+        """Settle a request that extends its slot's content once its prompt is read; keep the lease."""
         process = self._process
         assert self._request.conversation is not None
         self._read_beside()
@@ -369,7 +402,7 @@ class CachedRequest:
         self._settle_safely(answer)
 
     def _take_prompt(self, prompt: Prompt) -> None:
-        """Go on with the prompt that was read, in the slot whose content the request extends."""
+        """Go on with the prompt that was read meanwhile."""
         self._prompt, self._extended = prompt, None
         self._note_asked()
         self._note_planned()
@@ -381,12 +414,12 @@ class CachedRequest:
         try:
             self._settle(answer)
         except Exception as error:
-            # The client has its answer; what the slot holds is not worth failing for.
+            # The client has its answer; only the slot's content is lost.
             self._process.faults.record("settle", error)
             self._process.slots.set_content(self._plan.slot_id, TAINTED)
 
     def _settle(self, answer: Answer) -> None:
-        """Note what the reply says of the reuse and of the slot, and report the request."""
+        """Note the reuse and the slot's content that the reply tells, and report the request."""
         process, account, slot_id = self._process, self._account, self._plan.slot_id
         process.has_broken_off |= answer.is_broken
         if answer.timings is not None or answer.first_token_at is not None:
@@ -411,15 +444,24 @@ class CachedRequest:
         process.report.answered(self._request, judgement)
 
     def _held(self, before: Content, timings: Timings | None) -> Content:
-        """Return what the slot holds now; it is unknown where the reply contradicts the prediction."""
+        """Return the slot's content now; unknown if the reply contradicts the prediction."""
         process, prompt, account = self._process, self._prompt, self._account
         unknown = Unknown(prompt.namespace, origin=before.origin)
         if timings is None:
             return unknown
         account.add(timings)
-        if timings.cache_n + timings.prompt_n != prompt.n_tokens:
+        n_prompt = timings.cache_n + timings.prompt_n
+        if prompt.goes_on and n_prompt > prompt.n_tokens:
+            account.n_prompt, n_media = n_prompt, n_prompt - prompt.n_tokens
+            if account.is_ineffective_restore:
+                self._confirm()
+                return unknown
+            prompt = replace(prompt, cuts=account.plan.cuts)
+            content = process.content_after(before, prompt, n_media + timings.predicted_n)
+            return replace(content, n_saved=content.n_tokens)
+        if n_prompt != prompt.n_tokens:
             account.failure = Cause.TOKENIZED_OTHERWISE
-            self._disagree(timings.cache_n + timings.prompt_n)
+            self._disagree(n_prompt)
             return unknown
         self._confirm()
         if account.is_drift and not process.clears_idle_slots:
@@ -429,9 +471,7 @@ class CachedRequest:
             return TAINTED
         process.learn_evaluation(timings)
         if account.is_ineffective_restore:
-            before = (
-                unknown  # what the checkpoint held is not in the slot, nor on the disk any more
-            )
+            before = unknown  # the checkpoint's tokens were not in the slot
         return process.content_after(
             before, replace(prompt, cuts=account.plan.cuts), timings.predicted_n
         )
@@ -449,19 +489,19 @@ class CachedRequest:
         )
 
     async def _enable_if_misread(self) -> None:
-        """Serve requests of this shape from the cache again if the proxy itself was wrong."""
+        """Serve requests of this shape from the cache again if the proxy itself misread the prompt."""
         with suppress(UpstreamFault):
             if await self._process.reader.was_wrong(self._prompt, self._request.headers):
                 self._process.enable_shape(self._prompt.shape)
 
     def _confirm(self) -> None:
-        """Hold what was reused against what was promised."""
+        """Compare the reuse with the plan."""
         process, account, start = self._process, self._account, self._plan.start
         if account.n_restored and not account.is_ineffective_restore:
             process.recover(DegradationKind.RESTORES_NOT_REUSED)
         if account.is_ineffective_restore and start.restored:
             self._quarantine(start.restored.checkpoint, start.n_reused)
-        # A server that clears idle slots puts them into its RAM cache, and brings prompts back from there.
+        # A server that clears idle slots brings prompts back from its RAM cache: that is no drift.
         if account.is_drift and not process.clears_idle_slots:
             process.metrics.drift.inc()
         if account.is_short:
@@ -469,7 +509,7 @@ class CachedRequest:
             self._learn_stride()
 
     def _quarantine(self, checkpoint: Checkpoint, n_expected: int) -> None:
-        """Do not offer a checkpoint any more whose restore was not reused as the rule says."""
+        """Quarantine a checkpoint whose restore was not reused as the rule says."""
         process, account = self._process, self._account
         process.degrade(
             DegradationKind.RESTORES_NOT_REUSED,

@@ -1,4 +1,4 @@
-"""What requests wait for before they start: a turn to start, and a slot to end."""
+"""Requests wait before they start: for their turn, and for slots of clients that left."""
 
 import asyncio
 import time
@@ -14,11 +14,10 @@ from proxy.serving.process import LastTasks, Process
 from proxy.serving.request import Answer, OnStart, Request, do_nothing
 from proxy.tasks import Turn, Turns
 
-# With llama-server's default flags, a slot that starts to run empties all idle slots. There one request
-# at a time is on its way to its start: it has the turn from the choice of its slot until llama-server
-# runs the request, and the content of the other free slots is saved before. llama-server leaves running
-# slots alone, so as many requests generate at once as there are slots. On other servers a turn excludes
-# nobody.
+# With llama-server's default flags, a slot that starts to run empties all idle slots. There only one
+# request at a time may be starting: it has the turn from the choice of its slot until llama-server runs the
+# request, and the content of the other free slots is saved before. llama-server leaves running slots alone,
+# so as many requests generate at once as there are slots. On other servers a turn excludes nobody.
 
 
 _START_LOOK_SECONDS = 0.02
@@ -26,9 +25,9 @@ _CLOSING_LOOK_SECONDS = 0.01
 
 
 def note_emptied(table: SlotTable, statuses: list[SlotStatus]) -> bool:
-    """Note the free slots that llama-server says are empty; return whether any was thought to be full.
+    """Note the free slots that are empty as llama-server says; return whether the table had one as full.
 
-    llama-server does not say what a slot holds that has never run a task.
+    llama-server does not tell the content of a slot that has never run a task.
     """
     emptied = [SlotId(s.id) for s in statuses if s.id_task >= 0 and s.n_held == 0]
     full = [
@@ -53,9 +52,9 @@ class Launches:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[Turn | None]:
-        """Wait until nobody else is about to start, and see what is left in the slots.
+        """Wait until no other request is starting, and look which slots are empty now.
 
-        None is a turn that excludes nobody.
+        Yields None if a turn would exclude nobody.
         """
         if not self._process.clears_idle_slots:
             yield None
@@ -69,23 +68,23 @@ class Launches:
             turn.end()
 
     def try_turn(self) -> Turn | None:
-        """Return a turn if nobody has it."""
+        """Return a turn if it is free."""
         turns = self._turns if self._process.clears_idle_slots else Turns()
         return turns.try_take()
 
     @property
     def is_save_coming(self) -> bool:
-        """Whether a save is due in a slot that ends by itself, which the next start would empty."""
+        """Whether a slot that is closing has yet to be saved, and the next start would empty it."""
         return bool(self._process.clears_idle_slots) and any(
             slot.is_closing and is_write_back_due(self._process.rule, slot.content)
             for slot in self._table
         )
 
     async def clear_others(self) -> None:
-        """Save and empty what free slots hold: the start that is coming would empty them.
+        """Save and empty free slots, which the coming start would empty anyway.
 
-        They share their cells. A state that is restored beside others, which are emptied then, has its
-        newest tokens in front: the sums of attention come in another order, and near ties fall otherwise.
+        Slots share their cells. If a state is restored first and the others are emptied afterwards, the
+        newest tokens lie in front: attention is then summed in another order, and near ties fall otherwise.
         """
         while self.is_save_coming:  # noqa: ASYNC110 - such slots end by themselves, without an event
             await asyncio.sleep(_CLOSING_LOOK_SECONDS)
@@ -122,7 +121,7 @@ class Launches:
             turn.end()
 
     async def _end_at_start(self, turn: Turn, before: LastTasks | None) -> None:
-        """End the turn when some slot has begun another task; a whole answer's start is not told."""
+        """End the turn when some slot has begun another task; of whole answers the start is not told."""
         while before is not None:
             await asyncio.sleep(_START_LOOK_SECONDS)
             if await self._process.begun_since(before):
@@ -144,9 +143,10 @@ _LOOK_SECONDS = 0.05
 
 
 async def wind_up(process: Process, slot_id: SlotId, n_tokens: int) -> None:
-    """Wait until llama-server has let go of a slot, then learn from a save what it holds.
+    """Wait until llama-server has let go of a slot, then save the slot to learn its content.
 
-    Clients that gave up waiting send the same prompt again; what was evaluated of it must not be lost.
+    A client that gave up waiting often sends the same prompt again: the tokens evaluated so far must not be
+    lost.
     """
     await outlast(process, lambda: [slot_id], n_tokens)
     queue = process.queue
@@ -159,11 +159,10 @@ async def wind_up(process: Process, slot_id: SlotId, n_tokens: int) -> None:
 async def outlast(
     process: Process, slot_ids: Callable[[], Collection[SlotId]], n_tokens: int = 0
 ) -> None:
-    """Return when a request of *n_tokens* abandoned in one of the slots neither runs nor ever will.
+    """Return when a request of *n_tokens* that was abandoned in one of the slots cannot run any more.
 
-    *slot_ids* are asked for at each look, for slots may still join an abandoned placement.
-
-    That a slot was busy and is idle again proves nothing: it may have been the request before.
+    *slot_ids* is called at each look, because slots may still join an abandoned placement. A slot that was
+    busy and is idle again proves nothing: the request before may have run there.
     """
     began = time.monotonic()
     await _is_busy(process, slot_ids)

@@ -1,4 +1,4 @@
-"""Requests that no plan places: llama-server chooses the slot, or the prompt is not looked up."""
+"""Requests without a planned slot: llama-server chooses the slot, or the prompt is not looked up."""
 
 import asyncio
 import time
@@ -44,13 +44,13 @@ class UncachedRequest:
 
     There are two cases:
 
-    1. llama-server honours `id_slot`: the request runs in a slot of the proxy's choice, whatever that
+    1. llama-server honours `id_slot`: the request runs in a slot of the proxy's choice, whatever that slot
     holds.
-    2. llama-server chooses the slot, among those that are idle *to it*, as for embeddings. So the
-    request waits until every leased slot is known to run its request (a slot that is being restored
-    looks idle too). Then it takes all free slots, and those that come free, until /slots shows which
-    slot was chosen. Where it must not land in a slot that another request leaves behind, such as
-    another tenant's, it waits until all are free.
+    2. llama-server chooses the slot among those that it sees as idle, as for embeddings. So the request
+    waits until every leased slot is known to run its request (a slot that is being restored looks idle
+    too). Then the request leases all free slots, and slots that come free, until /slots shows which slot
+    was chosen. If the request must not run in a slot that another request leaves behind, such as another
+    tenant's, it waits until all slots are free.
     """
 
     def __init__(self, process: Process, request: Request, turn: Turn | None) -> None:
@@ -93,7 +93,7 @@ class UncachedRequest:
 
     async def serve_unpinned(self) -> None:
         """Serve the request in a slot of llama-server's choice, or in several."""
-        may_be_passed = self._n_slots == 1  # it then waits only until others really run
+        may_be_passed = self._n_slots == 1  # it waits only until the other requests run
         leasing = self._queue.lease(
             self._choose,
             since=self._request.arrived_at,
@@ -107,7 +107,7 @@ class UncachedRequest:
                 self._before = await self._process.last_tasks()
                 if self._is_one_task:
                     placement = self._process.tasks.start(self._await_placement(lease))
-                # Where another tenant's tokens are still there, nothing may be reused.
+                # If another tenant's tokens are still in a slot, nothing may be reused.
                 raw = self._request.raw
                 may_reuse = is_clear and NO_READ not in self._request.wishes
                 if not may_reuse and self._body is not None:
@@ -125,7 +125,7 @@ class UncachedRequest:
     async def _send(self, raw: bytes, on_start: OnStart = do_nothing) -> None:
         """Send the request, and report it.
 
-        At once: clients that have their answer hang up, and what is left to do is cut short.
+        The report comes at once: a client that has its answer hangs up, and that cancels this task.
         """
         process, request = self._process, self._request
         answer = await process.launches.send(self._turn, request, raw, on_start)
@@ -137,7 +137,7 @@ class UncachedRequest:
         """Save what would be lost, and erase what may not be reused; return False if that failed."""
         cleared: set[SlotId] = set()
         is_clear = True
-        while left := set(lease.held) - cleared:  # slots may join a placement meanwhile
+        while left := set(lease.held) - cleared:  # slots may join the lease meanwhile
             for slot_id in left:
                 is_clear &= await self._clear(lease, slot_id)
             cleared |= left
@@ -151,7 +151,7 @@ class UncachedRequest:
             await process.finish(lease, process.saves.write_back(slot_id, kind))
         if not must_be_erased(process.rule, process.slots[slot_id].content, self._namespace):
             return True
-        # No flag tells /v1/messages to reuse nothing: one token is put into a slot that cannot be erased.
+        # /v1/messages has no flag against reuse. If a slot cannot be erased, one token overwrites it.
         for clear in (process.erase, process.overwrite):
             try:
                 await process.finish(lease, clear(slot_id))
@@ -163,9 +163,9 @@ class UncachedRequest:
     def _mark_unknown(
         self, slot_ids: Iterable[SlotId], *, is_tainted: bool = False, brief: bytes = b""
     ) -> None:
-        """Note that only llama-server knows what these slots hold; no lookup could find it in a file."""
+        """Note that the content of these slots is unknown, and that no lookup finds it in a file."""
         for slot_id in slot_ids:
-            # A slot that joined a placement was never cleared: what it held may be part of what it holds.
+            # A slot that joined the lease late was never cleared: it may still hold its earlier tokens.
             content = self._process.slots[slot_id].content
             is_unclear = must_be_erased(self._process.rule, content, self._namespace)
             unknown = Unknown(self._namespace, can_be_adopted=False, brief=brief)
@@ -174,9 +174,9 @@ class UncachedRequest:
             )
 
     def _abandon(self, lease: Lease[None], *, is_tainted: bool = False) -> None:
-        """Hold the slots until nothing of the request can run in them any more."""
+        """Hold the slots until the request can no longer run in them."""
         if not lease.held:
-            return  # a slot action took the lease along before anything was sent
+            return  # a slot action took over the lease before the request was sent
         self._mark_unknown(lease.held, is_tainted=is_tainted)
         ending = outlast(self._process, lambda: lease.reserved)
         lease.hand_over(self._process.tasks.start(ending))
@@ -188,27 +188,27 @@ class UncachedRequest:
         return Choice(free, None) if can_be_placed and len(free) >= self._n_slots else None
 
     def _can_join(self, slot: Slot) -> bool:
-        """Return whether the request may even be placed into a slot that somebody uses, at its end."""
+        """Return whether the request may run in a slot that is in use now, once its request has ended."""
         process = self._process
         if not slot.is_running or len(process.tenants) > 1:
-            return False  # whose tokens it will hold then is not known yet
+            return False  # it is not known yet whose tokens the slot will hold then
         return not must_be_erased(process.rule, slot.content, self._namespace)
 
     async def _await_placement(self, lease: Lease[None]) -> None:
-        """Give back the slots that llama-server did not choose as soon as it has chosen."""
+        """Release the other slots as soon as llama-server has chosen one."""
         pause = _FIRST_LOOK_SECONDS
         while self._before is not None:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LAST_LOOK_SECONDS)
             used = await self._process.begun_since(self._before) or []
-            # A slot whose request has just ended may have been chosen before its lease has.
+            # llama-server may choose a slot whose request has ended but whose lease has not.
             if len(used) >= self._n_slots and set(used) <= set(lease.held):
                 self._is_placed = True
                 self._queue.end_placement(lease, used)
                 return
 
     async def _used(self, lease: Lease[None]) -> list[SlotId]:
-        """Return which slots the request ran on; all that it leased if that is not known."""
+        """Return the slots in which the request ran; all leased slots if that is not known."""
         used = None if self._is_placed else await self._process.begun_since(self._before)
         if used is None:
             return list(lease.held)
@@ -217,17 +217,17 @@ class UncachedRequest:
         return used
 
 
-# Cached requests whose slot llama-server chooses by similarity, because /v1/messages drops id_slot. The
-# prepared slot is made the most similar idle slot. One such request is placed at a time, and no lease is
-# granted between the last look at the slots and llama-server's choice.
+# llama-server chooses the slot of some cached requests by similarity, because /v1/messages drops id_slot.
+# The proxy makes the prepared slot the most similar idle slot. It places one such request at a time, and
+# grants no lease between its last look at the slots and llama-server's choice.
 
 
 _FIRST_SIMILAR_LOOK_SECONDS = 0.005
 _LAST_SIMILAR_LOOK_SECONDS = 0.25
 _RIVAL_SECONDS = 30.0
-"""How long a request waits for slots that may turn out more similar than its own."""
+"""How long a request waits for leased slots that may become more similar than its own."""
 _START_SECONDS = 10.0
-"""How long nothing is granted for a request that is sent and does not start."""
+"""How long no lease is granted while a request that was sent does not start."""
 
 
 class SimilarRequest(CachedRequest):
@@ -261,7 +261,7 @@ class SimilarRequest(CachedRequest):
         return await launches.send(self._turn, self._request, raw, self._read_beside, n_found)
 
     async def _send_to_be_refused(self) -> Answer:
-        """Send a prompt that does not fit; the slot that is chosen runs nothing, and stays as it is."""
+        """Send a prompt that does not fit; llama-server refuses it, and no slot changes."""
         hold = await self._process.queue.hold()
         try:
             return await self._send_as_it_is()
@@ -269,7 +269,7 @@ class SimilarRequest(CachedRequest):
             hold.end()
 
     async def _await_turn(self) -> Turn:
-        """Return, holding the queue, once llama-server must choose the slot that is prepared."""
+        """Wait until llama-server must choose the prepared slot; return the hold on the queue."""
         slot_id, queue = self._plan.slot_id, self._process.queue
         began, pause = time.monotonic(), _FIRST_SIMILAR_LOOK_SECONDS
         while True:
@@ -286,7 +286,7 @@ class SimilarRequest(CachedRequest):
             except BaseException:
                 hold.end()
                 raise
-            # Only who holds the queue may say so: others then go by what the slot holds.
+            # Set only while the queue is held: other requests then plan with what the slot holds.
             queue.table[slot_id].is_ready = stands_out
             hold.end()
             if not stands_out:
@@ -302,7 +302,7 @@ class SimilarRequest(CachedRequest):
         return any(shared_at_most(slot, tokens) == len(tokens) for slot in others)
 
     async def _read_first(self) -> None:
-        """Read the prompt before it is sent; if it cannot be read, what is known has to do."""
+        """Read the prompt before it is sent; if it cannot be read, keep the known part of it."""
         self._read_beside()
         self._is_awaited.set()
         assert self._reading is not None
@@ -313,14 +313,14 @@ class SimilarRequest(CachedRequest):
         self._extended = None
 
     def _stands_out(self, slot_id: SlotId) -> bool:
-        """Return whether the slot is as similar as it can be, or as it must be."""
+        """Return whether the slot is similar enough and has no rival, or cannot become more similar."""
         slot, table = self._process.slots[slot_id], self._process.slots
         tokens = self._prompt.tokens
         is_most_similar = is_similar_enough(slot, tokens) and not rivals(slot, table, tokens)
         return is_most_similar or self._has_evaluated_all
 
     async def _evaluate_all(self) -> None:
-        """Let the slot hold all of the prompt but its last tokens: only an equal prompt is as similar."""
+        """Evaluate all of the prompt but its last tokens: then only an equal prompt is as similar."""
         self._has_evaluated_all = True
         n_end = self._prompt.cuts.message_end or self._prompt.n_tokens - 1
         slot = self._process.slots[self._plan.slot_id]
@@ -339,7 +339,7 @@ class SimilarRequest(CachedRequest):
             self._process.faults.record("placement", fault)
 
     async def _make_way(self, slot_id: SlotId, *, is_late: bool) -> bool:
-        """Empty the free slots that would be chosen instead; return False if one must be waited for."""
+        """Empty the free slots that would be chosen instead; return False if a leased one has to end."""
         table = self._process.slots
         for rival in rivals(table[slot_id], table, self._prompt.tokens):
             if table[rival].is_leased:
@@ -350,9 +350,9 @@ class SimilarRequest(CachedRequest):
         return True
 
     def _may_end_in(self, rival: Slot, *, is_late: bool) -> bool:
-        """Return whether it does no harm if the request runs in a rival whose own has just ended.
+        """Return whether the request may run in a rival, should the rival's own request end now.
 
-        A slot that runs is not chosen, but it may come to its end before llama-server chooses.
+        llama-server does not choose a busy slot, but the slot may become idle before the choice.
         """
         process = self._process
         namespace = self._prompt.namespace
@@ -362,10 +362,10 @@ class SimilarRequest(CachedRequest):
         return is_late or (rival.is_running and len(process.tenants) <= 1)
 
     async def _watch(self, hold: Turn, before: LastTasks | None, is_over: asyncio.Event) -> None:
-        """Find where llama-server begins the request; hold the queue until then, but not for long."""
+        """Find the slot in which the request begins; hold the queue until then, but not for long."""
         began, pause = time.monotonic(), _FIRST_SIMILAR_LOOK_SECONDS
         slot_id = self._plan.slot_id
-        self._is_placed = before is None  # nothing else is as similar
+        self._is_placed = before is None  # no other slot is as similar
         while before is not None and not self._is_placed:
             with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
@@ -373,7 +373,7 @@ class SimilarRequest(CachedRequest):
             is_last_look = is_over.is_set()
             begun = await self._process.begun_since(before) or []
             if is_last_look and (settling := [task for _, task in self._process.settling]):
-                # Their slots are leased, but llama-server may choose them.
+                # The slots of answered requests are still leased, but llama-server may choose them.
                 await asyncio.wait(settling)
             self._find(begun)
             if is_last_look:
@@ -381,7 +381,7 @@ class SimilarRequest(CachedRequest):
             pause = min(2 * pause, _LAST_SIMILAR_LOOK_SECONDS)
             if time.monotonic() - began > _START_SECONDS:
                 hold.end()
-                before = {slot_id: before[slot_id]}  # others may begin in the free ones now
+                before = {slot_id: before[slot_id]}  # others may begin in the free slots now
         if self._is_placed:
             self._process.slots[self._plan.slot_id].note_running()
         if self._is_placed and before is not None and self._plan.slot_id == slot_id:
@@ -389,7 +389,7 @@ class SimilarRequest(CachedRequest):
         hold.end()
 
     def _find(self, begun: list[SlotId]) -> None:
-        """Look which slot has *begun* something; go on in another one if it was that."""
+        """Find the request's slot among those that have *begun* a task; follow it into another slot."""
         slot_id, table = self._plan.slot_id, self._process.slots
         others = [table[other] for other in begun if not table[other].is_leased]
         self._is_placed = slot_id in begun or bool(others)
@@ -397,7 +397,7 @@ class SimilarRequest(CachedRequest):
             self._follow(others[0])
 
     def _follow(self, chosen: Slot) -> None:
-        """Take the slot that was chosen instead; the one that was prepared is free again."""
+        """Move the lease to the slot that was chosen instead; the prepared slot is free again."""
         process, prompt = self._process, self._prompt
         if chosen.id not in rivals(process.slots[self._plan.slot_id], [chosen], prompt.tokens):
             process.degrade(DegradationKind.PLACED_ELSEWHERE)
@@ -409,7 +409,7 @@ class SimilarRequest(CachedRequest):
         self._account.move(plan)
 
     def _confirmed(self, answer: Answer) -> Answer:
-        """Return the answer, without what it says of reuse if its slot is not known."""
+        """Return the answer, without its timings if its slot is not known."""
         if self._is_placed or answer.timings is None:
             return answer
         self._account.is_degraded = True
@@ -418,7 +418,7 @@ class SimilarRequest(CachedRequest):
         return replace(answer, timings=None)
 
     async def _tasks_before(self, slot_id: SlotId) -> LastTasks | None:
-        """Return the last tasks of the slots that nothing but our request can begin to run in now."""
+        """Return the last tasks of the slots in which only our request can begin now."""
         table = self._process.slots
         if len(table) == 1:
             return None
@@ -428,7 +428,7 @@ class SimilarRequest(CachedRequest):
 
 
 async def _see_through(watching: "asyncio.Task[None]") -> None:
-    """Await it although the client, who has its answer, may hang up: where it ran must be known."""
+    """Await *watching* even if the client hangs up after its answer: the slot must be known."""
     try:
         await asyncio.shield(watching)
     except asyncio.CancelledError:

@@ -1,7 +1,4 @@
-"""What a llama-server process could do for a prompt: the situation that the plan decides on.
-
-Some of it is not there yet: states that are about to be saved.
-"""
+"""The situation of a plan: slots, checkpoints, rates, and states that are about to be saved."""
 
 import time
 
@@ -14,7 +11,7 @@ from proxy.serving.process import Process
 
 
 def look_up(process: Process, prompt: Prompt) -> tuple[tuple[Candidate, ...], int]:
-    """Return the usable checkpoints, and how many tokens the prompt shares with any, usable or not."""
+    """Return the usable checkpoints, and the longest prefix shared with any checkpoint."""
     if not process.rule.can_restore:
         return (), 0
     try:

@@ -1,8 +1,8 @@
 """One llama-server process, from first contact until it is gone: its slots, queue, rule, rates and saves.
 
-Owns: each action on a slot (restore, stop at a cut, erase, save and erase), and what the slot table says
-afterwards. Only the holder of a slot's lease may act on that slot. Every method leaves the table true,
-whatever fails.
+Owns: each action on a slot (restore, stop at a cut, erase, save and erase), and its entry in the slot
+table. Only the holder of a slot's lease may act on that slot. Every method leaves the table true, whatever
+fails.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ RATES = "rates {model} {build}"
 _MAX_SIZES = 256
 _MAX_KEYS = 1024
 _MAX_OTHERS = 16
-"""How many other tenants are asked whether they have what a request missed."""
+"""So many other tenants' states are searched for what a request missed."""
 ENDED_LLAMA_SERVER = (
     "llama-server ended while it restored this state, evaluated from it or saved it"
 )
@@ -98,17 +98,16 @@ async def _is_always() -> bool:
 class Process(Services):
     """One llama-server process, and everything that lives as long as that process does.
 
-    `id` is the process's own mark in /props. `model_namespace` is None where nothing may be saved or
+    `id` identifies the process in /props. `model_namespace` is None where nothing may be saved or
     restored; `obstacle` then says why. Since `rule` was learned, `n_contradictions` restores were reused
-    less than `rule` says. `disabled_shapes` are kinds of
-    requests whose tokens the proxy predicted wrongly. The plan counts on the newest `n_believed_points`
-    context checkpoints of a live slot. `asks_for_key` says that llama-server refuses requests without an
-    API key, `taken_keys` by their digests which keys llama-server takes. `is_one_tenant` says that
-    keys make no difference to reuse, `has_ram_cache` that llama-server may keep prompts outside its slots.
-    `tenants` are those that may have tokens in the slots: who has asked, and b"" if keys do not matter.
-    `unsupported_paths` are routes that llama-server has answered 501. `clears_idle_slots` says whether a
-    slot that starts empties idle slots; None where the attach could not tell. `saves_context_checkpoints`
-    is what the probe save showed: it depends on flags that llama-server does not tell. `sizes` are those of
+    less than `rule` says. `disabled_shapes` are kinds of requests whose tokens the proxy predicted wrongly.
+    The plan counts on the newest `n_believed_points` context checkpoints of a live slot. `asks_for_key`
+    says that llama-server refuses requests without an API key; `taken_keys` tells, by digest, which keys
+    it takes. `is_one_tenant` says that all keys share states, `has_ram_cache` that llama-server may keep
+    prompts outside its slots. `tenants` are those that have asked, and b"" if keys do not matter.
+    `unsupported_paths` are routes that llama-server has answered with 501. `clears_idle_slots` says whether
+    a slot that starts empties idle slots; None if the attach could not tell. `saves_context_checkpoints` is
+    what the probe save showed: it depends on flags that llama-server does not tell. `sizes` are those of
     the newest saves.
     """
 
@@ -127,7 +126,7 @@ class Process(Services):
     has_broken_off: bool = False
     """Whether an answer broke off since the process was last known to run."""
     judges_by_size: bool = True
-    """Whether no body that was judged to be far over the context has turned out to fit."""
+    """False once a body that looked far too long for the context did fit."""
     disabled_shapes: set[str] = field(default_factory=set)
     asks_for_key: bool = True
     is_one_tenant: bool = False
@@ -140,15 +139,15 @@ class Process(Services):
     extending: "WeakSet[Request]" = field(default_factory=WeakSet)
     """Requests that were sent before anybody looked whether this process still runs."""
     settling: "list[tuple[bytes, asyncio.Task[None]]]" = field(default_factory=list)
-    """The conversations whose answers are whole, and the tasks that find out what their slots hold now."""
+    """Conversations whose answers are whole, and the tasks that learn what their slots hold now."""
     reader: "PromptReader" = field(init=False)
     room: "Room" = field(init=False)
     saves: "SlotSaves" = field(init=False)
     launches: "Launches" = field(init=False)
     on_way: "set[Request]" = field(default_factory=set)
-    """Requests that another llama-server has read, and that will be served by this process."""
+    """Requests that another llama-server has read and this process will serve."""
     is_current: Callable[[], Awaitable[bool]] = _is_always
-    """Looks at llama-server now; returns whether this process is still the one that answers."""
+    """Asks llama-server now; returns whether this process still answers."""
 
     @property
     def slots(self) -> SlotTable:
@@ -183,7 +182,7 @@ class Process(Services):
         return tenant_namespace(self.model_namespace, self.tenant_here(tenant))
 
     def tenant_here(self, tenant: bytes) -> bytes:
-        """Return a tenant as far as it makes a difference here: the salt always does, the key may not."""
+        """Return the tenant that counts here: the salt always counts, the key may not."""
         return tenant_without_key(tenant) if self.is_one_tenant else tenant
 
     def n_known_to_others(self, prompt: Prompt) -> int:
@@ -193,10 +192,10 @@ class Process(Services):
         found = (self.store.find(t, prompt.tokens) for t in islice(others, _MAX_OTHERS))
         return max((most_useful(self.rule, f, prompt.n_tokens)[0] for f in found), default=0)
 
-    # What the index remembers of this model from one process to the next.
+    # What the index remembers of a model, beyond one process.
 
     def known(self, name: str, value_type: type[T]) -> T | None:
-        """Return what is remembered under RULE, SIZES or RATES."""
+        """Return the value remembered under RULE, SIZES or RATES."""
         return self.store.index.value(self._name_here(name), value_type)
 
     async def remember(self, name: str, value: object) -> None:
@@ -243,7 +242,7 @@ class Process(Services):
             self.recover(DegradationKind.TOKENIZED_OTHERWISE)
 
     def note_tenants(self) -> None:
-        """Look whether several tenants are there: llama-server's RAM cache does not tell them apart."""
+        """Warn of several tenants if llama-server's RAM cache, which does not tell them apart, is on."""
         tenants = self.tenants if self.is_one_tenant else self.tenants - {b""}
         if self.has_ram_cache and len(tenants) > 1:
             self.degrade(DegradationKind.SEVERAL_API_KEYS)
@@ -261,9 +260,9 @@ class Process(Services):
     # The rule, sizes and rates of this process.
 
     async def learn_rule(self, rule: Rule) -> None:
-        """Go by *rule* from now on, and remember it for this model and build; raises StoreFault.
+        """Use *rule* from now on, and remember it for this model and build; raises StoreFault.
 
-        If nothing can be restored, that may have been a disturbance: it is not remembered.
+        "Nothing can be restored" is not remembered, because a disturbance may have caused it.
         """
         self.rule = rule
         self.room.repairs_windows = rule.needs_repair
@@ -281,7 +280,7 @@ class Process(Services):
         self.rates = self.rates.after_evaluation(n_from, n_to, timings.prompt_ms / 1000)
 
     def state_bytes(self, content: Content) -> int:
-        """Return how large the state of a slot will be at most; 0 while nothing like it was saved."""
+        """Return the largest size that a slot's state may have; 0 until a similar state was saved."""
         return state_bytes(self.sizes, content)
 
     def content_after(self, before: Content, prompt: Prompt, n_generated: int = 0) -> Known:
@@ -295,7 +294,7 @@ class Process(Services):
             stride_tokens=self.rule.stride_tokens if is_far_apart else 1,
         )
 
-    # What llama-server says of its slots.
+    # Slots as llama-server sees them.
 
     async def slot_states(self) -> list[SlotStatus]:
         """Return llama-server's own view of its slots; raises UpstreamFault."""
@@ -311,7 +310,7 @@ class Process(Services):
             return None
 
     async def begun_since(self, before: LastTasks | None) -> list[SlotId] | None:
-        """Return which slots run another task than *before*, or have run one; None if it is not told."""
+        """Return the slots that have begun another task since *before*; None if that is not told."""
         if before is None or (after := await self.last_tasks()) is None:
             return None
         return [slot_id for slot_id, task in before.items() if after.get(slot_id, -1) != task]
@@ -319,7 +318,7 @@ class Process(Services):
     # The actions on a leased slot.
 
     async def finish(self, lease: Lease[Any], action: Coroutine[Any, Any, T]) -> T:
-        """Await a slot action that must not be cut short: cancelled, the action takes the lease along."""
+        """Await a slot action that must not be cut short: it keeps the lease of a cancelled caller."""
         task = self.tasks.start(action)
         try:
             return await asyncio.shield(task)
@@ -342,7 +341,7 @@ class Process(Services):
         self.slots.set_content(slot_id, Empty())
 
     async def empty(self, slot_id: SlotId) -> None:
-        """Save what a free slot holds, and erase the slot; a slot that somebody leases is left alone."""
+        """Save a free slot's content, then erase the slot; a leased slot is left alone."""
         if (lease := self.queue.try_lease(slot_id, passes_all=True)) is None:
             return
         with lease:
@@ -353,7 +352,7 @@ class Process(Services):
                 self.faults.record("erase", fault)
 
     async def overwrite(self, slot_id: SlotId) -> None:
-        """Replace what a slot holds by one token, where it cannot be erased; raises UpstreamFault."""
+        """Replace a slot's content by one token, where the slot cannot be erased; raises UpstreamFault."""
         self.require_alive()
         self.slots.set_content(slot_id, TAINTED)
         await self.upstream.overwrite(slot_id)
@@ -454,11 +453,11 @@ class Process(Services):
         return not (await self.is_current() and await self.is_current())
 
     async def quarantine_suspects(self, slot_id: SlotId, *, is_saving: bool = False) -> bool:
-        """Quarantine on disk what may have ended llama-server in a slot; return whether there is anything.
+        """Quarantine the checkpoints that may have ended llama-server; return whether there are any.
 
-        Suspect is what was being restored, evaluated from, or saved when the connection broke and the
-        process ended. A process that is told to end lets its connections stand (`Heard`), so nothing is
-        suspect then; nor is anything when only the network broke the connection.
+        A checkpoint is suspect if it was being restored, evaluated from or saved when the connection broke
+        and the process ended. None is suspect if the process was told to end, because it keeps its
+        connections then (`Heard`), or if only the network broke the connection.
         """
         slot = self.slots[slot_id]
         suspects, slot.sources = slot.suspects(is_saving=is_saving), ()
@@ -470,7 +469,7 @@ class Process(Services):
             quarantine = Quarantine(ENDED_LLAMA_SERVER, time.time())
             await self.store.quarantine_for_good(suspects, quarantine)
         except StoreFault as fault:
-            # This process of the proxy does not offer the suspects any more.
+            # Until its next start the proxy does not offer the suspects.
             self.faults.record("quarantine", fault)
         finally:
             note_quarantined(self.everywhere, self.store.quarantined)
@@ -479,7 +478,7 @@ class Process(Services):
         return True
 
     def note_loss(self, checkpoint: Checkpoint, cause: Cause) -> None:
-        """Note why a checkpoint is not offered any more, for the requests that miss it."""
-        with suppress(StoreFault):  # only an explanation would be the poorer
+        """Note why a checkpoint is gone, for the explanations of requests that miss it."""
+        with suppress(StoreFault):  # only the explanations suffer
             tokens = self.store.index.tokens(checkpoint.id)
             self.journal.note_loss(checkpoint.namespace, tokens, cause)

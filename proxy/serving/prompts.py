@@ -1,8 +1,8 @@
 """From a request to its tokens and stable cuts, by asking llama-server to render and tokenize.
 
-Owns: how a cut is found, and how little is tokenized. The renderings are llama-server's own, so that every
-template is covered; what does not change between the requests of a conversation is remembered, and checked
-against the text and the tokens at hand before it is used.
+Owns: how a cut is found, and how little is tokenized. llama-server itself renders, so that every template
+is covered. Results that hold for the later requests of a conversation are remembered, and checked against
+the text and the tokens at hand before they are used.
 """
 
 import asyncio
@@ -22,6 +22,7 @@ from proxy.errors import UpstreamFault, UpstreamRefused
 from proxy.llama.bodies import (
     GenerationBody,
     begins_with_reminder,
+    has_media,
     has_several_texts,
     is_first_message,
     last_text,
@@ -32,30 +33,29 @@ from proxy.llama.bodies import (
     with_last_text,
     with_messages,
 )
-from proxy.llama.client import LlamaServer, TokenPiece
+from proxy.llama.client import MEDIA_MARKER, LlamaServer, TokenPiece
 
 _N_REMEMBERED = 256
 _OTHER_TEXTS = ("1 header", "Zheader")
-"""What users may write otherwise: no text begins like both."""
+"""Two user texts to render instead of the user's own; no text begins like both."""
 
 _SEARCHED_TOKENS = 24
 """How far back from the end of a text its last special token is looked for."""
 
 _SEARCHED_CHARACTERS = 400
-"""Where a special token is looked for at the end of a text: templates begin each message with one."""
+"""How much of a text's end is searched for a special token: templates begin each message with one."""
 
 _REMEMBERED_CHARACTERS = 4096
 _N_TEXTS = 16
 _CHECKED = 64
-"""One in so many texts is tokenized as a whole besides."""
+"""One in so many texts is also tokenized as a whole, as a check."""
 
 Headers = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class _RenderedPrompt:
-    """A prompt as text and as tokens, the body in the chat form that it was made of, and the client's
-    keys."""
+    """A prompt as text and as tokens, its body in the chat form, and the client's keys."""
 
     text: str
     tokens: TokenIds
@@ -67,7 +67,7 @@ class PromptReader:
     """Reads the prompts of one llama-server's requests."""
 
     def __init__(self, upstream: LlamaServer, *, shares_headers: bool = True) -> None:
-        """With *shares_headers* a header is found whatever the rule: other slots may want its state."""
+        """With *shares_headers* a header is found under any rule: other slots may use its state."""
         self._upstream = upstream
         self._shares_headers = shares_headers
         self._known = KnownTexts(upstream)
@@ -76,7 +76,10 @@ class PromptReader:
         self._tails: LRUCache[str, TokenIds] = LRUCache(_N_REMEMBERED)
 
     async def was_wrong(self, prompt: Prompt, headers: Headers) -> bool:
-        """Return whether a prompt was read wrongly, as none will be any more; raises UpstreamFault."""
+        """Return whether a prompt was tokenized wrongly; if so, later ones are tokenized as a whole.
+
+        Raises UpstreamFault.
+        """
         return bool(prompt.text) and await self._known.was_wrong(
             prompt.text, prompt.tokens, headers
         )
@@ -90,9 +93,10 @@ class PromptReader:
         rule: Rule,
         n_ctx: int,
     ) -> Prompt:
-        """Return a prompt, that of a *body* in the chat form if it has messages; raises UpstreamFault.
+        """Return the prompt of a *body*, which is in the chat form if it has messages.
 
         No cut is sought in a prompt that does not fit into *n_ctx* tokens: llama-server will refuse it.
+        Raises UpstreamFault.
         """
         if route is Route.COMPLETION:
             prompt = body.fields["prompt"]
@@ -104,13 +108,21 @@ class PromptReader:
             cuts = Cuts(message_end=len(tokens) - 1) if rule.kind is RuleKind.END_ONLY else NO_CUTS
             return Prompt(tokens, namespace, cuts, text=prompt if isinstance(prompt, str) else "")
         text = await self._upstream.apply_template(body.raw, headers)
+        if has_media(body):
+            # What comes first of an image is that marker; how many tokens it takes is not told.
+            text = text[: m.start() if (m := MEDIA_MARKER.search(text)) else 0]
+            rendering = _RenderedPrompt(
+                text, await self._known.tokenize(text, headers), body, headers
+            )
+            cuts = Cuts(await self._header(rendering))
+            return Prompt(rendering.tokens, namespace, cuts, text=text, goes_on=True)
         tokens = await self._known.tokenize(text, headers)
         rendering = _RenderedPrompt(text, tokens, body, headers)
         cuts = NO_CUTS
         if len(tokens) >= n_ctx:
             return Prompt(tokens, namespace, cuts, text=text)
         if rule.kind is RuleKind.ANY_PREFIX and self._shares_headers:
-            # Other sessions share these; no other boundary needs a cut.
+            # Other sessions share header and surroundings; no other boundary needs a cut.
             newest = len(body.messages) - 1 if body.messages else None
             header, surroundings = await asyncio.gather(
                 self._header(rendering), self._surroundings(rendering, newest)
@@ -119,6 +131,27 @@ class PromptReader:
         elif rule.kind not in (RuleKind.ANY_PREFIX, RuleKind.NOTHING):
             cuts = await self._find_cuts(rendering, rule)
         return Prompt(tokens, namespace, cuts, text=text)
+
+    async def read_next(self, body: GenerationBody, said: str, headers: Headers) -> TokenIds:
+        """Return what the prompt behind an answer that *said* so begins with; raises UpstreamFault.
+
+        No tokens if that depends on whether the client sends the answer's reasoning back.
+        """
+        answer = {"role": "assistant", "content": said}
+        user, other = ({"role": "user", "content": text} for text in _OTHER_TEXTS)
+        messages = [*body.messages, answer, user]
+        raw, with_reasoning = (
+            with_messages(body, [*body.messages, a, user], generation_prompt=False)
+            for a in (answer, {**answer, "reasoning_content": _OTHER_TEXTS[0]})
+        )
+        text = await self._upstream.apply_template(raw, headers)
+        if text != await self._upstream.apply_template(with_reasoning, headers):
+            return TokenIds("i")
+        tokens = await self._known.tokenize(text, headers)
+        next_body = GenerationBody(raw, {**body.fields, "messages": messages})
+        rendering = _RenderedPrompt(text, tokens, next_body, headers)
+        n_next, _ = await self._shared_with(rendering, len(messages) - 1, [{**other}])
+        return tokens[:n_next]
 
     async def _find_cuts(self, rendering: _RenderedPrompt, rule: Rule) -> Cuts:
         body, tokens = rendering.body, rendering.tokens
@@ -158,9 +191,9 @@ class PromptReader:
     async def _last_turn_end(self, rendering: _RenderedPrompt, newest: int | None) -> int:
         """Return where the newest user message begins; 0 if only the header is before it.
 
-        That is where a rendering with another text differs. Without that message the turn before it would
-        be rendered as one that still runs, by some templates with its reasoning. Of a message of several
-        texts only the last is the user's own: agents put their surroundings before it.
+        A rendering with another text differs from there on. A rendering without that message would not do:
+        some templates would show the turn before it as unfinished, with its reasoning. In a message of
+        several texts only the last is the user's own: agents put their surroundings before it.
         """
         if newest is None:
             return 0
@@ -174,10 +207,10 @@ class PromptReader:
         return await self._cut_at_ending(rendering, own, find) if own else (await find())[0]
 
     async def _surroundings(self, rendering: _RenderedPrompt, newest: int | None) -> int:
-        """Return where the first reminder of the first user message ends, 0 if that is not its beginning.
+        """Return where the first user message's leading reminder ends; 0 if it begins with none.
 
-        What agents put there changes less than what follows: behind Claude Code's environment comes the
-        status of the repository, which is another one in the next session.
+        This reminder changes less often than the text after it: Claude Code's environment is followed by
+        the status of the repository, which differs in the next session.
         """
         body = rendering.body
         if newest is None or not is_first_message(body, newest):
@@ -191,7 +224,10 @@ class PromptReader:
     async def _shared_with(
         self, rendering: _RenderedPrompt, index: int, others: list[dict[str, object]]
     ) -> tuple[int, int]:
-        """Return what a prompt shares with renderings that have another message at *index*."""
+        """Return how many tokens and characters the prompt shares with renderings of *others* at *index*.
+
+        Each of *others* replaces the message there; the least is returned.
+        """
         body = rendering.body
         before, behind = body.messages[:index], body.messages[index + 1 :]
         bodies = [
@@ -211,10 +247,10 @@ class PromptReader:
     async def _cut_at_ending(
         self, rendering: _RenderedPrompt, own: str, find: Callable[[], Awaitable[tuple[int, int]]]
     ) -> int:
-        """Return how many tokens stand before a prompt's ending: *own* text, and the template's behind it.
+        """Return how many tokens come before a prompt's ending: *own* text, then text of the template.
 
-        The template's text is learned from the other renderings that *find* makes, as `_cut_before` does;
-        after that nothing is rendered for requests that end alike.
+        The template's text is learned once, from *find*, which renders and returns as `_cut_before` does.
+        After that nothing is rendered for requests that end alike.
         """
         text, messages = rendering.text, rendering.body.messages
         role = text_of(messages[-1], "role").encode()
@@ -231,7 +267,7 @@ class PromptReader:
     async def _cut_before(self, rendering: _RenderedPrompt, other: bytes) -> tuple[int, int]:
         """Return how many tokens and characters the prompt shares with the rendering of the body *other*.
 
-        0 characters if a token straddles the place where the two differ.
+        The characters are 0 if a token straddles the point where the two differ.
         """
         try:
             other_text = await self._upstream.apply_template(other, rendering.headers)
@@ -240,12 +276,12 @@ class PromptReader:
         end = common_prefix_length(rendering.text, other_text)
         if n_cut := await self._tokens_before(rendering, end):
             return n_cut, end
-        # Go by what the two renderings' tokens share.
+        # A token straddles that point: compare the tokens of the two renderings.
         other_tokens = await self._known.tokenize(other_text, rendering.headers)
         return common_prefix_length(rendering.tokens, other_tokens), 0
 
     async def _tokens_before(self, rendering: _RenderedPrompt, n_characters: int) -> int:
-        """Return how many tokens the first characters of a prompt are; 0 if a token straddles their end."""
+        """Return how many tokens the first *n_characters* make; 0 if a token straddles their end."""
         tail = rendering.text[n_characters:]
         tokens = self._tails.get(tail)
         if tokens is None:
@@ -258,8 +294,8 @@ class PromptReader:
     async def _header(self, rendering: _RenderedPrompt) -> int:
         """Return the end of tools and system prompt.
 
-        A header alone cannot be rendered by every template (Qwen3.5's refuses), so it is what two
-        renderings with different user texts share, back to the last special token: text behind that
+        Not every template renders a header alone (Qwen3.5's refuses). So the header is the text that two
+        renderings with different user texts share, up to the last special token: text after that token
         may merge with whatever follows.
         """
         body = rendering.body
@@ -295,9 +331,9 @@ class PromptReader:
 async def last_special_token(
     upstream: LlamaServer, pieces: Sequence[TokenPiece], headers: Headers
 ) -> int:
-    """Return which of the *pieces* is the last special token, -1 if none of the last ones is.
+    """Return the index of the last special token in *pieces*; -1 if none of the last pieces is special.
 
-    Special is what becomes something else when special tokens are read as ordinary text.
+    A token is special if its text gives other tokens when special tokens are read as ordinary text.
     """
     for index in range(len(pieces) - 1, max(-1, len(pieces) - 1 - _SEARCHED_TOKENS), -1):
         piece = pieces[index]
@@ -313,10 +349,10 @@ async def last_special_token(
 class KnownTexts:
     """Tokenizes the renderings of one llama-server, each part of a conversation only once.
 
-    Special tokens split a text: what stands before one is tokenized alike whatever follows it. So the
-    tokens of the newest texts are remembered, and only what follows the last mark that a new text has in
-    common with one of them is tokenized. The mark is a special token that the template writes again and
-    again. Some texts are tokenized as a whole to check that.
+    Special tokens split a text: the text before one gives the same tokens whatever follows. So the tokens
+    of the newest texts are remembered. Of a new text, only the part after the last mark that it shares with
+    one of them is tokenized. The mark is a special token that the template writes again and again. Some
+    texts are also tokenized as a whole, as a check.
     """
 
     def __init__(self, upstream: LlamaServer) -> None:
@@ -344,7 +380,7 @@ class KnownTexts:
         return tokens
 
     async def was_wrong(self, text: str, tokens: TokenIds, headers: Headers) -> bool:
-        """Return whether a text was tokenized wrongly; then all are tokenized as a whole from now on."""
+        """Return whether a text was tokenized wrongly; if so, all later texts are tokenized as a whole."""
         if await self._upstream.tokenize(text, headers, add_special=True) == tokens:
             return False
         self._texts.clear()
@@ -352,7 +388,7 @@ class KnownTexts:
         return True
 
     async def _splice(self, text: str, headers: Headers) -> TokenIds | None:
-        """Return the tokens of a text whose head is known; None if too little is."""
+        """Return the tokens of a text whose head is known; None if no head is known, or a check failed."""
         begin, head = self._known_head(text)
         if self._mark is None or not begin:
             return None

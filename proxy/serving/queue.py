@@ -1,6 +1,6 @@
 """The queue for slots: requests wait in order of arrival; a lease is granted and reserved in one step.
 
-That order is of their arrival at the proxy: a request whose prompt takes long to read loses no place.
+The order is that of arrival at the proxy: a request whose prompt takes long to read loses no place.
 
 A waiting request brings a function that chooses among the slots as they are at that moment. There are
 four cases:
@@ -40,9 +40,9 @@ MAX_LOOKED_AT = 8
 
 @dataclass(frozen=True, slots=True)
 class Choice(Generic[C]):
-    """The slots a request takes, and why (its plan).
+    """The slots that a request takes, and the reason (its plan).
 
-    `is_warm` says that it goes on with what they hold, so that nobody else could use them better.
+    `is_warm` says that the request goes on with the slots' content, so that no other could use them better.
     """
 
     slot_ids: tuple[SlotId, ...]
@@ -62,12 +62,12 @@ class Lease(Generic[C]):
 
     @property
     def held(self) -> tuple[SlotId, ...]:
-        """The slots that its request may use: neither given back nor handed over."""
+        """The slots that the request may use: neither given back nor handed over."""
         return () if self._is_handed_over else tuple(self._held)
 
     @property
     def reserved(self) -> tuple[SlotId, ...]:
-        """The slots that nobody else may use, whoever they were handed over to."""
+        """The slots that are not free yet, handed over or not."""
         return tuple(self._held)
 
     def __enter__(self) -> "Lease[C]":
@@ -77,7 +77,7 @@ class Lease(Generic[C]):
         self.release()
 
     def release(self) -> None:
-        """Give back all slots that were not handed over; again is harmless."""
+        """Give back all slots that were not handed over; a second call is harmless."""
         self.give_up(self.held)
 
     def give_up(self, slot_ids: Iterable[SlotId]) -> None:
@@ -87,15 +87,15 @@ class Lease(Generic[C]):
         self._queue.give_back(self, given_back)
 
     def join(self, slot_id: SlotId) -> None:
-        """Take a slot that came free during this placement."""
+        """Add a slot that came free during this placement."""
         self._held.add(slot_id)
         if self._is_handed_over:
-            # Whether the abandoned request ran there will never be known.
+            # Nobody will ever know whether the abandoned request ran there.
             self._queue.table.set_content(slot_id, TAINTED)
             self._queue.table[slot_id].close_lease()
 
     def move(self, slot_id: SlotId, reason: C) -> None:
-        """Exchange all slots for another one, which is free; only for who holds the queue."""
+        """Exchange all slots for a free one; the caller must hold the queue."""
         left = self.held
         self._queue.table.lease(slot_id, time.monotonic())
         self._held.add(slot_id)
@@ -103,7 +103,7 @@ class Lease(Generic[C]):
         self.give_up(left)
 
     def hand_over(self, task: "asyncio.Task[Any]") -> None:
-        """Leave the slots to *task*: they are given back when it ends, whatever becomes of us."""
+        """Leave the slots to *task*: they are given back when the task ends, in any way."""
         for slot_id in self._held:
             self._queue.table[slot_id].close_lease()
         self._is_handed_over = True
@@ -111,7 +111,7 @@ class Lease(Generic[C]):
 
 
 def replaced() -> ServerAway:
-    """Return what is raised where llama-server was replaced before a request was sent."""
+    """Return the error to raise when llama-server was replaced before the request was sent."""
     return ServerAway("llama-server was replaced meanwhile", was_sent="no")
 
 
@@ -139,27 +139,27 @@ class SlotQueue:
         self._choosing = Turns(self.reconsider)
         self._expected: list[ExpectedState] = []
         self.on_idle: Callable[[SlotQueue], None] = lambda queue: None
-        """Is told when a slot has come free that nobody here waits for."""
+        """Called when a slot has come free and no request here waits for it."""
         self.is_closed = False
-        """Whether llama-server has been replaced since: nothing may be saved or restored any more."""
+        """Whether llama-server has been replaced: nothing may be saved or restored any more."""
 
     @property
     def is_placing(self) -> bool:
-        """Whether llama-server may be about to run a request in any slot that is idle to it."""
+        """Whether llama-server may be about to run a request in any idle slot."""
         return self._placement is not None or self._choosing.is_taken
 
     @property
     def grants_at_once(self) -> bool:
-        """Whether a request that finds its slot free gets the slot without waiting."""
+        """Whether a request whose slot is free gets it without waiting."""
         return not (self.is_closed or self._waiting or self.is_placing)
 
     async def hold(self) -> Turn:
-        """Grant nothing until the turn ends: llama-server is choosing a slot by what the slots hold."""
+        """Grant no lease until the turn ends: llama-server is choosing a slot by the contents."""
         return await self._choosing.take()
 
     @contextmanager
     def announced(self, state: ExpectedState | None) -> Iterator[None]:
-        """Let others wait for a state while the block runs; then it is saved, or never will be."""
+        """Let others wait for a state while the block runs; after it the state is there, or never comes."""
         expected = [state] if state else []
         self._expected += expected
         try:
@@ -171,7 +171,7 @@ class SlotQueue:
 
     @property
     def expected(self) -> tuple[ExpectedState, ...]:
-        """The states that are about to be saved; what is overdue still counts."""
+        """The states that are about to be saved, overdue ones included."""
         return tuple(self._expected)
 
     @property
@@ -188,8 +188,8 @@ class SlotQueue:
     ) -> Lease[C]:
         """Wait for the turn and for slots to choose from.
 
-        Its place is that of its arrival, at *since* of the monotonic clock, or else of this call.
-        With *may_be_passed*, declining free slots does not hold up those who came later, within bounds.
+        The place in the queue goes by *since*, the arrival on the monotonic clock; by default it is now.
+        With *may_be_passed*, some later requests may go first while this one declines free slots.
         Raises TooManyRequests if the queue is full, ServerAway if llama-server is replaced meanwhile, and
         FreeElsewhere.
         """
@@ -212,9 +212,9 @@ class SlotQueue:
             raise
 
     def try_lease(self, slot_id: SlotId, *, passes_all: bool = False) -> Lease[None] | None:
-        """Lease one slot if it is free and nobody waits.
+        """Lease one slot if it is free and no request waits.
 
-        It *passes_all* who wait where the caller holds the queue, or is about to start a request.
+        With *passes_all* others may wait: the caller holds the queue, or is about to start one of them.
         """
         may_lease = not self.is_closed if passes_all else self.grants_at_once
         if not may_lease or self.table[slot_id].is_leased:
@@ -222,7 +222,7 @@ class SlotQueue:
         return self._reserve(Choice((slot_id,), None))
 
     def end_placement(self, lease: Lease[Any], used: Collection[SlotId]) -> None:
-        """Note that a placement's request runs in the slots *used*; the lease keeps only those."""
+        """Note that the request of a placement runs in the slots *used*; the lease keeps only those."""
         if self._placement is lease:
             self._placement = None
         for slot_id in used:
@@ -230,16 +230,16 @@ class SlotQueue:
         lease.give_up(set(lease.held) - set(used))
 
     def take_over(self, slot_id: SlotId) -> Lease[None]:
-        """Return the lease of a slot that was found in somebody else's use."""
+        """Return a lease of a slot that turned out to be used by another client of llama-server."""
         return Lease(self, Choice((slot_id,), None))
 
     def note_running(self, slot_id: SlotId) -> None:
-        """Note that llama-server runs the request that a slot was leased for."""
+        """Note that llama-server now runs the request of a slot's lease."""
         self.table[slot_id].note_running()
         self.reconsider()
 
     def reconsider(self) -> None:
-        """Give free slots to those who wait, in arrival order but for a bounded number of overtakes."""
+        """Grant free slots to waiting requests, in arrival order with a bounded number of overtakes."""
         declined: list[_Waiting] = []
         for waiting in tuple(self._waiting):
             if self.is_placing:
@@ -262,7 +262,7 @@ class SlotQueue:
                 return
 
     def give_back(self, lease: Lease[Any], slot_ids: set[SlotId]) -> None:
-        """Free slots of *lease*; while another lease is a placement, they join that one instead."""
+        """Free slots of *lease*; if another lease is a placement, the slots join it instead."""
         if self._placement is lease and not lease.reserved:
             self._placement = None
         for slot_id in slot_ids:
@@ -276,7 +276,7 @@ class SlotQueue:
             self.on_idle(self)
 
     def let_go(self) -> bool:
-        """Send who has waited longest to a slot that is free elsewhere; return False if nobody waits."""
+        """Send the first waiting request to another llama-server with a free slot; False if none waits."""
         for waiting in tuple(self._waiting):
             self._waiting.remove(waiting)
             if not waiting.granted.done():
@@ -285,7 +285,7 @@ class SlotQueue:
         return False
 
     def close(self) -> None:
-        """Send everybody who waits away; leases that are out stay harmless."""
+        """Refuse all waiting requests; leases that are still held do no harm."""
         self.is_closed = True
         while self._waiting:
             waiting = self._waiting.popleft()
@@ -301,9 +301,9 @@ class SlotQueue:
         return lease
 
     def _try_to_grant(self, waiting: _Waiting) -> _Waiting | None:
-        """Grant the slots that *waiting* chooses; return who has them, None if it chooses none.
+        """Grant the slots that *waiting* chooses; return who got them, None if it chooses none.
 
-        That is another who waits if they fit that one and would be emptied for *waiting*.
+        A request behind gets them if they hold its prefix and would be emptied for *waiting* (case 3).
         """
         try:
             choice = waiting.choose()
@@ -321,9 +321,9 @@ class SlotQueue:
     def _fitting(
         self, passed: _Waiting, wanted: Choice[Any]
     ) -> tuple[_Waiting, Choice[Any]] | None:
-        """Return who behind *passed* would go on with what the *wanted* slots hold.
+        """Return a request behind *passed* that would go on with the content of the *wanted* slots.
 
-        Nobody passes a placement, nor who has been passed often enough.
+        No request passes a placement, or one that has been passed often enough.
         """
         behind = list(self._waiting)[self._waiting.index(passed) + 1 :][:MAX_LOOKED_AT]
         for waiting in behind:
@@ -331,7 +331,7 @@ class SlotQueue:
                 continue
             if waiting.is_placement:
                 return None
-            with suppress(Exception):  # whoever cannot choose is told so at its own turn
+            with suppress(Exception):  # the request gets its error at its own turn
                 choice = waiting.choose()
                 if choice and choice.is_warm and set(choice.slot_ids) & set(wanted.slot_ids):
                     return waiting, choice
@@ -340,7 +340,7 @@ class SlotQueue:
         return None
 
     def _abandon(self, waiting: _Waiting) -> None:
-        # Cancelled between the grant and our waking up: the lease is ours to give back.
+        # Cancelled after the grant, before our task woke up: give the lease back.
         if waiting.granted.done() and not waiting.granted.cancelled():
             if waiting.granted.exception() is None:
                 waiting.granted.result().release()

@@ -26,10 +26,10 @@ _SALT = "cache_salt"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What was seen of llama-server's answer while it was relayed; no timings if it has none.
+    """Facts of llama-server's answer, read while it was relayed; `timings` is None if it has none.
 
-    `first_token_at` is of the monotonic clock; None if the answer came whole, not as a stream.
-    `is_broken` says that llama-server went away in the middle. `calls` are the tool calls it made.
+    `first_token_at` is of the monotonic clock; None if the answer was not a stream. `is_broken` says that
+    llama-server went away in the middle. `calls` are the tool calls of the answer, `said` returns its text.
     """
 
     status: int
@@ -37,16 +37,16 @@ class Answer:
     first_token_at: float | None = None
     is_broken: bool = False
     calls: tuple[CallMade, ...] = ()
+    said: Callable[[], str] = str
 
 
 OnStart = Callable[[], None]
 Relay = Callable[[LlamaServer, bytes, OnStart, int | None], Awaitable[Answer]]
 """Sends a body to a llama-server and relays the whole answer to the client.
 
-Calls back once llama-server is known to run the request: llama-server sends a stream's headers when the
-slot starts. The last argument is how many of the prompt's tokens were there before the proxy itself
-evaluated any for this request, which llama-server counts as cached too; None if the proxy evaluated
-none.
+OnStart is called once llama-server runs the request: it sends a stream's headers when the slot starts. The
+last argument is for the usage: how many tokens of the prompt the slot held before the proxy evaluated any
+at a stop, because llama-server counts those as cached too. It is None if the proxy evaluated none.
 """
 
 
@@ -62,23 +62,25 @@ def _not_looked_up() -> Cause:
 class Request:
     """A client's request on a generation route, from its arrival until its answer is whole.
 
-    `withdraw` ends a `relay` of which the client has no token yet: that raises ServerAway then.
+    `withdraw` ends a `relay` that has not passed on a token yet; that `relay` then raises ServerAway.
     `headers` are those with the client's API key. `tenant` names that key and the salt, empty without both.
-    `model` is what the client calls the model, `session` its session, `client` itself; each empty if the
-    client does not say. `asked_cache` is its header X-Prefix-Cache, `wishes` are no_store and no_read.
-    A request that `warms` wants its prompt evaluated and saved, and an empty answer: whole, or as a stream.
-    `has_token` tells whether a token of the answer has come. `arrived_at` is of the
-    monotonic clock, `at` in seconds since 1970. `raw` is the body as it is to be sent, `body` the same
-    decoded, None if it is no JSON object.
+    `model`, `session` and `client` are the client's names for the model, for its session and for itself;
+    each is empty if the client does not say. `asked_cache` is the client's header X-Prefix-Cache, `wishes`
+    are no_store and no_read. A request that `warms` wants its prompt evaluated and saved, and an empty
+    answer: whole, or as a stream. `has_token` tells whether a token of the answer has come. `arrived_at` is
+    of the monotonic clock, `at` in seconds since 1970. `raw` is the body to send, `body` the same decoded,
+    None if it is no JSON object.
 
     The fields from `server` on are set anew for each llama-server that tries to serve the request.
     `server` is its name, empty if there is only one; `rewrites` are the stabilizers that changed the body;
-    `chat` is the body in the chat form, of that `shape`, `conversation` what the chat renders, `kind` what
-    it is to earlier ones. Without a `prompt`, `why` says why the request is not cached. If the request
-    plainly goes on with what a slot holds, that is in `extends`, and `prompt` has these tokens until the
-    real one has been read. One that `is_brief` is too short to be looked up. The request joined its first
-    queue at `queued_at` of the monotonic clock, 0 if it has joined none yet, and its answer was whole at
-    `answered_at`. `foresee` returns why no more will be reused than planned.
+    `chat` is the body in the chat form, `shape` its kind of form, `conversation` its messages as digests,
+    and `kind` says how it relates to earlier requests. Without a `prompt`, `why` says why the request is
+    not cached. If the request plainly goes on with what a slot holds, `extends` is that content, and
+    `prompt` has its tokens until the real prompt has been read. A request that `is_brief` is too short to
+    be looked up. The request joined its first queue at `queued_at` of the monotonic clock, 0 if it has
+    joined none yet, and its answer was whole at `answered_at`. `foresee` returns the cause that will be
+    reported if all goes as planned. `shared` says what the shared store gave, empty if nothing was asked
+    of it; that took `fetch_seconds`.
     """
 
     path: str
@@ -114,11 +116,12 @@ class Request:
     answer: Answer | None = None
     answered_at: float = 0.0
     foresee: Callable[[], Cause] = _not_looked_up
+    shared: str = ""
+    fetch_seconds: float = 0.0
     _received: tuple[bytes, GenerationBody | None] = (b"", None)
 
     def receive(self, raw: bytes, secret: bytes) -> "Request":
-        """Take the body that the client sent, which is decoded here and nowhere else; return this
-        request.
+        """Take the client's body, which is decoded here and nowhere else; return this request.
 
         `cache_salt`, vLLM's name, splits the tenant further, and is not sent on. Raises ProxyError if it
         is no text, as vLLM says.
@@ -147,11 +150,12 @@ class Request:
         """Begin anew with the body that the client sent, at the llama-server of that name."""
         (self.raw, self.body), self.server = self._received, server
         self.rewrites, self.chat, self.prompt, self.why, self.account = (), None, None, None, None
-        self.answered_at, self.foresee = 0.0, _not_looked_up
+        self.answered_at, self.foresee, self.shared = 0.0, _not_looked_up, ""
+        self.fetch_seconds = 0.0
         self.conversation, self.extends, self.is_brief = None, None, False
 
     def rewrite(self, fields: dict[str, Any], *names: str) -> None:
-        """Send these fields instead, which the named rewrites have changed."""
+        """Send *fields* as the body from now on; *names* are the rewrites that changed it."""
         self.raw = msgspec.json.encode(fields)
         self.body = GenerationBody(self.raw, fields)
         self.chat, self.conversation = None, None
@@ -163,7 +167,7 @@ class Request:
 
     @property
     def outcome(self) -> Outcome:
-        """What came of the request; without an account the request was not looked up."""
+        """The outcome; without an account the request was not looked up."""
         return self.account.outcome if self.account else Outcome.BYPASS
 
     async def send(
@@ -182,11 +186,11 @@ class Request:
 
 @dataclass
 class Account:
-    """Adds up the replies of one request: those at its stops, then its own.
+    """Adds up the replies to one request: those at its stops, then its own.
 
-    Only the first of them tells what was there before; what later ones reuse, this request evaluated.
-    `failure` is what did not work, if that cost it its reuse. `saved_seconds` is what the tokens that it
-    reused would have taken at the measured speeds, less the restore; None if they are not known.
+    Only the first reply tells what the slot held before: later replies reuse what this request evaluated.
+    `failure` says what failed, if that cost the request its reuse. `saved_seconds` is how long evaluating
+    the reused tokens would have taken at the measured speeds, less the restore; None without speeds.
     """
 
     plan: Plan
@@ -197,6 +201,7 @@ class Account:
     is_degraded: bool = False
     failure: Cause | None = None
     restore_seconds: float = 0.0
+    fetch_seconds: float = 0.0
     saved_seconds: float | None = None
     queued_seconds: float = 0.0
     prepared_seconds: float = 0.0
@@ -208,14 +213,14 @@ class Account:
         self.evaluation_seconds += timings.prompt_ms / 1000
 
     def value(self, rates: Rates) -> None:
-        """Note what the reuse has saved by the speeds that were measured, if they were."""
+        """Note the seconds that the reuse saved, if speeds were measured."""
         if self.n_reused is not None and rates.is_measured:
             whole = rates.evaluation_seconds(0, self.n_prompt)
             rest = rates.evaluation_seconds(self.n_reused, self.n_prompt)
-            self.saved_seconds = whole - rest - self.restore_seconds
+            self.saved_seconds = whole - rest - self.restore_seconds - self.fetch_seconds
 
     def move(self, plan: Plan) -> None:
-        """Go on by another plan: what was there before is for the next reply to say."""
+        """Go on by another plan; the next reply tells what the slot held before."""
         self.plan, self.n_reused = plan, None
 
     @property
@@ -258,7 +263,7 @@ class Account:
         return (self.n_reused or 0) if is_restored else 0
 
     def describe(self) -> dict[str, Any]:
-        """Return what was chosen and why, and what came of it: fields of a RequestRecord."""
+        """Return the plan, the reason for it and its result, as fields of a RequestRecord."""
         plan, start, cuts = self.plan, self.plan.start, self.plan.cuts
         return {
             "slot": plan.slot_id,
@@ -281,7 +286,7 @@ class Account:
 
 
 def _describe(option: Start) -> str:
-    """Return an option that was not chosen in a few words, with what it would have cost."""
+    """Return an option that was not chosen in a few words, with its cost."""
     way = f"{option.kind} {option.n_reused}" if option.n_reused else option.kind
     costs = f"{option.seconds:.3f} s"
     if option.displacement.seconds:

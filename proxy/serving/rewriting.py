@@ -40,11 +40,11 @@ from proxy.stabilize.run import Seen, stabilize
 from proxy.stabilize.template import BODIES, inlined_body, keeps_inlined, read_facts
 
 _ASK_SECONDS = 2.0
-"""How long a request waits until the template was examined; then the request goes on without the result."""
+"""How long a request waits for the examination of the template; then it goes on without the result."""
 _VALUE_NAME = "stabilizers"
 _N_PROCESSES = 64
 _SEEN_BYTES = 16 << 20
-"""The messages of so many bytes of bodies are remembered; decoded they take about twice that."""
+"""So many bytes of bodies are remembered; their decoded messages take about twice that."""
 _N_FIRST_MESSAGES = 2
 """A conversation is told from others by its first messages: most often a system prompt and a question."""
 
@@ -62,7 +62,7 @@ class Stabilizing:
         )
 
     async def rewrite(self, process: Process, request: Request) -> None:
-        """Rewrite a request as it is to be served; it stays as it is if nothing applies."""
+        """Apply the stabilizers to a request; it stays as it is if none applies."""
         route, body = request.route, request.body
         if route not in CONVERSATIONS or body is None or not self._switches:
             return
@@ -75,7 +75,7 @@ class Stabilizing:
             self._services.faults.record("stabilize", CacheFault(f"{failed}: {reason}"))
         if NO_STORE not in request.wishes:  # what was learned is written to the index
             self._memory.learn(result.lessons)
-        with suppress(ValueError):  # larger than all that is kept
+        with suppress(ValueError):  # larger than _SEEN_BYTES
             self._seen[key] = result.seen, len(body.raw)
         if result.body is body.fields:
             return
@@ -107,7 +107,7 @@ class Stabilizing:
             return Memory()
 
     async def _facts_of(self, process: Process) -> RequestFacts:
-        """Return what the template of this llama-server does; nothing is known if it cannot be asked."""
+        """Return the facts about this llama-server's template; empty facts if it cannot tell in time."""
         key = process.upstream.target, process.id
         if key not in self._facts:
             self._facts[key] = self._services.tasks.start(self._ask(process.upstream))
@@ -140,14 +140,14 @@ async def _render(upstream: LlamaServer, body: dict[str, object]) -> str | None:
 
 
 def _conversation_key(request: Request, body: GenerationBody, model: str = "") -> bytes:
-    """Return what tells a conversation from others: who leads it, with whom, and how it began."""
+    """Return a key for a conversation: a digest of its tenant, session, model and first messages."""
     begins = list_of(body.fields.get(list_name(request.route)))[:_N_FIRST_MESSAGES]
     told = [request.route, request.tenant, request.session, model, begins]
     return xxhash.xxh3_128_digest(msgspec.json.encode(told))
 
 
-# The setting context_overflow: a conversation that has outgrown the context is shortened. Without the
-# setting llama-server refuses its prompt, and clients know what to do then.
+# The setting context_overflow: the proxy shortens a conversation that has outgrown the context. Without
+# the setting llama-server refuses the prompt, and clients know how to handle that.
 
 
 REWRITE = "context_overflow"
@@ -158,7 +158,7 @@ Read = Callable[[Request], Awaitable[None]]
 
 
 class Overflow:
-    """Leaves out what is oldest of conversations that do not fit, in large steps."""
+    """Leaves out the oldest messages of conversations that do not fit, in large steps."""
 
     def __init__(self, services: Shared, *, is_on: bool) -> None:
         self._services = services
@@ -173,7 +173,7 @@ class Overflow:
         return room_for_prompt(process.n_ctx, wanted_tokens(request.body.fields))
 
     async def fit(self, process: Process, request: Request, read: Read) -> bool:
-        """Shorten a request that does not fit; return whether that was needed and could be done.
+        """Shorten a request that does not fit; return whether the request was shortened.
 
         *read* reads the prompt of a shortened request.
         """
@@ -222,7 +222,7 @@ class Overflow:
     async def _count(
         self, upstream: LlamaServer, conversation: list[Json], request: Request
     ) -> list[MessageSize]:
-        """Return the messages with their own tokens, whatever a template adds to them."""
+        """Return the size of each message in tokens, without the text that a template adds."""
         parts: list[MessageSize] = []
         before: Json | None = None
         for message in conversation:

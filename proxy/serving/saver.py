@@ -1,9 +1,8 @@
 """One save of a slot: the call, the room for its file, and the checks of what came of it.
 
-Owns: everything between llama-server's save and a file that is fit to be committed, and what was
-learned of the sizes of a model's states. Knows nothing of the slot table; whoever calls holds the
-slot's lease. A file lives under a temporary name until it is committed, so a file that was left half
-checked is garbage, and is swept as such.
+Owns: everything between llama-server's save and a file that is fit to be committed, and the sizes of a
+model's states. Knows nothing of the slot table; the caller holds the slot's lease. A file has a temporary
+name until it is committed, so a half-checked file is garbage, and is swept.
 """
 
 import asyncio
@@ -76,23 +75,23 @@ class SavedSlot:
 
 _GUESS_SHARE = 16
 _GUESS_BYTES = 256 << 20
-"""Where nothing is known of a model's states, this part of the budget is set aside for one, but no more
-than so many bytes and half of what is free or may be written: the file itself then tells."""
+"""A model's first state reserves this part of the budget, but no more than so many bytes, and no more than
+half of the bytes that are free or may be written. The file then tells the real size."""
 _MOST_SHARE = 2
-"""An extrapolation reserves no more than this part of the budget; the file itself then tells."""
+"""An extrapolated size reserves no more than this part of the budget. The file then tells the real size."""
 
 
 _N_SIZES = 256
-"""From the sizes of so many states the size of the next one is guessed."""
+"""The size of the next state is guessed from the sizes of so many."""
 
 
 class Room:
-    """Has llama-server save slots, each into a file that room was made for in the store."""
+    """Has llama-server save slots, each after room for its file was made in the store."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
         self.repairs_windows = True
-        """Whether cut windows are repaired where the file's version may need it; the rule tells."""
+        """Whether cut windows are repaired in files of the versions that may need it; the rule tells."""
 
     def _present(self) -> Present:
         return self._process.served.present(self._process)
@@ -123,7 +122,7 @@ class Room:
     async def save(self, slot_id: SlotId, name: str) -> SavedSlot:
         """Have a slot saved under a name that room was made for; the caller commits or deletes the file.
 
-        What the file really takes is learned, and more room is made if that is more than expected. Raises
+        The file's real size is learned, and more room is made if it is larger than expected. Raises
         NoRoom, UpstreamFault, CannotCache if llama-server saves nothing that the proxy can read,
         SaveRejected if the file is not what the reply says, StateFileMalformed if it is no state file,
         StoreFault if there is no store.
@@ -139,7 +138,7 @@ class Room:
             raise
         seconds = time.monotonic() - began
         state, parts = await asyncio.to_thread(self._check, name, reply)
-        # All builds before July 2026 and some later ones, for which that is needless.
+        # True for all builds before July 2026, and needlessly for some later ones.
         process.upstream.keeps_points_of_others = state.version <= 2
         n_bytes = max(reply.n_written, state.size_bytes)  # a repair makes a file longer
         fixed_bytes = min(n_bytes, state.recurrent_bytes)
@@ -221,9 +220,9 @@ class Room:
         ]
 
     def _spared_seconds(self, content: Content) -> float | None:
-        """Return how long it takes to evaluate what no checkpoint has of a slot; None if unknown.
+        """Return the seconds to evaluate the tokens of a slot that no checkpoint has; None if not known.
 
-        It is not asked for where what may be written is not limited.
+        Only needed where the bytes written per day are limited.
         """
         if not isinstance(content, Known) or not self._process.store.writes.max_bytes_per_day:
             return None
@@ -232,9 +231,9 @@ class Room:
         return self._process.rates.evaluation_seconds(n_covered, content.n_tokens)
 
     def _replaced_by(self, content: Content) -> frozenset[CheckpointId]:
-        """Return the checkpoint that shares most with *content*: most often its own older state.
+        """Return the checkpoint that shares most with *content*: mostly its own older state.
 
-        It goes last. Should the save fail or the machine stop, it is what is left of the conversation.
+        It is evicted last: if the save fails or the machine stops, only it is left of the conversation.
         """
         if not isinstance(content, Known):
             return frozenset()

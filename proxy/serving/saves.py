@@ -1,7 +1,7 @@
 """Slots become checkpoints: cut back, saved, checked, thinned, committed.
 
-Owns: what the slot table says afterwards, and which older checkpoints go. Only the holder of the slot's
-lease may save it. Every method leaves the table true, whatever fails.
+Owns: the slot's entry in the slot table after a save, and the choice of older checkpoints to remove. Only
+the holder of the slot's lease may save it. Every method leaves the table true, whatever fails.
 """
 
 import asyncio
@@ -57,11 +57,11 @@ class SlotSaves:
     async def write_back(
         self, slot_id: SlotId, kind: CheckpointKind, *, is_just_predicted: bool = False
     ) -> Checkpoint | None:
-        """Save what a slot holds, cut back to where that helps; None if it is not saved.
+        """Save a slot's content, cut back first where that helps; None if it is not saved.
 
-        Never raises a CacheFault: a save that fails costs nobody else anything. *is_just_predicted* says
-        that the request which put the tokens there still has the slot, so that other tokens in the file
-        mean that its prompt was tokenized differently.
+        Never raises a CacheFault: a failed save hurts no request. *is_just_predicted* says that the request
+        which put the tokens there still has the slot. Other tokens in the file then mean that its prompt
+        was tokenized differently.
         """
         if not is_write_back_due(self._process.rule, self._table[slot_id].content):
             return None
@@ -76,7 +76,7 @@ class SlotSaves:
             self._postponed[slot_id] = before, self._table[slot_id].content
             return None
         except Exception as error:
-            # Nobody who needs the slot may fail because it could not be saved, foreseen or not.
+            # The request that needs the slot must not fail because the slot could not be saved.
             if isinstance(error, UpstreamLost):
                 await self._process.quarantine_suspects(slot_id, is_saving=True)
             self._metrics.saves.labels("failed").inc()
@@ -88,7 +88,7 @@ class SlotSaves:
             return None
 
     def take_up_postponed(self) -> None:
-        """Let saves that there was no room for be due again, where the slot still holds the same."""
+        """Make saves due again that there was no room for, where the slot still holds the same."""
         for slot_id, (before, given_up) in self._postponed.items():
             if self._table[slot_id].content is given_up and not self._table[slot_id].is_leased:
                 self._table.set_content(slot_id, before)
@@ -135,7 +135,7 @@ class SlotSaves:
     def _require_expected(
         self, slot_id: SlotId, content: Content, state: StateFile, is_just_predicted: bool
     ) -> None:
-        """Hold a saved file against what the slot was believed to hold; the file is the truth."""
+        """Compare a saved file with the slot's expected content; the file is the truth."""
         if state.n_media or -1 in state.tokens:
             self._table.set_content(slot_id, TAINTED)
             raise SaveRejected("the slot holds media")
@@ -153,7 +153,7 @@ class SlotSaves:
             )
             return
         self._table.set_content(slot_id, TAINTED)
-        # Somebody else's request would hardly have left as many.
+        # Another client's request would hardly have left exactly as many tokens.
         if is_just_predicted or len(state.tokens) == content.n_tokens:
             self._metrics.tokenization_disagreements.inc()
             self._process.disable_shape(content.shape)
@@ -204,9 +204,10 @@ class SlotSaves:
     ) -> tuple[SavedSlot, bool]:
         """Keep those context checkpoints of a temporary file that are worth their bytes.
 
-        Older files of the conversation give the file what llama-server has dropped; what is behind them is
-        added to the *ancestors*. Returns the file, and whether it has all that is wanted. A file that
-        cannot be rewritten stays as llama-server wrote it. Raises StoreFault and OSError.
+        Context checkpoints that llama-server has dropped are copied from older files of the conversation;
+        these files and their ancestors join the *ancestors*. Returns the file, and whether it has all that
+        is wanted. A file that cannot be rewritten stays as llama-server wrote it. Raises StoreFault and
+        OSError.
         """
         own = {c.restore_point: c.size_bytes for c in saved.state.context_checkpoints}
         if self._process.rule.kind is not RuleKind.RESTORE_POINTS or not own:
@@ -249,7 +250,7 @@ class SlotSaves:
         state: StateFile,
         checkpoint: Checkpoint | None,
     ) -> None:
-        """Note what the slot holds, as its file told; that may have fewer points than the slot."""
+        """Note the slot's content as its file tells; the slot may have more points than the file."""
         old = content
         if not isinstance(old, Known):
             old = Known(state.tokens, namespace, origin=content.origin)

@@ -1,8 +1,8 @@
-"""What all llama-servers behind one proxy share, and what belongs to each of them."""
+"""Services that all llama-servers behind one proxy share, and those that belong to one of them."""
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from secrets import token_bytes
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from proxy.tasks import Tasks
 
 if TYPE_CHECKING:
     from proxy.serving.process import Process
+    from proxy.shared.tier import Tier
 
 
 class NewestProcesses:
@@ -34,14 +35,14 @@ class NewestProcesses:
         self._by_target: dict[Target, Process] = {}
 
     def note(self, target: Target, process: "Process") -> None:
-        """Note what a llama-server serves now; a process that cannot cache counts as none."""
+        """Note the process that a llama-server has now; a process that cannot cache does not count."""
         if process.can_cache:
             self._by_target[target] = process
         else:
             self._by_target.pop(target, None)
 
     def present(self, newest: "Process | None" = None) -> Present:
-        """Return the rates of every namespace; *newest* counts although it was not noted yet."""
+        """Return the rates of every namespace; *newest* is a process that may not be noted yet."""
         processes = [*self._by_target.values(), *filter(None, [newest])]
         rates_by: dict[Namespace, Rates] = {}
         for process in processes:
@@ -54,7 +55,7 @@ class NewestProcesses:
 
 @dataclass(eq=False)
 class Shared:
-    """What all llama-servers share; `opened_store` is None if the store could not be opened."""
+    """Shared by all llama-servers; `opened_store` is None if the store could not be opened."""
 
     opened_store: CheckpointStore | None
     metrics: Metrics
@@ -65,10 +66,12 @@ class Shared:
     tasks: Tasks
     served: NewestProcesses
     secret: bytes
-    """By which tenants are called; of this proxy alone where there is no store."""
+    """The key of tenants' names; without a store it lasts as long as the proxy."""
+    tier: "Tier | None" = field(default=None, kw_only=True)
+    """What other machines share with this one, if anything."""
 
     def of(self, upstream: LlamaServer, where: str) -> "Services":
-        """Return this with what belongs to one llama-server; *where* tells that server from others."""
+        """Return the services of one llama-server; *where* is its name, empty if there is only one."""
         return Services(**vars(self), upstream=upstream, degradations=self.everywhere.at(where))
 
     @property
@@ -82,7 +85,7 @@ class Shared:
 def new_shared(
     store: CheckpointStore | None, metrics: Metrics, degradations: Degradations, journal: Journal
 ) -> Shared:
-    """Return what all llama-servers share when a proxy starts."""
+    """Return the shared services of a proxy that starts."""
     faults, report = Faults(metrics), Report(metrics, journal)
     tasks, served = Tasks(), NewestProcesses()
     secret = token_bytes() if store is None else store.secret  # an empty store is false
@@ -91,14 +94,14 @@ def new_shared(
 
 @dataclass(eq=False)
 class Services(Shared):
-    """What belongs to one llama-server, whichever process of it runs."""
+    """The services of one llama-server, whichever process of it runs."""
 
     upstream: LlamaServer
     degradations: Degradations
 
     @property
     def where(self) -> str:
-        """Which llama-server this is, empty if there is only one."""
+        """The llama-server's name, empty if there is only one."""
         return self.degradations.where
 
 

@@ -1,4 +1,4 @@
-"""Stabilizers that look at one request alone, and bodies without the older part of their conversation.
+"""Stabilizers that look at a single request, and bodies without the older part of their conversation.
 
 The first line of a stabilizer's docstring says why the stabilizer exists, for the table in the docs.
 """
@@ -52,13 +52,13 @@ def drop_billing_header(draft: Draft) -> None:
 def drop_cache_control(draft: Draft, message: Json) -> list[Json]:
     """Marks for another server's cache; they move with every request and mean nothing here.
 
-    Marks stand at known places only: the same key inside a tool's schema or arguments is someone's data.
+    Only marks at known places are dropped: the same key inside a tool's schema or arguments is data.
     """
     return [_unmarked(message)]
 
 
 def drop_cache_control_of_request(draft: Draft) -> None:
-    """Take the marks out of everything but the messages."""
+    """Remove the marks from the request, except from its messages."""
     body: Json = _unmarked(draft.body)
     for name in ("system", "tools"):
         body = with_items(body, name, _unmarked)
@@ -73,16 +73,16 @@ def _unmarked(part: Any) -> Any:
     return with_items(part, "content", _unmarked)
 
 
-# Text beside tool results in one Anthropic message. llama-server makes one user message of a message's
-# texts and puts the texts before the tool results, wherever the client had written them
-# (convert_anthropic_to_oai in server-chat.cpp).
+# Text beside tool results in one Anthropic message. llama-server moves the texts of the message into one
+# user message before the tool results, wherever the client wrote the texts (convert_anthropic_to_oai in
+# server-chat.cpp).
 
 
 def tool_results_first(draft: Draft, message: Json) -> list[Json]:
     """llama-server renders text beside tool results before them; the client wrote it after them.
 
-    Text that is the user's follows the results as a message of its own; a reminder becomes part of the
-    last result, so that the reminder begins no new turn.
+    The user's own text becomes a separate message after the results. A reminder becomes part of the last
+    result, so that the reminder begins no new turn.
     """
     return _ordered(message, _is_reminder)
 
@@ -93,7 +93,7 @@ def glue_text_to_results(draft: Draft, message: Json) -> list[Json]:
 
 
 def _ordered(message: Json, belongs_to_result: Callable[[Any], bool]) -> list[Json]:
-    """Return the one or two messages that are rendered in the order in which a client wrote one."""
+    """Return a message as one or two messages that are rendered in the order that the client wrote."""
     if message.get("role") != "user" or not _has_results(message):
         return [message]
     content = message["content"]
@@ -129,9 +129,9 @@ def _append_to_last_result(blocks: list[Any], text: str) -> list[Any]:
 
 
 def _with_text_behind(route: Route, holder: Json, key: str, text: str) -> Json:
-    """Return an object with *text* behind a content, in the same string where that ends in a string.
+    """Return an object with *text* behind its content, in the last string if the content ends in one.
 
-    Clients change between a string and a list with one text; both must be rendered alike.
+    Clients switch between a string and a list with one text; both must be rendered alike.
     """
     content = holder.get(key)
     if content in (None, "", []):
@@ -154,9 +154,9 @@ def _new_text(route: Route, text: str) -> Json:
 def tool_reference_text(draft: Draft, message: Json) -> list[Json]:
     """llama-server drops tool_reference blocks, so the model is never told what was loaded.
 
-    llama-server makes nothing of such a block (convert_anthropic_to_oai in server-chat.cpp), so
-    that the result of a successful search is an empty text. The texts of a result are joined with nothing
-    between. Blocks of system messages that add or remove a tool are dropped as well.
+    llama-server ignores such a block (convert_anthropic_to_oai in server-chat.cpp), so that the result of a
+    successful search is an empty text. It joins the texts of a result without a separator. It also drops
+    blocks of system messages that add or remove a tool.
     """
 
     def in_result(block: Any) -> Any:
@@ -178,7 +178,7 @@ _CHANGES = {
 
 
 def _in_words(part: Any, line_break: str = "") -> Any:
-    """Return what a block does to a tool as a text; any other block stays."""
+    """Return a text that says what a block does to a tool; any other block is returned unchanged."""
     tool = member(part, "tool", {})
     names = (member(part, "tool_name"), member(tool, "name"), member(tool, "server_name"))
     change, named = _CHANGES.get(text_of(part, "type")), [n for n in names if isinstance(n, str)]
@@ -191,10 +191,10 @@ def _in_words(part: Any, line_break: str = "") -> Any:
 
 
 # System messages inside a conversation. Claude Code puts a long text (environment, skills, agents) into a
-# system message behind the first user message, and short ones (a new date) behind later messages. Strict
-# templates refuse such messages. Where they are accepted, the first still stands behind the user's own
-# text, so that two sessions share nothing of it; the later ones do no harm. What a message becomes
-# depends only on what stands before it: a later request must be rendered alike.
+# system message behind the first user message, and short texts (a new date) into system messages behind
+# later messages. Strict templates refuse such messages. Templates that accept them render the first one
+# behind the user's own text, so that two sessions cannot share it; the later ones do no harm. The rewrite
+# of a message depends only on the messages before it, so that a later request is rendered alike.
 
 
 def hoist_system_message(draft: Draft) -> None:
@@ -226,8 +226,8 @@ def hoist_system_message(draft: Draft) -> None:
 def fold_system_messages(draft: Draft) -> None:
     """Many templates refuse system messages in the middle of a conversation.
 
-    Make all but the first system message part of what stands before it. One without a text (Claude Code
-    sends `output_config` alone) tells the model nothing, and llama-server refuses it.
+    Append every system message but the first to the text before it. A system message without text (Claude
+    Code sends `output_config` alone) is dropped: it tells the model nothing, and llama-server refuses it.
     """
     accepts, name = draft.facts.accepts_late_system, draft.system_field
     if draft.route is not Route.MESSAGES and accepts is not False:
@@ -248,19 +248,19 @@ def fold_system_messages(draft: Draft) -> None:
 
 
 def _text_at(draft: Draft, index: int, message: Json) -> str:
-    """Return the text of a message; raises UnknownShape if there is more than text in the message."""
+    """Return the text of a message; raises UnknownShape if the message has more than text."""
     if (text := plain_text(message.get("content") or "")) is None:
         raise UnknownShape(f"{draft.list_name}[{index}].content is not text")
     return text
 
 
 def as_reminder(text: str) -> str:
-    """Return a text marked as not the user's own."""
+    """Return a text as a reminder, which marks it as not the user's own."""
     return text if text.startswith(REMINDER_TAG) else f"{REMINDER_TAG}\n{text}\n</system-reminder>"
 
 
 def followed_by(route: Route, message: Json, text: str) -> list[Json]:
-    """Return a message with a system text behind it: part of it, unless the model wrote it."""
+    """Return a message followed by a system text, as part of the message unless the model wrote it."""
     if is_system(message):
         return [_with_text_behind(route, message, "content", text)]
     reminder = as_reminder(text)
@@ -272,14 +272,13 @@ def followed_by(route: Route, message: Json, text: str) -> list[Json]:
     return [message, {"role": "user", "content": reminder}]
 
 
-# The reasoning of earlier turns, kept as text of the answers that it led to. Templates drop
-# `reasoning_content` of all answers before the newest user message; what is in `content` they keep. How a
-# template writes reasoning is a fact about the template, so that the text is the one that stood in the
-# prompt while the turn was running.
+# The reasoning of earlier turns, kept in the text of their answers. Templates drop `reasoning_content` of
+# all answers before the newest user message, but keep `content`. The reasoning is written as the template
+# writes it, so that the text is the same as in the prompt while the turn was running.
 
 
 _NO_REASONING = " "
-"""So marked, a template looks for no reasoning in the text; llama-server leaves out an empty one."""
+"""With this, a template looks for no reasoning in the text; llama-server leaves out an empty string."""
 
 
 def inline_reasoning(draft: Draft) -> None:
@@ -321,8 +320,8 @@ def _inlined(given: Json, route: Route, marks: Marks) -> Json:
 def _as_chat(message: Json) -> Json:
     """Return an Anthropic answer as the chat message that llama-server makes of it.
 
-    llama-server passes a message whose content is a string as it is (convert_anthropic_to_oai in
-    server-chat.cpp), which is the only way to have both reasoning in the text and none beside it.
+    llama-server passes on a message with a string as content unchanged (convert_anthropic_to_oai in
+    server-chat.cpp). Only in this form can an answer have reasoning in its text and none beside it.
     """
     content = message.get("content")
     if not isinstance(content, list):
@@ -344,9 +343,9 @@ def _as_chat(message: Json) -> Json:
     return {**chat, "tool_calls": calls} if calls else chat
 
 
-# A body without the older part of its conversation, alike in all three forms. What clients put before the
-# first user text (environment, rules, skills) is no part of the conversation, so these parts move to the
-# first text that is kept.
+# A body without the older part of its conversation, for all three routes. The parts that clients put before
+# the first user text (environment, rules, skills) do not belong to the conversation: they move to the first
+# text that is kept.
 
 
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
@@ -360,18 +359,18 @@ def conversation_of(route: Route, body: Json) -> list[Json]:
 
 
 def begins_turn(message: Json) -> bool:
-    """Return whether the user says something in a message, and not only a tool."""
+    """Return whether a message is the user's, and does not hold tool results."""
     return message.get("role") == "user" and not _has_results(message)
 
 
 def begins_step(message: Json, before: Json | None) -> bool:
-    """Return whether the model begins to answer; one answer may be several items in a row."""
+    """Return whether a message begins an answer; one answer may be several items in a row."""
     goes_on = before is not None and "type" in message and "type" in before and is_of_model(before)
     return is_of_model(message) and not goes_on
 
 
 def rendered_text(value: Any) -> str:
-    """Return about what a template makes of a message; old reasoning is what many leave out."""
+    """Return about the text that a template renders of a message, without reasoning."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -385,13 +384,13 @@ def rendered_text(value: Any) -> str:
 
 
 def wanted_tokens(body: Json) -> int | None:
-    """Return how long the client lets the answer become, None if it does not say."""
+    """Return the client's limit on the tokens of the answer, None if there is none."""
     limits = (body.get(name) for name in _LIMITS)
     return next((n for n in limits if isinstance(n, int) and not isinstance(n, bool)), None)
 
 
 def shortened(route: Route, body: Json, first: int, asked: int | None) -> Json:
-    """Return the body with the conversation from its message *first* on, behind message *asked*."""
+    """Return the body with its conversation cut to message *asked*, if any, and those from *first* on."""
     messages = messages_of(route, body)
     header = messages[: n_leading_system(messages)]
     conversation = messages[len(header) :]
@@ -407,6 +406,6 @@ def shortened(route: Route, body: Json, first: int, asked: int | None) -> Json:
 
 
 def _surroundings(first: Json) -> list[Json]:
-    """Return the reminders that the text of the first user message stands behind."""
+    """Return the reminders before the text of the first user message."""
     parts = list_of(first.get("content")) if begins_turn(first) else []
     return parts[: next((i for i, part in enumerate(parts) if not _is_reminder(part)), 0)]

@@ -1,7 +1,7 @@
-"""What stabilizers are called, what they work on and what they remember.
+"""The names of the stabilizers, the request that they work on, and their memory.
 
-`Name` is what settings, metrics and logs call the stabilizers. `Draft` is the request on which
-stabilizers work. `Memory` keeps what stabilizers learned from earlier requests and answers.
+`Name` has the names of stabilizers in settings, metrics and logs. `Draft` is the request that stabilizers
+rewrite. `Memory` keeps the values that stabilizers learned from earlier requests and answers.
 """
 
 import operator
@@ -41,17 +41,17 @@ class Name(StrEnum):
 
 _OPT_IN = (Name.GLUE_TEXT_TO_RESULTS, Name.INLINE_REASONING)
 SAFE = frozenset(n for n in Name if n not in _OPT_IN and not n.startswith("sticky_"))
-"""The stabilizers that do not change the substance of what the model is told."""
+"""The stabilizers that do not change the content that the model is given."""
 
 _WORDS = "|".join(("safe", "all", "none", *Name))
 SWITCHES_PATTERN = rf"^\s*({_WORDS})(\s*,\s*-?({_WORDS}))*\s*$"
-"""What `parse_switches` reads."""
+"""The texts that `parse_switches` accepts."""
 
 
 def parse_switches(text: str) -> frozenset[Name]:
-    """Return which stabilizers are on: words separated by commas, read from left to right.
+    """Return the stabilizers that are on, from words separated by commas, read from left to right.
 
-    `safe`, `all` and `none` stand for sets; a minus before a word takes the stabilizer out again.
+    `safe`, `all` and `none` stand for sets. A minus before a word switches its stabilizers off again.
     """
     sets = {"safe": SAFE, "all": frozenset(Name), "none": frozenset[Name]()}
     switched_on = frozenset[Name]()
@@ -70,7 +70,7 @@ _N_SYSTEM_PROMPTS = 64
 
 
 def key_of(kind: str, *parts: str) -> str:
-    """Return a key for the memory; parts are told apart whatever they hold."""
+    """Return a key for the memory; parts with other boundaries give another key."""
     return kind + "/" + xxhash.xxh3_128(msgspec.json.encode(parts)).hexdigest()
 
 
@@ -79,10 +79,10 @@ def call_key(call_id: str, tenant: str) -> str:
 
 
 class Memory:
-    """A map of what was learned, within a number of bytes.
+    """A map of learned values, within a number of bytes.
 
-    A lookup changes nothing. What was learned longest ago is forgotten first. Values are kept encoded,
-    so that nobody can change them afterwards.
+    A lookup changes nothing. The value learned longest ago is forgotten first. Values are kept encoded, so
+    that they cannot be changed afterwards.
     """
 
     def __init__(self, max_bytes: int = 32 << 20) -> None:
@@ -96,12 +96,12 @@ class Memory:
         return int(self._values.currsize)
 
     def get(self, key: str) -> Any:
-        """Return what is known under a key, or None."""
+        """Return the value of a key, or None."""
         encoded = self._values.get(key)
         return None if encoded is None else msgspec.json.decode(encoded)
 
     def learn(self, lessons: Mapping[str, Any]) -> None:
-        """Remember values by their keys, in place of what was known under those keys."""
+        """Remember values by their keys, in place of earlier values."""
         for key, value in lessons.items():
             self._put(key, msgspec.json.encode(value))
 
@@ -110,19 +110,19 @@ class Memory:
     ) -> None:
         """Remember a tool call as the model made it; *raw_arguments* is the JSON text of its arguments.
 
-        Some templates count their calls from zero in every conversation, so that several calls can have
-        one id; the last few are kept.
+        Some templates number their calls from zero in every conversation, so that several calls can have
+        the same id; the last few are kept.
         """
         call = (name, raw_arguments)
         others = [known for known in self.calls(call_id, tenant=tenant) if known != call]
         self.learn({call_key(call_id, tenant): [*others[1 - _MAX_VARIANTS :], call]})
 
     def calls(self, call_id: str, *, tenant: str = "") -> list[tuple[str, str]]:
-        """Return name and raw arguments of the calls that were made under an id."""
+        """Return the name and raw arguments of each call with this id."""
         return [(name, raw) for name, raw in self.get(call_key(call_id, tenant)) or ()]
 
     def to_bytes(self) -> bytes:
-        """Return everything, to be kept over a restart of the proxy. The bytes hold prompt text."""
+        """Return the whole memory, to be kept over a restart of the proxy. The bytes hold prompt text."""
         return msgspec.msgpack.encode(list(self._values.items()))
 
     @classmethod
@@ -135,36 +135,36 @@ class Memory:
 
     def _put(self, key: str, encoded: bytes) -> None:
         self._values.pop(key, None)
-        with suppress(ValueError):  # it is larger than all of the memory
+        with suppress(ValueError):  # larger than the whole memory
             self._values[key] = encoded
 
 
-# Bodies. A body is what a JSON object was decoded to, with its keys in the order received. Nothing
-# changes an object in place: a changed object is a new one that shares what is untouched, and an object
-# to which nothing applies stays the very same one, which is how a change is noticed.
+# Bodies. A body is a decoded JSON object, with its keys in the order received. No object is changed in
+# place: a changed object is a new one that shares its unchanged parts. An unchanged object stays the same
+# object, which is how a change is noticed.
 
 
 Json = dict[str, Any]
 
 
 _SYSTEM_FIELDS = {Route.MESSAGES: "system", Route.RESPONSES: "instructions"}
-"""Where the bodies of a route keep the system prompt, if it is not the first message."""
+"""The field of the system prompt on routes where it is not the first message."""
 
 
 class UnknownShape(Exception):
-    """Part of a body is not as the API describes it; the message says where, never what it holds."""
+    """Part of a body is not as the API describes it; the message says which part, but does not quote it."""
 
 
 def why_failed(error: Exception) -> str:
-    """Return what may be told of a failure; the messages of other errors may quote the prompt."""
+    """Return a failure in words without prompt text, which the messages of other errors may quote."""
     return str(error) if isinstance(error, UnknownShape) else type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """How a template writes the reasoning of an answer: what stands before and behind it.
+    """The texts that a template writes before and behind the reasoning of an answer.
 
-    Templates that set tool calls off by a line break only behind text need another end before calls.
+    Where a template puts a line break before tool calls only behind text, the end before calls differs.
     """
 
     begin: str
@@ -173,31 +173,31 @@ class Marks:
     strips: bool = False
     """Whether the template strips white space around the reasoning."""
     writes_empty: bool = False
-    """Whether both stand before an answer without reasoning, too, as long as its turn is running."""
+    """Whether both also stand before an answer without reasoning, while its turn is running."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What is known about the server and the sender, beside the body."""
+    """Facts about the server and the client, beside the body."""
 
     accepts_late_system: bool | None = None
     """Whether the template renders system messages in mid-conversation; None if unknown."""
     reasoning_marks: Marks | None = None
-    """Set where the template drops old reasoning and the reasoning may be kept as text."""
+    """Set if the template drops old reasoning, and the reasoning may be kept as text."""
     session: str = ""
     """The client's own name for the session, if it sent one."""
     tenant: str = ""
 
 
 def with_list(holder: Json, key: str, items: list[Any]) -> Json:
-    """Return an object with another list; the very same object if that has these very items."""
+    """Return an object with another list; the same object if its list has the same items already."""
     old = list_of(holder.get(key))
     is_same = len(old) == len(items) and all(map(operator.is_, old, items))
     return holder if is_same else {**holder, key: items}
 
 
 def with_items(holder: Json, key: str, change: Callable[[Any], Any]) -> Json:
-    """Return an object with each item of a list changed; what is no list stays as it is."""
+    """Return an object with each item of a list changed; a field that is no list stays as it is."""
     return with_list(holder, key, [change(item) for item in list_of(holder.get(key))])
 
 
@@ -220,7 +220,7 @@ def is_text(part: Any) -> bool:
 
 
 def plain_text(content: Any) -> str | None:
-    """Return the text of a message's content, or None if there is more than text in it."""
+    """Return the text of a message's content, or None if the content has more than text."""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and all(map(is_text, content)):
@@ -252,7 +252,7 @@ _MOMENT = rf"(?:{_CALENDAR}{_BEHIND}|{_CLOCK}(?:,? (?:on )?{_CALENDAR})?)(?: \({
 DATE = re.compile(
     r"(?P<words>(?:Today(?:'s|’s) date|Current date(?: (?:and|&) time)?|Today|Conversation started)"
     r"(?: is)?:? |<current_date>"
-    # These may begin any sentence: only a whole date or time may follow them.
+    # Any sentence may begin like this: only a whole date or time may follow.
     r"|\b(?:It is(?: now| currently)?|Now|Date|Time|UTC|(?:The )?current time|The time)(?: is)?:?\s"
     rf"(?={_MOMENT}))"
     rf"(?P<date>{_MOMENT}|[^\n]{{0,30}}?\b\d{{4}}\b(?:[-/]\d\d?[-/]\d\d?)?{_BEHIND})",
@@ -267,9 +267,9 @@ COUNT = re.compile(r"(?<![A-Za-z0-9])\d+(?:[.,]\d+)*(?![A-Za-z0-9])")
 
 
 class Draft:
-    """A request in the making: stabilizers read and set `body`, and add to `lessons`.
+    """A request that is being rewritten: stabilizers read and set `body`, and add to `lessons`.
 
-    Its messages must be as `messages_of` returns them.
+    `messages_of` must have accepted the body.
     """
 
     def __init__(self, route: Route, body: Json, memory: Memory, facts: RequestFacts) -> None:
@@ -297,7 +297,7 @@ class Draft:
         return [] if tools is None else _objects(tools, "tools")
 
     def rewrite_system(self, rewrite: Callable[[str], str]) -> None:
-        """Rewrite every text of the system prompt; a text in a list goes if nothing is left of it."""
+        """Rewrite every text of the system prompt; a text in a list is removed if it becomes empty."""
         if self.system_field in self.body:
             self.body = _with_texts(self.body, self.system_field, rewrite)
         leading = self.messages[: n_leading_system(self.messages)]
@@ -306,7 +306,7 @@ class Draft:
             self.messages = rewritten + self.messages[len(leading) :]
 
     def rewrite_first_users(self, rewrite: Callable[[str], str]) -> None:
-        """Rewrite every text of the user messages that stand before the first answer."""
+        """Rewrite every text of the user messages before the first answer."""
         messages, n = self.messages, self._n_first
         first = [
             _with_texts(m, "content", rewrite) if m.get("role") == "user" else m
@@ -326,15 +326,10 @@ class Draft:
         self.rewrite_system(note)
         return "\n".join(texts)
 
-    # Which conversation a request belongs to. The conversation is known by the system prompt without what
-    # changes in it (dates, names of sessions, counts), and by what the user first wrote, without reminders
-    # and dates; the client's own name for the session tells apart what begins alike. Both keys are taken
-    # when a stabilizer first asks for one, so that they do not depend on what later stabilizers change.
-
-    @cached_property
-    def header(self) -> str:
-        """The key of all conversations with the same system prompt."""
-        return key_of("header", self.facts.tenant, self.route, self._lasting_system)
+    # The conversation of a request. It is identified by the system prompt without changing parts (dates,
+    # names of sessions, counts), and by the first user text without reminders and dates. The client's own
+    # name for the session distinguishes conversations that begin alike. The key is made when a stabilizer
+    # first asks for it, so that it does not depend on the changes of later stabilizers.
 
     @cached_property
     def _conversation(self) -> str:
@@ -347,7 +342,7 @@ class Draft:
 
     @cached_property
     def begins(self) -> bool:
-        """Whether this is the first request of its conversation: nothing has been answered in it."""
+        """Whether this is the first request of its conversation, so that it has no answer yet."""
         return self._n_first == len(self.messages)
 
     @property
@@ -357,11 +352,11 @@ class Draft:
         return next((i for i, m in enumerate(messages) if is_of_model(m)), len(messages))
 
     def key(self, kind: str, *parts: str) -> str:
-        """Return a key into the memory that only this conversation has."""
+        """Return a memory key of this conversation only."""
         return key_of(kind, self._conversation, *parts)
 
     def recall(self, key: str) -> Any:
-        """Return what this conversation had under a key; None if the conversation begins."""
+        """Return the value of a key, None if there is none or if the conversation begins."""
         return None if self.begins else self.memory.get(key)
 
     def _first_user_text(self) -> str:
@@ -376,7 +371,7 @@ class Draft:
 
 @lru_cache(_N_SYSTEM_PROMPTS)
 def _what_lasts(text: str) -> str:
-    """Return a system prompt less what changes; a long one takes milliseconds, and requests repeat it."""
+    """Return a system prompt without its changing parts; cached, as a long one takes milliseconds."""
     return COUNT.sub("", ID.sub("", DATE.sub(r"\g<words>", text)))
 
 

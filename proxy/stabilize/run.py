@@ -1,7 +1,7 @@
-"""A request's body as it should be sent, so that its prompt keeps its prefix.
+"""Rewriting the body of a request, so that its prompt keeps its prefix.
 
 `stabilize` is pure: the same request with the same memory, facts and switches gives the same result, and
-giving the result again changes nothing. Nothing is raised: what a stabilizer does not know it leaves alone.
+stabilizing the result changes nothing. It raises nothing: stabilizers leave unknown shapes alone.
 """
 
 import operator
@@ -23,8 +23,9 @@ from proxy.stabilize.model import (
     why_failed,
 )
 
-# How a conversation is recognised depends on what those before the sticky ones change, and must not depend
-# on what the others do. Reasoning comes last because its messages no longer look Anthropic.
+# The key of a conversation depends on the changes of the stabilizers before the sticky ones, and must not
+# depend on those of the others. Reasoning comes last because its messages no longer have the Anthropic
+# form.
 OfMessage = Callable[[Draft, Json], list[Json]]
 OfRequest = Callable[[Draft], None]
 OF_MESSAGES: dict[Name, OfMessage] = {
@@ -34,7 +35,7 @@ OF_MESSAGES: dict[Name, OfMessage] = {
     Name.TOOL_RESULTS_FIRST: drops.tool_results_first,
     Name.RESTORE_TOOL_ARGUMENTS: sticky.restore_tool_arguments,
 }
-"""What is applied first, to each message by itself, in this order."""
+"""The stabilizers that are applied first, to each message by itself, in this order."""
 OF_REQUESTS: dict[Name, OfRequest] = {
     Name.DROP_CACHE_CONTROL: drops.drop_cache_control_of_request,
     Name.DROP_BILLING_HEADER: drops.drop_billing_header,
@@ -47,7 +48,7 @@ OF_REQUESTS: dict[Name, OfRequest] = {
     Name.STICKY_REMINDERS: sticky.sticky_reminders,
     Name.INLINE_REASONING: drops.inline_reasoning,
 }
-"""What is then applied to the request as a whole, in this order."""
+"""The stabilizers that are applied next, to the request as a whole, in this order."""
 _ROUTES: dict[Name, Collection[Route]] = {
     Name.DROP_CACHE_CONTROL: (Route.MESSAGES, Route.CHAT),
     Name.TOOL_REFERENCE_TEXT: (Route.MESSAGES,),
@@ -60,16 +61,16 @@ NO_FACTS = RequestFacts()
 
 
 class Change(NamedTuple):
-    """What a message became, and by which stabilizers."""
+    """The messages that replace a message, and the stabilizers that made them."""
 
     made: list[Json]
     changed_by: tuple[Name, ...]
 
 
 class Seen(NamedTuple):
-    """The messages of a request as they came, and which of them were changed by themselves, ascending.
+    """The messages of a request as received, and the changes of single messages by index, ascending.
 
-    Later requests of the conversation repeat them, so that only new messages are looked at.
+    Later requests of the conversation repeat these messages, so that only new ones are looked at.
     """
 
     messages: list[Json] = []
@@ -81,11 +82,11 @@ NOTHING_SEEN = Seen()
 
 @dataclass(slots=True)
 class Stabilized:
-    """A request as it should be sent; `body` is the very object given if nothing was changed.
+    """A stabilized request; `body` is the given object itself if nothing was changed.
 
-    `failures` tell which stabilizers left the request, or a message of it, alone because of what they met,
-    and why; they hold no prompt text. Give `lessons` to `Memory.learn` once the request is sent, and `seen`
-    to the conversation's next request.
+    `failures` are the stabilizers that failed and left the request, or one of its messages, alone, each
+    with the reason, without prompt text. Give `lessons` to `Memory.learn` once the request is sent, and
+    `seen` to the next request of the conversation.
     """
 
     body: Json
@@ -105,7 +106,7 @@ def stabilize(
 ) -> Stabilized:
     """Return the body with the stabilizers of *switches* applied, and which of them changed it.
 
-    *seen* is of an earlier request under the same switches, of the same tenant.
+    *seen* comes from an earlier request of the same tenant under the same switches.
     """
     result, draft = Stabilized(body), Draft(route, body, memory, facts)
     try:
@@ -144,7 +145,7 @@ def stabilize(
 def _change_of(
     message: Json, draft: Draft, names: Collection[Name], result: Stabilized
 ) -> Change | None:
-    """Return what becomes of a message by itself, None if nothing does; note what fails in *result*."""
+    """Return the change of a single message, None if there is none; note failures in *result*."""
     made, changed_by = [message], list[Name]()
     for name, apply in OF_MESSAGES.items():
         if name in names:

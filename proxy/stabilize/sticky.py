@@ -1,7 +1,7 @@
-"""Stabilizers that keep what was sent before.
+"""Stabilizers that keep parts of a prompt as they were first sent.
 
-Each of them writes what a conversation had before in place of what its new request has, and then learns
-what the request has now. The first line of a stabilizer's docstring says why the stabilizer exists, for the
+Each of them replaces parts of a new request by the parts that its conversation had before, and then learns
+the parts of the request. The first line of a stabilizer's docstring says why the stabilizer exists, for the
 table in the docs.
 """
 
@@ -29,10 +29,10 @@ from proxy.stabilize.model import (
     with_list,
 )
 
-# Words in front that a conversation keeps as they first were: one mechanism for dates, for what names a
-# session, for counts and for the texts of tools. A place is known by what stands around such words. What
-# they are by now is told in the newest message of the user, and stays told there: so the model knows,
-# and nothing changes that was sent before.
+# Words at the beginning of a prompt that a conversation keeps as first sent: one mechanism for dates, names
+# of sessions, counts and the texts of tools. The text around such words identifies their place. The newest
+# user message tells the model the present words, and later requests repeat that text in the same message:
+# so the model knows the words, and no part of the prompt that was sent before changes.
 
 _MASK = "…"
 _TOOL_TEXT = re.compile(r"(?s)\A.+\Z")
@@ -41,10 +41,10 @@ _LINE_WITH_COUNT = re.compile(rf"(?m)^.*?(?:{COUNT.pattern}).*$")
 
 
 class _Held(msgspec.Struct):
-    """What each place first had, and what was told since.
+    """The first words of each place, and what the model was told since.
 
-    Told are the number of a message, the text behind it, and the words of the places that had other words
-    than at first.
+    Each entry of `told` is the number of a message, the text behind that message, and the words of the
+    places that differed from their first words.
     """
 
     first: dict[str, str] = {}
@@ -52,14 +52,14 @@ class _Held(msgspec.Struct):
 
 
 class _Changing(NamedTuple):
-    """Words that change: how they are found, and what stands around them."""
+    """A kind of words that change: how they are found, and the text around them."""
 
     name: str
     pattern: re.Pattern[str]
     around: Callable[[re.Match[str]], str]
     is_shared: bool = False
-    """Whether conversations share places. Where two differ, later ones show only what is around the
-    words, because the words of another session might be used by mistake."""
+    """Whether conversations share places. If the words of two conversations differ, later ones show only
+    the text around the words, because the model might use the words of another session by mistake."""
     is_told: bool = True
 
 
@@ -85,7 +85,7 @@ def sticky_session(draft: Draft) -> None:
 def sticky_tool_text(draft: Draft) -> None:
     """Modes such as plan and build change a tool's description in mid-conversation.
 
-    A tool is known by everything but its description.
+    All fields of a tool but its description identify it.
     """
     _hold(draft, _TOOL_TEXTS)
 
@@ -96,7 +96,7 @@ def _hold(draft: Draft, kind: _Changing) -> None:
 
 
 class _Holding:
-    """One kind of words held in a request."""
+    """One kind of words that a request keeps as first sent."""
 
     def __init__(self, draft: Draft, kind: _Changing) -> None:
         self._draft = draft
@@ -111,7 +111,7 @@ class _Holding:
         self._counted = Counter[str]()
 
     def hold(self) -> None:
-        """Put the first words back, and tell the present ones."""
+        """Put the first words back, and tell the model the present ones."""
         draft, kind = self._draft, self._kind
         if kind is not _TOOL_TEXTS:
             draft.rewrite_system(partial(self._rewrite, "system"))
@@ -126,7 +126,7 @@ class _Holding:
         return self._kind.pattern.sub(partial(self._kept, where), text)
 
     def _rewrite_user(self, text: str) -> str:
-        """Rewrite a text before the first answer; the user's own words are no place that is shared."""
+        """Rewrite a text before the first answer, except the user's own words if the kind is shared."""
         is_own = self._kind.is_shared and not text.startswith("<")
         return text if is_own else self._rewrite("user", text)
 
@@ -143,7 +143,7 @@ class _Holding:
         return changed if described is tool else {**tool, "function": changed}
 
     def _kept(self, where: str, found: re.Match[str]) -> str:
-        """Return what is sent in place of words that were found."""
+        """Return the words to send in place of those found."""
         words, around, shared = found[0], self._kind.around(found), None
         place = key_of(self._kind.name, self._draft.facts.tenant, where, around)
         self._counted[place] += 1
@@ -160,7 +160,7 @@ class _Holding:
         return self._first[place]
 
     def _told(self) -> list[tuple[int, str, dict[str, str]]]:
-        """Return what was told in this conversation, and is now."""
+        """Return what the model was told in this conversation, and is told now."""
         messages, now = self._draft.messages, self._now
         told = [one for one in self._held.told if one[0] < len(messages) - 1]
         before = told[-1][2] if told else {}
@@ -183,8 +183,8 @@ def _tell(draft: Draft, index: int, text: str) -> None:
 def sticky_reminders(draft: Draft) -> None:
     """Reminders move from the old user message to the newest, which changes the old one.
 
-    OpenCode attaches the reminder of its plan mode to the newest user message only. A message is known by
-    what the user wrote in the message and by its number.
+    OpenCode attaches the reminder of its plan mode to the newest user message only. A message is
+    identified by its number and the user's own text.
     """
     messages = list(draft.messages)
     texts = {
@@ -196,7 +196,7 @@ def sticky_reminders(draft: Draft) -> None:
         first, is_newest = draft.memory.get(key), number == len(prompts)
         if first is not None and first != messages[i]["content"] and not is_newest:
             messages[i] = {**messages[i], "content": first}
-        # The newest may have lost its reminder by being asked again in another mode.
+        # The newest message may have lost its reminder, if it was asked again in another mode.
         if has_reminder(plain_text(messages[i]["content"]) or "") or (
             is_newest and first is not None
         ):
@@ -206,30 +206,34 @@ def sticky_reminders(draft: Draft) -> None:
 
 # The tools of a conversation as they were first sent.
 
+_MAX_TOOLS = 1000
+"""The order of so many tools is kept; beyond that, the oldest names are forgotten."""
+
 
 def keep_tool_order(draft: Draft) -> None:
     """A tool loaded later is inserted in the middle of the list; at the end it costs nothing.
 
-    The order is that of the conversation; where that is new, of the first conversation with the same
-    system prompt.
+    The order is that of the conversation. A new conversation takes the order in which its tenant's tools
+    were first seen under any system prompt: the tools come before the system prompt, which changes with the
+    folder.
     """
     tools = {_name(tool): tool for tool in draft.tools}
     if len(tools) != len(draft.tools):
         raise UnknownShape("tools has two of one name")
     if not tools:
         return
-    keys = draft.key("tool order"), key_of("tool order of header", draft.header)
+    keys = draft.key("tool order"), key_of("tool order", draft.facts.tenant, draft.route)
     orders: list[list[str]] = [draft.recall(keys[0]) or [], draft.memory.get(keys[1]) or []]
     places = {name: i for i, name in enumerate(dict.fromkeys(orders[0] + orders[1]))}
     # Sorting is stable, so unknown tools keep the client's order at the end.
     names = sorted(tools, key=lambda name: places.get(name, len(places)))
     draft.body = with_list(draft.body, "tools", [tools[name] for name in names])
     for key, order in zip(keys, orders, strict=True):
-        draft.lessons[key] = list(dict.fromkeys(order + names))
+        draft.lessons[key] = list(dict.fromkeys(order + names))[-_MAX_TOOLS:]
 
 
 def _name(tool: Json) -> str:
-    """Return what a tool is told apart by: its name, or its kind where it has none."""
+    """Return the name of a tool, or its type if it has none; raises UnknownShape without either."""
     name = _described(tool).get("name", tool.get("type"))
     if not isinstance(name, str):
         raise UnknownShape("tools has one without a name")
@@ -243,9 +247,9 @@ def _described(tool: Json) -> dict[str, Any]:
 
 
 # Tool calls as the model wrote them. Claude Code and OpenCode send calls back changed: other key order,
-# a default added, a leading `cd ... &&` removed, "1" turned into 1. A call is restored only if what
-# came back still means what the model wrote, so that a call which the user edited stays edited. What is
-# not JSON is never restored: llama-server answers 500 to it.
+# a default added, a leading `cd ... &&` removed, "1" turned into 1. A call is restored only if the returned
+# call still means the same, so that a call which the user edited stays edited. Arguments that are not JSON
+# are never restored: llama-server answers 500 to them.
 
 
 _CHANGE_OF_FOLDER = re.compile(r"""\Acd (?:"[^"\n]*"|'[^'\n]*'|[^\s;&|"']+) && """)
@@ -279,16 +283,16 @@ def restore_tool_arguments(draft: Draft, message: Json) -> list[Json]:
 
 
 def _restored(draft: Draft, holder: Json, call_id: Any) -> Json:
-    """Return the object that holds a call's name and arguments, with both as the model made them.
+    """Return the object that holds a call's name and arguments, with both as the model wrote them.
 
-    Anthropic's arguments are an object, all others' are a text.
+    The arguments are an object in the Anthropic form, a text in the others.
     """
     key = "input" if draft.route is Route.MESSAGES else "arguments"
     name, arguments = holder.get("name"), holder.get(key)
     if not isinstance(call_id, str) or not isinstance(name, str):
         return holder
     if made := draft.memory.calls(call_id, tenant=draft.facts.tenant):
-        draft.lessons[call_key(call_id, draft.facts.tenant)] = made  # it will be needed again
+        draft.lessons[call_key(call_id, draft.facts.tenant)] = made  # later requests need it too
     if key == "input" and isinstance(arguments, dict):
         chosen = choose_call(made, name, _encode(arguments).decode())
     elif key == "arguments" and isinstance(arguments, str):
@@ -305,9 +309,9 @@ def _restored(draft: Draft, holder: Json, call_id: Any) -> Json:
 def choose_call(
     made: list[tuple[str, str]], name: str, raw_arguments: str
 ) -> tuple[str, str] | None:
-    """Return the one call of those *made* that came back changed, or None if that is not certain.
+    """Return the call of those *made* that came back changed, or None if that is not certain.
 
-    Where only spaces and escapes differ the values decide before the known changes do.
+    A call with equal values, where only spaces and escapes differ, comes before one with known changes.
     """
     returned = object_in(raw_arguments)
     if returned is None or (name, raw_arguments) in made:
@@ -326,7 +330,7 @@ def _came_back_as(made_name: str, written: Json, name: str, returned: Json) -> b
 
 
 def means_the_same(written: Json, returned: Json) -> bool:
-    """Return whether *returned* is *written* but for what clients are known to change."""
+    """Return whether *returned* is *written*, apart from the known changes of clients."""
     added = {key: value for key, value in returned.items() if key not in written}
     if any(key not in _ADDED_BY_CLIENTS or value is not False for key, value in added.items()):
         return False
@@ -351,7 +355,7 @@ def _is_same(written: Any, returned: Any, *, is_command: bool = False) -> bool:
 
 
 def _is_written_out(text: str, value: Any) -> bool:
-    """Return whether a text is a number or truth value that a client has read as such."""
+    """Return whether a text is the number or truth value that a client turned it into."""
     if isinstance(value, bool):
         return text == str(value).lower()
     is_number = isinstance(value, int | float) and _NUMBER.fullmatch(text) is not None

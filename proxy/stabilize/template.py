@@ -1,7 +1,7 @@
-"""What a chat template does with late system messages and old reasoning, read from renderings.
+"""How a chat template treats late system messages and old reasoning, read from renderings.
 
-Owns: which bodies to render, and what their renderings mean. `BODIES` are chat bodies for /apply-template;
-a body that llama-server refuses has no rendering.
+Owns: the bodies to render, and the meaning of their renderings. `BODIES` are chat bodies for
+/apply-template; a body that llama-server refuses has no rendering.
 """
 
 from collections.abc import Mapping
@@ -58,17 +58,17 @@ _MESSAGES: dict[str, list[Json]] = {
     "running padded": _running(_TEXT, _PADDED),
     "running bare": _running(_TEXT, ""),
 }
-"""Turns that run still, and an old one: with reasoning, padded reasoning or none, text or only a call."""
+"""Turns still running, and an old one: with reasoning, padded reasoning or none, text or only a call."""
 BODIES: dict[str, dict[str, Any]] = {
     name: {"messages": messages, "tools": [_TOOL]} for name, messages in _MESSAGES.items()
 }
 
 
 def read_facts(renderings: Mapping[str, str | None]) -> RequestFacts:
-    """Return what is known of a template by the renderings of `BODIES`; None for those refused."""
+    """Return the facts about a template from the renderings of `BODIES`; None for those refused."""
     late = renderings.get("late system")
     return RequestFacts(
-        # Rendered somewhere else than where it was said, it would change the beginning.
+        # Rendered at another place, the message would change the beginning of the prompt.
         accepts_late_system=late is not None and late.find(_COMMANDS) > late.find(_ASKS_AGAIN),
         reasoning_marks=_read_marks(renderings),
     )
@@ -83,7 +83,7 @@ def inlined_body(facts: RequestFacts) -> dict[str, Any] | None:
 
 
 def keeps_inlined(rendering: str | None, renderings: Mapping[str, str | None]) -> bool:
-    """Return whether the rendering of `inlined_body` begins as the turn did while it was running."""
+    """Return whether the rendering of `inlined_body` begins like that of the running turn."""
     marks = _read_marks(renderings)
     if rendering is None or marks is None or rendering.count(_REASONING) != 2:
         return False
@@ -94,7 +94,7 @@ def keeps_inlined(rendering: str | None, renderings: Mapping[str, str | None]) -
 
 
 def _read_marks(renderings: Mapping[str, str | None]) -> Marks | None:
-    """Return how reasoning is written, or None if it is kept anyway or cannot be told."""
+    """Return the reasoning marks, or None if the template keeps old reasoning or shows no clear marks."""
     probes = ("old", "running", "running call", "running padded", "running bare")
     old, running, called, padded, with_bare = (renderings.get(probe) or "" for probe in probes)
     if _REASONING in old or not all(_REASONING in text for text in (running, called, padded)):
@@ -106,7 +106,7 @@ def _read_marks(renderings: Mapping[str, str | None]) -> Marks | None:
         return None
     begin, behind = running[begins:].split(_REASONING, 1)
     end = behind.split(_TEXT, 1)[0]
-    # What stands behind reasoning that calls follow, less what the template adds to text.
+    # The text between reasoning and the tool result, less the text that the template adds behind content.
     before_result = called.split(_REASONING, 1)[1].split(_RETURNS)[0]
     behind_text = old.split(_TEXT, 1)[1].split(_RETURNS)[0]
     if not before_result.endswith(behind_text):

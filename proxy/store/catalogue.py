@@ -1,7 +1,7 @@
-"""Which checkpoints there are, and the bytes that they may take and that may be written.
+"""The checkpoints of a store, and the limits on the bytes stored and written.
 
-Nothing here waits or looks at a state file: what is chosen is also marked in the same step, and what fits
-is also reserved.
+Nothing here waits or reads a state file: a checkpoint is chosen and marked in one step, and bytes are
+found to fit and reserved in one step.
 """
 
 import time
@@ -37,7 +37,7 @@ from proxy.store.index import Index
 class Limits:
     """At most `max_bytes` of state files, and at least `min_free_bytes` left free on their disk.
 
-    No more than `max_write_bytes_per_day` are written within 24 hours; 0 is no limit.
+    At most `max_write_bytes_per_day` are written within 24 hours; 0 is no limit.
     """
 
     max_bytes: int
@@ -49,9 +49,9 @@ _WRITTEN = "written"
 
 
 class Budget:
-    """The limits, what is claimed for files that are no checkpoints yet, and what was written in a day.
+    """The limits, the claims of files that are no checkpoints yet, and the bytes written in the last day.
 
-    The bytes that llama-server was let write are counted across restarts, by a value in the index.
+    The index keeps the count of written bytes, so that the count survives a restart.
     """
 
     def __init__(self, limits: Limits, index: Index) -> None:
@@ -70,7 +70,7 @@ class Budget:
     def reserve(self, name: str, claim: Claim) -> None:
         """Count a file that is about to be written.
 
-        Raises NoRoom if it is too large in any case, or not worth what may still be written today.
+        Raises NoRoom if the file is larger than the budget, or not worth the bytes left to write today.
         """
         limit, pending_bytes = self.max_bytes_per_day, self._unwritten_bytes
         refusal = why_refused(claim, self._written, limit, time.time(), pending_bytes)
@@ -80,18 +80,18 @@ class Budget:
         self._claims[name] = claim
 
     def settle(self, name: str, n_bytes: int) -> Claim:
-        """Count a file as it was written; return what was claimed for it."""
+        """Count a file at its real size; return its claim."""
         self._settled[name] = n_bytes
         self._require_possible(n_bytes)
         return self._claims[name]
 
     def release(self, name: str) -> None:
-        """Count a file no more: it is a checkpoint now, or gone."""
+        """Stop counting a file, which is a checkpoint now or gone."""
         self._claims.pop(name, None)
         self._settled.pop(name, None)
 
     def shortage(self, claim: Claim, stored_bytes: int, free_bytes: int) -> tuple[int, Removal]:
-        """Return how many bytes are missing for all claims to fit, and by which limit."""
+        """Return how many bytes must be freed so that all claims fit, and the limit that asks for them."""
         unwritten_bytes = self._unwritten_bytes
         reserved_bytes = unwritten_bytes + sum(self._settled.values())
         over_budget = stored_bytes + reserved_bytes - self.limits.max_bytes
@@ -114,17 +114,17 @@ class Budget:
 
     @property
     def left_bytes(self) -> int | None:
-        """How much may be written now; None if there is no limit."""
+        """How many bytes may still be written now; None if there is no limit."""
         return self.max_bytes_per_day - self.last_day_bytes if self.max_bytes_per_day else None
 
     @property
     def has_plenty(self) -> bool:
-        """Whether so much may still be written that no save is refused for its little value."""
+        """Whether no save is refused for its low value, because enough bytes may still be written."""
         left_bytes = self.left_bytes
         return left_bytes is None or scarcity(left_bytes, self.max_bytes_per_day) == 0
 
     def note_written(self, name: str, n_bytes: int) -> Callable[[], None]:
-        """Count what was written to a file, once; return what puts the count into the index."""
+        """Count the bytes written to a file, once; return a function that puts the count into the index."""
         claim = self._claims.get(name)
         if claim is None or name in self._settled or not n_bytes:
             return lambda: None
@@ -134,11 +134,11 @@ class Budget:
 
 
 _FALLBACK_BYTES = 8 << 30
-"""Taken where the system does not say how much memory is free."""
+"""Assumed if the system does not say how much memory is free."""
 
 
 def page_cache_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return how many bytes of files the kernel may well keep in memory."""
+    """Return how many bytes of files the kernel can probably keep in memory."""
     try:
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
         return int(fields["MemAvailable"].split()[0]) * 1024 // 2
@@ -150,18 +150,18 @@ MAX_COMPARED = 512
 """How many checkpoints one lookup compares token by token, at most."""
 _N_SORTED = 32
 _N_RELATIVES = 32
-"""So many of those that share most with a checkpoint say what would be lost with it."""
+"""The loss without a checkpoint is found from so many others, those that share most with it."""
 _N_DEVALUED = 16
-"""So many of the checkpoints that a new one may have made worth less are compared at the next eviction."""
+"""How many checkpoints that new ones may have devalued are compared at the next eviction."""
 
 
 Get = Callable[[CheckpointId], Checkpoint | None]
 
 
 class Catalogue:
-    """Which checkpoints may be used, which of them are in use, and their value.
+    """The checkpoints that may be used, those in use, and the value of each.
 
-    Records are read from the index when they are needed: memory holds only what is newer than the index.
+    Records are read from the index when they are needed: memory holds only records newer than the index.
     `version` changes with every record.
     """
 
@@ -169,20 +169,20 @@ class Catalogue:
         self.index = index
         self.version = 0
         self.size_bytes, self.pinned_bytes = summed.size_bytes, summed.pinned_bytes
-        """The bytes of all files, and of those that an operator keeps; these count in the budget."""
+        """The bytes of all files, and of pinned files, which count in the budget too."""
         self._n = summed.n_checkpoints
         self._changed: dict[CheckpointId, Checkpoint] = {}
         """Records that are newer than the index."""
         self._asked: dict[CheckpointId, dict[int, float]] = {}
-        """When requests last shared so many blocks with the checkpoint that was nearest to them."""
+        """By the nearest checkpoint and the number of blocks shared: when a request last shared them."""
         self._scores: dict[CheckpointId, float] = {}
-        """Scores that are better known than the index has them."""
+        """Scores newer than those in the index."""
         self._devalued: deque[CheckpointId] = deque(maxlen=_N_DEVALUED)
         self._going: dict[CheckpointId, Checkpoint] = {}
         self._in_use: Counter[CheckpointId] = Counter()
         self._quarantined: set[CheckpointId] = set(summed.quarantined)
         # A restore from the page cache is several times faster than one from the disk. The kernel is not
-        # asked: the files last used that fit into half of the memory that was available at the start count.
+        # asked: the files last used count as cached, up to half of the memory available at the start.
         self._warm: LRUCache[CheckpointId, int] = LRUCache(page_cache_bytes(), getsizeof=int)
 
     def __len__(self) -> int:
@@ -192,7 +192,7 @@ class Catalogue:
         return self._those(self.index.ids())
 
     def newest(self, n_at_most: int) -> Iterator[Checkpoint]:
-        """Yield checkpoints of the highest scores: mostly those last used."""
+        """Yield the checkpoints with the highest scores, mostly those last used."""
         return self._those(self.index.most_valuable(n_at_most))
 
     def _those(self, ids: Iterable[CheckpointId]) -> Iterator[Checkpoint]:
@@ -210,10 +210,10 @@ class Catalogue:
 
     @property
     def quarantined(self) -> Iterator[Checkpoint]:
-        """Those that are not offered any more."""
+        """The quarantined checkpoints."""
         return self._those(tuple(self._quarantined))
 
-    # Who goes for room.
+    # Which checkpoints go to make room.
 
     def value_seconds(self, checkpoint: Checkpoint, present: Present) -> float:
         """Return the seconds that losing a checkpoint would cost."""
@@ -223,7 +223,7 @@ class Catalogue:
     def victims(
         self, n_bytes: int, present: Present, replaces: Collection[CheckpointId] = ()
     ) -> list[Checkpoint]:
-        """Return what to remove for *n_bytes* more room; less if the rest is in use or pinned."""
+        """Return the checkpoints to remove to free *n_bytes*; fewer if the others are in use or pinned."""
         first = {*self._quarantined, *self._devalued}
         others = (i for i in self.index.least_valuable() if i not in first)
         get = cache(self.get)
@@ -240,7 +240,7 @@ class Catalogue:
         return choice.victims
 
     def _relatives(self, checkpoint: Checkpoint, get: Get) -> list[Relative]:
-        """Return a checkpoint, and those that share most of its tokens."""
+        """Return a checkpoint, and the checkpoints that share most of its tokens."""
         tokens = self.index.tokens(checkpoint.id)
         hashes = hash_prefixes(checkpoint.namespace, tokens) if tokens else []
         n_blocks = self.index.reaching(hashes, _N_RELATIVES)
@@ -251,10 +251,10 @@ class Catalogue:
             for each, n_shared in ((checkpoint, len(hashes)), *others)
         ]
 
-    # What comes, changes and goes.
+    # Entering, changing and removing checkpoints.
 
     def enter(self, checkpoint: Checkpoint) -> None:
-        """Note a checkpoint whose file and index entry are there."""
+        """Note a checkpoint whose file and index entry exist."""
         self.version += 1
         self._n += 1
         self.size_bytes += checkpoint.size_bytes
@@ -275,7 +275,7 @@ class Catalogue:
         return record
 
     def take(self, checkpoint_id: CheckpointId) -> Checkpoint | None:
-        """Take a checkpoint out, so that nobody finds it while it is removed; None if it is gone."""
+        """Take a checkpoint out, so that no request finds it during its removal; None if it is gone."""
         checkpoint = self.get(checkpoint_id)
         if checkpoint is None:
             return None
@@ -292,14 +292,14 @@ class Catalogue:
         self.enter(self._going.pop(checkpoint_id))
 
     def forget(self, checkpoint_id: CheckpointId) -> None:
-        """Note that a checkpoint that was taken out is no longer on the disk."""
+        """Note that a checkpoint, taken out before, is no longer on the disk."""
         for known in (self._going, self._changed, self._asked):
             known.pop(checkpoint_id, None)
         self._quarantined.discard(checkpoint_id)
 
     @property
     def changed(self) -> list[Checkpoint]:
-        """The records that are newer than the index."""
+        """The records newer than those in the index."""
         return list(self._changed.values())
 
     def note_written(self, records: Iterable[Checkpoint]) -> None:
@@ -309,7 +309,7 @@ class Catalogue:
                 del self._changed[record.id]
 
     def take_scores(self) -> dict[CheckpointId, float]:
-        """Return the scores that are better known than the index has them, once."""
+        """Return the scores newer than those in the index, each only once."""
         scores, self._scores = self._scores, {}
         return scores
 
@@ -320,8 +320,9 @@ class Catalogue:
 
         Their tokens have been compared one by one; a hash alone never names a candidate.
         """
-        # Checkpoints that share equally many blocks are in no order. All of a few are compared and sorted;
-        # of the thousands behind one header few at once, which are still in order to within a block.
+        # Checkpoints that share equally many blocks come in no order. A small group is sorted as a whole;
+        # of the thousands behind one header a few at a time, so that their order is right to within a
+        # block.
         reaching = self.index.reaching(hash_prefixes(namespace, tokens), MAX_COMPARED)
         wanted = tokens.tobytes() if reaching else b""
         for n_blocks, reached in groupby(reaching.items(), key=itemgetter(1)):
@@ -338,7 +339,7 @@ class Catalogue:
                 yield from sorted(found, key=lambda c: -c.n_common)
 
     def lineage(self, checkpoint: Checkpoint) -> tuple[CheckpointId, ...]:
-        """Return a checkpoint and those of its ancestors that are still there."""
+        """Return the ids of those ancestors of a checkpoint that still exist, and its own."""
         return (*(i for i in checkpoint.ancestors if self.get(i)), checkpoint.id)
 
     # Using checkpoints.
@@ -351,13 +352,13 @@ class Catalogue:
             yield
         finally:
             self._in_use[checkpoint.id] -= 1
-            self._in_use += Counter()  # without zeros
+            self._in_use += Counter()  # drops zeros
 
     def is_in_use(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.id in self._in_use
 
     def quarantine(self, checkpoint: Checkpoint) -> None:
-        """Offer a checkpoint no more while this process runs; eviction takes it first."""
+        """Do not use a checkpoint again while this process runs; eviction takes it first."""
         self._quarantined.add(checkpoint.id)
         self.version += 1
 
@@ -365,7 +366,7 @@ class Catalogue:
         return checkpoint.id in self._quarantined
 
     def note_asked(self, namespace: Namespace, tokens: TokenIds) -> None:
-        """Note that a request has this prompt: what it shares with checkpoints is alive."""
+        """Note that a request has this prompt: the tokens that it shares with checkpoints are in use."""
         now = time.time()
         for nearest, n_blocks in self.index.reaching(hash_prefixes(namespace, tokens), 1).items():
             earlier = self._asked.get(nearest, {})
@@ -393,5 +394,5 @@ class Catalogue:
             self._changed[record.id] = replace(record, verified_at=time.time())
 
     def note_devalued(self, hashes: Sequence[PrefixHash]) -> None:
-        """Note that a new checkpoint has these prefixes: others that have them may be worth less."""
+        """Note that a new checkpoint has these prefixes: others with the same may have lost value."""
         self._devalued.extend(self.index.reaching(hashes, _N_DEVALUED // 2))

@@ -1,7 +1,7 @@
 """The directory of a store: its lock, and its index and files, which are changed together.
 
-Owns the order of writes (docs/storage-format.md): files first, then the index entry; at a removal the entry
-goes first. Beside each state lies its record, from which a lost or damaged index is made anew. Nothing here
+Owns the order of writes (docs/storage-format.md): the files are written before the index entry, and deleted
+after it. Beside each state lies its record, from which a lost or damaged index is made anew. Nothing here
 awaits; one thread at a time may write.
 """
 
@@ -56,7 +56,7 @@ LOCK_NAME = ".llama-prefix-cache.lock"
 SECRET_NAME = "key-secret"
 _SECRET_BYTES = 32
 _ENTERED_AT_ONCE = 100
-"""The entries of so many states are made anew in one transaction."""
+"""How many entries are made anew in one transaction."""
 _DAMAGED = "index.damaged-"
 _DIGEST_BYTES = 16
 MOST_RECORD_BYTES = 4 << 20
@@ -65,10 +65,10 @@ MOST_RECORD_BYTES = 4 << 20
 
 @contextmanager
 def keep_proxies_out(directory: Path, *, creates_lock: bool = False) -> Iterator[None]:
-    """Lock a store against other processes; raises StoreLocked if one has, or may have, it open.
+    """Lock a store against other processes; raises StoreLocked if one has, or may have, the store open.
 
-    Unless it *creates_lock*, a directory without a lock file stays so: the file would belong to the caller.
-    No proxy has ever been there. With *creates_lock*, raises StoreFault if that cannot be done.
+    A missing lock file means that no proxy has ever used the directory. The file is created only with
+    *creates_lock*, because it would belong to the caller's user; raises StoreFault if that fails.
     """
     path = directory / LOCK_NAME
     flags = os.O_RDWR | os.O_CREAT if creates_lock else os.O_RDONLY
@@ -88,10 +88,10 @@ def keep_proxies_out(directory: Path, *, creates_lock: bool = False) -> Iterator
 
 
 class Sidecar(msgspec.Struct, frozen=True):
-    """The record beside a state, and whose state it is; times and counts are as old as the file.
+    """The record beside a state, and the state's owner; times and counts are as old as the file.
 
-    With it the index can be made anew from the states, in any directory; without it nobody knows which
-    model and tenant a state belongs to.
+    With the records, the index can be made anew from the states in any directory. Without its record, the
+    model and tenant of a state are unknown.
     """
 
     checkpoint: Checkpoint
@@ -99,19 +99,19 @@ class Sidecar(msgspec.Struct, frozen=True):
 
 
 def encode_sidecar(sidecar: Sidecar) -> bytes:
-    """Return a record as it lies beside a state, with a checksum before it."""
+    """Return the bytes of a record's file: a checksum, then the record."""
     record = msgspec.msgpack.encode(sidecar)
     return xxhash.xxh3_128_digest(record) + record
 
 
 def decode_sidecar(data: bytes) -> Sidecar | None:
-    """Return what a record says, None if it is damaged."""
+    """Return the record in these bytes, None if they are damaged."""
     digest, record = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
     if digest != xxhash.xxh3_128_digest(record):
         return None
     try:
         return msgspec.msgpack.decode(record, type=Sidecar)
-    except ValueError:  # not even its texts may be UTF-8
+    except ValueError:  # also raised for text that is not UTF-8
         return None
 
 
@@ -126,10 +126,10 @@ class Lost(StrEnum):
 
 @dataclass
 class Rebuild:
-    """An index that was made anew: what was wrong, how many states were entered, which are lost and why.
+    """An index that was made anew: the reason, the number of states entered, and the states lost.
 
-    Only what was counted and measured is lost with an index: when a checkpoint was last used, and how
-    often; with an index that was put aside also rates and self-tests.
+    The old index's counts and measurements are lost: when and how often a checkpoint was used, and, if the
+    index was put aside, rates and self-tests too.
     """
 
     reason: str
@@ -139,7 +139,7 @@ class Rebuild:
 
     @property
     def words(self) -> str:
-        """What was wrong and what became of the states, for a log line."""
+        """The reason and the outcome for the states, for a log line."""
         told = [f"{n_states} ({why})" for why, n_states in Counter(self.lost.values()).items()]
         lost = f"; lost: {', '.join(told)}" if told else "; no state is lost"
         return f"{self.reason}; {self.n_entered} entered again{lost}"
@@ -147,7 +147,7 @@ class Rebuild:
 
 @dataclass
 class Summed:
-    """What a directory holds, and how much of it was removed because an entry or its file was missing."""
+    """The sums over a directory, and the numbers of entries and files that were removed as incomplete."""
 
     n_checkpoints: int = 0
     size_bytes: int = 0
@@ -156,7 +156,7 @@ class Summed:
     n_entries_removed: int = 0
     n_files_removed: int = 0
     ignored: list[str] = field(default_factory=list)
-    """Links and directories that have names of ours."""
+    """Links and directories that are named like files of the store."""
 
     def add(self, checkpoint_id: CheckpointId, summary: Summary) -> None:
         self.n_checkpoints += 1
@@ -173,11 +173,13 @@ class StoreDirectory:
     def __init__(self, path: Path, *, mends_index: bool = True, reads_all: bool = False) -> None:
         """Lock and open the store in the directory *path*; `rebuild` says if its index was made anew.
 
-        A damaged index is made anew from the states, at about a millisecond each. Unless it *mends_index*,
-        raises IndexDamaged instead. Raises StoreLocked if another process has the directory, StoreFault if
-        it cannot be used. Of a directory that cannot be written the index is copied, and the copy is used;
-        whoever *reads all* wants to change it.
+        A damaged index is made anew from the states, at about a millisecond each; without *mends_index*
+        IndexDamaged is raised instead. Raises StoreLocked if another process has the directory, StoreFault
+        if the directory cannot be used. If the directory cannot be written, a copy of its index is used,
+        except with *reads_all*: then every record is read, and the caller means to change the store.
         """
+        if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+            raise StoreFault(f"{path}: this user may not read it")
         is_readonly = path.is_dir() and not reads_all and not os.access(path, os.W_OK)
         self.files = StateFiles(path, is_readonly=is_readonly)
         self.rebuild: Rebuild | None = None
@@ -188,6 +190,8 @@ class StoreDirectory:
                     copy = opened.enter_context(TemporaryDirectory())
                     states = shutil.ignore_patterns("lpc-*", _DAMAGED + "*")
                     path = Path(shutil.copytree(path, copy, ignore=states, dirs_exist_ok=True))
+                    for folder in (path, *path.glob("*/")):
+                        folder.chmod(0o700)  # copied folders keep their modes
                 self.secret = _secret(path / SECRET_NAME)
                 self.index = _open_index(path / "index", mends_index=mends_index)
                 opened.callback(self.index.close)
@@ -212,7 +216,7 @@ class StoreDirectory:
             self._enter_states(reason)
 
     def _key_tenants(self) -> None:
-        """Call the tenants that an older version has named what they are called here."""
+        """Rename the tenants of older versions to their keyed names."""
         for model, tenant in list(unkeyed_tenants(self.index)):
             keyed, moved = keyed_tenant(self.secret, tenant), list[Checkpoint]()
             old, new = tenant_namespace(model, tenant), tenant_namespace(model, keyed)
@@ -230,14 +234,14 @@ class StoreDirectory:
     def checkpoints(self) -> list[Checkpoint]:
         return self.index.all()
 
-    # One checkpoint: entered, changed, removed.
+    # Entering, changing and removing one checkpoint.
 
     def commit(
         self, checkpoint: Checkpoint, tokens: TokenIds, hashes: Sequence[PrefixHash]
     ) -> FileStamp:
-        """Give a file its final name and enter it.
+        """Give a file its final name and enter its checkpoint.
 
-        Raises StoreFault or OSError, and then neither file nor entry is left.
+        If StoreFault or OSError is raised, neither file nor entry is left.
         """
         name = checkpoint.file_name
         stamp = self.files.seal(temporary_name_of(name), name)
@@ -258,7 +262,7 @@ class StoreDirectory:
         old: Sequence[PrefixHash] = (),
         new: Sequence[PrefixHash] = (),
     ) -> None:
-        """Replace records where they must not be lost: beside their files, then as `Index.update` does."""
+        """Replace records durably: first beside their files, then in the index as `Index.update` does."""
         self.write_sidecars(checkpoints)
         self.index.update(checkpoints, old, new)
 
@@ -275,9 +279,9 @@ class StoreDirectory:
     def write_sidecars(
         self, checkpoints: Iterable[Checkpoint], *, only_missing: bool = False
     ) -> None:
-        """Put records beside states, durable with the directory; raises OSError.
+        """Write records beside states; they are durable once the directory is synced. Raises OSError.
 
-        With *only_missing* beside those states that have none: older versions did not write them.
+        With *only_missing* only states without a record get one: older versions did not write records.
         """
         known = dict(owners(self.index))
         there = set(self.files.names()) if only_missing else set()
@@ -289,7 +293,7 @@ class StoreDirectory:
             self.files.write_whole(beside, encode_sidecar(sidecar))
 
     def read_sidecar(self, name: str) -> Sidecar | None:
-        """Return what lies beside the state *name*, None if it is gone or damaged; raises OSError."""
+        """Return the record beside the state *name*, None if it is gone or damaged; raises OSError."""
         try:
             with self.files.path(self.files.sidecar_name(name)).open("rb") as file:
                 data = file.read(MOST_RECORD_BYTES)
@@ -298,12 +302,12 @@ class StoreDirectory:
         sidecar = decode_sidecar(data)
         return sidecar if sidecar and sidecar.checkpoint.file_name == name else None
 
-    # Index and files held against each other, and the index made anew.
+    # Comparing index and files, and making the index anew.
 
     def sweep(self) -> Summed:
-        """Remove entries whose file is gone, and files that no entry names; return what is left.
+        """Remove entries without a file, and files without an entry; return the sums of the rest.
 
-        Only names are compared: a file is verified, its size too, before it is used.
+        Only names are compared: the content and size of a file are verified before its use.
         """
         states, beside, swept = set[CheckpointId](), set[CheckpointId](), Summed()
         for name, is_file in self.files.entries():
@@ -347,7 +351,7 @@ class StoreDirectory:
             return self.files.stamp(checkpoint.file_name)[1] == checkpoint.size_bytes
         except (FileNotFoundError, StateDamaged):
             return False
-        except OSError:  # whoever may not look at the file now need not be right about its content
+        except OSError:  # an unreadable file may still be whole
             return True
 
     def make_index_anew(self, reason: str) -> None:
@@ -363,7 +367,8 @@ class StoreDirectory:
     def _enter_states(self, reason: str) -> None:
         """Enter the states without an entry; delete those that cannot be entered.
 
-        A state that cannot be read is tried again at each opening; what is broken off, at the next one.
+        A state that cannot be read is tried again at each opening; if this is interrupted, the next opening
+        goes on.
         """
         rebuild = self.rebuild = Rebuild(reason)
         names = iter(self._states_without_entry())
@@ -381,7 +386,7 @@ class StoreDirectory:
             self.index.end_rebuild()
 
     def _entry_of(self, name: str) -> Entry | Lost:
-        """Return the entry of a state by the record beside it; enters its model and tenant at once."""
+        """Return the entry of a state, from the record beside it; enter its model and tenant at once."""
         try:
             if (sidecar := self.read_sidecar(name)) is None:
                 return Lost.NO_RECORD
@@ -400,7 +405,7 @@ class StoreDirectory:
 
 
 def _secret(path: Path) -> bytes:
-    """Return the secret of a directory, by which its tenants are called; it is made if it is not there."""
+    """Return the secret that the tenant names of a directory are made with; create it if it is missing."""
     with suppress(FileNotFoundError):
         if len(secret := path.read_bytes()) == _SECRET_BYTES:
             return secret
@@ -416,7 +421,7 @@ def _open_index(path: Path, *, mends_index: bool) -> Index:
     except IndexDamaged as damage:
         if not mends_index:
             raise
-        # Only the newest damaged index is kept for whoever wants to look at it.
+        # Only the newest damaged index is kept, for an operator to look at.
         earlier = list(path.parent.glob(_DAMAGED + "*"))
         path.rename(path.with_name(f"{_DAMAGED}{time.time_ns() // 1_000_000}"))
         for directory in earlier:

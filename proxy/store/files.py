@@ -1,7 +1,7 @@
 """The state files under --slot-save-path: their names, their sizes, and which of them were verified.
 
-A file is written by llama-server under a temporary name, checked, synced and renamed by the proxy. Only
-names that this module makes are ever touched: whatever else lies in the directory is not ours.
+llama-server writes a file under a temporary name; the proxy checks, syncs and renames it. Only files with
+names made by this module are ever touched: other files in the directory are not ours.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ from proxy.errors import StateDamaged, StoreFault
 T = TypeVar("T")
 _OURS = re.compile(r"lpc-[0-9a-f]{16}\.(saving|state|meta)")
 _READ_BYTES = 256 << 10
-"""Small enough that what was read is hashed out of the processor's cache."""
+"""Small enough that the bytes are still in the processor's cache when they are hashed."""
 
 FileStamp = tuple[int, int, int, int]
-"""(inode, size, mtime_ns, ctime_ns): nobody can write into a file and keep them all."""
+"""(inode, size, mtime_ns, ctime_ns): a write into the file changes at least one of them."""
 
 
 class StateFiles:
     """The state files of one directory."""
 
     def __init__(self, directory: Path, *, is_readonly: bool = False) -> None:
-        """In a directory that *is readonly* nothing is written or deleted."""
+        """If the directory *is_readonly*, nothing in it is written or deleted."""
         self.directory, self.is_readonly = directory, is_readonly
 
     def new_temporary_name(self) -> str:
@@ -47,7 +47,7 @@ class StateFiles:
         return name.rpartition(".")[0] + ".meta"
 
     def path(self, name: str) -> Path:
-        """Return where *name* lies; raises StoreFault for any name that is not ours."""
+        """Return the path of *name*; raises StoreFault for any name that is not ours."""
         if not _OURS.fullmatch(name):
             raise StoreFault(f"{name!r} is not the name of a state file of this store")
         return self.directory / name
@@ -57,24 +57,24 @@ class StateFiles:
         return (name for name, is_file in self.entries() if is_file)
 
     def entries(self) -> Iterator[tuple[str, bool]]:
-        """Yield every name of ours, and whether it is a regular file: a link is not followed."""
+        """Yield every name of ours, and whether it names a regular file; links are not followed."""
         with os.scandir(self.directory) as entries:
             for entry in entries:
                 if _OURS.fullmatch(entry.name):
                     yield entry.name, entry.is_file(follow_symlinks=False)
 
     def unnamed(self, named: Collection[str]) -> list[str]:
-        """Return the files that are neither among the *named* states nor beside one."""
+        """Return the files that are neither one of the *named* states nor the record of one."""
         expected = {*named, *(self.sidecar_name(name) for name in named)}
         return sorted(name for name in self.names() if name not in expected)
 
     def free_bytes(self) -> int:
-        """Return how much room is left for files of this process's user; raises OSError."""
+        """Return how many bytes are free for files of this process's user; raises OSError."""
         status = os.statvfs(self.directory)
         return status.f_bavail * status.f_frsize
 
     def write_whole(self, name: str, data: bytes) -> None:
-        """Put *data* in the place of a small file; it is durable once the directory is synced."""
+        """Replace a small file by *data*; the change is durable once the directory is synced."""
         if self.is_readonly:
             return
         with self._replacing(name) as temporary, temporary.open("xb") as file:
@@ -85,7 +85,7 @@ class StateFiles:
 
     @contextmanager
     def _replacing(self, name: str) -> Iterator[Path]:
-        """Yield where to write a file that takes the place of *name* once it is whole."""
+        """Yield the path of a temporary file that replaces *name* once it is whole."""
         temporary = self.path(self.new_temporary_name())
         try:
             yield temporary
@@ -104,7 +104,7 @@ class StateFiles:
         return self.stamp(final)
 
     def stamp(self, name: str) -> FileStamp:
-        """Return what changes with the content of a file.
+        """Return the stamp of a file, which changes with its content.
 
         Raises OSError if the file is gone, StateDamaged if a link or a directory has its name.
         """
@@ -121,7 +121,7 @@ class StateFiles:
             return 0
 
     def parts(self, name: str, sizes: Iterable[int]) -> tuple[FilePart, ...]:
-        """Return the parts of a file as it is now; OSError if it cannot be read."""
+        """Return the parts of a file as it is now; raises OSError if it cannot be read."""
         found, offset = [], 0
         for n_bytes in sizes:
             found.append(FilePart(n_bytes, self._digest(name, offset, n_bytes)))
@@ -129,14 +129,14 @@ class StateFiles:
         return tuple(found)
 
     def has_part(self, name: str, offset: int, part: FilePart, *, keeps_pages: bool = True) -> bool:
-        """Return whether a part of a file is what it was; OSError if it cannot be read.
+        """Return whether a part of a file is unchanged; raises OSError if it cannot be read.
 
-        Unless it *keeps_pages*, what was read for it goes from the page cache again.
+        Without *keeps_pages*, the page cache drops the bytes read here.
         """
         return self._digest(name, offset, part.n_bytes, keeps_pages=keeps_pages) == part.digest
 
     def is_intact(self, name: str, parts: Iterable[FilePart]) -> bool:
-        """Return whether a file is these parts and nothing else; OSError if it cannot be read."""
+        """Return whether a file is these parts and nothing else; raises OSError if it cannot be read."""
         offset = 0
         for part in parts:
             if not self.has_part(name, offset, part):
@@ -145,7 +145,7 @@ class StateFiles:
         return offset == self.path(name).stat().st_size
 
     def _digest(self, name: str, offset: int, n_bytes: int, *, keeps_pages: bool = True) -> bytes:
-        # Not mapped: a file that is cut off or cannot be read meanwhile would end this process.
+        # Not mapped: if the file were truncated or unreadable meanwhile, that would end this process.
         digest, end = xxhash.xxh3_128(), offset + n_bytes
         buffer = memoryview(bytearray(_READ_BYTES))
         descriptor = os.open(self.path(name), os.O_RDONLY | os.O_NOFOLLOW)
@@ -163,7 +163,7 @@ class StateFiles:
         return digest.digest()
 
     def remove(self, name: str) -> None:
-        """Delete a file; a state's record goes first: without it nobody takes it for a checkpoint again.
+        """Delete a file; a state's record goes first, because a state without one is never entered again.
 
         A link or a directory of that name stays.
         """
@@ -174,19 +174,19 @@ class StateFiles:
                     path.unlink()
 
     def edit(self, name: str, change: Callable[[Path], T]) -> T:
-        """Change a file, or else a copy of our own in its place; return what *change* returns."""
+        """Change a file, or replace it by a changed copy; return the result of *change*."""
         try:
             return change(self.path(name))
         except PermissionError:
-            # llama-server runs under another uid: the directory is shared, its files are not.
+            # llama-server runs under another uid: the directory is shared, but the files are not.
             with self._replacing(name) as copy:
                 shutil.copyfile(self.path(name), copy)
                 self._protect(copy)
             return change(self.path(name))
 
     def _protect(self, path: Path) -> None:
-        # A state is as good as the transcript. With llama-server under another uid the directory is
-        # shared by a group (setgid), and only the file's owner could change its mode.
+        # A state reveals the conversation. With llama-server under another uid the directory is shared by
+        # a group (setgid), and only the file's owner could change its mode.
         if path.stat().st_uid != os.geteuid():
             return
         is_group_shared = self.directory.stat().st_mode & stat.S_ISGID
@@ -194,7 +194,7 @@ class StateFiles:
 
 
 def sync_names(directory: Path) -> None:
-    """Make durable which files have which names in a directory; raises OSError."""
+    """Make the file names in a directory durable; raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -203,38 +203,38 @@ def sync_names(directory: Path) -> None:
 
 
 def id_of(name: str) -> CheckpointId:
-    """Return the id of the checkpoint whose file has, or is to have, a name; it fits into 63 bits."""
+    """Return the id, of at most 63 bits, of the checkpoint whose file has, or will have, this name."""
     return CheckpointId(int(name[4:20], 16) >> 1)
 
 
 def final_name_of(temporary: str) -> str:
-    """Return the name that a file gets with its commit."""
+    """Return the name of a file after its commit."""
     return temporary.replace(".saving", ".state")
 
 
 def temporary_name_of(final: str) -> str:
-    """Return the name that a file has until its commit."""
+    """Return the name of a file before its commit."""
     return final.replace(".state", ".saving")
 
 
 def is_state_name(name: str) -> bool:
-    """Return whether a state of ours can have this name."""
+    """Return whether this is the name of a state of ours."""
     return bool(_OURS.fullmatch(name)) and name.endswith(".state")
 
 
 def is_private(mode: int) -> bool:
-    """Return whether a directory of this mode is its owner's alone, or shared with one group on purpose.
+    """Return whether only its owner, or one group on purpose, can use a directory of this mode.
 
-    The setgid bit says that it is on purpose: files then belong to the group that both users are in.
+    The setgid bit shows the purpose: new files then belong to the group that both users are in.
     """
     return not mode & (stat.S_IRWXO if mode & stat.S_ISGID else stat.S_IRWXO | stat.S_IRWXG)
 
 
-# Whether state files are what they were when llama-server had written them. A change of a file changes its
-# stamp, so a file is verified once, and again after a change. A failing disk changes no stamp.
+# Whether state files are as llama-server wrote them. A change of a file changes its stamp, so a file is
+# verified once, and again after a change. A failing disk changes no stamp.
 
 _N_THREADS = 4
-"""More than there may be processors: a disk reads several parts at once faster than one after the other."""
+"""May exceed the number of processors: a disk reads several parts faster at once than one by one."""
 
 
 class Verification:
@@ -246,11 +246,11 @@ class Verification:
         self._verified: dict[CheckpointId, FileStamp] = {}
 
     def close(self) -> None:
-        """Read no further."""
+        """Stop reading."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def note(self, checkpoint_id: CheckpointId, stamp: FileStamp) -> None:
-        """Note that a file with this stamp is what llama-server has written."""
+        """Note that a file with this stamp is as llama-server wrote it."""
         self._verified[checkpoint_id] = stamp
 
     def forget(self, checkpoint_id: CheckpointId) -> None:
@@ -267,8 +267,8 @@ class Verification:
     async def verify(self, checkpoint: Checkpoint, *, bytes_per_second: float = 0.0) -> None:
         """Read a file; raises StateDamaged if it is not what was saved, OSError if it cannot be read.
 
-        With *bytes_per_second* one part is read after the other, no faster than that on average, and the
-        page cache keeps nothing of it.
+        With *bytes_per_second* the parts are read one by one, no faster than that on average, and the page
+        cache drops them.
         """
         name, parts = checkpoint.file_name, checkpoint.content
         stamp = self._files.stamp(name)

@@ -1,8 +1,8 @@
 """The LMDB index: which checkpoint covers which prefix.
 
-Owns the key layout (docs/storage-format.md), and what keeps LMDB from a damaged file: LMDB believes every
-byte that it maps, and a damaged page ends the process. Reads are short transactions on the caller's thread
-and never stay open across an await; writes are for one writer thread only (the store sees to that).
+Owns the key layout (docs/storage-format.md), and the checks that keep LMDB from a damaged file: LMDB trusts
+every byte that it maps, and a damaged page ends the process. Reads are short transactions on the caller's
+thread and never stay open across an await; only one thread may write (the store sees to that).
 """
 
 import os
@@ -46,9 +46,9 @@ Entry = tuple[Checkpoint, TokenIds, Sequence[PrefixHash]]
 
 
 class Summary(NamedTuple):
-    """What is needed of all checkpoints at once, so that nobody reads all records.
+    """The fields that are read of all checkpoints at once, without reading all records.
 
-    `score` is that of `core/eviction.py`: infinite if the checkpoint is pinned, 0 if it is in quarantine.
+    `score` is that of `core/eviction.py`: infinite if the checkpoint is pinned, 0 if it is quarantined.
     """
 
     score: float
@@ -60,7 +60,7 @@ class Summary(NamedTuple):
 _ID = struct.Struct(">Q")
 _SUMMARY = struct.Struct(">ddQI")
 _PLACE = struct.Struct(">dQ")
-"""The key of `order`: a score, which is never negative, so that its bytes sort like the number; an id."""
+"""The key of `order`: a score and an id. Scores are never negative, so their bytes sort like numbers."""
 _SCORE_BYTES = 8
 _PLACES_AT_ONCE = 64
 _TOKEN_BYTES = 4
@@ -76,17 +76,17 @@ _DATABASES: dict[bytes, dict[str, Any]] = {
 }
 _LIMITS: dict[str, Any] = {"max_dbs": len(_DATABASES), "map_size": MAP_SIZE_BYTES}
 _OF_FORMAT_1 = 4
-"""So many of the databases were there in format 1."""
+"""The first so many databases are those of format 1."""
 
 
 class Index:
-    """Checkpoints by id and by prefix hash, and the few named values that outlive a process."""
+    """Checkpoints by id and by prefix hash, and a few named values that survive a restart."""
 
     def __init__(self, path: Path, *, scratch: Path | None = None) -> None:
         """Open or create the index in the directory *path*.
 
-        With the empty folder *scratch* the index is only read: nothing in *path* is created, removed or
-        repaired. Raises IndexDamaged if the file is not what LMDB writes, StoreFault if it cannot be used.
+        With *scratch*, an empty folder, the index is only read: nothing in *path* is created, removed or
+        repaired. Raises IndexDamaged if the file is damaged, StoreFault if it cannot be used.
         """
         self._file = path / "data.mdb"
         self._is_written, self._is_readonly = False, scratch is not None
@@ -103,8 +103,8 @@ class Index:
                     sound.replace(self._file)
                 self._env = lmdb.open(str(path), mode=0o600, **_LIMITS)
                 for folder in () if is_old else (path, path.parent):
-                    sync_names(folder)  # LMDB syncs only what is in the file
-            # Whoever only reads an index of format 1 reads records and values.
+                    sync_names(folder)  # LMDB syncs the file, but not its name
+            # Of an index that is only read, the databases of format 1 are enough.
             databases = list(_DATABASES.items())[: None if scratch is None else _OF_FORMAT_1]
             opened = [self._env.open_db(n, create=scratch is None, **o) for n, o in databases]
             self._checkpoints, self._tokens, self._prefixes, self._values, *added = opened
@@ -119,7 +119,7 @@ class Index:
             with self._writing() as txn:
                 self._put_value(txn, "format", FORMAT_VERSION)
                 self._put_value(txn, _REBUILD, "it was not there")
-        elif found == 1 and not self._is_readonly:  # it has no summaries
+        elif found == 1 and not self._is_readonly:  # format 1 has no summaries
             records = self.all()
             with self._writing() as txn:
                 for record in records:
@@ -143,21 +143,21 @@ class Index:
         with _faults():
             if not self._is_written:
                 seal_of(self._file).unlink(missing_ok=True)
-                sync_names(self._file.parent)  # beside a newer file that seal would say "damaged"
+                sync_names(self._file.parent)  # an old seal would call the changed file damaged
                 self._is_written = True
             with self._env.begin(write=True) as txn:
                 yield txn
 
     @property
     def rebuild_reason(self) -> str | None:
-        """Why the index does not have all checkpoints whose states are there; None if it has.
+        """Why states may lack an entry in the index; None if all have one.
 
-        A new index has none of them, so every one begins as one that is to be rebuilt.
+        A new index has no entries, so it begins with such a reason.
         """
         return self.value(_REBUILD, str)
 
     def begin_rebuild(self, reason: str) -> None:
-        """Forget all checkpoints, until they were entered again."""
+        """Forget all checkpoints, to enter them again."""
         with self._writing() as txn:
             of_checkpoints = (self._checkpoints, self._tokens, self._prefixes)
             for database in (*of_checkpoints, self._summaries, self._order):
@@ -169,10 +169,10 @@ class Index:
             txn.delete(_REBUILD.encode(), db=self._values)
 
     def inconsistency(self, *, reads_all: bool = False) -> str:
-        """Return what of the entries does not fit together; empty if all is there.
+        """Return which entries do not fit together, in words; empty if they all do.
 
-        The entries of a file that was not closed are all compared, those of a closed file are counted;
-        *reads_all* looks at each record of it.
+        If the file was not closed, all entries are compared. The entries of a closed file are only counted;
+        with *reads_all* each of its records is read as well.
         """
         n_summaries, n_expected = 0, 0
         for _, summary in self.summaries():
@@ -200,15 +200,13 @@ class Index:
             if data is None or txn.get(data[:_SCORE_BYTES] + key, db=self._order) is None:
                 return False
         found, expected = Summary._make(_SUMMARY.unpack(data)), _summary_of(checkpoint)
-        if not _is_fixed(found) and not _is_fixed(
-            expected
-        ):  # then it is better known than at first
+        if not _is_fixed(found) and not _is_fixed(expected):  # the stored score may be newer
             expected = expected._replace(score=found.score)
         hashes = hash_prefixes(checkpoint.namespace, tokens)
         return found == expected and not self.n_missing(checkpoint.id, hashes)
 
     def all(self) -> list[Checkpoint]:
-        """Return all records that can be read; those that are not what was written are passed over."""
+        """Return all records; those that are damaged are left out."""
         records = list[Checkpoint]()
         with _faults(), self._env.begin(db=self._checkpoints) as txn:
             for key, value in txn.cursor():
@@ -228,13 +226,13 @@ class Index:
             return None
 
     def summaries(self) -> Iterator[tuple[CheckpointId, Summary]]:
-        """Yield the ids of all checkpoints, ascending, and what is needed of all of them at once."""
+        """Yield the ids of all checkpoints, ascending, and their summaries."""
         with _faults(), self._env.begin(db=self._summaries) as txn:
             for key, value in txn.cursor():
                 yield CheckpointId(_ID.unpack(key)[0]), Summary._make(_SUMMARY.unpack(value))
 
     def verified_before(self, moment: float) -> list[CheckpointId]:
-        """Return the checkpoints that were last verified before a *moment*, the oldest of them first."""
+        """Return the checkpoints that were last verified before *moment*, the longest ago first."""
         found = [(s.verified_at, i) for i, s in self.summaries() if s.verified_at < moment]
         return [checkpoint_id for _, checkpoint_id in sorted(found)]
 
@@ -258,7 +256,7 @@ class Index:
             begin = keys[-1] + b"\0"
 
     def most_valuable(self, n_at_most: int) -> list[CheckpointId]:
-        """Return the ids of the checkpoints of the highest scores."""
+        """Return the ids of the checkpoints with the highest scores, the highest first."""
         with _faults(), self._env.begin(db=self._order) as txn, txn.cursor() as cursor:
             keys = islice(cursor.iterprev(values=False), n_at_most)
             return [CheckpointId(_PLACE.unpack(key)[1]) for key in keys]
@@ -278,7 +276,7 @@ class Index:
         self._put_summary(txn, key, _summary_of(checkpoint))
 
     def _put_summary(self, txn: lmdb.Transaction, key: bytes, new: Summary | None) -> None:
-        """Give a checkpoint another summary and its place in the order, or none."""
+        """Replace the summary of a checkpoint and its key in `order`; None removes both."""
         if (old := txn.get(key, db=self._summaries)) is not None:
             txn.delete(bytes(old[:_SCORE_BYTES]) + key, db=self._order)
             txn.delete(key, db=self._summaries)
@@ -294,10 +292,10 @@ class Index:
         new: Sequence[PrefixHash] = (),
         scores: Mapping[CheckpointId, float] | None = None,
     ) -> None:
-        """Rewrite the records of checkpoints that are still there, in one transaction.
+        """Rewrite the records of checkpoints that still exist, in one transaction.
 
-        A checkpoint of another namespace than before has *new* prefixes instead of *old* ones. *scores* are
-        those that are better known now.
+        If the namespace of a checkpoint has changed, its *old* prefix hashes are replaced by *new* ones.
+        *scores* replace the scores of the index, except those of pins and quarantines.
         """
         with self._writing() as txn:
             for checkpoint in checkpoints:
@@ -313,7 +311,7 @@ class Index:
                 key = _ID.pack(checkpoint_id)
                 if (data := txn.get(key, db=self._summaries)) is not None:
                     summary = Summary(*_SUMMARY.unpack(data))
-                    if not _is_fixed(summary):  # meanwhile
+                    if not _is_fixed(summary):  # pinned or quarantined meanwhile
                         self._put_summary(txn, key, summary._replace(score=score))
 
     def delete(self, checkpoint_id: CheckpointId, hashes: Sequence[PrefixHash]) -> None:
@@ -337,12 +335,12 @@ class Index:
     def common_prefixes(
         self, ids: Iterable[CheckpointId], tokens: bytes, n_at_most: int
     ) -> list[tuple[CheckpointId, int]]:
-        """Return how many of their first *n_at_most* tokens checkpoints share with *tokens*, as bytes."""
+        """Return how many of the first *n_at_most* tokens each shares with *tokens*, as bytes."""
         end, found = n_at_most * _TOKEN_BYTES, []
         with _faults(), self._env.begin(db=self._tokens, buffers=True) as txn:
             for checkpoint_id in ids:
                 if (stored := txn.get(_ID.pack(checkpoint_id))) is not None:
-                    # Not compared as a view of memory: that takes many times as long as the copy.
+                    # Comparing a memoryview takes many times as long as copying it.
                     begin = bytes(stored[:end])
                     is_whole = tokens.startswith(begin)
                     n_bytes = len(begin) if is_whole else common_prefix_length(begin, tokens)
@@ -352,7 +350,7 @@ class Index:
     def reaching(self, hashes: Sequence[PrefixHash], n_at_most: int) -> dict[CheckpointId, int]:
         """Return the checkpoints that begin with any of the prefixes, and how many blocks they share.
 
-        Those that share most come first; at most *n_at_most* are returned.
+        Checkpoints that share most come first; at most *n_at_most* are returned.
         """
         found: dict[CheckpointId, int] = {}
         with _faults(), self._env.begin(db=self._prefixes) as txn, txn.cursor() as cursor:
@@ -361,7 +359,8 @@ class Index:
             def has_no_more(index: int) -> bool:
                 return not cursor.set_key(hashes[index]) or cursor.count() <= len(found)
 
-            # Whoever begins with a prefix begins with all shorter ones, so that counts only grow.
+            # A checkpoint with a prefix also has all shorter prefixes, so counts only grow towards shorter
+            # ones.
             while n_blocks := bisect_left(range(n_blocks), True, key=has_no_more):
                 cursor.set_key(hashes[n_blocks - 1])
                 for key in cursor.iternext_dup():
@@ -373,12 +372,12 @@ class Index:
     def names(self, prefix: str) -> list[str]:
         """Return the names of all values whose name begins with *prefix*."""
         with _faults(), self._env.begin(db=self._values) as txn:
-            # The name of a damaged value may be no text; then the name fits nothing that is asked for.
+            # The name of a damaged value may not be text; then it matches no prefix.
             names = [key.decode(errors="replace") for key in txn.cursor().iternext(values=False)]
         return [name for name in names if name.startswith(prefix)]
 
     def n_missing(self, checkpoint_id: CheckpointId, hashes: Sequence[PrefixHash]) -> int:
-        """Return by how many of its prefixes a checkpoint cannot be found."""
+        """Return how many of its prefix hashes do not lead to a checkpoint."""
         key = _ID.pack(checkpoint_id)
         with _faults(), self._env.begin(db=self._prefixes) as txn:
             cursor = txn.cursor()
@@ -407,23 +406,24 @@ def _summary_of(checkpoint: Checkpoint) -> Summary:
 
 
 def _is_fixed(summary: Summary) -> bool:
-    """Return whether a pin or a quarantine says what the score is."""
+    """Return whether the score is that of a pin or a quarantine."""
     return summary.score in (0, inf)
 
 
 @contextmanager
 def _faults() -> Iterator[None]:
-    """Translate what LMDB and the record decoder raise into StoreFault."""
+    """Translate the errors of LMDB and of the record decoder into StoreFault."""
     try:
         yield
     except (lmdb.Error, ValueError, struct.error, OSError) as error:
         raise StoreFault(f"index: {error}") from error
 
 
-# Files that LMDB can be trusted with.
+# Sound files for LMDB.
 #
-# A closed index has its checksum beside it until the next write. The entries of any other one (kill -9, an
-# older version) are copied into a new file by a process of its own, which a damaged page may end.
+# A closed index has its checksum beside it until the next write. The entries of an index without a checksum
+# (kill -9, an older version) are copied into a new file by a separate process, which a damaged page may
+# end.
 
 
 _SIZES = {b"prefixes": _ID.size, b"summaries": _SUMMARY.size, b"order": 0}
@@ -436,14 +436,14 @@ _COPY = "import sys; from proxy.store.index import copy_entries; copy_entries(*s
 
 
 def sound_file(path: Path, copy: Path) -> Path:
-    """Return the file of the index in *path* if it is as it was closed, else a *copy* of its entries.
+    """Return the index file in *path* if it is unchanged since it was closed, else a *copy* of its entries.
 
-    Raises IndexDamaged if neither can be had because of what is in the file; raises StoreFault or OSError.
+    Raises IndexDamaged if the content of the file is damaged; StoreFault or OSError for other failures.
     """
     file = path / "data.mdb"
     if not file.exists() or not file.stat().st_size:
         return file  # LMDB makes a new one
-    with file.open("rb"):  # may be read
+    with file.open("rb"):  # raises OSError if it may not be read
         pass
     try:
         sealed = seal_of(file).read_text().split()[-1]  # older versions put a number before it
@@ -456,7 +456,7 @@ def sound_file(path: Path, copy: Path) -> Path:
 
 
 def seal(file: Path) -> None:
-    """Put a checksum beside a file that was closed; raises OSError."""
+    """Write the checksum beside a closed file; raises OSError."""
     new = seal_of(file).with_suffix(".new")
     new.touch(mode=0o600)
     with new.open("w") as sealed:
@@ -498,11 +498,11 @@ def _copy_apart(path: Path, copy: Path) -> None:
 
 
 def copy_entries(source: str, target: str) -> None:
-    """Copy all entries of the index file *source* into the new file *target*; for a process of its own.
+    """Copy all entries of the index file *source* into the new file *target*, in a separate process.
 
-    Exits with _EXIT_DAMAGED, and says why, if the entries cannot be read.
+    If the entries cannot be read, print the reason and exit with _EXIT_DAMAGED.
     """
-    # The target first: what fails there says nothing of the source.
+    # Open the target first: if that fails, the source is not to blame.
     with _open_file(target, mode=0o600, sync=False) as new:
         for name, kind in _DATABASES.items():
             database, entries = new.open_db(name, **kind), _entries(source, name)
@@ -515,7 +515,7 @@ def copy_entries(source: str, target: str) -> None:
 def _entries(source: str, name: bytes) -> Iterator[tuple[bytes, bytes]]:
     try:
         with _open_file(source, readonly=True) as old, suppress(lmdb.NotFoundError):
-            database = old.open_db(name, create=False)  # not found in an index that was just begun
+            database = old.open_db(name, create=False)  # a new index may lack it
             with old.begin(db=database) as txn:
                 for key, value in txn.cursor():
                     has_size = len(value) == _SIZES.get(name, len(value))

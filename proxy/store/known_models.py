@@ -1,7 +1,7 @@
-"""Which models an index knows, what they are called, and whose namespaces are theirs.
+"""The models and tenants that an index knows, and their namespaces.
 
-A namespace's own bytes only mean something within one index: there, they are entered under what was
-known of the model without evaluating anything, beside the canary that it predicted.
+The bytes of a namespace only mean something within one index. The index has them under the static key of
+the model, which is known without evaluating anything, beside the canary that the model predicted.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ TENANTS_PREFIX = "tenants "
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """Whose states a namespace's are: a model and a tenant of it, in the words of any store."""
+    """The model and tenant that own the states of a namespace, in terms that hold in any store."""
 
     static: str
     known: KnownNamespace
@@ -35,7 +35,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 def owners(index: Index) -> Iterator[tuple[Namespace, Owner]]:
-    """Yield every namespace that an index can name the owner of."""
+    """Yield every namespace whose owner the index knows, and that owner."""
     for name in index.names(NAMESPACES_PREFIX):
         static = name.removeprefix(NAMESPACES_PREFIX)
         for known in known_namespaces(index, static):
@@ -45,10 +45,10 @@ def owners(index: Index) -> Iterator[tuple[Namespace, Owner]]:
 
 
 def read_index(directory: Path) -> tuple[list[Checkpoint], dict[Namespace, Owner]]:
-    """Return the checkpoints and the owners of their namespaces in an index; nothing if there is none.
+    """Return the checkpoints in an index and the owners of their namespaces; nothing if there is no index.
 
-    Leaves no trace. Raises StoreFault if the index cannot be read, is damaged or of another format. Not for
-    an index that this process has open: LMDB forbids a second time.
+    Leaves no trace. Raises StoreFault if the index cannot be read, is damaged or has another format. Not
+    for an index that this process has open: LMDB forbids opening it twice.
     """
     if not (directory / "index" / "data.mdb").exists():
         return [], {}
@@ -58,12 +58,12 @@ def read_index(directory: Path) -> tuple[list[Checkpoint], dict[Namespace, Owner
 
 
 def model_names(index: Index) -> dict[Namespace, str]:
-    """Return what the model of each namespace is called, as far as that is known."""
+    """Return the name of the model of each namespace, where it is known."""
     return {namespace: o.known.name for namespace, o in owners(index) if o.known.name}
 
 
 def knows_models(index: Index) -> bool:
-    """Return whether any model was ever served from this index."""
+    """Return whether the index knows any model."""
     return any(index.names(NAMESPACES_PREFIX))
 
 
@@ -86,7 +86,7 @@ def tenants_name(model_namespace: Namespace | None) -> str:
 
 
 def unkeyed_tenants(index: Index) -> Iterator[tuple[Namespace, bytes]]:
-    """Yield the models' tenants that are called by what anybody could make of a guessed API key."""
+    """Yield the tenants whose names lack the secret, so that anybody could test a guessed API key."""
     for name in index.names(TENANTS_PREFIX):
         with suppress(ValueError):  # the name of a damaged value
             model = Namespace(bytes.fromhex(name.removeprefix(TENANTS_PREFIX)))
@@ -104,7 +104,7 @@ def introduce(index: Index, owner: Owner) -> Namespace:
     known = known_namespaces(index, owner.static)
     chosen = choose_namespace(known, owner.known.canary)
     if chosen is None:
-        # An id means another model here if as many have been met under the same name.
+        # Not the given id: in this index it may already stand for another model.
         chosen = new_namespace(owner.static, known, owner.known.canary, owner.known.name)
         index.put_value(namespaces_name(owner.static), [*known, chosen])
     model = Namespace(chosen.id)

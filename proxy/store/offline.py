@@ -1,4 +1,4 @@
-"""A store that no proxy uses: opened, checked and mended."""
+"""Opening, checking and mending a store that no proxy is using."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -14,17 +14,18 @@ from proxy.llama.state_file import read_state_file
 from proxy.store.directory import Lost, Rebuild, StoreDirectory
 
 Note = Callable[[int], object]
-"""Is told how many more bytes were read."""
+"""Called with the number of bytes just read."""
 
 
 @contextmanager
 def open_offline(
     directory: Path, *, may_be_new: bool = False, mends_index: bool = False
 ) -> Iterator[StoreDirectory]:
-    """Lock and open the store in *directory*; a damaged index is only mended if *mends_index*.
+    """Lock and open the store in *directory*; mend a damaged index only with *mends_index*.
 
-    Unlike a proxy's opening this removes nothing else. Raises StoreLocked if a proxy has the directory,
-    StoreFault if there is no store or it cannot be read, IndexDamaged if the index has to be mended.
+    Nothing else is removed, unlike when a proxy opens the store. Raises StoreLocked if a proxy has the
+    directory, StoreFault if there is no store or it cannot be read, IndexDamaged if the index has to be
+    mended.
     """
     is_new = not (directory / "index" / "data.mdb").exists()
     if is_new and not may_be_new and not any(directory.glob("lpc-*.state")):
@@ -59,7 +60,7 @@ class ProblemKind(StrEnum):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """One thing that is wrong, and the checkpoint or file that it is wrong with."""
+    """One problem, and the name of the file concerned."""
 
     kind: ProblemKind
     name: str
@@ -70,8 +71,8 @@ class Problem(msgspec.Struct, frozen=True):
 def examine(store: StoreDirectory, note: Note) -> list[Problem]:
     """Compare all index entries with all bytes of their files; call *note* with the bytes read.
 
-    Returns what is wrong; raises StoreFault. A proxy only compares sizes when it starts, and verifies a
-    file before the file is used.
+    Returns the problems; raises StoreFault. A proxy only compares names when it starts, and verifies a file
+    before the file is used.
     """
     checkpoints = store.checkpoints()
     kinds = {c: kind for c in checkpoints if (kind := _problem_of(store, c, note))}
@@ -109,7 +110,7 @@ def _problem_of(store: StoreDirectory, checkpoint: Checkpoint, note: Note) -> Pr
 
 
 def _mended_by_opening(rebuild: Rebuild) -> list[Problem]:
-    """Return what was wrong with an index that was made anew, and the states that are lost by that."""
+    """Return the damage of an index that was made anew, and the states lost by that."""
     problems = [Problem(ProblemKind.INDEX_DAMAGED, "index", detail=rebuild.reason)]
     for name, why in rebuild.lost.items():
         is_there = why is Lost.UNREADABLE
@@ -119,7 +120,7 @@ def _mended_by_opening(rebuild: Rebuild) -> list[Problem]:
 
 
 def mend(store: StoreDirectory, problems: Sequence[Problem]) -> None:
-    """Do about each problem what its cure says; raises StoreFault or OSError."""
+    """Apply the cure of each problem; raises StoreFault or OSError."""
     by_name = {checkpoint.file_name: checkpoint for checkpoint in store.checkpoints()}
     for problem in problems:
         match problem.kind:
@@ -131,4 +132,4 @@ def mend(store: StoreDirectory, problems: Sequence[Problem]) -> None:
                 store.write_sidecars([by_name[problem.name]])
     if {ProblemKind.TOKENS_DIFFER, ProblemKind.NOT_FOUND} & {p.kind for p in problems}:
         store.make_index_anew("entries differ from the states")
-        store.rebuild = None  # only of what opening has mended `examine` tells
+        store.rebuild = None  # `examine` reports only the damage found at opening

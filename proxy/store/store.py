@@ -1,7 +1,7 @@
-"""The checkpoint store: index and files kept consistent and within their budget, whatever crashes when.
+"""The checkpoint store: index and files stay consistent and within their budget, also after a crash.
 
-All writes run on one thread, in the order of `StoreDirectory`. Room is made before a file is written: a
-save reserves its bytes first.
+All writes run on one thread, in the order of `StoreDirectory`. Before a file is written, a save reserves
+its bytes, and room is made for them.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from proxy.store.known_models import owners
 T = TypeVar("T")
 _READ_ONLY = "the directory is read-only"
 _MOST_CHANGED = 1000
-"""So many records wait for the next commit before they are written without one."""
+"""How many changed records wait for the next commit; more are written without a commit."""
 
 
 class CheckpointStore(Catalogue):
@@ -42,6 +42,7 @@ class CheckpointStore(Catalogue):
         self.limits = limits
         self.removals = Counter({reason: 0 for reason in Removal})
         self.on_removal: Callable[[Checkpoint, TokenIds | None, Removal], None] = lambda *_: None
+        self.on_commit: Callable[[Checkpoint], None] = lambda _: None
         self.on_damage: Callable[[Checkpoint, list[Checkpoint]], None] = lambda *_: None
         self._verifying: dict[CheckpointId, asyncio.Future[None]] = {}
         self._damaged: set[CheckpointId] = set()
@@ -58,11 +59,11 @@ class CheckpointStore(Catalogue):
                 raise StoreFault(in_words(error)) from error
             raise
         self._verification = Verification(self.files)
-        # LMDB wants one writer.
+        # LMDB allows one writer.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-writer")
 
     def _reported(self, swept: Summed) -> dict[str, object]:
-        """Bring the store within its budget; return what was found and removed."""
+        """Bring the store within its budget; return the numbers of checkpoints found and removed."""
         victims = self._over_budget()
         for victim in victims:
             self.take(victim.id)
@@ -116,7 +117,7 @@ class CheckpointStore(Catalogue):
         except OSError as error:
             raise StoreFault(in_words(error)) from error
 
-    # Using checkpoints: no file is restored that is not what was saved.
+    # Using checkpoints: a file is restored only if it is what was saved.
 
     @asynccontextmanager
     async def using(self, checkpoint: Checkpoint) -> AsyncIterator[None]:
@@ -132,15 +133,15 @@ class CheckpointStore(Catalogue):
             self.note_restored(checkpoint)
 
     def verify_soon(self, checkpoint: Checkpoint) -> None:
-        """Begin to verify a checkpoint that will likely be restored, unless that was done."""
+        """Begin to verify a checkpoint that will likely be restored, unless it is verified already."""
         if not self._verification.is_done(checkpoint):
             self._begin_to_verify(checkpoint)
 
     async def verify(self, checkpoint: Checkpoint, *, bytes_per_second: float = 0.0) -> None:
-        """Verify the file of a checkpoint, unless that was done and it has not changed since.
+        """Verify the file of a checkpoint, unless it was verified and has not changed since.
 
-        With *bytes_per_second* it is done in any case, and no faster. Raises StoreFault if the file cannot
-        be read or is not what was saved; then it is gone, and with it whatever may stem from it.
+        With *bytes_per_second* the file is always read, and no faster. Raises StoreFault if the file cannot
+        be read, or if it is not what was saved; then the checkpoint and all that may stem from it go.
         """
         if bytes_per_second:
             await self._verify(checkpoint, bytes_per_second)
@@ -151,7 +152,7 @@ class CheckpointStore(Catalogue):
         def end(verifying: "asyncio.Future[None]") -> None:
             del self._verifying[checkpoint.id]
             if not verifying.cancelled():
-                verifying.exception()  # nobody need have waited for it
+                verifying.exception()  # retrieved, because no caller may have waited
 
         if checkpoint.id not in self._verifying:
             verifying = asyncio.ensure_future(self._verify(checkpoint))
@@ -160,7 +161,7 @@ class CheckpointStore(Catalogue):
         return self._verifying[checkpoint.id]
 
     async def _verify(self, checkpoint: Checkpoint, bytes_per_second: float = 0.0) -> None:
-        """Verify a file; whatever is wrong with it, it is offered no more."""
+        """Verify a file; on any fault, quarantine or remove its checkpoint."""
         try:
             await self._verification.verify(checkpoint, bytes_per_second=bytes_per_second)
         except StateDamaged:
@@ -179,12 +180,12 @@ class CheckpointStore(Catalogue):
             await self._write_changed()
 
     async def _remove_damaged(self, damaged: Checkpoint) -> None:
-        """Remove a checkpoint and what may stem from it; raises StoreFault if something prevents that."""
+        """Remove a checkpoint and all that may stem from it; raises StoreFault if that fails."""
         damaged = self.get(damaged.id) or damaged
         stemming = [c for c in self if c.may_stem_from(damaged)]
         for checkpoint in (damaged, *stemming):
             self._damaged.add(checkpoint.id)
-            self.quarantine(checkpoint)  # should it not go
+            self.quarantine(checkpoint)  # in case the removal fails
         self.on_damage(damaged, stemming)
         await self._remove([damaged, *stemming], Removal.BROKEN)
 
@@ -193,11 +194,11 @@ class CheckpointStore(Catalogue):
     async def quarantine_for_good(
         self, checkpoints: Iterable[Checkpoint], quarantine: Quarantine
     ) -> None:
-        """Never offer checkpoints again, whatever restarts; return once that is on disk."""
+        """Never use checkpoints again, even after a restart; return once that is on disk."""
         await self._update(*(self.change(c.id, quarantine=quarantine) for c in checkpoints))
 
     async def pin(self, checkpoint_id: CheckpointId, *, is_pinned: bool) -> Checkpoint | None:
-        """Keep a checkpoint whatever happens, or no longer; None if it is gone."""
+        """Pin or unpin a checkpoint; return its new record, None if the checkpoint is gone."""
         record = self.change(checkpoint_id, is_pinned=is_pinned)
         await self._update(record)
         return record
@@ -209,13 +210,13 @@ class CheckpointStore(Catalogue):
     async def put_value(self, name: str, value: object) -> None:
         await self._write(partial(self.index.put_value, name, value))
 
-    # Saving: room is reserved, a file is written, then it is committed or discarded.
+    # Saving: reserve room, write a file, then commit or discard the file.
 
     async def reserve(self, claim: Claim) -> str:
-        """Make room for a file; return the temporary name under which it is to be written.
+        """Make room for a file; return its temporary name.
 
-        The bytes stay reserved until that name is committed or discarded. Raises NoRoom, and nothing
-        was removed, if what may go does not suffice.
+        The bytes stay reserved until that name is committed or discarded. Raises NoRoom, without removing
+        anything, if the checkpoints that may be removed do not free enough.
         """
         if self.files.is_readonly:
             raise NoRoom(Removal.FREE_SPACE, _READ_ONLY)
@@ -225,7 +226,7 @@ class CheckpointStore(Catalogue):
         return name
 
     async def settle(self, temporary_name: str, n_bytes: int) -> None:
-        """Count a reserved file as large as it was written; raises NoRoom if that is too large."""
+        """Count a reserved file at its real size; raises NoRoom if that is too large."""
         await self._count_written(temporary_name, n_bytes)
         await self._make_room(temporary_name, self._budget.settle(temporary_name, n_bytes))
 
@@ -234,7 +235,7 @@ class CheckpointStore(Catalogue):
             free_bytes = self.files.free_bytes() + self.going_bytes
             n_bytes, limit = self._budget.shortage(claim, self.size_bytes, free_bytes)
             if claim.is_passing and limit is Removal.FREE_SPACE:
-                return  # what is looked at and deleted is not worth a checkpoint: let the write fail
+                return  # a passing file is not worth a checkpoint: let its write fail
             victims = self.victims(n_bytes, claim.present, claim.replaces)
             if sum(v.size_bytes for v in victims) < n_bytes:
                 raise NoRoom(
@@ -252,9 +253,9 @@ class CheckpointStore(Catalogue):
             raise
 
     async def commit(self, checkpoint: Checkpoint, tokens: TokenIds) -> Checkpoint:
-        """Give the file of a checkpoint its final name, and enter it; raises StoreFault if either fails.
+        """Give the file of a checkpoint its final name, and enter the checkpoint.
 
-        So it does if the state goes back to one that turned out damaged meanwhile.
+        Raises StoreFault if either fails, or if an ancestor of the state was found damaged meanwhile.
         """
         if not self._damaged.isdisjoint(checkpoint.ancestors):
             raise StoreFault("what the slot was restored from is damaged")
@@ -270,10 +271,11 @@ class CheckpointStore(Catalogue):
         work = partial(self._directory.commit, checkpoint, tokens, hashes)
         await self._write(work, then=enter)
         await self._write_changed()
+        self.on_commit(checkpoint)
         return checkpoint
 
     async def _write_changed(self) -> None:
-        """Write the records that are newer than the index; should that fail, counts are lost."""
+        """Write the records that are newer than the index; a failure only loses counts."""
         changed = self.changed
         work = partial(self.index.update, changed, scores=self.take_scores())
         with suppress(StoreFault):
@@ -288,7 +290,7 @@ class CheckpointStore(Catalogue):
         )
 
     async def _count_written(self, name: str, n_bytes: int) -> None:
-        with suppress(StoreFault):  # then it is counted until this process ends
+        with suppress(StoreFault):  # then the count lasts until this process ends
             await self._write(self._budget.note_written(name, n_bytes))
 
     # Removing checkpoints.
@@ -296,7 +298,7 @@ class CheckpointStore(Catalogue):
     async def remove(self, checkpoint: Checkpoint, reason: Removal) -> bool:
         """Delete a checkpoint, entry first; return False if it is gone, pinned or in use.
 
-        A pinned one goes only at an operator's word. A broken one goes in any case: nobody can use it.
+        Only an operator can remove a pinned checkpoint. A broken checkpoint always goes: it is of no use.
         """
         if self.files.is_readonly and reason is Removal.OPERATOR:
             raise StoreFault(_READ_ONLY)
@@ -313,7 +315,7 @@ class CheckpointStore(Catalogue):
     async def _remove(self, checkpoints: Iterable[Checkpoint], reason: Removal) -> None:
         """Take checkpoints out at once and delete them; return when their files are gone.
 
-        Waits for removals of others that are under way, too: their room may have been counted on.
+        Waits for other removals under way, too: the caller may count on their room.
         """
         taken = [c for c in checkpoints if self.take(c.id)]
         try:

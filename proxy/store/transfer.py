@@ -1,8 +1,8 @@
-"""Checkpoints as one file, from one store to another.
+"""Checkpoints in one file, exported from one store and imported into another.
 
 Owns the layout of the file (docs/storage-format.md): a tar of records and states as they lie in the store.
-Each record comes before its state, so that the file can be read as it comes. Nothing in a file is believed:
-a state must have its checksums, and is entered for the tokens that it holds.
+Each record comes before its state, so that the file can be read as a stream. A file is not trusted: a state
+must have its checksums, and is entered with the tokens that it holds.
 """
 
 import io
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import IO
 
 from proxy.core.model import Checkpoint, is_of_other_secret
-from proxy.core.tokens import hash_prefixes
+from proxy.core.tokens import Namespace, hash_prefixes
 from proxy.errors import CacheFault, StateFileMalformed, StoreFault, in_words
-from proxy.llama.state_file import read_state_file
+from proxy.llama.state_file import StateFile, read_state_file
 from proxy.store.directory import (
     LOCK_NAME,
     MOST_RECORD_BYTES,
@@ -42,7 +42,7 @@ class BundleRefused(CacheFault):
 
 
 def read_records(files: StateFiles) -> list[Sidecar]:
-    """Return what lies beside the states of a directory, which a proxy may be using; raises StoreFault.
+    """Return the records beside the states of a directory, also while a proxy uses it; raises StoreFault.
 
     A state without an intact record is left out: `check --fix` writes its record again.
     """
@@ -61,10 +61,10 @@ def export_checkpoints(
 ) -> None:
     """Write checkpoints to *file*, which appears when it is whole; raises StoreFault or OSError.
 
-    What *file* was is replaced, unless it is the store's own or no regular file.
+    An existing *file* is replaced; one of the store's own, or one that is no regular file, is refused.
     """
     _require_replaceable(files, file)
-    # A file of its own, mode 0600 from the first byte: one that lies there may be open to others.
+    # A new file, mode 0600 from the first byte: others may be able to read an existing one.
     descriptor, partial = tempfile.mkstemp(prefix=".export-", suffix=".part", dir=file.parent)
     try:
         with os.fdopen(descriptor, "wb") as output:
@@ -81,7 +81,7 @@ def export_checkpoints(
 
 
 def _require_replaceable(files: StateFiles, file: Path) -> None:
-    """Raise StoreFault if a file in the place of *file* would cost more than what it says."""
+    """Raise StoreFault if *file* is one of the store's own files, or no regular file."""
     directory, parent = files.directory.resolve(), file.parent.resolve()
     is_ours = file.name.startswith("lpc-") or file.name in (LOCK_NAME, SECRET_NAME)
     is_in_store = is_ours and parent == directory
@@ -104,14 +104,14 @@ def _write(tar: tarfile.TarFile, files: StateFiles, sidecar: Sidecar) -> None:
 
 
 def _add(tar: tarfile.TarFile, name: str, content: IO[bytes], n_bytes: int) -> None:
-    head = tarfile.TarInfo(name)  # tells nothing about who made it
+    head = tarfile.TarInfo(name)  # without user and time
     head.size, head.mode = n_bytes, 0o600
     tar.addfile(head, content)
 
 
 @dataclass(slots=True)
 class Imported:
-    """What became of the checkpoints in a file."""
+    """The outcome for the checkpoints in a file."""
 
     entered: list[Checkpoint] = field(default_factory=list)
     n_already_there: int = 0
@@ -128,12 +128,12 @@ def import_checkpoints(
 ) -> Imported:
     """Enter the checkpoints of *file*; BundleRefused and StoreFault say how many were entered before.
 
-    A model that this store has not met is refused if it knows others, unless *may_be_other_model*. So is a
-    state that would leave less than *min_free_bytes* on the disk. What was entered before a fault stays:
-    each checkpoint is whole by itself.
+    If the store knows other models, a new model is refused unless *may_be_other_model*. A state that would
+    leave less than *min_free_bytes* on the disk is refused. Checkpoints entered before a fault stay: each
+    is complete by itself.
     """
     imported = Imported()
-    # Read once: nobody else writes while the directory is locked.
+    # Read once: no other process writes while the directory is locked.
     there, may_be_new = store.checkpoints(), may_be_other_model or not knows_models(store.index)
     try:
         with tarfile.open(file, "r:") as tar:
@@ -160,6 +160,31 @@ def import_checkpoints(
     return imported
 
 
+def entered_as(
+    record: Checkpoint, temporary_name: str, namespace: Namespace, found: StateFile
+) -> Checkpoint:
+    """Return the checkpoint that another store's *record* becomes here, with what its file tells."""
+    now = time.time()
+    return replace(
+        record,
+        id=id_of(temporary_name),
+        namespace=namespace,
+        n_tokens=len(found.tokens),
+        restore_points=found.restore_points,
+        has_every_position=found.has_every_position,
+        file_name=final_name_of(temporary_name),
+        size_bytes=found.size_bytes,
+        created_at=now,
+        last_used_at=now,
+        is_pinned=False,
+        n_restores=0,
+        quarantine=None,
+        parts=record.content,
+        verified_at=now,
+        ancestors=(),
+    )
+
+
 def _open(tar: tarfile.TarFile, head: tarfile.TarInfo | None) -> IO[bytes]:
     file = tar.extractfile(head) if head is not None and head.isreg() else None
     if file is None:
@@ -168,9 +193,10 @@ def _open(tar: tarfile.TarFile, head: tarfile.TarInfo | None) -> IO[bytes]:
 
 
 def _is_new(store: StoreDirectory, owner: Owner, *, may_be_new: bool) -> bool:
-    """Return whether the store has not met a model; raises BundleRefused unless it *may be new*.
+    """Return whether a model is new to the store; raises BundleRefused unless it *may_be_new*.
 
-    So it does if nobody would find a state here. The next opening names the tenants of older versions.
+    Also raises BundleRefused for a tenant of another secret, whose states no request would find here. The
+    next opening renames the tenants of older versions.
     """
     if is_of_other_secret(store.secret, owner.tenant):
         raise BundleRefused(
@@ -194,7 +220,7 @@ def _enter(
     state: IO[bytes],
     min_free_bytes: int,
 ) -> Checkpoint | None:
-    """Enter a checkpoint; None if one of those *there* has the same content."""
+    """Enter a checkpoint; None if a checkpoint in *there* has the same content, and its file exists."""
     before = namespace_of(store.index, owner), record.content
     same = [c for c in there if (c.namespace, c.content) == before]
     if any(store.has_file(checkpoint) for checkpoint in same):
@@ -214,24 +240,12 @@ def _enter(
         found = read_state_file(store.files.path(name))
         for dead in same:
             store.remove(dead)
-        # Only now: a file that is refused must not leave a directory that knows its model.
-        namespace, now = introduce(store.index, owner), time.time()
+        # Only now: a refused file must not introduce its model to the store.
+        namespace = introduce(store.index, owner)
         entered = replace(
-            record,
-            id=id_of(name),
-            namespace=namespace,
-            n_tokens=len(found.tokens),
-            restore_points=found.restore_points,
-            has_every_position=found.has_every_position,
-            file_name=final_name_of(name),
-            size_bytes=found.size_bytes,
-            created_at=now,
-            last_used_at=now,
+            entered_as(record, name, namespace, found),
             is_pinned=any(dead.is_pinned for dead in same),
-            n_restores=0,
-            parts=record.content,
-            verified_at=now,
-            ancestors=(),
+            shared_id="",
         )
         store.commit(entered, found.tokens, hash_prefixes(namespace, found.tokens))
         return entered

@@ -1,10 +1,10 @@
 """The admin listener: health, metrics, recent requests, the store, and warming, for operators only.
 
-On loopback no token is asked for unless one is given. There `only_own_pages` keeps other sites' pages out:
-a page of another site can have its own name lead to 127.0.0.1 (DNS rebinding) and then read what is
-answered as if it were its own; only the name in Host gives it away. Names without a dot, and those under
-the domains below, cannot be had by anybody out there. Browsers send an Origin with every request that
-comes from another site's page, and with each one that changes something.
+On loopback the listener asks for a token only if one is set. Without a token `only_own_pages` keeps other
+sites' pages out: another site can let its own name lead to 127.0.0.1 (DNS rebinding), and its page may then
+read the answers. Only the name in Host shows that. Nobody else can own a name without a dot, or one under
+the domains below. Browsers send an Origin with every request from another site's page, and with every
+request that changes something.
 """
 
 import asyncio
@@ -54,21 +54,21 @@ _SENT = (
 )
 _PRIVATE = (".localhost", ".local", ".internal", ".home.arpa", ".lan")
 _FOR_PROGRAMS = ("/health", "/metrics")
-"""No word of any prompt is in these."""
+"""Paths whose answers have no word of any prompt."""
 _CACHED = (Route.CHAT, Route.COMPLETION, Route.MESSAGES, Route.RESPONSES)
 _CHECKPOINT = "/checkpoints/{id:[0-9a-fA-F]{1,16}}"
 _NOT_THERE = "there is no checkpoint with this id"
 _JSON = "application/json"
 _IS_OPERATOR = web.RequestKey("is_operator", bool)
-"""Set if a request has shown the listener's token: its Authorization is no client's key then."""
+"""Set if a request has shown the listener's token: then its Authorization is not a client's key."""
 _CLOCK_BEGAN_AT = time.time() - time.monotonic()
 _SLICE_SECONDS = 0.002
 _MOST = 1 << 40
-"""No number in a query is larger."""
+"""Larger numbers in a query are read as this one."""
 
 
 def is_own_name(host: str, own_host: str = "") -> bool:
-    """Return whether nobody else can have a Host header's name; *own_host* is known to be ours."""
+    """Return whether nobody else can own the name in a Host header; *own_host* is ours."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
     name = name.strip("[]").rstrip(".").lower()
     if "." not in name or name == own_host.lower() or name.endswith(_PRIVATE):
@@ -81,9 +81,9 @@ def is_own_name(host: str, own_host: str = "") -> bool:
 
 
 def only_own_pages(own_host: str, *, asks_for_token: bool) -> Middleware:
-    """Return a middleware that refuses requests for anybody else's names, and other sites' pages.
+    """Return a middleware that refuses requests under foreign names, and from other sites' pages.
 
-    Where the listener *asks_for_token* any name will do: a page under a name of its own has no token.
+    If the listener *asks_for_token*, any name is allowed: another site's page has no token.
     """
 
     @web.middleware
@@ -114,9 +114,9 @@ def only_own_pages(own_host: str, *, asks_for_token: bool) -> Middleware:
 
 
 def only_operators(token: str | None, open_paths: Collection[str] = ()) -> Middleware:
-    """Return a middleware that refuses requests without the *token*; None asks for none.
+    """Return a middleware that refuses requests without the *token*; None refuses none.
 
-    Programs send the token as a bearer's, people type it as the password that their browser asks for.
+    Programs send the token as a Bearer token; people type it as the password in their browser.
     """
 
     @web.middleware
@@ -146,7 +146,7 @@ def _shown_token(request: web.Request) -> bytes:
 
 
 def _client_keys(request: web.Request) -> dict[str, str]:
-    """Return the client's API key that a request brings along, which is not the listener's own token."""
+    """Return the headers with the client's API key, without the listener's own token."""
     keys = keys_of(request.headers)
     if request.get(_IS_OPERATOR):
         keys.pop("Authorization", None)
@@ -199,7 +199,7 @@ class Admin:
         return json_response(standing(self._shared, self._pool))
 
     async def openapi(self, request: web.Request) -> web.Response:
-        """Return what programs can ask of this listener, as an OpenAPI document."""
+        """Return the OpenAPI document of this listener."""
         document = yaml.safe_load(_OPENAPI.read_text())
         _, schemas = msgspec.json.schema_components(
             _SENT, ref_template="#/components/schemas/{name}"
@@ -215,7 +215,7 @@ class Admin:
     # Recent requests: what each reused, and why not more.
 
     async def requests(self, request: web.Request) -> web.Response:
-        """Return the last requests that have ended, the newest first; the query may choose among them."""
+        """Return the last requests that have ended, newest first; the query may filter them."""
         limit = _whole_number(request, "limit", 50)
         await self._pool.accounted()
         latest = self._shared.journal.latest(
@@ -262,7 +262,7 @@ class Admin:
         return json_response(nodes=nodes, n_left_out=n_left_out, version=version)
 
     async def pin(self, request: web.Request) -> web.Response:
-        """Keep a checkpoint whatever happens (PUT), until it is unpinned (DELETE)."""
+        """Pin a checkpoint (PUT), or unpin it (DELETE)."""
         store = self._shared.store
         found = await store.pin(_checkpoint_id(request), is_pinned=request.method == "PUT")
         if found is None:
@@ -290,10 +290,10 @@ class Admin:
     # Warming: a header is evaluated and kept before somebody needs it.
 
     async def warm(self, request: web.Request) -> web.StreamResponse:
-        """Evaluate and keep the header of the request that is the body; `path` says whose form it has.
+        """Evaluate and keep the header of the request in the body; `path` names its API.
 
-        Without a body, that of an earlier `request` by its id, or of the last one. The answer has a line of
-        JSON whenever there is progress, and one for the end.
+        With `request` in the query, the header of that earlier request is kept instead, by its id or as the
+        last one. The answer has a line of JSON for each progress, and one for the end.
         """
         is_whole, keys = _is_asked_for(request, "whole"), _client_keys(request)
         if (request_id := request.query.get("request")) is not None:
@@ -329,7 +329,7 @@ class Admin:
     def _read(
         self, request: web.Request, raw: bytes, keys: Mapping[str, str], *, is_whole: bool
     ) -> Request:
-        """Return a request that evaluates the header of a body; raises 400."""
+        """Return a request that evaluates the header of *raw*, a request's body; raises 400."""
         body = parse_body(raw)
         path = request.query.get("path") or (route_path(body) if body else "")
         route = generation_route("POST", path)
@@ -376,7 +376,7 @@ def _checkpoint_id(request: web.Request) -> CheckpointId:
 
 
 async def in_slices(checkpoints: Iterable[Checkpoint]) -> AsyncIterator[Checkpoint]:
-    """Yield checkpoints, however many there are, and let requests go on in between.
+    """Yield checkpoints, and let the event loop serve requests in between.
 
     Reading a record takes about 10 µs, and finding its value up to a millisecond.
     """
@@ -391,7 +391,7 @@ async def in_slices(checkpoints: Iterable[Checkpoint]) -> AsyncIterator[Checkpoi
 def _listed(
     checkpoint: Checkpoint, names: Mapping[Namespace, str], store: CheckpointStore, present: Present
 ) -> views.ListedCheckpoint:
-    """Return a checkpoint as operators see it, with what only a running proxy knows."""
+    """Return a checkpoint as operators see it, with the facts that only a running proxy knows."""
     value_seconds, is_warm = store.value_seconds(checkpoint, present), store.is_warm(checkpoint)
     return views.list_checkpoint(checkpoint, names, value_seconds=value_seconds, is_warm=is_warm)
 
@@ -399,7 +399,7 @@ def _listed(
 def standing(shared: Shared, pool: Pool) -> dict[str, Any]:
     """Return how requests are served now, by which llama-servers, and how full the store is.
 
-    /health, the live page and `stats` are told the same. `servers` are those that are attached.
+    /health, the live page and `stats` all show this. `servers` are the attached llama-servers.
     """
     degradations, store = shared.everywhere, shared.opened_store
     return {
@@ -417,7 +417,7 @@ def standing(shared: Shared, pool: Pool) -> dict[str, Any]:
         ],
         "servers": [
             {
-                # The model, where one address has several models.
+                # The model's name, if the address has several models.
                 "name": server.name,
                 "build": process.build,
                 "rule": str(process.rule),
@@ -442,10 +442,10 @@ def standing(shared: Shared, pool: Pool) -> dict[str, Any]:
 
 
 def _describe_slot(slot: Slot) -> dict[str, Any]:
-    """Return a slot; numbers are 0 where its content is not known.
+    """Return a slot; its numbers are 0 if its content is not known.
 
-    `n_coming` is how long the prompt is that is being served there. `used_at` is when the slot was leased
-    or given back, in seconds since 1970; null if that was before the proxy was started.
+    `n_coming` is the length in tokens of the prompt that is being served there. `used_at` is when the slot
+    was last leased or released, in seconds since 1970; null if that was before the proxy was started.
     """
     known = slot.content if isinstance(slot.content, Known) else None
     return {

@@ -1,4 +1,4 @@
-"""The listener that clients talk to: generation routes go through the cache, all else straight through."""
+"""The listener for clients: generation requests go through the cache, all other requests pass through."""
 
 import asyncio
 from collections.abc import Iterator, Mapping
@@ -31,22 +31,22 @@ IDLE_SECONDS = 75.0
 BODY_SECONDS = 300.0
 """How long the body of a generation may take to come."""
 HALF_CLOSED_SECONDS = 0.25
-"""How long a client that sends no more may wait for its answer. Such clients are rare. Those that hang up
-look the same until something is written to them, and llama-server works for them meanwhile."""
+"""How long a client that has closed its sending side may wait for its answer. Such clients are rare. One
+that hangs up looks the same until something is written to it, and llama-server works on meanwhile."""
 _KEY_HEADERS = ("Authorization", "X-Api-Key")
 _SESSION_HEADERS = (
     "X-Claude-Code-Session-Id X-Claude-Code-Agent-Id X-Session-Id Session-Id Thread-Id".split()
 )
-"""What Claude Code, OpenCode and codex call a session by; an agent within it has one of its own."""
+"""The session headers of Claude Code, OpenCode and codex, and that of an agent within a session."""
 
 
 def keys_of(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers that carry an API key, as far as they are there."""
+    """Return those headers that carry an API key."""
     return {name: headers[name] for name in _KEY_HEADERS if name in headers}
 
 
 def tenant_of(keys: Mapping[str, str], secret: bytes) -> bytes:
-    """Return what the API key is called that llama-server would check, empty if there is none."""
+    """Return the tenant's name for the API key that llama-server would check, empty without a key."""
     key = keys.get("Authorization") or keys.get("X-Api-Key", "")
     if not key:
         return b""
@@ -60,9 +60,9 @@ def _session_of(headers: Mapping[str, str]) -> str:
 
 
 class Connection(asyncio.Protocol):
-    """A client's connection, which stays open for a while when the client has sent all that it will send.
+    """A client's connection, which stays open for a while after the client has closed its sending side.
 
-    aiohttp's own protocol has it closed at once, and the client without its answer.
+    aiohttp's own protocol would close the connection at once, and the client would get no answer.
     """
 
     def __init__(self, protocol: asyncio.Protocol) -> None:
@@ -102,7 +102,7 @@ class Front:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answer any request; the proxy's own errors come in the shape of the client's API."""
         may_load = request.query.get("autoload") not in ("false", "0")
-        # Of a POST hosts read only the body.
+        # A host of models reads only the body of a POST, not its query.
         named = request.query.get("model", "") if may_load and request.method == "GET" else ""
         model, path = self.pool.split_path(request.path, named)
         exchange = Exchange(request, path, self.unread)
@@ -124,14 +124,14 @@ class Front:
             await exchange.writer.delivered()
             return exchange.writer.response
         except CacheFault as fault:
-            # Such faults end where they arise; one that did not must still not become the client's.
+            # A cache fault ends where it arises; if one gets here, the client must not be hurt by it.
             return await exchange.refuse(ProxyError(str(fault)))
         except ProxyError as error:
             if exchange.route is None:
                 get_logger("front").warning("request failed", path=path, reason=str(error))
             return await exchange.refuse(error)
         except ConnectionResetError:
-            # The client went away while its answer was written: there is nobody to answer.
+            # The client left while its answer was written.
             return exchange.writer.response or web.Response(status=499)
         finally:
             exchange.writer.close()
@@ -160,7 +160,7 @@ class Front:
             await exchange.send(last, content, headers=headers)
 
     async def _generate(self, exchange: Exchange, route: Route, model: str) -> None:
-        """Have a generation served through the cache; raises TooManyRequests and what serving does."""
+        """Serve a generation request through the cache; raises TooManyRequests and as `Pool.serve`."""
         headers = exchange.client.headers
         keys = keys_of(headers)
         request = Request(
@@ -202,7 +202,7 @@ class Front:
             self.n_requests -= 1
 
     async def _read_body(self, request: web.Request) -> bytes:
-        """Return the body, with its model named as llama-server does; raises ProxyError over the limits."""
+        """Return the body with llama-server's name of the model; raises ProxyError over the limits."""
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 return with_alias(await request.read(), self.aliases)

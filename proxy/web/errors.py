@@ -1,7 +1,7 @@
-"""Error bodies in the shape of each client's API, and the edits of answers that pass by.
+"""Error bodies in the shape of each client's API, and the edits of forwarded answers.
 
-llama-server answers in OpenAI's shape everywhere, Anthropic's routes included (server-common.cpp,
-format_error_response). Edited are the usage, and errors for clients of Anthropic's API.
+llama-server sends errors in OpenAI's shape on all routes, Anthropic's included (server-common.cpp,
+format_error_response). The proxy edits the usage, and errors for clients of Anthropic's API.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ _TYPES = {
     502: ("unavailable_error", "api_error"),
     503: ("unavailable_error", "overloaded_error"),
 }
-"""What a status is called in llama-server's errors, and in Anthropic's."""
+"""The type of an error by its status: llama-server's, and Anthropic's."""
 
 Error = dict[str, Any]
 Edit = Callable[[bytes], bytes]
@@ -75,7 +75,7 @@ def _own_error(status: int, message: str) -> Error:
 
 
 def _read_error(body: bytes) -> Error | None:
-    """Return llama-server's error, which streams of Messages have without its envelope."""
+    """Return llama-server's error in *body*, None if there is none; Messages streams have no envelope."""
     try:
         content = msgspec.json.decode(body, type=dict[str, Any])
     except (ValueError, RecursionError):
@@ -98,8 +98,8 @@ def _event(path: str, error: Error) -> bytes:
 def _anthropic(error: Error) -> Error:
     """Return an error in Anthropic's shape.
 
-    Clients know by Anthropic's words, or by llama-server's, that they must make the conversation shorter:
-    an error about a prompt that is too long has both.
+    Some clients know Anthropic's words for a prompt that is too long, others llama-server's: such an error
+    has both.
     """
     code, message = error.get("code"), str(error["message"])
     _, kind = _TYPES.get(code if isinstance(code, int) else 500, ("", "api_error"))
@@ -111,7 +111,7 @@ def _anthropic(error: Error) -> Error:
 
 
 class StreamEdit:
-    """Edits a stream line by line, in chunks cut anywhere; a line is passed on once it is whole."""
+    """Edits a stream line by line; chunks may end anywhere, and a line is passed on once it is whole."""
 
     def __init__(self, usage: TrueUsage, *, is_anthropic: bool) -> None:
         self._usage = usage
@@ -144,7 +144,7 @@ class StreamEdit:
 def edit_of_stream(
     path: str, n_found: int | None, diagnose: Diagnose | None = None
 ) -> StreamEdit | None:
-    """Return how a stream is edited, None if it passes as it is; *n_found* is as in serving's Relay."""
+    """Return the edit of a stream, None if it passes unchanged; *n_found* is as in serving's Relay."""
     usage = TrueUsage(path, n_found, diagnose)
     return StreamEdit(usage, is_anthropic=is_anthropic(path)) if usage.is_needed else None
 
@@ -152,7 +152,7 @@ def edit_of_stream(
 def edit_of_answer(
     path: str, status: int, n_found: int | None, diagnose: Diagnose | None = None
 ) -> Edit | None:
-    """Return how an answer that comes whole is edited, None if it passes as it is."""
+    """Return the edit of an answer that comes whole, None if it passes unchanged."""
     if status == 200:
         usage = TrueUsage(path, n_found, diagnose)
         return usage.of_answer if usage.is_needed else None
@@ -168,7 +168,7 @@ def _as_it_is(body: bytes) -> bytes:
 def edits_of(
     path: str, answer: aiohttp.ClientResponse, n_found: int | None, told: Told
 ) -> tuple[StreamEdit | None, Edit | None]:
-    """Return how an answer to a request of *path* is edited: as a stream, or once it is read whole."""
+    """Return the edit of an answer to a request of *path*: of a stream, or of the whole answer."""
     headers = answer.headers
     if answer.method == "HEAD" or "Content-Encoding" in headers:
         return None, None

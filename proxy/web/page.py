@@ -1,8 +1,8 @@
 """The live page of the admin listener: its files, and server-sent events that keep it up to date.
 
-Readers pull: each looks twice a second, and is sent something only if it has changed. Nothing is queued
-for them, so that a reader that does not read costs a full socket buffer until it is cut off, and requests
-never wait for one. While nobody looks, nothing is done.
+For each open page the proxy looks twice a second, and sends only changes. Nothing is queued: a page that
+does not read costs a full socket buffer until it is cut off, and requests never wait for a page. While no
+page is open, nothing is done.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""The page loads and runs only its own files: what requests bring along can only be shown as text."""
+"""The page loads and runs only its own files: it can show the content of requests only as text."""
 _HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -40,7 +40,7 @@ _HEADERS = {
 }
 _ASSETS = Path(__file__).with_name("assets")
 MAX_REQUESTS = 50
-"""So many requests are told of in one look; those before them are at /requests."""
+"""The most requests in one look; earlier ones are at /requests."""
 _MAX_DIGITS = 18
 MAX_READERS = 16
 LOOK_SECONDS = 0.5
@@ -48,7 +48,7 @@ PATIENCE_SECONDS = 10.0
 SIGN_OF_LIFE_SECONDS = 15.0
 PROGRESS_SECONDS = 1.0
 KEPT_SECONDS = 300.0
-"""The history is written at most so often, and at the end; a write is some 20 KiB."""
+"""The least time between two writes of the history, some 20 KiB each; it is also written at the end."""
 _HISTORY = "history"
 
 
@@ -69,7 +69,7 @@ class Looks:
         return self._shared.journal.past
 
     async def history_kept(self, _: web.Application) -> AsyncIterator[None]:
-        """Go on with the history of the proxy before, and write it from time to time and at the end."""
+        """Load the history of earlier runs, and write it from time to time and at the end."""
         with suppress(StoreFault):
             if kept := self._shared.store.index.value(_HISTORY, History):
                 self._shared.journal.past = kept
@@ -87,13 +87,13 @@ class Looks:
         n_recorded = self._shared.journal.n_recorded
         if n_recorded != self._n_kept:
             self._n_kept = n_recorded
-            with suppress(StoreFault):  # should that fail, counts are lost
+            with suppress(StoreFault):  # if the write fails, counts are lost
                 await self._shared.store.put_value(_HISTORY, self.history)
 
     def since(self, position: str) -> dict[str, Any]:
-        """Return the present and the requests since a position; the last ones if it is not known.
+        """Return the present state and the requests since *position*; the last ones if it is not known.
 
-        The field `position` names this look: from the next look that gives it, only later requests come.
+        The field `position` names this look: a look since that position has only later requests.
         """
         self._ask_for_progress()
         journal, (run, _, number) = self._shared.journal, position.partition("-")
@@ -109,9 +109,9 @@ class Looks:
         }
 
     def _ask_for_progress(self) -> None:
-        """Have every llama-server that works say how far it is, once a second at most.
+        """Begin to ask every busy llama-server for its progress, once a second at most.
 
-        Nobody waits for that: a llama-server answers between two batches.
+        The look does not wait for it: a llama-server answers only between two batches.
         """
         is_due = time.monotonic() - self._asked_at > PROGRESS_SECONDS
         if not self._shared.journal.in_flight:
@@ -123,12 +123,12 @@ class Looks:
     async def _ask(self) -> None:
         for process in self._pool.processes:
             if any(slot.is_leased for slot in process.slots):
-                with suppress(UpstreamFault):  # a build that does not tell, or one that is gone
+                with suppress(UpstreamFault):  # the build does not tell it, or llama-server is gone
                     for status in await process.upstream.slots():
                         self._progress[process.where, status.id] = status
 
     def _flight(self, request: Request) -> dict[str, Any]:
-        """Return a request that has not ended; `phase` says what it waits for, or what is done for it.
+        """Return a request that has not ended; `phase` names its wait or its work.
 
         `n_done` tokens of its prompt are in the slot, null if that is not known.
         """
@@ -174,7 +174,7 @@ class Looks:
 
 
 class LivePage:
-    """Serves the page at `/`, what belongs to it under `/page/`, and what changes at `/events`."""
+    """Serves the page at `/`, its files under `/page/`, and its changes at `/events`."""
 
     def __init__(self, looks: Looks) -> None:
         self._looks = looks
@@ -191,7 +191,7 @@ class LivePage:
         ]
 
     async def history(self, request: web.Request) -> web.Response:
-        """Return what was reused in the last two hours, in the last 30 days, and today."""
+        """Return how much was reused in the last two hours, in the last 30 days, and today."""
         return json_response(self._looks.history)
 
     async def stop(self, _: web.Application) -> None:
@@ -199,7 +199,7 @@ class LivePage:
         self._stopping.set()
 
     async def file(self, request: web.Request) -> web.FileResponse:
-        """Return a file of the page, the page itself unless one is named."""
+        """Return the named file of the page, or the page itself."""
         path = _ASSETS / request.match_info.get("name", "index.html")
         if path not in _ASSETS.iterdir():
             raise web.HTTPNotFound(text="the page has no such file")
@@ -233,7 +233,7 @@ class LivePage:
         return response
 
     async def _tell(self, response: web.StreamResponse, position: str) -> None:
-        """Write what changes; raises TimeoutError if the reader does not read."""
+        """Write each changed look; raises TimeoutError if the reader does not read."""
         told: dict[str, Any] | None = None
         told_at = time.monotonic()
         while not self._stopping.is_set():

@@ -25,7 +25,7 @@ _HOP_BY_HOP = frozenset(
     "transfer-encoding upgrade".split()
 )
 _REBUILT = frozenset(("content-length", "accept-encoding"))
-"""The body of a generation is another one, and its answer is read here."""
+"""Not passed on with a generation: its body is a new one, and its answer is read here."""
 _NOT_CONNECTED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
@@ -41,9 +41,9 @@ def end_to_end(
 class Exchange:
     """One client's request, passed to llama-server, and llama-server's answer, relayed to the client.
 
-    `path` is the client's, as a llama-server would see it. `tell` returns what the client of a generation
-    is told beside the answer, once that begins. `is_answered` says that llama-server's answer has come to
-    its end, be it an error's. `_answer` is the answer that is relayed now, `_reader` reads it.
+    `path` is the client's, as a llama-server would see it. `tell` returns the header and the diagnostics
+    that go with the answer to a generation. `is_answered` says that llama-server's answer, or its error,
+    has come to its end. `_answer` is the answer that is relayed now, `_reader` reads it.
     """
 
     _answer: aiohttp.ClientResponse
@@ -63,7 +63,7 @@ class Exchange:
         self._first_token_at: float | None = None
 
     def withdraw(self) -> None:
-        """Give up the answer that is relayed, if no token of it has come; `send` raises ServerAway then."""
+        """Give up the answer if no token of it has come yet; `send` then raises ServerAway."""
         if not self.has_token:
             self._heard.cut()
 
@@ -75,11 +75,11 @@ class Exchange:
         n_found: int | None = None,
         headers: CIMultiDict[str] | None = None,
     ) -> Answer:
-        """Send the client's request with *body*, relay the answer, return what was seen of it.
+        """Send the client's request with *body* and relay the answer; return facts of the answer.
 
-        Returns when llama-server is done; what the client has not read by then waits in `writer`.
-        *on_start* is called when a stream begins: then llama-server has begun to work on it. *n_found* is
-        for the usage, as in serving's Relay. *headers* are those of a generation unless given. Raises
+        Returns when llama-server is done; the unread rest waits in `writer`. *on_start* is called when a
+        stream begins, which is when llama-server begins to work on it. *n_found* is for the usage, as in
+        serving's Relay. *headers* are those of a generation unless given. Raises
         ServerAway if there is no answer. An answer that breaks off ends in an error event.
         """
         client = self.client
@@ -137,7 +137,7 @@ class Exchange:
         self._has_begun = True
         if waiting is None:
             self.writer.response = await self._begin(edited)
-        # Clients will not send the tool calls of an answer back as they were.
+        # Tool calls are read because clients do not send them back unchanged.
         route = self.route if answer.status == 200 else None
         self._reader = AnswerReader(answer.headers.get("Content-Type", ""), route)
         return await self._pass_on(target, lines, edited)
@@ -145,7 +145,7 @@ class Exchange:
     async def _pass_on(
         self, target: Target, lines: StreamEdit | None, edited: tuple[bytes, bytes] | None
     ) -> Answer:
-        """Write the answer to the client, and read what it says."""
+        """Write the answer to the client, and read facts from it."""
         answer, reader = self._answer, self._reader
         try:
             if edited is None:
@@ -166,13 +166,19 @@ class Exchange:
             await self._break_off(error, has_token=reader.has_token)
             return Answer(answer.status, None, self._first_token_at, is_broken=True)
         self.is_answered = True
-        return Answer(answer.status, reader.timings(), self._first_token_at, calls=reader.calls())
+        return Answer(
+            answer.status,
+            reader.timings(),
+            self._first_token_at,
+            calls=reader.calls(),
+            said=reader.said,
+        )
 
     async def _pass_on_as_it_comes(self, target: Target, lines: StreamEdit | None) -> None:
         """Return when all is written; raises aiohttp.ClientError if it breaks off.
 
-        What has come is passed on by the connection's own callback: to wake a task for each event takes
-        longer than all else. While there is no room for more, it stays unread.
+        The connection's own callback passes data on: waking a task for each event would take longer than
+        all else. While there is no room for more, data stays unread.
         """
         answer, content, writer = self._answer, self._answer.content, self.writer
         passed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -201,7 +207,7 @@ class Exchange:
         await passed
 
     def _pass_on_now(self, chunk: bytes, passed_on: bytes) -> None:
-        """Read a chunk of the answer, and write what is passed on for it."""
+        """Read a chunk of the answer, and write *passed_on* to the client in its place."""
         self._heard.note()
         self._reader.feed(chunk)
         if self._told.on_id and (message_id := self._reader.message_id):
@@ -213,7 +219,7 @@ class Exchange:
             self.writer.write(passed_on)
 
     async def _refuse_in_stream(self, waiting: web.StreamResponse) -> Answer:
-        """Tell a client whose stream has begun already what llama-server said instead of one."""
+        """Send llama-server's error as an event to a client whose stream has begun already."""
         answer = self._answer
         event = error_event_of(self.path, answer.status, await answer.read())
         self._has_begun = True

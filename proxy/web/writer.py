@@ -1,8 +1,8 @@
-"""Writes answers to clients, and keeps what a client has not read yet, so that llama-server need not wait.
+"""Writes answers to clients, and buffers the part that a client has not read yet.
 
-llama-server itself keeps what its clients have not read, without a limit, while its slot serves the next
-request. So the proxy reads every answer to its end, and a lease ends when llama-server is done. What a
-client is slow to read waits here: in bounded memory, and not for ever.
+llama-server itself buffers unread answers without a limit, while their slots serve the next requests. So
+the proxy reads every answer to its end, and a lease ends when llama-server is done. The unread part of an
+answer waits here: in bounded memory, and for a limited time.
 """
 
 import asyncio
@@ -20,18 +20,20 @@ from proxy.metrics import Metrics
 from proxy.serving.request import do_nothing
 
 KEEP_SECONDS = 15.0
-"""How long a client that asked for a stream waits for the first sign of life, and for each one after it."""
+"""The time before the first comment in a stream that has not begun, and between two comments."""
 COMMENT = b": waiting\n\n"
 MAX_ANSWER_BYTES = 32 << 20
-"""128,000 tokens of a stream, whose events have about 250 bytes. Beyond that llama-server has to wait."""
+"""The most unread bytes of one answer, 128,000 tokens of a stream (an event has about 250 bytes).
+
+At this limit llama-server has to wait."""
 MAX_BYTES = 256 << 20
 """The same for all answers together."""
 STALLED_SECONDS = 300.0
-"""A client that takes no byte for so long is disconnected. Clients themselves give up after 300 s;
+"""A client that reads no byte for so long is disconnected. Clients themselves give up after 300 s;
 llama-server would keep the answer in its memory for an hour (--timeout)."""
 STALLED_FULL_SECONDS = 10.0
-"""The same where there is no more room, so that llama-server would have to wait, and others for its slot;
-and while the proxy is stopping."""
+"""The same when the buffer is full, because llama-server and requests for its slot would have to wait, and
+while the proxy is stopping."""
 LOOK_SECONDS = 1.0
 _PIECE_BYTES = 32 << 10
 """Half of what asyncio lets a transport buffer before a writer has to wait."""
@@ -47,16 +49,16 @@ class Unread:
         metrics.unread_bytes.set_function(lambda: self.n_bytes)
 
     async def stop(self, _: web.Application) -> None:
-        """Be less patient: the proxy stops when all clients have read their answers."""
+        """Use the shorter limit from now on: the proxy stops when all clients have read their answers."""
         self.is_stopping = True
 
 
 class ClientWriter:
-    """Writes one answer to one client; waits for the client only where there is no room for the answer.
+    """Writes one answer to one client, and buffers what the client has not read.
 
-    What the client's socket takes at once is written at once. Otherwise a task writes as the client reads.
-    `response` is what has been begun of the answer; it must be there before anything is written.
-    `on_room` is called when something of what waits has been written.
+    While the client keeps up, data is written at once. Otherwise a task writes as the client reads.
+    `response` is the answer that was begun; it must be set before anything is written. `on_room` is called
+    when buffered data has been written.
     """
 
     def __init__(self, client: web.Request, unread: Unread) -> None:
@@ -80,7 +82,7 @@ class ClientWriter:
         self._keeping = asyncio.ensure_future(self._keep())
 
     async def stop_keeping(self) -> None:
-        """Send no comment any more; again is harmless."""
+        """Stop the comments; a second call is harmless."""
         task, self._keeping = self._keeping, None
         if task is None:
             return
@@ -90,7 +92,7 @@ class ClientWriter:
         task.cancel()
 
     async def _keep(self) -> None:
-        with suppress(ConnectionResetError):  # the client left, and its handler will be told so too
+        with suppress(ConnectionResetError):  # the client left; its handler will learn it too
             while True:
                 await asyncio.sleep(KEEP_SECONDS)
                 async with self._commenting:
@@ -104,7 +106,7 @@ class ClientWriter:
                     await self.response.write(COMMENT)
 
     def write(self, data: bytes) -> None:
-        """Write *data* behind what waits already; raises ConnectionResetError if the client is gone.
+        """Write *data* after the data that waits; raises ConnectionResetError if the client is gone.
 
         Ask `is_full` first.
         """
@@ -118,7 +120,7 @@ class ClientWriter:
         self._deliver()
 
     async def end(self) -> None:
-        """Write the end of the answer behind what waits; raises as `write` does."""
+        """Write the end of the answer after the data that waits; raises as `write` does."""
         assert self.response is not None
         if self._is_keeping_up:
             return await self.response.write_eof()
@@ -126,33 +128,33 @@ class ClientWriter:
         self._deliver()
 
     async def delivered(self) -> None:
-        """Return once the client's socket has taken all that was written, or the client is gone."""
+        """Wait until the client's socket has taken all data, or the client is gone."""
         if self._task is not None:
             await self._task
 
     def close(self) -> None:
-        """Drop what still waits."""
+        """Drop the data that still waits."""
         for task in (self._keeping, self._task):
             if task is not None:
                 task.cancel()
         if self._rest:
-            self._take(len(self._rest))  # a task that never began to run does not
+            self._take(len(self._rest))  # a task that never began does not do it
 
     @property
     def is_full(self) -> bool:
-        """Whether the client has to read first; a client that has read all waits for no other."""
+        """Whether the client must read first; other clients do not hold up one that has read everything."""
         is_full = len(self._rest) >= MAX_ANSWER_BYTES or self._unread.n_bytes >= MAX_BYTES
         return bool(self._rest) and is_full
 
     @property
     def _is_keeping_up(self) -> bool:
-        """Whether nothing waits for the client; that the client is gone is for the next write to tell."""
+        """Whether no data waits for the client; if the client is gone, the next write raises."""
         transport = self._client.transport
         is_idle = self._task is None or self._task.done()
         return is_idle and (transport is None or not transport.get_write_buffer_size())
 
     def _deliver(self) -> None:
-        """See to it that a task writes what waits."""
+        """Start a task that writes the data that waits, unless one runs."""
         if (transport := self._client.transport) and (self._task is None or self._task.done()):
             self._task = asyncio.ensure_future(self._write_rest(transport))
 
@@ -183,7 +185,7 @@ class ClientWriter:
         return piece
 
     def _write_now(self, transport: asyncio.Transport, data: bytes) -> None:
-        """Hand *data* to the transport: aiohttp would take four coroutines for it."""
+        """Give *data* to the transport directly: aiohttp would run four coroutines for it."""
         assert self.response is not None
         if "Transfer-Encoding" in self.response.headers:
             data = b"%x\r\n%b\r\n" % (len(data), data)
@@ -214,8 +216,8 @@ class ClientWriter:
 def _n_buffered(transport: asyncio.Transport) -> int:
     """Return how many bytes wait for the client to read them, in the transport and in the kernel.
 
-    The kernel says that there is room only once a third of its megabytes is free: that alone would take a
-    slow reader for one that stands still.
+    The kernel reports room only once a third of its megabytes is free. By that alone, a slow reader would
+    look like one that has stopped.
     """
     n_buffered = transport.get_write_buffer_size()
     client_socket = transport.get_extra_info("socket")

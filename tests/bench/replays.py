@@ -67,7 +67,6 @@ async def measure_all(names: Sequence[str], kind: str = "hybrid") -> Section:
         async with AsyncRig(kind, switched_on) as rig:
             for replay in chosen:
                 if switched_on in (SAFE, SAFE | replay.opt_in):
-                    await rig.restart(server=False)  # `explain` is to know of this replay alone
                     found[replay.name].append(await measure(rig, replay))
                     print(replay.name, found[replay.name][-1], file=sys.stderr, flush=True)
     for replay in chosen:

@@ -430,6 +430,8 @@ class FakeLlamaServer:
             for event in done.events(shape):
                 if n_sent == self.faults.dies_after_chunks:
                     return _cut(request)
+                if n_sent and (gate := self._gates.get("chunk")):
+                    await gate.arrive()
                 if _is_gone(request):
                     break
                 await response.write(event)

@@ -13,6 +13,9 @@ from typing import Any
 from proxy.core.conditions import DegradationKind as Kind
 from tests.fakes.llama_server import FakeLlamaServer
 
+PATIENCE_SECONDS = 0.3
+"""How long the tests let a helper call take."""
+
 Script = Callable[[FakeLlamaServer], object]
 
 
@@ -128,6 +131,21 @@ ROWS = (
     Row(
         *("the request", "breaks off in its stream", _set(dies_after_chunks=2)),
         *(Client.EVENT, "unanswered", None),
+        wants_stream=True,
+    ),
+    Row(
+        *("the request", "stalls in its stream", _stall("chunk")),
+        *(Client.LATER, "hit", None),
+        wants_stream=True,
+    ),
+    Row(
+        *("the request", "begins late", _set(slow_seconds={"generate": 2 * PATIENCE_SECONDS})),
+        *(Client.ANSWER, "hit", None),
+        wants_stream=True,
+    ),
+    Row(
+        *("the request", "streams slowly", _set(chunk_seconds=PATIENCE_SECONDS)),
+        *(Client.ANSWER, "hit", None),
         wants_stream=True,
     ),
 )

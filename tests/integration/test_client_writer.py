@@ -176,14 +176,17 @@ async def test_client_that_others_wait_for_is_disconnected_sooner(
 async def test_client_that_reads_slowly_is_not_disconnected(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel takes nothing new for longer than that while it still has megabytes to send."""
+    """The kernel takes nothing new for longer than that while it still has megabytes to send.
+
+    It lets the server know of what was read only once that is some 90 KiB.
+    """
     monkeypatch.setattr(client_writer, "STALLED_SECONDS", 1.0)
     data = bytes(8 * MIB)
     async with server.answering(lambda writer: server.write(writer, data)):
         with RawClient(server.base_url, "/", {}) as client:
-            for _ in range(60):
-                await client.read(16 * KIB)
-                await asyncio.sleep(0.05)
+            for _ in range(30):
+                await client.read(96 * KIB)
+                await asyncio.sleep(0.1)
             assert await client.read_to_end() == data
         assert server.n_stalled == 0
 

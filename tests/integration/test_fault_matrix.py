@@ -1,6 +1,7 @@
 """Every row of the table of faults, played: what the client gets, what is counted, and that all heals."""
 
 import asyncio
+import json
 import time
 from typing import Any
 
@@ -11,12 +12,11 @@ from structlog.testing import capture_logs
 from proxy.llama.client import LlamaServer
 from tests.fakes.faults import Faults
 from tests.integration.conftest import StartRig
-from tests.integration.fault_matrix import ROWS, Client, Row
+from tests.integration.fault_matrix import PATIENCE_SECONDS, ROWS, Client, Row
 from tests.integration.rig import CHAT, Reply, Rig, question
 from tests.lab.waiting import until
 
 FIRST, SECOND, THIRD = question("a"), question("b"), question("c")
-_HELPER_SECONDS = 0.3
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def _short_of_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     read = LlamaServer._read
 
     async def impatient(*call: Any, seconds: float | None, **options: Any) -> Any:
-        return await read(*call, seconds=seconds and _HELPER_SECONDS, **options)
+        return await read(*call, seconds=seconds and PATIENCE_SECONDS, **options)
 
     monkeypatch.setattr(LlamaServer, "_read", impatient)
 
@@ -89,6 +89,11 @@ def _has_more(rig: Rig, n_sent: int) -> bool:
 
 def _check(reply: Reply, row: Row, answer: Any) -> None:
     match row.client:
+        case Client.ANSWER | Client.LATER if row.wants_stream:
+            assert reply.status == 200 and reply.body.endswith(b"data: [DONE]\n\n")
+            pieces = [json.loads(data)["choices"] for data in reply.body.split(b"data: ")[1:-1]]
+            said = "".join(p[0]["delta"].get("content") or "" for p in pieces if p)
+            assert said == answer[0]["message"]["content"]
         case Client.ANSWER | Client.LATER:
             assert (reply.status, reply.content["choices"]) == (200, answer)
         case Client.SAME_ERROR:

@@ -76,7 +76,7 @@ name_loader() {
 }
 
 # The folder is changed for the backends, which are looked for in it, and for the loader, which is named relative to
-# it; relative path arguments therefore do not mean what the caller meant.
+# it; arguments that are relative paths are made absolute before that.
 write_wrapper() {
     local loader server libc backends implementation
     loader=$(locate "dynamic loader" -name 'ld-linux*.so.*' -type f)
@@ -87,7 +87,15 @@ write_wrapper() {
     name_loader "$server" "$(realpath --relative-to="$staging/root/$backends" "$staging/root/$loader")"
     cat >"$staging/llama-server" <<WRAPPER
 #!/bin/sh
-# Runs the unpacked llama-server with its own C library.  Path arguments must be absolute.
+# Runs the unpacked llama-server with its own C library.
+for argument; do
+    shift
+    case \$argument in
+        -* | /*) ;;
+        *) [ ! -e "\$argument" ] || argument=\$PWD/\$argument ;;
+    esac
+    set -- "\$@" "\$argument"
+done
 root=\$(dirname "\$(readlink -f "\$0")")/root
 cd "\$root/$backends" || exit 1
 export LD_LIBRARY_PATH="\$root/$(dirname "$libc"):\$root/$(dirname "$implementation")"

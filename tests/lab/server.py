@@ -52,18 +52,16 @@ def find_llama_server() -> Path:
 
 def find_free_port() -> int:
     """Return a TCP port of 127.0.0.1 that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return find_free_ports(1)
 
 
 def find_free_ports(n_ports: int) -> int:
     """Return the first of so many successive ports that nothing listens on.
 
-    They lie below those that the kernel gives away, so that nobody is given one meanwhile.
+    They lie below those that the kernel gives away, so that no other server is given one meanwhile.
     """
     while True:
-        first = random.randrange(20000, 30000)
+        first = random.SystemRandom().randrange(10000, 32000)
         if all(_is_free(port) for port in range(first, first + n_ports)):
             return first
 

@@ -59,6 +59,9 @@ async def test_client_is_connected_and_its_way_is_cached(
         tried = json.JSONDecoder().raw_decode(output[output.rindex("{\n") :])[0]
         assert tried["n_cached"] > tried["n_prompt"] * 0.9
         assert rig.base_url in file.read_text()
+        file.with_suffix(".jsonc").touch()
+        status, printed = await command("connect", name, *where, "--file", file)
+        assert "config.jsonc is read, too, and wins" in printed
         status, _ = await command("connect", name, "--undo", "--yes", "--file", file)
         assert status == 0 and not file.exists()
         status, said = await command("connect", "open-webui", *where, "--write")
@@ -129,8 +132,10 @@ async def test_warmed_header_serves_the_first_user(start_rig: StartRig, tmp_path
         assert first["n_prompt_tokens"] - first["n_header_tokens"] < 30
         again = await asked(*warm)
         assert again["was_kept"] and again["id"] == first["id"]
+        assert "pinned: it stays" in (await command(*warm))[1]
+        assert "when its room is needed, with --pin never" in (await command(*warm, "--whole"))[1]
         whole = await asked(*warm, "--whole")
-        assert not whole["was_kept"] and whole["n_usable"] > whole["n_prompt_tokens"] - 20
+        assert whole["was_kept"] and whole["n_usable"] > whole["n_prompt_tokens"] - 20
         assert whole["n_usable"] > first["n_usable"] + 100
         [kept] = [c for c in rig.running.store or () if c.is_pinned]
         assert f"{kept.id:016x}" == first["id"] and kept.kind == "header"

@@ -2,6 +2,8 @@
 
 import pytest
 
+from proxy.doctor.examination import examine
+from proxy.doctor.findings import findings_of
 from proxy.llama.state_file import StateFile, read_state_file
 from tests.lab.conversation import agent_requests, system, tools
 from tests.lab.models import model_path
@@ -48,6 +50,10 @@ async def test_restored_conversation_drafts_and_answers_as_without_the_proxy(
         first, n_drafted = await answered(rig, 0)
         assert n_drafted
         await rig.restart()
+        await rig.stop_proxy()
+        found = findings_of(await examine(rig.settings))
+        assert any("the draft state of speculative decoding" in finding.text for finding in found)
+        await rig.start_proxy()
         second, n_drafted = await answered(rig, 1)
         assert n_drafted
         assert rig.sample("restores_total", result="done") == 1

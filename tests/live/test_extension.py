@@ -11,9 +11,8 @@ from proxy.serving import cache
 from proxy.serving.cache import BRIEF
 from proxy.serving.prompts import KnownTexts
 from tests.lab.conversation import Message, agent_requests
-from tests.lab.models import MEMORIES
 from tests.lab.rig import Rig
-from tests.live.conftest import StartRig
+from tests.live.conftest import StartRig, in_long
 from tests.live.ledger import SLACK_TOKENS, TOOLS, Ledger
 from tests.live.test_main_job import HEADER
 
@@ -31,7 +30,7 @@ async def stream(rig: Rig, messages: list[Message]) -> dict[str, Any]:
         return record
 
 
-@pytest.mark.parametrize("kind", MEMORIES)
+@pytest.mark.parametrize("kind", ["hybrid", "swa", *in_long("full", "recurrent")])
 async def test_steps_of_a_tool_loop_are_not_read_before_they_are_sent(
     start_rig: StartRig, kind: str
 ) -> None:
@@ -47,7 +46,7 @@ async def test_steps_of_a_tool_loop_are_not_read_before_they_are_sent(
         assert why.count(Why.EXTENDS.value) >= n_turns * n_calls
 
 
-@pytest.mark.parametrize("kind", MEMORIES)
+@pytest.mark.parametrize("kind", ["hybrid", *in_long("full", "swa", "recurrent")])
 async def test_brief_chats_are_not_looked_up_and_displace_nothing(
     start_rig: StartRig, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

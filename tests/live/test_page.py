@@ -84,6 +84,22 @@ async def new_request_appears_and_is_explained(rig: Rig, page: Page) -> None:
     assert await page.run("document.querySelector('.explanation del').innerText") == "20"
     assert await page.run("document.querySelector('.explanation ins').innerText") == "21"
     assert await page.run("document.querySelectorAll('img, main script').length") == 0
+    await kind_and_costs_are_told(rig, page)
+
+
+async def kind_and_costs_are_told(rig: Rig, page: Page) -> None:
+    async with rig.client.get(rig.admin_url + "/requests/last") as reply:
+        told = await reply.json()
+    kind, costs = told["request"]["kind"], told["costs"]
+    assert kind and kind in await page.run(f"{ROWS}[0].innerText")
+    assert kind in await page.run("document.querySelector('.explanation').innerText")
+    parts = "document.querySelector('.explanation details:has(.number)')"
+    n_tools = sum(cost["n_tokens"] for cost in costs if cost["part"] == "tools")
+    summary = await page.run(f"{parts}.querySelector('summary').innerText")
+    assert n_tools and summary.endswith(f"{len(costs)} parts, tools {n_tools:,}")
+    await page.run(f"{parts}.open = true")
+    largest = await page.run(f"{parts}.querySelector('tr').innerText")
+    assert largest.startswith(f"{max(cost['n_tokens'] for cost in costs):,}")
 
 
 async def misses_and_conversations_are_chosen(page: Page) -> None:

@@ -10,7 +10,7 @@ from tests.lab.older_builds import strip_context_checkpoints
 from tests.lab.older_server import BUILDS, OLDEST, binary_of
 from tests.lab.rig import Rig
 from tests.lab.waiting import until
-from tests.live.conftest import KINDS, StartRig
+from tests.live.conftest import KINDS, StartRig, in_long
 
 JUNE, SEPTEMBER = BUILDS[1:]
 MOST_TOKENS = 256
@@ -46,6 +46,9 @@ CASES = {
     "hybrid, September": (SEPTEMBER, (), END_ONLY),
 }
 assert set(KINDS) <= set(CASES)
+IN_SHORT = {"swa, April", "hybrid, June", "swa, September"}
+"""Of the older builds no other case runs but in the long tests."""
+SHORT = [case for case, (build, *_) in CASES.items() if build is None or case in IN_SHORT]
 
 
 def process_of(rig: Rig) -> Process:
@@ -65,7 +68,7 @@ async def measure(rig: Rig) -> Rule:
     return process.rule
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*SHORT, *in_long(*(case for case in CASES if case not in SHORT))])
 async def test_rule_that_the_first_files_tell_is_the_measured_one(
     start_rig: StartRig, case: str
 ) -> None:

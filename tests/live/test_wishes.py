@@ -9,12 +9,14 @@ from openai import AsyncOpenAI
 from tests.lab.apis import CHAT, MESSAGES, RESPONSES, Api
 from tests.lab.conversation import answer, system, tools, user
 from tests.lab.rig import Rig
-from tests.live.conftest import StartRig
+from tests.live.conftest import StartRig, in_long
 
 Body = dict[str, Any]
 FIRST = [system(300), user(1, 300)]
 NEXT = [*FIRST, answer(1), user(2, 100)]
-APIS = pytest.mark.parametrize("api", [CHAT, MESSAGES, RESPONSES], ids=lambda api: api.path)
+APIS = pytest.mark.parametrize(
+    "api", [MESSAGES, *in_long(CHAT, RESPONSES)], ids=lambda api: api.path
+)
 
 
 async def n_cached(rig: Rig, api: Api, messages: list[Any], **more: Any) -> tuple[int, int]:

@@ -1,6 +1,10 @@
 """Looking into a store from outside: it tells the same, and leaves no trace."""
 
 import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -73,3 +77,43 @@ def test_no_lock_file_is_made_where_there_was_none(tmp_path: Path) -> None:
     with keep_proxies_out(tmp_path):
         pass
     assert os.listdir(tmp_path) == []
+
+
+NOBODY = 65534
+
+
+@contextmanager
+def nobodys_directory() -> Iterator[Path]:
+    """Yield a directory of nobody's, whom root then is; whoever is not root is nobody enough."""
+    uid = os.getuid()
+    path = Path(tempfile.mkdtemp(dir="/tmp", prefix="lpc-store-"))  # pytest's own are root's
+    try:
+        if uid == 0:
+            os.chown(path, NOBODY, -1)
+            os.setresuid(NOBODY, NOBODY, 0)
+        yield path
+    finally:
+        os.setresuid(uid, uid, uid)
+        path.chmod(0o700)
+        shutil.rmtree(path)
+
+
+async def test_states_of_a_directory_without_write_permission_are_found() -> None:
+    with nobodys_directory() as path:
+        with opened(path) as store:
+            checkpoint = await store.commit(*new_state(store, run_of(300)))
+        (path / "index" / "lock.mdb").unlink()  # as in a backup
+        for place in (path / "index", path):
+            place.chmod(0o500)
+        with opened(path) as store:
+            assert store.files.is_readonly and [c.id for c in store] == [checkpoint.id]
+        (path / "index").chmod(0o700)
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o300, 0o400])
+def test_directory_that_may_not_be_read_is_named_once(mode: int) -> None:
+    with nobodys_directory() as path:
+        path.chmod(mode)
+        with pytest.raises(StoreFault) as told, opened(path):
+            pass
+    assert str(told.value) == f"{path}: this user may not read it"

@@ -177,7 +177,7 @@ def test_stats_are_those_of_the_live_page_in_lines() -> None:
     assert rows[-1] == ("conversation", named)
     today = Today(since=0.0, n_requests=3, n_missing=1, n_missed=70)
     rows = list(stats_rows(overview | {"today": msgspec.to_builtins(today)}))
-    says = "1 request has evaluated 70 known tokens: `explain miss` says why"
+    says = "70 known tokens, in 1 of the requests: `explain miss` says why"
     assert ("missed", says) in rows
     store = {"n_checkpoints": 1, "size_bytes": 1536, "max_bytes": 2048}
     rows = list(stats_rows(overview | {"store": store, "today": msgspec.to_builtins(today)}))

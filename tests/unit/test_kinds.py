@@ -54,6 +54,16 @@ def test_kind_is_told_by_the_messages(messages: str, more: Any, expected: Kind) 
     assert kind_of(turn(messages, **more), [turn(MAIN), turn("S u1")]) is expected
 
 
+def test_title_is_told_by_the_words_that_it_quotes_where_the_client_names_no_session() -> None:
+    main = turn(MAIN, NOBODY)._replace(words="Mend the parser")
+    title = turn("s2 u9", NOBODY, tools="")._replace(quotes="Name this: Mend the parser, please")
+    assert kind_of(title, [main]) is Kind.SIDE
+    assert kind_of(title._replace(quotes="Name this: another one"), [main]) is Kind.FIRST
+    assert kind_of(title, [main._replace(words="parser")]) is Kind.FIRST
+    with_tools = turn("s2 u9", NOBODY, tools="others")
+    assert kind_of(with_tools, [main]) is Kind.FIRST
+
+
 def test_another_side_call_of_a_session_is_one_too() -> None:
     earlier = [turn("s2 u8", tools="")._replace(kind=Kind.SIDE), turn(MAIN)]
     assert kind_of(turn("s2 u9", tools=""), earlier) is Kind.SIDE

@@ -1,6 +1,7 @@
 """The import rules of the layers, and the limit on the size of functions."""
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +36,11 @@ MAY_IMPORT = {
     "proxy.store.directory": {"proxy.llama.state_file"},
     "proxy.store.offline": {"proxy.llama.state_file"},
     "proxy.store.transfer": {"proxy.llama.state_file"},
+    "proxy.shared": {"proxy.core", "proxy.errors", "proxy.health", "proxy.llama.state_file"}
+    | {"proxy.log", "proxy.metrics", "proxy.shared", "proxy.store", "proxy.tasks"},
     "proxy.serving": _SERVES | {"proxy.serving"},
+    "proxy.serving.fetching": {"proxy.shared"},
+    "proxy.serving.shared": {"proxy.shared"},
     "proxy.servers": _SERVES | {"proxy.servers", "proxy.serving", "proxy.settings"},
     "proxy.web": _SERVES | {"proxy.__version__", "proxy.servers", "proxy.serving", "proxy.web"},
     "proxy.doctor": _SERVES | {"proxy.doctor", "proxy.servers", "proxy.serving", "proxy.settings"},
@@ -43,7 +48,7 @@ MAY_IMPORT = {
     "proxy.run.guard": set(),
     "proxy.cli": {"proxy.app", "proxy.cli", "proxy.core", "proxy.errors", "proxy.explain"}
     | {"proxy.llama", "proxy.log", "proxy.run", "proxy.settings", "proxy.store"},
-    "proxy.cli.look": {"proxy.doctor", "proxy.servers", "proxy.serving"},
+    "proxy.cli.look": {"proxy.shared", "proxy.doctor", "proxy.servers", "proxy.serving"},
     "proxy.docstrings": set(),
     "proxy.settings": {"proxy.docstrings", "proxy.errors", "proxy.stabilize.model"},
     "proxy.errors": set(),
@@ -100,6 +105,13 @@ def test_pure_module_neither_waits_nor_opens_nor_reads_a_clock(name: str) -> Non
     assert not [node for node in ast.walk(MODULES[name]) if isinstance(node, waiting)]
     called = {ast.unparse(n.func) for n in ast.walk(MODULES[name]) if isinstance(n, ast.Call)}
     assert not called & {"open", "print", "input", "eval", "exec"}
+
+
+def test_shared_store_is_not_loaded_unless_it_is_set() -> None:
+    names = ("proxy.shared", "obstore", "cryptography")
+    says = f"import sys, proxy.app; print([m for m in sys.modules if m.startswith({names})])"
+    told = subprocess.run([sys.executable, "-c", says], capture_output=True, text=True, check=True)
+    assert told.stdout == "[]\n"
 
 
 def test_guard_needs_nothing_but_the_standard_library() -> None:

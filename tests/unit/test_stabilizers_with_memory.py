@@ -64,6 +64,8 @@ def test_fresh_conversation_begins_with_the_tools_that_the_first_had() -> None:
     sender.send(with_tools(*"acde"))
     assert order(sender.send(with_tools(*"ace", n_answers=0, prompt="Another."))) == "ace"
     assert order(sender.send(with_tools(*"abcde", n_answers=0, prompt="A third."))) == "acedb"
+    elsewhere = with_tools(*"abcde", n_answers=0) | {"system": "Be brief in another folder."}
+    assert order(sender.send(elsewhere)) == "acedb"
 
 
 def test_conversations_that_begin_alike_are_told_apart_by_their_sessions() -> None:

@@ -178,10 +178,15 @@ def _c8(i: int, told: str) -> Body:
     return _claude_code(PROMPTS[0], *later)
 
 
-def _p1(i: int, _: str) -> Body:
+def _p1(i: int, form: str) -> Body:
+    """Return a summary of the whole conversation asked for behind its prefix, or of its transcript."""
+    asked, turn = "Sum up what was done.", _turns()[min(i, 1)]
     if i < 2:
-        return _chat(*_turns()[i])
-    return {"messages": [oc.user(f"{TAG} [User]: {PROMPTS[0]}\n{prose(61, 900)}")]}
+        return _chat(*turn)
+    if form == "prefix":
+        return _chat(*turn, oc.user(asked))
+    lines = (f"[{m['role'].title()}]: {m['content'] or m.get('tool_calls')}" for m in turn)
+    return {"messages": [oc.user(f"{TAG} " + "\n".join((*lines, asked)))]}
 
 
 def _p2(i: int, cleared: str) -> Body:
@@ -275,7 +280,15 @@ REPLAYS = (
         cause="system text changed",
     ),
     _of_claude_code("C8", "system message with `clear_at`", _c8, ("Look twice.",) * 3),
-    _replay("P1", "OpenCode: compaction as transcript", Route.CHAT, _p1, ("",) * 3),
+    _replay(
+        "P1",
+        "OpenCode: compaction as transcript",
+        Route.CHAT,
+        _p1,
+        ("prefix", "prefix", "transcript"),
+        cause="first sight",
+        switch="OpenCode 2.0.12",
+    ),
     _replay(
         "P2",
         "pruned tool results",

@@ -1,0 +1,129 @@
+"""Which states are sent to the shared store, fetched from it, and deleted there.
+
+Owns: the comparison of a transfer with an evaluation, in seconds, and the order by value per byte. Pure:
+must never know the kind of the store, or how a transfer is made.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from proxy.core.model import Candidate, Checkpoint, Prompt
+from proxy.core.plan import Situation, starts
+from proxy.core.rates import Rates, Transfer, UnitCost
+from proxy.core.slots import Slot, shared_tokens
+
+HALF_LIFE_SECONDS = 6 * 3600.0
+"""A state in the shared store counts half if it was not read for this time."""
+
+UNMEASURED = Transfer(UnitCost(0.05), UnitCost(1e-8))
+"""The assumed cost of a link before its first transfer: 100 MB/s."""
+
+FORGOTTEN_SECONDS = 600.0
+"""After this time a slow link counts as unmeasured: otherwise it would never be tried again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """The best state to fetch for a prompt, which would reuse `n_reused` tokens of it.
+
+    The transfer is expected to take `seconds`. If it took `limit_seconds`, the request would be as slow as
+    without the fetch. Without it the prompt reuses `n_without` tokens and takes `without_seconds`.
+    """
+
+    candidate: Candidate
+    n_reused: int
+    seconds: float
+    limit_seconds: float
+    n_without: int
+    without_seconds: float
+
+    @property
+    def is_worth_it(self) -> bool:
+        return self.seconds < self.limit_seconds
+
+
+def believed(link: Transfer, age_seconds: float) -> Transfer:
+    """Return the assumed cost of a link that was last measured *age_seconds* ago."""
+    is_slow = link.byte.seconds > UNMEASURED.byte.seconds
+    return UNMEASURED if is_slow and age_seconds > FORGOTTEN_SECONDS else link
+
+
+def seconds_without(prompt: Prompt, now: Situation) -> tuple[int, float]:
+    """Return how many tokens a prompt reuses without a fetch, and how many seconds it then takes."""
+    options = [o for s in _slots(now) for o in starts(prompt, now, s, _n_shared(prompt, s))]
+    best = min(options, key=lambda o: o.total_seconds)
+    return best.n_reused, best.total_seconds
+
+
+def best_fetch(
+    prompt: Prompt, now: Situation, remote: Sequence[Candidate], link: Transfer
+) -> Fetch | None:
+    """Return the *remote* state that makes a prompt quickest; None if none has more reusable tokens.
+
+    Slots in use count only if no slot is free: the request then waits for one of them.
+    """
+    if not remote or prompt.n_tokens >= now.n_ctx:
+        return None
+    n_without, without_seconds = seconds_without(prompt, now)
+    there = replace(now, candidates=tuple(replace(c, is_warm=True) for c in remote))
+    found = [
+        Fetch(
+            start.restored,
+            start.n_reused,
+            link.seconds(start.restored.checkpoint.size_bytes),
+            without_seconds - start.total_seconds,
+            n_without,
+            without_seconds,
+        )
+        for slot in _slots(now)
+        for start in starts(prompt, there, slot, _n_shared(prompt, slot))
+        if start.restored and start.n_reused > n_without
+    ]
+    return max(found, key=lambda fetch: fetch.limit_seconds - fetch.seconds, default=None)
+
+
+def _slots(now: Situation) -> tuple[Slot, ...]:
+    return tuple(slot for slot in now.slots if not slot.is_leased) or now.slots
+
+
+def _n_shared(prompt: Prompt, slot: Slot) -> int:
+    return shared_tokens(slot.content, prompt.tokens, prompt.namespace)
+
+
+def is_still_in_time(
+    n_received: int, size_bytes: int, elapsed: float, limit_seconds: float
+) -> bool:
+    """Return whether a transfer with *n_received* bytes after *elapsed* seconds will likely end in time."""
+    return elapsed * size_bytes <= limit_seconds * n_received
+
+
+def spared_per_byte(checkpoint: Checkpoint, rates: Rates, link: Transfer) -> float:
+    """Return the seconds that a fetch of a state spares another machine, for each byte; 0 if none."""
+    seconds = rates.evaluation_seconds(0, checkpoint.n_tokens) - link.seconds(checkpoint.size_bytes)
+    seconds -= rates.restore_seconds(checkpoint.size_bytes, is_warm=True)
+    return max(0.0, seconds / max(1, checkpoint.size_bytes))
+
+
+def choose_deletions(
+    own: Iterable[tuple[Checkpoint, float]], n_bytes: int, now: float
+) -> list[Checkpoint]:
+    """Return which of its *own* states a writer deletes for *n_bytes* more room in the shared store.
+
+    Each state comes with the time of its last read. States with the fewest tokens per byte are deleted
+    first: the speeds of other machines are not known, so every token has the same worth.
+    """
+
+    def value(each: tuple[Checkpoint, float]) -> float:
+        checkpoint, read_at = each
+        age_seconds = max(0.0, now - read_at)
+        per_byte = checkpoint.n_tokens / max(1, checkpoint.size_bytes)
+        return per_byte * math.exp2(-age_seconds / HALF_LIFE_SECONDS)
+
+    chosen = list[Checkpoint]()
+    for checkpoint, _ in sorted(own, key=value):
+        if n_bytes <= 0:
+            break
+        n_bytes -= checkpoint.size_bytes
+        chosen.append(checkpoint)
+    return chosen

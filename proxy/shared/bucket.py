@@ -1,0 +1,159 @@
+"""The bucket or directory behind `shared_store`: lists, reads, writes and deletes objects.
+
+The only module that knows obstore, which is loaded with the first bucket. Every call ends: a connection on
+which nothing comes is given up. Credentials and the endpoint come from the environment, as for any client
+of that store (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and so on), and are in no message.
+"""
+
+import asyncio
+import os
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from proxy.errors import SettingsError, SharedStoreFault, in_words
+from proxy.shared.objects import Listed, listed
+
+_CONNECT_SECONDS, _SILENT_SECONDS, _RETRY_SECONDS = 3, 10, 10
+_LEAST_BYTES_PER_SECOND = 256 << 10
+"""A write that is slower has hung."""
+_LISTED_AT_ONCE = 1000
+READ_BYTES, LEAST_READ_BYTES = 4 << 20, 256 << 10
+_PART_BYTES = 8 << 20
+_NEEDED = (
+    "shared_store needs more packages: install with [shared], such as pipx install '.[shared]'"
+)
+
+
+class Gone(SharedStoreFault):
+    """An object is not there, or no longer: a miss, not a fault of the store."""
+
+
+class Bucket:
+    """The objects under one URL."""
+
+    def __init__(self, url: str) -> None:
+        """Raises SettingsError if the URL cannot be used; nothing is asked of the store yet."""
+        try:
+            import obstore
+            from obstore.exceptions import BaseError
+            from obstore.store import from_url
+        except ImportError as error:
+            raise SettingsError(_NEEDED) from error
+        self._obstore, self._faults = obstore, (BaseError, OSError, ValueError)
+        scheme, _, rest = url.partition("://")
+        options: dict[str, Any] = {}
+        if scheme == "s3":  # JuiceFS answers the deletion of several as no other does
+            options = {"config": {"disable_bulk_delete": True}}
+        if scheme != "file":
+            is_http = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+            options |= {
+                "client_options": {
+                    "connect_timeout": timedelta(seconds=_CONNECT_SECONDS),
+                    "read_timeout": timedelta(seconds=_SILENT_SECONDS),
+                    "timeout": timedelta(days=1),  # of a whole transfer
+                    "allow_http": is_http,
+                },
+                "retry_config": {
+                    "max_retries": 2,
+                    "retry_timeout": timedelta(seconds=_RETRY_SECONDS),
+                },
+            }
+        try:
+            if scheme == "file":  # what is made here is its owner's alone
+                directory = Path(rest).absolute()
+                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+                url = f"file://{directory}"
+            self._store = from_url(url, **options)
+        except self._faults as error:
+            raise SettingsError(f"shared_store: {_told(error)}") from error
+
+    async def list(self, folder: str, after: str | None = None) -> AsyncIterator[list[Listed]]:
+        """Yield the objects below *folder* whose names sort behind *after*, some hundred at a time."""
+        with self._translated():
+            stream = self._obstore.list(
+                self._store, folder, offset=after, chunk_size=_LISTED_AT_ONCE
+            )
+            while (batch := await self._next(stream)) is not None:
+                found = (
+                    listed(each["path"], each["size"], each["last_modified"].timestamp())
+                    for each in batch
+                )
+                yield [each for each in found if each is not None]
+
+    async def read(self, name: str) -> bytes:
+        """Return a small object; raises Gone if it is not there."""
+        with self._translated():
+            async with asyncio.timeout(_SILENT_SECONDS):
+                reply = await self._obstore.get_async(self._store, name)
+                return bytes(await reply.bytes_async())
+
+    async def stream(
+        self, name: str, first_seconds: float, stall_seconds: float
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield a large object as it comes; raises Gone if it is not there.
+
+        Raises SharedStoreFault if it is not begun within *first_seconds*, or nothing comes for
+        *stall_seconds*.
+        """
+        with self._translated():
+            reply = await self._within(first_seconds, self._obstore.get_async(self._store, name))
+            stream = reply.stream(min_chunk_size=LEAST_READ_BYTES)
+            while (chunk := await self._next(stream, stall_seconds)) is not None:
+                yield bytes(chunk)
+
+    async def write(self, name: str, data: Iterable[bytes], size_bytes: int) -> None:
+        """Store an object; *data* of about *size_bytes* is drawn in another thread, as it is sent."""
+        seconds = 3 * _RETRY_SECONDS + size_bytes / _LEAST_BYTES_PER_SECOND
+        is_small = size_bytes <= _PART_BYTES
+        content = await asyncio.to_thread(b"".join, data) if is_small else _drawn(iter(data))
+        with self._translated():
+            put = self._obstore.put_async(self._store, name, content, chunk_size=_PART_BYTES)
+            await self._within(seconds, put)
+
+    async def delete(self, *names: str) -> None:
+        """Delete objects one after the other; those that are not there are no fault."""
+        for name in names:
+            try:
+                with self._translated():
+                    deleted = self._obstore.delete_async(self._store, name)
+                    await self._within(_SILENT_SECONDS, deleted)
+            except Gone:
+                continue
+
+    async def _next(self, stream: Any, seconds: float = _SILENT_SECONDS) -> Any:
+        """Return what comes next, None at the end; `anext` with a default cannot wait for obstore."""
+        with suppress(StopAsyncIteration):
+            return await self._within(seconds, anext(stream))
+        return None
+
+    async def _within(self, seconds: float, waiting: Any) -> Any:
+        async with asyncio.timeout(seconds):
+            return await waiting
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise Gone("the object is gone") from error
+        except TimeoutError as error:
+            raise SharedStoreFault("it does not answer") from error
+        except self._faults as error:
+            raise SharedStoreFault(_told(error)) from error
+
+
+async def _drawn(data: Iterator[bytes]) -> AsyncIterator[bytes]:
+    while chunk := await asyncio.to_thread(next, data, b""):
+        yield chunk
+
+
+def _told(error: BaseException) -> str:
+    """Return the first line of what a library says, which may go on for many, without its numbers."""
+    if isinstance(error, OSError) and error.errno:
+        return in_words(error)
+    line = str(error).partition("\n")[0]
+    return re.sub(r" in [\d.]+\S*s,? ?.*? - ", ": ", line)[:300]

@@ -1,0 +1,82 @@
+"""Time to the first token when a conversation goes on at another host, over a link of 1 Gbit/s."""
+
+import asyncio
+from contextlib import ExitStack
+from statistics import median
+
+import aiohttp
+
+from tests.bench.processes import Setup
+from tests.bench.progress import tell
+from tests.bench.section import Section
+from tests.bench.shared.hosts import Host, Hosts
+from tests.bench.shared.network import Network
+from tests.bench.traces.chat import Reply, chat
+from tests.bench.traces.metrics import read_counters
+from tests.bench.traces.session import Session, header
+
+LINK = 1e9
+BAR = 1.2
+DOWN = 'shared_bytes_total{direction="down"}'
+LENGTHS = {10_000: 3, 30_000: 2}
+"""Prompt tokens, about, and how often each is measured."""
+_CHARACTERS_PER_TOKEN = 3.55
+SETUP = Setup(n_slots=1, n_ctx=40960, n_threads=2, proxy_options=("--idle-save-seconds", "0.5"))
+
+
+async def first_token(host: Host, session: Session) -> Reply:
+    """Send what a conversation says next."""
+    async with aiohttp.ClientSession() as http:
+        return await chat(http, host.base_url, session.request().body())
+
+
+async def counter(host: Host, name: str) -> float:
+    return read_counters(await host.proxy.metrics()).get(name, 0.0)
+
+
+async def measure_moves(network: Network, leftovers: ExitStack, kinds: list[str]) -> Section:
+    """Return the table: what a move takes, and what it must take."""
+    section = Section(
+        "The first token after a move (small hybrid model, 1 Gbit/s)",
+        f"at most {BAR} of bytes / rate + the first token after a local restore",
+        (
+            *("tokens", "state", "evaluated anew", "after the move", "bytes / rate"),
+            *("after a local restore", "ratio", "CPU of the proxy / GB"),
+        ),
+    )
+    for n_tokens, n_times in LENGTHS.items():
+        tell(f"{n_tokens} tokens move")
+        async with Hosts(network, leftovers, "hybrid", size="small", setup=SETUP) as hosts:
+            runs = [await _move(hosts, n_tokens, i) for i in range(n_times)]
+        anew, moved, n_bytes, local, cpu = (median(each) for each in zip(*runs, strict=True))
+        least = 8 * n_bytes / LINK + local
+        section.add(
+            *(n_tokens, f"{n_bytes / 1e6:.1f} MB", f"{anew:.2f} s", f"{moved:.2f} s"),
+            *(f"{8 * n_bytes / LINK:.2f} s", f"{local:.2f} s", f"{moved / least:.2f}"),
+            f"{1e9 * cpu / n_bytes:.1f} s" if n_bytes else "-",
+            is_met=n_bytes > 0 and moved <= BAR * least,
+        )
+    return section
+
+
+async def _move(hosts: Hosts, n_tokens: int, run: int) -> tuple[float, float, float, float, float]:
+    """Return the seconds of evaluating, moving; the bytes moved; the seconds of restoring, of the CPU."""
+    here, there = hosts.all
+    told = header(900 + run, int(n_tokens * _CHARACTERS_PER_TOKEN))
+    session = Session(f"move{n_tokens}-{run}", told, 70_000 + 100 * run).ask()
+    anew = (await first_token(here, session)).first_token_seconds
+    await hosts.settled()
+
+    before, cpu = await counter(there, DOWN), there.proxy.cpu_seconds()
+    session.answer().ask()
+    moved = (await first_token(there, session)).first_token_seconds
+    n_bytes = await counter(there, DOWN) - before
+    cpu = there.proxy.cpu_seconds() - cpu
+    await hosts.settled()
+
+    await first_token(there, Session("other", header(990 + run, 2000), 80_000).ask())
+    await hosts.settled()
+    session.answer().ask()
+    local = (await first_token(there, session)).first_token_seconds
+    await asyncio.sleep(0.5)
+    return anew, moved, n_bytes, local, cpu

@@ -1,0 +1,142 @@
+"""Two machines with a directory each, and a shared store between them: a conversation goes from one to the
+other."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from proxy.core.rates import Rates, Transfer, UnitCost
+from proxy.shared import tier
+from tests.lab.buckets import Rclone
+from tests.lab.conversation import Message, agent_requests, system
+from tests.lab.faulty_link import Fault, FaultyLink
+from tests.lab.models import model_path
+from tests.lab.rig import Rig
+from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
+from tests.lab.waiting import until
+from tests.live.conftest import ONE_KIND
+from tests.live.ledger import TOOLS, Ledger
+
+HEADER = [system(450)]
+QUICK = Transfer(UnitCost(1e-3, 1.0), UnitCost(1e-9, 1.0))
+RATES = Rates(tokens=(UnitCost(1e-2, 1.0),) * 5, cold_restore=QUICK, warm_restore=QUICK)
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Rigs with a shared store; the first one's llama-server renders what the ledger counts."""
+
+    rigs: list[Rig]
+
+    async def ask(
+        self, number: int, messages: list[Message], *, is_shared: bool = True
+    ) -> dict[str, Any]:
+        """Send a request to one machine; return its record, once what it made *is shared*."""
+        rig = self.rigs[number]
+        # Whatever the machine is busy with, evaluating a token takes a millisecond here.
+        rig.running.pool.processes[0].rates = RATES
+        await rig.chat(messages, tools=TOOLS)
+        await rig.settled()
+        if is_shared:
+            await self.shared(number)
+        async with rig.client.get(rig.admin_url + "/requests?limit=1") as reply:
+            record: dict[str, Any] = (await reply.json())["requests"][0]
+            return record
+
+    async def shared(self, number: int) -> None:
+        """Wait until all that a machine has stored is in the shared store."""
+        store = self.rigs[number].running.store
+        assert store is not None
+        await until(lambda: len(store) > 0 and all(c.shared_id for c in store))
+
+    async def evaluated(self) -> int:
+        return sum([await rig.evaluated() for rig in self.rigs])
+
+
+StartMachines = Callable[..., AbstractAsyncContextManager[Machines]]
+
+
+@pytest.fixture
+def start_machines(tmp_path: Path) -> StartMachines:
+    """Return a function that starts llama-servers with a tiny model, each with a proxy and a directory."""
+
+    @asynccontextmanager
+    async def start(kind: str, *, n_machines: int = 2, **settings: Any) -> AsyncIterator[Machines]:
+        model, rigs = model_path(kind, "tiny", DEFAULT_MODEL_FOLDER), list[Rig]()
+        settings = {"shared_store": f"file://{tmp_path / 'shared'}"} | settings
+        async with AsyncExitStack() as opened:
+            for number in range(n_machines):
+                directory = tmp_path / f"slots{number}"
+                directory.mkdir(mode=0o700, exist_ok=True)
+                log_path = tmp_path / f"{number}.log"
+                server = LlamaServer(model, directory, n_slots=1, n_ctx=32768, log_path=log_path)
+                rigs.append(Rig(server, directory, **settings))
+            await asyncio.gather(*map(opened.enter_async_context, rigs))
+            yield Machines(rigs)
+
+    return start
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyLink]:
+    """Yield a link to a real S3-compatible server, which the environment names."""
+    with Rclone(tmp_path / "rclone") as server, FaultyLink(server.base_url) as link:
+        for name, value in server.environment(link.base_url).items():
+            monkeypatch.setenv(name, value)
+        yield link
+
+
+def sealed_bucket(tmp_path: Path) -> dict[str, str]:
+    """Return the setting for the bucket, sealed with a key that is made now."""
+    key_file = tmp_path / "key"
+    key_file.write_bytes(b"k" * 32)
+    return {"shared_store": f"url = s3://states/prefix, key_file = {key_file}"}
+
+
+@ONE_KIND
+async def test_conversation_that_alternates_between_machines_evaluates_only_new_tokens(
+    start_machines: StartMachines, kind: str
+) -> None:
+    async with start_machines(kind) as machines:
+        await alternate(machines)
+
+
+async def test_conversation_alternates_through_a_sealed_bucket(
+    start_machines: StartMachines, tmp_path: Path, bucket: FaultyLink
+) -> None:
+    async with start_machines("hybrid", **sealed_bucket(tmp_path)) as machines:
+        await alternate(machines)
+
+
+async def alternate(machines: Machines) -> None:
+    """Send a conversation's requests to two machines in turn: as one exact cache would have it."""
+    requests = agent_requests(3, 1, header=HEADER)
+    ledger, before = Ledger(machines.rigs[0]), await machines.evaluated()
+    records = [await machines.ask(n % 2, messages) for n, messages in enumerate(requests)]
+    n_evaluated = await machines.evaluated() - before
+    n_new = sum([await ledger.enter(messages) for messages in requests])
+    assert n_evaluated <= 1.05 * n_new
+    # Where a template drops old reasoning, the first request of a turn goes on in what is here.
+    fetched = [record for record in records if (record["shared"] or "").startswith("fetched")]
+    assert len(fetched) >= 3 and {record["chosen"] for record in fetched} == {"restore"}
+
+
+async def test_fault_of_the_shared_store_costs_no_request_its_answer(
+    start_machines: StartMachines, tmp_path: Path, bucket: FaultyLink, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(tier, "_MOST_BACKOFF_SECONDS", 0.05)
+    async with start_machines("hybrid", **sealed_bucket(tmp_path)) as machines:
+        for number, fault in enumerate([Fault.CORRUPT, Fault.STALLED]):
+            first, second = agent_requests(1, 1, header=[system(450, seed=number)])
+            bucket.heal()
+            await machines.rigs[1].reasons_are()
+            await machines.ask(0, first)
+            bucket.harm(fault)
+            record = await machines.ask(1, second, is_shared=False)
+            assert record["outcome"] == "miss" and record["evaluated"] == record["n_prompt"]
+            assert not (record["shared"] or "").startswith("fetched")

@@ -1,0 +1,402 @@
+"""The shared store between two directories: what goes up comes down as it was, or not at all."""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import pytest
+
+from proxy.core.conditions import DegradationKind
+from proxy.core.eviction import Present, Removal
+from proxy.core.model import Candidate, Checkpoint, KnownNamespace, Quarantine, tenant_namespace
+from proxy.core.rates import Rates, UnitCost
+from proxy.core.tokens import Namespace, TokenIds
+from proxy.health import Degradations, Faults
+from proxy.metrics import Metrics
+from proxy.shared import tier as shared_tier
+from proxy.shared.bucket import Bucket
+from proxy.shared.sealing import Sealing
+from proxy.shared.survey import survey
+from proxy.shared.tier import SharedLimits, Tier
+from proxy.store.catalogue import Limits
+from proxy.store.known_models import namespaces_name
+from proxy.store.store import CheckpointStore
+from tests.lab.buckets import Rclone
+from tests.lab.faulty_link import Fault, FaultyLink
+from tests.lab.waiting import until
+from tests.store.conftest import branch, new_state, opened, run_of
+from tests.unit.state_files import attention, state_file, words
+
+MODEL = Namespace(b"m" * 16)
+OURS = tenant_namespace(MODEL, b"")
+CANARY, OTHER_CANARY = [(5, -0.5), (6, -1.5)], [(7, -0.5), (8, -1.5)]
+RATES = Rates(tokens=(UnitCost(1.0, 1.0),) * 5)
+SECOND = 60.0
+NO_LIMITS = SharedLimits()
+KEY = Sealing(b"k" * 64)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A directory with its proxy's side of the shared store."""
+
+    store: CheckpointStore
+    tier: Tier
+    metrics: Metrics
+    degradations: Degradations
+
+    async def save(self, tokens: TokenIds, **facts: Any) -> Checkpoint:
+        """Commit a state, and wait until it is in the shared store."""
+        saved = await self.commit(tokens, **facts)
+        await until(lambda: self.sample("shared_states_total", direction="up") == self.n_saved)
+        return self.store.get(saved.id) or saved
+
+    async def commit(self, tokens: TokenIds, **facts: Any) -> Checkpoint:
+        content = state_file(words(tokens), attention(len(tokens)))
+        facts = {"namespace": OURS, "has_every_position": True} | facts
+        return await self.store.commit(*new_state(self.store, tokens, content=content, **facts))
+
+    @property
+    def n_saved(self) -> int:
+        return sum(not checkpoint.is_fetched for checkpoint in self.store)
+
+    async def find(self, tokens: TokenIds, *, is_full: bool = False) -> list[Candidate]:
+        """List the shared store now; return what it has of a prompt."""
+        for _ in range(2):  # the first may be one that was under way
+            await self.tier.look(self.tier._name(OURS), is_full=is_full)
+        return list(self.tier.find(OURS, tokens))
+
+    async def fetch(self, tokens: TokenIds, seconds: float = SECOND) -> Checkpoint | None:
+        (found, *_) = self.tier.find(OURS, tokens)
+        return await self.tier.fetch(found.checkpoint, seconds)
+
+    def sample(self, name: str, **labels: str) -> float:
+        found = self.metrics.registry.get_sample_value(f"llama_prefix_cache_{name}", labels)
+        return found or 0.0
+
+    def fetches(self, result: str) -> float:
+        return self.sample("shared_fetches_total", result=result)
+
+
+Start = Callable[..., AbstractAsyncContextManager[Machine]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """Return a function that opens a directory, which knows a model, with the shared store of the test."""
+
+    @asynccontextmanager
+    async def start(
+        name: str,
+        url: str = "",
+        *,
+        canary: list[tuple[int, float]] = CANARY,
+        sealing: Sealing = KEY,
+        limits: SharedLimits = NO_LIMITS,
+    ) -> AsyncIterator[Machine]:
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        with opened(directory, Limits(64 << 20)) as store:
+            known = [KnownNamespace(MODEL, canary, "coder")]
+            await store.put_value(namespaces_name("static"), known)
+            metrics = Metrics()
+            degradations = Degradations(metrics)
+            tier = Tier(
+                store,
+                Bucket(url or f"file://{tmp_path / 'shared'}"),
+                sealing,
+                limits,
+                lambda: Present(time.time(), RATES, {OURS: RATES}),
+                metrics,
+                degradations,
+                Faults(metrics),
+            )
+            store.on_removal = lambda checkpoint, _, reason: tier.note_removed(checkpoint, reason)
+            async with tier.running():
+                yield Machine(store, tier, metrics, degradations)
+
+    return start
+
+
+def objects_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def content_of(machine: Machine, checkpoint: Checkpoint) -> bytes:
+    return machine.store.files.path(checkpoint.file_name).read_bytes()
+
+
+@pytest.mark.parametrize("sealing", [KEY, Sealing()], ids=["sealed", "plain"])
+async def test_state_of_one_machine_is_found_and_fetched_by_another(
+    start: Start, sealing: Sealing
+) -> None:
+    tokens, longer = run_of(3000), branch(2500, 5000)
+    async with start("a", sealing=sealing) as a, start("b", sealing=sealing) as b:
+        saved = await a.save(tokens, header=2450, restore_points=(2450,))
+        (found,) = await b.find(longer)
+        assert found.n_common == 2450, "at a cut: between them nobody knows"
+        fetched = await b.fetch(longer)
+        assert fetched is not None and fetched.is_fetched and fetched.shared_id == saved.shared_id
+        assert content_of(b, fetched) == content_of(a, saved)
+        (local,) = b.store.find(OURS, longer)
+        assert local.checkpoint.id == fetched.id and local.n_common == 2500, "token by token"
+        assert b.sample("shared_states_total", direction="down") == 1
+        # What came from there does not go there again.
+        await b.tier.drain(SECOND)
+        assert b.sample("shared_states_total", direction="up") == 0
+
+
+async def test_sealed_store_tells_nothing_and_takes_nothing_of_others(
+    start: Start, tmp_path: Path
+) -> None:
+    tokens = run_of(3000)
+    async with start("a") as a, start("b", sealing=Sealing(b"x" * 64)) as stranger:
+        await a.save(tokens, header=2450)
+        stored = b"".join(path.read_bytes() for path in objects_in(tmp_path / "shared"))
+        assert words(tokens)[100:200] not in stored and b"static" not in stored
+        assert await stranger.find(tokens) == [], "under another key, not even the names are known"
+        # Whoever puts something there, even what was sealed with the key under another name, is refused.
+        (meta,) = (p for p in objects_in(tmp_path / "shared") if p.suffix == ".meta")
+        copy = meta.with_name(meta.name.replace(meta.name[:12], "f" * 12))
+        copy.write_bytes(meta.read_bytes())
+        meta.with_name("e" * 12 + meta.name[12:]).write_bytes(os.urandom(500))
+        async with start("b2") as b:
+            assert [c.checkpoint.shared_id for c in await b.find(tokens)] == [meta.stem]
+
+
+def harm(path: Path, how: str) -> None:
+    content = path.read_bytes()
+    if how == "gone":
+        path.unlink()
+    elif how == "cut off":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "longer":
+        path.write_bytes(content + b"more")
+    else:
+        at = len(content) // 2
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+
+
+@pytest.mark.parametrize("sealing", [KEY, Sealing()], ids=["sealed", "plain"])
+@pytest.mark.parametrize("how", ["gone", "cut off", "longer", "changed"])
+async def test_state_that_is_not_what_was_put_there_is_a_miss_and_not_asked_for_again(
+    start: Start, tmp_path: Path, how: str, sealing: Sealing
+) -> None:
+    tokens = run_of(3000)
+    async with start("a", sealing=sealing) as a, start("b", sealing=sealing) as b:
+        await a.save(tokens)
+        assert await b.find(tokens)
+        (state,) = (p for p in objects_in(tmp_path / "shared") if p.suffix == ".state")
+        harm(state, how)
+        assert await b.fetch(tokens) is None
+        assert b.fetches("gone" if how == "gone" else "damaged") == 1
+        assert list(b.tier.find(OURS, tokens)) == [] and len(b.store) == 0
+        assert b.tier.is_away is (how != "gone") and not b.degradations.kinds, "it is there"
+        assert {p.suffix for p in b.store.files.directory.glob("lpc-*")} == set()
+
+
+async def test_state_without_its_record_is_not_there_and_swept_after_an_hour(
+    start: Start, tmp_path: Path
+) -> None:
+    async with start("a") as a, start("b") as b:
+        await a.save(run_of(3000))
+        state, meta = sorted(objects_in(tmp_path / "shared"), key=lambda p: p.suffix, reverse=True)
+        half = state.with_name("0" * 12 + state.name[12:])
+        half.write_bytes(b"half an upload")
+        assert len(await b.find(run_of(3000), is_full=True)) == 1 and half.exists()
+        long_ago = time.time() - 2 * 3600
+        os.utime(half, (long_ago, long_ago))
+        await b.find(run_of(3000), is_full=True)
+        assert objects_in(tmp_path / "shared") == sorted([state, meta])
+
+
+async def test_canary_of_other_hardware_keeps_states_apart(start: Start) -> None:
+    async with start("a") as a, start("b", canary=OTHER_CANARY) as b:
+        await a.save(run_of(3000))
+        assert await b.find(run_of(3000)) == []
+        assert b.tier.n_known == 1, "and its record is not read again"
+
+
+async def test_survey_tells_who_shares_what_and_why_two_do_not(
+    start: Start, tmp_path: Path
+) -> None:
+    async with start("a") as a, start("b", canary=[(5, -0.5), (6, -1.2)]) as b, start("c") as c:
+        for machine in (a, b, c):
+            await machine.save(run_of(3000))
+    bucket = Bucket(f"file://{tmp_path / 'shared'}")
+    shares = await survey(bucket, KEY)
+    assert [(s.host, s.model, s.n_states) for s in shares] == [(gethostname(), "coder", 1)] * 3
+    n_apart = sorted(len(share.apart) for share in shares)
+    assert n_apart == [1, 1, 2], "the second is alone"
+    assert all("differ by up to 0.30: other hardware" in w for s in shares for w in s.apart)
+    assert [share.model for share in await survey(bucket, Sealing(b"x" * 64))] == [""] * 3
+
+
+async def test_quarantined_state_is_not_offered_again_and_leaves_the_shared_store(
+    start: Start, tmp_path: Path
+) -> None:
+    tokens = run_of(3000)
+    async with start("a") as a, start("b") as b:
+        saved = await a.save(tokens)
+        await b.find(tokens)
+        fetched = await b.fetch(tokens)
+        assert fetched is not None
+        await b.store.quarantine_for_good([fetched], Quarantine("it ended llama-server", 1.0))
+        assert list(b.tier.find(OURS, tokens)) == []
+        await a.store.quarantine_for_good([saved], Quarantine("it ended llama-server", 1.0))
+        await a.store.remove(saved, Removal.BUDGET)
+        await until(lambda: {p.suffix for p in objects_in(tmp_path / "shared")} <= {".used"})
+
+
+async def test_superseded_state_goes_from_the_shared_store_and_one_that_made_room_stays(
+    start: Start, tmp_path: Path
+) -> None:
+    async with start("a") as a, start("b") as b:
+        first = await a.save(run_of(3000))
+        await a.store.remove(first, Removal.BUDGET)
+        second = await a.save(run_of(3000, start=50_000))
+        fetched = await a.fetch(run_of(3000))
+        assert fetched is not None, "its own state comes back"
+        await b.find(run_of(3000))
+        await a.store.remove(second, Removal.SUPERSEDED)
+        await until(lambda: len({p.stem for p in objects_in(tmp_path / "shared")}) == 1)
+        assert await b.find(run_of(3000, start=50_000), is_full=True) == []
+
+
+async def test_writer_keeps_the_capacity_and_readers_keep_what_they_use(
+    start: Start, tmp_path: Path
+) -> None:
+    async with start("a") as a, start("b") as b:
+        first, second = [await a.save(run_of(3000, start=10_000 * n)) for n in range(2)]
+        limits = SharedLimits(capacity=first.size_bytes + second.size_bytes // 2)
+        await b.find(run_of(3000))
+        assert await b.fetch(run_of(3000))
+        await until(lambda: [p for p in objects_in(tmp_path / "shared") if p.suffix == ".used"])
+        ahead = time.time() + 3600
+        for path in objects_in(tmp_path / "shared"):
+            if path.suffix == ".used":
+                os.utime(path, (ahead, ahead))
+    async with start("a", limits=limits) as a:
+        await until(lambda: a.tier.n_known == 1)
+        assert [c.checkpoint.shared_id for c in await a.find(run_of(3000))] == [first.shared_id]
+
+
+async def test_budget_of_a_day_holds_across_a_restart(start: Start) -> None:
+    async with start("a") as a:
+        size_bytes = (await a.save(run_of(3000))).size_bytes
+    limits = SharedLimits(upload_bytes_per_day=size_bytes + size_bytes // 2)
+    async with start("a", limits=limits) as a:
+        await a.commit(run_of(3000, start=10_000))
+        await a.tier.drain(SECOND)
+        assert a.sample("shared_states_total", direction="up") == 0
+
+
+async def test_upload_that_was_not_done_is_done_after_a_restart(start: Start) -> None:
+    async with start("a", limits=SharedLimits(upload_bytes_per_day=1)) as a:
+        await a.commit(run_of(3000))
+    async with start("a") as a, start("b") as b:
+        await until(lambda: a.sample("shared_states_total", direction="up") == 1)
+        assert await b.find(run_of(3000))
+
+
+# The same with a real S3-compatible server, and a link before it that does harm.
+
+
+@pytest.fixture
+def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyLink]:
+    with Rclone(tmp_path / "rclone") as server, FaultyLink(server.base_url) as link:
+        for name, value in server.environment(link.base_url).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(shared_tier, "_MOST_BACKOFF_SECONDS", 0.05)
+        yield link
+
+
+S3 = "s3://states/prefix"
+
+
+_UNREADABLE = [Fault.DOWN, Fault.HUNG, Fault.ERROR, Fault.CUT_DOWNLOAD, Fault.STALLED]
+
+
+@pytest.mark.parametrize("fault", _UNREADABLE)
+async def test_fault_is_named_and_stops_fetches_until_it_is_over(
+    start: Start, link: FaultyLink, fault: Fault
+) -> None:
+    tokens = run_of(3000)
+    async with start("a", S3) as a, start("b", S3) as b:
+        await a.save(tokens)
+        assert await b.find(tokens)
+        link.harm(fault, only=".state")
+        assert await b.fetch(tokens) is None
+        assert b.tier.is_away
+        assert b.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY}
+        assert b.sample("shared_faults_total", operation="fetch") == 1
+        link.heal()
+        await b.tier._find_out()
+        assert not b.tier.is_away and not b.degradations.kinds
+        assert await b.fetch(tokens) is not None
+
+
+async def test_transfer_that_becomes_too_slow_is_given_up(start: Start, link: FaultyLink) -> None:
+    tokens = run_of(60_000)
+    async with start("a", S3) as a, start("b", S3) as b:
+        await a.save(tokens)
+        assert await b.find(tokens)
+        link.harm(Fault.SLOW, only=".state")
+        assert await b.fetch(tokens, seconds=0.2) is None
+        await until(lambda: b.fetches("late") == 1)
+        assert len(b.store) == 0
+
+
+@pytest.mark.parametrize(
+    "fault, only",
+    [(Fault.FULL, ""), (Fault.FULL, ".meta"), (Fault.CUT_UPLOAD, ""), (Fault.SKEWED, "")],
+)
+async def test_upload_that_fails_is_repeated_and_local_caching_goes_on(
+    start: Start, link: FaultyLink, fault: Fault, only: str
+) -> None:
+    tokens = run_of(3000)
+    async with start("a", S3) as a, start("b", S3) as b:
+        link.harm(fault, only=only)
+        saved = await a.commit(tokens)
+        assert [c.checkpoint.id for c in a.store.find(OURS, tokens)] == [saved.id]
+        await until(lambda: a.sample("shared_faults_total", operation="upload") > 0)
+        assert a.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY}
+        link.heal()
+        await until(lambda: a.sample("shared_states_total", direction="up") == 1)
+        assert await b.find(tokens) and await b.fetch(tokens)
+
+
+async def test_wrong_clock_hides_nothing_for_long(start: Start, monkeypatch: Any) -> None:
+    tokens, real = run_of(3000), time.time
+    async with start("a") as a, start("b") as b:
+        monkeypatch.setattr(time, "time", lambda: real() - 86400)
+        await a.save(tokens)
+        monkeypatch.setattr(time, "time", real)
+        assert await b.find(tokens) == []
+        assert await b.find(tokens, is_full=True)
+
+
+async def test_several_who_want_a_state_fetch_it_once(start: Start) -> None:
+    tokens = run_of(3000)
+    async with start("a") as a, start("b") as b:
+        await a.save(tokens)
+        await b.find(tokens)
+        first, second = await asyncio.gather(b.fetch(tokens), b.fetch(tokens))
+        assert first is second is not None and len(b.store) == 1
+
+
+async def test_damaged_index_of_the_shared_store_is_begun_anew(
+    start: Start, tmp_path: Path
+) -> None:
+    async with start("a") as a:
+        saved = await a.save(run_of(3000))
+    (tmp_path / "a" / "shared-index" / "data.mdb").write_bytes(b"nonsense" * 4096)
+    async with start("a") as a:
+        (found,) = await a.find(run_of(3000), is_full=True)
+        assert found.checkpoint == replace(found.checkpoint, shared_id=saved.shared_id)

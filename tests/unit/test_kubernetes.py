@@ -1,0 +1,76 @@
+"""deploy/kubernetes against Kubernetes' own schemas, and against what the proxy and the pages say."""
+
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from proxy.settings import split_address
+from tests.documents.files import REPOSITORY
+from tests.lab.settings import load_settings
+
+FOLDER = REPOSITORY / "deploy" / "kubernetes"
+OLDEST = "1.29"
+"""Containers that start before the others and end after them came with it."""
+DOCUMENTS = {
+    f"{document['kind']} {document['metadata']['name']}": document
+    for path in sorted(FOLDER.glob("*.yaml"))
+    for document in yaml.safe_load_all(path.read_text())
+}
+MONITOR = DOCUMENTS["PodMonitor llama"]
+POD: dict[str, Any] = DOCUMENTS["StatefulSet llama"]["spec"]["template"]
+(LLAMA_SERVER,) = POD["spec"]["initContainers"]
+(PROXY,) = POD["spec"]["containers"]
+
+
+@pytest.mark.parametrize("version", [OLDEST, kubernetes_validate.latest_version()])
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if DOCUMENTS[name] is not MONITOR])
+def test_the_schema_of_kubernetes_allows_it(name: str, version: str) -> None:
+    kubernetes_validate.validate(DOCUMENTS[name], version, strict=True)
+
+
+def test_what_the_schema_does_not_know_is_refused() -> None:
+    service = {**DOCUMENTS["Service llama"], "specs": {}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(service, OLDEST, strict=True)
+
+
+def test_the_proxy_takes_its_settings(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    written = DOCUMENTS["ConfigMap llama-prefix-cache"]["data"]["config.yaml"]
+    path.write_text(written.replace("/slots", str(tmp_path)))
+    settings = load_settings({}, {}, path)
+    ports = {port["name"]: port["containerPort"] for port in PROXY["ports"]}
+    assert split_address(settings.listen)[1] == ports["clients"]
+    assert split_address(settings.admin)[1] == ports["admin"]
+    assert f"--port={settings.upstream.rpartition(':')[2]}" in LLAMA_SERVER["args"]
+    assert {"health", "metrics"} <= set(settings.admin_open.split(", "))
+
+
+def test_all_that_is_named_is_there() -> None:
+    ports = {port["name"] for port in PROXY["ports"]}
+    labels = POD["metadata"]["labels"]
+    for service in (DOCUMENTS["Service llama"], DOCUMENTS["Service llama-pods"]):
+        assert service["spec"]["selector"] == labels
+        assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    assert MONITOR["spec"]["selector"]["matchLabels"] == labels
+    assert {each["port"] for each in MONITOR["spec"]["podMetricsEndpoints"]} <= ports
+
+    claims = DOCUMENTS["StatefulSet llama"]["spec"]["volumeClaimTemplates"]
+    volumes = {each["name"] for each in POD["spec"]["volumes"]}
+    volumes |= {claim["metadata"]["name"] for claim in claims}
+    for container in (PROXY, LLAMA_SERVER):
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+    for volume in POD["spec"]["volumes"]:
+        if secret := volume.get("secret"):
+            assert f"Secret {secret['secretName']}" in DOCUMENTS
+        if config := volume.get("configMap"):
+            assert f"ConfigMap {config['name']}" in DOCUMENTS
+    for source in PROXY["envFrom"]:
+        assert f"Secret {source['secretRef']['name']}" in DOCUMENTS
+
+
+def test_llama_server_outlives_the_proxy() -> None:
+    assert LLAMA_SERVER["restartPolicy"] == "Always"
