@@ -147,7 +147,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     Unless a file already covers what the slot holds.
     """
     ahead_seconds: Annotated[float, Meta(ge=0)] = 20.0
-    """Evaluate at most so long ahead of the next prompt, while nothing runs; 0: never."""
+    """Evaluate at most so long ahead of the next prompt, while nothing runs; 0: never.
+
+    It stops for any request.
+    """
     max_requests: Annotated[int, Meta(ge=1)] = 256
     """Generation requests at once; more are answered 503.
 
