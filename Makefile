@@ -33,7 +33,7 @@ $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
   { echo "$(PYTHON) with venv is missing: apt-get install python3.11-venv"; exit 1; }
 endef
 
-.PHONY: all setup llama-server older-builds models prometheus nginx haproxy chromium demo test test-long test-shared test-clients live lint format type docs screenshots bench bench-overhead bench-index bench-shared flame clean
+.PHONY: all setup llama-server older-builds models prometheus nginx haproxy chromium demo test test-long test-shared test-clients live lint format type docs screenshots bench bench-overhead bench-index canary bench-shared flame clean
 
 all: lint type test
 
@@ -196,6 +196,10 @@ bench-overhead: $(SETUP) llama-server models nginx
 # Opening, lookups, evictions and memory of stores of 10,000, 100,000 and a million checkpoints (11 GB of disk).
 bench-index: $(SETUP)
 	@$(BIN)/python -m tests.bench.index
+
+# What real builds of seven months learn, save and evaluate: the table in docs/llama-server.md (half an hour).
+canary: $(SETUP) llama-server models
+	@$(BIN)/python -m tests.bench.canary --document
 
 # Hosts as network namespaces, with a bucket (half an hour; as root): make bench-shared PART=moves.
 bench-shared: $(SETUP) llama-server models

@@ -147,7 +147,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     Unless a file already covers what the slot holds.
     """
     ahead_seconds: Annotated[float, Meta(ge=0)] = 20.0
-    """Evaluate at most so long ahead of the next prompt, while nothing runs; 0: never."""
+    """Evaluate for at most so long what the next prompt will begin with, while nothing runs; 0: never.
+
+    Where a template drops a turn's reasoning, the next message then waits for little.
+    """
     max_requests: Annotated[int, Meta(ge=1)] = 256
     """Generation requests at once; more are answered 503.
 

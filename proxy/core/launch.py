@@ -77,6 +77,10 @@ class Launch:
         return f"http://{address}:{self.port}{self.api_prefix}"
 
 
+NATIVE_CACHES = {"--cache-disk", "--radix-cache"}
+"""Caches of llama-server's own that upstream branches have."""
+
+
 def plan_launch(
     given: Mapping[str, Given],
     known: Collection[str],
@@ -112,6 +116,11 @@ def plan_launch(
     _divide_context(launch, given, known)
     _keep_idle_slots(launch, given, known)
     _limit_checkpoints(launch, given, known)
+    for name in sorted(NATIVE_CACHES & given.keys()):
+        launch.warnings.append(
+            f"{given[name]}: llama-server then keeps states itself, and moves them between slots behind "
+            "the proxy's back: each is written twice; leave the flag out, or the proxy"
+        )
     if "--metrics" not in given or given["--metrics"].value == OFF:
         _add(launch, known, "--metrics")
     if model := given.get("--model"):

@@ -165,7 +165,8 @@ def has_media(body: GenerationBody) -> bool:
 
 
 def _kinds_of_parts(body: GenerationBody) -> set[str]:
-    parts = (part for message in body.messages for part in list_of(message.get("content")))
+    messages = list_of(body.fields.get("messages"))
+    parts = (part for message in messages for part in list_of(message.get("content")))
     return {text_of(part, "type") for part in parts}
 
 

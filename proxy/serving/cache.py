@@ -225,11 +225,9 @@ class Cache:
         request.prompt = None
         if not self._understand(process, request) or request.chat is None:
             return
+        is_judged = process.judges_by_size and not self._overflow.is_on
         is_far_over = len(request.raw) > _FAR_OVER_BYTES * process.n_ctx
-        is_far_over &= (
-            not has_media(request.chat) if request.route is not Route.COMPLETION else True
-        )
-        if is_far_over and process.judges_by_size and not self._overflow.is_on:
+        if is_judged and is_far_over and not has_media(request.chat):
             raise WillBeRefused("the prompt is far over the context")
         try:
             namespace = process.tenant_namespace(request.tenant)
@@ -263,10 +261,8 @@ class Cache:
             if request.route is not Route.COMPLETION:
                 request.conversation = conversation_of(request.chat)
                 request.kind = request.kind or process.journal.note_chat(request)
-                if has_media(request.chat):
-                    request.conversation = (
-                        None  # what its prompt renders is not all that is evaluated
-                    )
+                if has_media(request.chat):  # more is evaluated than its messages render
+                    request.conversation = None
         if request.shape in process.disabled_shapes:
             request.why = TOKENIZED_OTHERWISE
             return False

@@ -21,6 +21,7 @@ _CONNECT_SECONDS, _SILENT_SECONDS, _RETRY_SECONDS = 3, 10, 10
 _LEAST_BYTES_PER_SECOND = 256 << 10
 """A write that is slower has hung."""
 _LISTED_AT_ONCE = 1000
+_CLOSE_SECONDS = 0.1
 READ_BYTES, LEAST_READ_BYTES = 4 << 20, 256 << 10
 _PART_BYTES = 8 << 20
 _NEEDED = (
@@ -70,6 +71,10 @@ class Bucket:
             self._store = from_url(url, **options)
         except self._faults as error:
             raise SettingsError(f"shared_store: {_told(error)}") from error
+
+    async def close(self) -> None:
+        """Let obstore's threads drop what they hold of Python: an interpreter that ends before aborts."""
+        await asyncio.sleep(_CLOSE_SECONDS)
 
     async def list(self, folder: str, after: str | None = None) -> AsyncIterator[list[Listed]]:
         """Yield the objects below *folder* whose names sort behind *after*, some hundred at a time."""

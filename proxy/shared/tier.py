@@ -148,6 +148,7 @@ class Tier:
             for task in background:
                 task.cancel()
             await self._tasks.drain(0)
+            await self._bucket.close()
             self._store.on_commit = lambda _: None
             self._writer_thread.shutdown(wait=True)
             with suppress(CacheFault):

@@ -19,28 +19,46 @@ class Client:
     program: str
     fresh: tuple[str, ...]
     continued: tuple[str, ...]
+    forked: tuple[str, ...]
+    """How the last session is forked; `SESSION` stands for its id."""
+    compacted: tuple[str, ...]
     n_at_most: tuple[int, int] = (600, 600)
     """Tokens of a fresh session behind the first one, and of one continued: all requests together."""
+    n_compacting: int = 0
+    """Tokens at most of a prompt that has the conversation compacted first, or of the command to do so."""
+    compact_prompt: str = "What is left to do?"
     script: str = ""
     """What the program runs, where that is an interpreter."""
 
 
+_N_ID = 36
+"""The characters of a UUID, with which codex' files of sessions end."""
 FREE = ("--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check")
+SESSION = "SESSION"
 CLIENTS = (
     Client(
         "codex",
         "@openai/codex-linux-*/vendor/*/bin/codex",
         ("exec", *FREE),
         ("exec", "resume", "--last", *FREE),
+        ("exec", "fork", SESSION, *FREE),
+        ("exec", "resume", "--last", *FREE, "-c", "model_auto_compact_token_limit=6000"),
+        # The summary is asked for without tools, which stand in front of all: the whole conversation again.
+        n_compacting=12000,
     ),
     Client(
         "qwen-code",
         "node-linux-*/bin/node",
         ("--yolo", "--prompt"),
         ("--yolo", "--continue", "--prompt"),
+        ("--yolo", "--continue", "--fork-session", "--prompt"),
+        ("--yolo", "--continue", "--prompt"),
         # Behind each answer an agent of its own looks for what to remember: 1,000 tokens of orders follow
         # the conversation. A continued session has no date in its first message: all behind it is new.
         (1600, 8000),
+        # The summary has a system prompt of its own.
+        n_compacting=7500,
+        compact_prompt="/compress",
         script="@qwen-code/qwen-code/cli.js",
     ),
 )
@@ -60,9 +78,13 @@ class Connected:
         arguments = ["connect", self._client.name, "--write", "--yes", *addresses]
         return (await run(PROXY, arguments, REPOSITORY, self._environment)).decode()
 
-    async def ask(self, prompt: str, folder: Path, *, is_continued: bool = False) -> None:
-        """Give the client one prompt, in a new conversation or in the last one."""
+    async def ask(self, prompt: str, folder: Path, how: tuple[str, ...]) -> None:
+        """Give the client one prompt; *how* tells whether in a new conversation."""
         client = self._client
         script = [str(find_program(client.script))] if client.script else []
-        arguments = [*script, *(client.continued if is_continued else client.fresh), prompt]
+        arguments = [*script, *(self._last_session() if w == SESSION else w for w in how), prompt]
         await run(find_program(client.program), arguments, folder, self._environment)
+
+    def _last_session(self) -> str:
+        sessions = sorted(Path(self._environment["HOME"]).rglob("rollout-*.jsonl"))
+        return sessions[-1].stem[-_N_ID:]

@@ -11,12 +11,15 @@ from tests.lab.server import find_free_port
 
 BEFORE = ("Mend the parser in src/one.py", "Write tests for src/two.py, please")
 AFTER, CONTINUED = "What is in src/three.py?", "And what is missing in it?"
+FORKED = "How would you do it instead?"
 WELL = Answer("All is well.")
 LOOK = tuple(
     Answer("", (call("run_shell_command", command=f"seq {i} 40", is_background=False),))
     for i in range(1, 5)
 )
-ANSWERS = Script({prompt: (WELL,) for prompt in (*BEFORE, CONTINUED)} | {AFTER: (*LOOK, WELL)})
+ANSWERS = Script(
+    {prompt: (WELL,) for prompt in (*BEFORE, CONTINUED, FORKED)} | {AFTER: (*LOOK, WELL)}
+)
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)
@@ -32,15 +35,19 @@ async def test_connected_client_evaluates_its_header_once(
         said = await connected.connect(lab.rig.base_url, lab.rig.admin_url)
         assert "came from the cache" in said
 
-        async def evaluated(prompt: str, *, is_continued: bool = False) -> int:
+        async def evaluated(prompt: str, how: tuple[str, ...] = client.fresh) -> int:
             before = await lab.rig.evaluated()
-            await connected.ask(prompt, lab.repository, is_continued=is_continued)
+            await connected.ask(prompt, lab.repository, how)
             return await lab.rig.evaluated() - before
 
         n_first, n_second = [await evaluated(prompt) for prompt in BEFORE]
         await lab.rig.restart()
-        n_third, n_continued = await evaluated(AFTER), await evaluated(CONTINUED, is_continued=True)
+        n_third, n_continued = await evaluated(AFTER), await evaluated(CONTINUED, client.continued)
+        n_forked = await evaluated(FORKED, client.forked)
+        n_compacting = await evaluated(client.compact_prompt, client.compacted)
         print(f"\n{client.name}: {n_first}, {n_second}; {n_third}, {n_continued}")
+        print(f"forked {n_forked}, compacting {n_compacting}")
         n_fresh, n_at_most = client.n_at_most
         assert n_first > 10 * n_fresh
-        assert max(n_second, n_third) <= n_fresh and n_continued <= n_at_most
+        assert max(n_second, n_third) <= n_fresh and max(n_continued, n_forked) <= n_at_most
+        assert n_compacting <= client.n_compacting

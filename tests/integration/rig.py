@@ -146,6 +146,7 @@ class Rig:
                 "min_free_bytes": 0,
                 "idle_save_seconds": 0.04,
                 "drain_seconds": 10.0,
+                "ahead_seconds": 0,
                 **self.options,
             },
         )

@@ -193,7 +193,8 @@ def test_bypass_reason_of_a_route_whose_prompt_is_not_read_names_it(route: Route
         ({"messages": ["hi"]}, "malformed messages"),
         ({"messages": [{"content": [{"type": "text", "text": "x"}]}]}, None),
         ({"messages": [{"role": "assistant", "content": None}]}, None),
-        ({"messages": [{"content": [{"type": "image_url"}]}]}, "media in the request"),
+        ({"messages": [{"content": [{"type": "image_url"}]}]}, None),
+        ({"messages": [{"content": [{"type": "video_url"}]}]}, "media in the request"),
         ({"messages": [{"content": ["x"]}]}, "media in the request"),
     ],
 )

@@ -121,6 +121,8 @@ def test_plan_launch_names_what_cannot_work(given: dict[str, str], named: str) -
         ({"cache_ram": "512"}, "--cache-ram 512"),
         ({"kv_unified": "on"}, "--kv-unified"),
         ({"parallel": "-1"}, "--parallel -1"),
+        ({"cache_disk": "/tmp/disk"}, "--cache-disk /tmp/disk"),
+        ({"radix_cache": "on"}, "--radix-cache"),
     ],
 )
 def test_plan_launch_warns_of_what_costs(given: dict[str, str], named: str) -> None:
