@@ -215,7 +215,7 @@ $(PY_SPY): $(SETUP)
 install:
 	@$(NEED_PYTHON)
 	$(PYTHON) -m venv --clear $(INSTALLED)
-	$(INSTALLED)/bin/python -m pip install --quiet --disable-pip-version-check .
+	$(INSTALLED)/bin/python -m pip install --quiet --disable-pip-version-check '.[shared]'
 	mkdir -p $(PREFIX)/bin
 	ln -sf $(INSTALLED)/bin/$(NAME) $(PREFIX)/bin/$(NAME)
 	@if [ "$$(id -u)" = 0 ]; then $(MAKE) --no-print-directory install-units; fi
