@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from functools import partial
 
-from proxy.core.cuts import SLACK_TOKENS, Stop
+from proxy.core.cuts import Stop
 from proxy.core.model import CheckpointKind, Cuts, Prompt, SlotId
 from proxy.core.plan import plan_request
 from proxy.core.slots import Known, SlotTable
@@ -26,6 +26,8 @@ from proxy.serving.request import Request
 
 _IDLE_SECONDS = 1.0
 """Agents that go on by themselves do so sooner."""
+_WORTH_SECONDS = 1.0
+"""A shorter wait is not worth what the slot loses if its client goes on otherwise."""
 _PIECE_SECONDS = 0.25
 _MIN_PIECE_TOKENS = 128
 
@@ -98,7 +100,7 @@ class Ahead:
                 return
             begin = _n_reused(process, next_prompt, slot.id)
             seconds = process.rates.evaluation_seconds(begin, len(tokens))
-            if len(tokens) - begin <= SLACK_TOKENS or seconds > self._max_seconds:
+            if not _WORTH_SECONDS <= seconds <= self._max_seconds:
                 return
             self._is_evaluating = True
             if is_due(process, replace(slot, is_leased=False), 0.0):

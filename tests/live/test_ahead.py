@@ -22,6 +22,7 @@ N_REQUESTS = 4
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(ahead, "_WORTH_SECONDS", 0.05)  # tiny models are quick
 
 
 async def ask(rig: Rig, messages: list[Any], session: str = "one") -> dict[str, Any]:
