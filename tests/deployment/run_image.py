@@ -21,7 +21,7 @@ from tests.deployment.namespaces import leave_mounts, leave_network, unmount
 from tests.lab.models import model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, REPOSITORY, LlamaServer, find_llama_server
 
-MAX_ADDED_BYTES = 120_000_000
+MAX_ADDED_BYTES = 135_000_000
 MAX_EVALUATED_BESIDE_NEW = 32
 STOP_GRACE_SECONDS = 150
 URL, ADMIN = "http://127.0.0.1:8081", "http://127.0.0.1:8082"
