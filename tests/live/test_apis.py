@@ -110,9 +110,9 @@ async def test_conversations_by_turns_and_a_restart_evaluate_only_what_is_new(
 @pytest.mark.parametrize(
     ("api", "kind", "n_slots"),
     [
-        (RESPONSES, "hybrid", 1),
         (MESSAGES, "hybrid", 4),
-        *in_long((MESSAGES, "full", 2), (RESPONSES, "swa", 2), (MESSAGES, "recurrent", 2)),
+        *in_long((RESPONSES, "hybrid", 1), (MESSAGES, "full", 2)),
+        *in_long((RESPONSES, "swa", 2), (MESSAGES, "recurrent", 2)),
     ],
 )
 async def test_conversations_at_once_evaluate_only_what_is_new(

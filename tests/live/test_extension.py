@@ -30,7 +30,7 @@ async def stream(rig: Rig, messages: list[Message]) -> dict[str, Any]:
         return record
 
 
-@pytest.mark.parametrize("kind", ["hybrid", "swa", *in_long("full", "recurrent")])
+@pytest.mark.parametrize("kind", ["hybrid", *in_long("full", "swa", "recurrent")])
 async def test_steps_of_a_tool_loop_are_not_read_before_they_are_sent(
     start_rig: StartRig, kind: str
 ) -> None:
