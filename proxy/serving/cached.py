@@ -161,17 +161,16 @@ class CachedRequest:
         Whether the images are the same is for llama-server to tell, which compares digests of their bytes.
         """
         prompt = self._prompt
-        held = {slot.id: slot.content for slot in self._process.slots if not slot.is_leased}
         same = [
-            slot_id
-            for slot_id, content in held.items()
-            if isinstance(content, Known)
-            and (content.namespace, content.tokens) == (prompt.namespace, prompt.tokens)
+            slot
+            for slot in self._process.slots.free()
+            if isinstance(slot.content, Known)
+            and (slot.content.namespace, slot.content.tokens) == (prompt.namespace, prompt.tokens)
         ]
         if not same or NO_READ in self._request.wishes:
             return None
-        newest = max(same, key=lambda slot_id: self._process.slots[slot_id].used_at)
-        start = Start(newest, prompt.n_tokens, sys.maxsize)
+        newest = max(same, key=lambda slot: slot.used_at)
+        start = Start(newest.id, prompt.n_tokens, sys.maxsize)
         return Plan(start, why=Why.EXTENDS, n_shared=prompt.n_tokens)
 
     def _as_wished(self, plan: Plan) -> Plan:

@@ -24,11 +24,7 @@ stage run "$@"
 
 packages=$(wanted_packages) || die "apt knows no Ceph: $(apt_complaint)"
 download_packages $packages
-for package in "$staging"/*.deb; do
-    dpkg -x "$package" "$staging/root" || die "cannot unpack $(basename "$package")"
-done
-rm -rf "$dest/root"
-mv "$staging/root" "$dest/root"
+unpack_root
 cat >"$staging/run" <<'WRAPPER'
 #!/bin/sh
 # Runs one of the unpacked programs: run ceph-mon ...

@@ -11,11 +11,7 @@ instead="put haproxy on PATH instead"
 stage haproxy "$@"
 
 download_packages haproxy liblua5.3-0 libopentracing1 libopentracing-c-wrapper0
-for package in "$staging"/*.deb; do
-    dpkg -x "$package" "$staging/root" || die "cannot unpack $(basename "$package")"
-done
-rm -rf "$dest/root"
-mv "$staging/root" "$dest/root"
+unpack_root
 cat >"$staging/haproxy" <<'WRAPPER'
 #!/bin/sh
 root=$(dirname "$(readlink -f "$0")")/root

@@ -36,6 +36,16 @@ download_packages() {
         die "cannot download $*: $(apt_complaint)"
 }
 
+# Unpacks the downloaded packages into DEST/root, in place of what was there.
+unpack_root() {
+    local package
+    for package in "$staging"/*.deb; do
+        dpkg -x "$package" "$staging/root" || die "cannot unpack $(basename "$package")"
+    done
+    rm -rf "$dest/root"
+    mv "$staging/root" "$dest/root"
+}
+
 machine_apt() {
     apt-get -q \
         -o Dir::State="$staging/state" -o Dir::Cache="$staging/cache" \
