@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from proxy.web import clients
 from tests.lab.raw_bytes import HOST, chat, get, post, status_of
 from tests.lab.rig import Rig
 from tests.live.conftest import StartRig
@@ -137,7 +138,9 @@ def changed_heads(draw: st.DrawFn) -> bytes:
 
 
 @pytest.fixture
-async def rig(start_rig: StartRig) -> Any:
+async def rig(start_rig: StartRig, monkeypatch: pytest.MonkeyPatch) -> Any:
+    # On a busy machine an answer may take longer than a client that sends no more is waited for.
+    monkeypatch.setattr(clients, "HALF_CLOSED_SECONDS", 60.0)
     async with start_rig("hybrid", n_ctx=1024) as rig:
         yield rig
 
