@@ -162,8 +162,10 @@ async def _save(servers: Sequence[Server], prompt: Prompt) -> None:
     A save of that slot may have begun with the answer: it is waited for.
     """
     for process in [server.process for server in servers if server.process]:
-        while any(slot.is_closing and _holds(prompt, slot.content) for slot in process.slots):
-            await asyncio.sleep(_LOOK_SECONDS)  # noqa: ASYNC110 - a lease tells its own task only
+        while any(  # noqa: ASYNC110 - a lease tells its end to its own task only
+            slot.is_closing and _holds(prompt, slot.content) for slot in process.slots
+        ):
+            await asyncio.sleep(_LOOK_SECONDS)
         async with process.launches.turn():
             for slot in process.slots.free():
                 if _holds(prompt, slot.content) and (lease := process.queue.try_lease(slot.id)):
