@@ -23,8 +23,6 @@ def parse_aliases(text: str) -> dict[str, str]:
 
 def with_alias(raw: bytes, aliases: Aliases) -> bytes:
     """Return a body with llama-server's name of its model; all other fields stay as they were sent."""
-    if not aliases:
-        return raw
     try:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         name = msgspec.json.decode(fields["model"], type=str)

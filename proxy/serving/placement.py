@@ -23,7 +23,6 @@ from proxy.core.slots import (
     must_be_erased,
     shared_tokens,
 )
-from proxy.core.tokens import Namespace
 from proxy.errors import UpstreamFault, WillBeRefused
 from proxy.llama.bodies import GenerationBody, n_completions, pin, taints_slot, without_reuse
 from proxy.llama.routes import is_task_for_each_input
@@ -63,7 +62,7 @@ class UncachedRequest:
         self._n_slots = min(n_slots, len(process.slots))
         # Embeddings and reranking are one task for each input: all slots are held to the end.
         self._is_one_task = body is not None and not is_task_for_each_input(request.path)
-        self._namespace: Namespace = process.tenant_namespace(request.tenant)
+        self._namespace = request.namespace
         self._before: LastTasks | None = None
         self._is_placed = False
 

@@ -72,7 +72,8 @@ class Shared:
 
     def of(self, upstream: LlamaServer, where: str) -> "Services":
         """Return the services of one llama-server; *where* is its name, empty if there is only one."""
-        return Services(**vars(self), upstream=upstream, degradations=self.everywhere.at(where))
+        here = self.everywhere.at(where)
+        return Services(**vars(self), upstream=upstream, degradations=here, where=where)
 
     @property
     def store(self) -> CheckpointStore:
@@ -94,15 +95,11 @@ def new_shared(
 
 @dataclass(eq=False)
 class Services(Shared):
-    """The services of one llama-server, whichever process of it runs."""
+    """The services of one llama-server, whichever process of it runs; `where` is as in `Shared.of`."""
 
     upstream: LlamaServer
     degradations: Degradations
-
-    @property
-    def where(self) -> str:
-        """The llama-server's name, empty if there is only one."""
-        return self.degradations.where
+    where: str
 
 
 def note_quarantined(degradations: Degradations, checkpoints: Iterable[Checkpoint]) -> None:
