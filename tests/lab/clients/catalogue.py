@@ -70,9 +70,11 @@ ROWS = (
     Row(
         claude_code.m7_old_reasoning_dropped(),
         "old reasoning dropped at a new user message",
-        "87.6 %, then 100 %",
-        most_without=(0.9, 0.9),
+        "87.6 %",
+        (0.8, 0.8),
+        (0.9, 0.9),
         only_reasoning=True,
+        nothing_to_do="the template drops it; the proxy evaluates ahead what comes next",
     ),
     Row(
         claude_code.m8_calls_sent_back_changed(),
@@ -195,8 +197,10 @@ ROWS = (
         opencode.o10_continued_session(),
         "continued session",
         "100 % as sent; old reasoning is dropped",
-        most_without=(0.85, 0.85),
+        (0.7, 0.7),
+        (0.85, 0.85),
         only_reasoning=True,
+        nothing_to_do="the template drops it; the proxy evaluates ahead what comes next",
     ),
     Row(
         opencode.o11_fresh_session(),

@@ -34,26 +34,29 @@ def o3_other_rules() -> Mutation:
 
 
 def o4_plan_to_build() -> Mutation:
-    turn = [ASKED, *_turn(), oc.answer(70)]
+    turn = [ASKED, *_without_reasoning(_turn()), oc.answer(70)]
     requests = (
         oc.request(ASKED, is_plan=True),
         oc.request(*turn, is_plan=True),
         oc.request(*turn, oc.user("Do it.")),
     )
-    opt_in = {Name.STICKY_TOOL_TEXT, Name.INLINE_REASONING}
-    return _row("O4", *requests, opt_in=frozenset(opt_in))
+    return _row("O4", *requests, opt_in=frozenset({Name.STICKY_TOOL_TEXT}))
+
+
+def _without_reasoning(messages: list[oc.Message]) -> list[oc.Message]:
+    """Return messages of which no template drops anything."""
+    return [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]
 
 
 def o5_reminder_moves_to_the_newest_message() -> Mutation:
     task = "Plan how the tests of the shop could pass."
-    later = [*_turn(8), oc.answer(120)]
+    later = [*_without_reasoning(_turn(8)), oc.answer(120)]
     requests = (
         oc.request(oc.user(task, oc.PLAN)),
         oc.request(oc.user(task, oc.PLAN), *later),
         oc.request(oc.user(task), *later, oc.user("Do it.", oc.BUILD)),
     )
-    opt_in = {Name.STICKY_REMINDERS, Name.INLINE_REASONING}
-    return _row("O5", *requests, opt_in=frozenset(opt_in))
+    return _row("O5", *requests, opt_in=frozenset({Name.STICKY_REMINDERS}))
 
 
 def o6_request_to_compact() -> Mutation:
@@ -105,7 +108,7 @@ def o9_retry_after_a_cut_stream() -> Mutation:
 def o10_continued_session() -> Mutation:
     turn = [ASKED, *_turn(), oc.answer(70)]
     requests = oc.request(ASKED, *_turn()), oc.request(*turn, oc.user("Now the docs."))
-    return _row("O10", *requests, opt_in=frozenset({Name.INLINE_REASONING}))
+    return _row("O10", *requests)
 
 
 def o11_fresh_session() -> Mutation:
