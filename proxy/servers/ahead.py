@@ -15,7 +15,7 @@ from functools import partial
 from proxy.core.cuts import Stop
 from proxy.core.model import CheckpointKind, Cuts, Prompt, SlotId
 from proxy.core.plan import plan_request
-from proxy.core.slots import Known, SlotTable
+from proxy.core.slots import Known, SlotPhase, SlotTable
 from proxy.errors import ServerAway, TooManyRequests
 from proxy.explain.known import Kind
 from proxy.servers.background import is_due
@@ -103,7 +103,7 @@ class Ahead:
             if not _WORTH_SECONDS <= seconds <= self._max_seconds:
                 return
             self._is_evaluating = True
-            if is_due(process, replace(slot, is_leased=False), 0.0):
+            if is_due(process, replace(slot, phase=SlotPhase.FREE), 0.0):
                 save = process.saves.write_back(slot.id, CheckpointKind.CONVERSATION)
                 await process.finish(lease, save)
             n_piece = max(_MIN_PIECE_TOKENS, int(_PIECE_SECONDS / seconds * (len(tokens) - begin)))
@@ -135,7 +135,7 @@ def _is_awaited(process: Process, request: Request) -> bool:
 def _n_reused(process: Process, prompt: Prompt, slot_id: SlotId) -> int:
     """Return how much of a prompt a slot gives as it stands; all of it if more is to be done."""
     now = situation(process, prompt)
-    mine = replace(now.slots[slot_id], is_leased=False)
+    mine = replace(now.slots[slot_id], phase=SlotPhase.FREE)
     plan = plan_request(prompt, replace(now, slots=(mine,), expected=()))
     is_live = plan is not None and not (plan.start.restored or plan.start.erases)
     return plan.start.n_reused if plan is not None and is_live else prompt.n_tokens

@@ -19,7 +19,15 @@ from proxy.core.cuts import SLACK_TOKENS, Stop
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt, SlotId
 from proxy.core.plan import Plan, Start, Why, most_useful, plan_extension, plan_request
 from proxy.core.saving import is_place_at_risk
-from proxy.core.slots import TAINTED, Content, Known, Unknown, must_be_erased, shared_tokens
+from proxy.core.slots import (
+    TAINTED,
+    Content,
+    Known,
+    SlotPhase,
+    Unknown,
+    must_be_erased,
+    shared_tokens,
+)
 from proxy.errors import ServerAway, StoreFault, UpstreamFault, UpstreamLost, WillBeRefused
 from proxy.explain.causes import Cause
 from proxy.explain.judgement import Judgement
@@ -204,7 +212,7 @@ class CachedRequest:
     def _plan_again(self) -> None:
         """Plan the request anew in its slot, because the checkpoint to restore is gone."""
         now = situation(self._process, self._prompt)
-        mine = replace(now.slots[self._plan.slot_id], is_leased=False)
+        mine = replace(now.slots[self._plan.slot_id], phase=SlotPhase.FREE)
         plan = plan_request(self._prompt, replace(now, slots=(mine,), expected=()))
         assert plan is not None  # its slot counts as free, and no state is expected
         plan = self._as_wished(plan)

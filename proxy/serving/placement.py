@@ -16,6 +16,7 @@ from proxy.core.slots import (
     TAINTED,
     Known,
     Slot,
+    SlotPhase,
     Unknown,
     choose_slot_for_brief,
     choose_slot_for_bypass,
@@ -189,7 +190,7 @@ class UncachedRequest:
     def _can_join(self, slot: Slot) -> bool:
         """Return whether the request may run in a slot that is in use now, once its request has ended."""
         process = self._process
-        if not slot.is_running or len(process.tenants) > 1:
+        if slot.phase is not SlotPhase.RUNNING or len(process.tenants) > 1:
             return False  # it is not known yet whose tokens the slot will hold then
         return not must_be_erased(process.rule, slot.content, self._namespace)
 
@@ -286,7 +287,7 @@ class SimilarRequest(CachedRequest):
                 hold.end()
                 raise
             # Set only while the queue is held: other requests then plan with what the slot holds.
-            queue.table[slot_id].is_ready = stands_out
+            queue.table[slot_id].phase = SlotPhase.READY if stands_out else SlotPhase.PREPARING
             hold.end()
             if not stands_out:
                 await self._evaluate_all()
@@ -358,7 +359,7 @@ class SimilarRequest(CachedRequest):
         n_common = shared_tokens(rival.content, self._prompt.tokens, namespace)
         if must_be_erased(process.rule, rival.content, namespace, n_common):
             return False
-        return is_late or (rival.is_running and len(process.tenants) <= 1)
+        return is_late or (rival.phase is SlotPhase.RUNNING and len(process.tenants) <= 1)
 
     async def _watch(self, hold: Turn, before: LastTasks | None, is_over: asyncio.Event) -> None:
         """Find the slot in which the request begins; hold the queue until then, but not for long."""
@@ -421,7 +422,8 @@ class SimilarRequest(CachedRequest):
         table = self._process.slots
         if len(table) == 1:
             return None
-        quiet = [s.id for s in table if not s.is_leased or s.is_running or s.id == slot_id]
+        is_quiet = (SlotPhase.FREE, SlotPhase.RUNNING)
+        quiet = [s.id for s in table if s.phase in is_quiet or s.id == slot_id]
         before = await self._process.last_tasks()
         return None if before is None else {other: before.get(other, -1) for other in quiet}
 
