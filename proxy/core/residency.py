@@ -86,11 +86,11 @@ def next_step(
     admitted: list[int] = []
     closed = set(kept_out)
     load, leaving = None, frozenset[str]()
-    for place, model in enumerate(waiting):
+    for index, model in enumerate(waiting):
         if model in closed:
             continue
         if model in residents.loaded:
-            admitted.append(place)
+            admitted.append(index)
             continue
         closed.add(model)
         if kept_out or load is not None:
@@ -143,11 +143,11 @@ def make_offer(
 
 def best_offer(offers: Sequence[Offer]) -> int:
     """Return the index of the best offer."""
-    places = range(len(offers))
+    indexes = range(len(offers))
     quickest = min(offer.seconds for offer in offers)
     if isinf(quickest):
-        return min(places, key=lambda i: (offers[i].load, -offers[i].n_reused))
-    alike = [i for i in places if offers[i].seconds <= quickest + STEADY_SECONDS]
+        return min(indexes, key=lambda i: (offers[i].load, -offers[i].n_reused))
+    alike = [i for i in indexes if offers[i].seconds <= quickest + STEADY_SECONDS]
     most = max(offers[i].n_reused for i in alike)
     hottest = [i for i in alike if offers[i].n_reused > most - STEADY_TOKENS]
     return min(hottest, key=lambda i: (offers[i].load, offers[i].seconds))

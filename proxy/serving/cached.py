@@ -18,7 +18,7 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.cuts import SLACK_TOKENS, Stop
 from proxy.core.model import Candidate, Checkpoint, CheckpointKind, Prompt, SlotId
 from proxy.core.plan import Plan, Start, Why, most_useful, plan_extension, plan_request
-from proxy.core.saving import is_place_at_risk
+from proxy.core.saving import is_cut_at_risk
 from proxy.core.slots import (
     TAINTED,
     Content,
@@ -546,12 +546,12 @@ class CachedRequest:
             process.tasks.start(process.learn_rule(rule))
 
     def _save_now(self, slot_id: SlotId, *, is_at_risk: bool) -> None:
-        """Save the slot; with *is_at_risk* only if llama-server is about to drop a needed place."""
+        """Save the slot; with *is_at_risk* only if a context checkpoint that is needed is about to go."""
         process = self._process
         if process.queue.is_placing:
             return  # another request may be running in this slot already
         content = process.slots[slot_id].content
-        if not is_at_risk or is_place_at_risk(process.rule, content, process.n_believed_points):
+        if not is_at_risk or is_cut_at_risk(process.rule, content, process.n_believed_points):
             save = process.saves.write_back(
                 slot_id, CheckpointKind.CONVERSATION, is_just_predicted=True
             )

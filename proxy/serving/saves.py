@@ -22,9 +22,9 @@ from proxy.core.model import (
 )
 from proxy.core.saving import (
     at_savable_point,
-    edit_places,
+    edit_cuts,
     is_write_back_due,
-    places_of,
+    likely_cuts,
     points_of_others,
     select_points,
 )
@@ -212,10 +212,10 @@ class SlotSaves:
         own = {c.restore_point: c.size_bytes for c in saved.state.context_checkpoints}
         if self._process.rule.kind is not RuleKind.RESTORE_POINTS or not own:
             return saved, True
-        places = places_of(content, kind)
+        cuts = likely_cuts(content, kind)
         others = points_of_others(relatives)
-        inside, state_bytes = edit_places(content), saved.state.state_end
-        selection = select_points(own, others, places, self._process.rates, inside, state_bytes)
+        inside, state_bytes = edit_cuts(content), saved.state.state_end
+        selection = select_points(own, others, cuts, self._process.rates, inside, state_bytes)
         if selection.keys() == own.keys():
             return saved, True
         store, grafted = self._process.store, dict[int, Source]()

@@ -23,6 +23,9 @@ def known(n_common: int, n_tokens: int, n_tail: int = 0) -> Known:
     return Known(branch(n_common, n_tokens), NAMESPACE, n_tail=n_tail)
 
 
+EVALUATING = Unknown(NAMESPACE, likely=run_of(10))
+
+
 @pytest.mark.parametrize(
     ("held", "at_least", "at_most"),
     [
@@ -51,7 +54,7 @@ def known(n_common: int, n_tokens: int, n_tail: int = 0) -> Known:
             0,
             40,
         ),
-        (slot(Unknown(NAMESPACE, likely=run_of(10)), phase=SlotPhase.CLOSING), 0, 100),
+        (slot(EVALUATING, phase=SlotPhase.CLOSING), 0, 100),
     ],
 )
 def test_what_a_slot_shares_with_a_prompt(held: Slot, at_least: int, at_most: int) -> None:
