@@ -93,13 +93,14 @@ class Told(NamedTuple):
     """The additions to a client's answer: a header, and the diagnostics that the client has asked for.
 
     `on_id`, if set, is called with llama-server's id of the answer, which later requests may name. The
-    answer of a request that `warms` is empty.
+    answer of a request that `warms` is empty. If it `keeps_text`, the text of the answer is read later.
     """
 
     header: str = ""
     diagnose: Diagnose | None = None
     on_id: Callable[[str], object] | None = None
     warms: str = ""
+    keeps_text: bool = False
 
 
 NOTHING_TOLD = Told()
@@ -415,11 +416,13 @@ class Report:
 
     def told(self, request: "Request") -> Told:
         """Return the additions to an answer that begins now; a fault here does not stop the answer."""
+        told = Told(warms=request.warms, keeps_text=request.keeps_text)
         try:
-            return Told(_cache_header(request), *self._comparison(request), request.warms)
+            diagnose, on_id = self._comparison(request)
+            return told._replace(header=_cache_header(request), diagnose=diagnose, on_id=on_id)
         except Exception as error:
             self._log.warning("explain failed", id=request.id, reason=repr(error))
-            return Told(warms=request.warms)
+            return told
 
     def _comparison(
         self, request: "Request"

@@ -55,13 +55,18 @@ class Ahead:
     def note(self, process: Process, request: Request) -> None:
         """Begin soon behind the answer to a request; an answer aside leaves the one before its turn."""
         if request.kind is not Kind.SIDE:
-            self._last = (process, request) if _is_awaited(process, request) else None
-        if (
-            self._last is not None
-            and self._max_seconds
-            and (self._task is None or self._task.done())
-        ):
+            answer = request.answer
+            # After a tool call no message of the user follows.
+            is_last = answer is not None and answer.status == 200 and not answer.calls
+            self._last = (process, request) if is_last and request.keeps_text else None
+        if self._last and self._max_seconds and (self._task is None or self._task.done()):
             self._task = process.tasks.start(self._begin(*self._last))
+
+    def may_follow(self, process: Process, request: Request) -> bool:
+        """Return whether a request may be gone on with once it is answered."""
+        is_plain = not (request.wishes or request.warms or request.kind is Kind.SIDE)
+        is_cached = process.is_caching and request.conversation is not None
+        return bool(self._max_seconds) and is_cached and is_plain
 
     async def close(self) -> None:
         """Stop, and begin no more."""
@@ -122,14 +127,6 @@ class Ahead:
 
 def _when_idle(table: SlotTable, slot_id: SlotId) -> Choice[None] | None:
     return None if any(slot.is_leased for slot in table) else Choice((slot_id,), None)
-
-
-def _is_awaited(process: Process, request: Request) -> bool:
-    """Return whether a message of the user is likely to follow the answer to a request."""
-    answer = request.answer
-    is_last = answer is not None and answer.status == 200 and not answer.calls
-    is_cached = process.is_caching and request.conversation is not None
-    return is_last and is_cached and not (request.wishes or request.warms)
 
 
 def _n_reused(process: Process, prompt: Prompt, slot_id: SlotId) -> int:

@@ -31,7 +31,8 @@ class Answer:
     """Facts of llama-server's answer, read while it was relayed; `timings` is None if it has none.
 
     `first_token_at` is of the monotonic clock; None if the answer was not a stream. `is_broken` says that
-    llama-server went away in the middle. `calls` are the tool calls of the answer, `said` returns its text.
+    llama-server went away in the middle. `calls` are the tool calls of the answer, `said` returns its text;
+    of a stream only if that was kept.
     """
 
     status: int
@@ -82,8 +83,8 @@ class Request:
     until the real prompt has been read. A request that `is_brief` is too short to be looked up. The request
     joined its first queue at `queued_at` of the monotonic clock, 0 if it has joined none yet, and its
     answer was whole at `answered_at`. `foresee` returns the cause that will be reported if all goes as
-    planned. `shared` says what the shared store gave, empty if nothing was asked of it; that took
-    `fetch_seconds`.
+    planned. If it `keeps_text`, the text of its answer is kept, even of a stream. `shared` says what the
+    shared store gave, empty if nothing was asked of it; that took `fetch_seconds`.
     """
 
     path: str
@@ -121,6 +122,7 @@ class Request:
     answer: Answer | None = None
     answered_at: float = 0.0
     foresee: Callable[[], Cause] = _not_looked_up
+    keeps_text: bool = False
     shared: str = ""
     fetch_seconds: float = 0.0
     _received: tuple[bytes, GenerationBody | None] = (b"", None)

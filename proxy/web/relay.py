@@ -139,7 +139,8 @@ class Exchange:
             self.writer.response = await self._begin(edited)
         # Tool calls are read because clients do not send them back unchanged.
         route = self.route if answer.status == 200 else None
-        self._reader = AnswerReader(answer.headers.get("Content-Type", ""), route)
+        content_type = answer.headers.get("Content-Type", "")
+        self._reader = AnswerReader(content_type, route, keeps_text=self._told.keeps_text)
         return await self._pass_on(target, lines, edited)
 
     async def _pass_on(
