@@ -28,11 +28,12 @@ from proxy.llama.bodies import (
 from proxy.llama.routes import honours_id_slot, reads_forms
 from proxy.serving.cached import CachedRequest
 from proxy.serving.fetching import fetch_first
-from proxy.serving.placement import SimilarRequest, UncachedRequest
+from proxy.serving.placement import SimilarRequest
 from proxy.serving.process import Process
 from proxy.serving.queue import replaced
 from proxy.serving.request import NO_READ, Request
 from proxy.serving.rewriting import Stabilizing
+from proxy.serving.uncached import UncachedRequest
 from proxy.store.known_models import known_tenants, tenants_name
 from proxy.tasks import Turn
 
