@@ -275,11 +275,9 @@ def with_first_text_and(message: dict[str, Any], text: str) -> dict[str, Any]:
     return {**message, "content": [message["content"][0], {"type": "text", "text": text}]}
 
 
-def with_messages(
-    body: GenerationBody, messages: list[dict[str, Any]], *, generation_prompt: bool
-) -> bytes:
-    """Return a body that renders *messages* as the request would."""
-    changed = {"messages": messages, "add_generation_prompt": generation_prompt}
+def with_messages(body: GenerationBody, messages: list[dict[str, Any]]) -> bytes:
+    """Return a body that renders *messages* as the request would, without the generation prompt."""
+    changed = {"messages": messages, "add_generation_prompt": False}
     return msgspec.json.encode({**body.fields, **changed})
 
 

@@ -141,7 +141,7 @@ class PromptReader:
         user, other = ({"role": "user", "content": text} for text in _OTHER_TEXTS)
         messages = [*body.messages, answer, user]
         raw, with_reasoning = (
-            with_messages(body, [*body.messages, a, user], generation_prompt=False)
+            with_messages(body, [*body.messages, a, user])
             for a in (answer, {**answer, "reasoning_content": _OTHER_TEXTS[0]})
         )
         text = await self._upstream.apply_template(raw, headers)
@@ -180,7 +180,7 @@ class PromptReader:
                 surroundings=surroundings,
             )
         if key not in self._cuts:  # a turn that began before the proxy did, or whose prompt was cut
-            head = with_messages(body, messages, generation_prompt=False)
+            head = with_messages(body, messages)
             self._cuts[key] = tokens[: (await self._cut_before(rendering, head))[0]]
         return Cuts(header, self._remembered(key, tokens), message_end)
 
@@ -230,17 +230,14 @@ class PromptReader:
         """
         body = rendering.body
         before, behind = body.messages[:index], body.messages[index + 1 :]
-        bodies = [
-            with_messages(body, [*before, other, *behind], generation_prompt=False)
-            for other in others
-        ]
+        bodies = [with_messages(body, [*before, other, *behind]) for other in others]
         return min([await self._cut_before(rendering, other) for other in bodies])
 
     async def _message_end(self, rendering: _RenderedPrompt, *, is_wanted: bool) -> int:
         """Return the end of the last complete message: where the generation prompt begins."""
         if not is_wanted:
             return 0
-        plain = with_messages(rendering.body, rendering.body.messages, generation_prompt=False)
+        plain = with_messages(rendering.body, rendering.body.messages)
         find = partial(self._cut_before, rendering, plain)
         return min(await self._cut_at_ending(rendering, "", find), len(rendering.tokens) - 1)
 
@@ -311,16 +308,12 @@ class PromptReader:
     async def _shared_header(
         self, body: GenerationBody, system: list[dict[str, object]], headers: Headers
     ) -> TokenIds:
+        bodies = (
+            with_messages(body, [*system, {"role": "user", "content": user}])
+            for user in _OTHER_TEXTS
+        )
         texts = await asyncio.gather(
-            *(
-                self._upstream.apply_template(
-                    with_messages(
-                        body, [*system, {"role": "user", "content": user}], generation_prompt=False
-                    ),
-                    headers,
-                )
-                for user in _OTHER_TEXTS
-            )
+            *(self._upstream.apply_template(raw, headers) for raw in bodies)
         )
         shared = texts[0][: common_prefix_length(*texts)]
         pieces = await self._upstream.pieces(shared, headers)

@@ -263,7 +263,7 @@ def test_last_user_index_is_the_newest_user_message() -> None:
 
 
 def test_with_messages_keeps_the_other_fields_in_order() -> None:
-    rendered = with_messages(TALK, [{"role": "user"}], generation_prompt=False)
+    rendered = with_messages(TALK, [{"role": "user"}])
     assert json.loads(rendered) == {
         **TALK.fields,
         "messages": [{"role": "user"}],
