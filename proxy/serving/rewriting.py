@@ -12,8 +12,7 @@ from cachetools import LRUCache
 from proxy.core.messages import CONVERSATIONS, list_of
 from proxy.errors import CacheFault, StoreFault, UpstreamFault, UpstreamRefused
 from proxy.llama.bodies import GenerationBody
-from proxy.llama.client import LlamaServer
-from proxy.llama.routes import Target
+from proxy.llama.client import LlamaServer, Target
 from proxy.serving.process import Process
 from proxy.serving.request import NO_STORE, Request
 from proxy.serving.shared import Shared

@@ -14,8 +14,7 @@ from proxy.core.tokens import Namespace
 from proxy.errors import StoreFault
 from proxy.explain.report import Journal, Report
 from proxy.health import Degradations, Faults
-from proxy.llama.client import LlamaServer
-from proxy.llama.routes import Target
+from proxy.llama.client import LlamaServer, Target
 from proxy.metrics import Metrics
 from proxy.store.store import CheckpointStore
 from proxy.tasks import Tasks

@@ -14,7 +14,6 @@ from proxy.llama.bodies import (
     bypass_reason,
     cache_wishes,
     chat_reason,
-    last_user_index,
     leading_system,
     n_completions,
     only_to_warm,
@@ -22,8 +21,8 @@ from proxy.llama.bodies import (
     pin,
     rendering_key,
     taints_slot,
-    with_messages,
 )
+from proxy.serving.prompts import last_user_index, with_messages
 
 SLOT = SlotId(3)
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
