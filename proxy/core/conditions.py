@@ -158,8 +158,8 @@ class DegradationKind(StrEnum):
     NO_ROOM = (
         "no room for states",
         "There is no room for another state: what a slot holds is lost when another request takes it.",
-        "If the error names the budget, raise max_store_bytes or unpin checkpoints; if it names free space, "
-        "free some or lower min_free_bytes. It ends with the next save that finds room.",
+        "If the error names the budget, raise max_store_bytes or unpin checkpoints; if free space, free "
+        "some or lower min_free_bytes. It ends with the next save that finds room.",
         State.DEGRADED,
     )
     WRITE_BUDGET_SPENT = (

@@ -13,13 +13,12 @@ from dataclasses import replace
 from functools import partial
 
 from proxy.core.cuts import Stop
-from proxy.core.model import CheckpointKind, Cuts, Prompt, SlotId
-from proxy.core.plan import plan_request
+from proxy.core.model import Cuts, Prompt, SlotId
 from proxy.core.slots import Known, SlotPhase, SlotTable
 from proxy.errors import ServerAway, TooManyRequests
 from proxy.explain.known import Kind
 from proxy.servers.background import is_due
-from proxy.serving.planning import situation
+from proxy.serving.planning import plan_in
 from proxy.serving.process import Process
 from proxy.serving.queue import Choice, FreeElsewhere
 from proxy.serving.request import Request
@@ -109,7 +108,7 @@ class Ahead:
                 return
             self._is_evaluating = True
             if is_due(process, replace(slot, phase=SlotPhase.FREE), 0.0):
-                save = process.saves.write_back(slot.id, CheckpointKind.CONVERSATION)
+                save = process.saves.write_back(slot.id)
                 await process.finish(lease, save)
             n_piece = max(_MIN_PIECE_TOKENS, int(_PIECE_SECONDS / seconds * (len(tokens) - begin)))
             began, n_evaluated = time.monotonic(), 0
@@ -131,8 +130,5 @@ def _when_idle(table: SlotTable, slot_id: SlotId) -> Choice[None] | None:
 
 def _n_reused(process: Process, prompt: Prompt, slot_id: SlotId) -> int:
     """Return how much of a prompt a slot gives as it stands; all of it if more is to be done."""
-    now = situation(process, prompt)
-    mine = replace(now.slots[slot_id], phase=SlotPhase.FREE)
-    plan = plan_request(prompt, replace(now, slots=(mine,), expected=()))
-    is_live = plan is not None and not (plan.start.restored or plan.start.erases)
-    return plan.start.n_reused if plan is not None and is_live else prompt.n_tokens
+    start = plan_in(process, prompt, slot_id).start
+    return prompt.n_tokens if start.restored or start.erases else start.n_reused

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 
-from proxy.core.model import CheckpointKind, RuleKind, SlotId
+from proxy.core.model import RuleKind, SlotId
 from proxy.core.saving import is_write_back_due
 from proxy.core.slots import Empty, SlotPhase, SlotTable
 from proxy.errors import UpstreamFault
@@ -153,7 +153,7 @@ async def wind_up(process: Process, slot_id: SlotId, n_tokens: int) -> None:
     content = queue.table[slot_id].content
     # During a placement another request may be running there already.
     if not queue.is_placing and is_write_back_due(process.rule, content):
-        await process.saves.write_back(slot_id, CheckpointKind.CONVERSATION)
+        await process.saves.write_back(slot_id)
 
 
 async def outlast(

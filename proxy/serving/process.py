@@ -24,7 +24,6 @@ from proxy.core.model import (
     NO_RULE,
     Candidate,
     Checkpoint,
-    CheckpointKind,
     Cuts,
     Prompt,
     Quarantine,
@@ -345,7 +344,7 @@ class Process(Services):
         if (lease := self.queue.try_lease(slot_id, passes_all=True)) is None:
             return
         with lease:
-            await self.finish(lease, self.saves.write_back(slot_id, CheckpointKind.CONVERSATION))
+            await self.finish(lease, self.saves.write_back(slot_id))
             try:
                 await self.finish(lease, self.erase(slot_id))
             except UpstreamFault as fault:

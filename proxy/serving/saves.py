@@ -55,7 +55,11 @@ class SlotSaves:
         self._postponed: dict[SlotId, tuple[Content, Content]] = {}
 
     async def write_back(
-        self, slot_id: SlotId, kind: CheckpointKind, *, is_just_predicted: bool = False
+        self,
+        slot_id: SlotId,
+        kind: CheckpointKind = CheckpointKind.CONVERSATION,
+        *,
+        is_just_predicted: bool = False,
     ) -> Checkpoint | None:
         """Save a slot's content, cut back first where that helps; None if it is not saved.
 

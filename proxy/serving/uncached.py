@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterable
 
 from proxy.core.messages import Route
-from proxy.core.model import CheckpointKind, SlotId
+from proxy.core.model import SlotId
 from proxy.core.plan import MAX_LOST_TOKENS
 from proxy.core.slots import (
     TAINTED,
@@ -138,8 +138,7 @@ class UncachedRequest:
         process = self._process
         content = process.slots[slot_id].content
         if isinstance(content, Known) and content.n_unsaved > MAX_LOST_TOKENS:
-            kind = CheckpointKind.CONVERSATION
-            await process.finish(lease, process.saves.write_back(slot_id, kind))
+            await process.finish(lease, process.saves.write_back(slot_id))
         if not must_be_erased(process.rule, process.slots[slot_id].content, self._namespace):
             return True
         # /v1/messages has no flag against reuse. If a slot cannot be erased, one token overwrites it.
