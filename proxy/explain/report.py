@@ -429,8 +429,10 @@ class Report:
     ) -> tuple[Diagnose | None, Callable[[str], object] | None]:
         """Return the diagnostics against the named request, and a function that notes this one's id."""
         body, route, journal = request.body, request.route, self._journal
-        is_asked, message_id = asked_comparison(route, body) if body else (False, "")
-        if body is None or not (is_asked or route is Route.RESPONSES):
+        if body is None or route not in (Route.MESSAGES, Route.RESPONSES):
+            return None, None
+        is_asked, message_id = asked_comparison(route, body)
+        if not is_asked and route is Route.MESSAGES:
             return None, None
         new = named(
             request.id, body.fields, sketch_of(request.chat.fields) if request.chat else None

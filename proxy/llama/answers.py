@@ -308,11 +308,6 @@ class TrueUsage:
         self._n_found = n_found
         self._diagnose = diagnose
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether an answer may need a change; Anthropic's always gets the count of newly cached tokens."""
-        return self._is_anthropic or self._n_found is not None or self._diagnose is not None
-
     def of_answer(self, body: bytes) -> bytes:
         """Return a whole JSON answer, corrected."""
         if not self._is_anthropic:
