@@ -262,7 +262,6 @@ def set_gauges(shared: Shared, pool: Pool) -> None:
     rules = {str(process.rule) for process in processes if process.can_cache}
     for kind in RuleKind:
         metrics.rule.labels(kind).set(str(kind) in rules)
-    metrics.rule_end_tokens.set(highest(p.rule.end_holds_from for p in processes))
     for position, label in POSITION_LABELS.items():
         speed = highest(p.rates.tokens_per_second(position) for p in processes)
         metrics.evaluation_tokens_per_second.labels(label).set(speed)

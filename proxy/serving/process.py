@@ -143,15 +143,15 @@ class Process(Services):
     room: "Room" = field(init=False)
     saves: "SlotSaves" = field(init=False)
     launches: "Launches" = field(init=False)
+    slots: SlotTable = field(init=False)
+    """The content and the lease of each slot."""
     on_way: "set[Request]" = field(default_factory=set)
     """Requests that another llama-server has read and this process will serve."""
     is_current: Callable[[], Awaitable[bool]] = _is_always
     """Asks llama-server now; returns whether this process still answers."""
 
-    @property
-    def slots(self) -> SlotTable:
-        """What each slot holds, and who leases it."""
-        return self.queue.table
+    def __post_init__(self) -> None:
+        self.slots = self.queue.table
 
     @property
     def can_cache(self) -> bool:

@@ -54,7 +54,7 @@ class Stabilizing:
         result = stabilize(route, body.fields, self._memory, self._switches, facts, seen)
         for failed, reason in result.failures.items():
             self._services.faults.record("stabilize", CacheFault(f"{failed}: {reason}"))
-        if NO_STORE not in request.wishes:  # what was learned is written to the index
+        if result.lessons and NO_STORE not in request.wishes:  # lessons are written to the index
             self._memory.learn(result.lessons)
         with suppress(ValueError):  # larger than _SEEN_BYTES
             self._seen[key] = result.seen, len(body.raw)

@@ -34,7 +34,7 @@ def o3_other_rules() -> Mutation:
 
 
 def o4_plan_to_build() -> Mutation:
-    turn = [ASKED, *_without_reasoning(_turn()), oc.answer(70)]
+    turn = [ASKED, *_turn(), oc.answer(70)]
     requests = (
         oc.request(ASKED, is_plan=True),
         oc.request(*turn, is_plan=True),
@@ -43,14 +43,9 @@ def o4_plan_to_build() -> Mutation:
     return _row("O4", *requests, opt_in=frozenset({Name.STICKY_TOOL_TEXT}))
 
 
-def _without_reasoning(messages: list[oc.Message]) -> list[oc.Message]:
-    """Return messages of which no template drops anything."""
-    return [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages]
-
-
 def o5_reminder_moves_to_the_newest_message() -> Mutation:
     task = "Plan how the tests of the shop could pass."
-    later = [*_without_reasoning(_turn(8)), oc.answer(120)]
+    later = [*_turn(8), oc.answer(120)]
     requests = (
         oc.request(oc.user(task, oc.PLAN)),
         oc.request(oc.user(task, oc.PLAN), *later),
