@@ -99,8 +99,8 @@ reminder moved: A reminder that the client adds was moved, changed or taken out.
     -> None if the client cannot leave its reminders where they are.
     => sticky_reminders leaves them where they first were.
 reasoning dropped: The reasoning of an earlier answer is no longer in the prompt.
-    -> Have the client send `reasoning_content` back. What a template drops anyway is evaluated while the
-    user reads, within `ahead_seconds`.
+    -> Have the client send `reasoning_content` back.
+    => inline_reasoning puts the reasoning back into the answers.
 edited message: An earlier message was edited, inserted or left out.
     -> None if the user went back. Switch off the client's pruning of old tool results.
 truncated history: Messages at the beginning of the conversation were dropped or summed up.
@@ -180,7 +180,7 @@ class Meaning(NamedTuple):
 
 
 _IN_FRONT = (PromptPart.TOOLS, PromptPart.SYSTEM, PromptPart.USER)
-_EVERYWHERE = ("drop_billing_header", "sticky_session")
+_EVERYWHERE = ("drop_billing_header", "inline_reasoning", "sticky_session")
 """These stabilizers treat every conversation alike; the others hold the beginning of each."""
 
 

@@ -16,9 +16,9 @@ from proxy.llama.client import LlamaServer, Target
 from proxy.serving.process import Process
 from proxy.serving.request import NO_STORE, Request
 from proxy.serving.shared import Shared
-from proxy.stabilize.drops import LATE_SYSTEM, accepts_late_system
 from proxy.stabilize.model import Memory, Name, RequestFacts, list_name
 from proxy.stabilize.run import Seen, stabilize
+from proxy.stabilize.template import BODIES, inlined_body, keeps_inlined, read_facts
 
 _ASK_SECONDS = 2.0
 """How long a request waits for the examination of the template; then it goes on without the result."""
@@ -99,14 +99,25 @@ class Stabilizing:
 
     async def _ask(self, upstream: LlamaServer) -> RequestFacts:
         try:
-            rendering = await upstream.apply_template(msgspec.json.encode(LATE_SYSTEM), {})
-        except UpstreamRefused as refusal:
-            is_known = refusal.status in (400, 500)
-            return RequestFacts(accepts_late_system=False) if is_known else RequestFacts()
-        except UpstreamFault as fault:
+            renderings = {probe: await _render(upstream, body) for probe, body in BODIES.items()}
+            facts = read_facts(renderings)
+            inlined = inlined_body(facts)
+            if inlined is None or keeps_inlined(await _render(upstream, inlined), renderings):
+                return facts
+            return replace(facts, reasoning_marks=None)
+        except (UpstreamFault, ValueError, KeyError) as fault:
             self._services.faults.record("stabilize", fault)
             return RequestFacts()
-        return RequestFacts(accepts_late_system(rendering))
+
+
+async def _render(upstream: LlamaServer, body: dict[str, object]) -> str | None:
+    """Return a rendering, None if the template refuses the body; raises UpstreamFault."""
+    try:
+        return await upstream.apply_template(msgspec.json.encode(body), {})
+    except UpstreamRefused as refusal:
+        if refusal.status in (400, 500):
+            return None
+        raise
 
 
 def _conversation_key(request: Request, body: GenerationBody) -> bytes:

@@ -24,6 +24,7 @@ from proxy.core.messages import (
 from proxy.stabilize.model import (
     Draft,
     Json,
+    Marks,
     UnknownShape,
     is_text,
     plain_text,
@@ -198,29 +199,6 @@ def _in_words(part: Any, line_break: str = "") -> Any:
 # of a message depends only on the messages before it, so that a later request is rendered alike.
 
 
-_ASKS, _COMMANDS = "Zaq asks", "Zaq commands"
-_NONE: Json = {"type": "object", "properties": {}}
-LATE_SYSTEM: Json = {
-    "messages": [
-        {"role": "system", "content": "Zaq"},
-        {"role": "user", "content": "Zaq begins"},
-        {"role": "assistant", "content": "Zaq answers"},
-        {"role": "user", "content": _ASKS},
-        {"role": "system", "content": _COMMANDS},
-    ],
-    "tools": [{"type": "function", "function": {"name": "zaq", "parameters": _NONE}}],
-}
-"""A chat body whose rendering shows what a template does with a system message in mid-conversation."""
-
-
-def accepts_late_system(rendering: str | None) -> bool:
-    """Return whether a template renders LATE_SYSTEM in the order of its messages; None: it refuses.
-
-    Rendered at another place, the message would change the beginning of the prompt.
-    """
-    return rendering is not None and rendering.find(_COMMANDS) > rendering.find(_ASKS)
-
-
 def hoist_system_message(draft: Draft) -> None:
     """A long constant system message behind the first user text cannot be shared by sessions.
 
@@ -294,3 +272,74 @@ def followed_by(route: Route, message: Json, text: str) -> list[Json]:
     if message.get("role") in ("user", "tool") or key == "output":
         return [_with_text_behind(route, message, key, reminder)]
     return [message, {"role": "user", "content": reminder}]
+
+
+# The reasoning of earlier turns, kept in the text of their answers. Templates drop `reasoning_content` of
+# all answers before the newest user message, but keep `content`. The reasoning is written as the template
+# writes it, so that the text is the same as in the prompt while the turn was running.
+
+
+_NO_REASONING = " "
+"""With this, a template looks for no reasoning in the text; llama-server leaves out an empty string."""
+
+
+def inline_reasoning(draft: Draft) -> None:
+    """Many templates drop old reasoning at each new user message, and with it the prefix.
+
+    Put the reasoning of all answers before the newest user message into their text.
+    """
+    marks = draft.facts.reasoning_marks
+    if marks is None:
+        return
+    messages = draft.messages
+    newest = max((i for i, m in enumerate(messages) if begins_turn(m)), default=0)
+    draft.messages = [
+        _inlined(m, draft.route, marks) if i < newest and m.get("role") == "assistant" else m
+        for i, m in enumerate(messages)
+    ]
+
+
+def _inlined(given: Json, route: Route, marks: Marks) -> Json:
+    message = _as_chat(given) if route is Route.MESSAGES else given
+    reasoning = message.get("reasoning_content") or ""
+    if not isinstance(reasoning, str) or reasoning == _NO_REASONING:
+        return given
+    if not reasoning.strip() and not marks.writes_empty:
+        return given
+    content = message.get("content") or ""
+    if isinstance(content, list) and all(map(is_text, content)):
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise UnknownShape("an answer's content is not text")
+    if content.startswith(marks.begin):
+        return given
+    ends_in_calls = not content and message.get("tool_calls")
+    end = marks.end_before_calls if ends_in_calls else marks.end
+    kept = marks.begin + (reasoning.strip() if marks.strips else reasoning) + end
+    return {**message, "content": kept + content, "reasoning_content": _NO_REASONING}
+
+
+def _as_chat(message: Json) -> Json:
+    """Return an Anthropic answer as the chat message that llama-server makes of it.
+
+    llama-server passes on a message with a string as content unchanged (convert_anthropic_to_oai in
+    server-chat.cpp). Only in this form can an answer have reasoning in its text and none beside it.
+    """
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    thinking, texts, calls = "", "", []
+    for block in content:
+        match text_of(block, "type"):
+            case "thinking":
+                thinking += block.get("thinking", "")
+            case "text":
+                texts += block["text"]
+            case "tool_use":
+                arguments = msgspec.json.encode(block.get("input", {})).decode()
+                function = {"name": block["name"], "arguments": arguments}
+                calls.append({"id": block["id"], "type": "function", "function": function})
+            case _:
+                raise UnknownShape("an answer's content has a block of another kind")
+    chat: Json = {"role": "assistant", "content": texts, "reasoning_content": thinking}
+    return {**chat, "tool_calls": calls} if calls else chat

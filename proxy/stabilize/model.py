@@ -36,9 +36,11 @@ class Name(StrEnum):
     STICKY_DATE = "sticky_date"
     STICKY_SESSION = "sticky_session"
     STICKY_REMINDERS = "sticky_reminders"
+    INLINE_REASONING = "inline_reasoning"
 
 
-SAFE = frozenset(n for n in Name if n != Name.GLUE_TEXT_TO_RESULTS and not n.startswith("sticky_"))
+_OPT_IN = (Name.GLUE_TEXT_TO_RESULTS, Name.INLINE_REASONING)
+SAFE = frozenset(n for n in Name if n not in _OPT_IN and not n.startswith("sticky_"))
 """The stabilizers that do not change the content that the model is given."""
 
 _WORDS = "|".join(("safe", "all", "none", *Name))
@@ -159,11 +161,29 @@ def why_failed(error: Exception) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Marks:
+    """The texts that a template writes before and behind the reasoning of an answer.
+
+    Where a template puts a line break before tool calls only behind text, the end before calls differs.
+    """
+
+    begin: str
+    end: str
+    end_before_calls: str
+    strips: bool = False
+    """Whether the template strips white space around the reasoning."""
+    writes_empty: bool = False
+    """Whether both also stand before an answer without reasoning, while its turn is running."""
+
+
+@dataclass(frozen=True, slots=True)
 class RequestFacts:
     """Facts about the server and the client, beside the body."""
 
     accepts_late_system: bool | None = None
     """Whether the template renders system messages in mid-conversation; None if unknown."""
+    reasoning_marks: Marks | None = None
+    """Set if the template drops old reasoning, and the reasoning may be kept as text."""
     session: str = ""
     """The client's own name for the session, if it sent one."""
     tenant: str = ""

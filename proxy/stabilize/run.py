@@ -24,7 +24,8 @@ from proxy.stabilize.model import (
 )
 
 # The key of a conversation depends on the changes of the stabilizers before the sticky ones, and must not
-# depend on those of the others.
+# depend on those of the others. Reasoning comes last because its messages no longer have the Anthropic
+# form.
 OfMessage = Callable[[Draft, Json], list[Json]]
 OfRequest = Callable[[Draft], None]
 OF_MESSAGES: dict[Name, OfMessage] = {
@@ -45,6 +46,7 @@ OF_REQUESTS: dict[Name, OfRequest] = {
     Name.STICKY_DATE: sticky.sticky_date,
     Name.STICKY_SESSION: sticky.sticky_session,
     Name.STICKY_REMINDERS: sticky.sticky_reminders,
+    Name.INLINE_REASONING: drops.inline_reasoning,
 }
 """The stabilizers that are applied next, to the request as a whole, in this order."""
 _ROUTES: dict[Name, Collection[Route]] = {
@@ -52,6 +54,7 @@ _ROUTES: dict[Name, Collection[Route]] = {
     Name.TOOL_REFERENCE_TEXT: (Route.MESSAGES,),
     Name.GLUE_TEXT_TO_RESULTS: (Route.MESSAGES,),
     Name.TOOL_RESULTS_FIRST: (Route.MESSAGES,),
+    Name.INLINE_REASONING: (Route.MESSAGES, Route.CHAT),
 }
 """The routes of the stabilizers that are not for every route."""
 NO_FACTS = RequestFacts()

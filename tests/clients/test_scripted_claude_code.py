@@ -23,8 +23,8 @@ REPOSITORY_STATUS_TOKENS = 1000
 
 settings = pytest.mark.parametrize(
     ("template", "stabilizers"),
-    [("strict", "safe"), ("thinking", "safe")],
-    ids=["strict", "thinking"],
+    [("strict", "safe"), ("thinking", "safe"), ("strict", "safe, inline_reasoning")],
+    ids=["strict", "thinking", "reasoning"],
 )
 
 
@@ -51,7 +51,7 @@ async def test_tool_loop_and_later_sessions_evaluate_only_what_is_new(
         print(f"\nClaude Code, {template}, {stabilizers}\n{told(turns)}")
         assert outcome.text == "The parser is mended." and n_in_loop == 13
         assert calls_in(turns[n_in_loop].recorded.body) == calls_of(loop)
-        assert_append_only(turns[:n_in_loop])
+        assert_append_only(turns[: n_in_loop + ("inline_reasoning" in stabilizers)])
         assert_only_new_is_evaluated(turns[:-1])
         assert turns[-1].n_evaluated <= REPOSITORY_STATUS_TOKENS
         # A continued session counts on from where it was.
@@ -62,11 +62,13 @@ async def test_tool_loop_and_later_sessions_evaluate_only_what_is_new(
 
 
 def calls_in(body: dict[str, Any]) -> list[str]:
-    """Return the arguments of all calls in a request."""
+    """Return the arguments of all calls in a request; inlined reasoning makes chat messages of answers."""
     calls = []
     for message in (m for m in body["messages"] if m["role"] == "assistant"):
         blocks = message["content"] if isinstance(message["content"], list) else []
         calls += [json.dumps(block["input"]) for block in blocks if block["type"] == "tool_use"]
+        for made in message.get("tool_calls", ()):
+            calls.append(json.dumps(json.loads(made["function"]["arguments"])))
     return calls
 
 

@@ -87,12 +87,14 @@ async def test_continued_session_on_another_day_keeps_its_prompt_with_a_sticky_d
 
 
 @pytest.mark.parametrize(
-    "stabilizers", ["safe", "safe, sticky_tool_text, sticky_reminders"], ids=["safe", "all"]
+    "stabilizers",
+    ["safe", "safe, sticky_tool_text, sticky_reminders, inline_reasoning"],
+    ids=["safe", "all"],
 )
 async def test_plan_then_build_keeps_its_prompt_with_sticky_tools_and_reminders(
     start_scripted: StartLab, stabilizers: str
 ) -> None:
-    async with start_scripted("plain", stabilizers=stabilizers) as lab:  # drops no reasoning
+    async with start_scripted("strict", stabilizers=stabilizers) as lab:
         lab.scripted.script = Script({TASK: opencode_loop(lab.repository)[:2]})
         await ask(lab, f"{TASK}: what is to be done?", "--agent", "plan")
         await ask(lab, "Do it.", "-c", "--agent", "build")

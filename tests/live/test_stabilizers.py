@@ -43,10 +43,13 @@ def facts(server: LlamaServer) -> RequestFacts:
     return template_facts(server)
 
 
-def test_late_system_messages_are_accepted_as_a_rendering_shows(
+def test_facts_of_a_template_are_read_from_its_renderings(
     facts: RequestFacts, template: str
 ) -> None:
     assert facts.accepts_late_system is (template not in REFUSING)
+    assert (facts.reasoning_marks is not None) is (template in DROPPING_REASONING)
+    if facts.reasoning_marks is not None:
+        assert facts.reasoning_marks.writes_empty
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.mutation.name)

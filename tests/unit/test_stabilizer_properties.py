@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.core.messages import CONVERSATIONS, Route
-from proxy.stabilize.model import Memory, Name, RequestFacts
+from proxy.stabilize.model import Marks, Memory, Name, RequestFacts
 from proxy.stabilize.run import Seen, Stabilized, stabilize
 from tests.lab.clients.catalogue import ROWS, Row
 
 ALL = frozenset(Name)
-FACTS = [RequestFacts(accepts) for accepts in (None, True, False)]
+MARKS = Marks("<think>\n", "\n</think>\n\n", "\n</think>\n", strips=True, writes_empty=True)
+FACTS = [RequestFacts(accepts, marks) for accepts in (None, True, False) for marks in (None, MARKS)]
 
 WORDS = st.sampled_from(
     [

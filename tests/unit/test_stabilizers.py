@@ -1,11 +1,12 @@
 """Each stabilizer by itself: what it rewrites, and what it leaves alone."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from proxy.core.messages import Route
-from proxy.stabilize.model import Memory, Name, RequestFacts
+from proxy.stabilize.model import Marks, Memory, Name, RequestFacts
 from proxy.stabilize.run import NO_FACTS, Stabilized, stabilize
 
 REFUSES = RequestFacts(accepts_late_system=False)
@@ -300,3 +301,77 @@ def test_responses_body_is_folded_where_the_template_refuses() -> None:
     body = {"instructions": "S", "input": [user("Fix it."), output, late]}
     result = run(Name.FOLD_SYSTEM_MESSAGES, body, form=Route.RESPONSES, facts=REFUSES)
     assert result.body["input"] == [user("Fix it."), {**output, "output": f"done\n\n{note('D')}"}]
+
+
+# inline_reasoning
+
+MARKS = Marks("<think>\n", "\n</think>\n\n", "\n</think>\n", strips=True)
+
+
+def test_reasoning_of_earlier_turns_becomes_text() -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "read", "arguments": "{}"}}
+    calling = {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": " why ",
+        "tool_calls": [call],
+    }
+    answered = {"role": "assistant", "content": "Done.", "reasoning_content": "because"}
+    newest = {"role": "assistant", "content": "", "reasoning_content": "now", "tool_calls": [call]}
+    tool = {"role": "tool", "tool_call_id": "a", "content": "x"}
+    messages = [user("One."), calling, tool, answered, user("Two."), newest, tool]
+    result = run(
+        Name.INLINE_REASONING,
+        {"messages": messages},
+        form=Route.CHAT,
+        facts=RequestFacts(reasoning_marks=MARKS),
+    )
+    changed = result.body["messages"]
+    assert changed[1]["content"] == "<think>\nwhy\n</think>\n"
+    assert changed[3]["content"] == "<think>\nbecause\n</think>\n\nDone."
+    assert changed[1]["reasoning_content"] == changed[3]["reasoning_content"] == " "
+    assert [changed[i] for i in (0, 2, 4, 5, 6)] == [messages[i] for i in (0, 2, 4, 5, 6)]
+
+
+def test_answers_without_reasoning_get_empty_marks_where_their_turn_was_written_with_them() -> None:
+    call = {"type": "tool_use", "id": "a", "name": "read", "input": {}}
+    bare = {"role": "assistant", "content": [text("So."), call]}
+    quoting = {"role": "assistant", "content": "<think>\nis a word"}
+    messages = [user("One."), bare, user(result_of("a")), quoting, user("Two.")]
+    body = {"messages": messages}
+    facts = RequestFacts(reasoning_marks=replace(MARKS, writes_empty=True))
+    changed = run(Name.INLINE_REASONING, body, facts=facts).body["messages"]
+    assert changed[1]["content"] == "<think>\n\n</think>\n\nSo."
+    assert changed[1]["reasoning_content"] == " "
+    assert changed[3] == quoting
+    again = {"messages": changed}
+    assert run(Name.INLINE_REASONING, again, facts=facts).body is again
+    assert run(Name.INLINE_REASONING, body, facts=RequestFacts(reasoning_marks=MARKS)).body is body
+
+
+def test_anthropic_answer_with_reasoning_becomes_a_chat_message() -> None:
+    blocks = [
+        {"type": "thinking", "thinking": "why", "signature": ""},
+        text("So."),
+        {"type": "tool_use", "id": "a", "name": "read", "input": {"b": 1.0, "a": "é"}},
+    ]
+    messages = [user("One."), {"role": "assistant", "content": blocks}, user(result_of("a"))]
+    body = {"messages": [*messages, user("Two.")]}
+    result = run(Name.INLINE_REASONING, body, facts=RequestFacts(reasoning_marks=MARKS))
+    function = {"name": "read", "arguments": '{"b":1.0,"a":"é"}'}
+    assert result.body["messages"][1] == {
+        "role": "assistant",
+        "content": "<think>\nwhy\n</think>\n\nSo.",
+        "reasoning_content": " ",
+        "tool_calls": [{"id": "a", "type": "function", "function": function}],
+    }
+
+
+def test_reasoning_is_left_alone_in_a_tool_loop_and_where_nothing_is_known_of_the_template() -> (
+    None
+):
+    answer = {"role": "assistant", "content": [{"type": "thinking", "thinking": "why"}]}
+    loop = {"messages": [user("One."), answer, user(result_of("a"))]}
+    assert run(Name.INLINE_REASONING, loop, facts=RequestFacts(reasoning_marks=MARKS)).body is loop
+    later = {"messages": [*loop["messages"], user("Two.")]}
+    assert run(Name.INLINE_REASONING, later).body is later

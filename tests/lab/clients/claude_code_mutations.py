@@ -57,7 +57,7 @@ def _turn(n_steps: int = 5) -> list[cc.Message]:
 def m7_old_reasoning_dropped() -> Mutation:
     later = [cc.answer(80), cc.user("Now the docs.")]
     requests = cc.request(ASKED, *_turn()), cc.request(ASKED, *_turn(), *later)
-    return _row("M7", *requests)
+    return _row("M7", *requests, opt_in=frozenset({Name.INLINE_REASONING}))
 
 
 def _call(

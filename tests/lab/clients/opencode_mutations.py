@@ -40,7 +40,8 @@ def o4_plan_to_build() -> Mutation:
         oc.request(*turn, is_plan=True),
         oc.request(*turn, oc.user("Do it.")),
     )
-    return _row("O4", *requests, opt_in=frozenset({Name.STICKY_TOOL_TEXT}))
+    opt_in = {Name.STICKY_TOOL_TEXT, Name.INLINE_REASONING}
+    return _row("O4", *requests, opt_in=frozenset(opt_in))
 
 
 def o5_reminder_moves_to_the_newest_message() -> Mutation:
@@ -51,7 +52,8 @@ def o5_reminder_moves_to_the_newest_message() -> Mutation:
         oc.request(oc.user(task, oc.PLAN), *later),
         oc.request(oc.user(task), *later, oc.user("Do it.", oc.BUILD)),
     )
-    return _row("O5", *requests, opt_in=frozenset({Name.STICKY_REMINDERS}))
+    opt_in = {Name.STICKY_REMINDERS, Name.INLINE_REASONING}
+    return _row("O5", *requests, opt_in=frozenset(opt_in))
 
 
 def o6_request_to_compact() -> Mutation:
@@ -103,7 +105,7 @@ def o9_retry_after_a_cut_stream() -> Mutation:
 def o10_continued_session() -> Mutation:
     turn = [ASKED, *_turn(), oc.answer(70)]
     requests = oc.request(ASKED, *_turn()), oc.request(*turn, oc.user("Now the docs."))
-    return _row("O10", *requests)
+    return _row("O10", *requests, opt_in=frozenset({Name.INLINE_REASONING}))
 
 
 def o11_fresh_session() -> Mutation:

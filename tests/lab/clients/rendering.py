@@ -3,9 +3,9 @@
 from proxy.core.messages import Route
 from proxy.core.tokens import common_prefix_length, token_ids
 from proxy.llama.conversions import chat_of_messages
-from proxy.stabilize.drops import LATE_SYSTEM, accepts_late_system
 from proxy.stabilize.model import Memory, Name, RequestFacts
 from proxy.stabilize.run import stabilize
+from proxy.stabilize.template import BODIES, inlined_body, keeps_inlined, read_facts
 from tests.lab.clients.mutation import Body, Mutation
 from tests.lab.models import TEMPLATE_FOLDER, model_path
 from tests.lab.server import DEFAULT_MODEL_FOLDER, LlamaServer
@@ -27,8 +27,13 @@ def server_with(template: str) -> LlamaServer:
 
 
 def template_facts(server: LlamaServer) -> RequestFacts:
-    """Return what the server's template does with late system messages."""
-    return RequestFacts(accepts_late_system(render(server, Route.CHAT, LATE_SYSTEM)))
+    """Return what the server's template does with late system messages and old reasoning."""
+    renderings = {probe: render(server, Route.CHAT, body) for probe, body in BODIES.items()}
+    facts = read_facts(renderings)
+    inlined = inlined_body(facts)
+    if inlined is not None:
+        assert keeps_inlined(render(server, Route.CHAT, inlined), renderings)
+    return facts
 
 
 def render(server: LlamaServer, form: Route, body: Body) -> str | None:
