@@ -219,6 +219,12 @@ class Metrics:
     """Failures of the shared store."""
     stabilized_requests = _counter(stabilizer=Name)
     """Requests rewritten, by stabilizer (docs/stabilizers.md)."""
+    shortened_requests = _counter()
+    """Requests of conversations that do not fit the context, sent without their oldest part
+    (context_overflow: stable).
+    """
+    left_out_tokens = _counter()
+    """Prompt tokens that these were sent without."""
     slots = _gauge(state=SlotState)
     """Slots of llama-server by state: leased (in use), or free with content that is known, empty or
     unknown.

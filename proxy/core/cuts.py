@@ -1,7 +1,8 @@
-"""Where a prompt is cut, to make a state that the next request can use.
+"""Where a prompt is cut: to make a state that the next request can use, or because the prompt does not fit.
 
-Owns: which of a prompt's stable cuts are worth a stop. Must never know how a cut is found (by rendering, or
-by comparing prompts) or made (by evaluating the prefix alone).
+Owns: which of a prompt's stable cuts are worth a stop, and where a conversation that outgrew the context
+is cut. Must never know how a cut is found (by rendering, or by comparing prompts) or made (by evaluating
+the prefix alone).
 
 A stop at a cut costs no tokens: llama-server evaluates `ids[:cut]`, then the request continues there. The
 benefit of a stop depends on the rule:
@@ -13,8 +14,9 @@ benefit of a stop depends on the rule:
 3. Any rule: a state that is saved at the cut can be restored into other slots while this one goes on.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from proxy.core.model import (
     Candidate,
@@ -159,3 +161,83 @@ def _planted(rule: Rule, cuts: Cuts) -> list[int]:
     marks = cuts.surroundings, cuts.last_turn_end, cuts.turn_start, *inside
     in_turn = [n for n in marks if n >= rule.end_holds_from]
     return sorted({cuts.header, cuts.branch, *in_turn} - {0})
+
+
+# Where a conversation that does not fit the context is cut: in large steps, so that the cut rarely moves.
+# A cut depends only on the messages before it, so a longer conversation has the same cuts, also after a
+# restart.
+
+
+_RESERVE_SHARE = 1 / 8
+"""The most of the context that is kept free for the answer, however long the client lets it be."""
+_KEPT_SHARE = 0.6
+"""About this share of the context is filled after a cut, so that the next cut is far away."""
+_MOST_RENDERED = 2
+"""A rendered message has at most this many times its own tokens."""
+_TURN_AHEAD_SHARE = 1 / 2
+"""If no turn begins within this share of a step, the conversation is cut in the middle of a turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class MessageSize:
+    """One message of a conversation, and how many tokens it has by itself.
+
+    A user message begins a turn, an answer of the model begins a step; results of tool calls begin neither.
+    """
+
+    n_tokens: int
+    begins_turn: bool = False
+    begins_step: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ContextCut:
+    """The messages that stay: those from *first* on, and *asked*, the user message of a turn cut in two."""
+
+    first: int
+    asked: int | None
+    n_left_out: int
+
+
+def room_for_prompt(n_ctx: int, n_wanted: int | None) -> int:
+    """Return how long a prompt may be to leave room for an answer of *n_wanted* tokens."""
+    most = int(n_ctx * _RESERVE_SHARE)
+    return n_ctx - (most if n_wanted is None or n_wanted < 0 else min(n_wanted, most))
+
+
+def step_of(n_ctx: int, n_room: int) -> int:
+    """Return how many tokens one step leaves out."""
+    return max(1, n_room - int(n_ctx * _KEPT_SHARE))
+
+
+def places_to_cut(parts: Sequence[MessageSize], n_step: int) -> list[ContextCut]:
+    """Return where a conversation may be cut: the i-th cut leaves out at least i + 1 steps.
+
+    A cut is where the next turn begins, or the next answer of the model if no turn begins soon. The newest
+    user message always stays, and tool calls stay together with their results.
+    """
+    before = [0, *accumulate(part.n_tokens for part in parts)]
+    places: list[ContextCut] = []
+    begins = [i for i, part in enumerate(parts) if part.begins_turn or part.begins_step]
+    turns = [i for i in begins if parts[i].begins_turn]
+    while begins := [i for i in begins if before[i] >= (len(places) + 1) * n_step]:
+        n_ahead = (len(places) + 1) * n_step + int(n_step * _TURN_AHEAD_SHARE)
+        first = next((i for i in begins if parts[i].begins_turn and before[i] < n_ahead), begins[0])
+        # If a turn is cut in two, its user message stays.
+        asked = None
+        if not parts[first].begins_turn:
+            asked = max((i for i in turns if i < first), default=None)
+        n_asked = parts[asked].n_tokens if asked is not None else 0
+        places.append(ContextCut(first, asked, before[first] - n_asked))
+    return places
+
+
+def first_to_try(places: Sequence[ContextCut], n_over: int, n_at_least: int) -> int:
+    """Return the index of the cut to try first for a prompt that is *n_over* tokens too long.
+
+    It is the first cut that may be enough; only a rendering tells whether it is. It is never before the
+    cut *n_at_least*, where the conversation was cut already: past turns may now render to fewer tokens.
+    """
+    enough = (i for i, p in enumerate(places) if p.n_left_out * _MOST_RENDERED >= n_over)
+    last = max(0, len(places) - 1)
+    return max(next(enough, last), min(n_at_least, last))

@@ -36,7 +36,7 @@ from proxy.serving.planning import situation
 from proxy.serving.process import Process
 from proxy.serving.queue import FreeElsewhere
 from proxy.serving.request import Request
-from proxy.serving.rewriting import Stabilizing
+from proxy.serving.rewriting import Overflow, Stabilizing
 from proxy.serving.shared import Shared
 from proxy.settings import Settings
 from proxy.stabilize.model import parse_switches
@@ -52,7 +52,8 @@ class Pool(Addresses):
         """*others* are those of Addresses."""
         super().__init__(settings, shared, *others)
         self.stabilizing = Stabilizing(shared, parse_switches(settings.stabilizers))
-        self.cache = Cache(self.stabilizing)
+        overflow = Overflow(shared, is_on=settings.context_overflow == "stable")
+        self.cache = Cache(self.stabilizing, overflow)
         self.ahead = Ahead(settings.ahead_seconds)
         self._fatal = FatalRequests(shared.opened_store)
 

@@ -32,7 +32,7 @@ from proxy.serving.placement import SimilarRequest
 from proxy.serving.process import Process
 from proxy.serving.queue import replaced
 from proxy.serving.request import NO_READ, Request
-from proxy.serving.rewriting import Stabilizing
+from proxy.serving.rewriting import Overflow, Stabilizing
 from proxy.serving.uncached import UncachedRequest
 from proxy.store.known_models import known_tenants, tenants_name
 from proxy.tasks import Turn
@@ -53,8 +53,9 @@ BRIEF = "too short: looking it up costs more than it could spare"
 class Cache:
     """Serves generation requests by a llama-server process, from the cache where that helps."""
 
-    def __init__(self, stabilizing: Stabilizing) -> None:
+    def __init__(self, stabilizing: Stabilizing, overflow: Overflow) -> None:
         self._stabilizing = stabilizing
+        self._overflow = overflow
 
     async def read(self, process: Process, request: Request, *, may_extend: bool = True) -> None:
         """Rewrite a request as it is to be served, and read its prompt.
@@ -102,12 +103,13 @@ class Cache:
         ending = [t for digests, t in process.settling if conversation.n_behind(digests)]
         if ending:
             await asyncio.wait(ending)
+        n_room = self._overflow.n_room(process, request)
         slot = slot_to_extend(
             conversation,
             process.slots,
             process.rule,
             request.namespace,
-            process.n_ctx,
+            n_room,
             is_pinned=honours_id_slot(request.route),
         )
         if slot is None or not isinstance(slot.content, Known):
@@ -152,6 +154,8 @@ class Cache:
         What sending raises passes through, cache faults do not. Raises ServerAway if llama-server was
         replaced before anything was sent.
         """
+        read = partial(self._read_prompt, process)
+        has_waited = await self._overflow.fit(process, request, read)  # shortening takes a while
         if (
             process.tier
             and request.prompt
@@ -161,8 +165,9 @@ class Cache:
             began = time.monotonic()
             request.shared = await fetch_first(process, process.tier, request.prompt)
             request.fetch_seconds = time.monotonic() - began
-            if request.shared and not await process.is_current():
-                raise replaced()
+            has_waited |= bool(request.shared)
+        if has_waited and not await process.is_current():
+            raise replaced()
         async with process.launches.turn() as start:
             await self._serve(process, request, start)
 
@@ -220,8 +225,9 @@ class Cache:
         request.prompt = None
         if not self._understand(process, request) or request.chat is None:
             return
+        is_judged = process.judges_by_size and not self._overflow.is_on
         is_far_over = len(request.raw) > _FAR_OVER_BYTES * process.n_ctx
-        if process.judges_by_size and is_far_over and not has_media(request.chat):
+        if is_judged and is_far_over and not has_media(request.chat):
             raise WillBeRefused("the prompt is far over the context")
         try:
             prompt = await process.reader.read(

@@ -1,7 +1,9 @@
-"""Requests rewritten before anything else looks at them: the stabilizers are applied."""
+"""Requests rewritten before anything else looks at them: stabilized, or cut to the context."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from copy import copy
 from dataclasses import replace
 from operator import itemgetter
 
@@ -9,14 +11,30 @@ import msgspec
 import xxhash
 from cachetools import LRUCache
 
+from proxy.core.cuts import (
+    ContextCut,
+    MessageSize,
+    first_to_try,
+    places_to_cut,
+    room_for_prompt,
+    step_of,
+)
 from proxy.core.messages import CONVERSATIONS, list_of
-from proxy.errors import CacheFault, StoreFault, UpstreamFault, UpstreamRefused
+from proxy.errors import CacheFault, StoreFault, UpstreamFault, UpstreamRefused, WillBeRefused
 from proxy.llama.bodies import GenerationBody
 from proxy.llama.client import LlamaServer, Target
 from proxy.serving.process import Process
 from proxy.serving.request import NO_STORE, Request
 from proxy.serving.shared import Shared
-from proxy.stabilize.model import Memory, Name, RequestFacts, list_name
+from proxy.stabilize.drops import (
+    begins_step,
+    begins_turn,
+    conversation_of,
+    rendered_text,
+    shortened,
+    wanted_tokens,
+)
+from proxy.stabilize.model import Json, Memory, Name, RequestFacts, list_name, why_failed
 from proxy.stabilize.run import Seen, stabilize
 from proxy.stabilize.template import BODIES, inlined_body, keeps_inlined, read_facts
 
@@ -120,8 +138,102 @@ async def _render(upstream: LlamaServer, body: dict[str, object]) -> str | None:
         raise
 
 
-def _conversation_key(request: Request, body: GenerationBody) -> bytes:
-    """Return a key for a conversation: a digest of its tenant, session and first messages."""
+def _conversation_key(request: Request, body: GenerationBody, model: str = "") -> bytes:
+    """Return a key for a conversation: a digest of its tenant, session, model and first messages."""
     begins = list_of(body.fields.get(list_name(request.route)))[:_N_FIRST_MESSAGES]
-    told = [request.route, request.tenant, request.session, begins]
+    told = [request.route, request.tenant, request.session, model, begins]
     return xxhash.xxh3_128_digest(msgspec.json.encode(told))
+
+
+# The setting context_overflow: the proxy shortens a conversation that has outgrown the context. Without
+# the setting llama-server refuses the prompt, and clients know how to handle that.
+
+
+REWRITE = "context_overflow"
+_N_CONVERSATIONS = 1024
+_N_MESSAGES = 16384
+
+Read = Callable[[Request], Awaitable[None]]
+
+
+class Overflow:
+    """Leaves out the oldest messages of conversations that do not fit, in large steps."""
+
+    def __init__(self, services: Shared, *, is_on: bool) -> None:
+        self._services = services
+        self.is_on = is_on
+        self._counts: LRUCache[bytes, int] = LRUCache(_N_MESSAGES)
+        self._reached: LRUCache[bytes, int] = LRUCache(_N_CONVERSATIONS)
+
+    def n_room(self, process: Process, request: Request) -> int:
+        """Return how many tokens a prompt may have without being shortened."""
+        if not self.is_on or not request.body:
+            return process.n_ctx
+        return room_for_prompt(process.n_ctx, wanted_tokens(request.body.fields))
+
+    async def fit(self, process: Process, request: Request, read: Read) -> bool:
+        """Shorten a request that does not fit; return whether the request was shortened.
+
+        *read* reads the prompt of a shortened request.
+        """
+        n_ctx, is_conversation = process.n_ctx, request.route in CONVERSATIONS
+        if not self.is_on or not is_conversation or not request.body or not request.prompt:
+            return False
+        n_room = self.n_room(process, request)
+        if request.prompt.n_tokens <= n_room:
+            return False
+        try:
+            conversation = conversation_of(request.route, request.body.fields)
+            parts = await self._count(process.upstream, conversation, request)
+            places = places_to_cut(parts, step_of(n_ctx, n_room))
+            key = _conversation_key(request, request.body, process.upstream.target.model)
+            return await self._shorten(request, read, places, key, n_room)
+        except WillBeRefused:
+            raise
+        except Exception as error:
+            failure = CacheFault(f"{REWRITE}: {why_failed(error)}")
+            self._services.faults.record("stabilize", failure)
+        return False
+
+    async def _shorten(
+        self, request: Request, read: Read, places: list[ContextCut], key: bytes, n_room: int
+    ) -> bool:
+        assert request.body is not None and request.prompt is not None
+        n_whole = request.prompt.n_tokens
+        start = first_to_try(places, n_whole - n_room, self._reached.get(key, 0))
+        for index in range(start, len(places)):
+            shorter = copy(request)
+            first, asked = places[index].first, places[index].asked
+            fields = shortened(request.route, request.body.fields, first, asked)
+            shorter.rewrite(fields, REWRITE)
+            await read(shorter)
+            if shorter.prompt is None:
+                return False
+            if shorter.prompt.n_tokens <= n_room:
+                self._reached[key] = index
+                metrics = self._services.metrics
+                metrics.shortened_requests.inc()
+                metrics.left_out_tokens.inc(n_whole - shorter.prompt.n_tokens)
+                vars(request).update(vars(shorter))
+                return True
+        return False
+
+    async def _count(
+        self, upstream: LlamaServer, conversation: list[Json], request: Request
+    ) -> list[MessageSize]:
+        """Return the size of each message in tokens, without the text that a template adds."""
+        parts: list[MessageSize] = []
+        before: Json | None = None
+        for message in conversation:
+            n_tokens = await self._n_tokens(upstream, message, request)
+            parts.append(MessageSize(n_tokens, begins_turn(message), begins_step(message, before)))
+            before = message
+        return parts
+
+    async def _n_tokens(self, upstream: LlamaServer, message: Json, request: Request) -> int:
+        text = rendered_text(message)
+        key = xxhash.xxh3_128_digest(f"{upstream.target.model}\0{text}".encode())
+        if key not in self._counts:
+            tokens = await upstream.tokenize(text, request.headers, add_special=False)
+            self._counts[key] = len(tokens)
+        return self._counts[key]

@@ -1,4 +1,4 @@
-"""Stabilizers that look at a single request.
+"""Stabilizers that look at a single request, and bodies without the older part of their conversation.
 
 The first line of a stabilizer's docstring says why the stabilizer exists, for the table in the docs.
 """
@@ -26,7 +26,10 @@ from proxy.stabilize.model import (
     Json,
     Marks,
     UnknownShape,
+    is_of_model,
     is_text,
+    list_name,
+    messages_of,
     plain_text,
     with_items,
     with_list,
@@ -111,11 +114,6 @@ def _is_result(block: Any) -> bool:
 
 def _has_results(message: Json) -> bool:
     return any(map(_is_result, list_of(message.get("content"))))
-
-
-def begins_turn(message: Json) -> bool:
-    """Return whether a message is the user's, and does not hold tool results."""
-    return message.get("role") == "user" and not _has_results(message)
 
 
 def _is_reminder(part: Any) -> bool:
@@ -343,3 +341,71 @@ def _as_chat(message: Json) -> Json:
                 raise UnknownShape("an answer's content has a block of another kind")
     chat: Json = {"role": "assistant", "content": texts, "reasoning_content": thinking}
     return {**chat, "tool_calls": calls} if calls else chat
+
+
+# A body without the older part of its conversation, for all three routes. The parts that clients put before
+# the first user text (environment, rules, skills) do not belong to the conversation: they move to the first
+# text that is kept.
+
+
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
+_RENDERED = ("content", "text", "output", "name", "arguments", "function", "tool_calls")
+
+
+def conversation_of(route: Route, body: Json) -> list[Json]:
+    """Return the messages behind the system prompt; raises UnknownShape."""
+    messages = messages_of(route, body)
+    return messages[n_leading_system(messages) :]
+
+
+def begins_turn(message: Json) -> bool:
+    """Return whether a message is the user's, and does not hold tool results."""
+    return message.get("role") == "user" and not _has_results(message)
+
+
+def begins_step(message: Json, before: Json | None) -> bool:
+    """Return whether a message begins an answer; one answer may be several items in a row."""
+    goes_on = before is not None and "type" in message and "type" in before and is_of_model(before)
+    return is_of_model(message) and not goes_on
+
+
+def rendered_text(value: Any) -> str:
+    """Return about the text that a template renders of a message, without reasoning."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        return "\n".join(filter(None, map(rendered_text, value)))
+    if not isinstance(value, dict):
+        return ""
+    texts = [rendered_text(value[key]) for key in _RENDERED if key in value]
+    if isinstance(value.get("input"), dict):
+        texts.append(msgspec.json.encode(value["input"]).decode())
+    return "\n".join(filter(None, texts))
+
+
+def wanted_tokens(body: Json) -> int | None:
+    """Return the client's limit on the tokens of the answer, None if there is none."""
+    limits = (body.get(name) for name in _LIMITS)
+    return next((n for n in limits if isinstance(n, int) and not isinstance(n, bool)), None)
+
+
+def shortened(route: Route, body: Json, first: int, asked: int | None) -> Json:
+    """Return the body with its conversation cut to message *asked*, if any, and those from *first* on."""
+    messages = messages_of(route, body)
+    header = messages[: n_leading_system(messages)]
+    conversation = messages[len(header) :]
+    kept = conversation[first:]
+    if asked is not None:
+        kept = [conversation[asked], *kept]
+    if asked != 0 and first != 0 and kept and begins_turn(kept[0]):
+        if surroundings := _surroundings(conversation[0]):
+            content = kept[0].get("content")
+            own = content if isinstance(content, list) else [_new_text(route, str(content or ""))]
+            kept[0] = {**kept[0], "content": [*surroundings, *own]}
+    return {**body, list_name(route): [*header, *kept]}
+
+
+def _surroundings(first: Json) -> list[Json]:
+    """Return the reminders before the text of the first user message."""
+    parts = list_of(first.get("content")) if begins_turn(first) else []
+    return parts[: next((i for i, part in enumerate(parts) if not _is_reminder(part)), 0)]

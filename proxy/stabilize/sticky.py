@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from proxy.core.messages import Route, has_reminder, member, object_in, text_of, without_reminders
-from proxy.stabilize.drops import as_reminder, begins_turn, followed_by
+from proxy.stabilize.drops import as_reminder, begins_turn, followed_by, rendered_text
 from proxy.stabilize.model import (
     COUNT,
     DATE,
@@ -170,23 +170,6 @@ class _Holding:
         if changed and self._can_tell and self._kind.is_told and not is_said:
             told.append((len(messages) - 1, as_reminder("\n".join((self._opening, *changed))), now))
         return told
-
-
-_RENDERED = ("content", "text", "output", "name", "arguments", "function", "tool_calls")
-
-
-def rendered_text(value: Any) -> str:
-    """Return about the text that a template renders of a message, without reasoning."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        return "\n".join(filter(None, map(rendered_text, value)))
-    if not isinstance(value, dict):
-        return ""
-    texts = [rendered_text(value[key]) for key in _RENDERED if key in value]
-    if isinstance(value.get("input"), dict):
-        texts.append(msgspec.json.encode(value["input"]).decode())
-    return "\n".join(filter(None, texts))
 
 
 def _tell(draft: Draft, index: int, text: str) -> None:

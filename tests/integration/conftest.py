@@ -28,6 +28,7 @@ SETTINGS = (
     "share_between_api_keys",
     "aliases",
     "stabilizers",
+    "context_overflow",
     "admin",
     "admin_open",
     "admin_token_file",

@@ -9,6 +9,7 @@ from tests.lab.conversation import Message, agent_requests, system, tool_result,
 from tests.lab.models import TEMPLATE_FOLDER
 from tests.lab.rig import Rig
 from tests.live.conftest import StartRig
+from tests.live.ledger import SLACK_TOKENS
 
 N_CTX = 3072
 TOOLS = tools(2, 40)
@@ -32,6 +33,31 @@ async def ask(rig: Rig, api: Api, messages: list[Message]) -> tuple[int, Usage |
         assert reply.status in (200, 400), content
     usage = api.read(content) if reply.status == 200 else None
     return await rig.evaluated() - before, usage
+
+
+@both_apis
+async def test_conversation_that_is_cut_evaluates_only_what_is_new_until_it_is_full_again(
+    start_rig: StartRig, api: Api
+) -> None:
+    async with start_rig(
+        "hybrid", n_slots=1, n_ctx=N_CTX, extra_args=KEEPS_ALL, context_overflow="stable"
+    ) as rig:
+        n_before, n_cuts = 0, 0
+        for messages in turns(13):
+            n_evaluated, usage = await ask(rig, api, messages)
+            assert usage is not None and usage.n_prompt < N_CTX
+            if usage.n_prompt < n_before:
+                n_cuts += 1
+                assert usage.n_prompt < 0.75 * N_CTX
+                assert n_evaluated < usage.n_prompt  # the header is there
+            else:
+                assert n_evaluated <= usage.n_prompt - n_before + SLACK_TOKENS
+            n_before = usage.n_prompt
+        assert n_cuts == 2
+        await rig.restart(server=False)
+        n_evaluated, again = await ask(rig, api, messages)
+        assert again is not None and again.n_prompt == n_before
+        assert n_evaluated <= SLACK_TOKENS
 
 
 @both_apis

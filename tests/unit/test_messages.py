@@ -34,6 +34,7 @@ SETTINGS = [  # lines of a settings file, each with what must be told of it
     ("log_level: 3", "`debug` or `error`"),
     ("log_format: xml", "`console` or `json`"),
     ("explain_keep: all", "`none` or `text` or `tokens`"),
+    ("context_overflow: cut", "`pass` or `stable`"),
     ("upstream: localhost:8080", "http:// or https:// URL"),
     ("upstream: ftp://localhost", "http:// or https:// URL"),
     ("upstream: 8080", "http:// or https:// URL"),

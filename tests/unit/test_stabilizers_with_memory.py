@@ -8,7 +8,7 @@ import pytest
 from proxy.core.messages import Route
 from proxy.stabilize.model import Memory, Name, RequestFacts
 from proxy.stabilize.run import NO_FACTS, Stabilized, stabilize
-from proxy.stabilize.sticky import choose_call, means_the_same, rendered_text
+from proxy.stabilize.sticky import choose_call, means_the_same
 
 ANSWER = {"role": "assistant", "content": "Done."}
 
@@ -541,16 +541,3 @@ def test_calls_that_a_conversation_still_sends_are_not_forgotten() -> None:
         memory.remember_call(f"c{i}", "read", "{}")
         memory.learn(stabilize(Route.CHAT, body, memory, {Name.RESTORE_TOOL_ARGUMENTS}).lessons)
     assert memory.calls("c0") and not memory.calls("c1")
-
-
-def test_text_of_a_message_is_what_templates_render_of_it() -> None:
-    used = {"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {"target": "a.py"}}
-    thinking = {"type": "thinking", "thinking": "hm"}
-    said = {"type": "text", "text": "So."}
-    answer = {"role": "assistant", "content": [thinking, said, used]}
-    assert rendered_text(answer) == 'So.\nRead\n{"target":"a.py"}'
-    function = {"name": "read", "arguments": '{"path": "a.py"}'}
-    call = {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
-    assert rendered_text(call) == 'read\n{"path": "a.py"}'
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    assert rendered_text({"role": "user", "content": [image]}) == ""
