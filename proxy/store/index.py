@@ -120,6 +120,8 @@ class Index:
                 self._put_value(txn, _REBUILD, "it was not there")
         elif found != FORMAT_VERSION:
             self.close()
+            if found is not None and found < FORMAT_VERSION:
+                raise IndexDamaged(path, f"an older version wrote it, in format {found}")
             raise StoreFault(
                 f"index {path} has format {found}, this version reads {FORMAT_VERSION}. Use the version "
                 "that wrote it, or delete index/: it is made anew from the states"

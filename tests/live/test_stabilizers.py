@@ -59,10 +59,7 @@ def test_stabilizers_keep_of_a_prompt_what_can_be_kept(
     column = 0 if template in SYSTEM_FIRST else 1
     without = kept_share(server, row.mutation, frozenset(), facts)
     kept = kept_share(server, row.mutation, row.mutation.switches, facts)
-    least = row.least_with[column]
-    if template in DROPPING_REASONING:
-        least = min(least, row.least_dropped)
-    assert kept is not None and kept >= least
+    assert kept is not None and kept >= row.least_with[column]
     if row.mutation.form is Route.MESSAGES and template in REFUSING and has_late_system(row):
         assert without is None
         return

@@ -344,6 +344,14 @@ async def test_index_of_another_format_is_made_anew_once_it_is_deleted(directory
     assert await rebuilt(directory) == expected
 
 
+async def test_index_of_an_older_format_is_made_anew(directory: Path) -> None:
+    expected = records(directory)
+    index = Index(directory / "index")
+    index.put_value("format", 1)
+    index.close()
+    assert await rebuilt(directory) == expected
+
+
 async def test_only_the_newest_damaged_index_is_kept(directory: Path) -> None:
     for _ in range(2):
         set_data(directory, b"garbage" * 9000)
