@@ -25,7 +25,7 @@ _MAX_TRIES = 2
 
 async def fetch_first(process: Process, tier: "Tier", prompt: Prompt) -> str:
     """Fetch what gets a prompt answered sooner; return in words what came of it, empty if nothing did."""
-    if tier.is_away or not process.rule.can_restore:
+    if tier.downloads.is_off or not process.rule.can_restore:
         return ""
     try:
         return await _fetch(process, tier, prompt)
@@ -46,12 +46,12 @@ async def _fetch(process: Process, tier: "Tier", prompt: Prompt) -> str:
             process.metrics.shared_fetches.labels("dearer").inc()
             rest = f"{size} would take {seconds_in_words(fetch.seconds)}"
             return f"not fetched: evaluating is cheaper ({rest})"
-        fetched = await tier.fetch(checkpoint, fetch.limit_seconds)
+        fetched = await tier.downloads.fetch(checkpoint, fetch.limit_seconds)
         if fetched is not None:
             process.tasks.start(_remove_superseded(process, fetched))
             return f"fetched {size}"
         told = f"not fetched: {size} did not come in {seconds_in_words(fetch.limit_seconds)}"
-        if tier.knows(checkpoint):
+        if checkpoint.id in tier.remote.known:
             break  # it was too slow, or failed: a state that is gone has mostly made way for a newer one
     return told
 
@@ -69,9 +69,9 @@ async def _newest(process: Process, tier: "Tier", prompt: Prompt) -> Fetch | Non
 
 
 def _best(process: Process, tier: "Tier", prompt: Prompt) -> Fetch | None:
-    found = tier.find(prompt.namespace, prompt.tokens)
+    found = tier.remote.find(prompt.namespace, prompt.tokens)
     remote, _ = promising(process.rule, found, prompt.n_tokens)
-    return best_fetch(prompt, situation(process, prompt), remote, tier.link)
+    return best_fetch(prompt, situation(process, prompt), remote, tier.remote.link)
 
 
 async def _remove_superseded(process: Process, fetched: Checkpoint) -> None:

@@ -29,13 +29,6 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 async def survey(bucket: Bucket, sealing: Sealing) -> list[Share]:
     """Return what is in the shared store, by writer and namespace; raises SharedStoreFault."""
-    try:
-        return await _survey(bucket, sealing)
-    finally:
-        await bucket.close()
-
-
-async def _survey(bucket: Bucket, sealing: Sealing) -> list[Share]:
     found = defaultdict[tuple[str, str], list[Listed]](list)
     async for batch in bucket.list(objects.VERSION):
         for each in batch:

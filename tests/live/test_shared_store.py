@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from proxy.core.rates import Rates, Transfer, UnitCost
-from proxy.shared import tier
+from proxy.shared import remote
 from tests.lab.buckets import Rclone
 from tests.lab.conversation import Message, agent_requests, system
 from tests.lab.faulty_link import Fault, FaultyLink
@@ -129,7 +129,7 @@ async def alternate(machines: Machines) -> None:
 async def test_fault_of_the_shared_store_costs_no_request_its_answer(
     start_machines: StartMachines, tmp_path: Path, bucket: FaultyLink, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(tier, "_MOST_BACKOFF_SECONDS", 0.05)
+    monkeypatch.setattr(remote, "_MOST_BACKOFF_SECONDS", 0.05)
     async with start_machines("hybrid", **sealed_bucket(tmp_path)) as machines:
         for number, fault in enumerate([Fault.CORRUPT, Fault.STALLED]):
             first, second = agent_requests(1, 1, header=[system(450, seed=number)])

@@ -16,14 +16,16 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present, Removal
 from proxy.core.model import Candidate, Checkpoint, KnownNamespace, Quarantine, tenant_namespace
 from proxy.core.rates import Rates, UnitCost
+from proxy.core.sharing import SharedLimits
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.health import Degradations, Faults
 from proxy.metrics import Metrics
-from proxy.shared import tier as shared_tier
+from proxy.shared import remote as shared_remote
 from proxy.shared.bucket import Bucket
+from proxy.shared.remote import Remote
 from proxy.shared.sealing import Sealing
 from proxy.shared.survey import survey
-from proxy.shared.tier import SharedLimits, Tier
+from proxy.shared.tier import Tier
 from proxy.store.catalogue import Limits
 from proxy.store.known_models import namespaces_name
 from proxy.store.store import CheckpointStore
@@ -69,12 +71,12 @@ class Machine:
     async def find(self, tokens: TokenIds, *, is_full: bool = False) -> list[Candidate]:
         """List the shared store now; return what it has of a prompt."""
         for _ in range(2):  # the first may be one that was under way
-            await self.tier.look(self.tier._name(OURS), is_full=is_full)
-        return list(self.tier.find(OURS, tokens))
+            await self.tier.look(self.tier.remote.folder(OURS), is_full=is_full)
+        return list(self.tier.remote.find(OURS, tokens))
 
     async def fetch(self, tokens: TokenIds, seconds: float = SECOND) -> Checkpoint | None:
-        (found, *_) = self.tier.find(OURS, tokens)
-        return await self.tier.fetch(found.checkpoint, seconds)
+        (found, *_) = self.tier.remote.find(OURS, tokens)
+        return await self.tier.downloads.fetch(found.checkpoint, seconds)
 
     def sample(self, name: str, **labels: str) -> float:
         found = self.metrics.registry.get_sample_value(f"llama_prefix_cache_{name}", labels)
@@ -107,17 +109,19 @@ def start(tmp_path: Path) -> Start:
             await store.put_value(namespaces_name("static"), known)
             metrics = Metrics()
             degradations = Degradations(metrics)
-            tier = Tier(
+            remote = Remote(
                 store,
                 Bucket(url or f"file://{tmp_path / 'shared'}"),
                 sealing,
-                limits,
                 lambda: Present(time.time(), RATES, {OURS: RATES}),
                 metrics,
                 degradations,
                 Faults(metrics),
             )
-            store.on_removal = lambda checkpoint, _, reason: tier.note_removed(checkpoint, reason)
+            tier = Tier(remote, limits)
+            store.on_removal = lambda checkpoint, _, reason: tier.uploads.note_removed(
+                checkpoint, reason
+            )
             async with tier.running():
                 yield Machine(store, tier, metrics, degradations)
 
@@ -148,7 +152,7 @@ async def test_state_of_one_machine_is_found_and_fetched_by_another(
         assert local.checkpoint.id == fetched.id and local.n_common == 2500, "token by token"
         assert b.sample("shared_states_total", direction="down") == 1
         # What came from there does not go there again.
-        await b.tier.drain(SECOND)
+        await b.tier.uploads.drain(SECOND)
         assert b.sample("shared_states_total", direction="up") == 0
 
 
@@ -196,8 +200,10 @@ async def test_state_that_is_not_what_was_put_there_is_a_miss_and_not_asked_for_
         harm(state, how)
         assert await b.fetch(tokens) is None
         assert b.fetches("gone" if how == "gone" else "damaged") == 1
-        assert list(b.tier.find(OURS, tokens)) == [] and len(b.store) == 0
-        assert b.tier.is_away is (how != "gone") and not b.degradations.kinds, "it is there"
+        assert list(b.tier.remote.find(OURS, tokens)) == [] and len(b.store) == 0
+        assert b.tier.downloads.is_off is (how != "gone") and not b.degradations.kinds, (
+            "it is there"
+        )
         assert {p.suffix for p in b.store.files.directory.glob("lpc-*")} == set()
 
 
@@ -220,7 +226,7 @@ async def test_canary_of_other_hardware_keeps_states_apart(start: Start) -> None
     async with start("a") as a, start("b", canary=OTHER_CANARY) as b:
         await a.save(run_of(3000))
         assert await b.find(run_of(3000)) == []
-        assert b.tier.n_known == 1, "and its record is not read again"
+        assert len(b.tier.remote.known) == 1, "and its record is not read again"
 
 
 async def test_survey_tells_who_shares_what_and_why_two_do_not(
@@ -248,7 +254,7 @@ async def test_quarantined_state_is_not_offered_again_and_leaves_the_shared_stor
         fetched = await b.fetch(tokens)
         assert fetched is not None
         await b.store.quarantine_for_good([fetched], Quarantine("it ended llama-server", 1.0))
-        assert list(b.tier.find(OURS, tokens)) == []
+        assert list(b.tier.remote.find(OURS, tokens)) == []
         await a.store.quarantine_for_good([saved], Quarantine("it ended llama-server", 1.0))
         await a.store.remove(saved, Removal.BUDGET)
         await until(lambda: {p.suffix for p in objects_in(tmp_path / "shared")} <= {".used"})
@@ -283,7 +289,7 @@ async def test_writer_keeps_the_capacity_and_readers_keep_what_they_use(
             if path.suffix == ".used":
                 os.utime(path, (ahead, ahead))
     async with start("a", limits=limits) as a:
-        await until(lambda: a.tier.n_known == 1)
+        await until(lambda: len(a.tier.remote.known) == 1)
         assert [c.checkpoint.shared_id for c in await a.find(run_of(3000))] == [first.shared_id]
 
 
@@ -293,7 +299,7 @@ async def test_budget_of_a_day_holds_across_a_restart(start: Start) -> None:
     limits = SharedLimits(upload_bytes_per_day=size_bytes + size_bytes // 2)
     async with start("a", limits=limits) as a:
         await a.commit(run_of(3000, start=10_000))
-        await a.tier.drain(SECOND)
+        await a.tier.uploads.drain(SECOND)
         assert a.sample("shared_states_total", direction="up") == 0
 
 
@@ -313,7 +319,7 @@ def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyLink
     with Rclone(tmp_path / "rclone") as server, FaultyLink(server.base_url) as link:
         for name, value in server.environment(link.base_url).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(shared_tier, "_MOST_BACKOFF_SECONDS", 0.05)
+        monkeypatch.setattr(shared_remote, "_MOST_BACKOFF_SECONDS", 0.05)
         yield link
 
 
@@ -333,12 +339,12 @@ async def test_fault_is_named_and_stops_fetches_until_it_is_over(
         assert await b.find(tokens)
         link.harm(fault, only=".state")
         assert await b.fetch(tokens) is None
-        assert b.tier.is_away
+        assert b.tier.downloads.is_off
         assert b.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY}
         assert b.sample("shared_faults_total", operation="fetch") == 1
         link.heal()
-        await b.tier._find_out()
-        assert not b.tier.is_away and not b.degradations.kinds
+        await b.tier.downloads.find_out()
+        assert not b.tier.downloads.is_off and not b.degradations.kinds
         assert await b.fetch(tokens) is not None
 
 
