@@ -2,7 +2,6 @@
 helps."""
 
 import asyncio
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -25,8 +24,8 @@ from proxy.llama.bodies import (
     n_completions,
 )
 from proxy.llama.routes import honours_id_slot, reads_forms
+from proxy.serving import fetching
 from proxy.serving.cached import CachedRequest
-from proxy.serving.fetching import fetch_first
 from proxy.serving.placement import SimilarRequest, UncachedRequest
 from proxy.serving.process import Process
 from proxy.serving.queue import replaced
@@ -124,6 +123,7 @@ class Cache:
     async def _read_now(self, process: Process, request: Request) -> None:
         """Read a prompt; raises WillBeRefused, or ServerAway if llama-server was replaced."""
         request.extends = None
+        fetching.begin(process, request)
         _, is_current = await asyncio.gather(
             self._read_prompt(process, request), process.is_current()
         )
@@ -156,16 +156,7 @@ class Cache:
         """
         read = partial(self._read_prompt, process)
         has_waited = await self._overflow.fit(process, request, read)  # shortening takes a while
-        if (
-            process.tier
-            and request.prompt
-            and not request.extends
-            and NO_READ not in request.wishes
-        ):
-            began = time.monotonic()
-            request.shared = await fetch_first(process, process.tier, request.prompt)
-            request.fetch_seconds = time.monotonic() - began
-            has_waited |= bool(request.shared)
+        has_waited |= await fetching.fetch_first(process, request)
         if has_waited and not await process.is_current():
             raise replaced()
         async with process.launches.turn() as start:

@@ -29,7 +29,7 @@ from proxy.store.known_models import namespace_of
 
 _LOOK_SECONDS, _FULL_LOOK_SECONDS = 10.0, 900.0
 """How often what is new is listed, and how often everything."""
-_UNSERVED_SECONDS, _EXPECTED_LOOK_SECONDS = 0.5, 0.05
+_UNSERVED_SECONDS = 0.5
 _OVERLAP_SECONDS = 600.0
 """Clocks that differ by less are no matter."""
 _READ_AT_ONCE = 32
@@ -46,9 +46,7 @@ class Tier:
     def __init__(self, remote: Remote, limits: SharedLimits) -> None:
         self.remote, self._capacity = remote, limits.capacity
         self.downloads, self.uploads = Downloads(remote), Uploads(remote, limits)
-        self._looks: dict[str, asyncio.Task[bool]] = {}
-        self.look_seconds = _EXPECTED_LOOK_SECONDS
-        """What it took lately to list what is new."""
+        self._looks: dict[str, tuple[float, asyncio.Task[bool]]] = {}
         self._log = get_logger("shared")
 
     @asynccontextmanager
@@ -81,21 +79,27 @@ class Tier:
             remote.has_failed.clear()
             await asyncio.sleep(remote.pause_seconds("list", "fetch"))
 
-    async def look_again(self, namespace: Namespace, seconds: float) -> None:
-        """List what is new for a request, in at most so many *seconds*."""
-        if folder := self.remote.folder(namespace):
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self.look(folder), seconds)
+    def look(self, folder: str, *, is_full: bool = False) -> "asyncio.Task[bool]":
+        """List what is new in a namespace, and enter it; the result is whether that worked.
 
-    async def look(self, folder: str, *, is_full: bool = False) -> bool:
-        """List what is new in a namespace, and enter it; return whether that worked.
-
-        Whoever asks while that is being done waits for the same listing.
+        Whoever asks while that is being done gets the same listing.
         """
-        if (look := self._looks.get(folder)) is None:
-            look = self._looks[folder] = self.remote.tasks.start(self._try(folder, is_full))
-            look.add_done_callback(lambda _: self._looks.pop(folder))
-        return await asyncio.shield(look)
+        _, look = self._looks.get(folder, (0.0, None))
+        if look is None or look.done():
+            look = self.remote.tasks.start(self._try(folder, is_full))
+            self._looks[folder] = time.monotonic(), look
+        return look
+
+    def look_since(self, namespace: Namespace, moment: float) -> "asyncio.Task[bool] | None":
+        """Return a listing that is under way, or that began at *moment* or later, for a request.
+
+        None if nothing can be fetched now.
+        """
+        folder = "" if self.downloads.is_off else self.remote.folder(namespace)
+        began, look = self._looks.get(folder, (0.0, None))
+        if look is not None and began >= moment:
+            return look
+        return self.look(folder) if folder else None
 
     async def _try(self, folder: str, is_full: bool) -> bool:
         try:
@@ -108,7 +112,7 @@ class Tier:
         return False
 
     async def _look(self, folder: str, is_full: bool) -> None:
-        after, found, new, began = None, list[Listed](), list[Listed](), time.monotonic()
+        after, found, new = None, list[Listed](), list[Listed]()
         if not is_full:
             since = objects.earliest_id(time.time() - _OVERLAP_SECONDS)
             after = f"{objects.folder_of(folder)}/{since}"
@@ -118,9 +122,7 @@ class Tier:
                 metas = (each for each in batch if each.kind == META)
                 new += [e for e in metas if objects.index_id(e.id) not in self.remote.known]
             await self._read_metas(new)
-        if not is_full:
-            self.look_seconds += (time.monotonic() - began - self.look_seconds) / 2
-        else:
+        if is_full:
             await self._compare(folder, found)
 
     async def _read_metas(self, new: list[Listed]) -> None:
