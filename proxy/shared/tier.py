@@ -7,8 +7,7 @@ and what nobody has finished.
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
@@ -33,11 +32,14 @@ _UNSERVED_SECONDS = 0.5
 _OVERLAP_SECONDS = 600.0
 """Clocks that differ by less are no matter."""
 _READ_AT_ONCE = 32
-_ENTERED_AT_ONCE = 256
 _MOST_META_BYTES = 4 << 20
 _MAX_NAMESPACES = 64
 _ORPHAN_SECONDS = 3600.0
 _APART = "states of {} are not used: its model predicts differently (`doctor --shared` says why)"
+
+Found = tuple[str, int, float]
+"""The kinds of a state's objects, their bytes, and when the newest was written. Of a hundred thousand plain
+tuples without references the garbage collector takes no notice; other objects would stall the loop."""
 
 
 class Tier:
@@ -112,36 +114,34 @@ class Tier:
         return False
 
     async def _look(self, folder: str, is_full: bool) -> None:
-        after, found, new = None, list[Listed](), list[Listed]()
+        after, found, models = None, dict[str, Found](), dict[bytes, Namespace | None]()
         if not is_full:
             since = objects.earliest_id(time.time() - _OVERLAP_SECONDS)
             after = f"{objects.folder_of(folder)}/{since}"
         with self.remote.trying("list"):
             async for batch in self.remote.bucket.list(objects.folder_of(folder), after):
-                found += batch
                 metas = (each for each in batch if each.kind == META)
-                new += [e for e in metas if objects.index_id(e.id) not in self.remote.known]
-            await self._read_metas(new)
+                new = [e for e in metas if objects.index_id(e.id) not in self.remote.known]
+                await self._read_metas(new, models)
+                for each in batch if is_full else ():
+                    kinds, n_bytes, at = found.get(each.id, ("", 0, 0.0))
+                    kinds, n_bytes = f"{kinds} {each.kind}", n_bytes + each.size_bytes
+                    found[each.id] = kinds, n_bytes, max(at, each.modified_at)
         if is_full:
             await self._compare(folder, found)
 
-    async def _read_metas(self, new: list[Listed]) -> None:
-        at_once, models = asyncio.Semaphore(_READ_AT_ONCE), dict[bytes, Namespace | None]()
+    async def _read_metas(self, new: list[Listed], models: dict[bytes, Namespace | None]) -> None:
+        entries, left = list[Entry](), iter(new)
 
-        async def read(each: Listed) -> Entry | None:
-            async with at_once:
-                meta = await self._read(each)
-            if meta is None:
-                return None
-            return objects.entry_of(meta, each.id, self._namespace(meta, each, models))
+        async def read() -> None:
+            for each in left:
+                if (meta := await self._read(each)) is not None:
+                    namespace = self._namespace(meta, each, models)
+                    entries.append(objects.entry_of(meta, each.id, namespace))
 
-        entering = asyncio.ensure_future(self.remote.enter())
-        for begin in range(0, len(new), _ENTERED_AT_ONCE):
-            found = await asyncio.gather(*map(read, new[begin : begin + _ENTERED_AT_ONCE]))
-            await entering  # while the next are read
-            entries = (entry for entry in found if entry is not None)
-            entering = asyncio.ensure_future(self.remote.enter(*entries))
-        await entering
+        await asyncio.gather(*(read() for _ in new[:_READ_AT_ONCE]))
+        if entries:
+            await self.remote.enter(*entries)
 
     async def _read(self, each: Listed) -> Meta | None:
         name = objects.name_of(each.namespace, each.id, META)
@@ -170,42 +170,36 @@ class Tier:
                 self._log.warning("states of another machine are not used", **told)
         return models[key]
 
-    async def _compare(self, folder: str, found: list[Listed]) -> None:
+    async def _compare(self, folder: str, found: dict[str, Found]) -> None:
         """Hold what is known of a namespace against all that is there; delete what is over."""
-        remote, own = self.remote, list[tuple[Checkpoint, float]]()
-        there, halves = await asyncio.to_thread(_grouped, found)
-        for checkpoint_id in remote.known - there.keys():
+        remote, now = self.remote, max((at for *_, at in found.values()), default=0.0)
+        there = await asyncio.to_thread(_ids_in, found)
+        for checkpoint_id in remote.known - there:
             record = remote.index.record(checkpoint_id)
             if record is not None and remote.folder(record.namespace) == folder:
                 await remote.forget(record)
             await asyncio.sleep(0)
-        for checkpoint_id, kinds in there.items():
-            if kinds[META].writer == remote.writer and (
-                record := remote.index.record(checkpoint_id)
-            ):
-                own.append((record, _newest(kinds.values())))
-        now = _newest(found)
-        for kinds in halves:
-            if now - _newest(kinds.values()) > _ORPHAN_SECONDS:
-                names = [objects.name_of(folder, each.id, each.kind) for each in kinds.values()]
+        for shared_id, (kinds, _, at) in found.items():
+            if META not in kinds and now - at > _ORPHAN_SECONDS:
+                names = [objects.name_of(folder, shared_id, kind) for kind in kinds.split()]
                 with remote.trying("delete"):
                     await remote.bucket.delete(*names)
-        if self._capacity:
-            n_bytes = sum(each.size_bytes for each in found) - self._capacity
-            for checkpoint in choose_deletions(own, n_bytes, now):
+        n_over = sum(n_bytes for _, n_bytes, _ in found.values()) - self._capacity
+        if self._capacity and n_over > 0:
+            own = await asyncio.to_thread(self._own, found)
+            for checkpoint in choose_deletions(own, n_over, now):
                 await remote.delete(checkpoint)
 
+    def _own(self, found: dict[str, Found]) -> list[tuple[Checkpoint, float]]:
+        """Return the states that this proxy has put there, and when each was last read."""
+        ours = (
+            (i, at) for i, (*_, at) in found.items() if objects.writer_of(i) == self.remote.writer
+        )
+        records = ((self.remote.index.record(objects.index_id(i)), at) for i, at in ours)
+        return [(record, at) for record, at in records if record is not None]
 
-def _newest(found: Iterable[Listed]) -> float:
-    return max((each.modified_at for each in found), default=0.0)
 
-
-def _grouped(
-    found: Iterable[Listed],
-) -> tuple[dict[CheckpointId, dict[str, Listed]], list[dict[str, Listed]]]:
-    """Return the objects of each state by kind: of states that are there, and of those without a record."""
-    by_id = defaultdict[str, dict[str, Listed]](dict)
-    for each in found:
-        by_id[each.id][each.kind] = each
-    there = {objects.index_id(i): kinds for i, kinds in by_id.items() if META in kinds}
-    return there, [kinds for kinds in by_id.values() if META not in kinds]
+def _ids_in(found: dict[str, Found]) -> set[CheckpointId]:
+    return {
+        objects.index_id(shared_id) for shared_id, (kinds, *_) in found.items() if META in kinds
+    }
