@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -309,6 +310,28 @@ async def test_upload_that_was_not_done_is_done_after_a_restart(start: Start) ->
     async with start("a") as a, start("b") as b:
         await until(lambda: a.sample("shared_states_total", direction="up") == 1)
         assert await b.find(run_of(3000))
+
+
+_LISTS = """
+import asyncio, sys
+from proxy.shared.bucket import Bucket
+
+async def list_all():
+    return [batch async for batch in Bucket(sys.argv[1]).list("v1")]
+
+asyncio.run(list_all())
+"""
+
+
+async def test_program_ends_well_just_after_it_used_the_shared_store(
+    start: Start, tmp_path: Path
+) -> None:
+    async with start("a") as a:
+        await a.save(run_of(3000))
+    # obstore's threads drop Python objects a moment after a call: without a pause, one end in two aborts.
+    program = sys.executable, "-c", _LISTS, f"file://{tmp_path / 'shared'}"
+    ended = [await asyncio.create_subprocess_exec(*program) for _ in range(4)]
+    assert [await each.wait() for each in ended] == [0] * 4
 
 
 # The same with a real S3-compatible server, and a link before it that does harm.

@@ -34,12 +34,15 @@ from tests.bench.progress import tell
 from tests.bench.section import Section
 from tests.bench.shared.network import HARNESS, Network
 from tests.lab.buckets import Rclone
+from tests.lab.faulty_link import Conditions, FaultyLink
 from tests.store.conftest import new_state, run_of
 from tests.unit.state_files import attention, state_file, words
 
 N_POINTS = 100
 PHASES = "upload", "delete", "download"
 N_TOKENS = 2000
+DELAY_SECONDS = 0.02
+"""Of each request to the bucket: phases that end at once would hardly be met."""
 MAX_SECONDS = 2.0
 """A kill comes at most so long after the store is open."""
 ROW_BYTES = (256, 1536)
@@ -126,13 +129,16 @@ async def measure_kills(network: Network, leftovers: ExitStack, kinds: list[str]
     folder, rng, counts = new_folder(leftovers), random.Random(18), Counter[str]()
     directories = [new_folder(leftovers) for _ in range(3)]
     served = leftovers.enter_context(Rclone(folder / "bucket", HARNESS))
+    link = leftovers.enter_context(FaultyLink(served.base_url, HARNESS))
+    link.conditions = Conditions(delay_seconds=DELAY_SECONDS)
+    variables = served.environment(link.base_url)
     stored, seen, orphans = folder / "bucket" / "objects", set[str](), set[str]()
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([__name__])
     for point in range(N_POINTS):
         directory = directories[point % 2]
         here, there = processes.Pipe(duplex=False)
-        work = directory, served.environment(), served.url, rng.randrange(1 << 30), there
+        work = directory, variables, served.url, rng.randrange(1 << 30), there
         host = processes.Process(target=_work, args=work, daemon=True)
         host.start()
         there.close()
@@ -192,7 +198,7 @@ async def _read_all(
 
 def _age(stored: Path) -> None:
     long_ago = time.time() - _LONG_AGO_SECONDS
-    for path in stored.rglob("*.state"):
+    for path in (*stored.rglob("*.state"), *stored.rglob("*.used")):
         os.utime(path, (long_ago, long_ago))
 
 
