@@ -18,6 +18,7 @@ from proxy.core.conditions import DegradationKind, State
 from proxy.core.eviction import Removal
 from proxy.core.launch import Launch
 from proxy.core.model import Checkpoint, RuleKind
+from proxy.core.sharing import SharedLimits
 from proxy.core.slots import SlotState, state_of
 from proxy.core.tokens import TokenIds
 from proxy.errors import StoreFault, StoreLocked
@@ -128,7 +129,6 @@ def open_tier(settings: Settings, shared: Shared) -> "Tier | None":
     opened = open_bucket(settings) if store is not None and not store.files.is_readonly else None
     if told is None or store is None or opened is None:
         return None
-    from proxy.core.sharing import SharedLimits
     from proxy.shared.remote import Remote
     from proxy.shared.tier import Tier
 

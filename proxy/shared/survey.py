@@ -52,9 +52,8 @@ async def survey(bucket: Bucket, sealing: Sealing) -> list[Share]:
 
 
 async def _read(bucket: Bucket, sealing: Sealing, each: Listed) -> Meta | None:
-    name = objects.name_of(each.namespace, each.id, META)
     try:
-        return objects.decode_meta(sealing.open_whole(name, await bucket.read(name)))
+        return objects.decode_meta(sealing.open_whole(each.name, await bucket.read(each.name)))
     except (ValueError, StateDamaged):
         return None
 

@@ -144,17 +144,17 @@ class Tier:
             await self.remote.enter(*entries)
 
     async def _read(self, each: Listed) -> Meta | None:
-        name = objects.name_of(each.namespace, each.id, META)
         try:
             if each.size_bytes > _MOST_META_BYTES:
                 raise StateDamaged("it is too large")
-            sealed = await self.remote.bucket.read(name)
-            return objects.decode_meta(self.remote.sealing.open_whole(name, sealed))
+            sealed = await self.remote.bucket.read(each.name)
+            return objects.decode_meta(self.remote.sealing.open_whole(each.name, sealed))
         except Gone:
             return None
         except (ValueError, StateDamaged) as error:
             self.remote.known.add(objects.index_id(each.id))  # it is not read again
-            self._log.warning("a record in the shared store is refused", name=name, why=str(error))
+            told = {"name": each.name, "why": str(error)}
+            self._log.warning("a record in the shared store is refused", **told)
             return None
 
     def _namespace(
