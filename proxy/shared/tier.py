@@ -48,7 +48,7 @@ class Tier:
     def __init__(self, remote: Remote, limits: SharedLimits) -> None:
         self.remote, self._capacity = remote, limits.capacity
         self.downloads, self.uploads = Downloads(remote), Uploads(remote, limits)
-        self._looks: dict[str, tuple[float, asyncio.Task[bool]]] = {}
+        self._looks: dict[tuple[str, bool], tuple[float, asyncio.Task[bool]]] = {}
         self._log = get_logger("shared")
 
     @asynccontextmanager
@@ -84,12 +84,12 @@ class Tier:
     def look(self, folder: str, *, is_full: bool = False) -> "asyncio.Task[bool]":
         """List what is new in a namespace, and enter it; the result is whether that worked.
 
-        Whoever asks while that is being done gets the same listing.
+        Whoever asks for the same while that is being done gets the same listing.
         """
-        _, look = self._looks.get(folder, (0.0, None))
+        _, look = self._looks.get((folder, is_full), (0.0, None))
         if look is None or look.done():
             look = self.remote.tasks.start(self._try(folder, is_full))
-            self._looks[folder] = time.monotonic(), look
+            self._looks[folder, is_full] = time.monotonic(), look
         return look
 
     def look_since(self, namespace: Namespace, moment: float) -> "asyncio.Task[bool] | None":
@@ -98,7 +98,7 @@ class Tier:
         None if nothing can be fetched now.
         """
         folder = "" if self.downloads.is_off else self.remote.folder(namespace)
-        began, look = self._looks.get(folder, (0.0, None))
+        began, look = self._looks.get((folder, False), (0.0, None))
         if look is not None and began >= moment:
             return look
         return self.look(folder) if folder else None

@@ -411,6 +411,16 @@ async def test_wrong_clock_hides_nothing_for_long(start: Start, monkeypatch: Any
         assert await b.find(tokens, is_full=True)
 
 
+async def test_listing_of_what_is_new_does_not_stand_for_one_of_everything(start: Start) -> None:
+    async with start("a") as a:
+        await a.save(run_of(3000))
+        folder = a.tier.remote.folder(OURS)
+        new, same = a.tier.look(folder), a.tier.look(folder)
+        everything = a.tier.look(folder, is_full=True)
+        assert new is same is not everything
+        assert await new and await everything
+
+
 async def test_several_who_want_a_state_fetch_it_once(start: Start) -> None:
     tokens = run_of(3000)
     async with start("a") as a, start("b") as b:
