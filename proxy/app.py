@@ -121,10 +121,7 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
 
 
 def open_tier(settings: Settings, shared: Shared) -> "Tier | None":
-    """Return the shared store, None if there is none to be used; raises SettingsError.
-
-    With a key file, tenants are called the same on all machines that have it.
-    """
+    """Return the shared store, None if there is none to be used; raises SettingsError."""
     told, store = parse_shared_store(settings.shared_store), shared.opened_store
     opened = open_bucket(settings) if store is not None and not store.files.is_readonly else None
     if told is None or store is None or opened is None:
@@ -133,8 +130,6 @@ def open_tier(settings: Settings, shared: Shared) -> "Tier | None":
     from proxy.shared.tier import Tier
 
     bucket, sealing = opened
-    if sealing.is_on:
-        shared.secret = sealing.secret(b"tenants")
     limits = SharedLimits(told.upload_bytes_per_day, told.upload_bytes_per_second, told.capacity)
     seen = shared.metrics, shared.everywhere, shared.faults
     return Tier(Remote(store, bucket, sealing, shared.served.present, *seen), limits)

@@ -145,7 +145,7 @@ class Cache:
             return await self.read(process, request)
         if not await process.is_current():
             raise replaced()
-        await self._note_tenant(process, request.tenant)
+        await self._note_tenant(process, request)
         request.server = process.where
 
     async def serve(self, process: Process, request: Request) -> None:
@@ -209,7 +209,7 @@ class Cache:
         if process.asks_for_key and not taken.get(digest, True):
             given = "this API key is refused" if request.headers else "an API key is needed"
             raise WillBeRefused(f"llama-server says that {given}")
-        await self._note_tenant(process, request.tenant)
+        await self._note_tenant(process, request)
 
     async def _read_prompt(self, process: Process, request: Request) -> None:
         """Read the tokens that llama-server will evaluate; without a prompt `request.why` says why."""
@@ -259,9 +259,10 @@ class Cache:
             return False
         return True
 
-    async def _note_tenant(self, process: Process, tenant: bytes) -> None:
+    async def _note_tenant(self, process: Process, request: Request) -> None:
         """Note a tenant whose key llama-server has taken, as long as there is room for its name."""
-        tenant = process.tenant_here(tenant)
+        tenant = process.tenant_here(request.tenant)
+        await fetching.note_tenant(process, request, tenant)
         if tenant in process.tenants or len(process.tenants) >= _MAX_TENANTS:
             return
         process.tenants.add(tenant)

@@ -15,12 +15,12 @@ from proxy.core.rates import seconds_in_words
 from proxy.core.sharing import Fetch, best_fetch, seconds_without
 from proxy.serving.planning import situation
 from proxy.serving.process import Process
-from proxy.serving.request import NO_READ, Request
+from proxy.serving.request import NO_READ, Request, tenant_of
 
 if TYPE_CHECKING:
     from proxy.shared.tier import Tier
 
-_LOOK_SHARE = 0.05
+_LOOK_SHARE, _MOST_LOOK_SECONDS = 0.05, 0.5
 """A request waits for a listing no longer than for this share of what it would take without."""
 _LEAST_BYTES = 4 << 10
 """What has fewer tokens than a shared state has hardly more."""
@@ -31,6 +31,15 @@ def begin(process: Process, request: Request) -> None:
     """List what others have stored while a prompt is read that may be worth a transfer."""
     if process.tier and NO_READ not in request.wishes and len(request.raw) >= _LEAST_BYTES:
         process.tier.look_since(process.tenant_namespace(request.tenant), request.arrived_at)
+
+
+async def note_tenant(process: Process, request: Request, tenant: bytes) -> None:
+    """Note what a *tenant* of this directory is called on all machines with the same key file."""
+    if not process.tier or not tenant or tenant in process.tier.remote.tenants:
+        return
+    if tenant_of(request.headers, process.secret, request.salt) == request.tenant:
+        name = tenant_of(request.headers, process.tier.remote.secret, request.salt)
+        await process.tier.remote.note_tenant(tenant, process.tenant_here(name))
 
 
 async def fetch_first(process: Process, request: Request) -> bool:
@@ -77,7 +86,7 @@ async def _newest(process: Process, tier: "Tier", prompt: Prompt, since: float) 
         _, seconds = seconds_without(prompt, situation(process, prompt))
         if fetch is not None and fetch.is_worth_it:
             seconds += fetch.seconds - fetch.limit_seconds
-        await asyncio.wait([look], timeout=_LOOK_SHARE * seconds)
+        await asyncio.wait([look], timeout=min(_LOOK_SHARE * seconds, _MOST_LOOK_SECONDS))
         fetch = _best(process, tier, prompt)
     return fetch
 

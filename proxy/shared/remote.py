@@ -15,9 +15,11 @@ from functools import cache, partial
 from pathlib import Path
 from secrets import token_hex
 
+from msgspec.structs import replace
+
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present
-from proxy.core.model import Candidate, Checkpoint
+from proxy.core.model import Candidate, Checkpoint, keyed_tenant
 from proxy.core.rates import Transfer
 from proxy.core.sharing import UNMEASURED, believed
 from proxy.core.tokens import Namespace, PrefixHash, TokenIds, hash_whole
@@ -29,12 +31,13 @@ from proxy.shared.bucket import Bucket, Gone
 from proxy.shared.objects import META, STATE, USED
 from proxy.shared.sealing import Sealing
 from proxy.store.index import Entry, Index
-from proxy.store.known_models import Owner, owners
+from proxy.store.known_models import Owner, namespace_of, owners
 from proxy.store.store import CheckpointStore
 from proxy.tasks import Tasks
 
 _FOLDER = "shared-index"
-_WRITER, _LINK = "writer", "link"
+_WRITER, _LINK, _TENANTS = "writer", "link", "tenants "
+_MAX_TENANTS = 4096
 _MAX_FOUND = 32
 _MOST_BACKOFF_SECONDS = 60.0
 
@@ -67,6 +70,10 @@ class Remote:
             time.monotonic(),
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shared-index")
+        self.secret = self.sealing.secret(b"tenants") if self.sealing.is_on else self.store.secret
+        self._tenants_name = _TENANTS + keyed_tenant(self.secret, b"").hex()
+        self.tenants = self.index.value(self._tenants_name, dict[bytes, bytes]) or {}
+        """What tenants of this directory are called on all machines that have the key file."""
         self._owners: dict[Namespace, Owner] = {}
         self._failing: dict[str, int] = {}
 
@@ -80,11 +87,27 @@ class Remote:
 
     # Names.
 
+    async def note_tenant(self, tenant: bytes, name: bytes) -> None:
+        """Note the common *name* of a tenant of this directory."""
+        if len(self.tenants) < _MAX_TENANTS:
+            self.tenants[tenant] = name
+            await self.write(partial(self.index.put_value, self._tenants_name, {**self.tenants}))
+
     def owner(self, namespace: Namespace) -> Owner | None:
-        """Return whose a namespace of this directory is; None if its model is not known here."""
+        """Return whose a namespace is, as all call it; None if its model or tenant was not met here."""
         if namespace not in self._owners:
             self._owners = dict(owners(self.store.index))
-        return self._owners.get(namespace)
+        if (owner := self._owners.get(namespace)) is None or not owner.tenant:
+            return owner
+        name = self.tenants.get(owner.tenant)
+        return replace(owner, tenant=name) if name else None
+
+    def namespace_of(self, owner: Owner) -> Namespace | None:
+        """Return the namespace of an *owner*, as all call it; None if it was not met here."""
+        tenants = {b"": b""} | {name: tenant for tenant, name in self.tenants.items()}
+        if (tenant := tenants.get(owner.tenant)) is None:
+            return None
+        return namespace_of(self.store.index, replace(owner, tenant=tenant))
 
     def folder_of(self, owner: Owner) -> str:
         """Return what the namespace of a model and tenant is called there."""

@@ -24,7 +24,6 @@ from proxy.shared.objects import META, Listed, Meta
 from proxy.shared.remote import Remote
 from proxy.shared.uploads import Uploads
 from proxy.store.index import Entry
-from proxy.store.known_models import namespace_of
 
 _LOOK_SECONDS, _FULL_LOOK_SECONDS = 10.0, 900.0
 """How often what is new is listed, and how often everything."""
@@ -164,7 +163,7 @@ class Tier:
         owner = meta.owner
         if (key := msgspec.msgpack.encode(owner)) not in models:
             is_ours = self.remote.folder_of(owner) == each.namespace
-            models[key] = namespace_of(self.remote.store.index, owner) if is_ours else None
+            models[key] = self.remote.namespace_of(owner) if is_ours else None
             if models[key] is None:
                 told = {"host": meta.host, "says": _APART.format(meta.host)}
                 self._log.warning("states of another machine are not used", **told)
