@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from aiohttp import HttpVersion11, web
+from aiohttp import HttpVersion10, HttpVersion11, web
 
 from proxy.core.messages import Route
 from proxy.errors import CacheFault, ProxyError, ServerAway, TooManyRequests
@@ -98,7 +98,7 @@ class Front:
         try:
             if not request.raw_path.startswith("/"):
                 raise ProxyError("the request target must be a path", 400)
-            if request.version > HttpVersion11:
+            if not HttpVersion10 <= request.version <= HttpVersion11:
                 raise ProxyError("only HTTP/1.0 and HTTP/1.1 are spoken here", 400)
             if changes_server_state(request.method, path):
                 raise ProxyError(
