@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present
-from proxy.core.model import Candidate, Checkpoint, keyed_tenant
+from proxy.core.model import Candidate, Checkpoint, KnownNamespace, keyed_tenant
 from proxy.core.rates import Transfer
 from proxy.core.sharing import UNMEASURED, believed
 from proxy.core.tokens import Namespace, PrefixHash, TokenIds, hash_whole
@@ -31,7 +31,7 @@ from proxy.shared.bucket import Bucket, Gone
 from proxy.shared.objects import META, STATE, USED
 from proxy.shared.sealing import Sealing
 from proxy.store.index import Entry, Index
-from proxy.store.known_models import Owner, namespace_of, owners
+from proxy.store.known_models import Owner, owners
 from proxy.store.store import CheckpointStore
 from proxy.tasks import Tasks
 
@@ -65,10 +65,8 @@ class Remote:
         self.known = set(self.index.ids())
         self.writer = self.index.value(_WRITER, str) or token_hex(4)
         self.index.put_value(_WRITER, self.writer)
-        self._link, self._link_at = (
-            self.index.value(_LINK, Transfer) or UNMEASURED,
-            time.monotonic(),
-        )
+        self._link = self.index.value(_LINK, Transfer) or UNMEASURED
+        self._link_at = time.monotonic()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shared-index")
         self.secret = self.sealing.secret(b"tenants") if self.sealing.is_on else self.store.secret
         self._tenants_name = _TENANTS + keyed_tenant(self.secret, b"").hex()
@@ -102,12 +100,11 @@ class Remote:
         name = self.tenants.get(owner.tenant)
         return replace(owner, tenant=name) if name else None
 
-    def namespace_of(self, owner: Owner) -> Namespace | None:
-        """Return the namespace of an *owner*, as all call it; None if it was not met here."""
-        tenants = {b"": b""} | {name: tenant for tenant, name in self.tenants.items()}
-        if (tenant := tenants.get(owner.tenant)) is None:
-            return None
-        return namespace_of(self.store.index, replace(owner, tenant=tenant))
+    def models_in(self, folder: str) -> list[tuple[Namespace, KnownNamespace]]:
+        """Return the namespaces of this directory that are called *folder*, with their models."""
+        self._owners = dict(owners(self.store.index))
+        found = ((n, self.owner(n)) for n in self._owners)
+        return [(n, o.known) for n, o in found if o and self.folder_of(o) == folder]
 
     def folder_of(self, owner: Owner) -> str:
         """Return what the namespace of a model and tenant is called there."""

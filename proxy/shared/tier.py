@@ -10,9 +10,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-import msgspec
-
-from proxy.core.model import Checkpoint, CheckpointId
+from proxy.core.model import Checkpoint, CheckpointId, is_same_canary
 from proxy.core.sharing import SharedLimits, choose_deletions
 from proxy.core.tokens import Namespace
 from proxy.errors import CacheFault, StateDamaged
@@ -113,7 +111,7 @@ class Tier:
         return False
 
     async def _look(self, folder: str, is_full: bool) -> None:
-        after, found, models = None, dict[str, Found](), dict[bytes, Namespace | None]()
+        after, found = None, dict[str, Found]()
         if not is_full:
             since = objects.earliest_id(time.time() - _OVERLAP_SECONDS)
             after = f"{objects.folder_of(folder)}/{since}"
@@ -121,7 +119,7 @@ class Tier:
             async for batch in self.remote.bucket.list(objects.folder_of(folder), after):
                 metas = (each for each in batch if each.kind == META)
                 new = [e for e in metas if objects.index_id(e.id) not in self.remote.known]
-                await self._read_metas(new, models)
+                await self._read_metas(new)
                 for each in batch if is_full else ():
                     kinds, n_bytes, at = found.get(each.id, ("", 0, 0.0))
                     kinds, n_bytes = f"{kinds} {each.kind}", n_bytes + each.size_bytes
@@ -129,18 +127,23 @@ class Tier:
         if is_full:
             await self._compare(folder, found)
 
-    async def _read_metas(self, new: list[Listed], models: dict[bytes, Namespace | None]) -> None:
-        entries, left = list[Entry](), iter(new)
+    async def _read_metas(self, new: list[Listed]) -> None:
+        entries, left, apart = list[Entry](), iter(new), set[str]()
+        models = self.remote.models_in(new[0].namespace) if new else []
 
         async def read() -> None:
             for each in left:
                 if (meta := await self._read(each)) is not None:
-                    namespace = self._namespace(meta, each, models)
-                    entries.append(objects.entry_of(meta, each.id, namespace))
+                    canary = meta.owner.known.canary
+                    ours = (n for n, known in models if is_same_canary(known.canary, canary))
+                    entries.append(objects.entry_of(meta, each.id, namespace := next(ours, None)))
+                    apart.update([meta.host] if namespace is None else [])
 
         await asyncio.gather(*(read() for _ in new[:_READ_AT_ONCE]))
         if entries:
             await self.remote.enter(*entries)
+        for host in apart:
+            self._log.warning("states of another machine are not used", says=_APART.format(host))
 
     async def _read(self, each: Listed) -> Meta | None:
         try:
@@ -155,19 +158,6 @@ class Tier:
             told = {"name": each.name, "why": str(error)}
             self._log.warning("a record in the shared store is refused", **told)
             return None
-
-    def _namespace(
-        self, meta: Meta, each: Listed, models: dict[bytes, Namespace | None]
-    ) -> Namespace | None:
-        """Return the namespace of a state here, None if it is of another model; *models* are those met."""
-        owner = meta.owner
-        if (key := msgspec.msgpack.encode(owner)) not in models:
-            is_ours = self.remote.folder_of(owner) == each.namespace
-            models[key] = self.remote.namespace_of(owner) if is_ours else None
-            if models[key] is None:
-                told = {"host": meta.host, "says": _APART.format(meta.host)}
-                self._log.warning("states of another machine are not used", **told)
-        return models[key]
 
     async def _compare(self, folder: str, found: dict[str, Found]) -> None:
         """Hold what is known of a namespace against all that is there; delete what is over."""
