@@ -106,8 +106,7 @@ class Bucket:
         *stall_seconds*.
         """
         with self._translated():
-            getting = self._obstore.get_async(self._store, name)
-            reply = await asyncio.wait_for(getting, first_seconds)
+            reply = await _within(first_seconds, self._obstore.get_async(self._store, name))
             stream = reply.stream(min_chunk_size=LEAST_READ_BYTES)
             while (chunk := await self._next(stream, stall_seconds)) is not None:
                 yield bytes(chunk)
@@ -119,7 +118,7 @@ class Bucket:
         content = await asyncio.to_thread(b"".join, data) if is_small else _drawn(iter(data))
         with self._translated():
             put = self._obstore.put_async(self._store, name, content, chunk_size=_PART_BYTES)
-            await asyncio.wait_for(put, seconds)
+            await _within(seconds, put)
 
     async def delete(self, *names: str) -> None:
         """Delete objects one after the other; those that are not there are no fault."""
@@ -127,14 +126,14 @@ class Bucket:
             try:
                 with self._translated():
                     deleted = self._obstore.delete_async(self._store, name)
-                    await asyncio.wait_for(deleted, _SILENT_SECONDS)
+                    await _within(_SILENT_SECONDS, deleted)
             except Gone:
                 continue
 
     async def _next(self, stream: Any, seconds: float = _SILENT_SECONDS) -> Any:
         """Return what comes next, None at the end; `anext` with a default cannot wait for obstore."""
         with suppress(StopAsyncIteration):
-            return await asyncio.wait_for(anext(stream), seconds)
+            return await _within(seconds, anext(stream))
         return None
 
     @contextmanager
@@ -147,6 +146,12 @@ class Bucket:
             raise SharedStoreFault("it does not answer") from error
         except self._faults as error:
             raise SharedStoreFault(_told(error)) from error
+
+
+async def _within(seconds: float, waiting: Any) -> Any:
+    """Return what is waited for; before Python 3.12, `wait_for` loses a cancellation now and then."""
+    async with asyncio.timeout(seconds):
+        return await waiting
 
 
 async def _drawn(data: Iterator[bytes]) -> AsyncIterator[bytes]:

@@ -61,10 +61,10 @@ class Downloads:
             fetching = self._remote.tasks.start(self._fetch(checkpoint, limit_seconds))
             self._fetches[checkpoint.id] = fetching
             fetching.add_done_callback(lambda _: self._fetches.pop(checkpoint.id, None))
-        try:
-            return await asyncio.wait_for(asyncio.shield(fetching), limit_seconds)
-        except TimeoutError:
-            return None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_seconds):
+                return await asyncio.shield(fetching)
+        return None
 
     async def _fetch(self, checkpoint: Checkpoint, limit_seconds: float) -> Checkpoint | None:
         result, why, fetched, began = "failed", "", None, time.monotonic()

@@ -112,6 +112,7 @@ class Tier:
 
     async def _look(self, folder: str, is_full: bool) -> None:
         after, found = None, dict[str, Found]()
+        known = set(self.remote.known) if is_full else set[CheckpointId]()
         if not is_full:
             since = objects.earliest_id(time.time() - _OVERLAP_SECONDS)
             after = f"{objects.folder_of(folder)}/{since}"
@@ -125,7 +126,7 @@ class Tier:
                     kinds, n_bytes = f"{kinds} {each.kind}", n_bytes + each.size_bytes
                     found[each.id] = kinds, n_bytes, max(at, each.modified_at)
         if is_full:
-            await self._compare(folder, found)
+            await self._compare(folder, found, known)
 
     async def _read_metas(self, new: list[Listed]) -> None:
         entries, left, apart = list[Entry](), iter(new), set[str]()
@@ -159,11 +160,13 @@ class Tier:
             self._log.warning("a record in the shared store is refused", **told)
             return None
 
-    async def _compare(self, folder: str, found: dict[str, Found]) -> None:
-        """Hold what is known of a namespace against all that is there; delete what is over."""
+    async def _compare(
+        self, folder: str, found: dict[str, Found], known: set[CheckpointId]
+    ) -> None:
+        """Hold what was *known* of a namespace against all that is there; delete what is over."""
         remote, now = self.remote, max((at for *_, at in found.values()), default=0.0)
         there = await asyncio.to_thread(_ids_in, found)
-        for checkpoint_id in remote.known - there:
+        for checkpoint_id in known - there:
             record = remote.index.record(checkpoint_id)
             if record is not None and remote.folder(record.namespace) == folder:
                 await remote.forget(record)
