@@ -21,6 +21,7 @@ from proxy.core.sharing import SharedLimits
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.health import Degradations, Faults
 from proxy.metrics import Metrics
+from proxy.shared import bucket as shared_bucket
 from proxy.shared import remote as shared_remote
 from proxy.shared.bucket import Bucket
 from proxy.shared.remote import Remote
@@ -321,6 +322,16 @@ async def list_all():
 
 asyncio.run(list_all())
 """
+
+
+async def test_limit_of_a_call_loses_no_cancellation() -> None:
+    waiting = asyncio.get_running_loop().create_future()
+    call = asyncio.ensure_future(shared_bucket._within(SECOND, waiting))
+    await asyncio.sleep(0)
+    waiting.set_result(None)  # just when the call is cancelled
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
 
 
 async def test_program_ends_well_just_after_it_used_the_shared_store(
