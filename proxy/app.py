@@ -18,6 +18,7 @@ from proxy.core.conditions import DegradationKind, State
 from proxy.core.eviction import Removal
 from proxy.core.launch import Launch
 from proxy.core.model import Checkpoint, RuleKind
+from proxy.core.sharing import SharedLimits
 from proxy.core.slots import SlotState, state_of
 from proxy.core.tokens import TokenIds
 from proxy.errors import StoreFault, StoreLocked
@@ -120,22 +121,18 @@ def open_store(settings: Settings, degradations: Degradations) -> CheckpointStor
 
 
 def open_tier(settings: Settings, shared: Shared) -> "Tier | None":
-    """Return the shared store, None if there is none to be used; raises SettingsError.
-
-    With a key file, tenants are called the same on all machines that have it.
-    """
+    """Return the shared store, None if there is none to be used; raises SettingsError."""
     told, store = parse_shared_store(settings.shared_store), shared.opened_store
     opened = open_bucket(settings) if store is not None and not store.files.is_readonly else None
     if told is None or store is None or opened is None:
         return None
-    from proxy.shared.tier import SharedLimits, Tier
+    from proxy.shared.remote import Remote
+    from proxy.shared.tier import Tier
 
     bucket, sealing = opened
-    if sealing.is_on:
-        shared.secret = sealing.secret(b"tenants")
     limits = SharedLimits(told.upload_bytes_per_day, told.upload_bytes_per_second, told.capacity)
     seen = shared.metrics, shared.everywhere, shared.faults
-    return Tier(store, bucket, sealing, limits, shared.served.present, *seen)
+    return Tier(Remote(store, bucket, sealing, shared.served.present, *seen), limits)
 
 
 def open_bucket(settings: Settings) -> "tuple[Bucket, Sealing] | None":
@@ -199,7 +196,7 @@ async def _serve(settings: Settings, shared: Shared, pool: Pool) -> AsyncIterato
                 await shared.tasks.drain(settings.drain_seconds)
                 await pool.drain(settings.drain_seconds)
                 if shared.tier:
-                    await shared.tier.drain(settings.drain_seconds)
+                    await shared.tier.uploads.drain(settings.drain_seconds)
                 await pool.stabilizing.keep()
             finally:
                 await shared.tasks.drain(0)
@@ -269,7 +266,7 @@ def set_gauges(shared: Shared, pool: Pool) -> None:
     restores.labels("warm").set(highest(p.rates.warm_restore.bytes_per_second for p in processes))
     restores.labels("cold").set(highest(p.rates.cold_restore.bytes_per_second for p in processes))
     metrics.save_bytes_per_second.set(highest(p.rates.save.bytes_per_second for p in processes))
-    metrics.shared_known_states.set(shared.tier.n_known if shared.tier else 0)
+    metrics.shared_known_states.set(len(shared.tier.remote.known) if shared.tier else 0)
     if (store := shared.opened_store) is not None:
         metrics.checkpoints.set(len(store))
         metrics.checkpoint_bytes.set(store.size_bytes)
@@ -294,7 +291,7 @@ def count_evictions(shared: Shared, store: CheckpointStore) -> None:
             shared.journal.note_loss(checkpoint.namespace, tokens, cause)
         metrics.evictions.labels(reason).inc()
         if shared.tier:
-            shared.tier.note_removed(checkpoint, reason)
+            shared.tier.uploads.note_removed(checkpoint, reason)
         if checkpoint.quarantine:
             note_quarantined(shared.everywhere, store.quarantined)
         get_logger("store").info(

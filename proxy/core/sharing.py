@@ -24,6 +24,18 @@ FORGOTTEN_SECONDS = 600.0
 
 
 @dataclass(frozen=True, slots=True)
+class SharedLimits:
+    """What may be put into the shared store, and how fast; 0 is no limit.
+
+    `capacity` is for all states there, whoever has put them there; each writer deletes its own.
+    """
+
+    upload_bytes_per_day: int = 0
+    upload_bytes_per_second: int = 0
+    capacity: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Fetch:
     """The best state to fetch for a prompt, which would reuse `n_reused` tokens of it.
 

@@ -2,7 +2,6 @@
 helps."""
 
 import asyncio
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -26,8 +25,8 @@ from proxy.llama.bodies import (
     n_completions,
 )
 from proxy.llama.routes import honours_id_slot, reads_forms
+from proxy.serving import fetching
 from proxy.serving.cached import CachedRequest
-from proxy.serving.fetching import fetch_first
 from proxy.serving.placement import SimilarRequest
 from proxy.serving.process import Process
 from proxy.serving.queue import replaced
@@ -124,6 +123,7 @@ class Cache:
     async def _read_now(self, process: Process, request: Request) -> None:
         """Read a prompt; raises WillBeRefused, or ServerAway if llama-server was replaced."""
         request.extends = None
+        fetching.begin(process, request)
         _, is_current = await asyncio.gather(
             self._read_prompt(process, request), process.is_current()
         )
@@ -145,7 +145,7 @@ class Cache:
             return await self.read(process, request)
         if not await process.is_current():
             raise replaced()
-        await self._note_tenant(process, request.tenant)
+        await self._note_tenant(process, request)
         request.server, request.namespace = process.where, namespace
 
     async def serve(self, process: Process, request: Request) -> None:
@@ -156,16 +156,7 @@ class Cache:
         """
         read = partial(self._read_prompt, process)
         has_waited = await self._overflow.fit(process, request, read)  # shortening takes a while
-        if (
-            process.tier
-            and request.prompt
-            and not request.extends
-            and NO_READ not in request.wishes
-        ):
-            began = time.monotonic()
-            request.shared = await fetch_first(process, process.tier, request.prompt)
-            request.fetch_seconds = time.monotonic() - began
-            has_waited |= bool(request.shared)
+        has_waited |= await fetching.fetch_first(process, request)
         if has_waited and not await process.is_current():
             raise replaced()
         async with process.launches.turn() as start:
@@ -218,7 +209,7 @@ class Cache:
         if process.asks_for_key and not taken.get(digest, True):
             given = "this API key is refused" if request.headers else "an API key is needed"
             raise WillBeRefused(f"llama-server says that {given}")
-        await self._note_tenant(process, request.tenant)
+        await self._note_tenant(process, request)
 
     async def _read_prompt(self, process: Process, request: Request) -> None:
         """Read the tokens that llama-server will evaluate; without a prompt `request.why` says why."""
@@ -273,9 +264,10 @@ class Cache:
             return False
         return True
 
-    async def _note_tenant(self, process: Process, tenant: bytes) -> None:
+    async def _note_tenant(self, process: Process, request: Request) -> None:
         """Note a tenant whose key llama-server has taken, as long as there is room for its name."""
-        tenant = process.tenant_here(tenant)
+        tenant = process.tenant_here(request.tenant)
+        await fetching.note_tenant(process, request, tenant)
         if tenant in process.tenants or len(process.tenants) >= _MAX_TENANTS:
             return
         process.tenants.add(tenant)

@@ -4,6 +4,8 @@ A state that is fetched is an ordinary checkpoint afterwards, so that the plan i
 never waits longer for the transfer than evaluating would have taken.
 """
 
+import asyncio
+import time
 from typing import TYPE_CHECKING
 
 from proxy.core.eviction import Removal, superseded
@@ -13,31 +15,51 @@ from proxy.core.rates import seconds_in_words
 from proxy.core.sharing import Fetch, best_fetch, seconds_without
 from proxy.serving.planning import situation
 from proxy.serving.process import Process
+from proxy.serving.request import NO_READ, Request, tenant_of
 
 if TYPE_CHECKING:
     from proxy.shared.tier import Tier
 
-_LOOK_SHARE = 0.05
-"""What others have put there a moment ago is listed for a request if that takes no more than this share of
-what the request would take without."""
+_LOOK_SHARE, _MOST_LOOK_SECONDS = 0.05, 0.5
+"""A request waits for a listing no longer than for this share of what it would take without."""
+_LEAST_BYTES = 4 << 10
+"""What has fewer tokens than a shared state has hardly more."""
 _MAX_TRIES = 2
 
 
-async def fetch_first(process: Process, tier: "Tier", prompt: Prompt) -> str:
-    """Fetch what gets a prompt answered sooner; return in words what came of it, empty if nothing did."""
-    if tier.is_away or not process.rule.can_restore:
-        return ""
+def begin(process: Process, request: Request) -> None:
+    """List what others have stored while a prompt is read that may be worth a transfer."""
+    if process.tier and NO_READ not in request.wishes and len(request.raw) >= _LEAST_BYTES:
+        process.tier.look_since(process.tenant_namespace(request.tenant), request.arrived_at)
+
+
+async def note_tenant(process: Process, request: Request, tenant: bytes) -> None:
+    """Note what a *tenant* of this directory is called on all machines with the same key file."""
+    if not process.tier or not tenant or tenant in process.tier.remote.tenants:
+        return
+    if tenant_of(request.headers, process.secret, request.salt) == request.tenant:
+        name = tenant_of(request.headers, process.tier.remote.secret, request.salt)
+        await process.tier.remote.note_tenant(tenant, process.tenant_here(name))
+
+
+async def fetch_first(process: Process, request: Request) -> bool:
+    """Fetch what gets a request answered sooner, note in words what came of it; return if it waited."""
+    tier, prompt, began = process.tier, request.prompt, time.monotonic()
+    if not tier or not prompt or request.extends or NO_READ in request.wishes:
+        return False
     try:
-        return await _fetch(process, tier, prompt)
+        if process.rule.can_restore and not tier.downloads.is_off:
+            request.shared = await _fetch(process, tier, prompt, request.arrived_at)
     except Exception as fault:
         process.faults.record("share", fault)
-        return ""
+    request.fetch_seconds = time.monotonic() - began
+    return bool(request.shared)
 
 
-async def _fetch(process: Process, tier: "Tier", prompt: Prompt) -> str:
+async def _fetch(process: Process, tier: "Tier", prompt: Prompt, since: float) -> str:
     told = ""
     for _ in range(_MAX_TRIES):
-        fetch = await _newest(process, tier, prompt)
+        fetch = await _newest(process, tier, prompt, since)
         if fetch is None:
             return told
         checkpoint = fetch.candidate.checkpoint
@@ -46,32 +68,33 @@ async def _fetch(process: Process, tier: "Tier", prompt: Prompt) -> str:
             process.metrics.shared_fetches.labels("dearer").inc()
             rest = f"{size} would take {seconds_in_words(fetch.seconds)}"
             return f"not fetched: evaluating is cheaper ({rest})"
-        fetched = await tier.fetch(checkpoint, fetch.limit_seconds)
+        fetched = await tier.downloads.fetch(checkpoint, fetch.limit_seconds)
         if fetched is not None:
             process.tasks.start(_remove_superseded(process, fetched))
             return f"fetched {size}"
         told = f"not fetched: {size} did not come in {seconds_in_words(fetch.limit_seconds)}"
-        if tier.knows(checkpoint):
+        if checkpoint.id in tier.remote.known:
             break  # it was too slow, or failed: a state that is gone has mostly made way for a newer one
+        since = time.monotonic()
     return told
 
 
-async def _newest(process: Process, tier: "Tier", prompt: Prompt) -> Fetch | None:
-    """Return the best state to fetch, after a new listing if what is still to evaluate is worth that."""
-    fetch = _best(process, tier, prompt)
-    _, seconds = seconds_without(prompt, situation(process, prompt))
-    if fetch is not None and fetch.is_worth_it:
-        seconds += fetch.seconds - fetch.limit_seconds
-    if (look_seconds := _LOOK_SHARE * seconds) >= tier.look_seconds:
-        await tier.look_again(prompt.namespace, look_seconds)
+async def _newest(process: Process, tier: "Tier", prompt: Prompt, since: float) -> Fetch | None:
+    """Return the best state to fetch, after a listing if what is still to evaluate is worth that."""
+    fetch, look = _best(process, tier, prompt), tier.look_since(prompt.namespace, since)
+    if look is not None and not look.done():
+        _, seconds = seconds_without(prompt, situation(process, prompt))
+        if fetch is not None and fetch.is_worth_it:
+            seconds += fetch.seconds - fetch.limit_seconds
+        await asyncio.wait([look], timeout=min(_LOOK_SHARE * seconds, _MOST_LOOK_SECONDS))
         fetch = _best(process, tier, prompt)
     return fetch
 
 
 def _best(process: Process, tier: "Tier", prompt: Prompt) -> Fetch | None:
-    found = tier.find(prompt.namespace, prompt.tokens)
+    found = tier.remote.find(prompt.namespace, prompt.tokens)
     remote, _ = promising(process.rule, found, prompt.n_tokens)
-    return best_fetch(prompt, situation(process, prompt), remote, tier.link)
+    return best_fetch(prompt, situation(process, prompt), remote, tier.remote.link)
 
 
 async def _remove_superseded(process: Process, fetched: Checkpoint) -> None:

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
+import xxhash
 
 from proxy.core.messages import Route
-from proxy.core.model import Conversation, Outcome, Prompt, salted_tenant
+from proxy.core.model import Conversation, Outcome, Prompt, keyed_tenant, salted_tenant
 from proxy.core.plan import Plan, Start
 from proxy.core.rates import Rates
 from proxy.core.slots import Known
@@ -61,12 +62,22 @@ def _not_looked_up() -> Cause:
     return Cause.NOT_LOOKED_UP
 
 
+def tenant_of(keys: Mapping[str, str], secret: bytes, salt: str = "") -> bytes:
+    """Return the tenant's name for the API key that llama-server would check, and a salt."""
+    key, tenant = keys.get("Authorization") or keys.get("X-Api-Key", ""), b""
+    if key:
+        plain = key.removeprefix("Bearer ").encode(errors="surrogateescape")
+        tenant = keyed_tenant(secret, xxhash.xxh3_128_digest(plain))
+    return salted_tenant(secret, tenant, salt) if salt else tenant
+
+
 @dataclass(eq=False, kw_only=True)
 class Request:
     """A client's request on a generation route, from its arrival until its answer is whole.
 
     `withdraw` ends a `relay` that has not passed on a token yet; that `relay` then raises ServerAway.
-    `headers` are those with the client's API key. `tenant` names that key and the salt, empty without both.
+    `headers` are those with the client's API key. `tenant` names that key and the `salt`, empty
+    without both.
     `model`, `session` and `client` are the client's names for the model, for its session and for itself;
     each is empty if the client does not say. `asked_cache` is the client's header X-Prefix-Cache, `wishes`
     are no_store and no_read. A request that `warms` wants its prompt evaluated and saved, and an empty
@@ -93,6 +104,7 @@ class Request:
     relay: Relay
     withdraw: OnStart = do_nothing
     tenant: bytes = b""
+    salt: str = ""
     session: str = ""
     client: str = ""
     model: str = ""
@@ -142,6 +154,7 @@ class Request:
                 raise ProxyError("cache_salt must be a non-empty string", 400)
             raw = msgspec.json.encode(body.fields)
             body = GenerationBody(raw, body.fields)
+            self.salt = salt or ""
             self.tenant = salted_tenant(secret, self.tenant, salt) if salt else self.tenant
         if body and (warming := only_to_warm(self.route, body)):
             self.warms = "stream" if body.wants_stream else "whole"

@@ -6,8 +6,10 @@ of that store (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and so on), and are in no mes
 """
 
 import asyncio
+import atexit
 import os
 import re
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -21,12 +23,15 @@ _CONNECT_SECONDS, _SILENT_SECONDS, _RETRY_SECONDS = 3, 10, 10
 _LEAST_BYTES_PER_SECOND = 256 << 10
 """A write that is slower has hung."""
 _LISTED_AT_ONCE = 1000
-_CLOSE_SECONDS = 0.1
 READ_BYTES, LEAST_READ_BYTES = 4 << 20, 256 << 10
 _PART_BYTES = 8 << 20
 _NEEDED = (
     "shared_store needs more packages: install with [shared], such as pipx install '.[shared]'"
 )
+
+atexit.register(time.sleep, 0.1)
+"""obstore's threads drop Python objects after a call has returned, and there is nothing to join. Before
+Python 3.14, a thread that wants the interpreter while that ends aborts the process."""
 
 
 class Gone(SharedStoreFault):
@@ -72,10 +77,6 @@ class Bucket:
         except self._faults as error:
             raise SettingsError(f"shared_store: {_told(error)}") from error
 
-    async def close(self) -> None:
-        """Let obstore's threads drop what they hold of Python: an interpreter that ends before aborts."""
-        await asyncio.sleep(_CLOSE_SECONDS)
-
     async def list(self, folder: str, after: str | None = None) -> AsyncIterator[list[Listed]]:
         """Yield the objects below *folder* whose names sort behind *after*, some hundred at a time."""
         with self._translated():
@@ -105,7 +106,7 @@ class Bucket:
         *stall_seconds*.
         """
         with self._translated():
-            reply = await self._within(first_seconds, self._obstore.get_async(self._store, name))
+            reply = await _within(first_seconds, self._obstore.get_async(self._store, name))
             stream = reply.stream(min_chunk_size=LEAST_READ_BYTES)
             while (chunk := await self._next(stream, stall_seconds)) is not None:
                 yield bytes(chunk)
@@ -117,7 +118,7 @@ class Bucket:
         content = await asyncio.to_thread(b"".join, data) if is_small else _drawn(iter(data))
         with self._translated():
             put = self._obstore.put_async(self._store, name, content, chunk_size=_PART_BYTES)
-            await self._within(seconds, put)
+            await _within(seconds, put)
 
     async def delete(self, *names: str) -> None:
         """Delete objects one after the other; those that are not there are no fault."""
@@ -125,19 +126,15 @@ class Bucket:
             try:
                 with self._translated():
                     deleted = self._obstore.delete_async(self._store, name)
-                    await self._within(_SILENT_SECONDS, deleted)
+                    await _within(_SILENT_SECONDS, deleted)
             except Gone:
                 continue
 
     async def _next(self, stream: Any, seconds: float = _SILENT_SECONDS) -> Any:
         """Return what comes next, None at the end; `anext` with a default cannot wait for obstore."""
         with suppress(StopAsyncIteration):
-            return await self._within(seconds, anext(stream))
+            return await _within(seconds, anext(stream))
         return None
-
-    async def _within(self, seconds: float, waiting: Any) -> Any:
-        async with asyncio.timeout(seconds):
-            return await waiting
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -149,6 +146,12 @@ class Bucket:
             raise SharedStoreFault("it does not answer") from error
         except self._faults as error:
             raise SharedStoreFault(_told(error)) from error
+
+
+async def _within(seconds: float, waiting: Any) -> Any:
+    """Return what is waited for; before Python 3.12, `wait_for` loses a cancellation now and then."""
+    async with asyncio.timeout(seconds):
+        return await waiting
 
 
 async def _drawn(data: Iterator[bytes]) -> AsyncIterator[bytes]:

@@ -48,6 +48,10 @@ class Listed(NamedTuple):
     size_bytes: int
     modified_at: float
 
+    @property
+    def name(self) -> str:
+        return name_of(self.namespace, self.id, self.kind)
+
 
 def listed(path: str, size_bytes: int, modified_at: float) -> Listed | None:
     """Return what a name says, None if it is not one of ours."""

@@ -73,12 +73,9 @@ class Sealing:
         made_of = salt + name.encode()
         return AESGCM(blake2b(made_of, key=self._key, person=b"object", digest_size=32).digest())
 
-    def opening(self, name: str) -> "Opening":
-        return Opening(self, name)
-
     def open_whole(self, name: str, data: bytes) -> bytes:
         """Return what was sealed under *name*; raises StateDamaged if it was not sealed so."""
-        opening = self.opening(name)
+        opening = Opening(self, name)
         return b"".join((*opening.take(data), *opening.last()))
 
 

@@ -29,13 +29,6 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
 
 async def survey(bucket: Bucket, sealing: Sealing) -> list[Share]:
     """Return what is in the shared store, by writer and namespace; raises SharedStoreFault."""
-    try:
-        return await _survey(bucket, sealing)
-    finally:
-        await bucket.close()
-
-
-async def _survey(bucket: Bucket, sealing: Sealing) -> list[Share]:
     found = defaultdict[tuple[str, str], list[Listed]](list)
     async for batch in bucket.list(objects.VERSION):
         for each in batch:
@@ -59,9 +52,8 @@ async def _survey(bucket: Bucket, sealing: Sealing) -> list[Share]:
 
 
 async def _read(bucket: Bucket, sealing: Sealing, each: Listed) -> Meta | None:
-    name = objects.name_of(each.namespace, each.id, META)
     try:
-        return objects.decode_meta(sealing.open_whole(name, await bucket.read(name)))
+        return objects.decode_meta(sealing.open_whole(each.name, await bucket.read(each.name)))
     except (ValueError, StateDamaged):
         return None
 

@@ -6,18 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import xxhash
 from aiohttp import HttpVersion10, HttpVersion11, web
 
 from proxy.core.messages import Route
-from proxy.core.model import keyed_tenant
 from proxy.errors import CacheFault, ProxyError, ServerAway
 from proxy.explain.report import Report
 from proxy.llama.bodies import parse_body
 from proxy.llama.routes import Aliases, changes_server_state, counts_tokens, with_alias
 from proxy.log import get_logger
 from proxy.servers.pool import Pool
-from proxy.serving.request import Request
+from proxy.serving.request import Request, tenant_of
 from proxy.web.relay import Body, Exchange, end_to_end
 from proxy.web.writer import Unread
 
@@ -46,15 +44,6 @@ _N_CLIENT = 40
 def keys_of(headers: Mapping[str, str]) -> dict[str, str]:
     """Return those headers that carry an API key."""
     return {name: headers[name] for name in _KEY_HEADERS if name in headers}
-
-
-def tenant_of(keys: Mapping[str, str], secret: bytes) -> bytes:
-    """Return the tenant's name for the API key that llama-server would check, empty without a key."""
-    key = keys.get("Authorization") or keys.get("X-Api-Key", "")
-    if not key:
-        return b""
-    digest = xxhash.xxh3_128_digest(key.removeprefix("Bearer ").encode(errors="surrogateescape"))
-    return keyed_tenant(secret, digest)
 
 
 def _session_of(headers: Mapping[str, str]) -> str:

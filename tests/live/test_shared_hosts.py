@@ -114,8 +114,8 @@ async def test_a_state_that_has_made_way_for_a_newer_one_leads_to_that(
         store, other = pair.rigs[0].running.store, pair.rigs[1].running.shared.tier
         assert store is not None and other is not None
         (older,) = store
-        await other.look_again(older.namespace, 60.0)
-        assert other.n_known == 1
+        await other.look(other.remote.folder(older.namespace))
+        assert len(other.remote.known) == 1
         await pair.ask(0, REQUESTS[1])
         await pair.uploaded(0)
         await until(lambda: _states(pair.link.behind) == 1)  # the older one is superseded

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from proxy.core.rates import Rates, Transfer, UnitCost
-from proxy.shared import tier
+from proxy.shared import remote
 from tests.lab.buckets import Rclone
 from tests.lab.conversation import Message, agent_requests, system
 from tests.lab.faulty_link import Fault, FaultyLink
@@ -34,13 +34,13 @@ class Machines:
     rigs: list[Rig]
 
     async def ask(
-        self, number: int, messages: list[Message], *, is_shared: bool = True
+        self, number: int, messages: list[Message], *, is_shared: bool = True, **fields: Any
     ) -> dict[str, Any]:
         """Send a request to one machine; return its record, once what it made *is shared*."""
         rig = self.rigs[number]
         # Whatever the machine is busy with, evaluating a token takes a millisecond here.
         rig.running.pool.processes[0].rates = RATES
-        await rig.chat(messages, tools=TOOLS)
+        await rig.chat(messages, tools=TOOLS, **fields)
         await rig.settled()
         if is_shared:
             await self.shared(number)
@@ -110,14 +110,14 @@ async def test_conversation_alternates_through_a_sealed_bucket(
     start_machines: StartMachines, tmp_path: Path, bucket: FaultyLink
 ) -> None:
     async with start_machines("hybrid", **sealed_bucket(tmp_path)) as machines:
-        await alternate(machines)
+        await alternate(machines, cache_salt="team")  # each directory has its own name for it
 
 
-async def alternate(machines: Machines) -> None:
+async def alternate(machines: Machines, **fields: Any) -> None:
     """Send a conversation's requests to two machines in turn: as one exact cache would have it."""
     requests = agent_requests(3, 1, header=HEADER)
     ledger, before = Ledger(machines.rigs[0]), await machines.evaluated()
-    records = [await machines.ask(n % 2, messages) for n, messages in enumerate(requests)]
+    records = [await machines.ask(n % 2, m, **fields) for n, m in enumerate(requests)]
     n_evaluated = await machines.evaluated() - before
     n_new = sum([await ledger.enter(messages) for messages in requests])
     assert n_evaluated <= 1.05 * n_new
@@ -129,7 +129,7 @@ async def alternate(machines: Machines) -> None:
 async def test_fault_of_the_shared_store_costs_no_request_its_answer(
     start_machines: StartMachines, tmp_path: Path, bucket: FaultyLink, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(tier, "_MOST_BACKOFF_SECONDS", 0.05)
+    monkeypatch.setattr(remote, "_MOST_BACKOFF_SECONDS", 0.05)
     async with start_machines("hybrid", **sealed_bucket(tmp_path)) as machines:
         for number, fault in enumerate([Fault.CORRUPT, Fault.STALLED]):
             first, second = agent_requests(1, 1, header=[system(450, seed=number)])

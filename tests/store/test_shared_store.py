@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -16,14 +17,17 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.eviction import Present, Removal
 from proxy.core.model import Candidate, Checkpoint, KnownNamespace, Quarantine, tenant_namespace
 from proxy.core.rates import Rates, UnitCost
+from proxy.core.sharing import SharedLimits
 from proxy.core.tokens import Namespace, TokenIds
 from proxy.health import Degradations, Faults
 from proxy.metrics import Metrics
-from proxy.shared import tier as shared_tier
+from proxy.shared import bucket as shared_bucket
+from proxy.shared import remote as shared_remote
 from proxy.shared.bucket import Bucket
+from proxy.shared.remote import Remote
 from proxy.shared.sealing import Sealing
 from proxy.shared.survey import survey
-from proxy.shared.tier import SharedLimits, Tier
+from proxy.shared.tier import Tier
 from proxy.store.catalogue import Limits
 from proxy.store.known_models import namespaces_name
 from proxy.store.store import CheckpointStore
@@ -69,12 +73,12 @@ class Machine:
     async def find(self, tokens: TokenIds, *, is_full: bool = False) -> list[Candidate]:
         """List the shared store now; return what it has of a prompt."""
         for _ in range(2):  # the first may be one that was under way
-            await self.tier.look(self.tier._name(OURS), is_full=is_full)
-        return list(self.tier.find(OURS, tokens))
+            await self.tier.look(self.tier.remote.folder(OURS), is_full=is_full)
+        return list(self.tier.remote.find(OURS, tokens))
 
     async def fetch(self, tokens: TokenIds, seconds: float = SECOND) -> Checkpoint | None:
-        (found, *_) = self.tier.find(OURS, tokens)
-        return await self.tier.fetch(found.checkpoint, seconds)
+        (found, *_) = self.tier.remote.find(OURS, tokens)
+        return await self.tier.downloads.fetch(found.checkpoint, seconds)
 
     def sample(self, name: str, **labels: str) -> float:
         found = self.metrics.registry.get_sample_value(f"llama_prefix_cache_{name}", labels)
@@ -107,17 +111,19 @@ def start(tmp_path: Path) -> Start:
             await store.put_value(namespaces_name("static"), known)
             metrics = Metrics()
             degradations = Degradations(metrics)
-            tier = Tier(
+            remote = Remote(
                 store,
                 Bucket(url or f"file://{tmp_path / 'shared'}"),
                 sealing,
-                limits,
                 lambda: Present(time.time(), RATES, {OURS: RATES}),
                 metrics,
                 degradations,
                 Faults(metrics),
             )
-            store.on_removal = lambda checkpoint, _, reason: tier.note_removed(checkpoint, reason)
+            tier = Tier(remote, limits)
+            store.on_removal = lambda checkpoint, _, reason: tier.uploads.note_removed(
+                checkpoint, reason
+            )
             async with tier.running():
                 yield Machine(store, tier, metrics, degradations)
 
@@ -148,7 +154,7 @@ async def test_state_of_one_machine_is_found_and_fetched_by_another(
         assert local.checkpoint.id == fetched.id and local.n_common == 2500, "token by token"
         assert b.sample("shared_states_total", direction="down") == 1
         # What came from there does not go there again.
-        await b.tier.drain(SECOND)
+        await b.tier.uploads.drain(SECOND)
         assert b.sample("shared_states_total", direction="up") == 0
 
 
@@ -196,8 +202,10 @@ async def test_state_that_is_not_what_was_put_there_is_a_miss_and_not_asked_for_
         harm(state, how)
         assert await b.fetch(tokens) is None
         assert b.fetches("gone" if how == "gone" else "damaged") == 1
-        assert list(b.tier.find(OURS, tokens)) == [] and len(b.store) == 0
-        assert b.tier.is_away is (how != "gone") and not b.degradations.kinds, "it is there"
+        assert list(b.tier.remote.find(OURS, tokens)) == [] and len(b.store) == 0
+        assert b.tier.downloads.is_off is (how != "gone") and not b.degradations.kinds, (
+            "it is there"
+        )
         assert {p.suffix for p in b.store.files.directory.glob("lpc-*")} == set()
 
 
@@ -220,7 +228,7 @@ async def test_canary_of_other_hardware_keeps_states_apart(start: Start) -> None
     async with start("a") as a, start("b", canary=OTHER_CANARY) as b:
         await a.save(run_of(3000))
         assert await b.find(run_of(3000)) == []
-        assert b.tier.n_known == 1, "and its record is not read again"
+        assert len(b.tier.remote.known) == 1, "and its record is not read again"
 
 
 async def test_survey_tells_who_shares_what_and_why_two_do_not(
@@ -248,7 +256,7 @@ async def test_quarantined_state_is_not_offered_again_and_leaves_the_shared_stor
         fetched = await b.fetch(tokens)
         assert fetched is not None
         await b.store.quarantine_for_good([fetched], Quarantine("it ended llama-server", 1.0))
-        assert list(b.tier.find(OURS, tokens)) == []
+        assert list(b.tier.remote.find(OURS, tokens)) == []
         await a.store.quarantine_for_good([saved], Quarantine("it ended llama-server", 1.0))
         await a.store.remove(saved, Removal.BUDGET)
         await until(lambda: {p.suffix for p in objects_in(tmp_path / "shared")} <= {".used"})
@@ -283,7 +291,7 @@ async def test_writer_keeps_the_capacity_and_readers_keep_what_they_use(
             if path.suffix == ".used":
                 os.utime(path, (ahead, ahead))
     async with start("a", limits=limits) as a:
-        await until(lambda: a.tier.n_known == 1)
+        await until(lambda: len(a.tier.remote.known) == 1)
         assert [c.checkpoint.shared_id for c in await a.find(run_of(3000))] == [first.shared_id]
 
 
@@ -293,7 +301,7 @@ async def test_budget_of_a_day_holds_across_a_restart(start: Start) -> None:
     limits = SharedLimits(upload_bytes_per_day=size_bytes + size_bytes // 2)
     async with start("a", limits=limits) as a:
         await a.commit(run_of(3000, start=10_000))
-        await a.tier.drain(SECOND)
+        await a.tier.uploads.drain(SECOND)
         assert a.sample("shared_states_total", direction="up") == 0
 
 
@@ -305,6 +313,38 @@ async def test_upload_that_was_not_done_is_done_after_a_restart(start: Start) ->
         assert await b.find(run_of(3000))
 
 
+_LISTS = """
+import asyncio, sys
+from proxy.shared.bucket import Bucket
+
+async def list_all():
+    return [batch async for batch in Bucket(sys.argv[1]).list("v1")]
+
+asyncio.run(list_all())
+"""
+
+
+async def test_limit_of_a_call_loses_no_cancellation() -> None:
+    waiting = asyncio.get_running_loop().create_future()
+    call = asyncio.ensure_future(shared_bucket._within(SECOND, waiting))
+    await asyncio.sleep(0)
+    waiting.set_result(None)  # just when the call is cancelled
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+
+async def test_program_ends_well_just_after_it_used_the_shared_store(
+    start: Start, tmp_path: Path
+) -> None:
+    async with start("a") as a:
+        await a.save(run_of(3000))
+    # obstore's threads drop Python objects a moment after a call: without a pause, one end in two aborts.
+    program = sys.executable, "-c", _LISTS, f"file://{tmp_path / 'shared'}"
+    ended = [await asyncio.create_subprocess_exec(*program) for _ in range(4)]
+    assert [await each.wait() for each in ended] == [0] * 4
+
+
 # The same with a real S3-compatible server, and a link before it that does harm.
 
 
@@ -313,7 +353,7 @@ def link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyLink
     with Rclone(tmp_path / "rclone") as server, FaultyLink(server.base_url) as link:
         for name, value in server.environment(link.base_url).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(shared_tier, "_MOST_BACKOFF_SECONDS", 0.05)
+        monkeypatch.setattr(shared_remote, "_MOST_BACKOFF_SECONDS", 0.05)
         yield link
 
 
@@ -333,12 +373,12 @@ async def test_fault_is_named_and_stops_fetches_until_it_is_over(
         assert await b.find(tokens)
         link.harm(fault, only=".state")
         assert await b.fetch(tokens) is None
-        assert b.tier.is_away
+        assert b.tier.downloads.is_off
         assert b.degradations.kinds == {DegradationKind.SHARED_STORE_AWAY}
         assert b.sample("shared_faults_total", operation="fetch") == 1
         link.heal()
-        await b.tier._find_out()
-        assert not b.tier.is_away and not b.degradations.kinds
+        await b.tier.downloads.find_out()
+        assert not b.tier.downloads.is_off and not b.degradations.kinds
         assert await b.fetch(tokens) is not None
 
 
@@ -380,6 +420,16 @@ async def test_wrong_clock_hides_nothing_for_long(start: Start, monkeypatch: Any
         monkeypatch.setattr(time, "time", real)
         assert await b.find(tokens) == []
         assert await b.find(tokens, is_full=True)
+
+
+async def test_listing_of_what_is_new_does_not_stand_for_one_of_everything(start: Start) -> None:
+    async with start("a") as a:
+        await a.save(run_of(3000))
+        folder = a.tier.remote.folder(OURS)
+        new, same = a.tier.look(folder), a.tier.look(folder)
+        everything = a.tier.look(folder, is_full=True)
+        assert new is same is not everything
+        assert await new and await everything
 
 
 async def test_several_who_want_a_state_fetch_it_once(start: Start) -> None:

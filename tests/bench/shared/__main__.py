@@ -16,6 +16,7 @@ from tests.bench.progress import tell
 from tests.bench.section import Section
 from tests.bench.shared.breakeven import measure_breakeven
 from tests.bench.shared.faults import measure_faults
+from tests.bench.shared.kills import measure_kills
 from tests.bench.shared.known import measure_known
 from tests.bench.shared.moves import measure_moves
 from tests.bench.shared.network import Network
@@ -28,6 +29,7 @@ PARTS = {
     "moves": measure_moves,
     "faults": measure_faults,
     "known": measure_known,
+    "kills": measure_kills,
     "break-even": measure_breakeven,
 }
 DOCUMENT = REPOSITORY / "docs" / "many-machines.md"

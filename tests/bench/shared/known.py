@@ -11,7 +11,7 @@ from statistics import median
 import aiohttp
 import numpy as np
 
-from proxy.core.tokens import hash_prefixes, token_ids
+from proxy.core.tokens import token_ids
 from proxy.metrics import PREFIX
 from proxy.shared import objects
 from tests.bench.moving import new_folder
@@ -99,7 +99,7 @@ def _multiply(bucket: Path) -> int:
         told = replace(
             meta.checkpoint, n_tokens=N_TOKENS, header=0, turn_start=0, marks=(), restore_points=()
         )
-        hashes = list(map(bytes, hash_prefixes(seed, tokens)))
+        hashes = list(map(bytes, objects.steps(seed, tokens)))
         made = objects.Meta(told, meta.owner, hashes, {})
         shared_id = objects.new_id(time.time() - number, token_hex(4), token_hex(8))
         data = objects.encode_meta(made)

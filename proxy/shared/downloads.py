@@ -1,0 +1,158 @@
+"""What comes down: a state is compared with its checksums as it comes, then read by the parser of state
+files. It becomes an ordinary checkpoint; only then its tokens count.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from proxy.core.model import Checkpoint, CheckpointId
+from proxy.core.saving import Claim
+from proxy.core.sharing import is_still_in_time
+from proxy.errors import CacheFault, StateDamaged, StateFileMalformed, in_words
+from proxy.llama.state_file import StateFile, read_state_file
+from proxy.log import get_logger
+from proxy.shared.arrival import Arrival
+from proxy.shared.bucket import LEAST_READ_BYTES, READ_BYTES, Gone
+from proxy.shared.objects import STATE, USED
+from proxy.shared.remote import Remote, backoff_seconds
+from proxy.shared.sealing import Opening
+from proxy.store.transfer import entered_as
+
+_STALL_SECONDS, _SILENT_CALLS = 0.25, 4
+"""A store that answers nothing for so long, or for so many times as long as ever, is taken for hung."""
+
+
+class Downloads:
+    """Fetches states of the shared store."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+        self._fetches: dict[CheckpointId, asyncio.Task[Checkpoint | None]] = {}
+        self._n_damaged, self._damaged_until = 0, 0.0
+        self._log = get_logger("shared")
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is to be fetched now: the store fails, or what came from there was damaged."""
+        is_damaged = time.monotonic() < self._damaged_until
+        return is_damaged or self._remote.is_failing("list", "fetch")
+
+    async def find_out(self) -> None:
+        """If a fetch has failed, try whether the beginning of a state can be read again."""
+        if self._remote.is_failing("fetch"):
+            index = self._remote.index
+            known = (c for i in self._remote.known if (c := index.record(i)) is not None)
+            some = next((c for c in known if c.namespace), None)
+            with self._remote.trying("fetch"), suppress(Gone):
+                if some is not None:
+                    async with aclosing(self._stream(some)) as stream:
+                        await anext(stream, b"")
+
+    async def fetch(self, checkpoint: Checkpoint, limit_seconds: float) -> Checkpoint | None:
+        """Return the local checkpoint that a shared state has become; None if not within the limit.
+
+        Whoever asks for a state that is on its way waits for it. Never raises a CacheFault.
+        """
+        if (fetching := self._fetches.get(checkpoint.id)) is None:
+            fetching = self._remote.tasks.start(self._fetch(checkpoint, limit_seconds))
+            self._fetches[checkpoint.id] = fetching
+            fetching.add_done_callback(lambda _: self._fetches.pop(checkpoint.id, None))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_seconds):
+                return await asyncio.shield(fetching)
+        return None
+
+    async def _fetch(self, checkpoint: Checkpoint, limit_seconds: float) -> Checkpoint | None:
+        result, why, fetched, began = "failed", "", None, time.monotonic()
+        try:
+            async with asyncio.timeout(limit_seconds):
+                fetched = await self._receive(checkpoint, limit_seconds)
+            result, self._n_damaged = ("done", 0) if fetched else ("late", self._n_damaged)
+        except TimeoutError:
+            result = "late"
+        except Gone:
+            result = "gone"
+            await self._remote.forget(checkpoint)
+        except (StateFileMalformed, StateDamaged) as error:
+            result, why, self._n_damaged = "damaged", str(error), self._n_damaged + 1
+            self._damaged_until = time.monotonic() + backoff_seconds(self._n_damaged)
+            await self._remote.forget(checkpoint, is_gone=False)
+        except (CacheFault, OSError) as fault:
+            why = in_words(fault)
+        except Exception as error:
+            self._remote.faults.record("share", error)
+        self._remote.metrics.shared_fetches.labels(result).inc()
+        seconds = round(time.monotonic() - began, 3)
+        size, name = checkpoint.size_bytes, checkpoint.shared_id
+        self._log.info("fetched", result=result, id=name, size_bytes=size, seconds=seconds, why=why)
+        return fetched
+
+    async def _receive(self, checkpoint: Checkpoint, limit_seconds: float) -> Checkpoint | None:
+        """Fetch a state into a temporary file and commit it; None if it would not be here in time."""
+        store, files = self._remote.store, self._remote.store.files
+        name = await store.reserve(Claim(checkpoint.size_bytes, self._remote.present()))
+        try:
+            if not await self._download(checkpoint, files.path(name), limit_seconds):
+                return None
+            state = await asyncio.to_thread(_checked, files.path(name), checkpoint)
+            await store.settle(name, checkpoint.size_bytes)
+            entered = entered_as(checkpoint, name, checkpoint.namespace, state)
+            committed = await store.commit(replace(entered, is_fetched=True), state.tokens)
+        finally:
+            await store.discard(name)
+        self._remote.metrics.shared_states.labels("down").inc()
+        self._remote.tasks.start(self._touch(checkpoint))
+        return committed
+
+    def _stream(self, checkpoint: Checkpoint) -> AsyncGenerator[bytes, None]:
+        first_seconds = max(_STALL_SECONDS, 2 * _SILENT_CALLS * self._remote.link.call.seconds)
+        name = self._remote.name(checkpoint, STATE)
+        return self._remote.bucket.stream(name, first_seconds, _STALL_SECONDS)
+
+    async def _download(self, checkpoint: Checkpoint, path: Path, limit_seconds: float) -> bool:
+        began, n_received, held = time.monotonic(), 0, list[bytes]()
+        opening = Opening(self._remote.sealing, self._remote.name(checkpoint, STATE))
+        arrival = Arrival(path, checkpoint.content, opening)
+        try:
+            with self._remote.trying("fetch"):
+                async with aclosing(self._stream(checkpoint)) as stream:
+                    async for chunk in stream:
+                        held.append(chunk)
+                        n_received += len(chunk)
+                        self._remote.metrics.shared_bytes.labels("down").inc(len(chunk))
+                        elapsed, size = time.monotonic() - began, checkpoint.size_bytes
+                        if not is_still_in_time(n_received, size, elapsed, limit_seconds):
+                            return False
+                        if sum(map(len, held)) >= READ_BYTES:
+                            await asyncio.to_thread(arrival.take, b"".join(held))
+                            held.clear()
+            await asyncio.to_thread(arrival.take, b"".join(held))
+            await asyncio.to_thread(arrival.end)
+            return True
+        except asyncio.CancelledError:
+            # A limit that is short for a store that is there is long for one that is silent.
+            silent_seconds = _SILENT_CALLS * self._remote.link.call.seconds
+            if not n_received and time.monotonic() - began > silent_seconds:
+                self._remote.note_fault("fetch", "it does not answer")
+            raise
+        finally:
+            n_bytes = n_received or LEAST_READ_BYTES
+            self._remote.note_transfer(n_bytes, time.monotonic() - began)
+            arrival.close()
+
+    async def _touch(self, checkpoint: Checkpoint) -> None:
+        """Let the writer of a state know that somebody has read it."""
+        with suppress(CacheFault), self._remote.trying("upload"):
+            await self._remote.bucket.write(self._remote.name(checkpoint, USED), [b"1"], 1)
+
+
+def _checked(path: Path, checkpoint: Checkpoint) -> StateFile:
+    """Return what a file is that has come; raises StateFileMalformed if it is not what was told."""
+    state = read_state_file(path)
+    if len(state.tokens) != checkpoint.n_tokens:
+        raise StateFileMalformed(f"{checkpoint.shared_id} has {len(state.tokens)} tokens")
+    return state

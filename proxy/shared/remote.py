@@ -1,0 +1,225 @@
+"""The shared store as this proxy knows it: the bucket, the states in it, and whether it answers.
+
+The records of the states are kept in an index of their own, so that a lookup asks nobody. That index only
+hints: a state may be gone, and its tokens are compared only once it is here.
+"""
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from secrets import token_hex
+
+from msgspec.structs import replace
+
+from proxy.core.conditions import DegradationKind
+from proxy.core.eviction import Present
+from proxy.core.model import Candidate, Checkpoint, KnownNamespace, keyed_tenant
+from proxy.core.rates import Transfer
+from proxy.core.sharing import UNMEASURED, believed
+from proxy.core.tokens import Namespace, PrefixHash, TokenIds, hash_whole
+from proxy.errors import CacheFault, IndexDamaged, SharedStoreFault
+from proxy.health import Degradations, Faults
+from proxy.metrics import Metrics
+from proxy.shared import objects
+from proxy.shared.bucket import Bucket, Gone
+from proxy.shared.objects import META, STATE, USED
+from proxy.shared.sealing import Sealing
+from proxy.store.index import Entry, Index
+from proxy.store.known_models import Owner, owners
+from proxy.store.store import CheckpointStore
+from proxy.tasks import Tasks
+
+_FOLDER = "shared-index"
+_WRITER, _LINK, _TENANTS = "writer", "link", "tenants "
+_MAX_TENANTS = 4096
+_MAX_FOUND = 32
+_MOST_BACKOFF_SECONDS = 60.0
+
+
+@dataclass(eq=False)
+class Remote:
+    """The bucket, an index of its states, and which operations fail there now.
+
+    Each operation is given up for a while when it fails; only background work finds out that it works
+    again. `present` tells which models are served, and how fast.
+    """
+
+    store: CheckpointStore
+    bucket: Bucket
+    sealing: Sealing
+    present: Callable[[], Present]
+    metrics: Metrics
+    degradations: Degradations
+    faults: Faults
+
+    def __post_init__(self) -> None:
+        """Open the index; raises StoreFault."""
+        self.tasks, self.has_failed = Tasks(), asyncio.Event()
+        self.index = _opened(self.store.files.directory / _FOLDER)
+        self.known = set(self.index.ids())
+        self.writer = self.index.value(_WRITER, str) or token_hex(4)
+        self.index.put_value(_WRITER, self.writer)
+        self._link = self.index.value(_LINK, Transfer) or UNMEASURED
+        self._link_at = time.monotonic()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shared-index")
+        self.secret = self.sealing.secret(b"tenants") if self.sealing.is_on else self.store.secret
+        self._tenants_name = _TENANTS + keyed_tenant(self.secret, b"").hex()
+        self.tenants = self.index.value(self._tenants_name, dict[bytes, bytes]) or {}
+        """What tenants of this directory are called on all machines that have the key file."""
+        self._owners: dict[Namespace, Owner] = {}
+        self._failing: dict[str, int] = {}
+
+    async def close(self) -> None:
+        """End what runs."""
+        await self.tasks.drain(0)
+        self._thread.shutdown(wait=True)
+        with suppress(CacheFault):
+            self.index.put_value(_LINK, self._link)
+        self.index.close()
+
+    # Names.
+
+    async def note_tenant(self, tenant: bytes, name: bytes) -> None:
+        """Note the common *name* of a tenant of this directory."""
+        if len(self.tenants) < _MAX_TENANTS:
+            self.tenants[tenant] = name
+            await self.write(partial(self.index.put_value, self._tenants_name, {**self.tenants}))
+
+    def owner(self, namespace: Namespace) -> Owner | None:
+        """Return whose a namespace is, as all call it; None if its model or tenant was not met here."""
+        if namespace not in self._owners:
+            self._owners = dict(owners(self.store.index))
+        if (owner := self._owners.get(namespace)) is None or not owner.tenant:
+            return owner
+        name = self.tenants.get(owner.tenant)
+        return replace(owner, tenant=name) if name else None
+
+    def models_in(self, folder: str) -> list[tuple[Namespace, KnownNamespace]]:
+        """Return the namespaces of this directory that are called *folder*, with their models."""
+        self._owners = dict(owners(self.store.index))
+        found = ((n, self.owner(n)) for n in self._owners)
+        return [(n, o.known) for n, o in found if o and self.folder_of(o) == folder]
+
+    def folder_of(self, owner: Owner) -> str:
+        """Return what the namespace of a model and tenant is called there."""
+        return self.sealing.name(owner.static.encode(), owner.tenant)
+
+    def folder(self, namespace: Namespace) -> str:
+        """Return what a namespace of this directory is called there; empty if its model is not known."""
+        owner = self.owner(namespace)
+        return self.folder_of(owner) if owner else ""
+
+    def name(self, checkpoint: Checkpoint, kind: str) -> str:
+        """Return the name of an object of a shared state."""
+        return objects.name_of(self.folder(checkpoint.namespace), checkpoint.shared_id, kind)
+
+    # Whether it answers.
+
+    @contextmanager
+    def trying(self, operation: str) -> Iterator[None]:
+        """Note whether an operation works; its faults pass through."""
+        try:
+            yield
+        except Gone:
+            raise
+        except SharedStoreFault as fault:
+            self.note_fault(operation, str(fault))
+            raise
+        if self._failing.pop(operation, 0) and not self._failing:
+            self.degradations.end(DegradationKind.SHARED_STORE_AWAY)
+
+    def note_fault(self, operation: str, why: str) -> None:
+        self._failing[operation] = self._failing.get(operation, 0) + 1
+        if operation in ("list", "fetch"):
+            self.has_failed.set()
+        self.metrics.shared_faults.labels(operation).inc()
+        self.degradations.begin(DegradationKind.SHARED_STORE_AWAY, f"{operation}: {why}")
+
+    def is_failing(self, *operations: str) -> bool:
+        """Return whether any of these operations failed when it was last tried."""
+        return bool(self._failing.keys() & set(operations))
+
+    def pause_seconds(self, *operations: str) -> float:
+        """Return how long to leave operations alone; 0 if all of them work."""
+        n_faults = max(self._failing.get(operation, 0) for operation in operations)
+        return backoff_seconds(n_faults) if n_faults else 0.0
+
+    @property
+    def link(self) -> Transfer:
+        """What a fetch takes, as far as it was measured."""
+        return believed(self._link, time.monotonic() - self._link_at)
+
+    def note_transfer(self, n_bytes: int, seconds: float) -> None:
+        """Learn from a fetch of *n_bytes*."""
+        self._link, self._link_at = self._link.after(n_bytes, seconds), time.monotonic()
+
+    # What is there.
+
+    def find(self, namespace: Namespace, tokens: TokenIds) -> Iterator[Candidate]:
+        """Yield the shared states that share a prefix with *tokens*, by their hashes, the longest first.
+
+        What was quarantined here is not offered again.
+        """
+        if not self.known or not (folder := self.folder(namespace)):
+            return
+        seed = objects.seed_of(folder)
+        refused = {c.shared_id for c in self.store.quarantined if c.shared_id}
+
+        @cache
+        def digest(n_tokens: int) -> PrefixHash:
+            return hash_whole(seed, tokens, n_tokens)
+
+        reaching = self.index.reaching(objects.steps(seed, tokens), _MAX_FOUND)
+        for checkpoint_id, n_steps in reaching.items():
+            record = self.index.record(checkpoint_id)
+            if record is None or record.namespace != namespace or record.shared_id in refused:
+                continue
+            n_common = n_steps * objects.STEP_TOKENS
+            ends = (n for n in objects.ends_beyond(record, n_common) if n <= len(tokens))
+            matches = (n for n in ends if not self.index.n_missing(checkpoint_id, [digest(n)]))
+            yield Candidate(record, next(matches, n_common))
+
+    async def enter(self, *entries: Entry) -> None:
+        """Know states from now on."""
+        await self.write(partial(self.index.put, *entries))
+        self.known.update(checkpoint.id for checkpoint, *_ in entries)
+
+    async def forget(self, checkpoint: Checkpoint, *, is_gone: bool = True) -> None:
+        """Do not find a state again; one that is not *gone* stays known, so that it is not read again."""
+        hashes = objects.hashes_of(self.index.tokens(checkpoint.id))
+        await self.write(partial(self.index.delete, checkpoint.id, hashes))
+        if is_gone:
+            self.known.discard(checkpoint.id)
+
+    async def delete(self, checkpoint: Checkpoint) -> None:
+        """Delete a state there, its record first; raises SharedStoreFault."""
+        with self.trying("delete"):
+            await self.bucket.delete(*(self.name(checkpoint, k) for k in (META, STATE, USED)))
+        record = self.index.record(objects.index_id(checkpoint.shared_id))
+        if record is not None:
+            await self.forget(record)
+
+    async def write(self, work: Callable[[], object]) -> None:
+        """Write to the index, one after the other."""
+        loop = asyncio.get_running_loop()
+        await asyncio.shield(loop.run_in_executor(self._thread, work))
+
+
+def backoff_seconds(n_faults: int) -> float:
+    """Return how long to wait after so many faults in a row."""
+    return min(_MOST_BACKOFF_SECONDS, 2.0 ** min(n_faults, 6))
+
+
+def _opened(path: Path) -> Index:
+    """Return the index of the shared store; a damaged one is begun anew, for all of it is there."""
+    try:
+        return Index(path)
+    except IndexDamaged:
+        shutil.rmtree(path)
+        return Index(path)
