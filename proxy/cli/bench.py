@@ -16,7 +16,7 @@ from proxy.cli.trace import send_all, tell
 from proxy.explain.trace import TRACED_TOKENS, TracedRequest
 
 _ANSWER_TOKENS, _N_ROUNDS = 16, 3
-_METRIC = re.compile(r"llama_prefix_cache_((?:save|restore|written|evaluation|build)\S*) (\S+)")
+_METRIC = re.compile(r"(?m)^\w+_cache_((?!\w*bucket)(?:save|restore|written|evalu|build).*) (\S+)$")
 _VALUE = re.compile(r"--?[a-z][a-z-]*|-?[\d.,]+|on|off|auto|none|b?f\d+|i?q\d\w{0,4}")
 _MACHINE = (
     "uname -srm; nproc; grep -m1 'model name' /proc/cpuinfo; grep MemTotal /proc/meminfo;"
@@ -53,7 +53,6 @@ def bench(
     model = server.ask("GET", "/v1/models", dict[str, Any])["data"][0]
     trace = list(_rounds(tokens, 1 + sum(len(each["slots"]) for each in servers)))
     figures = send_all(trace, server, model["id"])
-    metrics = re.sub(".*_bucket.*", "", proxy.text("/metrics"))
     last = proxy.ask("GET", "/requests", dict[str, Any], query={"limit": str(len(trace))})
     report = {
         "machine": _said(_MACHINE),
@@ -62,7 +61,7 @@ def bench(
         "model": {"name": Path(model["id"]).name, **(model.get("meta") or {})},
         "figures": figures,
         "requests": [_figures(each) for each in last["requests"][::-1]],
-        "metrics": dict(_METRIC.findall(metrics)),
+        "metrics": dict(_METRIC.findall(proxy.text("/metrics"))),
     }
     with told_plainly():
         file.write_bytes(msgspec.json.format(msgspec.json.encode(report)))
