@@ -42,6 +42,11 @@ class RunningProxy:
         """Return the overview that the live page shows."""
         return self.ask("GET", "/overview", dict[str, Any])
 
+    def clients_side(self, told: dict[str, Any], url: str | None) -> "RunningProxy":
+        """Return the listener for clients, at *url* or where the overview tells."""
+        address = url or reachable(told["listen"], self.address.rpartition(":")[0])
+        return RunningProxy(address.removeprefix("http://").rstrip("/"))
+
     def pin(self, checkpoint_id: str, *, is_pinned: bool) -> None:
         method = "PUT" if is_pinned else "DELETE"
         self.ask(method, f"/checkpoints/{checkpoint_id}/pin", dict[str, Any])
@@ -56,11 +61,16 @@ class RunningProxy:
         with self._reply(method, path, **how) as reply:
             return self._decode(reply.read(), type_)
 
+    def text(self, path: str) -> str:
+        with self._reply("GET", path) as reply:
+            return reply.read().decode()
+
     def lines(self, path: str, **how: Any) -> Iterator[dict[str, Any]]:
-        """Post a request and yield each JSON line of the answer."""
+        """Post a request and yield each JSON line of the answer, or each event of a stream."""
         with self._reply("POST", path, **how) as reply:
             for line in reply:
-                yield self._decode(line, dict[str, Any])
+                if line.startswith((b"{", b"data: {")):
+                    yield self._decode(line.removeprefix(b"data: "), dict[str, Any])
 
     @contextmanager
     def _reply(
@@ -70,7 +80,7 @@ class RunningProxy:
         query: Mapping[str, str] | None = None,
         body: bytes | None = None,
         headers: Mapping[str, str] | None = None,
-        refusals: tuple[int, ...] = (),
+        refusals: Sequence[int] = (),
     ) -> Iterator[HTTPResponse]:
         """Yield the answer to a request; exit at an error whose status is not in *refusals*."""
         # Not urllib: the HTTP proxies of the environment are not for listeners of this machine.
@@ -82,7 +92,7 @@ class RunningProxy:
                 target = f"{path}?{urlencode(query)}" if query else path
                 connection.request(method, target, body, {**self._headers, **(headers or {})})
                 reply = connection.getresponse()
-                if reply.status == 401:
+                if reply.status == 401 and 401 not in refusals:
                     fail(
                         f"the proxy at {self.address} asks for its admin token: give --admin-token-file"
                         f" FILE. Unless its settings say otherwise, the file is {ADMIN_TOKEN} in its"

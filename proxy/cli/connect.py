@@ -18,7 +18,6 @@ import yaml
 
 from proxy.cli.access import RunningProxy, told_plainly, with_proxy
 from proxy.cli.common import Exit, answer, fail
-from proxy.settings import reachable
 
 TABLE = Path(__file__).with_name("clients.yaml").read_text(encoding="utf-8")
 NAMES = [line[:-1] for line in TABLE.splitlines() if line[:1].isalpha()]
@@ -63,8 +62,7 @@ def connect(
         _undo(file or _usual_file(name), is_sure=yes)
         return
     told = proxy.told()
-    address = url or reachable(told["listen"], proxy.address.rpartition(":")[0])
-    server = RunningProxy(address.removeprefix("http://").rstrip("/"))
+    server = proxy.clients_side(told, url)
     models = server.ask("GET", "/v1/models", dict[str, Any], headers={"X-Api-Key": api_key})["data"]
     contexts = [each["n_ctx"] for each in told["servers"]]
     if not models or not contexts:

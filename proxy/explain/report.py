@@ -52,6 +52,7 @@ from proxy.explain.sketch import (
     sketch_of,
     words_of,
 )
+from proxy.explain.trace import TracedRequest, traced
 from proxy.explain.views import (
     Explanation,
     History,
@@ -138,6 +139,7 @@ class Journal:
         self._named: OrderedDict[tuple[bytes, str], Named] = OrderedDict()
         """By the client's key, and by llama-server's id of the answer."""
         self._chats: deque[Chat] = deque(maxlen=MAX_CHATS)
+        self.traced: deque[TracedRequest] = deque(maxlen=MAX_REQUESTS)
         self.n_recorded = 0
         """How many requests have ended since the proxy was started; it changes with every new record."""
 
@@ -466,6 +468,9 @@ class Report:
             return self.unanswered(request, ServerAway("llama-server went away in mid-answer"))
         self._metrics.requests.labels(outcome).inc()
         self._count_reuse(judgement, account)
+        if request.prompt and answer.timings and self._journal.keep is not Keep.NONE:
+            n_answer = answer.timings.predicted_n
+            self._journal.traced.append(traced(request.at, request.prompt, n_answer))
         first_token_seconds = None
         if answer.first_token_at is not None:
             seconds = answer.first_token_at - request.arrived_at

@@ -33,6 +33,7 @@ from proxy.core.slots import Known, Slot, SlotPhase, state_of
 from proxy.core.tokens import Namespace
 from proxy.errors import CacheFault, ProxyError, StoreFault
 from proxy.explain import views
+from proxy.explain.trace import TracedRequest, numbered
 from proxy.llama.bodies import header_request, parse_body, route_path
 from proxy.llama.routes import Aliases, generation_route, with_alias
 from proxy.servers.pool import Pool
@@ -51,6 +52,7 @@ _SENT = (
     views.ListedNode,
     views.Deleted,
     views.History,
+    TracedRequest,
 )
 _PRIVATE = (".localhost", ".local", ".internal", ".home.arpa", ".lan")
 _FOR_PROGRAMS = ("/health", "/metrics")
@@ -183,6 +185,7 @@ class Admin:
             web.get("/metrics", self.metrics),
             web.get("/requests", self.requests),
             web.get("/requests/{id}", self.explain),
+            web.get("/trace", self.trace),
             web.get("/checkpoints", self.checkpoints),
             web.delete(_CHECKPOINT, self.delete),
             web.put(_CHECKPOINT + "/pin", self.pin),
@@ -233,6 +236,11 @@ class Admin:
         if (explanation := journal.explain(request_id)) is None:
             raise _refused(web.HTTPNotFound, journal.why_unknown(request_id))
         return json_response(journal.with_costs(explanation))
+
+    async def trace(self, request: web.Request) -> web.Response:
+        """Return the last requests without their texts, the oldest first."""
+        await self._pool.accounted()
+        return json_response(requests=numbered(self._shared.journal.traced))
 
     # The store: which checkpoints there are, pinning and deleting them, and their tree.
 

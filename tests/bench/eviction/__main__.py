@@ -14,8 +14,9 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
+from tests.bench.eviction.learned import Learned
 from tests.bench.eviction.play import Saved, play, play_optimum
-from tests.bench.eviction.policies import POLICIES
+from tests.bench.eviction.policies import POLICIES as OTHERS
 from tests.bench.eviction.shelf import MEMORIES
 from tests.bench.eviction.trace import AGENTS, BLOCK_TOKENS, n_distinct_blocks, read_trace
 from tests.bench.section import Section
@@ -23,6 +24,7 @@ from tests.bench.section import Section
 BUDGETS = (1, 2, 5, 10, 20, 50)
 """Percent of the working set."""
 BEATEN = ("LRU", "S3-FIFO")
+POLICIES = {**OTHERS, "learned": Learned}
 
 
 def saved_by(trace_name: str, memory_name: str, policy: str, percent: int) -> Saved:

@@ -98,8 +98,8 @@ def _note_asked(shelf: Shelf, nearest: Candidate, now: float) -> None:
 NEVER = 1 << 60
 
 
-def play_optimum(trace: list[Asked], n_blocks: int) -> Saved:
-    """Return what Belady's optimum saves with room for so many blocks.
+def play_optimum(trace: list[Asked], n_blocks: int, n_before: int = 0) -> Saved:
+    """Return what Belady's optimum saves with room for so many blocks, behind the first requests.
 
     It keeps each block once, stores only what is wanted again, and drops what is wanted last: no store of
     this size saves more tokens, whatever it keeps its blocks in.
@@ -112,9 +112,10 @@ def play_optimum(trace: list[Asked], n_blocks: int) -> Saved:
     kept: dict[int, int] = {}
     heap: list[tuple[int, int, int]] = []
     saved = Saved()
-    for asked, nexts in zip(trace, reversed(next_of), strict=True):
+    for number, (asked, nexts) in enumerate(zip(trace, reversed(next_of), strict=True)):
         n_shared = next((i for i, b in enumerate(asked.blocks) if b not in kept), len(asked.blocks))
-        saved.count(asked.n_prompt, min(n_shared * BLOCK_TOKENS, asked.n_prompt - 1))
+        if number >= n_before:
+            saved.count(asked.n_prompt, min(n_shared * BLOCK_TOKENS, asked.n_prompt - 1))
         for place, (block, wanted_at) in enumerate(zip(asked.blocks, nexts, strict=True)):
             if wanted_at == NEVER:
                 kept.pop(block, None)

@@ -273,7 +273,8 @@ class S3Fifo(Policy):
     def order(self, now: float, spared: Collection[CheckpointId]) -> Iterator[CheckpointId]:
         while (self.small.keys() | self.main.keys()) - set(spared):
             is_small_full = sum(self.small.values()) >= self.SMALL_SHARE * self.budget_bytes
-            is_small = bool(self.small) and (is_small_full or not self.main)
+            has_other = bool(self.main.keys() - set(spared))
+            is_small = bool(self.small) and (is_small_full or not has_other)
             queue = self.small if is_small else self.main
             checkpoint_id, size_bytes = queue.popitem(last=False)
             n_uses = self.uses[checkpoint_id]

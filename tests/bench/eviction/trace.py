@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from operator import itemgetter
 from pathlib import Path
 
 import xxhash
@@ -46,21 +45,26 @@ def read_trace(name: str) -> list[Asked]:
     return list(_with_turns(_of_agents() if name == AGENTS else _of_file(Path(name))))
 
 
-def _with_turns(trace: Iterable[Asked]) -> Iterator[Asked]:
-    """Yield requests with the turns that lie before them.
+def _with_turns(requests: Iterable[Asked]) -> Iterator[Asked]:
+    """Yield requests with the turns that lie before them."""
+    trace, n_turns = list(requests), list[int]()
+    for asked, earlier in zip(trace, earlier_of(trace), strict=True):
+        n_turns.append(1 if earlier is None else n_turns[earlier] + 1)
+        yield replace(asked, n_turns=n_turns[-1])
+
+
+def earlier_of(trace: Iterable[Asked]) -> Iterator[int | None]:
+    """Yield for each request the number of the one that it goes on from.
 
     A trace of hashes has no messages. A request goes on from the last one that had its deepest known block,
     if it has all full blocks of that one, and one that not everybody shares.
     """
-    last_with: dict[int, Asked] = {}
-    for asked in trace:
-        known = takewhile(last_with.__contains__, asked.blocks)
-        n_known, deepest = max(enumerate(known, 1), default=(0, None), key=itemgetter(0))
-        earlier = last_with[deepest] if deepest is not None and n_known > 1 else None
-        goes_on = earlier is not None and n_known >= earlier.n_full_blocks
-        new = replace(asked, n_turns=earlier.n_turns + 1) if earlier and goes_on else asked
-        last_with.update(dict.fromkeys(asked.blocks, new))
-        yield new
+    last_with: dict[int, tuple[int, Asked]] = {}
+    for number, asked in enumerate(trace):
+        known = list(takewhile(last_with.__contains__, asked.blocks))
+        earlier = last_with[known[-1]] if len(known) > 1 else None
+        yield earlier[0] if earlier and len(known) >= earlier[1].n_full_blocks else None
+        last_with.update(dict.fromkeys(asked.blocks, (number, asked)))
 
 
 def _of_file(path: Path) -> Iterator[Asked]:
