@@ -121,7 +121,10 @@ def test_plan_launch_names_what_cannot_work(given: dict[str, str], named: str) -
         ({"cache_ram": "512"}, "--cache-ram 512"),
         ({"kv_unified": "on"}, "--kv-unified"),
         ({"parallel": "-1"}, "--parallel -1"),
-        ({"cache_disk": "512", "cache_disk_dir": "/tmp"}, "--cache-disk 512, --cache-disk-dir /tmp"),
+        (
+            {"cache_disk": "512", "cache_disk_dir": "/tmp"},
+            "--cache-disk 512, --cache-disk-dir /tmp",
+        ),
         ({"radix_cache": "on"}, "--radix-cache:"),
     ],
 )
