@@ -31,8 +31,8 @@ class RuleKind(StrEnum):
 
 
 STRIDES_TOKENS = (64, 256, 8192)
-"""How close two context checkpoints may be on builds of April 2026 (b8672), of June (b9538), and of July and
-August (b9873 to b10566), measured; later ones set no limit at a prompt's end (create_checkpoint)."""
+"""How close two context checkpoints may be on builds of April 2026 (b8672), June (b9538), July and August
+(b9873 to b10566), measured; later ones set no limit at a prompt's end (create_checkpoint)."""
 
 
 @dataclass(frozen=True, slots=True)
