@@ -505,7 +505,6 @@ class CachedRequest:
             process.metrics.drift.inc()
         if account.is_short:
             process.metrics.live_reuse_short.inc()
-            process.learn_stride(start.n_reused - (account.n_reused or 0))
 
     def _quarantine(self, checkpoint: Checkpoint, n_expected: int) -> None:
         """Quarantine a checkpoint whose restore was not reused as the rule says."""

@@ -279,13 +279,6 @@ class Process(Services):
         n_from, n_to = timings.cache_n, timings.cache_n + timings.prompt_n
         self.rates = self.rates.after_evaluation(n_from, n_to, timings.prompt_ms / 1000)
 
-    def learn_stride(self, n_short: int) -> None:
-        """Note how far apart context checkpoints are, after a live slot reused *n_short* tokens too few."""
-        rule = self.rule.after_shortfall(n_short)
-        if rule != self.rule and not self.clears_idle_slots:
-            self.rule = rule
-            self.tasks.start(self.learn_rule(rule))
-
     def state_bytes(self, content: Content) -> int:
         """Return the largest size that a slot's state may have; 0 until a similar state was saved."""
         return state_bytes(self.sizes, content)

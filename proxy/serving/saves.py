@@ -114,7 +114,6 @@ class SlotSaves:
         timings = await self._process.upstream.evaluate(slot_id, target.tokens)
         self._metrics.prompt_tokens.labels("evaluated").inc(timings.prompt_n)
         self._metrics.evaluation_seconds.inc(timings.prompt_ms / 1000)
-        self._process.learn_stride(max(target.restore_points, default=0) - timings.cache_n)
         self._table.set_content(slot_id, target)
 
     async def _save(
