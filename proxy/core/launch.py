@@ -54,7 +54,7 @@ class Launch:
     slot_save_path: str = ""
     n_context_checkpoints: int = 32
     has_ram_cache: bool = True
-    """Whether llama-server may keep prompts in its RAM cache, for any API key."""
+    """Whether llama-server may keep prompts in a cache of its own, for any API key."""
     api_key: str | None = None
     api_key_file: str | None = None
     additions: list[tuple[str, ...]] = field(default_factory=list)
@@ -75,10 +75,6 @@ class Launch:
         host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
         address = f"[{host}]" if ":" in host else host
         return f"http://{address}:{self.port}{self.api_prefix}"
-
-
-NATIVE_CACHES = {"--cache-disk", "--radix-cache"}
-"""Caches of llama-server's own that upstream branches have."""
 
 
 def plan_launch(
@@ -116,11 +112,6 @@ def plan_launch(
     _divide_context(launch, given, known)
     _keep_idle_slots(launch, given, known)
     _limit_checkpoints(launch, given, known)
-    for name in sorted(NATIVE_CACHES & given.keys()):
-        launch.warnings.append(
-            f"{given[name]}: llama-server then keeps states itself, and moves them between slots behind "
-            "the proxy's back: each is written twice; leave the flag out, or the proxy"
-        )
     if "--metrics" not in given or given["--metrics"].value == OFF:
         _add(launch, known, "--metrics")
     if model := given.get("--model"):
@@ -202,18 +193,28 @@ def _unified_by(given: Mapping[str, Given]) -> Given | None:
 def _keep_idle_slots(launch: Launch, given: Mapping[str, Given], known: Collection[str]) -> None:
     """Let idle slots keep their content.
 
-    With a RAM cache llama-server copies idle slots to it whenever another slot runs, and clears them if
-    they share one cache (server-context.cpp, --cache-idle-slots). The proxy then works, but slower.
+    With a cache of its own llama-server copies idle slots to it whenever another slot runs, and clears them
+    if they share one KV cache (server-context.cpp, --cache-idle-slots). The proxy then works, but slower.
+    Some branches have a disk cache, and a radix cache that is on by default, in which --cache-ram 0 only
+    means that states go straight to disk.
     """
-    ram = given.get("--cache-ram")
-    if ram is None:
+    if "--cache-ram" not in given:
         _add(launch, known, "--cache-ram", "0")
-    if ram is None or ram.value == "0":
-        launch.has_ram_cache = False
+    if "--radix-cache" not in given:
+        _add(launch, known, "--no-radix-cache")
+    own = [
+        flag
+        for name, flag in given.items()
+        if name.startswith(("--cache-ram", "--cache-disk", "--radix-cache"))
+        and flag.value not in (OFF, "0")
+    ]
+    launch.has_ram_cache = bool(own)
+    if not own:
         return
     launch.warnings.append(
-        f"{ram}: llama-server moves prompts between slots and its RAM cache behind the proxy's back, "
-        "and for any API key; what that costs is counted as drift; --cache-ram 0 avoids it"
+        f"{', '.join(map(str, own))}: llama-server moves prompts between slots and a cache of its own "
+        "behind the proxy's back, and for any API key; what that costs is counted as drift, and a disk "
+        "cache writes everything twice; --cache-ram 0 alone avoids it"
     )
     if "--cache-idle-slots" not in given:
         _add(launch, known, "--no-cache-idle-slots")

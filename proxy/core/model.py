@@ -30,9 +30,10 @@ class RuleKind(StrEnum):
     NOTHING = "nothing"
 
 
-STRIDES_TOKENS = (64, 256, 8192)
-"""How close two context checkpoints may be on builds of April (b8672), June (b9538) and early July 2026
-(b9873), measured; later ones set no limit at a prompt's end (server-context.cpp, create_checkpoint)."""
+NEAR_TOKENS, FAR_TOKENS = 64, 8192
+"""How close two context checkpoints may be. Builds that write files of version 2 want 64 tokens (b8672,
+April 2026), 256 (b9538, June) or 8,192 between them (b9873 to b10566, July and August), measured; later
+ones want none at a prompt's end (server-context.cpp, create_checkpoint)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Rule:
 
     kind: RuleKind
     end_holds_from: int = 0
-    stride_tokens: int = STRIDES_TOKENS[0]
+    stride_tokens: int = NEAR_TOKENS
 
     @property
     def needs_repair(self) -> bool:
@@ -55,12 +56,6 @@ class Rule:
         A window that is not full fails the same test (server-context.cpp, `pos_min >= pos_min_thold`).
         """
         return self.end_holds_from > 0
-
-    def after_shortfall(self, n_short: int) -> "Rule":
-        """Return the rule after a live slot reused *n_short* tokens fewer than predicted."""
-        stride = next((s for s in STRIDES_TOKENS if s > n_short), 0)
-        is_news = self.kind is RuleKind.END_ONLY and stride > self.stride_tokens
-        return replace(self, stride_tokens=stride) if is_news else self
 
     @property
     def can_restore(self) -> bool:

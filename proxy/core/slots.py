@@ -363,6 +363,9 @@ CONTEXT_CHECKPOINT_MARGIN = 5
 """llama-server makes a context checkpoint 4 tokens before a prompt's end (server-context.cpp,
 "checkpoint the last"); a sliding-window model continues one token before it."""
 
+UBATCH_TOKENS = 512
+"""llama-server makes another one so many tokens before that: a batch (--ubatch-size by default)."""
+
 CHECKPOINTS_PER_REQUEST = 3
 """The most context checkpoints that llama-server adds for one request; it drops the oldest for them
 (server-context.cpp, create_checkpoint)."""
@@ -435,6 +438,8 @@ def after_evaluation(
         if is_edit and n_kept >= max(old.header, *old.marks, 0) + MIN_BRANCH_TOKENS:
             n_edit = n_kept
     points, newest = old.restore_points, len(tokens) - CONTEXT_CHECKPOINT_MARGIN
+    if stride_tokens > UBATCH_TOKENS < newest - len(old.tokens):
+        newest -= UBATCH_TOKENS  # the last one would be too near to that one
     if newest > 0 and (not points or newest >= points[-1] + stride_tokens):
         points += (newest,)
     # A conversation forks where a user message begins: the client asks for a summary or a title, a subagent

@@ -319,7 +319,7 @@ def _ram_cache_finding(facts: LlamaServerFacts) -> Finding:
         text = (
             "It is on: llama-server swaps prompts in slots by itself, for clients of any API key."
         )
-    cure = "Start llama-server with --cache-ram 0"
+    cure = "Start llama-server with --cache-ram 0, without --cache-disk and --radix-cache"
     return fine_unless(bool(facts.has_ram_cache), "RAM cache", text, cure)
 
 

@@ -8,6 +8,7 @@ layout of the cache, so that the proxy can find the namespace of the saved state
 import asyncio
 import time
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from proxy.core.conditions import DegradationKind
 from proxy.core.launch import Launch
 from proxy.core.model import (
     CANARY_TOKENS,
+    FAR_TOKENS,
     CheckpointKind,
     Rule,
     SlotId,
@@ -306,12 +308,13 @@ async def _derive(process: Process, slot_id: SlotId, saved: SavedSlot) -> Rule:
         holds_at_end = await _reused(process, slot_id, saved, again) == len(again) - 1
         if holds_at_end:
             rewinds = await _reused(process, slot_id, saved, leaving) == n_common
-    return derive(
+    rule = derive(
         has_points=bool(state.restore_points),
         has_every_position=state.has_every_position,
         holds_at_end=holds_at_end,
         rewinds=rewinds,
     )
+    return replace(rule, stride_tokens=FAR_TOKENS) if state.version == 2 else rule
 
 
 async def _reused(process: Process, slot_id: SlotId, saved: SavedSlot, prompt: TokenIds) -> int:

@@ -501,7 +501,6 @@ class CachedRequest:
             process.metrics.drift.inc()
         if account.is_short:
             process.metrics.live_reuse_short.inc()
-            self._learn_stride()
 
     def _quarantine(self, checkpoint: Checkpoint, n_expected: int) -> None:
         """Quarantine a checkpoint whose restore was not reused as the rule says."""
@@ -523,15 +522,6 @@ class CachedRequest:
             confirmed=account.n_reused,
             file=checkpoint.file_name,
         )
-
-    def _learn_stride(self) -> None:
-        """Note how far apart llama-server keeps context checkpoints, and remember it with the rule."""
-        process = self._process
-        n_short = self._plan.start.n_reused - (self._account.n_reused or 0)
-        rule = process.rule.after_shortfall(n_short)
-        if rule != process.rule and not process.clears_idle_slots:
-            process.rule = rule
-            process.tasks.start(process.learn_rule(rule))
 
     def _save_now(self, slot_id: SlotId, *, is_at_risk: bool) -> None:
         """Save the slot; with *is_at_risk* only if a context checkpoint that is needed is about to go."""

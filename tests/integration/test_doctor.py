@@ -110,6 +110,13 @@ async def test_server_that_restores_to_no_use_is_named(directory: Path) -> None:
     assert "reuses nothing of a restored state" in found.problems["nothing can be restored"]
 
 
+async def test_cache_of_llama_servers_own_is_named(server: FakeLlamaServer) -> None:
+    server.faults.has_native_cache = True
+    found = await diagnose(server)
+    assert (found.exit_status, list(found.problems)) == (1, ["RAM cache"])
+    assert "without --cache-disk and --radix-cache" in found.problems["RAM cache"]
+
+
 async def test_window_that_has_to_be_repaired_is_named(directory: Path) -> None:
     async with FakeLlamaServer(directory, memory=Memory.CUT_WINDOW, file_version=3) as server:
         found = await diagnose(server)

@@ -59,6 +59,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--fit", dest="fit_params", type=_ON_OFF.get)
     parser.add_argument("--metrics", dest="endpoint_metrics", action="store_true")
     parser.add_argument("--swa-full", action="store_true")
+    parser.add_argument("--spec-type", choices=["draft-mtp"])
     parser.set_defaults(endpoint_slots=True, n_gpu_layers=0)
     return parser
 
@@ -89,6 +90,10 @@ def _parameters(xllamacpp: Any, given: dict[str, Any]) -> Any:
         parameters.hostnames = [given.pop("hostname", "127.0.0.1")]
     if path := given.pop("slot_save_path", ""):
         given["slot_save_path"] = path.rstrip("/") + "/"
+    if given.pop("spec_type", ""):
+        # An AttributeError ends a build without it, as an unknown flag ends llama-server.
+        drafts = xllamacpp.common_speculative_type.COMMON_SPECULATIVE_TYPE_DRAFT_MTP
+        parameters.speculative.types = [drafts]
     for name, value in given.items():
         setattr(parameters, name, value)
     return parameters

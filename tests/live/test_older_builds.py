@@ -1,11 +1,12 @@
 """Real llama-servers of earlier months: what is learned of them, and what a conversation costs there."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from proxy.core.model import Rule, RuleKind
+from proxy.core.model import FAR_TOKENS, NEAR_TOKENS, Rule, RuleKind
 from tests.lab.conversation import prose
 from tests.lab.older_server import BUILDS, OLDEST, binary_of
 from tests.lab.rig import Rig
@@ -48,7 +49,8 @@ async def test_conversation_over_a_restart_evaluates_only_what_is_new(
     async with start_rig(kind, n_slots=1, n_ctx=16384, binary=binary_of(build)) as rig:
         process = rig.running.server.process
         assert process is not None
-        assert process.rule == rule_of(kind, build)
+        assert replace(process.rule, stride_tokens=NEAR_TOKENS) == rule_of(kind, build)
+        assert (process.rule.stride_tokens == FAR_TOKENS) is (build != SEPTEMBER)
         assert process.clears_idle_slots is None  # there is no other slot
         messages = [{"role": "system", "content": prose(1, 520)}]
         messages.append({"role": "user", "content": prose(2, 300)})

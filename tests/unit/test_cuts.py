@@ -125,15 +125,6 @@ def test_choose_stops_under_end_only_plants_nothing_that_costs_the_next_stop_its
     assert choose_stops(END_ONLY, apart, (), 0) == (Stop(apart.last_turn_end), Stop(3000))
 
 
-def test_rule_after_a_shortfall_keeps_context_checkpoints_as_far_apart_as_a_build_does() -> None:
-    assert END_ONLY.after_shortfall(9) is END_ONLY
-    assert END_ONLY.after_shortfall(99).stride_tokens == 256
-    assert END_ONLY.after_shortfall(99).after_shortfall(60).stride_tokens == 256
-    assert END_ONLY.after_shortfall(600).stride_tokens == 8192
-    assert END_ONLY.after_shortfall(9000) is END_ONLY
-    assert RESTORE_POINTS.after_shortfall(99) is RESTORE_POINTS
-
-
 def test_choose_stops_within_the_window_plants_only_what_prompts_share() -> None:
     rule = Rule(RuleKind.RESTORE_POINTS, end_holds_from=2500)
     cuts = replace(CUTS, last_turn_end=1800, branch=1400)

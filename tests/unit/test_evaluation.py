@@ -72,6 +72,16 @@ def test_after_evaluation_knows_which_files_the_state_goes_back_to(
     assert held.origin.ancestors == ((7,) if is_kept else ())
 
 
+@pytest.mark.parametrize(("n_tokens", "points"), [(500, (495,)), (2000, (2000 - 512 - 5,))])
+def test_after_evaluation_where_points_are_far_apart_believes_in_the_first(
+    n_tokens: int, points: tuple[int, ...]
+) -> None:
+    held = after_evaluation(Empty(), run_of(n_tokens), NAMESPACE, stride_tokens=8192)
+    assert held.restore_points == points
+    later = after_evaluation(held, run_of(n_tokens + 1000), NAMESPACE, stride_tokens=8192)
+    assert later.restore_points == points
+
+
 def test_after_evaluation_of_a_tiny_prompt_believes_in_no_restore_point() -> None:
     assert after_evaluation(Empty(), run_of(3), NAMESPACE).restore_points == ()
 

@@ -121,8 +121,11 @@ def test_plan_launch_names_what_cannot_work(given: dict[str, str], named: str) -
         ({"cache_ram": "512"}, "--cache-ram 512"),
         ({"kv_unified": "on"}, "--kv-unified"),
         ({"parallel": "-1"}, "--parallel -1"),
-        ({"cache_disk": "/tmp/disk"}, "--cache-disk /tmp/disk"),
-        ({"radix_cache": "on"}, "--radix-cache"),
+        (
+            {"cache_disk": "512", "cache_disk_dir": "/tmp"},
+            "--cache-disk 512, --cache-disk-dir /tmp",
+        ),
+        ({"radix_cache": "on"}, "--radix-cache:"),
     ],
 )
 def test_plan_launch_warns_of_what_costs(given: dict[str, str], named: str) -> None:
@@ -136,6 +139,18 @@ def test_plan_launch_with_a_ram_cache_keeps_idle_slots_out_of_it() -> None:
     assert "--no-cache-idle-slots" not in launch(cache_ram="0").added
     kept = launch(cache_ram="512", cache_idle_slots="on")  # not shared: copied, but not cleared
     assert kept.conflicts == [] and "--no-cache-idle-slots" not in kept.added
+
+
+def test_plan_launch_leaves_no_native_cache_on() -> None:
+    # Branches have a radix cache that is on by default.
+    known = KNOWN | {"--radix-cache", "--no-radix-cache"}
+    made = launch(known)
+    assert "--no-radix-cache" in made.added and not made.has_ram_cache
+    chosen = launch(known, radix_cache="on")
+    assert "--no-radix-cache" not in chosen.added and chosen.has_ram_cache
+    assert "--no-cache-idle-slots" in chosen.added
+    turned_off = launch(known, radix_cache=Given("-no-rxc", "off"), cache_disk="0")
+    assert (turned_off.warnings, turned_off.has_ram_cache) == ([], False)
 
 
 def test_plan_launch_takes_one_of_llama_servers_keys() -> None:

@@ -21,6 +21,7 @@ RAM_CACHE_MIB = 8192
 LAUNCHER = "tests.bench.traces.measured_proxy"
 SAVED_BYTES = "saved_bytes_total"
 N_THREADS = {"tiny": 1}
+DRAFTING = {"hybrid_mtp": ("--spec-type", "draft-mtp")}
 
 
 class Measurement:
@@ -102,7 +103,7 @@ def _setup(case: Case, n_ctx: int, folder: Path) -> Setup:
         n_slots=case.n_slots,
         n_ctx=n_ctx * case.n_slots,
         n_threads=N_THREADS.get(case.size, 2),
-        server_arguments=("--cache-ram", str(ram)),
+        server_arguments=("--cache-ram", str(ram), *DRAFTING.get(case.kind, ())),
         launcher=(LAUNCHER, str(folder), *stripped),
         proxy_options=("--log-format", "json"),
     )
