@@ -364,10 +364,13 @@ class CachedRequest:
         if self._reading is not None:
             self._reading.cancel()
         for slot_id in self._lease.held:
-            origin = self._process.slots[slot_id].content.origin
+            slot = self._process.slots[slot_id]
+            origin, is_running = slot.content.origin, slot.is_running
             content = Unknown(self._prompt.namespace, likely=self._prompt.tokens, origin=origin)
             self._process.slots.set_content(slot_id, self._as_kept(content))
-            winding_up = wind_up(self._process, slot_id, self._prompt.n_tokens)
+            winding_up = wind_up(
+                self._process, slot_id, self._prompt.n_tokens, is_running=is_running
+            )
             self._lease.hand_over(self._process.tasks.start(winding_up))
 
     # The reply is compared with the plan.

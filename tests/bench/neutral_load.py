@@ -3,7 +3,8 @@
 aiperf's reports stay in the folder as it writes them, one folder for each run of processes of its own.
 What is there is not measured again. Exit status 1 if a bar is missed.
 
-python -m tests.bench.neutral_load [--folder FOLDER] [--kind KIND ...] [--quick] [--known] [--document]
+python -m tests.bench.neutral_load [--folder FOLDER] [--kind KIND ...] [--load LOAD ...]
+                                   [--contender NAME ...] [--quick] [--known] [--document]
 """
 
 import argparse
@@ -90,9 +91,9 @@ class Bench:
         self._folder, self._leftovers, self._only_known = folder, leftovers, only_known
         self._aiperf = Aiperf(folder)
 
-    async def measure(self, kind: str, load: str) -> list[Measured]:
+    async def measure(self, kind: str, load: str, chosen: list[str]) -> list[Measured]:
         """Return what each contender needed; by turns, so that the machine's moods hit all alike."""
-        contenders = [PROXY, *FLAGS[load]]
+        contenders = [name for name in (PROXY, *FLAGS[load]) if not chosen or name in chosen]
         reports: dict[str, list[tuple[Report, int]]] = {name: [] for name in contenders}
         for time in range(N_TIMES.get(load, 1)):
             for contender in contenders:
@@ -184,7 +185,8 @@ def flags_tried(found: dict[tuple[str, str], list[Measured]]) -> Section:
 async def run(arguments: argparse.Namespace, leftovers: ExitStack) -> int:
     """Measure and print; return the exit status."""
     bench = Bench(arguments.folder, leftovers, only_known=arguments.known)
-    found = {(kind, load): await bench.measure(kind, load) for kind, load in _chosen(arguments)}
+    only = arguments.contender
+    found = {(k, load): await bench.measure(k, load, only) for k, load in _chosen(arguments)}
     sections = [compare(found), flags_tried(found)]
     for section in sections:
         print(section.markdown() + "\n", flush=True)
@@ -207,6 +209,7 @@ def main() -> int:
     )
     parser.add_argument("--kind", nargs="+", choices=MEMORIES, help="kinds of memory")
     parser.add_argument("--load", nargs="+", choices=tuple(LOADS), help="loads")
+    parser.add_argument("--contender", nargs="+", choices=(PROXY, *ALONE), help="all by default")
     parser.add_argument("--quick", action="store_true", help="one kind and load: five minutes")
     parser.add_argument("--known", action="store_true", help="only what the folder has")
     parser.add_argument("--document", action="store_true", help="write docs/proof.md")
