@@ -3,7 +3,7 @@
 Owns: copies of server_chat_convert_anthropic_to_oai and server_chat_convert_responses_to_chatcmpl
 (tools/server/server-chat.cpp), whose oddities are kept. Only fields that reach the template are converted:
 the body is for /apply-template and never for an answer to a client. Bodies that llama-server refuses are
-not convertible, and neither are images: prompts with media are not cached.
+not convertible.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,14 +16,13 @@ from proxy.errors import NotConvertible
 
 Message = dict[str, Any]
 
-_MEDIA = "media in the request"
-
 # Anthropic Messages. Text that follows a tool result is moved before it, and blocks of unknown types are
 # dropped.
 
 
 _BILLING_HEADER = "x-anthropic-billing-header:"
 _NONCE_BYTES = 5
+_SHOWN = ("text", "image")
 
 
 def chat_of_messages(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,7 +76,7 @@ def _converted(message: Message) -> Iterator[Message]:
     if not isinstance(blocks, list):
         yield message
         return
-    content = _text_blocks(blocks)
+    content = _parts(blocks)
     calls = [_tool_call(block) for block in _of_kind(blocks, "tool_use")]
     reasoning = "".join(text_of(block, "thinking") for block in _of_kind(blocks, "thinking"))
     if content or calls or reasoning:
@@ -93,18 +92,32 @@ def _result(content: Any) -> Any:
     if isinstance(content, str):
         return content
     blocks = list_of(content)
-    found = _text_blocks(blocks)
     if not _of_kind(blocks, "image"):
-        return "".join(_texts(found))
-    return [{"type": "text", "text": text} for text in _texts(found)]
+        return "".join(_texts(blocks))
+    return [
+        {"type": "text", "text": part["text"]} if "text" in part else part
+        for part in _parts(blocks)
+    ]
 
 
-def _text_blocks(blocks: list[Any]) -> list[Any]:
-    """Return the texts of a content; raises NotConvertible for an image that llama-server reads."""
-    sources = [text_of(member(block, "source"), "type") for block in _of_kind(blocks, "image")]
-    if "base64" in sources or "url" in sources:
-        raise NotConvertible(_MEDIA)
-    return _of_kind(blocks, "text")
+def _parts(blocks: list[Any]) -> list[Any]:
+    """Return the texts and images of a content in the chat form."""
+    kinds = [(text_of(block, "type"), block) for block in blocks]
+    parts = [block if kind == "text" else _image(block) for kind, block in kinds if kind in _SHOWN]
+    return [part for part in parts if part]
+
+
+def _image(block: Any) -> dict[str, Any]:
+    """Return an image in the chat form, empty where llama-server knows no such source."""
+    source = member(block, "source")
+    match text_of(source, "type"):
+        case "base64":
+            url = f"data:{text_of(source, 'media_type')};base64,{text_of(source, 'data')}"
+        case "url":
+            url = text_of(source, "url")
+        case _:
+            return {}
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _tool_call(block: Any) -> dict[str, Any]:
@@ -175,9 +188,7 @@ def _add_item(item: Message, messages: list[Message]) -> None:
     is_call = kind == "function_call" and _has_texts(item, "call_id", "arguments", "name")
     is_result = kind == "function_call_output" and _has_texts(item, "call_id")
     if role in ("user", "system", "developer") and isinstance(content, list):
-        messages.append(
-            {**message, "content": [_text_part(part, "input_text") for part in content]}
-        )
+        messages.append({**message, "content": [_input_part(part) for part in content]})
     elif role == "assistant" and kind == "message":
         converted = [_text_part(part, "output_text", "input_text") for part in list_of(content)]
         answer = _answer(messages, {**message, "content": []})
@@ -212,9 +223,16 @@ def _has_texts(item: Any, *keys: str) -> bool:
     return all(isinstance(member(item, key), str) for key in keys)
 
 
+def _input_part(part: Any) -> dict[str, Any]:
+    """Return a part of an input message in the chat form; raises NotConvertible for files."""
+    if text_of(part, "type") == "input_image" and "image_url" in part:
+        return {"type": "image_url", "image_url": {"url": part["image_url"]}}
+    return _text_part(part, "input_text")
+
+
 def _text_part(part: Any, *kinds: str) -> dict[str, Any]:
     """Return a text part of one of the *kinds* in the chat form; raises NotConvertible for other parts."""
     kind = text_of(part, "type")
     if kind in kinds and _has_texts(part, "text"):
         return {"text": part["text"], "type": "text"}
-    raise NotConvertible(_MEDIA if kind == "input_image" else f"a part of type {kind!r}")
+    raise NotConvertible(f"a part of type {kind!r}")

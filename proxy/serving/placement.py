@@ -339,9 +339,16 @@ class SimilarRequest(CachedRequest):
             self._process.faults.record("placement", fault)
 
     async def _make_way(self, slot_id: SlotId, *, is_late: bool) -> bool:
-        """Empty the free slots that would be chosen instead; return False if a leased one has to end."""
-        table = self._process.slots
-        for rival in rivals(table[slot_id], table, self._prompt.tokens):
+        """Empty the free slots that would be chosen instead; return False if a leased one has to end.
+
+        Behind an image llama-server knows better which slot goes on: the request follows its choice.
+        """
+        table, prompt = self._process.slots, self._prompt
+        for rival in rivals(table[slot_id], table, prompt.tokens):
+            content = table[rival].content
+            is_ours = isinstance(content, Known) and content.namespace == prompt.namespace
+            if prompt.goes_on and is_ours:
+                continue
             if table[rival].is_leased:
                 if not self._may_end_in(table[rival], is_late=is_late):
                     return False
@@ -399,7 +406,8 @@ class SimilarRequest(CachedRequest):
     def _follow(self, chosen: Slot) -> None:
         """Move the lease to the slot that was chosen instead; the prepared slot is free again."""
         process, prompt = self._process, self._prompt
-        if chosen.id not in rivals(process.slots[self._plan.slot_id], [chosen], prompt.tokens):
+        is_rival = chosen.id in rivals(process.slots[self._plan.slot_id], [chosen], prompt.tokens)
+        if not is_rival and not prompt.goes_on:
             process.degrade(DegradationKind.PLACED_ELSEWHERE)
         n_common = shared_tokens(chosen.content, prompt.tokens, prompt.namespace)
         n_reused, n_at_most = live_reuse(process.rule, chosen.content, n_common, prompt.n_tokens)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import xxhash
-from aiohttp import HttpVersion11, web
+from aiohttp import HttpVersion10, HttpVersion11, web
 
 from proxy.core.messages import Route
 from proxy.core.model import keyed_tenant
@@ -109,7 +109,7 @@ class Front:
         try:
             if not request.raw_path.startswith("/"):
                 raise ProxyError("the request target must be a path", 400)
-            if request.version > HttpVersion11:
+            if not HttpVersion10 <= request.version <= HttpVersion11:
                 raise ProxyError("only HTTP/1.0 and HTTP/1.1 are spoken here", 400)
             if changes_server_state(request.method, path):
                 raise ProxyError(

@@ -288,6 +288,8 @@ class FakeLlamaServer:
         return _json([])
 
     async def _apply_template(self, request: web.Request) -> web.Response:
+        if b"image_url" in await request.read():
+            return _error(400, "image input is not supported", "invalid_request_error")
         return _json({"prompt": self._render(await request.json())})
 
     async def _tokenize(self, request: web.Request) -> web.Response:

@@ -41,7 +41,7 @@ Form = Callable[[Messages], Messages]
 
 
 def with_image(messages: Messages) -> Messages:
-    """Return Anthropic messages of the same tokens whose prompt the proxy does not read."""
+    """Return Anthropic messages of the same tokens, which /apply-template refuses: they are not read."""
     source = {"type": "base64", "media_type": "image/png", "data": ""}
     image = {"type": "image", "source": source, "text": ""}
     return [

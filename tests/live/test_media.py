@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.lab.conversation import answer, system, user
 from tests.lab.media import build_projector, image_part
 from tests.lab.rig import Rig
 from tests.live.conftest import ONE_KIND, StartRig
 
+CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 SLACK_TOKENS = 64
 N_TEXT_WORDS = 600
 
@@ -18,19 +21,88 @@ def asking(image: int) -> list[Any]:
     return [system(N_TEXT_WORDS), {"role": "user", "content": content}]
 
 
-async def ask(rig: Rig, messages: list[Any]) -> tuple[str, int, int]:
+def as_asked(route: str, messages: list[Any]) -> dict[str, Any]:
+    """Return the body of a chat as a client of *route* sends it."""
+    if route == CHAT:
+        return {"messages": messages, "max_tokens": 6}
+    turns = [{**message, "content": as_parts(route, message)} for message in messages[1:]]
+    told = messages[0]["content"]
+    if route == MESSAGES:
+        return {"system": told, "messages": turns, "max_tokens": 6}
+    turns = [{**turn, "type": "message"} for turn in turns]
+    return {"instructions": told, "input": turns, "max_output_tokens": 6}
+
+
+def as_parts(route: str, message: dict[str, Any]) -> Any:
+    if isinstance(message["content"], str):
+        return message["content"]
+    return [as_part(route, part) for part in message["content"]]
+
+
+def as_part(route: str, part: dict[str, Any]) -> dict[str, Any]:
+    if "text" in part:
+        return part if route == MESSAGES else {**part, "type": "input_text"}
+    url = part["image_url"]["url"]
+    if route == RESPONSES:
+        return {"type": "input_image", "image_url": url}
+    kind, _, data = url.removeprefix("data:").partition(";base64,")
+    return {"type": "image", "source": {"type": "base64", "media_type": kind, "data": data}}
+
+
+async def ask(rig: Rig, messages: list[Any], route: str = CHAT) -> tuple[str, int, int]:
     """Return what the answer says, how long the prompt was, and how much of it was evaluated."""
     before = await rig.evaluated()
-    reply = await rig.chat(messages, max_tokens=6)
+    reply = await rig.post(route, {**as_asked(route, messages), "temperature": 0})
     n_evaluated = await rig.evaluated() - before
-    said = reply["choices"][0]["message"]
-    return f"{said}", reply["usage"]["prompt_tokens"], n_evaluated
+    usage = reply["usage"]
+    n_prompt = usage.get("prompt_tokens") or usage["input_tokens"]
+    n_prompt += usage.get("cache_read_input_tokens", 0) + usage.get(
+        "cache_creation_input_tokens", 0
+    )
+    return said_in(reply), n_prompt, n_evaluated
+
+
+def said_in(reply: dict[str, Any]) -> str:
+    """Return the words of an answer, and the reasoning, whatever the API."""
+    if "choices" in reply:
+        message = reply["choices"][0]["message"]
+        return f"{message.get('reasoning_content') or ''}{message['content']}"
+    parts = (
+        reply["content"]
+        if "content" in reply
+        else [part for item in reply["output"] for part in item["content"]]
+    )
+    return "".join(part.get("thinking", "") + part.get("text", "") for part in parts)
 
 
 async def alone(rig: Rig, messages: list[Any]) -> str:
     body = {"messages": messages, "max_tokens": 6, "temperature": 0, "cache_prompt": False}
-    async with rig.client.post(rig.server.base_url + "/v1/chat/completions", json=body) as reply:
-        return f"{(await reply.json())['choices'][0]['message']}"
+    async with rig.client.post(rig.server.base_url + CHAT, json=body) as reply:
+        return said_in(await reply.json())
+
+
+@ONE_KIND
+@pytest.mark.parametrize("route", [MESSAGES, RESPONSES])
+async def test_text_before_an_image_is_restored_on_every_api(
+    start_rig: StartRig, tmp_path: Path, kind: str, route: str
+) -> None:
+    projector = build_projector(tmp_path / "mmproj.gguf")
+    async with start_rig(kind, n_slots=2, extra_args=("--mmproj", str(projector))) as rig:
+        first = asking(1)
+        _, n_first, n_evaluated = await ask(rig, first, route)
+        assert n_evaluated == n_first > 3 * N_TEXT_WORDS
+        later = [*first, answer(1), user(2, 10)]
+        said, n_later, n_evaluated = await ask(rig, later, route)
+        assert n_evaluated <= n_later - n_first + SLACK_TOKENS
+        for seed in (7, 8):  # other conversations take both slots
+            await ask(rig, [system(N_TEXT_WORDS, seed), user(seed, 10)], route)
+        _, _, n_evaluated = await ask(rig, later, route)
+        assert n_evaluated <= n_later - n_first + 2 * SLACK_TOKENS
+        await rig.restart()
+        said_again, _, n_evaluated = await ask(rig, later, route)
+        assert n_evaluated <= n_later - n_first + 2 * SLACK_TOKENS
+        assert said == said_again == await alone(rig, later)
+        assert not rig.sample("llama_prefix_cache_drift_total")
 
 
 @ONE_KIND
