@@ -22,7 +22,7 @@ from tests.bench.interrupts import run_to_the_end
 from tests.bench.processes import Setup, Stack
 from tests.bench.progress import tell
 from tests.bench.section import Section
-from tests.bench.sides import N_HTTP_THREADS
+from tests.bench.sides import N_HTTP_THREADS, cpu_seconds
 from tests.lab.models import MEMORIES
 from tests.lab.server import REPOSITORY
 
@@ -59,6 +59,10 @@ FLAGS = {
 """What each load is tried with: all on one, elsewhere what did best there."""
 
 
+Counted = dict[str, float]
+"""What one run's folder holds beside aiperf's reports: `n_evaluated` and `cpu_seconds`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """One run of aiperf; `contender` is the proxy or llama-server with certain flags."""
@@ -76,12 +80,21 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What several runs of one contender said, in medians; `n_evaluated` is llama-server's own count."""
+    """What several runs of one contender said, in medians.
+
+    `n_evaluated` is llama-server's own count, `cpu_seconds` those of llama-server and the proxy together,
+    which what else runs on the machine changes least.
+    """
 
     contender: str
     p50: float
     p95: float
     n_evaluated: int
+    cpu_seconds: float
+
+    def __str__(self) -> str:
+        times = f"{self.p50:,.0f} / {self.p95:,.0f}"
+        return f"{times}, {self.n_evaluated:,}, {self.cpu_seconds:.1f} s"
 
 
 class Bench:
@@ -94,7 +107,7 @@ class Bench:
     async def measure(self, kind: str, load: str, chosen: list[str]) -> list[Measured]:
         """Return what each contender needed; by turns, so that the machine's moods hit all alike."""
         contenders = [name for name in (PROXY, *FLAGS[load]) if not chosen or name in chosen]
-        reports: dict[str, list[tuple[Report, int]]] = {name: [] for name in contenders}
+        reports: dict[str, list[tuple[Report, Counted]]] = {name: [] for name in contenders}
         for time in range(N_TIMES.get(load, 1)):
             for contender in contenders:
                 found = await self._run(Run(kind, load, contender, time))
@@ -104,14 +117,15 @@ class Bench:
                 contender,
                 median(report.p50 for report, _ in each),
                 median(report.p95 for report, _ in each),
-                round(median(n_evaluated for _, n_evaluated in each)),
+                round(median(counted["n_evaluated"] for _, counted in each)),
+                median(counted["cpu_seconds"] for _, counted in each),
             )
             for contender, each in reports.items()
             if each
         ]
 
-    async def _run(self, run: Run) -> tuple[Report, int] | None:
-        counted = self._folder / run.name / "evaluated.json"
+    async def _run(self, run: Run) -> tuple[Report, Counted] | None:
+        counted = self._folder / run.name / "counted.json"
         if not counted.exists():
             if self._only_known:
                 return None
@@ -119,7 +133,7 @@ class Bench:
             counted.write_text(json.dumps(await self._play(run)))
         return self._aiperf.report(run.name), json.loads(counted.read_text())
 
-    async def _play(self, run: Run) -> int:
+    async def _play(self, run: Run) -> Counted:
         flags = ALONE.get(run.contender, ())
         setup = Setup(
             n_slots=N_SLOTS,
@@ -130,11 +144,17 @@ class Bench:
         has_proxy = run.contender == PROXY
         stack = Stack(run.kind, "tiny", self._leftovers, has_proxy=has_proxy, setup=setup)
         await stack.start()
-        before = await stack.evaluated_tokens()
+        before, used_before = await stack.evaluated_tokens(), _cpu_seconds(stack)
         await self._aiperf.profile(stack.base_url, LOADS[run.load], run.name)
         n_evaluated = await stack.evaluated_tokens() - before
+        used = _cpu_seconds(stack) - used_before
         await stack.stop()
-        return n_evaluated
+        return {"n_evaluated": n_evaluated, "cpu_seconds": used}
+
+
+def _cpu_seconds(stack: Stack) -> float:
+    proxy = cpu_seconds(stack.proxy.pid) if stack.proxy else 0.0
+    return cpu_seconds(stack.server.pid) + proxy
 
 
 def compare(found: dict[tuple[str, str], list[Measured]]) -> Section:
@@ -144,8 +164,8 @@ def compare(found: dict[tuple[str, str], list[Measured]]) -> Section:
         f"p50 and p95 at least {LEAST_GAIN:.0f} times better than the best flags where conversations "
         f"outnumber slots, at most {MOST_LOSS} times as long elsewhere",
         (
-            *("memory", "load", "alone: best flags", "p50", "p95", "evaluated"),
-            *("proxy: p50", "p95", "evaluated", "alone / proxy: p50", "p95"),
+            *("memory", "load", "alone: best flags", "p50", "p95", "evaluated", "CPU, s"),
+            *("proxy: p50", "p95", "evaluated", "CPU, s", "alone / proxy: p50", "p95"),
         ),
     )
     for (kind, load), measured in found.items():
@@ -158,7 +178,8 @@ def compare(found: dict[tuple[str, str], list[Measured]]) -> Section:
         least = 1 / MOST_LOSS if load == ENOUGH_SLOTS else LEAST_GAIN
         section.add(
             *(kind, load, best.contender, f"{best.p50:,.0f}", f"{p95:,.0f}", best.n_evaluated),
-            *(f"{our.p50:,.0f}", f"{our.p95:,.0f}", our.n_evaluated),
+            *(f"{best.cpu_seconds:.1f}", f"{our.p50:,.0f}", f"{our.p95:,.0f}", our.n_evaluated),
+            f"{our.cpu_seconds:.1f}",
             *(f"{gain:.2f}" for gain in gains),
             is_met=min(gains) >= least,
         )
@@ -168,15 +189,12 @@ def compare(found: dict[tuple[str, str], list[Measured]]) -> Section:
 def flags_tried(found: dict[tuple[str, str], list[Measured]]) -> Section:
     """Return the table of llama-server's flags."""
     section = Section(
-        f"llama-server's flags ({SWEPT}): p50 / p95 in ms, tokens evaluated",
+        f"llama-server's flags ({SWEPT}): p50 / p95 in ms, tokens evaluated, CPU",
         "",
         ("memory", *ALONE, PROXY),
     )
     for (kind, load), measured in found.items():
-        of = {
-            each.contender: f"{each.p50:,.0f} / {each.p95:,.0f}, {each.n_evaluated:,}"
-            for each in measured
-        }
+        of = {each.contender: str(each) for each in measured}
         if load == SWEPT:
             section.add(kind, *(of.get(name, "") for name in (*ALONE, PROXY)), is_met=None)
     return section
