@@ -165,9 +165,11 @@ def as_passed_on(raw: bytes) -> bytes:
 @example(raw=b"GET /health\r\nHost: localhost\r\n\r\n")
 @IN_ONE_LOOP
 async def test_any_head_has_the_direct_class_of_answer_or_is_refused(rig: Rig, raw: bytes) -> None:
-    ours = class_of(await status_of(rig.base_url, raw, is_all=True))
+    # Only what may be half a request needs an end; a client that sends no more is not waited for long.
+    is_half = not is_valid(raw)
+    ours = class_of(await status_of(rig.base_url, raw, is_all=is_half))
     assert ours != "failed"
     # The proxy passes no Host on, and so does not judge it.
-    if HOST in raw and (is_valid(raw) or ours == "served"):
+    if HOST in raw and (not is_half or ours == "served"):
         passed_on = as_passed_on(raw)
-        assert class_of(await status_of(rig.server.base_url, passed_on, is_all=True)) == ours
+        assert class_of(await status_of(rig.server.base_url, passed_on, is_all=is_half)) == ours
