@@ -54,7 +54,7 @@ SWEPT = "agentic-code"
 FLAGS = {
     SWEPT: tuple(ALONE),
     "multi-turn": ("similarity", "small RAM cache"),
-    ENOUGH_SLOTS: ("similarity",),
+    ENOUGH_SLOTS: ("defaults", "similarity"),
 }
 """What each load is tried with: all on one, elsewhere what did best there."""
 

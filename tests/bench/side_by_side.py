@@ -50,9 +50,10 @@ CONTENDERS = (*(f"RAM cache {mib} MiB" for mib in RAM_MIB), BY_HAND, PEER, PROXY
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one contender needed for one trace; answers by the label of their request."""
+    """What one contender needed for one trace; `seconds` is the time in which clients ran."""
 
     n_evaluated: int
+    seconds: float
     n_written_bytes: int
     first_token_seconds: list[float]
     answers: dict[str, str]
@@ -114,48 +115,50 @@ async def play(contender: str, trace: Trace, kind: str, leftovers: ExitStack) ->
     replies = {sent.request.label: sent.reply for sent in played.sent if sent.reply}
     return Outcome(
         played.n_evaluated,
+        played.seconds,
         played.n_written_bytes,
         [reply.first_token_seconds for reply in replies.values()],
         {label: reply.text for label, reply in replies.items()},
     )
 
 
-async def compare(name: str, kind: str, leftovers: ExitStack) -> Section:
-    """Return the table of one trace and kind of memory."""
+async def compare(section: Section, name: str, kind: str, leftovers: ExitStack) -> None:
+    """Add the rows of one trace."""
     trace = TRACES[name]()
-    section = Section(
-        f"{name}, {kind}, {trace.n_requests} requests",
-        "",
-        ("", "tokens evaluated", "first token p50, ms", "p95, ms", "MB written", "answers differ"),
-    )
     reference: Outcome | None = None
     for contender in CONTENDERS:
         tell(f"{name}, {kind}, {contender}")
         try:
             outcome = await play(contender, trace, kind, leftovers)
         except FAILURES as failure:
-            section.add(contender, str(failure).splitlines()[0][:80], *"----", is_met=None)
+            section.add(name, contender, str(failure).splitlines()[0][:80], *"-----", is_met=None)
             continue
         reference = reference or outcome
         p50, p95 = outcome.quantiles()
         section.add(
-            *(contender, outcome.n_evaluated, f"{1000 * p50:,.0f}", f"{1000 * p95:,.0f}"),
-            f"{outcome.n_written_bytes / 1e6:,.1f}",
-            *(outcome.n_wrong(reference),),
+            *(name, contender, outcome.n_evaluated, f"{1000 * p50:,.0f}", f"{1000 * p95:,.0f}"),
+            *(f"{outcome.seconds:.1f}", f"{outcome.n_written_bytes / 1e6:,.1f}"),
+            f"{outcome.n_wrong(reference)} of {len(reference.answers)}",
             is_met=None,
         )
-    return section
 
 
 async def run(arguments: argparse.Namespace, leftovers: ExitStack) -> int:
     """Measure, print and document."""
     for kind in arguments.kind:
-        sections = []
+        section = Section(
+            f"Beside what else there is ({kind})",
+            "",
+            (
+                *("trace", "", "tokens evaluated", "first token p50, ms", "p95, ms", "wall, s"),
+                *("MB written", "answers differ"),
+            ),
+        )
         for name in arguments.trace:
-            sections.append(await compare(name, kind, leftovers))
-            print(sections[-1].markdown() + "\n", flush=True)
+            await compare(section, name, kind, leftovers)
+        print(section.markdown() + "\n", flush=True)
         if arguments.document:
-            document(f"side by side, {kind}", sections, level=4, path=PAGE)
+            document(f"side by side, {kind}", [section], level=3, path=PAGE)
     return 0
 
 
